@@ -1,0 +1,9 @@
+"""fp8rl: FP8 reinforcement learning of LLMs, as plugins of the engines you already run."""
+
+from fp8rl._manager import PluginManager
+from fp8rl.hookspecs import hookimpl
+from fp8rl.pinning import PinPolicy
+from fp8rl.recipe import Recipe
+
+__all__ = ["PinPolicy", "PluginManager", "Recipe", "hookimpl"]
+__version__ = "0.1.0"

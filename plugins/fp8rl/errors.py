@@ -1,0 +1,35 @@
+"""Every error fp8rl raises on purpose, so that a driver can catch one family."""
+
+from __future__ import annotations
+
+
+class Fp8RLError(Exception):
+    """Base class. The message is one sentence that names the key or tensor and the remedy."""
+
+
+class RecipeError(Fp8RLError, ValueError):
+    """A recipe that cannot be read or that contradicts itself."""
+
+
+class PinError(Fp8RLError, ValueError):
+    """A pin that matches nothing, splits a fused module, or asks about an unknown module."""
+
+
+class ScaleError(Fp8RLError, ValueError):
+    """A quantization or KV-cache scale that is missing, zero, negative, NaN or infinite."""
+
+
+class RefitError(Fp8RLError, RuntimeError):
+    """A refit that is partial, duplicated, wrongly shaped or carries NaN."""
+
+
+class UnsupportedError(Fp8RLError, NotImplementedError):
+    """A shape, layer, engine version or GPU that the plugin does not serve."""
+
+
+class PluginError(Fp8RLError, RuntimeError):
+    """A third-party plugin that cannot be loaded or that breaks the contract."""
+
+
+class CheckpointError(Fp8RLError, RuntimeError):
+    """A checkpoint that is missing, torn, or written by another version of the format."""

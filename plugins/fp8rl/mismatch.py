@@ -1,0 +1,114 @@
+"""How far the rollout engine's policy is from the trainer's, on the tokens that were sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+QUANTILES = (0.01, 0.5, 0.99)
+
+
+@dataclass(frozen=True)
+class MismatchMetrics:
+    """Metrics over the masked tokens; ``log_ratio = trainer - rollout`` logprob, natural log.
+
+    KL(rollout || trainer) is estimated three ways (Schulman, "Approximating KL divergence"):
+    k1 = -log_ratio, k2 = log_ratio^2 / 2, k3 = exp(log_ratio) - 1 - log_ratio.
+    """
+
+    tokens: int
+    token_mult_prob_error: float
+    """mean exp(|log_ratio|), 1 is perfect (NeMo RL ``token_mult_prob_error``)."""
+    kl_k1: float
+    kl_k2: float
+    kl_k3: float
+    chi_square: float
+    """mean ratio^2 - 1: variance of the importance weights (verl ``rollout_is chi2``)."""
+    ess: float
+    """Effective sample size of the token weights as a share of the tokens, in (0, 1]."""
+    ppl_rollout: float
+    ppl_trainer: float
+    ppl_gap: float
+    """log ppl_trainer - log ppl_rollout, in nats."""
+    log_ratio_q01: float
+    log_ratio_q50: float
+    log_ratio_q99: float
+    share_low: float
+    """Share of tokens with a ratio below ``low``."""
+    share_high: float
+    """Share of tokens with a ratio above ``high``."""
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def mismatch_metrics(
+    rollout_logprobs: torch.Tensor,
+    trainer_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+    quantiles: Sequence[float] = QUANTILES,
+) -> MismatchMetrics:
+    """Compare both engines' logprobs of the same tokens.
+
+    Args:
+        rollout_logprobs: float, any shape; logprob under the policy that sampled.
+        trainer_logprobs: same shape and device.
+        mask: same shape, nonzero where the token counts; values elsewhere are never read, so that
+            padding may hold NaN.
+        low: ratio below which a token counts in ``share_low``.
+        high: ratio above which a token counts in ``share_high``.
+        quantiles: three levels for the log-ratio quantiles.
+
+    Returns:
+        The metrics; float64 sums on the tensors' device, one transfer to the host. A NaN logprob
+        of a counted token shows as NaN.
+
+    Raises:
+        ValueError: shapes differ or the mask is empty.
+    """
+    if not rollout_logprobs.shape == trainer_logprobs.shape == mask.shape:
+        raise ValueError(
+            f"rollout_logprobs {tuple(rollout_logprobs.shape)}, trainer_logprobs "
+            f"{tuple(trainer_logprobs.shape)} and mask {tuple(mask.shape)} must have one shape."
+        )
+    keep = mask != 0
+    rollout = rollout_logprobs.detach()[keep].double()
+    trainer = trainer_logprobs.detach()[keep].double()
+    n = rollout.numel()
+    if n == 0:
+        raise ValueError("The mask selects no token; there is nothing to compare.")
+    log_ratio = trainer - rollout
+    ratio = log_ratio.exp()
+    levels = torch.tensor(tuple(quantiles), dtype=torch.float64, device=log_ratio.device)
+    sum_ratio, sum_square = ratio.sum(), ratio.square().sum()
+    packed = torch.stack(
+        [
+            log_ratio.abs().exp().mean(),
+            -log_ratio.mean(),
+            log_ratio.square().mean() / 2,
+            (torch.expm1(log_ratio) - log_ratio).mean(),
+            sum_square / n - 1,
+            sum_ratio.square() / (n * sum_square),
+            (-rollout.mean()).exp(),
+            (-trainer.mean()).exp(),
+            rollout.mean() - trainer.mean(),
+            *_quantiles(log_ratio, levels),
+            (ratio < low).double().mean(),
+            (ratio > high).double().mean(),
+        ]
+    )
+    return MismatchMetrics(n, *packed.tolist())
+
+
+def _quantiles(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """Linear-interpolation quantiles; torch.quantile refuses more than 16M elements."""
+    ordered = x.sort().values
+    position = levels * (x.numel() - 1)
+    below = position.floor().long()
+    above = position.ceil().long()
+    return torch.lerp(ordered[below], ordered[above], position - below)

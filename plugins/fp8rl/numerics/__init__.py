@@ -1,0 +1,32 @@
+"""Block-wise FP8 (E4M3) quantization: one contract for trainer, refit and rollout.
+
+In float32, ``scale = 448 / amax``, ``codes = clamp(x * scale, -448, 448)`` rounded to E4M3, and
+``scale_inv = 1 / scale`` is what multiplies the codes back (DeepSeek-V3 technical report, section
+3.3; ``per_block_cast_to_fp8`` of DeepGEMM and vLLM). A block whose amax is zero, not finite, or so
+small that ``448 / amax`` overflows takes scale 1. ``pow2`` rounds ``scale_inv`` up to a power of
+two with an exponent in [-127, 127].
+
+The functions here pick the implementation by the tensor's device: the torch reference on CPU, the
+Triton kernels on a GPU. Both give the same codes and scales, bit for bit.
+"""
+
+from fp8rl.numerics._dispatch import (
+    dequantize_block,
+    dequantize_group,
+    quantize_block,
+    quantize_group,
+)
+from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Quantized, cdiv
+
+__all__ = [
+    "BLOCK",
+    "E4M3_MAX",
+    "FP8_DTYPE",
+    "GROUP",
+    "Quantized",
+    "cdiv",
+    "dequantize_block",
+    "dequantize_group",
+    "quantize_block",
+    "quantize_group",
+]

@@ -1,0 +1,98 @@
+"""Public functions: check the arguments, then run the device's implementation."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from fp8rl.numerics import reference
+from fp8rl.numerics._format import (
+    BLOCK,
+    GROUP,
+    Quantized,
+    cdiv,
+    check_scale_shape,
+    check_source,
+)
+from fp8rl.recipe import ScaleFormat
+
+
+def _implementation(x: torch.Tensor) -> ModuleType:
+    if x.is_cuda:
+        from fp8rl.numerics import triton_kernels  # needs triton, which a CPU install leaves out
+
+        return triton_kernels
+    return reference
+
+
+def quantize_block(
+    w: torch.Tensor, block: tuple[int, int] = BLOCK, scale_format: ScaleFormat = "fp32"
+) -> Quantized:
+    """Quantize a weight in blocks.
+
+    Args:
+        w: ``[N, K]``, bfloat16, float16 or float32, any strides. Ragged blocks at the end are
+            padded with zeros.
+        block: rows and columns of a block.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+
+    Returns:
+        codes ``float8_e4m3fn [N, K]`` contiguous, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format.
+    """
+    check_source(w, ndim=2, scale_format=scale_format)
+    return _implementation(w).quantize_block(w, block, scale_format)
+
+
+def quantize_group(
+    x: torch.Tensor, group: int = GROUP, scale_format: ScaleFormat = "fp32"
+) -> Quantized:
+    """Quantize activations or gradients in groups along the last dimension.
+
+    Args:
+        x: ``[..., K]``, bfloat16, float16 or float32. A ragged last group is padded with zeros.
+        group: elements of a group.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+
+    Returns:
+        codes ``float8_e4m3fn [..., K]`` contiguous, scale_inv ``float32 [..., ceil(K/group)]``.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format.
+    """
+    check_source(x, ndim=None, scale_format=scale_format)
+    return _implementation(x).quantize_group(x, group, scale_format)
+
+
+def dequantize_block(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    block: tuple[int, int] = BLOCK,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Inverse of :func:`quantize_block`: ``codes * scale_inv`` in float32, cast to ``dtype``.
+
+    Raises:
+        UnsupportedError: scale_inv is not float32 of the codes' block grid.
+    """
+    n, k = codes.shape
+    check_scale_shape(scale_inv, (cdiv(n, block[0]), cdiv(k, block[1])))
+    return reference.dequantize_block(codes, scale_inv, block, dtype)
+
+
+def dequantize_group(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    group: int = GROUP,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Inverse of :func:`quantize_group`: ``codes * scale_inv`` in float32, cast to ``dtype``.
+
+    Raises:
+        UnsupportedError: scale_inv is not float32 of the codes' groups.
+    """
+    check_scale_shape(scale_inv, (*codes.shape[:-1], cdiv(codes.shape[-1], group)))
+    return reference.dequantize_group(codes, scale_inv, group, dtype)

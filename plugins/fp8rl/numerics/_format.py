@@ -1,0 +1,60 @@
+"""The number format: constants, the pair (codes, scale_inv), and shape checks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, get_args
+
+import torch
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.recipe import ScaleFormat
+
+FP8_DTYPE = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+BLOCK = (128, 128)
+GROUP = 128
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Quantized(NamedTuple):
+    """FP8 codes with the factors that multiply them back.
+
+    codes: float8_e4m3fn, the source's shape.
+    scale_inv: float32; ``[ceil(N/128), ceil(K/128)]`` for blocks, ``[..., ceil(K/128)]`` for
+    groups.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+
+
+def cdiv(a: int, b: int) -> int:
+    """``ceil(a / b)`` for integers."""
+    return -(-a // b)
+
+
+def check_source(x: torch.Tensor, *, ndim: int | None, scale_format: ScaleFormat) -> None:
+    """Raise UnsupportedError for a dtype, rank or scale format that has no FP8 meaning here."""
+    if x.dtype not in SOURCE_DTYPES:
+        raise UnsupportedError(
+            f"Cannot quantize a tensor of dtype {x.dtype}; convert it to bfloat16, float16 or "
+            "float32 first."
+        )
+    if x.ndim == 0 or (ndim is not None and x.ndim != ndim):
+        raise UnsupportedError(
+            f"Cannot quantize a tensor of shape {tuple(x.shape)}; expected "
+            f"{'at least 1' if ndim is None else ndim} dimension(s)."
+        )
+    if scale_format not in get_args(ScaleFormat):
+        raise UnsupportedError(
+            f"Unknown scale_format '{scale_format}'; use one of {', '.join(get_args(ScaleFormat))}."
+        )
+
+
+def check_scale_shape(scale_inv: torch.Tensor, expected: tuple[int, ...]) -> None:
+    """Raise UnsupportedError unless ``scale_inv`` is float32 of the ``expected`` shape."""
+    if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) != expected:
+        raise UnsupportedError(
+            f"scale_inv must be float32 of shape {expected}, not {scale_inv.dtype} of shape "
+            f"{tuple(scale_inv.shape)}."
+        )

@@ -1,0 +1,69 @@
+"""The torch reference: any device, plain float32 operations, checked against float64 in tests."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8rl.numerics._format import E4M3_MAX, FP8_DTYPE, Quantized, cdiv
+from fp8rl.recipe import ScaleFormat
+
+
+def scales_from_amax(
+    amax: torch.Tensor, scale_format: ScaleFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, scale_inv), float32, of the amax's shape."""
+    one = torch.ones_like(amax)
+    scale = E4M3_MAX / amax
+    usable = torch.isfinite(amax) & torch.isfinite(scale)
+    if scale_format == "fp32":
+        scale = torch.where(usable, scale, one)
+        return scale, 1.0 / scale
+    # frexp is exact where log2 in float32 is not: m * 2**e with m in [0.5, 1).
+    mantissa, exponent = torch.frexp(torch.where(usable, amax, one) / E4M3_MAX)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    scale_inv = torch.where(usable, torch.ldexp(one, exponent), one)
+    scale = torch.where(usable, torch.ldexp(one, -exponent), one)
+    return scale, scale_inv
+
+
+def _encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x * scale).clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
+
+
+def quantize_block(w: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat) -> Quantized:
+    """See :func:`fp8rl.numerics.quantize_block`."""
+    (n, k), (bn, bk) = w.shape, block
+    rows, cols = cdiv(n, bn), cdiv(k, bk)
+    padded = torch.nn.functional.pad(w.float(), (0, cols * bk - k, 0, rows * bn - n))
+    tiles = padded.view(rows, bn, cols, bk)
+    scale, scale_inv = scales_from_amax(tiles.abs().amax(dim=(1, 3)), scale_format)
+    codes = _encode(tiles, scale[:, None, :, None]).view(rows * bn, cols * bk)
+    return Quantized(codes[:n, :k].contiguous(), scale_inv)
+
+
+def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Quantized:
+    """See :func:`fp8rl.numerics.quantize_group`."""
+    k = x.shape[-1]
+    groups = cdiv(k, group)
+    padded = torch.nn.functional.pad(x.float(), (0, groups * group - k))
+    tiles = padded.view(*x.shape[:-1], groups, group)
+    scale, scale_inv = scales_from_amax(tiles.abs().amax(dim=-1), scale_format)
+    codes = _encode(tiles, scale[..., None]).flatten(-2)
+    return Quantized(codes[..., :k].contiguous(), scale_inv)
+
+
+def dequantize_block(
+    codes: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """See :func:`fp8rl.numerics.dequantize_block`."""
+    (n, k), (bn, bk) = codes.shape, block
+    factors = scale_inv.repeat_interleave(bn, 0)[:n].repeat_interleave(bk, 1)[:, :k]
+    return codes.float().mul_(factors).to(dtype)
+
+
+def dequantize_group(
+    codes: torch.Tensor, scale_inv: torch.Tensor, group: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """See :func:`fp8rl.numerics.dequantize_group`."""
+    factors = scale_inv.repeat_interleave(group, -1)[..., : codes.shape[-1]]
+    return codes.float().mul_(factors).to(dtype)

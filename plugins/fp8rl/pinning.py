@@ -1,0 +1,222 @@
+"""`PinPolicy`: which modules run in FP8 and which stay in BF16.
+
+One policy drives trainer, refit and rollout, so it speaks *global* HF module names
+(``model.layers.3.mlp.down_proj``); an engine translates its own names before asking. Everything is
+decided when the policy is made, against the whole model, so that a pipeline rank that sees four
+layers of it still notices a pin that matches nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from fp8rl.errors import PinError
+from fp8rl.recipe import ModuleKind, Pins
+
+Precision = Literal["fp8", "bf16"]
+
+ALWAYS_BF16: frozenset[ModuleKind] = frozenset({"lm_head", "embed_tokens", "norm", "router"})
+FUSED: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_KIND_OF_LEAF: dict[str, ModuleKind] = {
+    **dict.fromkeys(("qkv_proj", *FUSED["qkv_proj"]), "qkv_proj"),
+    **dict.fromkeys(("gate_up_proj", *FUSED["gate_up_proj"]), "gate_up_proj"),
+    "o_proj": "o_proj",
+    "down_proj": "down_proj",
+    "lm_head": "lm_head",
+    "embed_tokens": "embed_tokens",
+}
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Global layer number in an HF module name, or None outside the decoder stack."""
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else None
+
+
+def kind_of(name: str) -> ModuleKind:
+    """Kind of a module, from its HF name; a linear layer nobody knows is ``linear``."""
+    parts = name.split(".")
+    leaf = parts[-1]
+    if "experts" in parts:
+        return "experts"
+    if leaf == "gate" or leaf == "router":
+        return "router"
+    if leaf.endswith(("norm", "layernorm")):
+        return "norm"
+    return _KIND_OF_LEAF.get(leaf, "linear")
+
+
+def dense_module_names(num_layers: int) -> list[str]:
+    """HF names of the modules with weights of a dense Llama/Qwen3-style model, in order."""
+    inner = (
+        "input_layernorm",
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "post_attention_layernorm",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
+    layers = [f"model.layers.{i}.{name}" for i in range(num_layers) for name in inner]
+    return ["model.embed_tokens", *layers, "model.norm", "lm_head"]
+
+
+@dataclass(frozen=True)
+class PinRow:
+    """One module of the resolved table."""
+
+    name: str
+    layer: int | None
+    kind: ModuleKind
+    precision: Precision
+    reason: str
+    """The pin that decided, e.g. ``layers: -1``; empty for FP8."""
+
+
+class PinPolicy:
+    """Resolved pins of one model.
+
+    Args:
+        pins: what the recipe (and plugins) keep in BF16.
+        module_names: HF names of *all* modules of the model, of every pipeline rank.
+
+    Raises:
+        PinError: a pin matches nothing, a layer number is out of range, or a pin covers only a
+            part of a fused module (qkv, gate_up).
+    """
+
+    def __init__(self, pins: Pins, module_names: Iterable[str]) -> None:
+        self.pins = pins
+        names = list(dict.fromkeys(module_names))
+        layers = sorted({n for n in map(layer_of, names) if n is not None})
+        self.num_layers = layers[-1] + 1 if layers else 0
+        self._rules = self._compile(pins)
+        self._rows = {name: self._resolve(name) for name in names}
+        self._check_every_pin_matched(names)
+        self._check_fused()
+
+    @classmethod
+    def for_dense_model(cls, pins: Pins, num_layers: int) -> PinPolicy:
+        """Policy of a dense Llama/Qwen3-style model with ``num_layers`` decoder layers."""
+        return cls(pins, dense_module_names(num_layers))
+
+    def precision(self, name: str) -> Precision:
+        """``fp8`` or ``bf16`` for a global module name; fused names (``qkv_proj``) are known.
+
+        Raises:
+            PinError: the model has no module of that name.
+        """
+        return self.row(name).precision
+
+    def row(self, name: str) -> PinRow:
+        """The resolved row of a module; for a fused name that of its first part."""
+        if name in self._rows:
+            return self._rows[name]
+        prefix, _, leaf = name.rpartition(".")
+        for part in FUSED.get(leaf, ())[:1]:
+            unfused = f"{prefix}.{part}" if prefix else part
+            if unfused in self._rows:
+                return self._rows[unfused]
+        raise PinError(
+            f"Module '{name}' is not in the model that the pins were resolved for "
+            f"({self.num_layers} layers); give PinPolicy the names of the whole model."
+        )
+
+    def report(self) -> list[PinRow]:
+        """One row a module, in model order."""
+        return list(self._rows.values())
+
+    def bf16_linears(self) -> list[str]:
+        """Names of the pinned modules, without those that are always BF16."""
+        return [
+            row.name
+            for row in self._rows.values()
+            if row.precision == "bf16" and row.kind not in ALWAYS_BF16
+        ]
+
+    def summary(self) -> str:
+        """One line for a log."""
+        linears = [row for row in self._rows.values() if row.kind not in ALWAYS_BF16]
+        fp8 = sum(row.precision == "fp8" for row in linears)
+        pinned = ", ".join(self.bf16_linears()) or "none"
+        return f"fp8rl: {fp8} of {len(linears)} linear modules in FP8; pinned to BF16: {pinned}"
+
+    def _compile(self, pins: Pins) -> dict[str, _Rule]:
+        rules: dict[str, _Rule] = {}
+        for number in pins.layers:
+            index = number + self.num_layers if number < 0 else number
+            if not 0 <= index < self.num_layers:
+                raise PinError(
+                    f"pins.layers: {number} matches nothing, the model has layers 0 to "
+                    f"{self.num_layers - 1} (or -{self.num_layers} to -1)."
+                )
+            rules[f"layers: {number}"] = _Rule(layers=range(index, index + 1))
+        for key, count, first in (
+            ("first", pins.first, 0),
+            ("last", pins.last, self.num_layers - pins.last),
+        ):
+            if count > self.num_layers:
+                raise PinError(
+                    f"pins.{key}: {count} is more than the model's {self.num_layers} layers."
+                )
+            if count:
+                rules[f"{key}: {count}"] = _Rule(layers=range(first, first + count))
+        rules |= {f"names: {glob}": _Rule(glob=glob) for glob in pins.names}
+        rules |= {f"kinds: {kind}": _Rule(kind=kind) for kind in pins.kinds}
+        return rules
+
+    def _resolve(self, name: str) -> PinRow:
+        layer, kind = layer_of(name), kind_of(name)
+        if kind in ALWAYS_BF16:
+            return PinRow(name, layer, kind, "bf16", f"always: {kind}")
+        for reason, rule in self._rules.items():
+            if rule.matches(name, layer, kind):
+                return PinRow(name, layer, kind, "bf16", reason)
+        return PinRow(name, layer, kind, "fp8", "")
+
+    def _check_every_pin_matched(self, names: Sequence[str]) -> None:
+        for reason, rule in self._rules.items():
+            if not any(rule.matches(n, layer_of(n), kind_of(n)) for n in names):
+                example = next((n for n in names if layer_of(n) is not None), "none")
+                raise PinError(
+                    f"pins.{reason} matches no module of the model; names look like '{example}'."
+                )
+
+    def _check_fused(self) -> None:
+        for name, row in self._rows.items():
+            prefix, _, leaf = name.rpartition(".")
+            for fused, parts in FUSED.items():
+                if leaf != parts[0]:
+                    continue
+                group = [self._rows.get(f"{prefix}.{part}") for part in parts]
+                differing = [r for r in group if r is not None and r.precision != row.precision]
+                if differing:
+                    pinned = row if row.precision == "bf16" else differing[0]
+                    raise PinError(
+                        f"pins.{pinned.reason} pins '{pinned.name}' but not all parts of the fused "
+                        f"'{prefix}.{fused}'; pin all of {', '.join(parts)} or use kinds: {fused}."
+                    )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    layers: range | None = None
+    glob: str | None = None
+    kind: ModuleKind | None = None
+
+    def matches(self, name: str, layer: int | None, kind: ModuleKind) -> bool:
+        if self.layers is not None:
+            return layer is not None and layer in self.layers
+        if self.glob is not None:
+            return fnmatchcase(name, self.glob)
+        return kind == self.kind

@@ -1,0 +1,223 @@
+"""`Recipe`: the one description of what runs in FP8.
+
+It is read once (YAML, JSON, dict, or an engine's config keys) and travels between processes as
+the plain dict of :meth:`Recipe.to_dict`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fp8rl.errors import RecipeError
+
+RECIPE_ENV = "FP8RL_RECIPE"
+"""Environment variable of a standalone engine: a path to a recipe, or the recipe as JSON."""
+
+ScaleFormat = Literal["fp32", "pow2"]
+ModuleKind = Literal[
+    "qkv_proj",
+    "o_proj",
+    "gate_up_proj",
+    "down_proj",
+    "experts",
+    "router",
+    "lm_head",
+    "embed_tokens",
+    "norm",
+    "linear",
+]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WeightFormat(_Section):
+    """Weights: E4M3 codes and one scale per block (DeepSeek-V3 technical report, section 3.3)."""
+
+    block: tuple[Literal[128], Literal[128]] = (128, 128)
+    scale_format: ScaleFormat = "fp32"
+
+
+class ActivationFormat(_Section):
+    """Activations and gradients: E4M3 codes and one scale per ``1 x group`` elements."""
+
+    group: Literal[128] = 128
+    scale_format: ScaleFormat = "fp32"
+
+
+class Pins(_Section):
+    """Modules kept in BF16. Embedding, output projection, norms and routers always are."""
+
+    layers: tuple[int, ...] = ()
+    """Global decoder-layer numbers; negative ones count from the end."""
+    first: Annotated[int, Field(ge=0)] = 0
+    last: Annotated[int, Field(ge=0)] = 0
+    names: tuple[str, ...] = ()
+    """Globs on the global HF module name, e.g. ``model.layers.*.mlp.down_proj``."""
+    kinds: tuple[ModuleKind, ...] = ()
+
+    def merged(self, other: Pins) -> Pins:
+        """Union of two pin lists."""
+        return Pins(
+            layers=tuple(dict.fromkeys(self.layers + other.layers)),
+            first=max(self.first, other.first),
+            last=max(self.last, other.last),
+            names=tuple(dict.fromkeys(self.names + other.names)),
+            kinds=tuple(dict.fromkeys(self.kinds + other.kinds)),
+        )
+
+
+class KVCache(_Section):
+    """KV cache of the rollout engine and how its scales are made."""
+
+    dtype: Literal["fp8_e4m3", "auto"] = "fp8_e4m3"
+    """``auto`` keeps the cache in the model's dtype."""
+    margin: Annotated[float, Field(ge=1.0, le=16.0, allow_inf_nan=False)] = 1.05
+    """``scale = amax * margin / 448``: headroom for values the observers have not seen."""
+
+
+class Rejection(_Section):
+    """Drop tokens or sequences whose ratio leaves ``[low, high]``, whatever the weighting."""
+
+    level: Literal["token", "sequence", "geometric"] = "geometric"
+    low: Positive | None = None
+    high: Positive | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Rejection:
+        if self.low is None and self.high is None:
+            raise ValueError("rejection needs 'low' or 'high'; remove the section to switch it off")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"rejection.low={self.low} must be below rejection.high={self.high}")
+        return self
+
+
+class ImportanceSampling(_Section):
+    """Correction for the gap between the rollout policy and the trainer's policy."""
+
+    corrector: str = "is"
+    """Name of the corrector; plugins add names through ``register_is_correctors``."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    mode: Literal["truncate", "clip", "mask", "off"] = "truncate"
+    """truncate: min(w, high); clip: clamp to [low, high]; mask: 0 outside; off: weight 1."""
+    low: Positive | None = None
+    high: Positive = 2.0
+    self_normalize: bool = False
+    log_ratio_clamp: Positive = 20.0
+    rejection: Rejection | None = None
+    token_veto: Positive | None = None
+    """Drop a whole sequence when any of its tokens has a ratio below this value."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> ImportanceSampling:
+        if self.mode == "truncate" and self.low is not None:
+            raise ValueError("'low' has no meaning with mode 'truncate'; use mode 'clip'")
+        if self.mode in ("clip", "mask") and self.low is None:
+            raise ValueError(f"importance_sampling.mode '{self.mode}' needs 'low'")
+        if self.low is not None and self.low >= self.high:
+            raise ValueError(f"importance_sampling.low={self.low} must be below high={self.high}")
+        return self
+
+
+class Recipe(_Section):
+    """What runs in FP8, from weights to loss.
+
+    The default is the published recipe (NVIDIA NeMo RL, April 2026): block-wise FP8 linear layers
+    in rollout and training, FP8 KV cache, token-level truncated importance sampling.
+    """
+
+    rollout: bool = True
+    """FP8 linear layers in the rollout engine."""
+    training: bool = True
+    """FP8 linear layers in the trainer."""
+    weights: WeightFormat = WeightFormat()
+    activations: ActivationFormat = ActivationFormat()
+    pins: Pins = Pins()
+    kv_cache: KVCache = KVCache()
+    importance_sampling: ImportanceSampling = ImportanceSampling()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
+        """Validate a plain mapping.
+
+        Args:
+            data: keys as in the README's table.
+            where: path of ``data`` in the caller's config, put before each key in an error.
+
+        Raises:
+            RecipeError: unknown key or bad value; the message has every key's full path.
+        """
+        if not isinstance(data, Mapping):
+            raise RecipeError(
+                f"{where} must be a mapping of recipe keys, not {type(data).__name__}."
+            )
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            raise RecipeError(_explain(error, where)) from None
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str]) -> Recipe:
+        """Read a ``.yaml``/``.yml``/``.json`` file, or a JSON object given as a string.
+
+        Raises:
+            RecipeError: no such file, not parseable, unknown key or bad value.
+        """
+        text = os.fspath(source)
+        if text.lstrip().startswith("{"):
+            return cls.from_dict(_parse_json(text, "the recipe"))
+        path = Path(text)
+        if not path.is_file():
+            raise RecipeError(f"Recipe file '{path}' does not exist; give a path or a JSON object.")
+        body = path.read_text(encoding="utf-8")
+        data = _parse_json(body, str(path)) if path.suffix == ".json" else _parse_yaml(body, path)
+        return cls.from_dict(data, where=str(path))
+
+    @classmethod
+    def from_env(cls) -> Recipe | None:
+        """The recipe that :data:`RECIPE_ENV` names, or None where it is not set."""
+        source = os.environ.get(RECIPE_ENV)
+        return cls.load(source) if source else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready dict; ``Recipe.from_dict(r.to_dict()) == r``."""
+        return self.model_dump(mode="json")
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"{where} is not valid JSON: {error}.") from None
+
+
+def _parse_yaml(text: str, path: Path) -> Any:
+    import yaml  # here: only file recipes need it
+
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not valid YAML: {error}.") from None
+    # A whole NeMo RL config may hold the block beside other sections.
+    if isinstance(data, Mapping) and set(data) == {"fp8rl"}:
+        return data["fp8rl"]
+    return {} if data is None else data
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    parts = []
+    for item in error.errors():
+        key = ".".join([where, *(str(p) for p in item["loc"])])
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown key '{key}' (remove it or correct its spelling)")
+        else:
+            parts.append(f"'{key}': {item['msg'].removeprefix('Value error, ')}")
+    return "Bad recipe: " + "; ".join(parts) + "."

@@ -1,0 +1,5 @@
+"""Block-FP8 and live KV scales for vLLM."""
+
+
+def register() -> None:
+    pass
