@@ -1,0 +1,1 @@
+"""Helpers of the demo and the tests; nothing here is needed to train."""

@@ -1,0 +1,198 @@
+"""Run megatron-core where there is no CUDA: for the demo and the tests alone.
+
+megatron-core 0.16.1 takes ``torch.cuda.current_device()`` for *the* device, keeps its RNG streams
+in CUDA generators, and spells ``device="cuda"`` in masks, schedules and optimizers.
+:class:`CpuShim` maps all of that to the CPU while, and only while, one of its regions is open::
+
+    shim = CpuShim()
+    with shim.active():                       # around every call into megatron-core
+        init_gloo()
+        parallel_state.initialize_model_parallel(1, 1)
+        model_parallel_cuda_manual_seed(1234)
+        config = TransformerConfig(..., **CPU_CONFIG)
+        ...
+
+Leaving the region restores everything, so another engine of the same process (vLLM stubs parts of
+``torch.cuda`` itself) sees torch as it left it. Regions may nest; entering one costs microseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fp8rl.errors import UnsupportedError
+
+CPU_CONFIG: Mapping[str, Any] = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "cross_entropy_loss_fusion": False,
+}
+"""``TransformerConfig`` fields for a CPU: no CUDA kernels, and nothing that calls torch.compile."""
+
+_CPU = torch.device("cpu")
+_MISSING = object()
+
+
+class CpuShim:
+    """The patches, and the one way to switch them on.
+
+    Raises:
+        UnsupportedError: CUDA is available, where the shim would move a real run to the CPU.
+    """
+
+    def __init__(self) -> None:
+        if torch.cuda.is_available():
+            raise UnsupportedError(
+                "CpuShim is for machines without CUDA, and this one has it; run megatron-core "
+                "as it is."
+            )
+        self._depth = 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A region in which megatron-core runs on the CPU; nested regions are free.
+
+        The CPU generator stands in for CUDA's, so inside the region ``torch.cuda.manual_seed``
+        and megatron's RNG tracker move the *CPU* stream.
+        """
+        with ExitStack() as stack:
+            if self._depth == 0:
+                for owner, name, value in _patches():
+                    _patch(stack, owner, name, value)
+                stack.enter_context(_CudaMeansCpu())
+            self._depth += 1
+            stack.callback(self._leave)
+            yield
+
+    def _leave(self) -> None:
+        self._depth -= 1
+
+
+def init_gloo(rank: int = 0, world_size: int = 1, *, file: str | None = None) -> None:
+    """Make the default process group over gloo, unless the process has one already.
+
+    Args:
+        rank: this process.
+        world_size: number of processes.
+        file: path all ranks can write, for the rendezvous; without it ``MASTER_ADDR`` and
+            ``MASTER_PORT`` are used, or nothing at all where there is one process.
+
+    Raises:
+        UnsupportedError: the existing group has another size.
+    """
+    dist = torch.distributed
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size:
+            raise UnsupportedError(
+                f"torch.distributed already has {dist.get_world_size()} process(es), not "
+                f"{world_size}; destroy that group first."
+            )
+        return
+    store: Any = None
+    if file is not None:
+        store = dist.FileStore(os.fspath(file), world_size)
+    elif world_size == 1:
+        store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    # vars() keeps a staticmethod a staticmethod; a class may also only inherit the name.
+    old = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    if old is _MISSING:
+        stack.callback(delattr, owner, name)
+    else:
+        stack.callback(setattr, owner, name, old)
+
+
+def _patches() -> list[tuple[Any, str, Any]]:
+    import megatron.core.tensor_parallel.random as mcore_random
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def get_rng(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    def seed(value: int) -> None:
+        torch.default_generator.manual_seed(value)
+
+    cuda = torch.cuda
+    patches: list[tuple[Any, str, Any]] = [
+        (cuda, "current_device", lambda: _CPU),
+        (cuda, "get_rng_state", get_rng),
+        (cuda, "set_rng_state", set_rng),
+        (cuda, "manual_seed", seed),
+        (cuda, "synchronize", nothing),
+        (cuda, "empty_cache", nothing),
+        (cuda, "reset_peak_memory_stats", nothing),
+        (mcore_random, "_get_cuda_rng_state", get_rng),
+        (mcore_random, "_set_cuda_rng_state", set_rng),
+        (WrappedTorchNorm, "__new__", _norm_for_sequence_parallel(WrappedTorchNorm.__new__)),
+    ]
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Without TransformerEngine the router reads a name that its module never defines.
+        patches.append((moe_utils, "te_general_gemm", None))
+    return patches
+
+
+def _norm_for_sequence_parallel(build: Callable[..., torch.nn.Module]) -> Callable:
+    """torch's norms refuse sequence parallel, though all they lack is the tag on their parameters.
+
+    ``finalize_model_grads`` sums the gradients of tagged parameters over the TP group.
+    """
+
+    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return build(cls, config, *args, **kwargs)
+        local = copy.copy(config)
+        local.sequence_parallel = False
+        norm = build(cls, local, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        return norm
+
+    return __new__
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Reads a literal CUDA device as the CPU, and names CPU tensor types as CUDA's.
+
+    megatron's optimizers sort parameters by ``param.type() == "torch.cuda.BFloat16Tensor"``.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(arg) else arg for arg in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    return isinstance(device, torch.device) and device.type == "cuda"
