@@ -33,3 +33,7 @@ class PluginError(Fp8RLError, RuntimeError):
 
 class CheckpointError(Fp8RLError, RuntimeError):
     """A checkpoint that is missing, torn, or written by another version of the format."""
+
+
+class BatchError(Fp8RLError, ValueError):
+    """A training batch of wrong shape, or with a NaN logprob, reward or advantage that counts."""

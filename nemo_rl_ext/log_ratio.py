@@ -1,0 +1,89 @@
+"""Log ratios of two policies on the same tokens, in float32, at token or sequence level."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from fp8rl.errors import BatchError
+
+Level = Literal["token", "sequence", "geometric"]
+
+SATURATION = 1.0e4
+"""Stands for an infinite log ratio, so that two of opposite sign do not sum to NaN."""
+
+MAX_EXPONENT = 88.0
+"""Largest log ratio whose exp is finite in float32."""
+
+
+def check_shapes(**tensors: torch.Tensor) -> None:
+    """Raise BatchError unless all are two-dimensional and of one shape."""
+    shapes = {tuple(t.shape) for t in tensors.values()}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+        raise BatchError(f"All of these must have one shape [B, T]: {given}.")
+
+
+def counted(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """``x`` in float32 with 0 where ``keep`` is false; no gradient or NaN crosses from there."""
+    return torch.where(keep, x.float(), 0.0)
+
+
+def require_no_nan(x: torch.Tensor, what: str) -> None:
+    """Raise BatchError with the first place where ``x`` is NaN."""
+    bad = x.detach().isnan()
+    if bad.any():
+        row, column = bad.nonzero()[0].tolist()
+        raise BatchError(
+            f"{what} is NaN at row {row}, token {column}, which the mask counts "
+            f"({int(bad.sum())} in all); mask it out, or find the step that made it."
+        )
+
+
+def token_log_ratio(
+    numerator: torch.Tensor, denominator: torch.Tensor, keep: torch.Tensor, what: str
+) -> torch.Tensor:
+    """``numerator - denominator``, both upcast to float32 before the subtraction.
+
+    Args:
+        numerator: logprobs ``[B, T]``, any float dtype; gradients flow.
+        denominator: logprobs ``[B, T]``.
+        keep: bool ``[B, T]``; values elsewhere are never read and give 0.
+        what: name of the difference in an error.
+
+    Returns:
+        float32 ``[B, T]``; infinite differences are held at plus or minus :data:`SATURATION`.
+
+    Raises:
+        BatchError: the difference is NaN at a kept place.
+    """
+    difference = counted(numerator, keep) - counted(denominator, keep)
+    require_no_nan(difference, what)
+    return difference.clamp(-SATURATION, SATURATION)
+
+
+def reduce_level(log_ratio: torch.Tensor, keep: torch.Tensor, level: Level) -> torch.Tensor:
+    """Log ratio of the unit each token belongs to.
+
+    Args:
+        log_ratio: float32 ``[B, T]``, 0 where ``keep`` is false.
+        keep: bool ``[B, T]``.
+        level: ``token``: the token's own; ``sequence``: the sum over its row (log of the product
+            of ratios); ``geometric``: the mean over its row (log of their geometric mean).
+
+    Returns:
+        float32 ``[B, T]``, constant along a row but for ``token``. A row without tokens gives 0.
+    """
+    if level == "token":
+        return log_ratio
+    value = log_ratio.sum(dim=1, keepdim=True)
+    if level == "geometric":
+        value = value / keep.sum(dim=1, keepdim=True).clamp(min=1)
+    return value.expand_as(log_ratio)
+
+
+def bounded_exp(log_ratio: torch.Tensor, clamp: float) -> torch.Tensor:
+    """``exp`` after clamping to ``[-clamp, clamp]``: finite and above 0 whatever the input."""
+    limit = min(clamp, MAX_EXPONENT)
+    return log_ratio.clamp(-limit, limit).exp()
