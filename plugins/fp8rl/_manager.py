@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, TypeVar
 
 import pluggy
 
 from fp8rl import hookspecs
 from fp8rl.errors import PluginError
-from fp8rl.gemm import GemmBackend, ReferenceBackend
 from fp8rl.pinning import PinPolicy
 from fp8rl.recipe import Pins
 
+if TYPE_CHECKING:
+    from fp8rl.adapters import EngineAdapter
+    from fp8rl.gemm import GemmBackend
+
 BLOCK_ENV = "FP8RL_BLOCK_PLUGINS"
 """Comma-separated entry-point names that are not loaded."""
+
+T = TypeVar("T")
 
 
 class PluginManager(pluggy.PluginManager):
@@ -23,39 +29,67 @@ class PluginManager(pluggy.PluginManager):
 
     Args:
         discover: load the entry points of group ``fp8rl``; off for tests that register by hand.
+        strict: raise for a plugin that cannot be loaded; off for a command line that must still
+            say which one it is, then :attr:`broken` holds the errors.
 
     Raises:
-        PluginError: an entry point cannot be imported or has an unknown or wrongly typed hook.
+        PluginError: an entry point cannot be imported, has an unknown or wrongly typed hook, or has
+            the name of another one.
     """
 
-    def __init__(self, *, discover: bool = True) -> None:
+    def __init__(self, *, discover: bool = True, strict: bool = True) -> None:
         super().__init__(hookspecs.PROJECT)
         self.add_hookspecs(hookspecs)
+        self.entry_points: dict[str, EntryPoint] = {}
+        """Every entry point found and not blocked, loadable or not."""
+        self.broken: dict[str, PluginError] = {}
         if discover:
-            self._discover()
+            self._discover(strict)
 
-    def _discover(self) -> None:
+    def _discover(self, strict: bool) -> None:
         blocked = {n.strip() for n in os.environ.get(BLOCK_ENV, "").split(",") if n.strip()}
         for point in sorted(entry_points(group=hookspecs.PROJECT), key=lambda p: p.name):
-            if point.name in blocked or self.has_plugin(point.name):
+            # One distribution may be found twice, e.g. as a checkout and as its installation.
+            known = self.entry_points.get(point.name)
+            if point.name in blocked or (known and known.value == point.value):
                 continue
             try:
-                plugin = point.load()
-                self.register(plugin, name=point.name)
-                self.check_pending()
-            except Exception as error:
-                owner = point.dist.name if point.dist else "an unknown distribution"
-                raise PluginError(
-                    f"fp8rl plugin '{point.name}' ({point.value}, from {owner}) cannot be loaded: "
-                    f"{type(error).__name__}: {error}. Repair or uninstall {owner}, or set "
-                    f"{BLOCK_ENV}={point.name}."
-                ) from error
+                if known:
+                    raise PluginError(
+                        f"Two fp8rl plugins are named '{point.name}' ({_origin(known)}; "
+                        f"{_origin(point)}); uninstall one."
+                    )
+                self.entry_points[point.name] = point
+                self._load(point)
+            except PluginError as error:
+                if strict:
+                    raise
+                self.broken[point.name] = error
+
+    def _load(self, point: EntryPoint) -> None:
+        try:
+            self.register(point.load(), name=point.name)
+            self.check_pending()
+        except Exception as error:
+            if self.has_plugin(point.name):
+                self.unregister(name=point.name)
+            raise PluginError(
+                f"fp8rl plugin '{point.name}' ({_origin(point)}) cannot be loaded: "
+                f"{type(error).__name__}: {error}. Repair or uninstall it, or set "
+                f"{BLOCK_ENV}={point.name}."
+            ) from error
 
     def pin_policy(self, pins: Pins, module_names: list[str]) -> PinPolicy:
-        """The recipe's pins joined with those that plugins add, resolved for one model."""
+        """The recipe's pins joined with those that plugins add, resolved for one model.
+
+        Raises:
+            PinError: see :class:`PinPolicy`.
+            PluginError: a plugin returned something else than Pins.
+        """
         for extra in self.hook.register_pins(module_names=module_names):
-            if extra is not None:
-                pins = pins.merged(extra)
+            if not isinstance(extra, Pins):
+                raise self._contract_error("register_pins", "Pins or None", extra)
+            pins = pins.merged(extra)
         return PinPolicy(pins, module_names)
 
     def gemm_backends(self) -> dict[str, GemmBackend]:
@@ -64,10 +98,14 @@ class PluginManager(pluggy.PluginManager):
         Raises:
             PluginError: two backends have one name.
         """
-        found: dict[str, GemmBackend] = {}
-        for backend in [ReferenceBackend(), *self._flat(self.hook.register_gemm_backends())]:
-            self._add(found, backend.name, backend, "GEMM backend")
-        return found
+        from fp8rl.gemm import (
+            ReferenceBackend,
+        )  # imports torch, which the command line does not need
+
+        offered = self._flat("register_gemm_backends", self.hook.register_gemm_backends())
+        return self._by_name(
+            "GEMM backend", ((backend.name, backend) for backend in [ReferenceBackend(), *offered])
+        )
 
     def is_correctors(self) -> dict[str, Callable]:
         """All importance-sampling correctors by name.
@@ -75,22 +113,43 @@ class PluginManager(pluggy.PluginManager):
         Raises:
             PluginError: two correctors have one name.
         """
-        found: dict[str, Callable] = {}
-        for correctors in self.hook.register_is_correctors():
-            for name, corrector in correctors.items():
-                self._add(found, name, corrector, "importance-sampling corrector")
-        return found
+        mappings = self.hook.register_is_correctors()
+        for mapping in mappings:
+            if not isinstance(mapping, Mapping):
+                raise self._contract_error("register_is_correctors", "a mapping", mapping)
+        return self._by_name(
+            "importance-sampling corrector", (item for found in mappings for item in found.items())
+        )
 
-    def engine_adapters(self) -> list:
+    def engine_adapters(self) -> list[EngineAdapter]:
         """All engine adapters, sorted by name."""
-        return sorted(self._flat(self.hook.register_engine_adapters()), key=lambda a: a.name)
+        adapters = self._flat("register_engine_adapters", self.hook.register_engine_adapters())
+        return sorted(adapters, key=lambda adapter: adapter.name)
 
-    @staticmethod
-    def _flat(results: list) -> list:
+    def _flat(self, hook: str, results: list) -> list:
+        for result in results:
+            if not isinstance(result, (list, tuple)):
+                raise self._contract_error(hook, "a list", result)
         return [item for result in results for item in result]
 
+    def _contract_error(self, hook: str, expected: str, got: object) -> PluginError:
+        plugins = ", ".join(impl.plugin_name for impl in getattr(self.hook, hook).get_hookimpls())
+        return PluginError(
+            f"{hook} of an fp8rl plugin (one of: {plugins}) returned {type(got).__name__}; it must "
+            f"return {expected}."
+        )
+
     @staticmethod
-    def _add(found: dict, name: str, item: object, what: str) -> None:
-        if name in found:
-            raise PluginError(f"Two plugins offer a {what} named '{name}'; rename or block one.")
-        found[name] = item
+    def _by_name(what: str, items: Iterable[tuple[str, T]]) -> dict[str, T]:
+        found: dict[str, T] = {}
+        for name, item in items:
+            if name in found:
+                raise PluginError(
+                    f"Two plugins offer a {what} named '{name}'; rename or block one."
+                )
+            found[name] = item
+        return found
+
+
+def _origin(point: EntryPoint) -> str:
+    return f"{point.value}, from {point.dist.name if point.dist else 'an unknown distribution'}"

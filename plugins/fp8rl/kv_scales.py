@@ -18,7 +18,7 @@ from fp8rl.numerics import E4M3_MAX
 
 Role = Literal["q", "k", "v"]
 ROLES: tuple[Role, ...] = ("q", "k", "v")
-_NAME = re.compile(r"^model\.layers\.(\d+)\.self_attn\.(?:attn\.)?([qkv])_scale$")
+_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.)?([qkv])_scale")
 
 
 def scale_name(layer: int, role: Role) -> str:
@@ -29,7 +29,7 @@ def scale_name(layer: int, role: Role) -> str:
 
 def parse_scale_name(name: str) -> tuple[int, Role] | None:
     """(layer, role) of a scale's name, in both forms that NeMo RL sends; None for other names."""
-    match = _NAME.match(name)
+    match = _NAME.fullmatch(name)
     return (int(match.group(1)), match.group(2)) if match else None  # type: ignore[return-value]
 
 
@@ -90,7 +90,7 @@ def check_complete(
     """Raise unless ``scales`` has a valid value for every layer and role, and nothing else.
 
     Raises:
-        ScaleError: a missing, unknown or invalid scale.
+        ScaleError: a missing, unknown, doubled or invalid scale.
     """
     required = set(scale_names(num_layers, roles))
     allowed = set(scale_names(num_layers))
@@ -99,6 +99,8 @@ def check_complete(
         parsed = parse_scale_name(name)
         if parsed is None or scale_name(*parsed) not in allowed:
             raise ScaleError(f"'{name}' is no KV scale of a model with {num_layers} layers.")
+        if scale_name(*parsed) in canonical:
+            raise ScaleError(f"KV scale '{name}' came twice, under two spellings; send it once.")
         canonical[scale_name(*parsed)] = scale
     missing = sorted(required - set(canonical))
     if missing:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+
+from fp8rl.errors import BatchError
 
 QUANTILES = (0.01, 0.5, 0.99)
 
@@ -51,7 +52,6 @@ def mismatch_metrics(
     *,
     low: float = 0.5,
     high: float = 2.0,
-    quantiles: Sequence[float] = QUANTILES,
 ) -> MismatchMetrics:
     """Compare both engines' logprobs of the same tokens.
 
@@ -62,17 +62,16 @@ def mismatch_metrics(
             padding may hold NaN.
         low: ratio below which a token counts in ``share_low``.
         high: ratio above which a token counts in ``share_high``.
-        quantiles: three levels for the log-ratio quantiles.
 
     Returns:
         The metrics; float64 sums on the tensors' device, one transfer to the host. A NaN logprob
-        of a counted token shows as NaN.
+        of a counted token makes every one of them NaN.
 
     Raises:
-        ValueError: shapes differ or the mask is empty.
+        BatchError: shapes differ or the mask is empty.
     """
     if not rollout_logprobs.shape == trainer_logprobs.shape == mask.shape:
-        raise ValueError(
+        raise BatchError(
             f"rollout_logprobs {tuple(rollout_logprobs.shape)}, trainer_logprobs "
             f"{tuple(trainer_logprobs.shape)} and mask {tuple(mask.shape)} must have one shape."
         )
@@ -81,19 +80,20 @@ def mismatch_metrics(
     trainer = trainer_logprobs.detach()[keep].double()
     n = rollout.numel()
     if n == 0:
-        raise ValueError("The mask selects no token; there is nothing to compare.")
+        raise BatchError("The mask selects no token; there is nothing to compare.")
     log_ratio = trainer - rollout
     ratio = log_ratio.exp()
-    levels = torch.tensor(tuple(quantiles), dtype=torch.float64, device=log_ratio.device)
-    sum_ratio, sum_square = ratio.sum(), ratio.square().sum()
+    # The ESS does not change with a common factor; this one keeps its squares finite.
+    weight = (log_ratio - log_ratio.max()).exp()
+    levels = torch.tensor(QUANTILES, dtype=torch.float64, device=log_ratio.device)
     packed = torch.stack(
         [
             log_ratio.abs().exp().mean(),
             -log_ratio.mean(),
             log_ratio.square().mean() / 2,
             (torch.expm1(log_ratio) - log_ratio).mean(),
-            sum_square / n - 1,
-            sum_ratio.square() / (n * sum_square),
+            ratio.square().mean() - 1,
+            weight.sum().square() / (n * weight.square().sum()),
             (-rollout.mean()).exp(),
             (-trainer.mean()).exp(),
             rollout.mean() - trainer.mean(),
@@ -102,6 +102,7 @@ def mismatch_metrics(
             (ratio > high).double().mean(),
         ]
     )
+    packed = torch.where(log_ratio.isnan().any(), torch.nan, packed)
     return MismatchMetrics(n, *packed.tolist())
 
 

@@ -194,17 +194,18 @@ class PinPolicy:
 
     def _check_fused(self) -> None:
         for name, row in self._rows.items():
-            prefix, _, leaf = name.rpartition(".")
+            leaf = name.rpartition(".")[2]
+            prefix = name.removesuffix(leaf)
             for fused, parts in FUSED.items():
                 if leaf != parts[0]:
                     continue
-                group = [self._rows.get(f"{prefix}.{part}") for part in parts]
+                group = [self._rows.get(prefix + part) for part in parts]
                 differing = [r for r in group if r is not None and r.precision != row.precision]
                 if differing:
                     pinned = row if row.precision == "bf16" else differing[0]
                     raise PinError(
                         f"pins.{pinned.reason} pins '{pinned.name}' but not all parts of the fused "
-                        f"'{prefix}.{fused}'; pin all of {', '.join(parts)} or use kinds: {fused}."
+                        f"'{prefix}{fused}'; pin all of {', '.join(parts)} or use kinds: {fused}."
                     )
 
 

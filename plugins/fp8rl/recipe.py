@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from fp8rl.errors import RecipeError
 
@@ -31,6 +38,11 @@ ModuleKind = Literal[
     "embed_tokens",
     "norm",
     "linear",
+]
+# YAML 1.1 reads a bare `off` as false.
+ISMode = Annotated[
+    Literal["truncate", "clip", "mask", "off"],
+    BeforeValidator(lambda v: "off" if v is False else v),
 ]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
@@ -106,7 +118,7 @@ class ImportanceSampling(_Section):
     corrector: str = "is"
     """Name of the corrector; plugins add names through ``register_is_correctors``."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    mode: Literal["truncate", "clip", "mask", "off"] = "truncate"
+    mode: ISMode = "truncate"
     """truncate: min(w, high); clip: clamp to [low, high]; mask: 0 outside; off: weight 1."""
     low: Positive | None = None
     high: Positive = 2.0
@@ -173,13 +185,16 @@ class Recipe(_Section):
         """
         text = os.fspath(source)
         if text.lstrip().startswith("{"):
-            return cls.from_dict(_parse_json(text, "the recipe"))
+            return cls.from_dict(_unwrap(_parse_json(text, "The recipe")))
         path = Path(text)
         if not path.is_file():
             raise RecipeError(f"Recipe file '{path}' does not exist; give a path or a JSON object.")
-        body = path.read_text(encoding="utf-8")
+        try:
+            body = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"Recipe file '{path}' cannot be read: {error}.") from None
         data = _parse_json(body, str(path)) if path.suffix == ".json" else _parse_yaml(body, path)
-        return cls.from_dict(data, where=str(path))
+        return cls.from_dict(_unwrap(data), where=str(path))
 
     @classmethod
     def from_env(cls) -> Recipe | None:
@@ -203,12 +218,15 @@ def _parse_yaml(text: str, path: Path) -> Any:
     import yaml  # here: only file recipes need it
 
     try:
-        data = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not valid YAML: {error}.") from None
-    # A whole NeMo RL config may hold the block beside other sections.
+
+
+def _unwrap(data: Any) -> Any:
+    """The keys themselves, where they are given as an engine's config has them: under `fp8rl`."""
     if isinstance(data, Mapping) and set(data) == {"fp8rl"}:
-        return data["fp8rl"]
+        data = data["fp8rl"]
     return {} if data is None else data
 
 

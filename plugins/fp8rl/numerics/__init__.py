@@ -2,9 +2,10 @@
 
 In float32, ``scale = 448 / amax``, ``codes = clamp(x * scale, -448, 448)`` rounded to E4M3, and
 ``scale_inv = 1 / scale`` is what multiplies the codes back (DeepSeek-V3 technical report, section
-3.3; ``per_block_cast_to_fp8`` of DeepGEMM and vLLM). A block whose amax is zero, not finite, or so
-small that ``448 / amax`` overflows takes scale 1. ``pow2`` rounds ``scale_inv`` up to a power of
-two with an exponent in [-127, 127].
+3.3; the rounding order of vLLM's ``scaled_quantize`` and of transformers' ``Fp8Quantize``). A block
+whose amax is zero, not finite, or so small that ``448 / amax`` overflows takes scale 1; there an
+infinity saturates to 448 and a NaN stays NaN, sign kept. ``pow2`` rounds ``scale_inv`` up to a
+power of two with an exponent in [-127, 127].
 
 The functions here pick the implementation by the tensor's device: the torch reference on CPU, the
 Triton kernels on a GPU. Both give the same codes and scales, bit for bit.

@@ -6,12 +6,14 @@ from types import ModuleType
 
 import torch
 
+from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import reference
 from fp8rl.numerics._format import (
     BLOCK,
     GROUP,
     Quantized,
     cdiv,
+    check_codes,
     check_scale_shape,
     check_source,
 )
@@ -19,11 +21,15 @@ from fp8rl.recipe import ScaleFormat
 
 
 def _implementation(x: torch.Tensor) -> ModuleType:
-    if x.is_cuda:
-        from fp8rl.numerics import triton_kernels  # needs triton, which a CPU install leaves out
-
-        return triton_kernels
-    return reference
+    if not x.is_cuda:
+        return reference
+    try:
+        from fp8rl.numerics import triton_kernels
+    except ImportError as error:
+        raise UnsupportedError(
+            f"Quantizing on {x.device} needs triton ({error}); install the triton of your torch."
+        ) from error
+    return triton_kernels
 
 
 def quantize_block(
@@ -38,13 +44,14 @@ def quantize_block(
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
 
     Returns:
-        codes ``float8_e4m3fn [N, K]`` contiguous, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``.
+        codes ``float8_e4m3fn [N, K]`` contiguous, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``;
+        neither takes part in autograd.
 
     Raises:
         UnsupportedError: another dtype, rank or scale format.
     """
     check_source(w, ndim=2, scale_format=scale_format)
-    return _implementation(w).quantize_block(w, block, scale_format)
+    return _implementation(w).quantize_block(w.detach(), block, scale_format)
 
 
 def quantize_group(
@@ -58,13 +65,14 @@ def quantize_group(
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
 
     Returns:
-        codes ``float8_e4m3fn [..., K]`` contiguous, scale_inv ``float32 [..., ceil(K/group)]``.
+        codes ``float8_e4m3fn [..., K]`` contiguous, scale_inv ``float32 [..., ceil(K/group)]``;
+        neither takes part in autograd.
 
     Raises:
         UnsupportedError: another dtype, rank or scale format.
     """
     check_source(x, ndim=None, scale_format=scale_format)
-    return _implementation(x).quantize_group(x, group, scale_format)
+    return _implementation(x).quantize_group(x.detach(), group, scale_format)
 
 
 def dequantize_block(
@@ -76,8 +84,9 @@ def dequantize_block(
     """Inverse of :func:`quantize_block`: ``codes * scale_inv`` in float32, cast to ``dtype``.
 
     Raises:
-        UnsupportedError: scale_inv is not float32 of the codes' block grid.
+        UnsupportedError: codes are not 2-D E4M3, or scale_inv not float32 of their block grid.
     """
+    check_codes(codes, ndim=2)
     n, k = codes.shape
     check_scale_shape(scale_inv, (cdiv(n, block[0]), cdiv(k, block[1])))
     return reference.dequantize_block(codes, scale_inv, block, dtype)
@@ -92,7 +101,8 @@ def dequantize_group(
     """Inverse of :func:`quantize_group`: ``codes * scale_inv`` in float32, cast to ``dtype``.
 
     Raises:
-        UnsupportedError: scale_inv is not float32 of the codes' groups.
+        UnsupportedError: codes are not E4M3, or scale_inv not float32 of their groups.
     """
+    check_codes(codes, ndim=None)
     check_scale_shape(scale_inv, (*codes.shape[:-1], cdiv(codes.shape[-1], group)))
     return reference.dequantize_group(codes, scale_inv, group, dtype)

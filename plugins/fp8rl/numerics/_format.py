@@ -51,6 +51,15 @@ def check_source(x: torch.Tensor, *, ndim: int | None, scale_format: ScaleFormat
         )
 
 
+def check_codes(codes: torch.Tensor, *, ndim: int | None) -> None:
+    """Raise UnsupportedError unless ``codes`` are E4M3 of a rank that can be dequantized."""
+    if codes.dtype != FP8_DTYPE or codes.ndim == 0 or (ndim is not None and codes.ndim != ndim):
+        raise UnsupportedError(
+            f"Cannot dequantize {codes.dtype} of shape {tuple(codes.shape)}; expected "
+            f"{'at least 1' if ndim is None else ndim} dimension(s) of {FP8_DTYPE}."
+        )
+
+
 def check_scale_shape(scale_inv: torch.Tensor, expected: tuple[int, ...]) -> None:
     """Raise UnsupportedError unless ``scale_inv`` is float32 of the ``expected`` shape."""
     if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) != expected:

@@ -18,12 +18,18 @@ def scales_from_amax(
     if scale_format == "fp32":
         scale = torch.where(usable, scale, one)
         return scale, 1.0 / scale
-    # frexp is exact where log2 in float32 is not: m * 2**e with m in [0.5, 1).
-    mantissa, exponent = torch.frexp(torch.where(usable, amax, one) / E4M3_MAX)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    # amax = m * 2**e with m in [0.5, 1), 448 = 0.875 * 2**9: exact where log2, or the quotient
+    # near the subnormals, would round.
+    mantissa, exponent = torch.frexp(torch.where(usable, amax, one))
+    exponent = (exponent - 9 + (mantissa > 0.875).int()).clamp(-127, 127)
     scale_inv = torch.where(usable, torch.ldexp(one, exponent), one)
     scale = torch.where(usable, torch.ldexp(one, -exponent), one)
     return scale, scale_inv
+
+
+def _pad(x: torch.Tensor, amounts: tuple[int, ...]) -> torch.Tensor:
+    # F.pad copies even where there is nothing to add.
+    return torch.nn.functional.pad(x, amounts) if any(amounts) else x
 
 
 def _encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -34,7 +40,7 @@ def quantize_block(w: torch.Tensor, block: tuple[int, int], scale_format: ScaleF
     """See :func:`fp8rl.numerics.quantize_block`."""
     (n, k), (bn, bk) = w.shape, block
     rows, cols = cdiv(n, bn), cdiv(k, bk)
-    padded = torch.nn.functional.pad(w.float(), (0, cols * bk - k, 0, rows * bn - n))
+    padded = _pad(w.float(), (0, cols * bk - k, 0, rows * bn - n))
     tiles = padded.view(rows, bn, cols, bk)
     scale, scale_inv = scales_from_amax(tiles.abs().amax(dim=(1, 3)), scale_format)
     codes = _encode(tiles, scale[:, None, :, None]).view(rows * bn, cols * bk)
@@ -45,7 +51,7 @@ def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Qu
     """See :func:`fp8rl.numerics.quantize_group`."""
     k = x.shape[-1]
     groups = cdiv(k, group)
-    padded = torch.nn.functional.pad(x.float(), (0, groups * group - k))
+    padded = _pad(x.float(), (0, groups * group - k))
     tiles = padded.view(*x.shape[:-1], groups, group)
     scale, scale_inv = scales_from_amax(tiles.abs().amax(dim=-1), scale_format)
     codes = _encode(tiles, scale[..., None]).flatten(-2)
