@@ -1,0 +1,416 @@
+"""Hugging Face names in and out of a Megatron-Core GPT.
+
+Serves dense Llama, Qwen2 and Qwen3-style models: RMSNorm, gated MLP, optional QK norm, optional
+biases, tied or untied embeddings, any tensor/pipeline/virtual-pipeline split, local or
+Transformer Engine layer spec. Megatron fuses q, k and v row by row of query groups
+(``[group0: its queries, k, v; group1: ...]``, ``SelfAttention.get_query_key_value_tensors`` in
+``megatron/core/transformer/attention.py``), and gate and up per tensor-parallel shard
+(``[gate_shard; up_shard]``, ``megatron/core/transformer/mlp.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from fp8rl.errors import CheckpointError, UnsupportedError
+
+ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How one Megatron parameter is made of Hugging Face tensors."""
+
+    names: tuple[str, ...]
+    packing: Literal["plain", "qkv", "glu"] = "plain"
+    tp_dim: int | None = None
+    """Dimension that tensor parallelism cuts; None where every rank holds all of it."""
+
+
+def _qkv(leaf: str) -> _Rule:
+    return _Rule(tuple(f"self_attn.{p}_proj.{leaf}" for p in "qkv"), "qkv", tp_dim=0)
+
+
+def _glu(leaf: str) -> _Rule:
+    return _Rule((f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"), "glu", tp_dim=0)
+
+
+_INPUT_NORM = _Rule(("input_layernorm.weight",))
+_MLP_NORM = _Rule(("post_attention_layernorm.weight",))
+# In the order of the stream. Transformer Engine fuses a norm into the linear layer behind it.
+_LAYER_RULES: Mapping[str, _Rule] = {
+    "input_layernorm.weight": _INPUT_NORM,
+    "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,
+    "self_attention.linear_qkv.weight": _qkv("weight"),
+    "self_attention.linear_qkv.bias": _qkv("bias"),
+    "self_attention.q_layernorm.weight": _Rule(("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": _Rule(("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": _Rule(("self_attn.o_proj.weight",), tp_dim=1),
+    "self_attention.linear_proj.bias": _Rule(("self_attn.o_proj.bias",)),
+    "pre_mlp_layernorm.weight": _MLP_NORM,
+    "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
+    "mlp.linear_fc1.weight": _glu("weight"),
+    "mlp.linear_fc1.bias": _glu("bias"),
+    "mlp.linear_fc2.weight": _Rule(("mlp.down_proj.weight",), tp_dim=1),
+    "mlp.linear_fc2.bias": _Rule(("mlp.down_proj.bias",)),
+}
+_EMBEDDING = _Rule(("model.embed_tokens.weight",), tp_dim=0)
+_FINAL_NORM = _Rule(("model.norm.weight",))
+_HEAD = _Rule(("lm_head.weight",), tp_dim=0)
+_OUTER_RULES: Mapping[str, _Rule] = {
+    "embedding.word_embeddings.weight": _EMBEDDING,
+    "decoder.final_layernorm.weight": _FINAL_NORM,
+    "output_layer.weight": _HEAD,
+}
+_IN_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Place in the stream of one Megatron parameter; the same on every rank."""
+
+    order: tuple[int, int]
+    """(-1 embedding, else global layer, num_layers after the stack; position within it)."""
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A parameter of this rank and the rule that maps it."""
+
+    entry: _Entry
+    rule: _Rule
+    param: torch.nn.Parameter
+    exported: bool
+    """False for the last stage's copy of a tied embedding."""
+
+
+class _Layout:
+    """Shapes and groups of one model, read from its config."""
+
+    def __init__(self, chunks: Sequence[GPTModel], vocab_size: int | None) -> None:
+        model = chunks[0]
+        self.config = model.config
+        self.num_layers: int = model.config.num_layers
+        self.tp = model.pg_collection.tp
+        self.pp = model.pg_collection.pp
+        self.tied = bool(model.share_embeddings_and_output_weights)
+        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
+        if not 0 < self.vocab_size <= model.vocab_size:
+            raise CheckpointError(
+                f"vocab_size={vocab_size} is not within the model's {model.vocab_size} (padded) "
+                "vocabulary rows; give the size of the Hugging Face vocabulary."
+            )
+        self.device = next(p.device for chunk in chunks for p in chunk.parameters())
+
+    def row_sizes(self, rule: _Rule) -> tuple[int, ...] | None:
+        """Rows of each Hugging Face tensor of a packed rule; None where there is one tensor."""
+        if rule.packing == "qkv":
+            kv = self.config.num_query_groups * self.config.kv_channels
+            return (self.config.num_attention_heads * self.config.kv_channels, kv, kv)
+        if rule.packing == "glu":
+            return (self.config.ffn_hidden_size,) * 2
+        return None
+
+    def hf_shapes(self, rule: _Rule, param: Tensor, where: str) -> tuple[tuple[int, ...], ...]:
+        full = list(param.shape)
+        if rule.tp_dim is not None:
+            full[rule.tp_dim] *= self.tp.size()
+        if rule in (_EMBEDDING, _HEAD):
+            full[0] = self.vocab_size
+        rows = self.row_sizes(rule)
+        if rows is None:
+            return (tuple(full),)
+        if sum(rows) != full[0]:
+            raise UnsupportedError(
+                f"Parameter '{where}' has {full[0]} rows over all tensor-parallel ranks where the "
+                f"model's config gives {sum(rows)}; this layout is not served."
+            )
+        return tuple((size, *full[1:]) for size in rows)
+
+    def unpack(self, rule: _Rule, param: Tensor) -> list[Tensor]:
+        """The Hugging Face tensors of one parameter, gathered over the tensor-parallel group."""
+        shards = [param.detach()]
+        if rule.tp_dim is not None and self.tp.size() > 1:
+            local = param.detach().contiguous()
+            shards = [torch.empty_like(local) for _ in range(self.tp.size())]
+            torch.distributed.all_gather(shards, local, group=self.tp)
+        if rule.packing == "glu":
+            halves = [shard.chunk(2) for shard in shards]
+            return [torch.cat([half[i] for half in halves]) for i in range(2)]
+        # torch.cat copies even a single tensor: the stream never shares memory with the model.
+        full = torch.cat(shards, rule.tp_dim or 0)
+        if rule.packing == "qkv":
+            groups = full.view(self.config.num_query_groups, -1, *full.shape[1:])
+            parts = groups.split(self._group_rows(), dim=1)
+            return [part.reshape(-1, *full.shape[1:]) for part in parts]
+        return [full[: self.vocab_size].clone()] if rule in (_EMBEDDING, _HEAD) else [full]
+
+    def pack(self, rule: _Rule, tensors: Sequence[Tensor], rows: int) -> Tensor:
+        """This rank's shard of the parameter that the Hugging Face tensors make up."""
+        size, rank = self.tp.size(), self.tp.rank()
+        if rule.packing == "glu":
+            return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+        full = tensors[0]
+        if rule.packing == "qkv":
+            groups = self.config.num_query_groups
+            full = torch.cat([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], dim=1).flatten(
+                0, 1
+            )
+        if rule in (_EMBEDDING, _HEAD) and full.shape[0] < rows * size:
+            padding = full.new_zeros(rows * size - full.shape[0], *full.shape[1:])
+            full = torch.cat([full, padding])
+        return full if rule.tp_dim is None else full.chunk(size, rule.tp_dim)[rank]
+
+    def _group_rows(self) -> list[int]:
+        head = self.config.kv_channels
+        return [self.config.num_attention_heads // self.config.num_query_groups * head, head, head]
+
+
+def export_hf(
+    model_chunks: ModelChunks, *, vocab_size: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream a model as Hugging Face tensors, embedding first, then layer by global layer.
+
+    Collective: every rank calls it and must consume the whole stream, because each tensor is
+    gathered over the tensor-parallel group and broadcast over the pipeline group when its turn
+    comes. Every rank gets every tensor. At most one Megatron parameter is gathered at a time.
+
+    Args:
+        model_chunks: a GPTModel, plain or wrapped (Float16Module, DistributedDataParallel), or the
+            list of this rank's virtual-pipeline chunks.
+        vocab_size: rows of the Hugging Face vocabulary where the model's is padded; the padding
+            rows are left out.
+
+    Returns:
+        Pairs of name and tensor, in the dtype of the parameters, on the model's device. The
+        tensors are copies. ``lm_head.weight`` is left out where embeddings are tied.
+
+    Raises:
+        UnsupportedError: at the call, for a model that is not a dense Llama/Qwen-style GPT.
+        CheckpointError: at the call, for a bad ``vocab_size`` or missing chunks.
+    """
+    layout, slots = _read_model(model_chunks, vocab_size)
+    stream = _whole_stream(layout, slots)
+    return _stream(layout, {slot.entry.order: slot for slot in slots if slot.exported}, stream)
+
+
+def _stream(
+    layout: _Layout, mine: Mapping[tuple[int, int], _Slot], entries: Sequence[tuple[int, _Entry]]
+) -> Iterator[tuple[str, Tensor]]:
+    for owner, entry in entries:
+        slot = mine.get(entry.order)
+        tensors = layout.unpack(slot.rule, slot.param) if slot is not None else None
+        for index, name in enumerate(entry.names):
+            if tensors is not None:
+                tensor = tensors[index]
+            else:
+                tensor = torch.empty(entry.shapes[index], dtype=entry.dtype, device=layout.device)
+            if layout.pp.size() > 1:
+                source = torch.distributed.get_global_rank(layout.pp, owner)
+                torch.distributed.broadcast(tensor, src=source, group=layout.pp)
+            yield name, tensor
+
+
+def load_hf(
+    model_chunks: ModelChunks,
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    *,
+    vocab_size: int | None = None,
+    allow_cast: bool = False,
+) -> None:
+    """Load Hugging Face tensors into a model: the inverse of :func:`export_hf`.
+
+    Collective over the pipeline group: every rank calls it with all tensors of the model and takes
+    its own part. An optimizer that exists already keeps its float32 masters until its
+    ``reload_model_params()`` is called.
+
+    Args:
+        model_chunks: as in :func:`export_hf`.
+        tensors: name -> tensor. A lazy mapping is read twice, an iterable is kept in memory.
+            ``lm_head.weight`` may be present for tied embeddings if it equals them.
+        vocab_size: rows of the Hugging Face vocabulary where the model's is padded; the padding
+            rows are set to zero.
+        allow_cast: permit a dtype that loses precision, such as float32 into bfloat16.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, given twice, wrongly shaped or of a dtype
+            that would lose precision. Nothing has been changed then.
+        UnsupportedError: the model is not a dense Llama/Qwen-style GPT.
+    """
+    layout, slots = _read_model(model_chunks, vocab_size)
+    given = tensors if isinstance(tensors, Mapping) else _collect(tensors)
+    expected = {
+        name: (shape, entry.dtype)
+        for _, entry in _whole_stream(layout, slots)
+        for name, shape in zip(entry.names, entry.shapes, strict=True)
+    }
+    _check_names(given, expected, optional=_HEAD.names if layout.tied else ())
+    for name, (shape, dtype) in expected.items():
+        _check_tensor(name, given[name], shape, dtype, allow_cast)
+    if layout.tied and _HEAD.names[0] in given:
+        _check_tied(given)
+    with torch.no_grad():
+        for slot in slots:
+            parts = [given[name] for name in slot.entry.names]
+            slot.param.copy_(layout.pack(slot.rule, parts, slot.param.shape[0]))
+
+
+def _read_model(model_chunks: ModelChunks, vocab_size: int | None) -> tuple[_Layout, list[_Slot]]:
+    """Slots of this rank's parameters, every parameter accounted for.
+
+    Raises:
+        UnsupportedError: a module without a Hugging Face counterpart.
+    """
+    chunks = unwrap_chunks(model_chunks)
+    for chunk in chunks:
+        _check_config(chunk.config)
+    layout = _Layout(chunks, vocab_size)
+    slots = [
+        _slot(layout, chunk, name, param)
+        for chunk in chunks
+        for name, param in chunk.named_parameters()
+    ]
+    return layout, slots
+
+
+def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
+    """The GPTModels inside Float16Module and DistributedDataParallel.
+
+    Raises:
+        UnsupportedError: another kind of model, or none.
+    """
+    given = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    chunks = unwrap_model(given)
+    if not chunks:
+        raise UnsupportedError("The list of model chunks is empty; give this rank's GPTModels.")
+    for chunk in chunks:
+        if not isinstance(chunk, GPTModel):
+            raise UnsupportedError(
+                f"{type(chunk).__name__} is no GPTModel; only dense GPT models are served."
+            )
+    return chunks
+
+
+def _check_config(config: Any) -> None:
+    for module, unsupported, what in (
+        ("self_attention", config.multi_latent_attention, "multi-latent attention"),
+        ("self_attention", getattr(config, "attention_output_gate", False), "an output gate"),
+        ("self_attention", config.rotary_interleaved, "interleaved rotary embeddings"),
+        ("mlp", config.num_moe_experts is not None, "a mixture of experts"),
+        ("mlp.linear_fc1", not config.gated_linear_unit, "no gate (gated_linear_unit=False)"),
+        ("input_layernorm", config.normalization != "RMSNorm", f"{config.normalization}"),
+        ("input_layernorm", config.layernorm_zero_centered_gamma, "zero-centered weights"),
+    ):
+        if unsupported:
+            raise UnsupportedError(
+                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; only dense "
+                "Llama/Qwen-style models are."
+            )
+
+
+def _slot(layout: _Layout, chunk: GPTModel, name: str, param: torch.nn.Parameter) -> _Slot:
+    match = _IN_LAYER.match(name)
+    rules = _LAYER_RULES if match else _OUTER_RULES
+    key = match.group(2) if match else name
+    if key not in rules:
+        raise UnsupportedError(
+            f"Module '{name.rpartition('.')[0]}' (parameter '{name}') has no Hugging Face "
+            "counterpart here; only dense Llama/Qwen-style models are served."
+        )
+    rule, position = rules[key], list(rules).index(key)
+    exported = True
+    if rule is _HEAD and layout.tied:
+        rule, exported = _EMBEDDING, False
+    if match:
+        layer = chunk.decoder.layers[int(match.group(1))].layer_number - 1
+        names = tuple(f"model.layers.{layer}.{hf}" for hf in rule.names)
+    else:
+        layer = -1 if key.startswith("embedding.") else layout.num_layers
+        names = rule.names
+    shapes = layout.hf_shapes(rule, param, name)
+    return _Slot(_Entry((layer, position), names, shapes, param.dtype), rule, param, exported)
+
+
+def _whole_stream(layout: _Layout, slots: Sequence[_Slot]) -> list[tuple[int, _Entry]]:
+    """(pipeline rank that owns it, entry) of the whole model, in order; a collective.
+
+    Raises:
+        CheckpointError: a layer is missing or held twice.
+    """
+    mine = [slot.entry for slot in slots if slot.exported]
+    stages: list[list[_Entry]] = [mine]
+    if layout.pp.size() > 1:
+        stages = [[] for _ in range(layout.pp.size())]
+        torch.distributed.all_gather_object(stages, mine, group=layout.pp)
+    entries = [(owner, entry) for owner, stage in enumerate(stages) for entry in stage]
+    entries.sort(key=lambda item: item[1].order)
+    names = [name for _, entry in entries for name in entry.names]
+    layers = {entry.order[0] for _, entry in entries}
+    if len(set(names)) != len(names) or layers != set(range(-1, layout.num_layers + 1)):
+        raise CheckpointError(
+            f"The chunks of all pipeline ranks hold {len(layers & set(range(layout.num_layers)))} "
+            f"of {layout.num_layers} layers, or one of them twice; give every chunk of every rank."
+        )
+    return entries
+
+
+def _collect(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    given: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name in given:
+            raise CheckpointError(f"Tensor '{name}' is given twice; send each tensor once.")
+        given[name] = tensor
+    return given
+
+
+def _check_names(given: Mapping[str, Tensor], expected: Iterable[str], optional: Iterable) -> None:
+    known = set(expected)
+    for problem, names in (
+        ("missing", known - set(given)),
+        ("unknown to this model", set(given) - known - set(optional)),
+    ):
+        if names:
+            raise CheckpointError(
+                f"{len(names)} tensor(s) are {problem}, the first is '{min(names)}'; give exactly "
+                "the tensors of the model's Hugging Face checkpoint."
+            )
+
+
+def _check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, allow_cast: bool
+) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"Tensor '{name}' has shape {tuple(tensor.shape)} where the model needs {shape}; give "
+            "a checkpoint of this model (and vocab_size where its vocabulary is padded)."
+        )
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise CheckpointError(
+            f"Tensor '{name}' is {tensor.dtype}; give the unquantized checkpoint, the trainer "
+            "keeps its weights in high precision."
+        )
+    if not allow_cast and torch.promote_types(tensor.dtype, dtype) != dtype:
+        raise CheckpointError(
+            f"Tensor '{name}' is {tensor.dtype} and would lose precision in a {dtype} parameter; "
+            "convert the checkpoint or pass allow_cast=True."
+        )
+
+
+def _check_tied(given: Mapping[str, Tensor]) -> None:
+    head, embedding = given[_HEAD.names[0]], given[_EMBEDDING.names[0]]
+    if head is not embedding and not torch.equal(head, embedding):
+        raise CheckpointError(
+            f"'{_HEAD.names[0]}' differs from '{_EMBEDDING.names[0]}', which the model ties; "
+            "build the model with untied embeddings or drop the tensor."
+        )

@@ -1,0 +1,143 @@
+"""Build a Megatron-Core GPTModel with the local spec from a Hugging Face config.
+
+The local spec needs neither Transformer Engine nor apex, so the model runs on a CPU. The demo and
+the tests use it; on GPUs take the model from Megatron-LM, Megatron-Bridge or NeMo RL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from fp8rl.errors import UnsupportedError
+from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+def build_gpt(
+    hf_config: Any,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    seed: int = 0,
+    **overrides: Any,
+) -> GPTModel:
+    """A dense Llama, Qwen2 or Qwen3 with all parameters in ``dtype``.
+
+    Tensor and pipeline sizes come from ``megatron.core.parallel_state``, which must be initialised.
+    Initial weights depend on ``seed`` and, under pipeline parallelism, on the stage; load weights
+    with :func:`megatron_fp8rl.export.load_hf` where topologies must agree.
+
+    Args:
+        hf_config: a transformers config (``LlamaConfig``, ``Qwen2Config``, ``Qwen3Config``).
+        dtype: bfloat16 or float32.
+        pre_process: this chunk holds the embedding.
+        post_process: this chunk holds the final norm and the output projection.
+        vp_stage: chunk number under virtual pipelining, else None.
+        seed: of the initial weights; the caller's random state is left as it was.
+        **overrides: fields of ``TransformerConfig`` that differ from the defaults here.
+
+    Raises:
+        UnsupportedError: the config asks for something that this builder cannot express.
+    """
+    config = transformer_config(hf_config, dtype=dtype, **overrides)
+    tensor_parallel = config.tensor_model_parallel_size
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=-(-hf_config.vocab_size // tensor_parallel) * tensor_parallel,
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type="rope",
+            rotary_base=_rope_theta(hf_config),
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            vp_stage=vp_stage,
+        )
+    return model.to(dtype)  # torch norms are made in float32 whatever params_dtype says
+
+
+def transformer_config(
+    hf_config: Any, *, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+) -> TransformerConfig:
+    """The Megatron config of :func:`build_gpt`.
+
+    Raises:
+        UnsupportedError: the config asks for something that this builder cannot express.
+    """
+    _check_supported(hf_config, dtype)
+    heads = hf_config.num_attention_heads
+    fields: dict[str, Any] = {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_query_groups": hf_config.num_key_value_heads,
+        "kv_channels": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "qk_layernorm": hf_config.model_type == "qwen3",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": _all_biased(hf_config),
+        "add_qkv_bias": hf_config.model_type == "qwen2",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "init_method_std": hf_config.initializer_range,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+    return TransformerConfig(**{**CPU_CONFIG, **fields, **overrides})
+
+
+def _check_supported(hf_config: Any, dtype: torch.dtype) -> None:
+    if hf_config.model_type not in MODEL_TYPES:
+        raise UnsupportedError(
+            f"model_type '{hf_config.model_type}' has no builder; use one of "
+            f"{', '.join(MODEL_TYPES)}."
+        )
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise UnsupportedError(f"dtype {dtype} is not served; use bfloat16 or float32.")
+    if hf_config.hidden_act != "silu":
+        raise UnsupportedError(f"hidden_act '{hf_config.hidden_act}' is not served; use 'silu'.")
+    if getattr(hf_config, "use_sliding_window", False):
+        raise UnsupportedError("use_sliding_window is not served; set it to false.")
+    if _rope(hf_config).get("rope_type", "default") != "default":
+        raise UnsupportedError(
+            f"rope_type '{_rope(hf_config)['rope_type']}' is not served; use 'default'."
+        )
+    if hf_config.model_type != "qwen2" and getattr(hf_config, "attention_bias", False) != getattr(
+        hf_config, "mlp_bias", False
+    ):
+        raise UnsupportedError(
+            "attention_bias and mlp_bias differ; Megatron has one switch for both, so set both or "
+            "neither."
+        )
+
+
+def _all_biased(hf_config: Any) -> bool:
+    return hf_config.model_type != "qwen2" and bool(getattr(hf_config, "attention_bias", False))
+
+
+def _rope(hf_config: Any) -> dict[str, Any]:
+    return getattr(hf_config, "rope_parameters", None) or {}
+
+
+def _rope_theta(hf_config: Any) -> float:
+    theta = _rope(hf_config).get("rope_theta")
+    return theta if theta is not None else hf_config.rope_theta

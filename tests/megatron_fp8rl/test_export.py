@@ -1,0 +1,246 @@
+"""Export and load against Hugging Face transformers, which knows nothing of Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from fp8rl.errors import CheckpointError, UnsupportedError
+from megatron_fp8rl.export import export_hf, load_hf
+from megatron_fp8rl.testing.models import build_gpt
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3-head128": Qwen3Config(**SMALL, head_dim=128),
+    "qwen3-head64-tied": Qwen3Config(**(SMALL | {"tie_word_embeddings": True}), head_dim=64),
+    "qwen3-theta": Qwen3Config(
+        **SMALL, head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    ),
+    "llama": LlamaConfig(**SMALL, rms_norm_eps=1e-5),
+    "llama-one-kv-head": LlamaConfig(**(SMALL | {"num_key_value_heads": 1})),
+    "llama-all-biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "qwen2-qkv-bias": Qwen2Config(**(SMALL | {"num_key_value_heads": 4})),
+}
+
+
+def hf_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32):
+    """A model whose norms and biases are not the ones and zeros that would hide a mix-up."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.ndim == 1:
+                    param.normal_(1.0, 0.2)
+    return model.eval()
+
+
+def hf_tensors(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    tensors = {name: p.detach() for name, p in hf_model(config, dtype).named_parameters()}
+    return tensors  # named_parameters leaves a tied head out, as a safetensors checkpoint does
+
+
+def tokens(batch: int = 2, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, SMALL["vocab_size"], (batch, length), generator=generator)
+    return ids, torch.arange(length).expand(batch, -1)
+
+
+def assert_same(stream, expected: dict[str, torch.Tensor]) -> None:
+    pairs = list(stream)
+    assert sorted(name for name, _ in pairs) == sorted(expected)
+    for name, tensor in pairs:
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(mcore, name):
+    config = CONFIGS[name]
+    reference = hf_model(config)
+    model = build_gpt(config, dtype=torch.float32).eval()
+    load_hf(model, dict(reference.named_parameters()))
+    ids, positions = tokens()
+    with torch.no_grad():
+        ours = model(ids, positions, None)
+        theirs = reference(ids).logits
+    error = (ours - theirs).norm() / theirs.norm()
+    assert error < 1e-5, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_export_returns_what_was_loaded(mcore, name):
+    expected = hf_tensors(CONFIGS[name], torch.bfloat16)
+    model = build_gpt(CONFIGS[name])
+    load_hf(model, expected.items())  # an iterable of pairs
+    assert_same(export_hf(model), expected)
+
+
+def test_stream_is_in_layer_order_and_owns_its_memory(mcore):
+    model = build_gpt(CONFIGS["qwen3-head64-tied"])
+    pairs = list(export_hf(model))
+    names = [name for name, _ in pairs]
+    assert names[0] == "model.embed_tokens.weight"
+    assert names[-1] == "model.norm.weight"  # tied: no lm_head
+    assert names[1:12] == [n.replace("layers.1.", "layers.0.") for n in names[12:23]]
+    live = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert not live & {tensor.untyped_storage().data_ptr() for _, tensor in pairs}
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_wrapped_models(mcore, ddp):
+    config = CONFIGS["qwen3-head64-tied"]
+    expected = hf_tensors(config, torch.bfloat16)
+    gpt = build_gpt(config)
+    model = Float16Module(gpt.config, gpt)
+    if ddp:
+        model = DistributedDataParallel(
+            config=gpt.config, ddp_config=DistributedDataParallelConfig(), module=model
+        )
+    load_hf([model], expected)
+    assert_same(export_hf(model), expected)
+
+
+def test_seed_decides_the_weights_and_leaves_the_random_state(mcore):
+    config = CONFIGS["llama"]
+    before = torch.get_rng_state()
+    first = dict(export_hf(build_gpt(config, seed=1)))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same(export_hf(build_gpt(config, seed=1)), first)
+    other = dict(export_hf(build_gpt(config, seed=2)))
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_padded_vocabulary(mcore):
+    config = CONFIGS["llama"]
+    expected = hf_tensors(config, torch.bfloat16)
+    padded = LlamaConfig(**(config.to_dict() | {"vocab_size": 128}))
+    model = build_gpt(padded)
+    with pytest.raises(CheckpointError, match=r"'(lm_head|model.embed_tokens).weight' has shape"):
+        load_hf(model, expected)
+    load_hf(model, expected, vocab_size=96)
+    assert_same(export_hf(model, vocab_size=96), expected)
+    assert not model.output_layer.weight[96:].any()
+    with pytest.raises(CheckpointError, match="vocab_size=129"):
+        export_hf(model, vocab_size=129)
+
+
+def _without(tensors, name):
+    return {n: t for n, t in tensors.items() if n != name}
+
+
+NAME = "model.layers.1.self_attn.k_proj.weight"
+BAD = {
+    "missing": (lambda t: _without(t, NAME), "missing.*layers.1.self_attn.k_proj"),
+    "unknown": (lambda t: t | {"model.layers.2.mlp.up_proj.weight": t[NAME]}, "unknown.*layers.2"),
+    "twice": (lambda t: [*t.items(), (NAME, t[NAME])], "k_proj.weight' is given twice"),
+    "shape": (lambda t: t | {NAME: t[NAME][:-1]}, r"k_proj.weight' has shape \(127, 256\)"),
+    "precision": (lambda t: t | {NAME: t[NAME].float()}, "k_proj.weight' is torch.float32"),
+    "codes": (lambda t: t | {NAME: t[NAME].to(torch.float8_e4m3fn)}, "unquantized"),
+    "tied head": (
+        lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1},
+        "lm_head.weight' differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_changes_nothing(mcore, case):
+    config = CONFIGS["qwen3-head64-tied"]
+    model = build_gpt(config)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    spoil, message = BAD[case]
+    with pytest.raises(CheckpointError, match=message):
+        load_hf(model, spoil(hf_tensors(config, torch.bfloat16)))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_accepted_variants(mcore):
+    config = CONFIGS["qwen3-head64-tied"]
+    model = build_gpt(config)
+    tensors = hf_tensors(config, torch.bfloat16)
+    load_hf(model, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    load_hf(model, hf_tensors(config, torch.float32), allow_cast=True)
+    assert_same(export_hf(model), tensors)
+    wide = build_gpt(config, dtype=torch.float32)
+    load_hf(wide, tensors)  # loses nothing, so needs no permission
+    assert_same(export_hf(wide), {name: t.float() for name, t in tensors.items()})
+
+
+UNSUPPORTED = {
+    "moe": ({"num_moe_experts": 2}, r"mlp' has a mixture of experts"),
+    "layernorm": ({"normalization": "LayerNorm"}, "input_layernorm' has LayerNorm"),
+    "no gate": ({"gated_linear_unit": False}, "linear_fc1' has no gate"),
+    "interleaved": ({"rotary_interleaved": True}, "interleaved rotary"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_models_are_named_at_the_call(mcore, case):
+    overrides, message = UNSUPPORTED[case]
+    model = build_gpt(CONFIGS["llama"])
+    for field, value in overrides.items():
+        setattr(model.config, field, value)
+    with pytest.raises(UnsupportedError, match=message):
+        export_hf(model)
+
+
+def test_a_module_without_a_hf_name_is_unsupported(mcore):
+    model = build_gpt(CONFIGS["llama"])
+    model.decoder.layers[1].mlp.register_module("adapter", torch.nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match=r"'decoder\.layers\.1\.mlp\.adapter'"):
+        export_hf(model)
+    with pytest.raises(UnsupportedError, match="Linear is no GPTModel"):
+        export_hf(torch.nn.Linear(2, 2))
+
+
+def test_norms_fused_into_linear_layers(mcore):
+    """Transformer Engine's layer spec keeps the norm's weight inside the linear layer after it."""
+    config = CONFIGS["llama"]
+    model = build_gpt(config)
+    expected = dict(export_hf(model))
+    for layer in model.decoder.layers:
+        for parent, norm, linear in (
+            (layer, "input_layernorm", layer.self_attention.linear_qkv),
+            (layer, "pre_mlp_layernorm", layer.mlp.linear_fc1),
+        ):
+            linear.layer_norm_weight = getattr(parent, norm).weight
+            setattr(parent, norm, torch.nn.Identity())
+    assert_same(export_hf(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma3"}, "model_type 'gemma3'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+    ],
+)
+def test_builder_refuses_what_it_cannot_express(mcore, change, message):
+    config = LlamaConfig(**SMALL)
+    for key, value in change.items():
+        setattr(config, key, value)
+    with pytest.raises(UnsupportedError, match=message):
+        build_gpt(config)
