@@ -66,6 +66,9 @@ class GRPOLoss:
             loss.backward()
         metrics = {**correction.metrics, **merge_metrics(parts)}
 
+    The same holds for data-parallel ranks whose gradients are summed: add up their normalizers, and
+    with ``self_normalize`` correct the logprobs gathered from all of them.
+
     Args:
         config: clipping, KL and aggregation.
         importance_sampling: section of the recipe.
