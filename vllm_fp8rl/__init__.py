@@ -1,5 +1,53 @@
-"""Block-FP8 and live KV scales for vLLM."""
+"""Block-FP8 linear layers, in-place refit and live KV-cache scales for vLLM.
+
+vLLM finds :func:`register` through the entry-point group ``vllm.general_plugins`` and calls it in
+each of its processes. Importing this package does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8rl import Recipe
+
+NAME = "fp8rl"
+"""The quantization method's name in vLLM: ``LLM(..., quantization="fp8rl")``."""
+
+_CPU_BACKEND = "vllm_fp8rl.cpu_attention.Fp8RLCpuBackend"
 
 
 def register() -> None:
-    pass
+    """Tell vLLM about quantization ``fp8rl``; may be called any number of times.
+
+    On CPU it also puts an attention backend that knows FP8 KV caches on every CPU in the place of
+    ``CPU_ATTN`` (the CPU platform asks for no other name); vLLM imports it when it is used.
+    """
+    from vllm_fp8rl.compat import installed_version, supported
+
+    # An engine without fp8rl must still start on another vLLM; Fp8RLConfig is what refuses there.
+    if not supported(installed_version() or ""):
+        return
+
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.platforms import current_platform
+
+    from vllm_fp8rl.config import Fp8RLConfig
+
+    register_quantization_config(NAME)(Fp8RLConfig)
+    import importlib.util  # TEMP
+    if current_platform.is_cpu() and importlib.util.find_spec("vllm_fp8rl.cpu_attention"):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)
+
+
+def engine_args(recipe: Recipe) -> dict[str, Any]:
+    """Arguments that make ``vllm.LLM(...)`` or ``AsyncEngineArgs(...)`` run a recipe."""
+    return {
+        "quantization": NAME,
+        "kv_cache_dtype": recipe.kv_cache.dtype,
+        "additional_config": {"fp8rl": recipe.to_dict()},
+    }
+
+
+__all__ = ["NAME", "engine_args", "register"]

@@ -1,0 +1,256 @@
+"""`Fp8RLConfig`: vLLM's quantization method ``fp8rl``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+
+from fp8rl import PinPolicy, PluginManager, Recipe
+from fp8rl.errors import PinError, RecipeError, UnsupportedError
+from fp8rl.numerics import BLOCK
+from fp8rl.pinning import ALWAYS_BF16, PinRow, dense_module_names
+from fp8rl.recipe import RECIPE_ENV
+from vllm_fp8rl import NAME
+from vllm_fp8rl.compat import require_supported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Under vLLM's name, so that its log level and format apply in every worker.
+logger = init_logger("vllm.fp8rl")
+
+SETTINGS_KEY = "fp8rl"
+_KV_NAMES = {"fp8": "fp8_e4m3"}  # vLLM's alias
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe applied to one model."""
+
+    recipe: Recipe
+    policy: PinPolicy
+    dummy: bool
+
+    def precision(self, name: str) -> str:
+        """``fp8`` or ``bf16`` for a linear module.
+
+        Raises:
+            UnsupportedError: a linear layer that no dense Llama/Qwen3-style model has.
+        """
+        try:
+            pinned = self.policy.precision(name)
+        except PinError:
+            raise UnsupportedError(
+                f"'{name}' is no layer of a dense Llama/Qwen3-style model, which is what "
+                f"quantization='{NAME}' serves; start this model without it."
+            ) from None
+        return pinned if self.recipe.rollout else "bf16"
+
+
+class Fp8RLConfig(QuantizationConfig):
+    """Block-FP8 linear layers by recipe, loaded and refitted in place.
+
+    The recipe is ``additional_config["fp8rl"]`` of the engine, else the one ``FP8RL_RECIPE`` names,
+    else the default. It is read when the first layer is built, because vLLM makes this object
+    before its own configuration is complete.
+    """
+
+    weight_block_size = list(BLOCK)
+    use_deep_gemm = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        require_supported()
+        self._resolved: Resolved | None = None
+
+    def get_name(self) -> str:  # type: ignore[override]
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 89
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # so that quantization="fp8rl" alone makes a config, without arguments
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Fp8RLConfig:
+        """For a checkpoint that describes its quantization: block FP8 or nothing.
+
+        Raises:
+            UnsupportedError: the checkpoint is quantized in another way.
+        """
+        _check_checkpoint(config)
+        return cls()
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take a block-FP8 checkpoint over when the user asks for ``fp8rl``, and only then.
+
+        Raises:
+            UnsupportedError: ``fp8rl`` is asked for, but the checkpoint is quantized otherwise.
+        """
+        if user_quant != NAME:
+            return None
+        _check_checkpoint(hf_quant_cfg)
+        return NAME
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one layer; stateless but for the recipe resolved at the first call.
+
+        Raises:
+            RecipeError: unknown or bad key in ``additional_config.fp8rl``.
+            PinError: a pin that matches nothing or splits a fused layer.
+            UnsupportedError: an architecture, layer or width that is not served.
+        """
+        # vLLM's layer modules are heavy: imported only where an engine is being built.
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        try:  # TEMP
+            from vllm_fp8rl.kv_cache import Fp8RLKVCacheMethod
+        except ImportError:
+            from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod as Fp8RLKVCacheMethod
+        from vllm_fp8rl.linear import Fp8RLLinearMethod, RefitEmbeddingMethod, RefitLinearMethod
+
+        resolved = self.resolve()
+        if isinstance(layer, LinearBase):
+            if resolved.precision(prefix) == "bf16":
+                return RefitLinearMethod(prefix)
+            return Fp8RLLinearMethod(resolved.recipe, prefix, dummy=resolved.dummy)
+        if isinstance(layer, VocabParallelEmbedding):
+            return RefitEmbeddingMethod(prefix)
+        if isinstance(layer, Attention):
+            return Fp8RLKVCacheMethod(self)
+        raise UnsupportedError(
+            f"'{prefix}' ({type(layer).__name__}) has no FP8 method in vllm_fp8rl; start this model "
+            f"without quantization='{NAME}'."
+        )
+
+    def resolve(self) -> Resolved:
+        """The recipe applied to the engine's model; read and logged once."""
+        if self._resolved is None:
+            from vllm.config import get_current_vllm_config
+
+            engine = get_current_vllm_config()
+            self._resolved = _resolve(engine)
+            logger.info("%s", _table(self._resolved))
+        return self._resolved
+
+
+def read_recipe(additional_config: Any) -> Recipe:
+    """The recipe of an engine, from its ``additional_config``, the environment, or the default.
+
+    Raises:
+        RecipeError: unknown or bad key, with its full path.
+    """
+    if isinstance(additional_config, Mapping) and SETTINGS_KEY in additional_config:
+        return Recipe.from_dict(
+            additional_config[SETTINGS_KEY], where=f"additional_config.{SETTINGS_KEY}"
+        )
+    return Recipe.from_env() or Recipe()
+
+
+def _resolve(engine: VllmConfig) -> Resolved:
+    recipe = read_recipe(engine.additional_config)
+    hf_config = engine.model_config.hf_text_config
+    _check_architecture(hf_config, engine.model_config.hf_config)
+    _check_widths(hf_config, engine.parallel_config.tensor_parallel_size)
+    _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
+    names = dense_module_names(hf_config.num_hidden_layers)
+    policy = PluginManager().pin_policy(recipe.pins, names)
+    return Resolved(recipe, policy, engine.load_config.load_format == "dummy")
+
+
+def _check_checkpoint(config: Mapping[str, Any]) -> None:
+    method = config.get("quant_method")
+    block = config.get("weight_block_size")
+    scheme = config.get("activation_scheme", "dynamic")
+    if method != "fp8":
+        raise UnsupportedError(
+            f"The checkpoint is quantized with '{method}', but quantization='{NAME}' loads BF16 or "
+            "block-FP8 (quant_method 'fp8') checkpoints; choose one of those."
+        )
+    if block is None or tuple(block) != BLOCK:
+        what = "per-tensor FP8" if block is None else f"FP8 with weight_block_size {list(block)}"
+        raise UnsupportedError(
+            f"The checkpoint is {what}, but quantization='{NAME}' needs weight_block_size "
+            f"{list(BLOCK)}; load a BF16 checkpoint or one in that format."
+        )
+    if scheme != "dynamic":
+        raise UnsupportedError(
+            f"The checkpoint has activation_scheme '{scheme}', but quantization='{NAME}' scales "
+            "activations dynamically; load a BF16 checkpoint."
+        )
+
+
+def _check_architecture(hf_config: Any, top_config: Any) -> None:
+    experts = [key for key in _EXPERT_KEYS if getattr(hf_config, key, None)]
+    if experts or hf_config is not top_config:
+        why = f"a mixture of experts ({experts[0]})" if experts else "a multimodal model"
+        raise UnsupportedError(
+            f"quantization='{NAME}' serves dense Llama/Qwen3-style models, but "
+            f"{getattr(hf_config, 'model_type', 'this model')} is {why}; start it without."
+        )
+
+
+def _check_widths(hf_config: Any, ranks: int) -> None:
+    width = hf_config.intermediate_size
+    if width % ranks:
+        raise UnsupportedError(
+            f"'model.layers.*.mlp.gate_up_proj' cannot be split: intermediate_size={width} is no "
+            f"multiple of tensor_parallel_size={ranks}; choose another tensor parallel size."
+        )
+
+
+def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype) -> None:
+    wanted = recipe.kv_cache.dtype
+    actual = _KV_NAMES.get(engine_dtype, engine_dtype)
+    if actual == str(model_dtype).removeprefix("torch."):
+        actual = "auto"
+    if actual != wanted:
+        raise RecipeError(
+            f"The recipe has kv_cache.dtype '{wanted}', but the engine was started with "
+            f"kv_cache_dtype '{engine_dtype}'; make them equal, e.g. with "
+            "LLM(..., **vllm_fp8rl.engine_args(recipe))."
+        )
+
+
+def _table(resolved: Resolved) -> str:
+    """The resolved precisions, with equal neighbouring layers on one line."""
+    if not resolved.recipe.rollout:
+        return "fp8rl: recipe.rollout is false, every linear layer is in the model's dtype"
+    rows = [row for row in resolved.policy.report() if row.kind not in ALWAYS_BF16]
+    layers = [(number, _line(list(group))) for number, group in groupby(rows, lambda r: r.layer)]
+    lines = [resolved.policy.summary()]
+    for text, same in groupby(layers, lambda pair: pair[1]):
+        numbers = [number for number, _ in same]
+        lines.append(f"  layers {numbers[0]}-{numbers[-1]}: {text}")
+    return "\n".join(lines)
+
+
+def _line(rows: list[PinRow]) -> str:
+    return ", ".join(
+        f"{row.name.rpartition('.')[2]} {row.precision}" + (f" ({row.reason})" if row.reason else "")
+        for row in rows
+    )
+
+
+__all__ = ["RECIPE_ENV", "Fp8RLConfig", "Resolved", "read_recipe"]

@@ -1,0 +1,272 @@
+"""`BlockGrid`: one rank's fused FP8 matrix, written shard by shard in any order.
+
+A kernel reads ``weight_scale_inv`` on the grid of the *rank-local fused* matrix (the q, k and v, or
+gate and up, rows of this rank under each other). A shard whose first row is no multiple of 128
+shares a block with its neighbour, so neither can be quantized alone: the block's rows are kept at
+source precision, and each arrival quantizes the block anew. Whatever the order, the codes are those
+of :func:`fp8rl.numerics.quantize_block` on the whole local matrix.
+
+Plain torch: no vLLM in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8rl.errors import RefitError, ScaleError, UnsupportedError
+from fp8rl.numerics import BLOCK, FP8_DTYPE, cdiv, quantize_block
+from fp8rl.recipe import ScaleFormat
+
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CHUNK_ELEMENTS = 1 << 18
+"""Elements quantized at once; float32 temporaries are about five times 4 bytes of this."""
+
+_ROWS, _COLS = BLOCK
+Rows = Callable[[int, int], torch.Tensor]
+"""``(lo, hi) -> [hi - lo, K]``: rows of a shard at source precision."""
+
+
+@dataclass
+class _Quantized:
+    """What has arrived of a shard that comes as FP8 codes and scales."""
+
+    origin: tuple[int, int]
+    codes: torch.Tensor | None = None
+    scale_inv: torch.Tensor | None = None
+    codes_written: bool = False
+    scale_written: bool = False
+
+
+class BlockGrid:
+    """Writes shards into the codes and scales of one linear layer.
+
+    Args:
+        name: module name, for messages.
+        storage: returns the live ``(codes float8_e4m3fn [N, K], scale_inv float32
+            [ceil(N/128), ceil(K/128)])``; asked at each write, because an engine may move storage.
+        partitions: rows of each shard on this rank, in order; their sum is N.
+        columns: K.
+        scale_format: ``fp32`` or ``pow2``.
+        device: where the rows of shared blocks are kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        storage: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        partitions: Sequence[int],
+        columns: int,
+        scale_format: ScaleFormat,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.name = name
+        self.columns = columns
+        self._storage = storage
+        self._scale_format = scale_format
+        self._rows: dict[int, int] = {}
+        total = 0
+        for rows in partitions:
+            self._rows[total] = rows
+            total += rows
+        self.total_rows = total
+        self._shared = {
+            start // _ROWS: torch.zeros(
+                min(_ROWS, total - start // _ROWS * _ROWS),
+                columns,
+                dtype=torch.float32,
+                device=device,
+            )
+            for start in self._rows
+            if start % _ROWS
+        }
+        self._loaded: set[int] = set()
+        self._incomplete: dict[int, _Quantized] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Every shard has been written at least once."""
+        return len(self._loaded) == len(self._rows) and not self._incomplete
+
+    def require_paired(self) -> None:
+        """Raise RefitError while FP8 codes wait for their scales, or scales for their codes."""
+        if self._incomplete:
+            wire = next(iter(self._incomplete.values()))
+            got, lacks = ("weight", "weight_scale_inv")
+            if not (wire.codes_written or wire.codes is not None):
+                got, lacks = lacks, got
+            raise RefitError(
+                f"'{self.name}' received FP8 '{got}' without its '{lacks}'; send both tensors of "
+                "every FP8 weight before generating."
+            )
+
+    def missing(self) -> list[int]:
+        """First local rows of the shards that were never written."""
+        return [start for start in self._rows if start not in self._loaded]
+
+    def shape_of(self, start: int) -> tuple[int, int]:
+        """Rows and columns of the shard whose first local row is ``start``."""
+        return self._rows[start], self.columns
+
+    def forget_unpaired(self) -> None:
+        """Drop what an abandoned transfer left behind, before a new one begins."""
+        self._incomplete.clear()
+
+    @torch.no_grad()
+    def load_source(self, start: int, rows: torch.Tensor) -> None:
+        """Quantize a shard into place.
+
+        Args:
+            start: first row of the shard on the local grid.
+            rows: bfloat16, float16 or float32 ``[n, K]``, already narrowed to this rank.
+
+        Raises:
+            UnsupportedError: another dtype.
+            RefitError: not the shard's shape.
+        """
+        if rows.dtype not in SOURCE_DTYPES:
+            raise UnsupportedError(
+                f"'{self.name}' got a weight of dtype {rows.dtype}; send bfloat16, float16, "
+                "float32, or float8_e4m3fn with its 'weight_scale_inv'."
+            )
+        self._check_shape(start, rows)
+        self._incomplete.pop(start, None)
+        self._write(start, lambda lo, hi: rows[lo:hi])
+        self._loaded.add(start)
+
+    @torch.no_grad()
+    def load_codes(self, start: int, codes: torch.Tensor, origin: tuple[int, int]) -> None:
+        """Take FP8 codes of a shard; they count once their scales are here too.
+
+        Args:
+            start: first row of the shard on the local grid.
+            codes: float8_e4m3fn ``[n, K]``, already narrowed to this rank.
+            origin: row and column of ``codes[0, 0]`` in the tensor on the wire.
+
+        Raises:
+            RefitError: not the shard's shape.
+        """
+        self._check_shape(start, codes)
+        wire = self._arriving(start, origin)
+        if self._aligned(start, origin):
+            self._storage()[0][start : start + codes.shape[0]].copy_(codes)
+            wire.codes_written = True
+        else:
+            wire.codes = codes.clone()  # the sender may reuse its buffer
+        self._settle(start, wire)
+
+    @torch.no_grad()
+    def load_scales(self, start: int, scale_inv: torch.Tensor, origin: tuple[int, int]) -> None:
+        """Take the scales of a shard that comes as FP8 codes.
+
+        Args:
+            start: first row of the shard on the local grid.
+            scale_inv: the whole tensor's ``[ceil(rows/128), ceil(columns/128)]``, not narrowed.
+            origin: row and column of the shard's first code in the tensor on the wire.
+
+        Raises:
+            UnsupportedError: not a floating dtype of at least 16 bits.
+            ScaleError: a scale is 0, negative, NaN or infinite.
+        """
+        if scale_inv.dtype not in SOURCE_DTYPES:
+            raise UnsupportedError(
+                f"'{self.name}.weight_scale_inv' has dtype {scale_inv.dtype}; send float32."
+            )
+        row, column = origin
+        last_row, last_column = row + self._rows[start], column + self.columns
+        part = scale_inv[
+            row // _ROWS : cdiv(last_row, _ROWS), column // _COLS : cdiv(last_column, _COLS)
+        ].float()
+        if not bool((torch.isfinite(part) & (part > 0)).all()):
+            raise ScaleError(
+                f"'{self.name}.weight_scale_inv' has a scale that is 0, negative, NaN or infinite; "
+                "quantize the weight again."
+            )
+        wire = self._arriving(start, origin)
+        if self._aligned(start, origin):
+            first = start // _ROWS
+            self._storage()[1][first : first + part.shape[0]].copy_(part)
+            wire.scale_written = True
+        else:
+            wire.scale_inv = part.clone()
+        self._settle(start, wire)
+
+    def _check_shape(self, start: int, rows: torch.Tensor) -> None:
+        expected = (self._rows[start], self.columns)
+        if tuple(rows.shape) != expected:
+            raise RefitError(
+                f"'{self.name}' needs a shard of shape {expected} at local row {start}, but got "
+                f"{tuple(rows.shape)}; send the tensor with the shape of the HF checkpoint."
+            )
+
+    def _arriving(self, start: int, origin: tuple[int, int]) -> _Quantized:
+        return self._incomplete.setdefault(start, _Quantized(origin))
+
+    def _aligned(self, start: int, origin: tuple[int, int]) -> bool:
+        """The wire's blocks are the local blocks, and no block is shared with another shard."""
+        end = start + self._rows[start]
+        whole = start % _ROWS == 0 and (end % _ROWS == 0 or end == self.total_rows)
+        return whole and origin[0] % _ROWS == 0 and origin[1] % _COLS == 0
+
+    def _settle(self, start: int, wire: _Quantized) -> None:
+        if wire.codes is not None and wire.scale_inv is not None:
+            self._requantize(start, wire.codes, wire.scale_inv, wire.origin)
+        elif not (wire.codes_written and wire.scale_written):
+            return
+        del self._incomplete[start]
+        self._loaded.add(start)
+
+    def _requantize(
+        self, start: int, codes: torch.Tensor, scale_inv: torch.Tensor, origin: tuple[int, int]
+    ) -> None:
+        row, column = origin[0] % _ROWS, origin[1] % _COLS
+        same_grid = (row - start) % _ROWS == 0 and column == 0
+        factors = scale_inv.repeat_interleave(_COLS, 1)[:, column : column + self.columns]
+
+        def rows(lo: int, hi: int) -> torch.Tensor:
+            block = torch.arange(row + lo, row + hi, device=codes.device) // _ROWS
+            return codes[lo:hi].float() * factors[block]
+
+        self._write(start, rows)
+        if same_grid:  # whole blocks keep their codes: requantizing may move a scale by one ulp
+            lo, hi = self._own_rows(start)
+            live_codes, live_scales = self._storage()
+            live_codes[lo:hi].copy_(codes[lo - start : hi - start])
+            first = (row + lo - start) // _ROWS
+            count = cdiv(hi, _ROWS) - lo // _ROWS if hi > lo else 0
+            live_scales[lo // _ROWS : lo // _ROWS + count].copy_(scale_inv[first : first + count])
+
+    def _own_rows(self, start: int) -> tuple[int, int]:
+        """Local rows of a shard that lie in blocks of its own."""
+        end = start + self._rows[start]
+        lo = cdiv(start, _ROWS) * _ROWS
+        hi = end if end == self.total_rows else end // _ROWS * _ROWS
+        return (lo, hi) if lo < hi else (lo, lo)
+
+    def _write(self, start: int, rows: Rows) -> None:
+        end = start + self._rows[start]
+        lo, hi = self._own_rows(start)
+        step = max(1, _CHUNK_ELEMENTS // (_ROWS * self.columns)) * _ROWS
+        for first in range(lo, hi, step):
+            last = min(first + step, hi)
+            self._put(first, rows(first - start, last - start))
+        for block in {start // _ROWS, (end - 1) // _ROWS} & self._shared.keys():
+            kept, top = self._shared[block], block * _ROWS
+            first, last = max(start, top), min(end, top + _ROWS)
+            kept[first - top : last - top].copy_(rows(first - start, last - start))
+            self._put(top, kept)
+
+    def _put(self, first: int, rows: torch.Tensor) -> None:
+        codes, scales = self._storage()
+        block = quantize_block(rows.to(codes.device), BLOCK, self._scale_format)
+        codes[first : first + rows.shape[0]].copy_(block.codes)
+        scales[first // _ROWS : first // _ROWS + block.scale_inv.shape[0]].copy_(block.scale_inv)
+
+
+def empty_storage(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of zero and scales of one for a local matrix, on the default device."""
+    codes = torch.zeros(rows, columns, dtype=torch.uint8).view(FP8_DTYPE)
+    scale_inv = torch.ones(cdiv(rows, _ROWS), cdiv(columns, _COLS), dtype=torch.float32)
+    return codes, scale_inv

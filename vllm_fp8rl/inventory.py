@@ -1,0 +1,107 @@
+"""What a live vLLM model takes: the HF name, shape and engine parameter of every tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import BLOCK, cdiv
+from vllm_fp8rl.params import Fp8Scale, Fp8Weight
+
+Kind = Literal["codes", "scales", "plain"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the HF checkpoint."""
+
+    shape: tuple[int, ...]
+    parameter: str
+    """Engine parameter that holds it, perhaps fused with others."""
+    kind: Kind
+    """codes: an FP8 weight, may come as BF16; scales: its ``weight_scale_inv``; plain: the rest."""
+    alias_of: str | None = None
+    """HF name of the tensor that this one is tied to; it need not be sent."""
+
+    @property
+    def required(self) -> bool:
+        return self.kind != "scales" and self.alias_of is None
+
+
+def inventory(model: torch.nn.Module) -> dict[str, Entry]:
+    """HF name -> entry, for every parameter of a dense model but its KV-cache scales.
+
+    Raises:
+        UnsupportedError: a pipeline-parallel engine, whose ranks hold parts of the model.
+    """
+    if get_pp_group().world_size > 1:
+        raise UnsupportedError(
+            "A refit of a pipeline-parallel engine is not supported; use tensor_parallel_size."
+        )
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    entries: dict[str, Entry] = {}
+    owners: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "kv_cache_dtype"):  # an attention layer: kv_cache.py knows its scales
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{leaf}" if path else leaf
+            owner = owners.setdefault(id(parameter), name)
+            alias = owner if owner != name else None
+            for hf_name, shape in _hf_tensors(path, leaf, module, parameter, fused):
+                entries[hf_name] = Entry(shape, name, _kind(parameter), alias)
+    return entries
+
+
+def _kind(parameter: torch.nn.Parameter) -> Kind:
+    if isinstance(parameter, Fp8Weight):
+        return "codes"
+    return "scales" if isinstance(parameter, Fp8Scale) else "plain"
+
+
+def _hf_tensors(
+    path: str,
+    leaf: str,
+    module: torch.nn.Module,
+    parameter: torch.nn.Parameter,
+    fused: dict[str, list[str]],
+) -> list[tuple[str, tuple[int, ...]]]:
+    """HF names and shapes of the tensors that make one engine parameter."""
+    if isinstance(module, VocabParallelEmbedding):
+        return [(f"{path}.{leaf}", (module.org_vocab_size, *parameter.shape[1:]))]
+    if not isinstance(module, LinearBase):
+        return [(f"{path}.{leaf}" if path else leaf, tuple(parameter.shape))]
+    parent, _, module_leaf = path.rpartition(".")
+    parts = fused.get(module_leaf, [module_leaf])
+    rows = _rows(module)
+    if len(parts) != len(rows):  # fused in the checkpoint too
+        parts, rows = [module_leaf], [sum(rows)]
+    return [
+        (f"{parent}.{part}.{leaf}", _full_shape(leaf, count, module.input_size))
+        for part, count in zip(parts, rows, strict=True)
+    ]
+
+
+def _rows(module: LinearBase) -> list[int]:
+    if isinstance(module, QKVParallelLinear):
+        heads = (module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads)
+        return [count * module.head_size for count in heads]
+    if isinstance(module, MergedColumnParallelLinear):
+        return list(module.output_sizes)
+    return [module.output_size]
+
+
+def _full_shape(leaf: str, rows: int, columns: int) -> tuple[int, ...]:
+    if leaf == "weight_scale_inv":
+        return cdiv(rows, BLOCK[0]), cdiv(columns, BLOCK[1])
+    return (rows,) if leaf == "bias" else (rows, columns)

@@ -1,0 +1,169 @@
+"""vLLM parameters whose loaders write into live storage, quantizing where needed.
+
+vLLM's parallel linear layers call ``load_{column_parallel,merged_column,qkv,row_parallel}_weight``
+on their parameters with the whole HF tensor. Each class here turns such a call into one shard
+(where it lies on this rank, and where in the HF tensor) and hands it to the layer's
+:class:`~vllm_fp8rl.grid.BlockGrid`, or copies it after checking its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.numerics import FP8_DTYPE
+from vllm_fp8rl.grid import SOURCE_DTYPES, BlockGrid
+
+
+class Shard(NamedTuple):
+    """A shard of a weight: rows ``[start, start + rows)`` of the local matrix."""
+
+    start: int
+    rows: int
+    origin: tuple[int, int]
+    """Row and column of its first element in the HF tensor."""
+    full: tuple[int, int]
+    """Shape of the HF tensor."""
+
+
+class ShardedParameter(ModelWeightParameter):
+    """Base: geometry of the four parallel layouts; subclasses store the shard.
+
+    Args:
+        data: the parameter, ``[N, ...]``.
+        shape: rows and columns of the local weight matrix, also for a parameter of its scales.
+        weight_loader: the layer's own ``weight_loader_v2``.
+    """
+
+    def __init__(  # keywords only: BasevLLMParameter.__new__ takes no others
+        self, data: torch.Tensor, *, shape: tuple[int, int], weight_loader: Callable[..., None]
+    ) -> None:
+        super().__init__(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        self.matrix = shape
+
+    def store(self, tensor: torch.Tensor, shard: Shard) -> None:
+        raise NotImplementedError
+
+    def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        rows, columns = self.matrix
+        origin, full = (self.tp_rank * rows, 0), (self.tp_size * rows, columns)
+        self.store(loaded_weight, Shard(0, rows, origin, full))
+
+    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        rows, columns = self.matrix
+        origin, full = (0, self.tp_rank * columns), (rows, self.tp_size * columns)
+        self.store(loaded_weight, Shard(0, rows, origin, full))
+
+    def load_merged_column_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
+        start, rows = kwargs["shard_offset"], kwargs["shard_size"]
+        origin, full = (self.tp_rank * rows, 0), (self.tp_size * rows, self.matrix[1])
+        self.store(loaded_weight, Shard(start, rows, origin, full))
+
+    def load_qkv_weight(self, loaded_weight: torch.Tensor, **kwargs: Any) -> None:
+        start, rows = kwargs["shard_offset"], kwargs["shard_size"]
+        replicas = 1 if kwargs["shard_id"] == "q" else kwargs["num_heads"]
+        origin = (self.tp_rank // replicas * rows, 0)
+        full = (self.tp_size // replicas * rows, self.matrix[1])
+        self.store(loaded_weight, Shard(start, rows, origin, full))
+
+    def load_replicated_weight(self, loaded_weight: torch.Tensor) -> None:
+        """The loader of a ReplicatedLinear, whose own one copies without looking at dtypes."""
+        self.store(loaded_weight, Shard(0, self.matrix[0], (0, 0), self.matrix))
+
+
+def _narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch.Tensor:
+    """This rank's part of an HF weight, as a view.
+
+    Raises:
+        RefitError: the tensor has not the HF shape.
+    """
+    if tuple(tensor.shape) != shard.full:
+        raise RefitError(
+            f"'{name}' takes a tensor of shape {shard.full}, but got {tuple(tensor.shape)}; send "
+            "the whole HF tensor of the model that the engine was started with."
+        )
+    (row, column) = shard.origin
+    return tensor[row : row + shard.rows, column : column + columns]
+
+
+def _count_on_meta(parameter: torch.Tensor, shard: Shard) -> bool:
+    """Serve vLLM's layerwise reload, which first counts elements on meta parameters."""
+    if not parameter.is_meta:
+        return False
+    target = parameter.data[shard.start : shard.start + shard.rows]
+    target.copy_(torch.empty_like(target))
+    return True
+
+
+class Fp8Weight(ShardedParameter):
+    """Codes ``float8_e4m3fn [N, K]``. Takes BF16/FP16/FP32, or FP8 codes as they are."""
+
+    def __init__(self, data: torch.Tensor, *, grid: BlockGrid, weight_loader: Callable) -> None:
+        super().__init__(data, shape=(data.shape[0], data.shape[1]), weight_loader=weight_loader)
+        self.grid = grid
+
+    def store(self, tensor: torch.Tensor, shard: Shard) -> None:
+        if _count_on_meta(self, shard):
+            return
+        part = _narrow(tensor, shard, f"{self.grid.name}.weight", self.matrix[1])
+        if tensor.dtype == FP8_DTYPE:
+            self.grid.load_codes(shard.start, part, shard.origin)
+        else:
+            self.grid.load_source(shard.start, part)
+
+
+class Fp8Scale(ShardedParameter):
+    """``float32 [ceil(N/128), ceil(K/128)]``: the factors that multiply the codes back."""
+
+    # Scales come with FP8 checkpoints only; a layerwise reload must not wait for them.
+    weight_loader_numel = 0
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        *,
+        grid: BlockGrid,
+        shape: tuple[int, int],
+        weight_loader: Callable,
+    ) -> None:
+        super().__init__(data, shape=shape, weight_loader=weight_loader)
+        self.grid = grid
+
+    def store(self, tensor: torch.Tensor, shard: Shard) -> None:
+        if self.is_meta:
+            return
+        expected = tuple(-(-n // 128) for n in shard.full)
+        if tuple(tensor.shape) != expected:
+            raise RefitError(
+                f"'{self.grid.name}.weight_scale_inv' takes scales of shape {expected} (128x128 "
+                f"blocks of a {shard.full} weight), but got {tuple(tensor.shape)}."
+            )
+        self.grid.load_scales(shard.start, tensor, shard.origin)
+
+
+class PlainWeight(ShardedParameter):
+    """An unquantized weight ``[N, K]`` in the model's dtype that is never repacked."""
+
+    def __init__(self, data: torch.Tensor, *, module: str, weight_loader: Callable) -> None:
+        super().__init__(data, shape=(data.shape[0], data.shape[1]), weight_loader=weight_loader)
+        self.module = module
+
+    def store(self, tensor: torch.Tensor, shard: Shard) -> None:
+        if _count_on_meta(self, shard):
+            return
+        check_plain_dtype(tensor, f"{self.module}.weight")
+        part = _narrow(tensor, shard, f"{self.module}.weight", self.matrix[1])
+        self.data[shard.start : shard.start + shard.rows].copy_(part)
+
+
+def check_plain_dtype(tensor: torch.Tensor, name: str) -> None:
+    """Raise UnsupportedError unless a tensor for a BF16 parameter is BF16, FP16 or FP32."""
+    if tensor.dtype not in SOURCE_DTYPES:
+        raise UnsupportedError(
+            f"'{name}' is kept in BF16 but arrives as {tensor.dtype}; send it in bfloat16, or "
+            "remove the pin that keeps it in BF16."
+        )
