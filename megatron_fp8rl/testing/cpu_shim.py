@@ -119,6 +119,7 @@ def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def _patches() -> list[tuple[Any, str, Any]]:
+    import megatron.core.fusions.fused_softmax as fused_softmax
     import megatron.core.tensor_parallel.random as mcore_random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -146,12 +147,18 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (cuda, "reset_peak_memory_stats", nothing),
         (mcore_random, "_get_cuda_rng_state", get_rng),
         (mcore_random, "_set_cuda_rng_state", set_rng),
+        # A mode is off inside autograd.backward, where recomputed attention makes its mask.
+        (fused_softmax, "get_default_causal_mask", _causal_mask),
         (WrappedTorchNorm, "__new__", _norm_for_sequence_parallel(WrappedTorchNorm.__new__)),
     ]
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without TransformerEngine the router reads a name that its module never defines.
         patches.append((moe_utils, "te_general_gemm", None))
     return patches
+
+
+def _causal_mask(length: int) -> torch.Tensor:
+    return torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
 
 
 def _norm_for_sequence_parallel(build: Callable[..., torch.nn.Module]) -> Callable:

@@ -1,0 +1,170 @@
+"""Largest magnitudes of q, k and v, taken from forwards that run anyway.
+
+NeMo RL calibrates FP8 KV scales with an extra full forward a step and a device synchronisation per
+layer and micro-batch. A pre-hook on ``core_attention`` sees the same tensors, after QK norm and
+rotary embedding, in any log-probability or training forward, for the price of one reduction each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.errors import CheckpointError, UnsupportedError
+from fp8rl.kv_scales import ROLES, scales_from_amax
+from megatron_fp8rl.export import ModelChunks, unwrap_chunks
+
+
+class QKVObserver:
+    """Running maximum of ``|q|``, ``|k|``, ``|v|`` per global decoder layer.
+
+    Nothing here synchronises the device until :meth:`amax` or :meth:`scales` is called. A maximum
+    is idempotent, so activations that are recomputed do no harm. Padding tokens are observed like
+    any other token, as in NeMo RL; they can only raise a scale. Multi-token-prediction layers are
+    left out, they have no KV scale.
+
+    Args:
+        model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
+        enabled: observe from the start; see :meth:`observing` for a switch.
+
+    Raises:
+        UnsupportedError: multi-latent attention, or a layer without ``core_attention``.
+    """
+
+    def __init__(self, model_chunks: ModelChunks, *, enabled: bool = True) -> None:
+        chunks = unwrap_chunks(model_chunks)
+        attentions = dict(_core_attentions(chunks))
+        self.enabled = enabled
+        self.num_layers: int = chunks[0].config.num_layers
+        device = next(p.device for chunk in chunks for p in chunk.parameters())
+        self._table = torch.zeros(self.num_layers, len(ROLES), device=device)
+        self._handles = [
+            module.register_forward_pre_hook(self._hook(layer))
+            for layer, module in attentions.items()
+        ]
+
+    @contextmanager
+    def observing(self, enabled: bool = True) -> Iterator[QKVObserver]:
+        """Observe (or, with False, do not) inside the block; then back to what it was."""
+        before, self.enabled = self.enabled, enabled
+        try:
+            yield self
+        finally:
+            self.enabled = before
+
+    def amax(self, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
+        """Table over all ranks: one all-reduce, which every rank of the group must join.
+
+        The maximum over the world covers heads (tensor parallel), tokens (data and context
+        parallel) and layers (pipeline parallel; a rank has zeros where it has no layer).
+
+        Args:
+            group: the ranks of this model; the world by default.
+
+        Returns:
+            float32 ``[num_layers, 3]`` on the model's device, columns q, k, v. NaN where any rank
+            saw a NaN, 0 where no rank saw a token.
+        """
+        if not torch.distributed.is_initialized():
+            return self._table.clone()
+        # The backends disagree on max(NaN, x), so NaN travels as a flag of its own.
+        is_nan = self._table.isnan()
+        both = torch.stack([self._table.masked_fill(is_nan, 0.0), is_nan.float()])
+        torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
+        return both[0].masked_fill(both[1] > 0, torch.nan)
+
+    def scales(
+        self, margin: float, group: torch.distributed.ProcessGroup | None = None
+    ) -> dict[str, Tensor]:
+        """KV-cache scales by name, the same on every rank; a collective like :meth:`amax`.
+
+        Args:
+            margin: headroom, at least 1; ``scale = amax * margin / 448``.
+
+        Returns:
+            name -> float32 ``[1]`` on the CPU, as :func:`fp8rl.kv_scales.scales_from_amax`.
+
+        Raises:
+            ScaleError: on every rank, if a layer saw no token, or a NaN or infinite activation.
+        """
+        return scales_from_amax(self.amax(group), margin)
+
+    def reset(self) -> None:
+        """Forget everything seen, e.g. after an optimizer step has changed the activations."""
+        self._table.zero_()
+
+    def close(self) -> None:
+        """Remove the hooks; what was seen stays readable."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's table, ``{"amax": float32 [num_layers, 3]}`` on the CPU.
+
+        A pipeline or tensor-parallel rank saw its own part only: a checkpoint that one rank writes
+        for all stores :meth:`amax` under the same key instead.
+        """
+        return {"amax": self._table.cpu().clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a saved table, in place of what was seen so far.
+
+        Raises:
+            CheckpointError: not the state of an observer of this model.
+        """
+        table = state.get("amax")
+        if set(state) != {"amax"} or not isinstance(table, Tensor):
+            raise CheckpointError(
+                f"The observer's state has keys {sorted(state)}, it needs 'amax' alone; give what "
+                "state_dict() returned."
+            )
+        if table.shape != self._table.shape or table.dtype != torch.float32:
+            raise CheckpointError(
+                f"The observer's 'amax' is {table.dtype} {tuple(table.shape)}, it must be float32 "
+                f"{tuple(self._table.shape)}; the checkpoint is of another model."
+            )
+        self._table.copy_(table)
+
+    def _hook(self, layer: int) -> Any:
+        row = self._table[layer]  # a view: updates land in the table
+
+        @torch.no_grad()
+        def observe(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            if not self.enabled:
+                return
+            if len(args) < len(ROLES):
+                raise UnsupportedError(
+                    f"core_attention of layer {layer} was called with {len(args)} positional "
+                    "arguments, so q, k and v cannot be observed; this attention is not served."
+                )
+            for column, tensor in enumerate(args[: len(ROLES)]):
+                if tensor.numel():
+                    low, high = torch.aminmax(tensor.detach())  # keeps NaN, needs no |x| copy
+                    peak = torch.maximum(-low, high).float()
+                    row[column] = torch.maximum(row[column], peak)
+
+        return observe
+
+
+def _core_attentions(chunks: list[Any]) -> Iterator[tuple[int, torch.nn.Module]]:
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            number = layer.layer_number - 1
+            attention = getattr(layer, "self_attention", None)
+            if chunk.config.multi_latent_attention:
+                raise UnsupportedError(
+                    f"Layer {number} has multi-latent attention, whose cache holds latents and not "
+                    "k and v; use kv_cache.dtype 'auto' for this model."
+                )
+            core = getattr(attention, "core_attention", None)
+            if core is None:
+                raise UnsupportedError(
+                    f"Layer {number} has no core_attention ({type(attention).__name__}), so its "
+                    "q, k and v cannot be observed; use kv_cache.dtype 'auto' for this model."
+                )
+            yield number, core
