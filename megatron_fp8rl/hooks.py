@@ -1,1 +1,43 @@
-"""placeholder"""
+"""What megatron_fp8rl offers through fp8rl's plugin contract."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from fp8rl import hookimpl
+from fp8rl.adapters import Diagnosis, EngineAdapter
+from megatron_fp8rl.compat import SUPPORTED_VERSIONS, installed_version
+
+
+@hookimpl
+def register_engine_adapters() -> list[EngineAdapter]:
+    """Megatron-Core, looked at without importing it."""
+    return [EngineAdapter("megatron-core", diagnose)]
+
+
+def diagnose() -> Diagnosis:
+    """State of Megatron-Core on this machine."""
+    import torch  # not at the top: other commands of the command line do without
+
+    found = installed_version()
+    problems = []
+    if found is not None and found not in SUPPORTED_VERSIONS:
+        problems.append(
+            f"megatron-core {found} is untested; install megatron-core "
+            f"{' or '.join(SUPPORTED_VERSIONS)}."
+        )
+    if not torch.distributed.is_available():
+        problems.append("This torch has no torch.distributed; install a build that has.")
+    facts = {
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "transformer-engine": _version("transformer-engine") or "not installed (not needed)",
+        "FP8 linears": "ColumnParallelLinear, RowParallelLinear",
+    }
+    return Diagnosis(found, SUPPORTED_VERSIONS, facts, tuple(problems))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,87 @@
+"""All that depends on the version of megatron-core; nothing is imported before it is used."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from fp8rl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+SUPPORTED_VERSIONS = ("0.16.1",)
+
+_FORWARD_IMPL_ARGUMENTS = {
+    "bias",
+    "gradient_accumulation_fusion",
+    "allreduce_dgrad",
+    "sequence_parallel",
+    "tp_group",
+    "grad_output_buffer",
+    "wgrad_deferral_limit",
+}
+# Arguments of newer versions, with the value that asks for nothing.
+_NEUTRAL = {"async_grad_allreduce": None, "gtp_remat_size": 1, "output_dtype": None}
+
+
+def installed_version() -> str | None:
+    """Version of megatron-core on this machine, or None."""
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        return None
+
+
+def check_forward_impl() -> None:
+    """Make sure that the seam is where this package overrides it.
+
+    ``ColumnParallelLinear._forward_impl`` and ``RowParallelLinear._forward_impl``
+    (tensor_parallel/layers.py) must exist and be what ``forward`` calls with known arguments.
+
+    Raises:
+        UnsupportedError: this megatron-core is built differently.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    known = set(
+        inspect.signature(layers.linear_with_grad_accumulation_and_async_allreduce).parameters
+    )
+    missing = sorted(_FORWARD_IMPL_ARGUMENTS - known)
+    for cls in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+        if "_forward_impl" not in vars(cls):
+            missing.append(f"{cls.__name__}._forward_impl")
+    if missing:
+        raise UnsupportedError(
+            f"megatron-core {installed_version()} has no {', '.join(missing)}, which the FP8 "
+            f"linears replace; use megatron-core {' or '.join(SUPPORTED_VERSIONS)}."
+        )
+
+
+def check_neutral(name: str, options: dict[str, Any]) -> None:
+    """Refuse arguments of a newer ``_forward_impl`` that ask for something.
+
+    Raises:
+        UnsupportedError: naming the argument and the module.
+    """
+    for key, value in options.items():
+        if value != _NEUTRAL.get(key):
+            raise UnsupportedError(
+                f"'{name}' was called with {key}={value!r}, which FP8 linears do not serve; pin "
+                "the module to BF16 or switch the option off."
+            )
+
+
+def all_gather(output: torch.Tensor, shard: torch.Tensor, group: Any, *, wait: bool = True) -> Any:
+    """All-gather along dimension 0; returns the work handle unless ``wait``."""
+    from megatron.core.tensor_parallel.layers import dist_all_gather_func
+
+    return dist_all_gather_func(output, shard, group=group, async_op=not wait)
+
+
+def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
+    """Start a sum reduce-scatter along dimension 0; returns the work handle."""
+    from megatron.core.tensor_parallel.layers import dist_reduce_scatter_func
+
+    return dist_reduce_scatter_func(output, full, group=group, async_op=True)

@@ -1,0 +1,109 @@
+"""Row order of a weight: Megatron's, and that of the HF tensors the rollout engine quantizes.
+
+Quantization blocks lie on the rollout side's matrix. For fused modules that is the rank-local
+concatenation of HF tensors, ``[q; k; v]`` or ``[gate; up]``. Megatron keeps gate and up in that
+order, but interleaves ``linear_qkv`` by query group, ``[q.., k, v] * groups``
+(``SelfAttention.get_query_key_value_tensors``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fp8rl.numerics import BLOCK, Quantized
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Rows of one weight on this rank.
+
+    In Megatron's order the rows are ``groups`` times all parts, ``widths[i]`` rows each; in HF's
+    order part after part, each over all groups.
+    """
+
+    parts: tuple[str, ...]
+    """HF leaf names, e.g. ``("q_proj", "k_proj", "v_proj")``."""
+    widths: tuple[int, ...]
+    """Rows of each part within one group."""
+    groups: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole matrix on this rank."""
+        return self.groups * sum(self.widths)
+
+    @property
+    def part_rows(self) -> dict[str, int]:
+        """Rows of each HF tensor on this rank."""
+        return {part: self.groups * n for part, n in zip(self.parts, self.widths, strict=True)}
+
+    @property
+    def same_order(self) -> bool:
+        """Megatron's order is HF's order."""
+        return self.groups == 1
+
+    @property
+    def in_place(self) -> bool:
+        """The two orders differ by whole blocks at most, so either gives the same codes."""
+        return self.same_order or all(n % BLOCK[0] == 0 for n in self.widths)
+
+    @property
+    def aligned(self) -> bool:
+        """Every HF tensor starts on a block boundary, so its codes are those of its own grid."""
+        return all(n % BLOCK[0] == 0 for n in self.part_rows.values()) or len(self.parts) == 1
+
+    def to_hf(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Reorder dimension ``dim`` (of size :attr:`rows`) from Megatron's order to HF's."""
+        if self.same_order:
+            return x
+        dim %= x.ndim
+        grouped = x.unflatten(dim, (self.groups, sum(self.widths)))
+        parts = grouped.split(self.widths, dim + 1)
+        return torch.cat([part.flatten(dim, dim + 1) for part in parts], dim)
+
+    def from_hf(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Inverse of :meth:`to_hf`."""
+        if self.same_order:
+            return x
+        dim %= x.ndim
+        parts = x.split(tuple(self.part_rows.values()), dim)
+        grouped = [p.unflatten(dim, (self.groups, p.shape[dim] // self.groups)) for p in parts]
+        return torch.cat(grouped, dim + 1).flatten(dim, dim + 1)
+
+    def codes_to_hf(self, codes: Quantized) -> Quantized:
+        """The matrix on HF's grid, from codes of either order; needs :attr:`in_place`."""
+        blocks = replace(self, widths=tuple(n // BLOCK[0] for n in self.widths))
+        # E4M3 has no cat kernel everywhere; bytes have.
+        rows = self.to_hf(codes.codes.view(torch.uint8)).view(codes.codes.dtype)
+        return Quantized(rows, blocks.to_hf(codes.scale_inv))
+
+    def split_codes(self, codes: Quantized) -> dict[str, Quantized]:
+        """Codes in HF's order, cut into HF tensors; needs :attr:`aligned`."""
+        if len(self.parts) == 1:
+            return {self.parts[0]: codes}
+        rows = list(self.part_rows.values())
+        blocks = [n // BLOCK[0] for n in rows]
+        pieces = zip(codes.codes.split(rows), codes.scale_inv.split(blocks), strict=True)
+        return {part: Quantized(*piece) for part, piece in zip(self.parts, pieces, strict=True)}
+
+
+def qkv_layout(query_heads: int, query_groups: int, head_dim: int) -> RowLayout:
+    """``linear_qkv`` of a rank that holds these heads and query groups."""
+    per_group = query_heads // query_groups
+    return RowLayout(
+        parts=("q_proj", "k_proj", "v_proj"),
+        widths=(per_group * head_dim, head_dim, head_dim),
+        groups=query_groups,
+    )
+
+
+def gate_up_layout(rows: int) -> RowLayout:
+    """``linear_fc1`` of a gated MLP: ``rows`` of gate, then as many of up."""
+    return RowLayout(parts=("gate_proj", "up_proj"), widths=(rows, rows))
+
+
+def plain_layout(part: str, rows: int) -> RowLayout:
+    """A weight that is one HF tensor."""
+    return RowLayout(parts=(part,), widths=(rows,))

@@ -1,0 +1,244 @@
+"""FP8 linear layers: megatron's Column/RowParallelLinear with another matrix product.
+
+Only ``_forward_impl`` is overridden; tensor and sequence parallelism, bias and checkpoints are
+megatron's. Parameters stay in the model's dtype, their FP32 masters untouched.
+
+Operands (DeepSeek-V3 technical report, section 3.3): activations in 1x128 groups along the input,
+gradients in 1x128 groups along the output, weights in 128x128 blocks, both operands of the weight
+gradient in 1x128 groups along tokens, a ragged last group padded with zeros. An infinity among
+them becomes NaN, so an overflow shows in the loss and in the gradient norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import GemmShape
+from fp8rl.numerics import Quantized, quantize_group
+from fp8rl.recipe import ScaleFormat
+from megatron_fp8rl import compat
+from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.weight_codes import WeightCodes, mark_inf
+
+
+@dataclass(frozen=True)
+class Fp8State:
+    """What a converted module has beside its parameters."""
+
+    name: str
+    """Global HF module name, e.g. ``model.layers.3.self_attn.qkv_proj``."""
+    codes: WeightCodes
+    backends: BackendChoice
+    activation_format: ScaleFormat
+
+
+class _Fp8Linear:
+    fp8_state: Fp8State
+    weight: torch.nn.Parameter
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        gradient_accumulation_fusion: bool = False,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        grad_output_buffer: list | None = None,
+        wgrad_deferral_limit: int | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        name = self.fp8_state.name
+        compat.check_neutral(name, options)
+        if grad_output_buffer is not None:
+            raise UnsupportedError(
+                f"'{name}' was asked to defer its weight gradient; FP8 linears compute it at once, "
+                "switch defer_embedding_wgrad_compute off."
+            )
+        if weight is not self.weight:
+            raise UnsupportedError(
+                f"'{name}' was called with a weight that is not its own; pin it to BF16."
+            )
+        if hasattr(weight, "__fsdp_param__"):
+            raise UnsupportedError(
+                f"'{name}' is sharded by Megatron-FSDP, which FP8 linears do not serve; use DDP "
+                "with the distributed optimizer."
+            )
+        call = _Call(
+            state=self.fp8_state,
+            weight_codes=self.fp8_state.codes.get(weight),
+            fusion=gradient_accumulation_fusion,
+            allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+        )
+        return _Fp8LinearFunction.apply(input, weight, bias, call)
+
+
+class Fp8ColumnParallelLinear(_Fp8Linear, ColumnParallelLinear):
+    """``ColumnParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
+
+
+class Fp8RowParallelLinear(_Fp8Linear, RowParallelLinear):
+    """``RowParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
+
+
+FP8_CLASSES: dict[type, type] = {
+    ColumnParallelLinear: Fp8ColumnParallelLinear,
+    RowParallelLinear: Fp8RowParallelLinear,
+}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Everything of one forward that is no tensor with a gradient."""
+
+    state: Fp8State
+    weight_codes: Quantized
+    fusion: bool
+    allreduce_dgrad: bool
+    sequence_parallel: bool
+    tp_group: Any
+
+    def quantize(self, x: torch.Tensor) -> Quantized:
+        return quantize_group(mark_inf(x), scale_format=self.state.activation_format)
+
+    def backend(self, tokens: int):
+        out_features, in_features = self.weight_codes.codes.shape
+        return self.state.backends.pick(
+            self.weight_codes.codes.device,
+            GemmShape(tokens, out_features, in_features),
+            self.state.name,
+        )
+
+
+class _Fp8LinearFunction(torch.autograd.Function):
+    """``y = x @ weight.T + bias``; the products of forward and backward are FP8.
+
+    Shapes: x ``[tokens.., in]`` (its share of the first dimension under sequence parallel), weight
+    ``[out, in]``, both of one dtype, which is that of the result and the gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: _Call,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        ctx.use_bias = bias is not None
+        # Saved here as megatron does: a module used twice (MTP) must not see a swapped buffer.
+        ctx.main_grad = getattr(weight, "main_grad", None) if call.fusion else None
+
+        operand = call.quantize(x.flatten(0, -2))
+        shape = list(x.shape)
+        if call.sequence_parallel:
+            # Groups lie within a token, so the codes can be gathered: half the bytes.
+            operand = _gather_codes(operand, call.tp_group)
+            shape[0] *= call.tp_group.size()
+        y = call.backend(len(operand.codes)).fprop(operand, call.weight_codes, x.dtype)
+        if not call.state.codes.layout.in_place:
+            y = call.state.codes.layout.from_hf(y, -1)
+        y = y.view(*shape[:-1], -1)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        x, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        need_x, need_weight, _, _ = ctx.needs_input_grad
+        full_x, gathered = x, _done
+        if need_weight and call.sequence_parallel:
+            full_x, gathered = _gather_tokens(x, call.tp_group)
+
+        grad_x, reduced = None, _done
+        if need_x:
+            grad_x, reduced = _grad_input(call, grad, x)
+        grad_weight = None
+        if need_weight:
+            gathered()
+            grad_weight = _grad_weight(call, grad, full_x.flatten(0, -2), weight, ctx.main_grad)
+        grad_bias = grad.sum(0) if ctx.use_bias else None
+        reduced()
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _grad_input(
+    call: _Call, grad: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, Callable[[], Any]]:
+    """Gradient of ``x``, and what waits for its reduction over the TP group."""
+    layout = call.state.codes.layout
+    operand = call.quantize(grad if layout.in_place else layout.to_hf(grad, -1))
+    full = call.backend(len(grad)).dgrad(operand, call.weight_codes, x.dtype)
+    if call.sequence_parallel:
+        share = torch.empty_like(x, memory_format=torch.contiguous_format)
+        full = full.view(-1, *x.shape[1:])
+        return share, compat.reduce_scatter(share, full, call.tp_group).wait
+    full = full.view(x.shape)
+    if call.allreduce_dgrad:
+        return full, torch.distributed.all_reduce(full, group=call.tp_group, async_op=True).wait
+    return full, _done
+
+
+def _grad_weight(
+    call: _Call,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    main_grad: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Gradient of the weight; with fusion it is added to ``main_grad`` instead.
+
+    A parameter of DDP then still needs a gradient, of any content, to run the hook that starts
+    its reduction (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+    """
+    backend = call.backend(len(x))
+    operands = call.quantize(grad.t().contiguous()), call.quantize(x.t().contiguous())
+    if not call.fusion:
+        return backend.wgrad(*operands, weight.dtype)
+    if main_grad is None:
+        raise UnsupportedError(
+            f"'{call.state.name}' has gradient_accumulation_fusion on, but its weight has no "
+            "main_grad; wrap the model in megatron's DistributedDataParallel first."
+        )
+    main_grad.add_(backend.wgrad(*operands, main_grad.dtype))
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zeros = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
+
+
+def _gather_codes(operand: Quantized, group: Any) -> Quantized:
+    ranks = group.size()
+    # Collectives know no E4M3 (gloo) or treat it as numbers; a gather only moves bytes.
+    raw = operand.codes.view(torch.uint8)
+    codes = raw.new_empty(ranks * raw.shape[0], raw.shape[1])
+    scale_inv = operand.scale_inv.new_empty(
+        ranks * operand.scale_inv.shape[0], operand.scale_inv.shape[1]
+    )
+    compat.all_gather(codes, raw, group)
+    compat.all_gather(scale_inv, operand.scale_inv.contiguous(), group)
+    return Quantized(codes.view(operand.codes.dtype), scale_inv)
+
+
+def _gather_tokens(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, Callable[[], Any]]:
+    """The whole sequence, filled once the returned function was called."""
+    full = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    return full, compat.all_gather(full, x.contiguous(), group, wait=False).wait
+
+
+def _done() -> None:
+    """Nothing to wait for."""
