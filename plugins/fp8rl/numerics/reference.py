@@ -13,11 +13,12 @@ def scales_from_amax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, scale_inv), float32, of the amax's shape."""
     one = torch.ones_like(amax)
-    scale = E4M3_MAX / amax
+    # Not `448 / amax`: for a Python number torch takes reciprocal(amax) * 448, rounded twice.
+    scale = torch.full_like(amax, E4M3_MAX) / amax
     usable = torch.isfinite(amax) & torch.isfinite(scale)
     if scale_format == "fp32":
         scale = torch.where(usable, scale, one)
-        return scale, 1.0 / scale
+        return scale, scale.reciprocal()
     # amax = m * 2**e with m in [0.5, 1), 448 = 0.875 * 2**9: exact where log2, or the quotient
     # near the subnormals, would round.
     mantissa, exponent = torch.frexp(torch.where(usable, amax, one))
@@ -34,6 +35,18 @@ def _pad(x: torch.Tensor, amounts: tuple[int, ...]) -> torch.Tensor:
 
 def _encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x * scale).clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
+
+
+def _decode(codes: torch.Tensor) -> torch.Tensor:
+    """The codes as float32: ``codes.float()``, which torch does one by one on a CPU."""
+    if codes.device.type != "cpu":
+        return codes.float()
+    raw = codes.view(torch.uint8)
+    # float16 with the same sign, exponent and mantissa bits; its exponent bias is larger by 8.
+    bits = raw.to(torch.int16).bitwise_left_shift_(8).bitwise_right_shift_(1).bitwise_and_(~0x4000)
+    values = bits.view(torch.float16).float().mul_(256.0)
+    nan = raw.bitwise_and(0x7F) == 0x7F
+    return values.masked_fill_(nan, float("nan")) if nan.any() else values
 
 
 def quantize_block(w: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat) -> Quantized:
@@ -64,7 +77,7 @@ def dequantize_block(
     """See :func:`fp8rl.numerics.dequantize_block`."""
     (n, k), (bn, bk) = codes.shape, block
     factors = scale_inv.repeat_interleave(bn, 0)[:n].repeat_interleave(bk, 1)[:, :k]
-    return codes.float().mul_(factors).to(dtype)
+    return _decode(codes).mul_(factors).to(dtype)
 
 
 def dequantize_group(
@@ -72,4 +85,4 @@ def dequantize_group(
 ) -> torch.Tensor:
     """See :func:`fp8rl.numerics.dequantize_group`."""
     factors = scale_inv.repeat_interleave(group, -1)[..., : codes.shape[-1]]
-    return codes.float().mul_(factors).to(dtype)
+    return _decode(codes).mul_(factors).to(dtype)

@@ -1,0 +1,270 @@
+"""The ``fp8rl`` command line: look at plugins, engines, recipes and pins; plugins add commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fp8rl import PluginManager, Recipe, __version__
+from fp8rl.adapters import Diagnosis, EngineAdapter
+from fp8rl.errors import Fp8RLError, PluginError, RecipeError, UnsupportedError
+from fp8rl.hookspecs import PROJECT
+from fp8rl.pinning import PinPolicy, PinRow, Precision, dense_module_names
+
+DEBUG_ENV = "FP8RL_DEBUG"
+
+
+def main() -> None:
+    """Entry point; an :class:`Fp8RLError` becomes one red line and exit code 2.
+
+    ``--debug`` or ``FP8RL_DEBUG=1`` lets the traceback through.
+    """
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    plugins = PluginManager(strict=False)
+    app = build_app(plugins)
+    for error in plugins.broken.values():
+        errors.print(f"Warning: {error}", style="yellow", markup=False)
+    try:
+        app()
+    except Fp8RLError as error:
+        if "--debug" in sys.argv or os.environ.get(DEBUG_ENV, "0") not in ("", "0"):
+            raise
+        errors.print(f"Error: {error}", style="red", markup=False)
+        sys.exit(2)
+
+
+def build_app(plugins: PluginManager) -> typer.Typer:
+    """The command line with the commands of all loaded plugins.
+
+    A plugin whose ``register_commands`` fails is added to ``plugins.broken``.
+    """
+    app = typer.Typer(
+        name=PROJECT,
+        help="FP8 reinforcement learning of LLMs, as plugins of the engines you already run.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool, typer.Option("--version", is_eager=True, callback=_print_version)
+        ] = False,
+        debug: Annotated[
+            bool, typer.Option("--debug", help=f"Show tracebacks, as {DEBUG_ENV}=1 does.")
+        ] = False,
+    ) -> None:
+        pass
+
+    @app.command("plugins")
+    def list_plugins() -> None:
+        """List installed plugins and the hooks each implements; exit 1 if one is broken."""
+        Console().print(_plugin_table(plugins))
+        if plugins.broken:
+            raise typer.Exit(1)
+
+    @app.command()
+    def doctor(
+        engine: Annotated[str | None, typer.Argument(help="Look at this engine only.")] = None,
+        recipe: Annotated[
+            str | None, typer.Option(help="Recipe file or JSON, for the table of pins.")
+        ] = None,
+        layers: Annotated[
+            int | None, typer.Option(min=1, help="Decoder layers of a dense model.")
+        ] = None,
+        model: Annotated[
+            Path | None, typer.Option(help="Folder of a Hugging Face model, instead of --layers.")
+        ] = None,
+    ) -> None:
+        """Check the engines on this machine, and what a recipe pins; exit 1 on problems."""
+        console = Console()
+        problems = [str(error) for error in plugins.broken.values()]
+        for adapter in _chosen(plugins.engine_adapters(), engine):
+            diagnosis = _diagnose(adapter)
+            console.print(_engine_table(adapter.name, diagnosis))
+            problems += [f"{adapter.name}: {problem}" for problem in diagnosis.problems]
+        if recipe is not None or layers is not None or model is not None:
+            loaded = _load_recipe(recipe, plugins)
+            if names := _module_names(layers, model):
+                policy = plugins.pin_policy(loaded.pins, names)
+                console.print(_pin_table(policy))
+                console.print(policy.summary(), soft_wrap=True)
+            else:
+                console.print("The recipe is valid; its pins need --layers or --model.")
+        for problem in problems:
+            console.print(f"Problem: {problem}", style="red", markup=False, soft_wrap=True)
+        if problems:
+            raise typer.Exit(1)
+
+    @app.command("recipe")
+    def show_recipe(
+        file: Annotated[
+            str | None,
+            typer.Argument(help="Recipe file or JSON; else FP8RL_RECIPE, else defaults."),
+        ] = None,
+    ) -> None:
+        """Validate a recipe and print it with all defaults as YAML."""
+        import yaml
+
+        text = yaml.safe_dump(_load_recipe(file, plugins).to_dict(), sort_keys=False)
+        Console().print(text, markup=False, soft_wrap=True, end="")
+
+    _add_plugin_commands(app, plugins)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{PROJECT} {__version__}")
+        raise typer.Exit()
+
+
+def _add_plugin_commands(app: typer.Typer, plugins: PluginManager) -> None:
+    for name, plugin in plugins.list_name_plugin():
+        if plugin is None:
+            continue
+        others = [other for other in plugins.get_plugins() if other is not plugin]
+        try:
+            plugins.subset_hook_caller("register_commands", others)(app=app)
+        except Exception as error:
+            plugins.broken[name] = PluginError(
+                f"fp8rl plugin '{name}' cannot add its commands: {type(error).__name__}: {error}."
+            )
+
+
+def _plugin_table(plugins: PluginManager) -> Table:
+    table = Table("plugin", "distribution", "version", "hooks", title="fp8rl plugins")
+    for column in table.columns:
+        column.overflow = "fold"
+    for name, point in plugins.entry_points.items():
+        plugin = plugins.get_plugin(name)
+        hooks = [c.name for c in plugins.get_hookcallers(plugin) or ()] if plugin else []
+        state = (
+            "[red]broken[/red]" if name in plugins.broken else ", ".join(sorted(hooks)) or "none"
+        )
+        distribution = point.dist
+        table.add_row(
+            name,
+            distribution.name if distribution else "?",
+            distribution.version if distribution else "?",
+            state,
+        )
+    return table
+
+
+def _chosen(adapters: list[EngineAdapter], engine: str | None) -> list[EngineAdapter]:
+    chosen = [adapter for adapter in adapters if engine in (None, adapter.name)]
+    if engine is not None and not chosen:
+        known = ", ".join(adapter.name for adapter in adapters) or "none"
+        raise UnsupportedError(f"No plugin serves the engine '{engine}'; known engines: {known}.")
+    return chosen
+
+
+def _diagnose(adapter: EngineAdapter) -> Diagnosis:
+    try:
+        return adapter.diagnose()
+    except Exception as error:
+        problem = f"its diagnosis failed: {type(error).__name__}: {error}"
+        return Diagnosis(installed=None, supported=(), problems=(problem,))
+
+
+def _engine_table(name: str, diagnosis: Diagnosis) -> Table:
+    table = Table(title=name, show_header=False, min_width=40)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("installed", diagnosis.installed or "[yellow]no[/yellow]")
+    table.add_row("tested with", ", ".join(diagnosis.supported) or "-")
+    for key, value in diagnosis.facts.items():
+        table.add_row(key, escape(value))
+    table.add_row("state", "[red]problems[/red]" if diagnosis.problems else "[green]ok[/green]")
+    return table
+
+
+def _load_recipe(source: str | None, plugins: PluginManager) -> Recipe:
+    recipe = Recipe.load(source) if source is not None else Recipe.from_env() or Recipe()
+    corrector, known = recipe.importance_sampling.corrector, sorted(plugins.is_correctors())
+    if corrector not in known:
+        raise RecipeError(
+            f"importance_sampling.corrector '{corrector}' is not known; use one of "
+            f"{', '.join(known) or 'none'}, or install the plugin that offers it."
+        )
+    return recipe
+
+
+def _module_names(layers: int | None, model: Path | None) -> list[str]:
+    """Global module names of the model, as exactly as its folder tells; empty if none is given."""
+    if layers is not None and model is not None:
+        raise UnsupportedError("Give --layers or --model, not both.")
+    if layers is not None:
+        return dense_module_names(layers)
+    return _names_in(model) if model is not None else []
+
+
+def _names_in(model: Path) -> list[str]:
+    index = model / "model.safetensors.index.json"
+    single = model / "model.safetensors"
+    config = model / "config.json"
+    try:
+        if index.is_file():
+            tensors = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        elif single.is_file():
+            with single.open("rb") as file:  # 8 bytes of length, then a JSON header
+                tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        else:
+            settings = json.loads(config.read_text(encoding="utf-8"))
+            settings = settings.get("text_config", settings)
+            if any("experts" in key for key in settings):
+                raise UnsupportedError(
+                    f"'{model}' is a mixture of experts without weights to take its module names "
+                    "from; point --model at a folder with safetensors."
+                )
+            return dense_module_names(int(settings["num_hidden_layers"]))
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedError(
+            f"'{model}' is no readable Hugging Face model folder ({type(error).__name__}: {error})."
+        ) from None
+    names = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
+    return sorted(names, key=_natural)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in name.split(".")]
+
+
+def _pin_table(policy: PinPolicy) -> Table:
+    """One row per run of layers that are treated alike."""
+    layers: dict[int | None, list[PinRow]] = {}
+    for row in policy.report():
+        layers.setdefault(row.layer, []).append(row)
+    cells = {
+        layer: (_describe(rows, "fp8"), _describe(rows, "bf16")) for layer, rows in layers.items()
+    }
+    table = Table("layers", "FP8", "BF16 (why)", title="precision of each module")
+    for values, run in groupby(cells, key=cells.__getitem__):
+        members = list(run)
+        first, last = members[0], members[-1]
+        label = "outside" if first is None else str(first) if first == last else f"{first}-{last}"
+        table.add_row(label, *values)
+    return table
+
+
+def _describe(rows: list[PinRow], precision: Precision) -> str:
+    """Kinds of modules of one layer in one precision, without the norms."""
+    total = Counter(row.kind for row in rows)
+    chosen = [row for row in rows if row.precision == precision and row.kind != "norm"]
+    parts = []
+    for (kind, reason), count in Counter((row.kind, row.reason) for row in chosen).items():
+        share = f" [{count} of {total[kind]}]" if count < total[kind] else ""
+        parts.append(f"{kind}{share} ({reason})" if reason else f"{kind}{share}")
+    return escape(", ".join(parts))
