@@ -1,0 +1,100 @@
+"""A character-level tokenizer for arithmetic, in pure Python and as a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fp8rl.errors import Fp8RLError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CHARACTERS = "0123456789+-*= "
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+
+class TokenizerError(Fp8RLError, ValueError):
+    """Text or token ids outside the demo's alphabet."""
+
+
+class CharTokenizer:
+    """One token a character; ids: 4 specials, the characters, then fillers up to ``vocab_size``.
+
+    The vocabulary is padded to a multiple of 128, the block of the FP8 recipe, which Megatron-Core
+    and vLLM would otherwise each pad in their own way. The fillers are ordinary tokens that read
+    "<unused19>": an untrained policy that samples one writes visible nonsense, never a shorter
+    answer and never an id that a decoder does not know.
+
+    Attributes:
+        vocab_size: number of ids, 128.
+        pad_id, bos_id, eos_id, unk_id: ids of the special tokens.
+    """
+
+    vocab_size = 128
+    pad_id, bos_id, eos_id, unk_id = range(len(SPECIAL))
+
+    def __init__(self) -> None:
+        tokens = [*SPECIAL, *CHARACTERS]
+        tokens += [f"<unused{i}>" for i in range(len(tokens), self.vocab_size)]
+        self._tokens = tokens
+        self._ids = {token: i for i, token in enumerate(tokens)}
+
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+        """Token ids of ``text``, after BOS unless ``add_bos`` is False; EOS is never added.
+
+        Raises:
+            TokenizerError: a character is not in ``CHARACTERS`` (the Hugging Face form gives
+                ``<unk>`` there, as it must).
+        """
+        unknown = sorted(set(text) - set(CHARACTERS))
+        if unknown:
+            raise TokenizerError(
+                f"The demo's alphabet is {CHARACTERS!r}; remove {unknown} from the text."
+            )
+        ids = [self._ids[character] for character in text]
+        return [self.bos_id, *ids] if add_bos else ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of token ids, without the special tokens unless asked for.
+
+        Raises:
+            TokenizerError: an id is not in [0, vocab_size).
+        """
+        pieces = []
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise TokenizerError(f"Token id {i} is outside [0, {self.vocab_size}).")
+            if not (skip_special and i < len(SPECIAL)):
+                pieces.append(self._tokens[i])
+        return "".join(pieces)
+
+    def to_hf(self) -> PreTrainedTokenizerFast:
+        """The same tokenizer for transformers and vLLM; it adds BOS and never EOS."""
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+        from transformers import PreTrainedTokenizerFast
+
+        pad, bos, eos, unk = SPECIAL
+        tokenizer = Tokenizer(models.WordLevel(self._ids, unk_token=unk))
+        # A newline too is one character: "." would leave it out.
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, self.bos_id)],
+        )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token=pad,
+            bos_token=bos,
+            eos_token=eos,
+            unk_token=unk,
+            padding_side="left",
+            clean_up_tokenization_spaces=False,
+        )
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` into a model folder."""
+        self.to_hf().save_pretrained(os.fspath(folder))
