@@ -34,8 +34,7 @@ def register() -> None:
     from vllm_fp8rl.config import Fp8RLConfig
 
     register_quantization_config(NAME)(Fp8RLConfig)
-    import importlib.util  # TEMP
-    if current_platform.is_cpu() and importlib.util.find_spec("vllm_fp8rl.cpu_attention"):
+    if current_platform.is_cpu():
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)

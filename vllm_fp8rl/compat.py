@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from importlib.metadata import PackageNotFoundError, version
+
+from typing import Any
 
 from fp8rl.errors import UnsupportedError
 
@@ -34,3 +38,32 @@ def require_supported() -> None:
             f"vllm_fp8rl serves vLLM 0.25.1 and 0.32.x, but {release or 'no vLLM'} is installed; "
             "install one of those, or start the engine without quantization='fp8rl'."
         )
+
+
+class _ExpectedDtypes(logging.Filter):
+    """Drops 0.32's warning that a BF16 tensor is loaded into an FP8 parameter."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        return not (
+            str(record.msg).startswith("Attempted to load weight")
+            and len(arguments) == 3
+            and str(arguments[2]) == "torch.float8_e4m3fn"
+        )
+
+
+def expect_quantizing_loads() -> None:
+    """Silence a warning that would come for two tensors a layer at every refit.
+
+    vLLM 0.32's AutoWeightsLoader compares dtypes before it calls a loader, and cannot know that
+    ours quantizes.
+    """
+    log = logging.getLogger("vllm.model_executor.models.utils")
+    if not any(isinstance(known, _ExpectedDtypes) for known in log.filters):
+        log.addFilter(_ExpectedDtypes())
+
+
+def abort_requests(engine: Any, request_ids: list[str]) -> None:
+    """Abort by the numbers of the output processor, which 0.32 calls internal."""
+    internal = "internal" in inspect.signature(engine.abort_request).parameters
+    engine.abort_request(request_ids, **({"internal": True} if internal else {}))

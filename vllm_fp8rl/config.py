@@ -20,7 +20,7 @@ from fp8rl.numerics import BLOCK
 from fp8rl.pinning import ALWAYS_BF16, PinRow, dense_module_names
 from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl import NAME
-from vllm_fp8rl.compat import require_supported
+from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -124,10 +124,7 @@ class Fp8RLConfig(QuantizationConfig):
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-        try:  # TEMP
-            from vllm_fp8rl.kv_cache import Fp8RLKVCacheMethod
-        except ImportError:
-            from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod as Fp8RLKVCacheMethod
+        from vllm_fp8rl.kv_cache import Fp8RLKVCacheMethod
         from vllm_fp8rl.linear import Fp8RLLinearMethod, RefitEmbeddingMethod, RefitLinearMethod
 
         resolved = self.resolve()
@@ -140,8 +137,8 @@ class Fp8RLConfig(QuantizationConfig):
         if isinstance(layer, Attention):
             return Fp8RLKVCacheMethod(self)
         raise UnsupportedError(
-            f"'{prefix}' ({type(layer).__name__}) has no FP8 method in vllm_fp8rl; start this model "
-            f"without quantization='{NAME}'."
+            f"'{prefix}' ({type(layer).__name__}) has no FP8 method in vllm_fp8rl; start this "
+            f"model without quantization='{NAME}'."
         )
 
     def resolve(self) -> Resolved:
@@ -151,6 +148,7 @@ class Fp8RLConfig(QuantizationConfig):
 
             engine = get_current_vllm_config()
             self._resolved = _resolve(engine)
+            expect_quantizing_loads()
             logger.info("%s", _table(self._resolved))
         return self._resolved
 
@@ -248,7 +246,8 @@ def _table(resolved: Resolved) -> str:
 
 def _line(rows: list[PinRow]) -> str:
     return ", ".join(
-        f"{row.name.rpartition('.')[2]} {row.precision}" + (f" ({row.reason})" if row.reason else "")
+        f"{row.name.rpartition('.')[2]} {row.precision}"
+        + (f" ({row.reason})" if row.reason else "")
         for row in rows
     )
 

@@ -99,9 +99,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
             codes.device,
         )
         weight = Fp8Weight(codes, grid=self.grid, weight_loader=loader)
-        scale = Fp8Scale(
-            scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader
-        )
+        scale = Fp8Scale(scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader)
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
         for parameter in (weight, scale):
@@ -212,7 +210,9 @@ def _checked(loader: Callable[..., None], name: str) -> Callable[..., None]:
         check_plain_dtype(loaded_weight, f"{name}.weight")
         live = method()
         if live is None:
-            raise RefitError(f"'{name}' was loaded after its model was deleted; restart the engine.")
+            raise RefitError(
+                f"'{name}' was loaded after its model was deleted; restart the engine."
+            )
         live(param, loaded_weight)
 
     return load

@@ -15,16 +15,20 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# vLLM compiles its logprobs helper at the first use: 15 s and a C++ compiler for nothing here.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import vllm_fp8rl
 from fp8rl import Recipe
 
 LAYERS = 2
 VOCAB = 512
+KV_SCALE = 0.05
 
 
 def make_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
@@ -87,8 +91,6 @@ def start_engine(path: Path, recipe: Recipe, **changes: Any) -> Engine:
     """An in-process engine, float32 so that numeric assertions can be tight."""
     from vllm import LLM
 
-    import vllm_fp8rl
-
     arguments: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -113,9 +115,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
     """The session's engine: default recipe (FP8 linears, FP8 KV cache), loaded from ``a``.
 
-    A test that refits it must leave it with the weights of ``a`` and scales of its choice set anew.
+    A test that refits it must leave it with the weights of ``a`` and every scale at ``KV_SCALE``.
     """
+    from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
+
     started = start_engine(checkpoints["a"], Recipe())
+    set_uncalibrated_kv_scales(started.model, KV_SCALE)
     yield started
     started.llm.llm_engine.engine_core.shutdown()
 
@@ -130,7 +135,7 @@ def other_engine() -> Callable[..., AbstractContextManager[Engine]]:
         try:
             yield started
         finally:
-            started.llm.llm_engine.engine_core.shutdown()
+            # No shutdown: that would end the process groups, which both engines use.
             del started
             gc.collect()
 

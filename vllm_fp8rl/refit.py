@@ -1,0 +1,524 @@
+"""Refit: new weights and KV scales into a live engine, complete or refused.
+
+:func:`refit` is the front door: it takes HF-named tensors and an ``LLM``, feeds every worker in
+bounded batches, and leaves the engine with the new weights or closed to generation.
+:class:`RefitSession` is the part of it that works on one rank's model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from fp8rl import PluginManager
+from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
+from fp8rl.kv_scales import Role, check_scale, parse_scale_name, scale_name
+from fp8rl.numerics import FP8_DTYPE
+from fp8rl.refit import RefitReport
+from vllm_fp8rl.compat import abort_requests
+from vllm_fp8rl.grid import SOURCE_DTYPES
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from vllm_fp8rl.inventory import Entry
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+BATCH_BYTES = 32 << 20
+"""Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
+_REMEDY = "refit the engine with a complete set of tensors before generating"
+_SCAN_ELEMENTS = 1 << 20
+
+
+class RefitGuard:
+    """Whether a model may run: closed from a refit's first write until a refit is complete.
+
+    It lives on the model (one a rank) and is asked before each forward.
+    """
+
+    _ATTRIBUTE = "_fp8rl_refit_guard"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.session: RefitSession | None = None
+        self._reason: str | None = None
+        model.register_forward_pre_hook(lambda *_: self.check())
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> RefitGuard:
+        """The model's guard, made at the first call."""
+        guard = getattr(model, cls._ATTRIBUTE, None)
+        if guard is None:
+            guard = cls(model)
+            setattr(model, cls._ATTRIBUTE, guard)
+        return guard
+
+    @property
+    def closed(self) -> bool:
+        return self._reason is not None
+
+    def close(self, reason: str) -> None:
+        self._reason = reason
+
+    def open(self) -> None:
+        self._reason = None
+
+    def check(self) -> None:
+        """Raise RefitError while the model's weights are not those of one complete refit."""
+        if self._reason is not None:
+            raise RefitError(f"{self._reason}; {_REMEDY}.")
+
+
+class RefitSession:
+    """One refit of one rank's live model, as a context manager.
+
+    Every tensor is checked before it is written, and a batch before its first tensor is. Leaving
+    the block without an exception verifies that every parameter and every KV scale came exactly
+    once; then the report is in ``report``. Otherwise the model refuses to run until a later refit
+    is complete, unless nothing had been written yet.
+
+    Args:
+        model: the vLLM model of this rank.
+        expect_kv_scales: whether k and v scales of every layer come with the weights.
+
+    Raises:
+        RefitError: on entry, when another session is open or the engine has no FP8 KV cache to
+            scale; from :meth:`load`, a tensor that is unknown, repeated, wrongly shaped, not
+            finite or of a wrong dtype; on exit, a tensor that is missing.
+        ScaleError: a scale that is 0, negative, NaN or infinite.
+        UnsupportedError: a pipeline-parallel engine.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, expect_kv_scales: bool) -> None:
+        self.model = model
+        self.expect_kv_scales = expect_kv_scales
+        self.report: RefitReport | None = None
+        self.wrote = False
+        self._guard = RefitGuard.of(model)
+        self._entries: dict[str, Entry] = {}
+        self._scales: set[str] = set()
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._written: set[str] = set()
+        self._bytes = 0
+        self._started = 0.0
+
+    def __enter__(self) -> RefitSession:
+        from vllm_fp8rl.inventory import inventory
+
+        if self._guard.session is not None:
+            raise RefitError("A refit of this model is already under way; finish it first.")
+        self._entries = inventory(self.model)
+        self._scales = _required_scales(self.model)
+        if self.expect_kv_scales and not self._scales:
+            raise RefitError(
+                "KV scales were announced, but the engine has no FP8 KV cache; start it with "
+                "kv_cache_dtype='fp8_e4m3' or refit with expect_kv_scales=False."
+            )
+        self._guard.session = self
+        self._started = time.perf_counter()
+        return self
+
+    def load(self, batch: Tensors) -> None:
+        """Check a batch of HF-named tensors, then write it into the live weights.
+
+        Args:
+            batch: whole HF tensors: bfloat16, float16 or float32; FP8 codes with their
+                ``weight_scale_inv`` for FP8 layers; KV scales by the names of
+                :mod:`fp8rl.kv_scales`.
+        """
+        if self._guard.session is not self:
+            raise RefitError("This refit session is not open; use it as a context manager.")
+        tensors = list(batch)
+        arriving: dict[str, torch.dtype] = {}
+        for name, tensor in tensors:
+            key = self._check(name, tensor)
+            if key in arriving or key in self._dtypes:
+                raise RefitError(f"'{name}' arrived twice in one refit; send each tensor once.")
+            arriving[key] = tensor.dtype
+        self._check_pairs(arriving)
+        if not tensors:
+            return
+        if not self.wrote:
+            self._begin_writing()
+        written = list(self._untied(tensors))
+        loaded = self.model.load_weights(iter(written))
+        self._verify_taken([name for name, _ in written], loaded)
+        self._written.update(name for name, _ in written)
+        self._dtypes |= arriving
+        self._bytes += sum(tensor.nbytes for _, tensor in tensors)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.abandon(kind.__name__)
+            return
+        self._guard.session = None
+        try:
+            self._verify_complete()
+        except Fp8RLError:
+            self._leave_closed("a refit was incomplete")
+            raise
+        self.report = RefitReport(
+            parameters=len(
+                {self._entries[n].parameter for n in self._dtypes if n in self._entries}
+            ),
+            kv_scales=sum(name in self._scales for name in self._dtypes),
+            tensors=len(self._dtypes),
+            received_bytes=self._bytes,
+            seconds=time.perf_counter() - self._started,
+        )
+        self._guard.open()
+
+    def abandon(self, reason: str) -> None:
+        """Give up: without a write all stays as it was, otherwise the model refuses to run."""
+        self._guard.session = None
+        self._leave_closed(f"a refit broke off ({reason})")
+
+    def _begin_writing(self) -> None:
+        from vllm_fp8rl.params import Fp8Weight
+
+        for parameter in self.model.parameters():
+            if isinstance(parameter, Fp8Weight):
+                parameter.grid.forget_unpaired()
+        self.wrote = True
+        self._guard.close("a refit is under way")
+
+    def _leave_closed(self, what: str) -> None:
+        if self.wrote:
+            self._guard.close(f"The weights are a mixture: {what}")
+
+    def _check(self, name: str, tensor: torch.Tensor) -> str:
+        """Check one tensor by itself; its canonical name."""
+        scale = parse_scale_name(name)
+        if scale is not None:
+            return self._check_kv_scale(name, scale, tensor)
+        entry = self._entries.get(name)
+        if entry is None:
+            raise RefitError(
+                f"The engine's model has no tensor '{name}'; send the HF names of the checkpoint "
+                "that it was started with."
+            )
+        if tuple(tensor.shape) != entry.shape:
+            raise RefitError(
+                f"'{name}' has shape {tuple(tensor.shape)}, but the engine's model has "
+                f"{entry.shape}; send the whole HF tensor."
+            )
+        if tensor.dtype not in SOURCE_DTYPES and not (
+            entry.kind == "codes" and tensor.dtype == FP8_DTYPE
+        ):
+            also = ", or float8_e4m3fn with its scales" if entry.kind == "codes" else ""
+            raise RefitError(
+                f"'{name}' has dtype {tensor.dtype}; send bfloat16, float16 or float32{also}."
+            )
+        if not _finite(tensor):
+            raise RefitError(f"'{name}' has NaN or infinite values; the engine was not given it.")
+        if entry.kind == "scales" and not bool((tensor > 0).all()):
+            raise RefitError(f"'{name}' has a scale that is not positive; quantize it again.")
+        return name
+
+    def _check_kv_scale(self, name: str, parsed: tuple[int, Role], tensor: torch.Tensor) -> str:
+        canonical = scale_name(*parsed)
+        if not self.expect_kv_scales:
+            raise RefitError(
+                f"KV scale '{name}' came unannounced; refit with expect_kv_scales=True, or leave "
+                "the scales out."
+            )
+        if scale_name(parsed[0], "k") not in self._scales:
+            raise RefitError(f"KV scale '{name}' is for a layer that this engine does not have.")
+        check_scale(name, tensor)
+        return canonical
+
+    def _check_pairs(self, arriving: dict[str, torch.dtype]) -> None:
+        known = self._dtypes | arriving
+        for name in arriving:
+            weight = name.removesuffix("_scale_inv")
+            if weight != name and known.get(weight, FP8_DTYPE) != FP8_DTYPE:
+                raise RefitError(
+                    f"'{name}' came with '{weight}' in {known[weight]}; scales belong to FP8 codes."
+                )
+            if f"{name}_scale_inv" in known and arriving[name] != FP8_DTYPE:
+                raise RefitError(
+                    f"'{name}' came in {arriving[name]} after its scales; they belong to FP8 codes."
+                )
+
+    def _untied(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stream with tied tensors under their first name, and each of them once.
+
+        vLLM skips the second name unread, or raises where the first is not in the same batch.
+        """
+        batch: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            entry = self._entries.get(name)
+            first = (entry.alias_of or name) if entry else name
+            if first in batch:
+                same = torch.equal(batch[first], tensor)
+            elif entry is not None and first in self._written:
+                same = _equals_live(self.model, entry, tensor)
+            else:
+                batch[first] = tensor
+                yield first, tensor
+                continue
+            if not same:
+                raise RefitError(
+                    f"'{name}' is tied to another tensor of this engine, '{first}' or its alias, "
+                    "but came with other values; send them equal, or untie them in the config."
+                )
+
+    def _verify_taken(self, arriving: Iterable[str], loaded: set[str] | None) -> None:
+        """vLLM skips some names in silence: compare with what it says it has loaded."""
+        for name in arriving:
+            entry = self._entries.get(name)
+            if entry is None or entry.alias_of is not None or loaded is None:
+                continue
+            if entry.parameter not in loaded:
+                raise RefitError(
+                    f"vLLM did not take '{name}' for its parameter '{entry.parameter}'; this model "
+                    "class loads weights in a way that fp8rl does not know."
+                )
+
+    def _verify_complete(self) -> None:
+        received = self._dtypes
+        missing = [n for n, entry in self._entries.items() if entry.required and n not in received]
+        missing += [
+            f"{name}_scale_inv"
+            for name, dtype in received.items()
+            if dtype == FP8_DTYPE and f"{name}_scale_inv" not in received
+        ]
+        if self.expect_kv_scales:
+            missing += sorted(self._scales - received.keys())
+        if missing:
+            raise RefitError(
+                f"The refit lacks {len(missing)} of the model's tensors: {_some(missing)}; "
+                f"{_REMEDY}."
+            )
+
+
+def _required_scales(model: torch.nn.Module) -> set[str]:
+    """Canonical names of the KV scales that this engine runs with."""
+    from vllm_fp8rl.kv_cache import kv_scale_state, missing_kv_scales
+
+    known = {scale_name(layer, role) for layer, role in kv_scale_state(model) if role != "q"}
+    return known | set(missing_kv_scales(model))
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """No NaN, no infinity; without a temporary of the tensor's size."""
+    for part in _parts(tensor):
+        if tensor.dtype == FP8_DTYPE:
+            bad = (part.view(torch.uint8) & 0x7F) == 0x7F
+        else:
+            bad = ~torch.isfinite(part)
+        if bool(bad.any()):
+            return False
+    return True
+
+
+def _equals_live(model: torch.nn.Module, entry: Entry, tensor: torch.Tensor) -> bool:
+    """Whether this rank's rows of a vocabulary tensor are what the engine holds."""
+    path, _, leaf = entry.parameter.rpartition(".")
+    module = model.get_submodule(path)
+    live = getattr(module, leaf).data
+    first = module.shard_indices.org_vocab_start_index
+    local = tensor[first : module.shard_indices.org_vocab_end_index]
+    pairs = zip(_parts(local), _parts(live[: local.shape[0]]), strict=True)
+    return all(torch.equal(ours.to(held), held) for ours, held in pairs)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Slices along the first dimension of about ``_SCAN_ELEMENTS`` elements."""
+    if tensor.ndim == 0:
+        return (tensor,)
+    row = max(1, tensor.numel() // max(1, tensor.shape[0]))
+    return tensor.split(max(1, _SCAN_ELEMENTS // row))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def refit(
+    llm: LLM,
+    tensors: Tensors,
+    *,
+    expect_kv_scales: bool,
+    batch_bytes: int = BATCH_BYTES,
+    plugins: PluginManager | None = None,
+) -> RefitReport:
+    """Put new weights, and KV scales if announced, into a live engine.
+
+    Serves the in-process executor and the multiprocess one (tensor parallelism): each worker gets
+    every whole tensor and keeps its part. Afterwards the prefix cache is empty and the hook
+    ``refit_finished`` has been called. On any failure after the first write the engine refuses to
+    generate until a later refit is complete.
+
+    Args:
+        llm: an idle engine started with ``quantization="fp8rl"``.
+        tensors: HF-named tensors, each once, in any order; read one batch at a time.
+        expect_kv_scales: whether k and v scales of every layer are among them.
+        batch_bytes: bytes handed over at once.
+        plugins: whose ``refit_finished`` hooks to call; the installed ones by default.
+
+    Returns:
+        Counts of one rank; ``tensors`` and ``received_bytes`` are those on the wire.
+
+    Raises:
+        RefitError: see :class:`RefitSession`; or the engine has requests in flight.
+        ScaleError: a bad scale.
+        UnsupportedError: an engine that cannot be reached in this way.
+    """
+    return _run(
+        llm,
+        lambda workers: workers.load(batches(tensors, batch_bytes)),
+        expect_kv_scales=expect_kv_scales,
+        plugins=plugins,
+    )
+
+
+def refit_from_files(
+    llm: LLM,
+    path: str,
+    *,
+    expect_kv_scales: bool,
+    plugins: PluginManager | None = None,
+) -> RefitReport:
+    """Like :func:`refit`, from a safetensors file, or a folder of them, that every worker reads."""
+    return _run(
+        llm,
+        lambda workers: workers.call("load_files", path),
+        expect_kv_scales=expect_kv_scales,
+        plugins=plugins,
+    )
+
+
+def drop_requests(llm: LLM) -> None:
+    """Abort every request, e.g. those that an in-process engine keeps after a forward raised."""
+    engine: Any = llm.llm_engine
+    abort_requests(engine, list(engine.output_processor.request_states))
+
+
+def _run(
+    llm: LLM,
+    transfer: Callable[[_Workers], object],
+    *,
+    expect_kv_scales: bool,
+    plugins: PluginManager | None,
+) -> RefitReport:
+    if llm.llm_engine.has_unfinished_requests():
+        raise RefitError(
+            "The engine has requests in flight; finish them, or drop them with "
+            "vllm_fp8rl.refit.drop_requests(llm), then refit."
+        )
+    door, workers = _FrontDoor(llm), _Workers(llm)
+    manager = PluginManager() if plugins is None else plugins
+    started = time.perf_counter()
+    try:
+        workers.call("begin", expect_kv_scales)
+        door.close("a refit is under way")
+        transfer(workers)
+        if not llm.reset_prefix_cache():
+            raise RefitError(
+                "vLLM could not reset its prefix cache, which holds keys of the old weights; stop "
+                "whatever holds KV blocks and refit again."
+            )
+        counts = workers.call("finish")[0]
+    except BaseException as error:
+        mixed = True
+        with contextlib.suppress(Exception):  # a dead worker is as closed as can be
+            mixed = any(workers.call("abort", type(error).__name__))
+        if mixed:
+            door.close("The weights are a mixture: a refit broke off or was incomplete")
+        else:
+            door.open()
+        raise
+    door.open()
+    report = RefitReport(**(counts | {"seconds": time.perf_counter() - started}))
+    manager.hook.refit_finished(report=report)
+    return report
+
+
+def batches(tensors: Tensors, limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Tensors in lists of at most ``limit`` bytes; a larger tensor goes alone.
+
+    Raises:
+        RefitError: a name came twice. A batch may travel as a mapping, which would hide it.
+    """
+    seen: set[str] = set()
+    batch: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if name in seen:
+            raise RefitError(f"'{name}' arrived twice in one refit; send each tensor once.")
+        seen.add(name)
+        if batch and size + tensor.nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append((name, tensor))
+        size += tensor.nbytes
+    if batch:
+        yield batch
+
+
+class _FrontDoor:
+    """Refuses new requests where an ``LLM`` takes them, before any worker hears of them.
+
+    vLLM has no such switch. A worker that raises ends a multiprocess engine, and leaves requests
+    behind in an in-process one, so the refusal must come earlier: on this one engine object
+    ``add_request`` is covered by an attribute, and uncovered again. ``RefitGuard`` in the workers
+    stays behind it for callers who come another way.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine: Any = llm.llm_engine
+
+    def close(self, reason: str) -> None:
+        def refuse(*args: object, **kwargs: object) -> NoReturn:
+            raise RefitError(f"{reason}; {_REMEDY}.")
+
+        self._engine.add_request = refuse
+
+    def open(self) -> None:
+        self._engine.__dict__.pop("add_request", None)
+
+
+class _Workers:
+    """The engine's workers: one call reaches all, errors come back as they were raised."""
+
+    def __init__(self, llm: LLM) -> None:
+        from vllm_fp8rl import worker
+
+        self._llm = llm
+        engine: Any = llm.llm_engine
+        executor = getattr(engine, "model_executor", None)
+        self._in_process = type(executor).__name__ == "UniProcExecutor"
+        extension = engine.vllm_config.parallel_config.worker_extension_cls
+        self._by_name = worker.has_refit_methods(extension)
+        if executor is None and not self._by_name:
+            raise UnsupportedError(
+                "This engine runs in a process of its own, which takes calls by name only; start "
+                f"it with worker_extension_cls='{worker.EXTENSION}', or set "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0."
+            )
+
+    def load(self, stream: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
+        from vllm_fp8rl import worker
+
+        for batch in stream:
+            self.call("load_batch", batch if self._in_process else worker.pack(batch))
+
+    def call(self, step: str, *args: object) -> list[Any]:
+        """Run a step of :mod:`vllm_fp8rl.worker` on every worker; their values."""
+        from vllm_fp8rl import worker
+
+        method: Any = f"fp8rl_refit_{step}" if self._by_name else worker.STEPS[step]
+        answers = self._llm.collective_rpc(method, args=args)
+        return [worker.read_answer(answer) for answer in answers]

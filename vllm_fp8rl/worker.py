@@ -1,0 +1,153 @@
+"""The workers' side of a refit: steps as functions, and as a mixin for ``worker_extension_cls``.
+
+A step returns plain data, also for an error: a multiprocess executor turns an exception of a worker
+into a RuntimeError without its type, and an engine core in a process of its own decodes builtins
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load, save
+
+from fp8rl import errors
+from fp8rl.errors import Fp8RLError, RefitError
+from vllm_fp8rl.refit import BATCH_BYTES, RefitGuard, RefitSession, batches
+
+EXTENSION = "vllm_fp8rl.worker.RefitWorker"
+"""For ``LLM(worker_extension_cls=...)``; needed where the engine core runs in its own process."""
+
+Answer = dict[str, Any]
+"""``value`` of a step, or ``error``: the class name in :mod:`fp8rl.errors` and the message."""
+
+
+def pack(batch: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """Tensors as one safetensors buffer, for workers in other processes."""
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in batch})
+
+
+def read_answer(answer: Answer) -> Any:
+    """The value of a step.
+
+    Raises:
+        Fp8RLError: what the step raised on the worker, of the same class.
+    """
+    if answer["error"] is None:
+        return answer["value"]
+    kind, message = answer["error"]
+    raise getattr(errors, kind)(message)
+
+
+def _answers(step: Callable[..., Any]) -> Callable[..., Answer]:
+    @wraps(step)
+    def answering(worker: Any, *args: Any) -> Answer:
+        try:
+            return {"value": step(worker.model_runner.get_model(), *args), "error": None}
+        except Fp8RLError as error:
+            return {"value": None, "error": (type(error).__name__, str(error))}
+
+    return answering
+
+
+def _open_session(model: torch.nn.Module) -> RefitSession:
+    session = RefitGuard.of(model).session
+    if session is None:
+        raise RefitError("No refit is under way on this worker; begin one first.")
+    return session
+
+
+@_answers
+def begin(model: torch.nn.Module, expect_kv_scales: bool) -> None:
+    """Open a session."""
+    RefitSession(model, expect_kv_scales=expect_kv_scales).__enter__()
+
+
+@_answers
+def load_batch(model: torch.nn.Module, batch: bytes | list[tuple[str, torch.Tensor]]) -> None:
+    """Load tensors, or a buffer made by :func:`pack`."""
+    tensors = load(batch) if isinstance(batch, bytes) else dict(batch)
+    _open_session(model).load(tensors.items())
+
+
+@_answers
+def load_files(model: torch.nn.Module, path: str) -> None:
+    """Load a safetensors file, or all of a folder, a batch at a time."""
+    session = _open_session(model)
+    for batch in batches(_read(Path(path)), BATCH_BYTES):
+        session.load(batch)
+
+
+@_answers
+def finish(model: torch.nn.Module) -> dict[str, Any]:
+    """Verify that the refit is complete and let the model run; the report as a dict."""
+    session = _open_session(model)
+    session.__exit__(None, None, None)
+    assert session.report is not None
+    return asdict(session.report)
+
+
+@_answers
+def abort(model: torch.nn.Module, reason: str) -> bool:
+    """Give up an open session, if any; whether the model now refuses to run."""
+    guard = RefitGuard.of(model)
+    if guard.session is not None:
+        guard.session.abandon(reason)
+    return guard.closed
+
+
+STEPS: dict[str, Callable[..., Answer]] = {
+    "begin": begin,
+    "load_batch": load_batch,
+    "load_files": load_files,
+    "finish": finish,
+    "abort": abort,
+}
+
+
+class RefitMixin:
+    """The steps as methods of a vLLM worker; put it before other bases of your own extension."""
+
+    def fp8rl_refit_begin(self, expect_kv_scales: bool) -> Answer:
+        return begin(self, expect_kv_scales)
+
+    def fp8rl_refit_load_batch(self, batch: bytes | list[tuple[str, torch.Tensor]]) -> Answer:
+        return load_batch(self, batch)
+
+    def fp8rl_refit_load_files(self, path: str) -> Answer:
+        return load_files(self, path)
+
+    def fp8rl_refit_finish(self) -> Answer:
+        return finish(self)
+
+    def fp8rl_refit_abort(self, reason: str) -> Answer:
+        return abort(self, reason)
+
+
+class RefitWorker(RefitMixin):
+    """``worker_extension_cls`` for engines that need no other extension."""
+
+
+def has_refit_methods(extension: str) -> bool:
+    """Whether a ``worker_extension_cls`` (a qualified name, or empty) has :class:`RefitMixin`."""
+    if not extension:
+        return False
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return issubclass(resolve_obj_by_qualname(extension), RefitMixin)
+
+
+def _read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise RefitError(f"'{path}' is no safetensors file and no folder of them.")
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                yield name, tensors.get_tensor(name)
