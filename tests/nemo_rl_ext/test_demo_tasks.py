@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_ext.demo import tasks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_shipped_rows_are_right_and_disjoint() -> None:
+    train, validation = tasks.load_problems("train"), tasks.load_problems("validation")
+    prompts = [p.prompt for p in train + validation]
+    assert len(set(prompts)) == len(prompts)
+    assert len(train) >= 1000
+    assert len(validation) >= 200
+    for problem in train + validation:
+        # Independent truth: Python's own arithmetic on the prompt.
+        assert problem.answer == str(eval(problem.prompt.removesuffix("=")))
+        assert int(problem.answer) >= 0
+
+
+def test_generator_reproduces_the_shipped_files(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make_problems", ROOT / "tools/make_problems.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_problems = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_problems)
+    make_problems.write(tmp_path)
+    for split in tasks.SPLITS:
+        shipped = ROOT / "nemo_rl_ext/demo/data" / f"{split}.jsonl"
+        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [("85", 1.0), ("86", 0.0), ("085", 0.0), ("85 ", 0.0), ("858", 0.0), ("8", 0.0), ("", 0.0)],
+)
+def test_reward_is_exact_match(completion: str, expected: float) -> None:
+    assert tasks.reward("85", completion) == expected
+
+
+@given(
+    size=st.integers(1, 40),
+    seed=st.integers(0, 2**32),
+    step=st.integers(0, 200),
+    n=st.integers(1, 17),
+)
+def test_batches_are_a_pure_function_and_a_stream_of_epochs(
+    size: int, seed: int, step: int, n: int
+) -> None:
+    problems = [tasks.Problem(f"{i}+0=", str(i)) for i in range(n)]
+    batch = tasks.sample_batch(problems, size, seed=seed, step=step)
+    assert batch == tasks.sample_batch(problems, size, seed=seed, step=step)
+    assert len(batch) == size
+    stream = [p for s in range(4) for p in tasks.sample_batch(problems, size, seed=seed, step=s)]
+    for start in range(0, len(stream) - n + 1, n):
+        assert set(stream[start : start + n]) == set(problems)
+
+
+def test_seed_and_step_change_the_batch() -> None:
+    problems = tasks.load_problems("train")
+    batches = {
+        tasks.sample_batch(problems, 16, seed=seed, step=step)
+        for seed in range(3)
+        for step in range(3)
+    }
+    assert len(batches) == 9
+
+
+@pytest.mark.parametrize(("size", "step"), [(0, 0), (4, -1)])
+def test_bad_batch_arguments_are_named(size: int, step: int) -> None:
+    with pytest.raises(tasks.TaskError, match=f"size {size}, step {step}"):
+        tasks.sample_batch(tasks.load_problems("validation"), size, seed=0, step=step)
+
+
+def test_unknown_split_names_the_choices() -> None:
+    with pytest.raises(tasks.TaskError, match="'test'; choose one of train, validation"):
+        tasks.load_problems("test")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "line", ["not json", "{}", '{"prompt": "1+1="}', "[1]", '{"prompt": "1+1=", "answer": 2}']
+)
+def test_a_broken_row_is_named_with_its_line(line: str) -> None:
+    with pytest.raises(tasks.TaskError, match=r"train\.jsonl:7"):
+        tasks._parse(line, "train.jsonl:7")

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_ext.demo.tasks import load_problems
+from nemo_rl_ext.demo.tokenizer import CHARACTERS, CharTokenizer, TokenizerError
+
+TOKENIZER = CharTokenizer()
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The tokenizer as vLLM gets it: saved, then read back by AutoTokenizer without a network."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    TOKENIZER.save_pretrained(folder)
+    yield AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def test_specials_and_size_agree(hf: Any) -> None:
+    assert len(hf) == TOKENIZER.vocab_size == 128
+    assert (hf.pad_token_id, hf.bos_token_id, hf.eos_token_id, hf.unk_token_id) == (
+        TOKENIZER.pad_id,
+        TOKENIZER.bos_id,
+        TOKENIZER.eos_id,
+        TOKENIZER.unk_id,
+    )
+
+
+def test_every_shipped_row_encodes_alike(hf: Any) -> None:
+    texts = [p.prompt + p.answer for split in ("train", "validation") for p in load_problems(split)]
+    assert hf(texts).input_ids == [TOKENIZER.encode(text) for text in texts]
+
+
+def test_any_text_encodes_alike_and_comes_back(hf: Any) -> None:
+    @given(st.text(CHARACTERS, max_size=20), st.booleans())
+    def check(text: str, bos: bool) -> None:
+        ids = TOKENIZER.encode(text, add_bos=bos)
+        assert ids == hf(text, add_special_tokens=bos).input_ids
+        assert TOKENIZER.decode(ids) == hf.decode(ids, skip_special_tokens=True) == text
+
+    check()
+
+
+def test_any_ids_decode_alike(hf: Any) -> None:
+    @given(st.lists(st.integers(0, 127), max_size=20), st.booleans())
+    def check(ids: list[int], skip: bool) -> None:
+        assert TOKENIZER.decode(ids, skip_special=skip) == hf.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
+def test_a_filler_never_makes_a_right_answer() -> None:
+    right = TOKENIZER.encode("85", add_bos=False)
+    assert TOKENIZER.decode([*right, TOKENIZER.eos_id]) == "85"
+    assert TOKENIZER.decode([right[0], 100, right[1]]) == "8<unused100>5"
+
+
+def test_a_foreign_character_is_named_here_and_unknown_there(hf: Any) -> None:
+    with pytest.raises(TokenizerError, match=r"remove \['\\n', 'x'\]"):
+        TOKENIZER.encode("3x4\n")
+    ids = hf("3x4\n", add_special_tokens=False).input_ids
+    assert [i == TOKENIZER.unk_id for i in ids] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("bad", [-1, 128])
+def test_an_id_outside_the_vocabulary_is_named(bad: int) -> None:
+    with pytest.raises(TokenizerError, match=f"Token id {bad} "):
+        TOKENIZER.decode([bad])
