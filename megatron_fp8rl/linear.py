@@ -149,7 +149,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
         y = call.backend(len(operand.codes)).fprop(operand, call.weight_codes, x.dtype)
         if not call.state.codes.layout.in_place:
             y = call.state.codes.layout.from_hf(y, -1)
-        y = y.view(*shape[:-1], -1)
+        y = y.view(*shape[:-1], y.shape[-1])
         return y if bias is None else y + bias
 
     @staticmethod
@@ -183,7 +183,7 @@ def _grad_input(
     full = call.backend(len(grad)).dgrad(operand, call.weight_codes, x.dtype)
     if call.sequence_parallel:
         share = torch.empty_like(x, memory_format=torch.contiguous_format)
-        full = full.view(-1, *x.shape[1:])
+        full = full.view(x.shape[0] * call.tp_group.size(), *x.shape[1:])
         return share, compat.reduce_scatter(share, full, call.tp_group).wait
     full = full.view(x.shape)
     if call.allreduce_dgrad:

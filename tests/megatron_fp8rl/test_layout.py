@@ -1,0 +1,88 @@
+"""Row orders: Megatron's against HF's, written out element by element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.numerics import quantize_block
+from megatron_fp8rl.layout import RowLayout, gate_up_layout, plain_layout, qkv_layout
+
+heads = st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([3, 8, 64, 128]))
+
+
+def _labels(query_heads: int, groups: int, head_dim: int) -> tuple[list, list]:
+    """Rows by name, in Megatron's order and in HF's."""
+    per_group = query_heads // groups
+
+    def head(kind: str, number: int) -> list:
+        return [(kind, number, row) for row in range(head_dim)]
+
+    megatron = []
+    for group in range(groups):
+        for query in range(per_group):
+            megatron += head("q", group * per_group + query)
+        megatron += head("k", group) + head("v", group)
+    hf = [row for kind, n in (("q", query_heads), ("k", groups), ("v", groups))
+          for number in range(n) for row in head(kind, number)]  # fmt: skip
+    return megatron, hf
+
+
+@given(heads)
+@settings(max_examples=30, deadline=None)
+def test_qkv_rows_go_to_hf_order_and_back(case):
+    groups, per_group, head_dim = case
+    layout = qkv_layout(groups * per_group, groups, head_dim)
+    megatron, hf = _labels(groups * per_group, groups, head_dim)
+    position = {row: i for i, row in enumerate(megatron)}
+    x = torch.arange(len(megatron))
+    assert layout.to_hf(x).tolist() == [position[row] for row in hf]
+    assert torch.equal(layout.from_hf(layout.to_hf(x)), x)
+    wide = torch.randn(2, 3, layout.rows)
+    assert torch.equal(layout.from_hf(layout.to_hf(wide, -1), -1), wide)
+    assert torch.equal(layout.to_hf(wide, -1)[1, 2], layout.to_hf(wide[1, 2]))
+
+
+@given(heads, st.sampled_from(["fp32", "pow2"]))
+@settings(max_examples=20, deadline=None)
+def test_codes_taken_in_place_are_those_of_the_hf_order(case, scale_format):
+    groups, per_group, _ = case
+    layout = qkv_layout(groups * per_group, groups, 128)
+    assert layout.in_place
+    w = torch.randn(layout.rows, 72) * torch.rand(layout.rows, 1)
+    taken = layout.codes_to_hf(quantize_block(w, scale_format=scale_format))
+    expected = quantize_block(layout.to_hf(w), scale_format=scale_format)
+    assert torch.equal(taken.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(taken.scale_inv, expected.scale_inv)
+
+
+def test_split_codes_equal_those_of_each_hf_tensor():
+    layout = qkv_layout(4, 2, 64)  # q: 256 rows, k and v: 128
+    assert not layout.in_place
+    assert layout.aligned
+    w = torch.randn(layout.rows, 130)
+    hf = layout.to_hf(w)
+    parts = layout.split_codes(quantize_block(hf))
+    assert list(parts) == ["q_proj", "k_proj", "v_proj"]
+    for (name, got), rows in zip(parts.items(), hf.split([256, 128, 128]), strict=True):
+        expected = quantize_block(rows)
+        assert torch.equal(got.codes.view(torch.uint8), expected.codes.view(torch.uint8)), name
+        assert torch.equal(got.scale_inv, expected.scale_inv), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "in_place", "aligned"),
+    [
+        (qkv_layout(2, 2, 128), True, True),
+        (qkv_layout(4, 2, 64), False, True),
+        (qkv_layout(4, 2, 96), False, False),
+        (qkv_layout(3, 1, 64), True, False),  # one group is in HF's order already
+        (gate_up_layout(256), True, True),
+        (gate_up_layout(192), True, False),
+        (plain_layout("o_proj", 100), True, True),
+    ],
+)
+def test_what_the_widths_allow(layout: RowLayout, in_place: bool, aligned: bool):
+    assert (layout.in_place, layout.aligned) == (in_place, aligned)

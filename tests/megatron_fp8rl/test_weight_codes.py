@@ -1,0 +1,145 @@
+"""Weight codes are made once and never go stale."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import dequantize_block, quantize_block
+from megatron_fp8rl.layout import plain_layout, qkv_layout
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch, mark_inf
+
+
+@pytest.fixture
+def epoch():
+    epoch = WeightEpoch()
+    yield epoch
+    epoch.close()
+
+
+def _weight(rows: int = 130, columns: int = 70) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(rows, columns, dtype=torch.bfloat16))
+
+
+def _codes(epoch: WeightEpoch, rows: int = 130) -> WeightCodes:
+    return WeightCodes(plain_layout("o_proj", rows), "fp32", epoch)
+
+
+def _same(codes, weight) -> bool:
+    expected = quantize_block(weight.detach())
+    return torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+
+
+def test_made_once_while_the_weight_stays(epoch):
+    weight, codes = _weight(), _codes(epoch)
+    first = codes.get(weight)
+    assert codes.get(weight) is first
+    assert _same(first, weight)
+    codes.drop()
+    again = codes.get(weight)
+    assert again is not first
+    assert torch.equal(again.scale_inv, first.scale_inv)
+
+
+@pytest.mark.parametrize("how", ["copy_", "load_state_dict", "new storage", "optimizer"])
+def test_every_noticed_way_to_change_a_weight(epoch, how):
+    module = torch.nn.Linear(70, 130, bias=False, dtype=torch.bfloat16)
+    codes = _codes(epoch)
+    before = codes.get(module.weight)
+    new = torch.randn_like(module.weight)
+    if how == "copy_":
+        with torch.no_grad():
+            module.weight.copy_(new)
+    elif how == "load_state_dict":
+        module.load_state_dict({"weight": new})
+    elif how == "new storage":
+        module.weight.data = new
+    else:
+        module.weight.grad = new
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+    after = codes.get(module.weight)
+    assert after is not before
+    assert _same(after, module.weight)
+    assert not _same(before, module.weight)
+
+
+def test_writing_through_data_is_seen_after_turning_the_epoch(epoch):
+    weight, codes = _weight(), _codes(epoch)
+    codes.get(weight)
+    weight.data.copy_(torch.randn_like(weight))
+    assert not _same(codes.get(weight), weight)  # the documented hazard
+    epoch.turn()
+    assert _same(codes.get(weight), weight)
+
+
+def test_a_step_hook_that_runs_before_the_write_only_marks(epoch):
+    """megatron copies masters to the model after torch's hook has run."""
+    weight, master = _weight(), torch.zeros(130, 70, requires_grad=True)
+    codes = _codes(epoch)
+    codes.get(weight)
+    master.grad = torch.randn(130, 70)
+    torch.optim.SGD([master], lr=1.0).step()
+    weight.data.copy_(master.detach())
+    assert _same(codes.get(weight), weight)
+
+
+def test_rows_are_quantized_in_hf_order(epoch):
+    layout = qkv_layout(4, 2, 96)
+    weight = torch.randn(layout.rows, 140)
+    got = WeightCodes(layout, "pow2", epoch).get(weight)
+    expected = quantize_block(layout.to_hf(weight), scale_format="pow2")
+    assert torch.equal(dequantize_block(*got), dequantize_block(*expected))
+
+
+def test_a_copied_model_is_told_about_steps_too(epoch):
+    weight, codes = _weight(), _codes(epoch)
+    codes.get(weight)
+    twin_codes, twin = copy.deepcopy((codes, weight))
+    assert _same(twin_codes.get(twin), twin)
+    twin.grad = torch.randn_like(twin)
+    torch.optim.SGD([twin], lr=1.0).step()
+    assert _same(twin_codes.get(twin), twin)
+    assert _same(codes.get(weight), weight)
+
+
+def test_pickling_is_refused(epoch):
+    with pytest.raises(UnsupportedError, match="state_dict"):
+        pickle.dump(_codes(epoch), io.BytesIO())
+
+
+def test_the_optimizer_hook_goes_with_its_owner():
+    from torch.optim import optimizer
+
+    def hooks() -> int:
+        return len(optimizer._global_optimizer_post_hooks)
+
+    before = hooks()
+    epoch = WeightEpoch()
+    assert hooks() == before + 1
+    epoch.close()
+    epoch.close()
+    assert hooks() == before
+    epoch = WeightEpoch()
+    del epoch
+    gc.collect()
+    assert hooks() == before
+
+
+def test_a_broken_weight_is_not_hidden(epoch):
+    weight = _weight()
+    with torch.no_grad():
+        weight[3, 5], weight[129, 69] = float("inf"), float("nan")
+    values = dequantize_block(*_codes(epoch).get(weight))
+    assert values.isnan().nonzero().tolist() == [[3, 5], [129, 69]]
+
+
+def test_mark_inf_touches_infinities_alone():
+    x = torch.tensor([0.0, -0.0, 3.0e38, float("inf"), -float("inf"), float("nan")])
+    assert mark_inf(x).isnan().tolist() == [False, False, False, True, True, True]
+    assert torch.equal(mark_inf(x)[:3], x[:3])
