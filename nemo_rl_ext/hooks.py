@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fp8rl import hookimpl
 from nemo_rl_ext.importance_sampling import Corrector, correct
+
+if TYPE_CHECKING:
+    import typer
 
 
 @hookimpl
 def register_is_correctors() -> dict[str, Corrector]:
     """The built-in corrector, ``is``."""
     return {"is": correct}
+
+
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    """``fp8rl demo``."""
+    from nemo_rl_ext.demo.command import demo
+
+    app.command()(demo)

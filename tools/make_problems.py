@@ -2,11 +2,10 @@
 
     python tools/make_problems.py [FOLDER]
 
-Sums of two numbers of one or two digits, and differences that are not negative. All problems of
-every kind are listed and shuffled; the first rows become validation, the next ones train, so the
-two share nothing. Problems with a one-digit number are taken at a higher rate than they occur
-among all pairs: they are the ones a small model learns first, so warm-up leaves a policy that is
-right often enough to give GRPO a signal.
+Sums and non-negative differences of a number of one or two digits and a digit. All problems are
+listed and shuffled; the first rows of each kind become validation, the rest train, so the two
+share nothing. With two digits on both sides, a minute of supervised training leaves a small model
+right too seldom to give GRPO a signal (about 5%, measured); here it is right one time in four.
 """
 
 from __future__ import annotations
@@ -23,12 +22,9 @@ ONE, TWO = range(10), range(10, 100)
 # (operation, left numbers, right numbers) -> rows for (validation, train)
 PLAN = [
     ("+", ONE, ONE, 12, 88),
-    ("+", TWO, ONE, 40, 560),
-    ("+", ONE, TWO, 40, 560),
-    ("+", TWO, TWO, 164, 2_200),
-    ("-", ONE, ONE, 8, 47),
-    ("-", TWO, ONE, 60, 840),
-    ("-", TWO, TWO, 188, 2_200),
+    ("+", TWO, ONE, 88, 812),
+    ("-", ONE, ONE, 5, 50),
+    ("-", TWO, ONE, 95, 805),
 ]
 
 

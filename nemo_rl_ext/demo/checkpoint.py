@@ -1,0 +1,179 @@
+"""Checkpoints: safetensors in a folder that appears whole or not at all.
+
+A checkpoint folder loads as a Hugging Face model (``model.safetensors``, ``config.json``,
+tokenizer) and holds the trainer's state beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from fp8rl.errors import CheckpointError
+
+FORMAT = 1
+_KEEP = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint."""
+
+    step: int
+    """Steps that were finished when it was written."""
+    model: dict[str, torch.Tensor]
+    """HF-named parameters."""
+    trainer: dict[str, Any]
+    """Optimizer state and whatever else the run put there, tensors inside."""
+    identity: dict[str, Any]
+    """What must be equal for a run to continue from it."""
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: Mapping[str, torch.Tensor],
+    trainer: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    model_folder: Path,
+) -> Path:
+    """Write ``folder/step-NNNNNN`` and drop all but the newest two.
+
+    Everything goes to a folder with a name that :func:`latest` never takes, is synced, and is
+    renamed at the end, so that a kill at any moment leaves the older checkpoints as they were.
+    """
+    target = folder / f"step-{step:06d}"
+    partial = folder / f".partial-{target.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for source in model_folder.iterdir():
+        shutil.copy2(source, partial)
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _flatten(dict(trainer), "", tensors)
+    save_file(_contiguous(model), partial / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, partial / "trainer.safetensors")
+    state = {"format": FORMAT, "step": step, "identity": dict(identity), "trainer": tree}
+    (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    for file in partial.iterdir():
+        _sync(file)
+    shutil.rmtree(target, ignore_errors=True)  # an identical one, when a step is run again
+    partial.rename(target)
+    _sync(folder)
+    for old in _finished(folder)[:-_KEEP]:
+        shutil.rmtree(old)
+    return target
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint, or None."""
+    found = _finished(folder)
+    return found[-1] if found else None
+
+
+def load(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Read one checkpoint.
+
+    Args:
+        path: folder made by :func:`save`.
+        identity: what the caller is about to continue; None skips the comparison.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, another format, or another identity.
+    """
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"Checkpoint {path} has format {state.get('format')}, this release reads {FORMAT}; "
+            "start a new run in another --out folder."
+        )
+    if identity is not None and state["identity"] != identity:
+        keys = ", ".join(_differing(state["identity"], dict(identity)))
+        raise CheckpointError(
+            f"Checkpoint {path} belongs to another run ({keys} differ); use the same options or "
+            "another --out folder."
+        )
+    try:
+        model = load_file(path / "model.safetensors")
+        tensors = load_file(path / "trainer.safetensors")
+        trainer = _unflatten(state["trainer"], tensors)
+    except (OSError, SafetensorError, KeyError) as error:
+        raise _damaged(path, error) from error
+    return Checkpoint(state["step"], model, trainer, state["identity"])
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"Checkpoint {path} is damaged ({type(error).__name__}: {error}); delete that folder to "
+        "continue from the one before."
+    )
+
+
+def _finished(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-??????"))
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            keys += _differing(a, b, f"{prefix}{key}.")
+        elif a != b:
+            keys.append(f"{prefix}{key}")
+    return keys
+
+
+def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _flatten(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """JSON with tensors taken out into ``tensors``; dict keys keep their type."""
+    if isinstance(node, torch.Tensor):
+        # A copy: optimizer states may share storage, which safetensors refuses.
+        tensors[path] = node.detach().clone().contiguous()
+        return {"tensor": path}
+    if isinstance(node, dict):
+        pairs = [[key, _flatten(value, f"{path}/{key}", tensors)] for key, value in node.items()]
+        return {"dict": pairs}
+    if isinstance(node, (list, tuple)):
+        items = [_flatten(value, f"{path}/{i}", tensors) for i, value in enumerate(node)]
+        return {type(node).__name__: items}
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return {"value": node}
+    raise CheckpointError(
+        f"Cannot store trainer state '{path}' of type {type(node).__name__}; only tensors, "
+        "numbers, strings, lists, tuples and dicts can be."
+    )
+
+
+def _unflatten(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    ((kind, value),) = node.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _unflatten(child, tensors) for key, child in value}
+    if kind in ("list", "tuple"):
+        items = [_unflatten(child, tensors) for child in value]
+        return tuple(items) if kind == "tuple" else items
+    return value
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,119 @@
+"""``fp8rl demo``: the whole FP8 RL loop on a CPU, with the real engines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8rl.errors import Fp8RLError
+
+
+class OptionError(Fp8RLError, ValueError):
+    """A command-line option that cannot be used."""
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="GRPO steps in all.")] = 40,
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe: a YAML or JSON file, or a JSON object.")
+    ] = None,
+    compare: Annotated[
+        str, typer.Option(help="Precisions to run, of bf16, fp8-rollout and fp8, with commas.")
+    ] = "fp8",
+    out: Annotated[Path, typer.Option(help="Folder for metrics, checkpoints and report.")] = Path(
+        "out/demo"
+    ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoints in --out.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, data order and sampling.")] = 0,
+    settings: Annotated[
+        str | None, typer.Option(help="Settings as a JSON object, e.g. model or batch sizes.")
+    ] = None,
+) -> None:
+    """Warm-start a small Qwen3 in Megatron-Core, then GRPO with rollouts in vLLM.
+
+    Writes metrics.jsonl (a line a step), checkpoints and report.html to --out. Ctrl-C ends the
+    step, then leaves a checkpoint and the report; --resume goes on from there.
+    """
+    from rich.console import Console
+
+    from fp8rl import Recipe
+    from nemo_rl_ext.demo.report import terminal_table, write_report
+    from nemo_rl_ext.demo.settings import DEMO_RECIPE, recipe_for
+    from nemo_rl_ext.demo.supervisor import Stage, Supervisor
+
+    console = Console()
+    precisions = _precisions(compare)
+    run_settings = _settings(settings, seed)
+    base = Recipe.load(recipe) if recipe else DEMO_RECIPE
+    if not resume:
+        _make_room(out, precisions)
+    out.mkdir(parents=True, exist_ok=True)
+    warm_start = out / "warm-start"
+    common = {"settings": run_settings, "warm_start": warm_start}
+    supervisor = Supervisor(console, parallel=os.cpu_count() or 1)
+    supervisor.run([Stage("warm start", {**common, "folder": warm_start})])
+    if not supervisor.interrupted:
+        from nemo_rl_ext.demo.checkpoint import latest
+
+        common["warm_start"] = latest(warm_start)
+        supervisor.run(
+            [
+                Stage(
+                    precision,
+                    {
+                        **common,
+                        "folder": out / precision,
+                        "precision": precision,
+                        "recipe": recipe_for(precision, base).to_dict(),
+                        "steps": steps,
+                        "resume": resume,
+                    },
+                )
+                for precision in precisions
+            ]
+        )
+    with console.status("Writing the report"):
+        report = write_report(out)
+    console.print(terminal_table(out))
+    console.print(f"Report: {report}")
+    if supervisor.interrupted:
+        console.print(f"Stopped early; continue with: fp8rl demo --resume --out {out}")
+        raise typer.Exit(130)
+
+
+def _precisions(compare: str) -> list:
+    from nemo_rl_ext.demo.settings import PRECISIONS
+
+    names = [name.strip() for name in compare.split(",") if name.strip()]
+    unknown = [name for name in names if name not in PRECISIONS]
+    if unknown or not names:
+        raise OptionError(
+            f"--compare: '{compare}' must be one or more of {', '.join(PRECISIONS)}, with commas."
+        )
+    return list(dict.fromkeys(names))
+
+
+def _settings(text: str | None, seed: int):
+    import json
+
+    from pydantic import ValidationError
+
+    from nemo_rl_ext.demo.settings import Settings
+
+    try:
+        return Settings.model_validate({**(json.loads(text) if text else {}), "seed": seed})
+    except (ValueError, TypeError, ValidationError) as error:
+        raise OptionError(f"--settings: {error}") from None
+
+
+def _make_room(out: Path, precisions: list[str]) -> None:
+    """Remove the runs that are about to be made again; the warm start is kept, it is a cache."""
+    for precision in precisions:
+        if (out / precision / "run.json").is_file() or (out / precision / "log.txt").is_file():
+            shutil.rmtree(out / precision)

@@ -1,0 +1,59 @@
+"""What a run tells the terminal that watches it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import IO
+
+
+@dataclass(frozen=True)
+class Event:
+    """Progress of a run: ``done`` of ``total`` steps, and what it is doing now."""
+
+    phase: str
+    done: int = 0
+    total: int = 0
+    note: str = ""
+
+
+class EventWriter:
+    """Writes events as JSON lines to a pipe; a pipe that nobody reads asks the run to stop."""
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream = stream
+        self.stop_requested = False
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(json.dumps(asdict(Event(phase, done, total, note))) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            self._stream = None
+            self.stop_requested = True
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Inside, the first SIGINT or SIGTERM asks for a stop; the second one ends the process."""
+
+        def ask(number: int, frame: object) -> None:
+            self.stop_requested = True
+            signal.signal(number, previous[number])
+
+        previous = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def read_events(stream: IO[str]) -> Iterator[Event]:
+    """Events from the other end of the pipe, until it is closed."""
+    for line in stream:
+        yield Event(**json.loads(line))

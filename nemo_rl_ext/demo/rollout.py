@@ -1,0 +1,107 @@
+"""`VllmRollout`: the rollout side, real vLLM in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8rl.recipe import Recipe
+from fp8rl.refit import RefitReport
+from nemo_rl_ext.demo.settings import Settings
+from nemo_rl_ext.demo.tokenizer import CharTokenizer
+
+ENGINE_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # More threads make vLLM's CPU kernels slower here and the run not repeatable.
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Must be in the environment before torch is imported."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Completions in the order of the requests; EOS is part of the tokens."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+class VllmRollout:
+    """An engine with dummy weights that serves nothing before its first refit.
+
+    Args:
+        settings: of the run.
+        recipe: ``rollout``, ``pins`` and ``kv_cache`` decide what runs in FP8.
+        folder: model folder with ``config.json`` and the tokenizer.
+    """
+
+    def __init__(self, settings: Settings, recipe: Recipe, folder: Path) -> None:
+        missing = [key for key, value in ENGINE_ENV.items() if os.environ.get(key) != value]
+        assert not missing, f"set before importing torch: {missing}"
+        from vllm import LLM
+
+        from vllm_fp8rl import engine_args
+
+        self._tokenizer = CharTokenizer()
+        self._settings = settings
+        self._expect_kv_scales = recipe.kv_cache.dtype != "auto"
+        self._llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=32,
+            max_num_seqs=max(settings.sequences, 64),
+            kv_cache_memory_bytes=64 << 20,
+            seed=settings.seed,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            **engine_args(recipe),
+        )
+
+    def refit(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> RefitReport:
+        """Put new weights and KV scales into the live engine."""
+        from vllm_fp8rl.refit import refit
+
+        return refit(self._llm, tensors, expect_kv_scales=self._expect_kv_scales)
+
+    def sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Samples:
+        """One completion a prompt at temperature 1, each from its own seed."""
+        return self._generate(prompts, [self._params(1.0, seed) for seed in seeds])
+
+    def greedy(self, prompts: Sequence[Sequence[int]]) -> Samples:
+        """The most probable completion of each prompt, token by token."""
+        return self._generate(prompts, [self._params(0.0, None)] * len(prompts))
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _params(self, temperature: float, seed: int | None):
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=self._settings.max_new_tokens,
+            logprobs=0,
+            detokenize=False,
+            stop_token_ids=[self._tokenizer.eos_id],
+        )
+
+    def _generate(self, prompts: Sequence[Sequence[int]], params: list) -> Samples:
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = [r.outputs[0] for r in self._llm.generate(requests, params, use_tqdm=False)]
+        tokens = [list(output.token_ids) for output in outputs]
+        logprobs = [
+            [entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)]
+            for ids, output in zip(tokens, outputs, strict=True)
+        ]
+        return Samples(tokens, logprobs)

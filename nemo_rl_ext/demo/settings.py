@@ -1,0 +1,112 @@
+"""What a demo run is made of, apart from its recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fp8rl.pinning import Pins
+from fp8rl.recipe import KVCache, Recipe
+
+Precision = Literal["bf16", "fp8-rollout", "fp8"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8-rollout", "fp8")
+
+DEMO_RECIPE = Recipe(pins=Pins(last=1))
+"""The published recipe with the last decoder layer pinned to BF16."""
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSize(_Frozen):
+    """A Qwen3 small enough for one CPU core; every width is a multiple of the 128 block."""
+
+    hidden_size: _Count = 256
+    intermediate_size: _Count = 768
+    num_layers: _Count = 4
+    num_heads: _Count = 2
+    num_kv_heads: _Count = 1
+    head_dim: _Count = 128
+
+
+class WarmStart(_Frozen):
+    """The supervised run before GRPO, always in BF16."""
+
+    steps: _Count = 400
+    batch_size: _Count = 64
+    learning_rate: float = 2e-3
+    warmup_steps: _Count = 20
+
+
+class Settings(_Frozen):
+    """Everything that decides the numbers of a run; stored with its checkpoints."""
+
+    seed: int = 0
+    model: ModelSize = ModelSize()
+    warm_start: WarmStart = WarmStart()
+    prompts_per_step: _Count = 16
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    minibatches: _Count = 2
+    """Optimizer steps per GRPO step; the first is on-policy, later ones need the PPO clip."""
+    microbatch_size: _Count = 32
+    max_new_tokens: _Count = 4
+    learning_rate: float = 2e-4
+    clip_grad: float = 1.0
+    validation_size: _Count = 200
+    validation_every: _Count = 10
+    checkpoint_every: _Count = 10
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one GRPO step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+def recipe_for(precision: Precision, recipe: Recipe) -> Recipe:
+    """The run's recipe: ``recipe`` itself for fp8, with engines switched to BF16 otherwise."""
+    if precision == "fp8":
+        return recipe
+    if precision == "fp8-rollout":
+        return recipe.model_copy(update={"training": False})
+    off = {"training": False, "rollout": False, "kv_cache": KVCache(dtype="auto")}
+    return recipe.model_copy(update=off)
+
+
+def hf_config(settings: Settings) -> Any:
+    """The ``transformers.Qwen3Config`` of the demo's model."""
+    from transformers import Qwen3Config
+
+    from nemo_rl_ext.demo.tokenizer import CharTokenizer
+
+    tokenizer, size = CharTokenizer(), settings.model
+    return Qwen3Config(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=size.hidden_size,
+        intermediate_size=size.intermediate_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+        dtype="bfloat16",
+    )
+
+
+def write_model_folder(settings: Settings, folder: Path) -> None:
+    """``config.json`` and tokenizer, which is all that ``load_format="dummy"`` needs."""
+    from nemo_rl_ext.demo.tokenizer import CharTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = hf_config(settings)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    CharTokenizer().save_pretrained(folder)

@@ -1,0 +1,83 @@
+"""The supervised run that gives GRPO a policy which is right now and then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fp8rl.errors import CheckpointError
+from nemo_rl_ext.demo import checkpoint
+from nemo_rl_ext.demo.batch import TokenBatch, make_batch
+from nemo_rl_ext.demo.events import EventWriter
+from nemo_rl_ext.demo.policy import MegatronPolicy
+from nemo_rl_ext.demo.settings import DEMO_RECIPE, Settings, recipe_for, write_model_folder
+from nemo_rl_ext.demo.tasks import Problem, load_problems, sample_batch
+from nemo_rl_ext.demo.tokenizer import CharTokenizer
+
+
+def supervised_batch(problems: tuple[Problem, ...], length: int) -> TokenBatch:
+    """Problems with their right answers, as the trainer sees them."""
+    tokenizer = CharTokenizer()
+    return make_batch(
+        [tokenizer.encode(p.prompt) for p in problems],
+        [[*tokenizer.encode(p.answer, add_bos=False), tokenizer.eos_id] for p in problems],
+        None,
+        length=length,
+        pad_id=tokenizer.pad_id,
+    )
+
+
+def sequence_length(settings: Settings) -> int:
+    """Tokens of a row: the longest prompt of the data plus ``max_new_tokens``."""
+    tokenizer = CharTokenizer()
+    problems = (*load_problems("train"), *load_problems("validation"))
+    return max(len(tokenizer.encode(p.prompt)) for p in problems) + settings.max_new_tokens
+
+
+def identity(settings: Settings) -> dict:
+    """What a warm start depends on."""
+    return settings.model_dump(mode="json", include={"seed", "model", "warm_start", "clip_grad"})
+
+
+def run_warm_start(settings: Settings, folder: Path, events: EventWriter) -> Path:
+    """Train from scratch, or take what an equal earlier run left in ``folder``.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        KeyboardInterrupt: a stop was asked for.
+    """
+    plan = settings.warm_start
+    found = checkpoint.latest(folder)
+    if found is not None:
+        try:
+            checkpoint.load(found, identity(settings))
+        except CheckpointError:
+            pass  # other settings, or damaged: it is only a cache, so make it again
+        else:
+            return found
+    events("build", 0, plan.steps)
+    write_model_folder(settings, folder / "model")
+    problems = load_problems("train")
+    length = sequence_length(settings)
+    policy = MegatronPolicy(settings, recipe_for("bf16", DEMO_RECIPE))
+    for step in range(plan.steps):
+        if events.stop_requested:
+            raise KeyboardInterrupt
+        batch = supervised_batch(
+            sample_batch(problems, plan.batch_size, seed=settings.seed, step=step), length
+        )
+        count = batch.mask.sum()
+
+        def loss(logprobs: torch.Tensor, rows: slice, batch=batch, count=count) -> torch.Tensor:
+            return -(logprobs * batch.mask[rows]).sum() / count
+
+        # Linear warm-up, then linear decay to a tenth.
+        ramp = min(1.0, (step + 1) / plan.warmup_steps) * (1.0 - 0.9 * step / plan.steps)
+        metrics = policy.step(batch, loss, plan.learning_rate * ramp)
+        events("warm start", step + 1, plan.steps, f"loss {metrics['loss']:.3f}")
+    return checkpoint.save(
+        folder, plan.steps, dict(policy.export()), {}, identity(settings), folder / "model"
+    )

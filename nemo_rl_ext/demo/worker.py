@@ -1,0 +1,74 @@
+"""One stage of the demo in a process of its own: ``python -m nemo_rl_ext.demo.worker JOB``.
+
+JOB is the JSON form of :class:`Job`. Progress goes to the file descriptor it names, everything that
+the engines print to stdout and stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from fp8rl.errors import Fp8RLError
+from nemo_rl_ext.demo.events import EventWriter
+from nemo_rl_ext.demo.settings import Precision, Settings
+
+INTERRUPTED = 130
+
+
+class Job(BaseModel):
+    """What the worker is to do; without ``precision`` it makes the warm start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    settings: Settings
+    warm_start: Path
+    folder: Path
+    events_fd: int
+    precision: Precision | None = None
+    recipe: dict[str, Any] = {}
+    steps: int = 0
+    resume: bool = False
+
+
+def main(text: str) -> int:
+    """Run a job; exit code 0, 2 for an error of ours, 130 after an interrupt."""
+    job = Job.model_validate_json(text)
+    with os.fdopen(job.events_fd, "w", encoding="utf-8") as stream:
+        events = EventWriter(stream)
+        try:
+            with events.interruptible():
+                _run(job, events)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except Fp8RLError as error:
+            traceback.print_exc()
+            events("error", note=str(error))
+            return 2
+    return 0
+
+
+def _run(job: Job, events: EventWriter) -> None:
+    import torch
+
+    # One thread: small products gain nothing from two, and a resumed run must repeat exactly.
+    torch.set_num_threads(1)
+    if job.precision is None:
+        from nemo_rl_ext.demo.warm_start import run_warm_start
+
+        run_warm_start(job.settings, job.folder, events)
+        return
+    from fp8rl import Recipe
+    from nemo_rl_ext.demo.loop import GrpoRun
+
+    run = GrpoRun(job.precision, Recipe.from_dict(job.recipe), job.settings, job.folder, events)
+    run.run(job.steps, job.warm_start, resume=job.resume)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
