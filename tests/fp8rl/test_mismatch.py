@@ -1,0 +1,124 @@
+"""Mismatch metrics against plain Python loops in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import BatchError
+from fp8rl.mismatch import MismatchMetrics, mismatch_metrics
+
+
+def quantile(values: list[float], level: float) -> float:
+    ordered, position = sorted(values), level * (len(values) - 1)
+    below, above = math.floor(position), math.ceil(position)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def expected(pairs: list[tuple[float, float]], low: float, high: float) -> dict[str, float]:
+    n = len(pairs)
+    d = [trainer - rollout for rollout, trainer in pairs]
+    w = [math.exp(x) for x in d]
+    rollout, trainer = (math.fsum(side) / n for side in zip(*pairs, strict=True))
+    return {
+        "tokens": n,
+        "token_mult_prob_error": math.fsum(math.exp(abs(x)) for x in d) / n,
+        "kl_k1": -math.fsum(d) / n,
+        "kl_k2": math.fsum(x * x / 2 for x in d) / n,
+        "kl_k3": math.fsum(math.expm1(x) - x for x in d) / n,
+        "chi_square": math.fsum(x * x for x in w) / n - 1,
+        "ess": math.fsum(w) ** 2 / (n * math.fsum(x * x for x in w)),
+        "ppl_rollout": math.exp(-rollout),
+        "ppl_trainer": math.exp(-trainer),
+        "ppl_gap": rollout - trainer,
+        "log_ratio_q01": quantile(d, 0.01),
+        "log_ratio_q50": quantile(d, 0.5),
+        "log_ratio_q99": quantile(d, 0.99),
+        "share_low": sum(x < low for x in w) / n,
+        "share_high": sum(x > high for x in w) / n,
+    }
+
+
+def assert_close(actual: MismatchMetrics, wanted: dict[str, float]) -> None:
+    found = actual.to_dict()
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 40)),
+    seed=st.integers(0, 2**31),
+    noise=st.sampled_from([0.0, 1e-4, 0.1, 3.0]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    mask_dtype=st.sampled_from([torch.bool, torch.float32, torch.int64]),
+    poison=st.sampled_from([math.nan, math.inf, -math.inf]),
+)
+def test_equal_to_the_loops(shape, seed, noise, dtype, mask_dtype, poison):
+    g = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(shape, generator=g) * 5
+    trainer = (rollout + noise * torch.randn(shape, generator=g)).to(dtype)
+    rollout = rollout.to(dtype)
+    mask = torch.rand(shape, generator=g) < 0.7
+    mask[0, 0] = True
+    pairs = list(zip(rollout[mask].tolist(), trainer[mask].tolist(), strict=True))
+    rollout[~mask] = poison
+    trainer[~mask] = math.nan
+    actual = mismatch_metrics(rollout, trainer, mask.to(mask_dtype), low=0.8, high=1.3)
+    assert_close(actual, expected(pairs, 0.8, 1.3))
+
+
+def test_equal_policies_have_no_mismatch():
+    logprobs = -torch.rand(4, 7)
+    found = mismatch_metrics(logprobs, logprobs.clone(), torch.ones(4, 7))
+    assert found.tokens == 28
+    assert found.token_mult_prob_error == found.ess == 1.0
+    assert found.kl_k1 == found.kl_k2 == found.kl_k3 == found.chi_square == found.ppl_gap == 0.0
+    assert found.share_low == found.share_high == 0.0
+
+
+def test_kl_estimators_approach_the_true_divergence():
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    q = torch.tensor([0.15, 0.2, 0.35, 0.3], dtype=torch.float64)
+    kl = (p * (p / q).log()).sum().item()
+    sample = torch.multinomial(p, 200_000, True, generator=torch.Generator().manual_seed(0))
+    found = mismatch_metrics(p.log()[sample], q.log()[sample], torch.ones(200_000))
+    assert found.kl_k1 == pytest.approx(kl, rel=0.1)
+    assert found.kl_k3 == pytest.approx(kl, rel=0.05)
+    assert found.chi_square == pytest.approx(((q * q / p).sum() - 1).item(), rel=0.05)
+
+
+def test_effective_sample_size_does_not_overflow():
+    found = mismatch_metrics(torch.zeros(4), torch.tensor([400.0, 400, -400, -400]), torch.ones(4))
+    assert found.ess == pytest.approx(0.5)
+    assert found.chi_square == math.inf
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_nan_of_a_counted_token_shows_everywhere(side):
+    pair = [torch.zeros(5), torch.zeros(5)]
+    pair[side][3] = math.nan
+    found = mismatch_metrics(*pair, torch.ones(5)).to_dict()
+    assert found.pop("tokens") == 5
+    assert all(math.isnan(value) for value in found.values()), found
+
+
+def test_takes_no_part_in_autograd():
+    logprobs = torch.zeros(3, requires_grad=True)
+    assert mismatch_metrics(logprobs, logprobs, torch.ones(3)).ess == 1.0
+
+
+def test_empty_mask():
+    with pytest.raises(BatchError, match="selects no token"):
+        mismatch_metrics(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (2, 4), (2, 3)), ((2, 3), (2, 3), (3,))])
+def test_shapes_that_differ(shapes):
+    with pytest.raises(BatchError, match="must have one shape"):
+        mismatch_metrics(*(torch.zeros(shape) for shape in shapes))
