@@ -1,0 +1,206 @@
+"""Pins: what stays in BF16, and every pin that cannot be meant."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import PinError
+from fp8rl.pinning import PinPolicy, dense_module_names, kind_of, layer_of
+from fp8rl.recipe import Pins
+
+LAYERS = 6
+LINEARS = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+]
+MOE = [
+    "model.embed_tokens",
+    "model.layers.0.mlp.gate_proj",
+    "model.layers.0.mlp.up_proj",
+    "model.layers.1.mlp.gate",
+    *(f"model.layers.1.mlp.experts.{e}.{p}_proj" for e in range(2) for p in ("gate", "up", "down")),
+    "lm_head",
+]
+
+
+def resolve(**pins) -> PinPolicy:
+    return PinPolicy.for_dense_model(Pins(**pins), LAYERS)
+
+
+def linears_of(*layers: int) -> set[str]:
+    return {f"model.layers.{layer}.{name}" for layer in layers for name in LINEARS}
+
+
+def test_without_pins_every_linear_runs_in_fp8():
+    policy = resolve()
+    assert policy.bf16_linears() == []
+    fp8 = {row.name for row in policy.report() if row.precision == "fp8"}
+    assert fp8 == linears_of(*range(LAYERS))
+    assert policy.num_layers == LAYERS
+
+
+def test_embedding_head_and_norms_never_do():
+    policy = resolve()
+    for name in (
+        "model.embed_tokens",
+        "lm_head",
+        "model.norm",
+        "model.layers.3.input_layernorm",
+        "model.layers.3.post_attention_layernorm",
+    ):
+        row = policy.row(name)
+        assert row.precision == "bf16"
+        assert row.reason == f"always: {row.kind}"
+
+
+@pytest.mark.parametrize(
+    ("pins", "layers"),
+    [
+        ({"layers": [0]}, [0]),
+        ({"layers": [-1]}, [5]),
+        ({"layers": [-6, 5]}, [0, 5]),
+        ({"layers": [2, 2, -4]}, [2]),
+        ({"first": 2}, [0, 1]),
+        ({"last": 2}, [4, 5]),
+        ({"first": 1, "last": 1}, [0, 5]),
+        ({"first": 6}, range(6)),
+        ({"first": 4, "last": 4}, range(6)),
+        ({"names": ["model.layers.1.*"]}, [1]),
+        ({"names": ["model.layers.[34].*"]}, [3, 4]),
+    ],
+)
+def test_layers(pins, layers):
+    assert set(resolve(**pins).bf16_linears()) == linears_of(*layers)
+
+
+def test_names_and_kinds():
+    policy = resolve(names=["*.down_proj"], kinds=["qkv_proj"])
+    expected = {
+        f"model.layers.{i}.{n}"
+        for i in range(LAYERS)
+        for n in LINEARS
+        if n in ("mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    }
+    assert set(policy.bf16_linears()) == expected
+    assert policy.row("model.layers.0.mlp.down_proj").reason == "names: *.down_proj"
+    assert policy.row("model.layers.0.self_attn.k_proj").reason == "kinds: qkv_proj"
+
+
+@settings(deadline=None)
+@given(data=st.data(), num_layers=st.integers(1, 12))
+def test_equal_to_a_set_of_layer_numbers(data, num_layers):
+    numbers = data.draw(st.lists(st.integers(-num_layers, num_layers - 1), max_size=4))
+    first, last = data.draw(st.tuples(*[st.integers(0, num_layers)] * 2))
+    policy = PinPolicy.for_dense_model(
+        Pins(layers=tuple(numbers), first=first, last=last), num_layers
+    )
+    every = list(range(num_layers))
+    pinned = {every[n] for n in numbers} | set(every[:first]) | set(every[num_layers - last :])
+    for row in policy.report():
+        if row.layer is not None and row.kind != "norm":
+            assert (row.precision == "bf16") == (row.layer in pinned), row
+
+
+def test_fused_names_are_known():
+    policy = resolve(layers=[1])
+    for leaf in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+        assert policy.precision(f"model.layers.1.{leaf}") == "bf16"
+        assert policy.precision(f"model.layers.2.{leaf}") == "fp8"
+
+
+def test_report_has_one_row_a_module_in_model_order():
+    assert [row.name for row in resolve(last=1).report()] == dense_module_names(LAYERS)
+
+
+def test_summary():
+    assert resolve().summary() == "fp8rl: 42 of 42 linear modules in FP8; pinned to BF16: none"
+    assert resolve(names=["*.0.mlp.down_proj"]).summary() == (
+        "fp8rl: 41 of 42 linear modules in FP8; pinned to BF16: model.layers.0.mlp.down_proj"
+    )
+
+
+def test_mixture_of_experts():
+    policy = PinPolicy(Pins(names=("*.experts.*",)), MOE)
+    assert policy.precision("model.layers.0.mlp.gate_up_proj") == "fp8"
+    assert policy.row("model.layers.1.mlp.gate").reason == "always: router"
+    assert policy.precision("model.layers.1.mlp.experts.1.down_proj") == "bf16"
+    assert PinPolicy(Pins(kinds=("experts",)), MOE).bf16_linears() == policy.bf16_linears()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layer"),
+    [
+        ("model.layers.10.self_attn.q_proj", "qkv_proj", 10),
+        ("model.layers.10.self_attn.qkv_proj", "qkv_proj", 10),
+        ("model.layers.0.self_attn.o_proj", "o_proj", 0),
+        ("model.layers.0.mlp.up_proj", "gate_up_proj", 0),
+        ("model.layers.0.mlp.gate", "router", 0),
+        ("model.layers.0.mlp.experts.3.up_proj", "experts", 0),
+        ("model.layers.0.self_attn.q_norm", "norm", 0),
+        ("model.embed_tokens", "embed_tokens", None),
+        ("lm_head", "lm_head", None),
+        ("model.layers.0.something_new", "linear", 0),
+        ("model.mlayers.0.x", "linear", None),
+    ],
+)
+def test_kind_and_layer(name, kind, layer):
+    assert kind_of(name) == kind
+    assert layer_of(name) == layer
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"layers": [6]}, r"pins\.layers: 6 matches nothing, the model has layers 0 to 5"),
+        ({"layers": [-7]}, r"pins\.layers: -7 matches nothing.*or -6 to -1"),
+        ({"first": 7}, r"pins\.first: 7 is more than the model's 6 layers"),
+        ({"last": 7}, r"pins\.last: 7 is more than the model's 6 layers"),
+        ({"names": ["model.layers.9.*"]}, r"pins\.names: model\.layers\.9\.\* matches no module"),
+        ({"names": ["*.down_porj"]}, "names look like 'model.layers.0.input_layernorm'"),
+        ({"kinds": ["experts"]}, r"pins\.kinds: experts matches no module"),
+    ],
+)
+def test_pins_that_match_nothing(pins, message):
+    with pytest.raises(PinError, match=message):
+        resolve(**pins)
+
+
+@pytest.mark.parametrize(
+    ("names", "fused", "pinned"),
+    [
+        (["model.layers.2.self_attn.q_proj"], "model.layers.2.self_attn.qkv_proj", "q_proj"),
+        (["*.1.self_attn.[kv]_proj"], "model.layers.1.self_attn.qkv_proj", "k_proj"),
+        (["model.layers.0.mlp.up_proj"], "model.layers.0.mlp.gate_up_proj", "up_proj"),
+    ],
+)
+def test_part_of_a_fused_module(names, fused, pinned):
+    with pytest.raises(PinError) as caught:
+        resolve(names=names)
+    assert f"not all parts of the fused '{fused}'" in str(caught.value)
+    assert f"{pinned}' but" in str(caught.value)
+    assert "or use kinds: " in str(caught.value)
+
+
+def test_part_of_a_fused_module_without_a_prefix():
+    with pytest.raises(PinError, match="fused 'gate_up_proj'"):
+        PinPolicy(Pins(names=("up_proj",)), ["gate_proj", "up_proj"])
+
+
+def test_the_parts_may_be_pinned_one_by_one():
+    names = [f"model.layers.0.self_attn.{p}_proj" for p in "qkv"]
+    assert resolve(names=names).bf16_linears() == names
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.6.mlp.down_proj", "model.layers.0.mlp.router", "", "qkv_proj"]
+)
+def test_a_module_of_another_model(name):
+    with pytest.raises(PinError, match=r"is not in the model that the pins were resolved for \(6"):
+        resolve().precision(name)

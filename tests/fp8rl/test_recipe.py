@@ -1,0 +1,223 @@
+"""The recipe: defaults, sources, and one clear error for each way to get it wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pydantic
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl.errors import Fp8RLError, RecipeError
+from fp8rl.recipe import RECIPE_ENV, ImportanceSampling, Pins, Recipe
+
+FULL = {
+    "rollout": True,
+    "training": False,
+    "weights": {"block": [128, 128], "scale_format": "pow2"},
+    "activations": {"group": 128, "scale_format": "pow2"},
+    "pins": {
+        "layers": [0, -1],
+        "first": 1,
+        "last": 2,
+        "names": ["model.layers.*.mlp.down_proj"],
+        "kinds": ["o_proj"],
+    },
+    "kv_cache": {"dtype": "auto", "margin": 1.5},
+    "importance_sampling": {
+        "corrector": "is",
+        "level": "sequence",
+        "mode": "clip",
+        "low": 0.5,
+        "high": 4.0,
+        "self_normalize": True,
+        "log_ratio_clamp": 10.0,
+        "rejection": {"level": "geometric", "low": 0.9, "high": 1.1},
+        "token_veto": 1e-4,
+    },
+}
+
+
+def test_default_is_the_published_recipe():
+    recipe = Recipe()
+    assert recipe.rollout and recipe.training
+    assert recipe.weights.block == (128, 128)
+    assert recipe.activations.group == 128
+    assert recipe.weights.scale_format == recipe.activations.scale_format == "fp32"
+    assert recipe.pins == Pins()
+    assert recipe.kv_cache.dtype == "fp8_e4m3"
+    sampling = recipe.importance_sampling
+    assert (sampling.level, sampling.mode, sampling.high) == ("token", "truncate", 2.0)
+    assert Recipe.from_dict({}) == recipe
+
+
+def test_round_trip_through_a_plain_dict():
+    recipe = Recipe.from_dict(FULL)
+    assert recipe.to_dict() == FULL
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert Recipe.from_dict(Recipe().to_dict()) == Recipe()
+
+
+def test_frozen():
+    with pytest.raises(pydantic.ValidationError):
+        Recipe().rollout = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json", ""])
+def test_load_from_a_file(tmp_path, suffix, wrapped):
+    path = tmp_path / f"recipe{suffix}"
+    data = {"fp8rl": FULL} if wrapped else FULL
+    path.write_text(json.dumps(data) if suffix == ".json" else yaml.safe_dump(data))
+    assert Recipe.load(path) == Recipe.load(str(path)) == Recipe.from_dict(FULL)
+
+
+@pytest.mark.parametrize("text", ["", "fp8rl:\n", "{}", "# only a comment\n"])
+def test_an_empty_file_is_the_default(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert Recipe.load(path) == Recipe()
+
+
+def test_load_from_json_text():
+    assert Recipe.load(" " + json.dumps(FULL)) == Recipe.from_dict(FULL)
+    assert Recipe.load('{"fp8rl": {"rollout": false}}').rollout is False
+
+
+def test_from_env(monkeypatch, tmp_path):
+    monkeypatch.delenv(RECIPE_ENV, raising=False)
+    assert Recipe.from_env() is None
+    monkeypatch.setenv(RECIPE_ENV, '{"training": false}')
+    assert Recipe.from_env() == Recipe(training=False)
+    path = tmp_path / "r.yaml"
+    path.write_text("rollout: false")
+    monkeypatch.setenv(RECIPE_ENV, str(path))
+    assert Recipe.from_env() == Recipe(rollout=False)
+
+
+@pytest.mark.parametrize("text", ["off", "'off'"])
+def test_bare_off_in_yaml_means_off(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"importance_sampling:\n  mode: {text}\n")
+    assert Recipe.load(path).importance_sampling.mode == "off"
+
+
+def unknown_key_paths() -> list[tuple[str, ...]]:
+    def walk(data: dict, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+        inner = [walk(v, (*path, k)) for k, v in data.items() if isinstance(v, dict)]
+        return [(*path, "typo"), *(p for paths in inner for p in paths)]
+
+    return walk(FULL, ())
+
+
+@pytest.mark.parametrize("path", unknown_key_paths(), ids=".".join)
+def test_unknown_key_is_named_with_its_full_path(path):
+    data = json.loads(json.dumps(FULL))
+    section = data
+    for key in path[:-1]:
+        section = section[key]
+    section["typo"] = 1
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_dict(data, where="policy.megatron_cfg.fp8rl")
+    assert f"unknown key 'policy.megatron_cfg.fp8rl.{'.'.join(path)}'" in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_dict({"rolout": True, "pins": {"first": -1}, "kv_cache": {"margin": "much"}})
+    for part in ("'recipe.rolout'", "'recipe.pins.first'", "'recipe.kv_cache.margin'"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"weights": {"block": [64, 128]}}, "recipe.weights.block.0"),
+        ({"weights": {"block": [128]}}, "recipe.weights.block"),
+        ({"weights": {"scale_format": "e8m0"}}, "recipe.weights.scale_format"),
+        ({"activations": {"group": 64}}, "recipe.activations.group"),
+        ({"pins": {"layers": ["first"]}}, "recipe.pins.layers.0"),
+        ({"pins": {"last": 1.5}}, "recipe.pins.last"),
+        ({"pins": {"kinds": ["mlp"]}}, "recipe.pins.kinds.0"),
+        ({"kv_cache": {"dtype": "fp8_e5m2"}}, "recipe.kv_cache.dtype"),
+        ({"kv_cache": {"margin": 0.5}}, "recipe.kv_cache.margin"),
+        ({"kv_cache": {"margin": float("nan")}}, "recipe.kv_cache.margin"),
+        ({"importance_sampling": {"mode": "drop"}}, "recipe.importance_sampling.mode"),
+        ({"importance_sampling": {"mode": True}}, "recipe.importance_sampling.mode"),
+        ({"importance_sampling": {"high": 0}}, "recipe.importance_sampling.high"),
+        ({"importance_sampling": {"high": float("inf")}}, "recipe.importance_sampling.high"),
+        ({"importance_sampling": {"mode": "clip"}}, "mode 'clip' needs 'low'"),
+        ({"importance_sampling": {"mode": "mask"}}, "mode 'mask' needs 'low'"),
+        ({"importance_sampling": {"low": 0.5}}, "'low' has no meaning with mode 'truncate'"),
+        (
+            {"importance_sampling": {"mode": "clip", "low": 3, "high": 2}},
+            r"low=3\.0 must be below high=2\.0",
+        ),
+        ({"importance_sampling": {"rejection": {}}}, "rejection needs 'low' or 'high'"),
+        (
+            {"importance_sampling": {"rejection": {"low": 2, "high": 1}}},
+            r"rejection\.low=2\.0 must be below rejection\.high=1\.0",
+        ),
+        ([1, 2], "recipe must be a mapping of recipe keys, not list"),
+        (None, "recipe must be a mapping of recipe keys, not NoneType"),
+        ({1: 2}, "recipe"),
+    ],
+)
+def test_bad_values(data, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        Recipe.from_dict(data)
+    assert isinstance(caught.value, Fp8RLError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.json", b"{", "r.json is not valid JSON"),
+        ("r.yaml", b"a: [1", "r.yaml is not valid YAML"),
+        ("r.yaml", b"- 1\n- 2\n", "r.yaml must be a mapping of recipe keys, not list"),
+        ("r.yaml", b"\xff\xfe\xfa", "r.yaml' cannot be read"),
+        ("r.yaml", b"pins: {layrs: [1]}", "r.yaml.pins.layrs'"),
+    ],
+)
+def test_bad_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load(tmp_path / name)
+    assert message in str(caught.value)
+
+
+def test_missing_file_and_bad_text(tmp_path):
+    with pytest.raises(RecipeError, match=r"nowhere\.yaml' does not exist; give a path or a JSON"):
+        Recipe.load(tmp_path / "nowhere.yaml")
+    with pytest.raises(RecipeError, match="does not exist"):
+        Recipe.load(tmp_path)
+    with pytest.raises(RecipeError, match="The recipe is not valid JSON"):
+        Recipe.load("{not json")
+
+
+pins = st.builds(
+    Pins,
+    layers=st.lists(st.integers(-9, 9), max_size=4).map(tuple),
+    first=st.integers(0, 3),
+    last=st.integers(0, 3),
+    names=st.lists(st.sampled_from(["a", "b.*", "c"]), max_size=3).map(tuple),
+    kinds=st.lists(st.sampled_from(["o_proj", "down_proj"]), max_size=2).map(tuple),
+)
+
+
+@given(a=pins, b=pins)
+def test_merged_pins_are_the_union(a, b):
+    merged = a.merged(b)
+    for key in ("layers", "names", "kinds"):
+        found = getattr(merged, key)
+        assert set(found) == set(getattr(a, key)) | set(getattr(b, key))
+        assert len(found) == len(set(found))
+    assert merged.first == max(a.first, b.first)
+    assert merged.last == max(a.last, b.last)
+
+
+def test_mode_off_needs_no_bounds():
+    assert ImportanceSampling(mode="off").low is None
