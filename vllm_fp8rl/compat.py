@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from importlib.metadata import PackageNotFoundError, version
-
 from typing import Any
 
 from fp8rl.errors import UnsupportedError

