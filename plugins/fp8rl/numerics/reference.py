@@ -45,8 +45,10 @@ def _decode(codes: torch.Tensor) -> torch.Tensor:
     # float16 with the same sign, exponent and mantissa bits; its exponent bias is larger by 8.
     bits = raw.to(torch.int16).bitwise_left_shift_(8).bitwise_right_shift_(1).bitwise_and_(~0x4000)
     values = bits.view(torch.float16).float().mul_(256.0)
-    nan = raw.bitwise_and(0x7F) == 0x7F
-    return values.masked_fill_(nan, float("nan")) if nan.any() else values
+    magnitude = raw.bitwise_and(0x7F)
+    if magnitude.numel() and magnitude.amax() == 0x7F:
+        values.masked_fill_(magnitude == 0x7F, float("nan"))
+    return values
 
 
 def quantize_block(w: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat) -> Quantized:
