@@ -95,7 +95,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             console.print(_engine_table(adapter.name, diagnosis))
             problems += [f"{adapter.name}: {problem}" for problem in diagnosis.problems]
         if recipe is not None or layers is not None or model is not None:
-            loaded = _load_recipe(recipe, plugins)
+            loaded = _load_recipe(recipe)
             if names := _module_names(layers, model):
                 policy = plugins.pin_policy(loaded.pins, names)
                 console.print(_pin_table(policy))
@@ -117,7 +117,9 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         """Validate a recipe and print it with all defaults as YAML."""
         import yaml
 
-        text = yaml.safe_dump(_load_recipe(file, plugins).to_dict(), sort_keys=False)
+        loaded = _load_recipe(file)
+        _check_corrector(loaded.importance_sampling.corrector, plugins)
+        text = yaml.safe_dump(loaded.to_dict(), sort_keys=False)
         Console().print(text, markup=False, soft_wrap=True, end="")
 
     _add_plugin_commands(app, plugins)
@@ -191,15 +193,17 @@ def _engine_table(name: str, diagnosis: Diagnosis) -> Table:
     return table
 
 
-def _load_recipe(source: str | None, plugins: PluginManager) -> Recipe:
-    recipe = Recipe.load(source) if source is not None else Recipe.from_env() or Recipe()
-    corrector, known = recipe.importance_sampling.corrector, sorted(plugins.is_correctors())
-    if corrector not in known:
+def _load_recipe(source: str | None) -> Recipe:
+    return Recipe.load(source) if source is not None else Recipe.from_env() or Recipe()
+
+
+def _check_corrector(name: str, plugins: PluginManager) -> None:
+    known = sorted(plugins.is_correctors())
+    if name not in known:
         raise RecipeError(
-            f"importance_sampling.corrector '{corrector}' is not known; use one of "
+            f"importance_sampling.corrector '{name}' is not known; use one of "
             f"{', '.join(known) or 'none'}, or install the plugin that offers it."
         )
-    return recipe
 
 
 def _module_names(layers: int | None, model: Path | None) -> list[str]:

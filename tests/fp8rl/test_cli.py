@@ -1,0 +1,289 @@
+"""The ``fp8rl`` command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import fp8rl
+from fp8rl import PluginManager, Recipe, cli, hookimpl
+from fp8rl.adapters import Diagnosis, EngineAdapter
+from fp8rl.errors import Fp8RLError, PinError, RecipeError, UnsupportedError
+
+GOOD = Diagnosis("1.2.3", ("1.2.3", "1.3"), {"device": "cpu [really]"})
+SICK = Diagnosis("0.1", ("1.2.3",), problems=("Version 0.1 is too old; install 1.2.3.",))
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("FP8RL_RECIPE", raising=False)
+    monkeypatch.delenv("FP8RL_DEBUG", raising=False)
+
+
+def engines(**diagnoses: Diagnosis | Exception) -> PluginManager:
+    """A manager with one plugin that serves these engines and the corrector ``is``."""
+
+    def diagnose(result):
+        def run() -> Diagnosis:
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        return run
+
+    @hookimpl
+    def register_engine_adapters():
+        return [EngineAdapter(name, diagnose(result)) for name, result in diagnoses.items()]
+
+    @hookimpl
+    def register_is_correctors():
+        return {"is": abs}
+
+    plugins = PluginManager(discover=False)
+    plugin = ModuleType("test")
+    vars(plugin).update(
+        register_engine_adapters=register_engine_adapters,
+        register_is_correctors=register_is_correctors,
+    )
+    plugins.register(plugin)
+    return plugins
+
+
+def run(plugins: PluginManager, *arguments: str):
+    return CliRunner().invoke(cli.build_app(plugins), arguments)
+
+
+def run_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["fp8rl", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    code = caught.value.code
+    out, err = capsys.readouterr()
+    return int(code or 0), out, err
+
+
+def test_version_and_module_entry_without_torch():
+    code = (
+        "import sys; sys.argv = ['fp8rl', '--version']\n"
+        "import atexit; atexit.register(lambda: print('torch' in sys.modules))\n"
+        "import fp8rl.cli; print('torch' in sys.modules)\n"
+        "import runpy; runpy.run_module('fp8rl', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[:2] == ["False", f"fp8rl {fp8rl.__version__}"]
+
+
+def test_plugins_lists_the_own_ones(monkeypatch, capsys):
+    code, out, _ = run_main(monkeypatch, capsys, "plugins")
+    assert code == 0
+    for name, hook in (("nemo_rl", "register_is_correctors"), ("vllm", ""), ("megatron", "")):
+        row = next(line for line in out.splitlines() if f" {name} " in line)
+        assert hook in row
+        assert fp8rl.__version__ in row
+
+
+def test_a_broken_plugin_is_named_and_does_not_stop_help(install, monkeypatch, capsys):
+    install("import no_such_module", name="bad")
+    code, out, err = run_main(monkeypatch, capsys, "--help")
+    assert code == 0
+    assert "doctor" in out
+    assert "Warning: fp8rl plugin 'bad'" in err
+    assert "Traceback" not in err
+
+    code, out, err = run_main(monkeypatch, capsys, "plugins")
+    assert code == 1
+    row = next(line for line in out.splitlines() if " bad " in line)
+    for part in ("dist_of_bad", "2.5", "broken"):
+        assert part in row
+    assert "no_such_module" in err
+
+    code, out, _ = run_main(monkeypatch, capsys, "doctor", "megatron-core")
+    assert code == 1
+    assert "Problem: fp8rl plugin 'bad'" in out
+
+
+def test_plugins_add_commands(install, monkeypatch, capsys):
+    head = "from fp8rl import hookimpl\n@hookimpl\ndef register_commands(app):\n"
+    install(head + "    app.command('greet')(lambda: print('hello'))\n", name="polite")
+    install(head + "    raise KeyError('no')\n", name="rude")
+    code, out, err = run_main(monkeypatch, capsys, "greet")
+    assert (code, out) == (0, "hello\n")
+    assert "Warning: fp8rl plugin 'rude' cannot add its commands: KeyError: 'no'" in err
+
+
+def test_an_error_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    code, out, err = run_main(monkeypatch, capsys, "recipe", '{"pins": {"layrs": [1]}}')
+    assert (code, out) == (2, "")
+    assert err == (
+        "Error: Bad recipe: unknown key 'recipe.pins.layrs' (remove it or correct its spelling).\n"
+    )
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_debug_lets_the_traceback_through(monkeypatch, how):
+    arguments = ["recipe", "nowhere.yaml"]
+    if how == "option":
+        arguments.insert(0, "--debug")
+    else:
+        monkeypatch.setenv("FP8RL_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["fp8rl", *arguments])
+    with pytest.raises(RecipeError):
+        cli.main()
+
+
+def test_no_arguments_shows_help():
+    result = run(engines())
+    assert "Usage" in result.output
+    assert "recipe" in result.output
+
+
+def test_recipe_prints_all_defaults_as_yaml(tmp_path, monkeypatch):
+    result = run(engines(), "recipe")
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.stdout) == Recipe().to_dict()
+
+    path = tmp_path / "r.yaml"
+    path.write_text("pins: {last: 1}\nimportance_sampling: {mode: off}\n")
+    result = run(engines(), "recipe", str(path))
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(result.stdout)
+    assert Recipe.load(printed) == Recipe.load(path)
+
+    monkeypatch.setenv("FP8RL_RECIPE", '{"rollout": false}')
+    assert "rollout: false" in run(engines(), "recipe").stdout
+
+
+def test_recipe_with_an_unknown_corrector():
+    result = run(engines(), "recipe", '{"importance_sampling": {"corrector": "xis"}}')
+    assert isinstance(result.exception, RecipeError)
+    assert "corrector 'xis' is not known; use one of is," in str(result.exception)
+
+
+def test_doctor_shows_engines():
+    result = run(engines(alpha=GOOD, beta=GOOD), "doctor")
+    assert result.exit_code == 0
+    for part in ("alpha", "beta", "1.2.3, 1.3", "cpu [really]", "ok"):
+        assert part in result.stdout
+    one = run(engines(alpha=GOOD, beta=GOOD), "doctor", "beta")
+    assert "alpha" not in one.stdout
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "problem"),
+    [
+        (SICK, "Problem: sick: Version 0.1 is too old; install 1.2.3."),
+        (ValueError("odd"), "Problem: sick: its diagnosis failed: ValueError: odd"),
+    ],
+)
+def test_doctor_fails_on_problems(diagnosis, problem):
+    result = run(engines(good=GOOD, sick=diagnosis), "doctor")
+    assert result.exit_code == 1
+    assert problem in result.stdout
+    assert "good" in result.stdout
+    assert run(engines(good=GOOD, sick=diagnosis), "doctor", "good").exit_code == 0
+
+
+def test_doctor_with_an_unknown_engine():
+    result = run(engines(alpha=GOOD), "doctor", "sglang")
+    assert isinstance(result.exception, UnsupportedError)
+    assert "'sglang'; known engines: alpha" in str(result.exception)
+
+
+def table_rows(output: str) -> dict[str, tuple[str, str]]:
+    rows = [line.split("│")[1:-1] for line in output.splitlines() if line.startswith("│")]
+    return {r[0].strip(): (r[1].strip(), r[2].strip()) for r in rows if len(r) == 3}
+
+
+def test_doctor_resolves_pins():
+    recipe = '{"pins": {"last": 1, "names": ["*.0.mlp.down_proj"]}}'
+    result = run(engines(), "doctor", "--recipe", recipe, "--layers", "5")
+    assert result.exit_code == 0, result.output
+    every = "qkv_proj, o_proj, gate_up_proj, down_proj"
+    rows = table_rows(result.stdout)
+    assert rows["0"] == (every.removesuffix(", down_proj"), "down_proj (names: *.0.mlp.down_proj)")
+    assert rows["1-3"] == (every, "")
+    assert rows["4"] == ("", ", ".join(f"{kind} (last: 1)" for kind in every.split(", ")))
+    assert rows["outside"][0] == ""
+    assert "lm_head (always: lm_head)" in rows["outside"][1]
+    assert "27 of 35 linear modules in FP8" in result.stdout
+
+
+def test_doctor_with_pins_of_plugins(install, monkeypatch, capsys):
+    code = "from fp8rl import hookimpl\nfrom fp8rl.recipe import Pins\n@hookimpl\n"
+    install(code + "def register_pins(module_names): return Pins(first=1)", name="pinner")
+    code, out, _ = run_main(monkeypatch, capsys, "doctor", "megatron-core", "--layers", "2")
+    assert "o_proj (first: 1)" in table_rows(out)["0"][1]
+
+
+def test_doctor_without_a_size_validates_the_recipe():
+    result = run(engines(), "doctor", "--recipe", "{}")
+    assert "pins need --layers or --model" in result.stdout
+    result = run(engines(), "doctor", "--recipe", '{"pins": {"layers": [7]}}', "--layers", "5")
+    assert isinstance(result.exception, PinError)
+
+
+def moe_names() -> list[str]:
+    names = [f"model.layers.{i}.mlp.experts.0.{p}_proj" for i in (10, 2) for p in ("up", "gate")]
+    return [*names, "model.layers.2.mlp.gate", "lm_head"]
+
+
+def write_model(folder, kind: str) -> None:
+    tensors = [f"{name}.weight" for name in moe_names()] + ["model.layers.2.self_attn.q_proj.bias"]
+    if kind == "index":
+        index = {"weight_map": dict.fromkeys(tensors, "x.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif kind == "single":
+        header = json.dumps({"__metadata__": {}, **{name: {} for name in tensors}}).encode()
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+@pytest.mark.parametrize("kind", ["index", "single"])
+def test_doctor_takes_names_from_the_weights(tmp_path, kind):
+    write_model(tmp_path, kind)
+    result = run(engines(), "doctor", "--model", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    rows = table_rows(result.stdout)
+    assert list(rows) == ["outside", "2", "10"]
+    assert rows["10"] == ("experts", "")
+    assert rows["2"] == ("experts", "router (always: router)")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_doctor_takes_the_layers_from_the_config(tmp_path, nested):
+    config = {"num_hidden_layers": 4}
+    config = {"text_config": config} if nested else config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(engines(), "doctor", "--model", str(tmp_path), "--recipe", '{"pins":{"first":1}}')
+    assert {"outside", "0", "1-3"} == set(table_rows(result.stdout))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no readable Hugging Face model folder (FileNotFoundError"),
+        ("{", "no readable Hugging Face model folder (JSONDecodeError"),
+        ("{}", "no readable Hugging Face model folder (KeyError: 'num_hidden_layers')"),
+        ('{"num_hidden_layers": 2, "num_experts": 8}', "mixture of experts without weights"),
+    ],
+)
+def test_doctor_with_a_bad_model_folder(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    result = run(engines(), "doctor", "--model", str(tmp_path))
+    assert isinstance(result.exception, Fp8RLError)
+    assert message in str(result.exception)
+
+
+def test_doctor_wants_one_size(tmp_path):
+    result = run(engines(), "doctor", "--model", str(tmp_path), "--layers", "2")
+    assert isinstance(result.exception, UnsupportedError)
+    assert "--layers or --model, not both" in str(result.exception)

@@ -1,0 +1,204 @@
+"""The plugin manager with real (made-up) distributions on ``sys.path``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import fp8rl
+from fp8rl import PluginManager, hookimpl
+from fp8rl.errors import PinError, PluginError
+from fp8rl.gemm import ReferenceBackend
+from fp8rl.pinning import dense_module_names
+from fp8rl.recipe import Pins
+
+GOOD = """
+from fp8rl import hookimpl
+from fp8rl.recipe import Pins
+
+@hookimpl
+def register_pins(module_names):
+    return Pins(names=("*.0.mlp.down_proj",))
+"""
+
+
+class Backend(ReferenceBackend):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def manager(*plugins: object) -> PluginManager:
+    found = PluginManager(discover=False)
+    for plugin in plugins:
+        found.register(plugin)
+    return found
+
+
+def plugin(**hooks: object) -> SimpleNamespace:
+    """A plugin whose hooks return these values."""
+
+    def make(value: object):
+        return lambda: value
+
+    return SimpleNamespace(**{name: hookimpl(make(value)) for name, value in hooks.items()})
+
+
+def pinning(pins: object) -> SimpleNamespace:
+    @hookimpl
+    def register_pins(module_names):
+        return pins
+
+    return SimpleNamespace(register_pins=register_pins)
+
+
+def test_own_plugins_are_found_like_anyone_elses():
+    found = PluginManager()
+    assert {"vllm", "megatron", "nemo_rl"} <= set(found.entry_points)
+    assert found.has_plugin("nemo_rl")
+    assert found.broken == {}
+
+
+def test_discovery_off_loads_nothing():
+    found = PluginManager(discover=False)
+    assert found.get_plugins() == set()
+    assert list(found.gemm_backends()) == ["reference"]
+    assert found.is_correctors() == {}
+    assert found.engine_adapters() == []
+
+
+def test_an_entry_point_is_loaded(install):
+    install(GOOD, name="good")
+    found = PluginManager()
+    assert found.has_plugin("good")
+    policy = found.pin_policy(Pins(last=1), dense_module_names(3))
+    assert policy.bf16_linears()[0] == "model.layers.0.mlp.down_proj"
+    assert len(policy.bf16_linears()) == 1 + 7
+
+
+@pytest.mark.parametrize(
+    ("code", "value", "reason"),
+    [
+        ("import no_such_module_anywhere", None, "ModuleNotFoundError: No module named"),
+        ("raise RuntimeError('boom at import')", None, "RuntimeError: boom at import"),
+        ("def broken(:", None, "SyntaxError"),
+        ("", "module_of_dist_of_bad:missing", "AttributeError"),
+        (
+            "from fp8rl import hookimpl\n@hookimpl\ndef register_pinz(module_names): ...",
+            None,
+            "unknown hook 'register_pinz'",
+        ),
+        (
+            "from fp8rl import hookimpl\n@hookimpl\ndef register_pins(names): ...",
+            None,
+            "PluginValidationError",
+        ),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded(install, code, value, reason):
+    install(code, name="bad", value=value)
+    install(GOOD, name="good")
+    with pytest.raises(PluginError) as caught:
+        PluginManager()
+    message = str(caught.value)
+    for part in ("plugin 'bad'", "from dist_of_bad", reason, "FP8RL_BLOCK_PLUGINS=bad"):
+        assert part in message
+
+    tolerant = PluginManager(strict=False)
+    assert str(tolerant.broken["bad"]) == message
+    assert not tolerant.has_plugin("bad")
+    assert tolerant.has_plugin("good")
+    assert tolerant.pin_policy(Pins(), dense_module_names(1)).bf16_linears()
+
+
+def test_blocked_plugins_are_not_even_imported(install, monkeypatch):
+    install("raise RuntimeError", name="bad")
+    install("raise RuntimeError", name="worse")
+    monkeypatch.setenv("FP8RL_BLOCK_PLUGINS", " bad, worse,")
+    found = PluginManager()
+    assert not {"bad", "worse"} & set(found.entry_points)
+    assert found.has_plugin("nemo_rl")
+
+
+def test_two_distributions_with_one_plugin_name(install):
+    install(GOOD, name="same", dist="one")
+    install(GOOD, name="same", dist="two")
+    with pytest.raises(PluginError, match="Two fp8rl plugins are named 'same'") as caught:
+        PluginManager()
+    assert "from one" in str(caught.value)
+    assert "from two" in str(caught.value)
+
+
+def test_two_backends_with_one_name():
+    offer = [plugin(register_gemm_backends=[Backend("fast")]) for _ in range(2)]
+    with pytest.raises(PluginError, match="Two plugins offer a GEMM backend named 'fast'"):
+        manager(*offer).gemm_backends()
+    with pytest.raises(PluginError, match="GEMM backend named 'reference'"):
+        manager(plugin(register_gemm_backends=[Backend("reference")])).gemm_backends()
+
+
+def test_backends_and_correctors_of_several_plugins():
+    found = manager(
+        plugin(register_gemm_backends=[Backend("a")], register_is_correctors={"x": abs}),
+        plugin(register_gemm_backends=(Backend("b"),), register_is_correctors={"y": max}),
+    )
+    assert set(found.gemm_backends()) == {"reference", "a", "b"}
+    assert found.is_correctors() == {"x": abs, "y": max}
+
+
+def test_two_correctors_with_one_name():
+    offer = [plugin(register_is_correctors={"x": abs}) for _ in range(2)]
+    with pytest.raises(PluginError, match="importance-sampling corrector named 'x'; rename"):
+        manager(*offer).is_correctors()
+
+
+def test_adapters_are_sorted():
+    adapters = [SimpleNamespace(name=name) for name in "cab"]
+    found = manager(
+        plugin(register_engine_adapters=adapters[:2]), plugin(register_engine_adapters=adapters[2:])
+    )
+    assert [adapter.name for adapter in found.engine_adapters()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "call"),
+    [
+        ("register_gemm_backends", "gemm_backends"),
+        ("register_is_correctors", "is_correctors"),
+        ("register_engine_adapters", "engine_adapters"),
+    ],
+)
+def test_a_hook_that_returns_the_wrong_type(hook, call):
+    with pytest.raises(PluginError, match=f"{hook} of an fp8rl plugin .* returned int; it must"):
+        getattr(manager(plugin(**{hook: 3})), call)()
+
+
+def test_pins_of_plugins_are_added():
+    names = dense_module_names(4)
+    found = manager(pinning(Pins(first=1)), pinning(Pins(layers=(2,))), pinning(None))
+    pinned = {row.layer for row in found.pin_policy(Pins(last=1), names).report() if row.reason}
+    linears = {n.split(".")[2] for n in found.pin_policy(Pins(last=1), names).bf16_linears()}
+    assert linears == {"0", "2", "3"}
+    assert pinned >= {0, 2, 3}
+    with pytest.raises(PluginError, match="returned dict; it must return Pins or None"):
+        manager(pinning({"first": 1})).pin_policy(Pins(), names)
+    with pytest.raises(PinError, match="matches nothing"):
+        manager(pinning(Pins(layers=(9,)))).pin_policy(Pins(), names)
+
+
+def test_observers_are_called():
+    seen = []
+
+    @hookimpl
+    def step_finished(step, metrics):
+        seen.append((step, dict(metrics)))
+
+    manager(SimpleNamespace(step_finished=step_finished)).hook.step_finished(
+        step=3, metrics={"loss": 1.0}
+    )
+    assert seen == [(3, {"loss": 1.0})]
+
+
+def test_public_names():
+    for name in fp8rl.__all__:
+        assert getattr(fp8rl, name) is not None
