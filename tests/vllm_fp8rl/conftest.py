@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
     from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
 
     started = start_engine(checkpoints["a"], Recipe())
+    gc.freeze()  # each further engine collects garbage several times: not among all of vLLM's
     set_uncalibrated_kv_scales(started.model, KV_SCALE)
     yield started
     started.llm.llm_engine.engine_core.shutdown()
