@@ -1,0 +1,167 @@
+"""Quantization speed on a GPU: the torch reference, torch.compile of it, and the Triton kernels.
+
+    python benchmarks/quantize.py [--out FILE.json]
+
+Shapes are the linear layers of Qwen3-8B (BF16). Each time is the median of single calls with a cold
+L2 cache. Bandwidth counts one read of the input and one write of codes and scales, and is compared
+with that of a device-to-device copy measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from fp8rl.numerics import BLOCK, GROUP, Quantized, reference, triton_kernels
+
+WEIGHTS = {
+    "qkv_proj": (6144, 4096),
+    "o_proj": (4096, 4096),
+    "gate_up_proj": (24576, 4096),
+    "down_proj": (4096, 12288),
+}
+ACTIVATIONS = {"hidden, 8192 tokens": (8192, 4096), "mlp, 8192 tokens": (8192, 12288)}
+COPY_BYTES = 1 << 30
+CACHE_BYTES = 1 << 28  # several times the L2 of any current GPU
+
+
+def median_ms(call: Callable[[], object], repeats: int, cache: torch.Tensor) -> float:
+    """Median milliseconds of one call, L2 flushed before each."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cache.zero_()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def copy_bandwidth(repeats: int, cache: torch.Tensor) -> float:
+    """GB/s of a device-to-device copy, reads and writes counted."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source), repeats, cache) / 1e6
+
+
+def equal(a: Quantized, b: Quantized) -> bool:
+    """Same codes and scales, bit for bit."""
+    pairs = zip(a, b, strict=True)
+    return all(torch.equal(x.cpu().view(torch.uint8), y.cpu().view(torch.uint8)) for x, y in pairs)
+
+
+def cases() -> list[tuple[str, str, tuple[int, int], str]]:
+    """(operation, name, shape, scale format)."""
+    shapes = [("quantize_block", *item) for item in WEIGHTS.items()]
+    shapes += [("quantize_group", *item) for item in ACTIVATIONS.items()]
+    shapes += [("quantize_group transposed", *item) for item in ACTIVATIONS.items()]
+    return [(*shape, scale_format) for shape in shapes for scale_format in ("fp32", "pow2")]
+
+
+def measure(
+    case: tuple[str, str, tuple[int, int], str], repeats: int, cache: torch.Tensor
+) -> list[dict]:
+    """One row per implementation."""
+    operation, name, shape, scale_format = case
+    function, _, transposed = operation.partition(" ")
+    tile = BLOCK if function == "quantize_block" else GROUP
+    x = torch.randn(shape, device="cuda").bfloat16()
+    x = x.t() if transposed else x
+    eager = getattr(reference, function)
+    functions = {
+        "reference": eager,
+        "torch.compile": torch.compile(eager, dynamic=False),
+        "triton": getattr(triton_kernels, function),
+    }
+    expected = eager(x.cpu(), tile, scale_format)
+    rows = []
+    for implementation, call in functions.items():
+        result = call(x, tile, scale_format)
+        moved = sum(t.numel() * t.element_size() for t in (x, *result))
+        ms = median_ms(lambda call=call: call(x, tile, scale_format), repeats, cache)
+        rows.append(
+            {
+                "operation": operation,
+                "name": name,
+                "shape": list(x.shape),
+                "scale_format": scale_format,
+                "implementation": implementation,
+                "milliseconds": ms,
+                "gigabytes_per_second": moved / ms / 1e6,
+                "equal_to_cpu_reference": equal(result, expected),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=here / "results" / "quantize.json")
+    parser.add_argument("--repeats", type=int, default=30)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    cache = torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda")
+    copy = copy_bandwidth(options.repeats, cache)
+    rows = []
+    for case in track(cases(), "Quantizing", console=Console(stderr=True)):
+        rows += measure(case, options.repeats, cache)
+        torch.compiler.reset()
+    for row in rows:
+        row["share_of_copy"] = row["gigabytes_per_second"] / copy
+
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "repeats": options.repeats,
+        "copy_gigabytes_per_second": copy,
+        "rows": rows,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    table = Table(title=f"{report['device']}, copy {copy:.0f} GB/s")
+    for column in (
+        "operation",
+        "case",
+        "scale",
+        "implementation",
+        "ms",
+        "GB/s",
+        "of copy",
+        "equal",
+    ):
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["operation"],
+            row["name"],
+            row["scale_format"],
+            row["implementation"],
+            f"{row['milliseconds']:.4f}",
+            f"{row['gigabytes_per_second']:.0f}",
+            f"{row['share_of_copy']:.0%}",
+            "yes" if row["equal_to_cpu_reference"] else "no",
+        )
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()
