@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
+from vllm_fp8rl import NAME
 from vllm_fp8rl.kv_cache import check_kv_cache_dtype, require_kv_scales
 
 _PAGE = 32
@@ -320,4 +321,4 @@ def _codes_to_float(codes: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -
 
 def _is_fp8rl(vllm_config: VllmConfig) -> bool:
     quant_config = vllm_config.quant_config
-    return quant_config is not None and quant_config.get_name() == "fp8rl"
+    return quant_config is not None and quant_config.get_name() == NAME

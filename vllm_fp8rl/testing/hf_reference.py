@@ -1,0 +1,198 @@
+"""Hugging Face transformers as the independent truth for vLLM under ``fp8rl``.
+
+The model runs in float32 with fake quantization, i.e. values are quantized and multiplied back at
+the places where the engine keeps or multiplies FP8: weights in blocks, activations in groups, K and
+V with one scale a tensor. All else is transformers' own code. Two of its attention implementations
+under the same fake quantization tell how far rounding alone drives logprobs apart: a difference in
+the last bit of a float32 flips an FP8 code now and then, and the flip spreads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from fp8rl import PinPolicy, Recipe
+from fp8rl.kv_scales import scale_name
+from fp8rl.numerics import (
+    E4M3_MAX,
+    FP8_DTYPE,
+    dequantize_block,
+    dequantize_group,
+    quantize_block,
+    quantize_group,
+)
+from fp8rl.recipe import ScaleFormat
+
+Attention = Literal["eager", "sdpa"]
+FLIPPED = 1e-4
+"""Nats: a hundred times what float32 rounding leaves in a logprob, a hundredth of what one flipped
+code does."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A fake-quantized model and the K/V scales that its cache applies."""
+
+    model: PreTrainedModel
+    kv_scales: Mapping[str, float] | None
+    """Name on the wire -> scale, for every layer; None keeps K and V in float32."""
+
+    @torch.no_grad()
+    def teacher_forced_logprobs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logprob of each token but the first, given those before it.
+
+        Args:
+            token_ids: int64 ``[prompts, tokens]``, prompts of one length.
+
+        Returns:
+            float32 ``[prompts, tokens - 1]``.
+        """
+        cache = None if self.kv_scales is None else _FakeQuantCache(self.kv_scales)
+        logits = self.model(token_ids, past_key_values=cache, use_cache=cache is not None).logits
+        logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
+        return logprobs.gather(2, token_ids[:, 1:, None])[..., 0]
+
+    def many(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The same of prompts of any lengths, one after the other in one vector."""
+        parts: dict[int, torch.Tensor] = {}
+        for length in {len(prompt) for prompt in prompts}:
+            numbers = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+            batch = torch.tensor([list(prompts[i]) for i in numbers])
+            parts |= dict(zip(numbers, self.teacher_forced_logprobs(batch), strict=True))
+        return torch.cat([parts[i] for i in range(len(prompts))])
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Absolute differences between two vectors of logprobs, in nats."""
+
+    mean: float
+    p99: float
+    max: float
+    flipped: float
+    """Share of positions above :data:`FLIPPED`: an FP8 code before them was rounded otherwise."""
+
+    def within(self, floor: Gap, factor: float) -> bool:
+        """Whether mean and flipped share are at most ``factor`` times those of ``floor``.
+
+        Flips make the mean heavy-tailed, and quantiles near the top measure the size of one flip,
+        which a wrong scale does not change much. The share of flipped positions does: an error in
+        any layer's numerics moves nearly every position, whereas correct engines agree to
+        float32 rounding on all but a few. (In terms of quantiles: the one at ``1 - factor *
+        floor.flipped`` is at most :data:`FLIPPED`.)
+        """
+        return self.mean <= factor * floor.mean and self.flipped <= factor * floor.flipped
+
+
+def gap(a: torch.Tensor, b: torch.Tensor) -> Gap:
+    """Statistics of ``|a - b|``."""
+    difference = (a.double() - b.double()).abs()
+    return Gap(
+        mean=difference.mean().item(),
+        p99=difference.quantile(0.99).item(),
+        max=difference.max().item(),
+        flipped=(difference > FLIPPED).double().mean().item(),
+    )
+
+
+def load_reference(
+    path: str | os.PathLike[str],
+    recipe: Recipe,
+    *,
+    kv_scales: Mapping[str, float] | None = None,
+    attention: Attention = "eager",
+    unquantized: Iterable[str] = (),
+) -> Reference:
+    """A BF16 checkpoint in float32 with the recipe's fake quantization.
+
+    Args:
+        path: folder of a dense Llama/Qwen3-style checkpoint.
+        recipe: formats and pins; with ``rollout: false`` no linear layer is quantized.
+        kv_scales: see :class:`Reference`.
+        attention: transformers' implementation.
+        unquantized: names of further modules to leave alone, for negative controls.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        os.fspath(path), dtype=torch.float32, attn_implementation=attention
+    ).eval()
+    policy = PinPolicy.for_dense_model(recipe.pins, model.config.num_hidden_layers)
+    left_alone = set(unquantized)
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or name in left_alone or not recipe.rollout:
+            continue
+        if policy.precision(name) == "fp8":
+            _fake_quantize(module, recipe)
+    return Reference(model, kv_scales)
+
+
+def noise_floor(
+    path: str | os.PathLike[str],
+    recipe: Recipe,
+    prompts: Sequence[Sequence[int]],
+    *,
+    kv_scales: Mapping[str, float] | None = None,
+) -> Gap:
+    """Gap between transformers' eager and SDPA attention under the same fake quantization."""
+    eager, sdpa = (
+        load_reference(path, recipe, kv_scales=kv_scales, attention=name).many(prompts)
+        for name in ("eager", "sdpa")
+    )
+    return gap(eager, sdpa)
+
+
+def observed_kv_scales(
+    path: str | os.PathLike[str], recipe: Recipe, prompts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Scales from the largest |K| and |V| that the model makes of the prompts, with the margin."""
+    model = load_reference(path, recipe).model
+    amax = {(layer, role): 0.0 for layer in range(model.config.num_hidden_layers) for role in "kv"}
+    for prompt in prompts:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(torch.tensor([list(prompt)]), past_key_values=cache, use_cache=True)
+        for layer, stored in enumerate(cache.layers):
+            for role, tensor in (("k", stored.keys), ("v", stored.values)):
+                amax[layer, role] = max(amax[layer, role], tensor.abs().max().item())
+    factor = recipe.kv_cache.margin / E4M3_MAX
+    return {
+        scale_name(layer, role): torch.tensor(value * factor, dtype=torch.float32).item()
+        for (layer, role), value in amax.items()
+    }
+
+
+class _FakeQuantCache(DynamicCache):
+    """K and V as an FP8 cache gives them back."""
+
+    def __init__(self, scales: Mapping[str, float]) -> None:
+        super().__init__()
+        self._scales = scales
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = _fake_quantize_tensor(key_states, self._scales[scale_name(layer_idx, "k")])
+        values = _fake_quantize_tensor(value_states, self._scales[scale_name(layer_idx, "v")])
+        return super().update(keys, values, layer_idx, *args, **kwargs)
+
+
+def _fake_quantize_tensor(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).float() * scale
+
+
+def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
+    codes, scale_inv = quantize_block(linear.weight.data, scale_format=recipe.weights.scale_format)
+    linear.weight.data = dequantize_block(codes, scale_inv)
+    group_format: ScaleFormat = recipe.activations.scale_format
+
+    def fake_quantize_input(
+        module: torch.nn.Module, args: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        return (dequantize_group(*quantize_group(args[0], scale_format=group_format)), *args[1:])
+
+    linear.register_forward_pre_hook(fake_quantize_input)
