@@ -20,7 +20,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from fp8rl import PinPolicy
 from fp8rl.errors import CheckpointError, UnsupportedError
+from fp8rl.numerics import quantize_block
+from fp8rl.recipe import ScaleFormat
+from megatron_fp8rl.layout import RowLayout, gate_up_layout, qkv_layout
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -113,14 +117,14 @@ class _Layout:
             )
         self.device = next(p.device for chunk in chunks for p in chunk.parameters())
 
-    def row_sizes(self, rule: _Rule) -> tuple[int, ...] | None:
-        """Rows of each Hugging Face tensor of a packed rule; None where there is one tensor."""
+    def rows(self, rule: _Rule) -> RowLayout | None:
+        """Row order of the whole parameter of a packed rule; None where it is one tensor."""
+        config = self.config
         if rule.packing == "qkv":
-            kv = self.config.num_query_groups * self.config.kv_channels
-            return (self.config.num_attention_heads * self.config.kv_channels, kv, kv)
-        if rule.packing == "glu":
-            return (self.config.ffn_hidden_size,) * 2
-        return None
+            return qkv_layout(
+                config.num_attention_heads, config.num_query_groups, config.kv_channels
+            )
+        return gate_up_layout(config.ffn_hidden_size) if rule.packing == "glu" else None
 
     def hf_shapes(self, rule: _Rule, param: Tensor, where: str) -> tuple[tuple[int, ...], ...]:
         full = list(param.shape)
@@ -128,15 +132,15 @@ class _Layout:
             full[rule.tp_dim] *= self.tp.size()
         if rule in (_EMBEDDING, _HEAD):
             full[0] = self.vocab_size
-        rows = self.row_sizes(rule)
+        rows = self.rows(rule)
         if rows is None:
             return (tuple(full),)
-        if sum(rows) != full[0]:
+        if rows.rows != full[0]:
             raise UnsupportedError(
                 f"Parameter '{where}' has {full[0]} rows over all tensor-parallel ranks where the "
-                f"model's config gives {sum(rows)}; this layout is not served."
+                f"model's config gives {rows.rows}; this layout is not served."
             )
-        return tuple((size, *full[1:]) for size in rows)
+        return tuple((size, *full[1:]) for size in rows.part_rows.values())
 
     def unpack(self, rule: _Rule, param: Tensor) -> list[Tensor]:
         """The Hugging Face tensors of one parameter, gathered over the tensor-parallel group."""
@@ -150,10 +154,9 @@ class _Layout:
             return [torch.cat([half[i] for half in halves]) for i in range(2)]
         # torch.cat copies even a single tensor: the stream never shares memory with the model.
         full = torch.cat(shards, rule.tp_dim or 0)
-        if rule.packing == "qkv":
-            groups = full.view(self.config.num_query_groups, -1, *full.shape[1:])
-            parts = groups.split(self._group_rows(), dim=1)
-            return [part.reshape(-1, *full.shape[1:]) for part in parts]
+        rows = self.rows(rule)
+        if rows is not None:
+            return list(rows.to_hf(full).split(list(rows.part_rows.values())))
         return [full[: self.vocab_size].clone()] if rule in (_EMBEDDING, _HEAD) else [full]
 
     def pack(self, rule: _Rule, tensors: Sequence[Tensor], rows: int) -> Tensor:
@@ -171,10 +174,6 @@ class _Layout:
             padding = full.new_zeros(rows * size - full.shape[0], *full.shape[1:])
             full = torch.cat([full, padding])
         return full if rule.tp_dim is None else full.chunk(size, rule.tp_dim)[rank]
-
-    def _group_rows(self) -> list[int]:
-        head = self.config.kv_channels
-        return [self.config.num_attention_heads // self.config.num_query_groups * head, head, head]
 
 
 def export_hf(
@@ -219,6 +218,36 @@ def _stream(
             if layout.pp.size() > 1:
                 source = torch.distributed.get_global_rank(layout.pp, owner)
                 torch.distributed.broadcast(tensor, src=source, group=layout.pp)
+            yield name, tensor
+
+
+def fp8_wire(
+    stream: Iterable[tuple[str, Tensor]], policy: PinPolicy, scale_format: ScaleFormat = "fp32"
+) -> Iterator[tuple[str, Tensor]]:
+    """Put FP8 codes on the wire instead of the weights that run in FP8.
+
+    Half the bytes for a receiver that takes codes as they are; blocks lie on each whole Hugging
+    Face matrix. A receiver that quantizes whatever arrives (NeMo RL's) needs the plain stream.
+
+    Args:
+        stream: what :func:`export_hf` gives.
+        policy: of the whole model, ``Conversion.policy`` or the same pins.
+        scale_format: of the 128x128 blocks.
+
+    Returns:
+        ``X.weight`` (float8_e4m3fn) and ``X.weight_scale_inv`` (float32) for FP8 modules, one
+        after the other; everything else as it came.
+
+    Raises:
+        PinError: while streaming, for a matrix that the policy does not know.
+    """
+    for name, tensor in stream:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and tensor.ndim == 2 and policy.precision(module) == "fp8":
+            codes, scale_inv = quantize_block(tensor, scale_format=scale_format)
+            yield name, codes
+            yield f"{name}_scale_inv", scale_inv
+        else:
             yield name, tensor
 
 

@@ -1,0 +1,224 @@
+"""Two gloo processes against one: losses, export, codes and KV scales do not depend on topology."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8rl import PinPolicy, Recipe
+from fp8rl.numerics import dequantize_block
+from fp8rl.pinning import FUSED
+from megatron_fp8rl import convert
+from megatron_fp8rl.export import export_hf, fp8_wire
+from megatron_fp8rl.testing.launch import LaunchError, launch
+
+sys.path.insert(0, str(Path(__file__).parent))  # the worker is no test module and no package
+import parallel_cases as cases
+
+# Relative, one a step. Pipeline and data parallel forwards compute what one process does, bit for
+# bit; tensor parallelism sums in another order. FP8 turns a relative difference e into one of about
+# sqrt(e), by codes that flip, so runs part within a few steps: seen up to 4e-5, 5e-4, 1e-3 in
+# float32. With FP8 switched off the losses would be off by 3e-4, 4e-3, 1e-2, with pins taken for
+# stage-local numbers by 2e-4, 3e-3, 2e-3.
+LOSS_TOLERANCE = {torch.float32: (2e-4, 2e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2, 2e-2)}
+SCALE_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
+FP8_MODULES = {
+    f"model.layers.{layer}.{leaf}"
+    for layer in (0, 2, 3)
+    for leaf in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+} - {"model.layers.3.mlp.down_proj"}
+
+
+@pytest.fixture(scope="module")
+def weights(megatron_world) -> dict[str, torch.Tensor]:
+    with megatron_world.active():
+        model = cases.build_gpt(cases.hf_config(), dtype=torch.bfloat16, seed=5)
+        return dict(export_hf(model))
+
+
+@pytest.fixture(scope="module")
+def single(megatron_world, weights) -> dict[torch.dtype, dict]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the workers: the order of sums is part of the comparison
+    try:
+        with megatron_world.active():
+            return {
+                dtype: cases.train(cases.Topology(dtype=dtype), weights) for dtype in LOSS_TOLERANCE
+            }
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, weights) -> list[dict]:
+    out = tmp_path_factory.mktemp("parallel")
+    save_file(weights, out / "weights.safetensors")
+    args = [str(out), str(out / "weights.safetensors"), json.dumps(list(cases.TOPOLOGIES))]
+    launch(cases.__file__, 2, args, timeout=180)
+    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def results(ranks: list[dict], name: str) -> tuple[cases.Topology, list[dict]]:
+    return cases.TOPOLOGIES[name], [rank[name] for rank in ranks]
+
+
+each_topology = pytest.mark.parametrize("name", cases.TOPOLOGIES)
+
+
+@each_topology
+def test_losses_equal_one_process(single, ranks, name):
+    topology, both = results(ranks, name)
+    expected = single[topology.dtype]["losses"]
+    last_stages = [rank["losses"] for rank in both if rank["losses"]]
+    assert len(last_stages) == (1 if topology.pp > 1 else 2)
+    for losses in last_stages:
+        for loss, truth, tolerance in zip(
+            losses, expected, LOSS_TOLERANCE[topology.dtype], strict=True
+        ):
+            assert loss == pytest.approx(truth, rel=tolerance)
+        if topology.tp == 1:
+            assert losses[0] == expected[0]
+    assert expected[-1] < expected[0]
+
+
+@each_topology
+def test_pins_follow_global_layer_numbers(single, ranks, name):
+    topology, both = results(ranks, name)
+    assert set(single[topology.dtype]["modules"]) == FP8_MODULES
+    found = [set(rank["modules"]) for rank in both]
+    assert found[0] | found[1] == FP8_MODULES
+    if topology.pp > 1:
+        assert not found[0] & found[1]
+        layers = {int(module.split(".")[2]) for module in found[0]}
+        assert layers == ({0, 2} if topology.vpp else {0})
+    else:
+        assert found[0] == found[1]
+
+
+@each_topology
+def test_export_equals_one_process_bit_for_bit(single, ranks, weights, name):
+    topology, both = results(ranks, name)
+    for rank in both:
+        assert list(rank["exported"]) == list(single[topology.dtype]["exported"])
+        for tensor_name, tensor in rank["exported"].items():
+            assert tensor.dtype == topology.dtype
+            assert torch.equal(tensor, weights[tensor_name].to(topology.dtype)), tensor_name
+    for tensor_name, tensor in both[0]["trained"].items():
+        assert torch.equal(tensor, both[1]["trained"][tensor_name]), tensor_name
+        assert not torch.equal(tensor, both[0]["exported"][tensor_name]), tensor_name
+
+
+@pytest.mark.parametrize("name", ["tp2", "vpp2"])
+def test_untied_head_and_a_load_that_fails_on_every_rank(ranks, weights, name):
+    _, both = results(ranks, name)
+    expected = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].flip(0)}
+    for rank in both:
+        assert list(rank["untied"])[-1] == "lm_head.weight"
+        assert sorted(rank["untied"]) == sorted(expected)
+        for tensor_name, tensor in rank["untied"].items():
+            assert torch.equal(tensor, expected[tensor_name].float()), tensor_name
+        assert "missing, the first is 'model.layers.3.mlp.up_proj.weight'" in rank["untied_error"]
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("name", ["single", *cases.TOPOLOGIES])
+def test_trainer_codes_equal_codes_of_the_exported_weights(single, ranks, name, scale_format):
+    """After training: 100% of the codes and scales, against the whole HF matrix on one grid."""
+    counts: dict[str, list[int]] = {}
+    both = [single[torch.float32]] if name == "single" else results(ranks, name)[1]
+    tp = 1 if name == "single" else cases.TOPOLOGIES[name].tp
+    for rank in both:
+        for module, (compared, wrong) in rank["codes"][scale_format].items():
+            counts.setdefault(module, []).append(compared)
+            assert wrong == 0, f"{module}: {wrong} of {compared}"
+    parts = {
+        f"{prefix}.{part}"
+        for prefix, _, leaf in (module.rpartition(".") for module in FP8_MODULES)
+        for part in FUSED.get(leaf, (leaf,))
+    }
+    assert set(counts) == parts
+    gate = 512 * 256 // tp
+    assert counts["model.layers.0.mlp.gate_proj"][0] == gate + gate // 128**2
+
+
+@each_topology
+def test_kv_scales_equal_one_process(single, ranks, name):
+    topology, both = results(ranks, name)
+    expected = single[topology.dtype]["scales"]
+    assert len(expected) == 3 * cases.LAYERS
+    for rank in both:
+        assert set(rank["scales"]) == set(expected)
+        for scale_name, scale in rank["scales"].items():
+            exact = ".layers.0." in scale_name or topology.tp == 1
+            tolerance = 0.0 if exact else SCALE_TOLERANCE[topology.dtype]
+            torch.testing.assert_close(scale, expected[scale_name], rtol=tolerance, atol=0.0)
+
+
+@each_topology
+def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
+    for rank in results(ranks, name)[1]:
+        assert rank["nan"].startswith("KV scale 'model.layers.2.self_attn.k_scale' is nan")
+
+
+def test_fp8_wire_carries_the_trainers_codes(mcore, weights):
+    model = cases.build(cases.SINGLE, weights)
+    conversion = convert(model, Recipe.from_dict({"pins": cases.PINS}))
+    plain = dict(export_hf(model, vocab_size=cases.VOCAB))
+    wire = dict(fp8_wire(export_hf(model, vocab_size=cases.VOCAB), conversion.policy))
+    scales = {n for n in wire if n.endswith("_scale_inv")}
+    assert set(wire) - scales == set(plain)
+    for module in conversion.modules.values():
+        for name, held in cases.weight_codes_hf(module).items():
+            assert torch.equal(wire[f"{name}.weight"].float(), held.codes.float())
+            assert torch.equal(wire[f"{name}.weight_scale_inv"], held.scale_inv)
+            scales.remove(f"{name}.weight_scale_inv")
+            restored = dequantize_block(held.codes, held.scale_inv)
+            worst = (restored - plain[f"{name}.weight"]).abs().max()
+            assert worst <= plain[f"{name}.weight"].abs().max() / 16  # half a step of E4M3
+    assert not scales
+    unchanged = "model.layers.1.mlp.up_proj.weight"
+    assert wire[unchanged] is not plain[unchanged] and torch.equal(
+        wire[unchanged], plain[unchanged]
+    )
+    assert (
+        PinPolicy.for_dense_model(conversion.policy.pins, 4).precision("model.layers.1.mlp.up_proj")
+        == "bf16"
+    )
+
+
+def _script(tmp_path: Path, body: str) -> Path:
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys, time\nrank = os.environ['RANK']\n{body}\n")
+    return script
+
+
+def test_launch_returns_what_each_rank_printed(tmp_path):
+    script = _script(tmp_path, "print(rank, os.environ['WORLD_SIZE'], sys.argv[1])")
+    assert launch(script, 2, ["x"], timeout=30) == ["0 2 x\n", "1 2 x\n"]
+
+
+def test_launch_tells_why_a_child_died_and_ends_the_others(tmp_path):
+    pid = tmp_path / "pid"
+    script = _script(
+        tmp_path,
+        f"if rank == '0':\n    open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)\n"
+        f"while not os.path.exists({str(pid)!r}): time.sleep(0.01)\n"
+        "raise ValueError('broken here')",
+    )
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 \(1\).*broken here"):
+        launch(script, 2, timeout=30)
+    assert time.monotonic() - began < 30
+    assert not Path(f"/proc/{pid.read_text()}").exists()
+
+
+def test_launch_ends_what_does_not_end(tmp_path):
+    script = _script(tmp_path, "print('stuck', file=sys.stderr, flush=True); time.sleep(60)")
+    with pytest.raises(LaunchError, match=r"did not end within 2 s; its stderr:\nstuck"):
+        launch(script, 1, timeout=2)
