@@ -133,6 +133,9 @@ def convert(
 def weight_codes_hf(module: Any) -> dict[str, Quantized]:
     """Codes of a converted module's weight as the rollout engine has them.
 
+    They are the ones that the next forward uses, so under DDP's ``overlap_param_gather`` the
+    parameters must have been gathered before.
+
     Returns:
         By global HF module name, this rank's rows (or columns) of each HF tensor on its own grid:
         ``quantize_block`` of the exported shard gives the same. Where a fused module's parts do
@@ -231,8 +234,8 @@ def _linears(layer: Any, path: str) -> Iterator[_Linear]:
         ("mlp.linear_fc1", fc1),
         ("mlp.linear_fc2", "mlp.down_proj"),
     ):
-        module = inner.get(where)
-        if module is None:
+        module: Any = inner.get(where)
+        if getattr(module, "weight", None) is None:  # a layer may go without
             continue
         # layer_number is global under pipeline and virtual pipeline; the path's number is local.
         name = f"model.layers.{layer.layer_number - 1}.{leaf}"

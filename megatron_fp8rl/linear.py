@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch.autograd.function import once_differentiable
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
@@ -153,6 +154,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         x, weight = ctx.saved_tensors

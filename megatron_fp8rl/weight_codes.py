@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.layout import RowLayout
@@ -45,16 +44,6 @@ class WeightEpoch:
     def close(self) -> None:
         """Remove the optimizer hook; may be called again."""
         self._remove_hook()
-
-    def __deepcopy__(self, memo: dict) -> WeightEpoch:
-        # A copy of the model is trained by optimizers that turn this epoch, not a copy of it.
-        return self
-
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "A model converted to FP8 cannot be pickled; save its state_dict, or close the "
-            "Conversion first."
-        )
 
 
 class WeightCodes:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
-import pickle
 
 import pytest
 import torch
 
-from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import dequantize_block, quantize_block
 from megatron_fp8rl.layout import plain_layout, qkv_layout
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch, mark_inf
@@ -95,22 +91,6 @@ def test_rows_are_quantized_in_hf_order(epoch):
     got = WeightCodes(layout, "pow2", epoch).get(weight)
     expected = quantize_block(layout.to_hf(weight), scale_format="pow2")
     assert torch.equal(dequantize_block(*got), dequantize_block(*expected))
-
-
-def test_a_copied_model_is_told_about_steps_too(epoch):
-    weight, codes = _weight(), _codes(epoch)
-    codes.get(weight)
-    twin_codes, twin = copy.deepcopy((codes, weight))
-    assert _same(twin_codes.get(twin), twin)
-    twin.grad = torch.randn_like(twin)
-    torch.optim.SGD([twin], lr=1.0).step()
-    assert _same(twin_codes.get(twin), twin)
-    assert _same(codes.get(weight), weight)
-
-
-def test_pickling_is_refused(epoch):
-    with pytest.raises(UnsupportedError, match="state_dict"):
-        pickle.dump(_codes(epoch), io.BytesIO())
 
 
 def test_the_optimizer_hook_goes_with_its_owner():
