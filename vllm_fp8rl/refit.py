@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
-BATCH_BYTES = 32 << 20
+BATCH_BYTES = 16 << 20
 """Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
 _REMEDY = "refit the engine with a complete set of tensors before generating"
 _SCAN_ELEMENTS = 1 << 20

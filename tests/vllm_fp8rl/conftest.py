@@ -126,22 +126,19 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def other_engine(engine: Engine) -> Iterator[Callable[..., Engine]]:
+def other_engine(engine: Engine) -> Callable[..., Engine]:
     """``other_engine(path, recipe, **llm_arguments)``: one more engine beside the session's.
 
-    All live to the end of the session: the first to go would take the process groups, which they
-    share, with it. Its KV scales are set, unless the cache is not FP8.
+    Its KV scales are set, unless the cache is not FP8.
     """
     from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
 
-    alive: list[Engine] = []
-
     def start(path: Path, recipe: Recipe, **changes: Any) -> Engine:
         started = start_engine(path, recipe, **changes)
-        alive.append(started)
+        # When it goes it must not shut down the process groups, which all engines here share.
+        started.llm.llm_engine.engine_core._finalizer.detach()
         if recipe.kv_cache.dtype != "auto":
             set_uncalibrated_kv_scales(started.model, KV_SCALE)
         return started
 
-    yield start
-    alive.clear()
+    return start
