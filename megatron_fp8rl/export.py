@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -184,6 +185,8 @@ def export_hf(
     Collective: every rank calls it and must consume the whole stream, because each tensor is
     gathered over the tensor-parallel group and broadcast over the pipeline group when its turn
     comes. Every rank gets every tensor. At most one Megatron parameter is gathered at a time.
+    Parameters of a DistributedDataParallel that gathers late (``overlap_param_gather``) are
+    gathered at the call.
 
     Args:
         model_chunks: a GPTModel, plain or wrapped (Float16Module, DistributedDataParallel), or the
@@ -200,8 +203,17 @@ def export_hf(
         CheckpointError: at the call, for a bad ``vocab_size`` or missing chunks.
     """
     layout, slots = _read_model(model_chunks, vocab_size)
+    _gather_late_parameters(model_chunks)
     stream = _whole_stream(layout, slots)
     return _stream(layout, {slot.entry.order: slot for slot in slots if slot.exported}, stream)
+
+
+def _gather_late_parameters(model_chunks: ModelChunks) -> None:
+    """With ``overlap_param_gather`` each rank has only its own share of the new weights between an
+    optimizer step and the next forward."""
+    for chunk in _as_list(model_chunks):
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def _stream(
@@ -319,8 +331,7 @@ def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
     Raises:
         UnsupportedError: another kind of model, or none.
     """
-    given = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
-    chunks = unwrap_model(given)
+    chunks = unwrap_model(_as_list(model_chunks))
     if not chunks:
         raise UnsupportedError("The list of model chunks is empty; give this rank's GPTModels.")
     for chunk in chunks:
@@ -329,6 +340,10 @@ def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
                 f"{type(chunk).__name__} is no GPTModel; only dense GPT models are served."
             )
     return chunks
+
+
+def _as_list(model_chunks: ModelChunks) -> list[torch.nn.Module]:
+    return [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
 
 
 def _check_config(config: Any) -> None:

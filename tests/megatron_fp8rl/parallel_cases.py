@@ -51,6 +51,8 @@ class Topology:
     pp: int = 1
     vpp: int | None = None
     dist_opt: bool = False
+    overlap: bool = False
+    """Gather parameters in the next forward, as late as megatron can."""
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -62,6 +64,7 @@ TOPOLOGIES = {
     "pp2": Topology(pp=2),
     "vpp2": Topology(pp=2, vpp=2),
     "dp2": Topology(dist_opt=True),
+    "dp2-overlap": Topology(dist_opt=True, overlap=True),
     "tp2-bf16": Topology(tp=2, dtype=torch.bfloat16),
     "pp2-bf16": Topology(pp=2, dtype=torch.bfloat16, dist_opt=True),
 }
@@ -107,7 +110,10 @@ def build(topology: Topology, weights: dict[str, torch.Tensor], tied: bool = Tru
         chunks.append(Float16Module(gpt.config, gpt) if gpt.config.bf16 else gpt)
     load_hf(chunks, weights, vocab_size=VOCAB, allow_cast=True)
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=topology.dist_opt
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=topology.dist_opt,
+        overlap_grad_reduce=topology.overlap,
+        overlap_param_gather=topology.overlap,
     )
     return [
         DistributedDataParallel(
@@ -150,6 +156,8 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
     observer = QKVObserver(model, enabled=False)
     config = model[0].config
     config.finalize_model_grads_func = finalize_model_grads
+    if topology.overlap:
+        config.no_sync_func = model[0].no_sync
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -160,6 +168,7 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
             bf16=config.bf16,
             params_dtype=topology.dtype,
             use_distributed_optimizer=topology.dist_opt,
+            overlap_param_gather=topology.overlap,
         ),
         model,
     )
@@ -190,7 +199,7 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
             result["losses"].append(_mean_loss(seen))
         ok, _, _ = optimizer.step()
         assert ok
-    result["trained"] = dict(export_hf(model, vocab_size=VOCAB))
+        result["trained"] = dict(export_hf(model, vocab_size=VOCAB))  # a refit after every step
     result["codes"] = {"fp32": _code_mismatches(conversion, result["trained"], "fp32")}
     conversion.close()
     again = convert(model, Recipe.from_dict({"pins": PINS, "weights": {"scale_format": "pow2"}}))

@@ -107,6 +107,18 @@ def test_stream_is_in_layer_order_and_owns_its_memory(mcore):
     assert not live & {tensor.untyped_storage().data_ptr() for _, tensor in pairs}
 
 
+def test_stream_reads_each_parameter_when_its_turn_comes(mcore):
+    """A stream that copied the model ahead would need twice its memory."""
+    model = build_gpt(CONFIGS["llama"])
+    stream = export_hf(model)
+    next(stream)
+    with torch.no_grad():
+        for param in model.decoder.layers[1].parameters():
+            param.fill_(7.0)
+    late = [tensor for name, tensor in stream if ".layers.1." in name]
+    assert len(late) == 9 and all((tensor == 7).all() for tensor in late)
+
+
 @pytest.mark.parametrize("ddp", [False, True])
 def test_wrapped_models(mcore, ddp):
     config = CONFIGS["qwen3-head64-tied"]
