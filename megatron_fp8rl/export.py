@@ -26,6 +26,7 @@ from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.layout import RowLayout, gate_up_layout, qkv_layout
+from megatron_fp8rl.weight_codes import mark_inf
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -165,12 +166,8 @@ class _Layout:
         size, rank = self.tp.size(), self.tp.rank()
         if rule.packing == "glu":
             return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
-        full = tensors[0]
-        if rule.packing == "qkv":
-            groups = self.config.num_query_groups
-            full = torch.cat([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], dim=1).flatten(
-                0, 1
-            )
+        layout = self.rows(rule)
+        full = layout.from_hf(torch.cat(list(tensors))) if layout is not None else tensors[0]
         if rule in (_EMBEDDING, _HEAD) and full.shape[0] < rows * size:
             padding = full.new_zeros(rows * size - full.shape[0], *full.shape[1:])
             full = torch.cat([full, padding])
@@ -248,7 +245,8 @@ def fp8_wire(
 
     Returns:
         ``X.weight`` (float8_e4m3fn) and ``X.weight_scale_inv`` (float32) for FP8 modules, one
-        after the other; everything else as it came.
+        after the other, the codes that the trainer has (an infinity becomes a NaN code);
+        everything else as it came.
 
     Raises:
         PinError: while streaming, for a matrix that the policy does not know.
@@ -256,7 +254,7 @@ def fp8_wire(
     for name, tensor in stream:
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and tensor.ndim == 2 and policy.precision(module) == "fp8":
-            codes, scale_inv = quantize_block(tensor, scale_format=scale_format)
+            codes, scale_inv = quantize_block(mark_inf(tensor), scale_format=scale_format)
             yield name, codes
             yield f"{name}_scale_inv", scale_inv
         else:
