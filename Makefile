@@ -1,0 +1,37 @@
+# make demo ARGS="--steps 20 --compare bf16,fp8"; make test ARGS="tests/fp8rl -x"; PYTHON=python3.12
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: help install demo test lint format clean
+
+help:
+	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
+	@echo "make test    the tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff format the code and fix what it can"
+	@echo "make clean   remove .venv and caches; results in out/ stay"
+	@echo "The first of them installs into .venv. PYTHON=python3.12 names the Python to use."
+
+# Does nothing when .venv is up to date.
+install:
+	@$(PYTHON) tools/install.py
+
+demo: install
+	@$(BIN)/fp8rl demo $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .venv .carry build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
