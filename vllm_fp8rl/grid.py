@@ -21,8 +21,10 @@ from fp8rl.numerics import BLOCK, FP8_DTYPE, cdiv, quantize_block
 from fp8rl.recipe import ScaleFormat
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_CHUNK_ELEMENTS = 1 << 18
-"""Elements quantized at once; float32 temporaries are about five times 4 bytes of this."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 16}
+"""Elements quantized at once, by device type: the CPU reference makes float32 temporaries of about
+20 bytes an element, which must stay small beside a layer of a small model."""
+_CHUNK_ELEMENTS_ELSEWHERE = 1 << 24
 
 _ROWS, _COLS = BLOCK
 Rows = Callable[[int, int], torch.Tensor]
@@ -65,6 +67,7 @@ class BlockGrid:
         self.name = name
         self.columns = columns
         self._storage = storage
+        self._chunk = _CHUNK_ELEMENTS.get(torch.device(device).type, _CHUNK_ELEMENTS_ELSEWHERE)
         self._scale_format = scale_format
         self._rows: dict[int, int] = {}
         total = 0
@@ -248,7 +251,7 @@ class BlockGrid:
     def _write(self, start: int, rows: Rows) -> None:
         end = start + self._rows[start]
         lo, hi = self._own_rows(start)
-        step = max(1, _CHUNK_ELEMENTS // (_ROWS * self.columns)) * _ROWS
+        step = max(1, self._chunk // (_ROWS * self.columns)) * _ROWS
         for first in range(lo, hi, step):
             last = min(first + step, hi)
             self._put(first, rows(first - start, last - start))

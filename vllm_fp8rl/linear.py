@@ -135,7 +135,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         self.grid.require_paired()
-        y = self.kernel.apply(x, Quantized(layer.weight.data, layer.weight_scale_inv.data))
+        y = self.kernel.apply(x, Quantized(*_storage_of(layer)))
         return y if bias is None else y + bias
 
 
@@ -143,7 +143,11 @@ def _live_storage(layer: weakref.ref[torch.nn.Module]) -> tuple[torch.Tensor, to
     module = layer()
     if module is None:
         raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
-    return module.weight.data, module.weight_scale_inv.data
+    return _storage_of(module)
+
+
+def _storage_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.weight.data, layer.weight_scale_inv.data
 
 
 @register_weight_loader_v2_supported_method

@@ -33,7 +33,7 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 BATCH_BYTES = 16 << 20
 """Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
 _REMEDY = "refit the engine with a complete set of tensors before generating"
-_SCAN_ELEMENTS = 1 << 20
+_SCAN_ELEMENTS = 1 << 18
 
 
 class RefitGuard:
@@ -95,7 +95,7 @@ class RefitSession:
     """
 
     def __init__(self, model: torch.nn.Module, *, expect_kv_scales: bool) -> None:
-        self.model = model
+        self.model: Any = model  # load_weights is not torch's
         self.expect_kv_scales = expect_kv_scales
         self.report: RefitReport | None = None
         self.wrote = False
@@ -325,7 +325,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 def _equals_live(model: torch.nn.Module, entry: Entry, tensor: torch.Tensor) -> bool:
     """Whether this rank's rows of a vocabulary tensor are what the engine holds."""
     path, _, leaf = entry.parameter.rpartition(".")
-    module = model.get_submodule(path)
+    module: Any = model.get_submodule(path)
     live = getattr(module, leaf).data
     first = module.shard_indices.org_vocab_start_index
     local = tensor[first : module.shard_indices.org_vocab_end_index]

@@ -103,7 +103,7 @@ def test_chunks_do_not_change_codes(monkeypatch):
     whole = torch.randn(700, 130)
     results = []
     for chunk in (1, 1 << 30):
-        monkeypatch.setattr(grid_module, "_CHUNK_ELEMENTS", chunk)
+        monkeypatch.setitem(grid_module._CHUNK_ELEMENTS, "cpu", chunk)
         grid, storage = make_grid([700], 130)
         grid.load_source(0, whole)
         results.append(storage)
