@@ -192,7 +192,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,

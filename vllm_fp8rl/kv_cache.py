@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
@@ -64,7 +65,7 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
 
     supports_pre_processed_weights = False
 
-    def create_weights(self, layer: torch.nn.Module) -> None:
+    def create_weights(self, layer: Any) -> None:
         """Register the parameters, float32 scalars.
 
         A layerwise reload calls this again on a live layer: loaded values then stay.
@@ -84,7 +85,7 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
             layer.register_parameter(f"{role}_scale", parameter)
         self.process_weights_after_loading(layer)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Put the loaded values back wherever vLLM keeps a copy; any number of times.
 
         ``load_format=dummy`` writes random numbers into parameters and buffers alike, so whatever
@@ -207,7 +208,7 @@ def _commit(layer: torch.nn.Module, role: Role, value: float) -> None:
     _publish(layer, role, value)
 
 
-def _publish(layer: torch.nn.Module, role: Role, value: float) -> None:
+def _publish(layer: Any, role: Role, value: float) -> None:
     """Write one scale to the parameter and to every copy that attention backends read."""
     getattr(layer, f"{role}_scale").data.fill_(value)
     getattr(layer, f"_{role}_scale").fill_(value)

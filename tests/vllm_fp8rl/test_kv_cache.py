@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from fp8rl.errors import ScaleError
+from fp8rl.errors import RecipeError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache
 
@@ -170,9 +172,12 @@ def test_survive_a_layerwise_reload(
     assert set(copies(attention(model, 0), "k")) == {f32(0.8)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def start(engine: Engine) -> Iterator[Callable[..., Any]]:
-    """Engines whose scales nobody has set; they live as long as the module."""
+    """Engines whose scales nobody has set.
+
+    They live to the end of the session: the first to go takes the process groups with it.
+    """
     from vllm import LLM
 
     alive: list[Any] = []
@@ -191,6 +196,7 @@ def start(engine: Engine) -> Iterator[Callable[..., Any]]:
         return alive[-1]
 
     yield start_engine
+    gc.freeze()  # each engine that goes collects garbage twice
     alive.clear()
 
 
@@ -264,3 +270,25 @@ def test_without_an_fp8_cache_there_is_nothing_to_scale(
         set_uncalibrated_kv_scales(model, 0.1)
     assert attention(model, 0)._k_scale_float == 1.0
     assert len(greedy(llm)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "error", "message"),
+    [
+        ({"head_dim": 40}, {}, UnsupportedError, "Head size 40 has no attention kernel"),
+        ({}, {"kv_cache_dtype": "fp8_e5m2"}, RecipeError, "kv_cache_dtype 'fp8_e5m2'"),
+    ],
+)
+def test_an_engine_that_cannot_work_does_not_start(
+    start: Callable[..., Any],
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    config: dict[str, int],
+    arguments: dict[str, str],
+    error: type[Exception],
+    message: str,
+) -> None:
+    original = json.loads((checkpoints["a"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(original | config))
+    with pytest.raises(error, match=message):
+        start(tmp_path, Recipe(), load_format="dummy", **arguments)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from fp8rl import PinPolicy, Recipe
-from fp8rl.kv_scales import scale_name
+from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import (
     E4M3_MAX,
     FP8_DTYPE,
@@ -151,13 +151,14 @@ def observed_kv_scales(
 ) -> dict[str, float]:
     """Scales from the largest |K| and |V| that the model makes of the prompts, with the margin."""
     model = load_reference(path, recipe).model
-    amax = {(layer, role): 0.0 for layer in range(model.config.num_hidden_layers) for role in "kv"}
+    roles: tuple[Role, ...] = ("k", "v")
+    amax = {(layer, role): 0.0 for layer in range(model.config.num_hidden_layers) for role in roles}
     for prompt in prompts:
         cache = DynamicCache()
         with torch.no_grad():
             model(torch.tensor([list(prompt)]), past_key_values=cache, use_cache=True)
         for layer, stored in enumerate(cache.layers):
-            for role, tensor in (("k", stored.keys), ("v", stored.values)):
+            for role, tensor in zip(roles, (stored.keys, stored.values), strict=True):
                 amax[layer, role] = max(amax[layer, role], tensor.abs().max().item())
     factor = recipe.kv_cache.margin / E4M3_MAX
     return {
