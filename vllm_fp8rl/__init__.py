@@ -24,16 +24,22 @@ def register() -> None:
     """
     from vllm_fp8rl.compat import installed_version, supported
 
-    # An engine without fp8rl must still start on another vLLM; Fp8RLConfig is what refuses there.
-    if not supported(installed_version() or ""):
-        return
+    served = supported(installed_version() or "")
+    try:
+        from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from vllm.model_executor.layers.quantization import register_quantization_config
+        from vllm_fp8rl.config import Fp8RLConfig
+    except ImportError:
+        if served:
+            raise
+        return  # engines without fp8rl must still start on a vLLM that this package does not know
+
+    # Where the version is not served, asking for fp8rl is what raises.
+    register_quantization_config(NAME)(Fp8RLConfig)
+    if not served:
+        return
     from vllm.platforms import current_platform
 
-    from vllm_fp8rl.config import Fp8RLConfig
-
-    register_quantization_config(NAME)(Fp8RLConfig)
     if current_platform.is_cpu():
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -17,8 +17,8 @@ from fp8rl.numerics import Quantized, dequantize_block, dequantize_group, quanti
 from fp8rl.recipe import Recipe
 
 CPU_CACHE_ENV = "FP8RL_CPU_WEIGHT_CACHE"
-"""``1`` (default) keeps a float32 copy of each FP8 weight on CPU, 4 further bytes an element, which
-about halves the time of a decode step; ``0`` dequantizes one weight at a time."""
+"""``1`` (default) keeps a float32 copy of each FP8 weight on CPU, 5 further bytes an element, which
+makes decoding faster; ``0`` dequantizes one weight at a time."""
 
 
 class LinearKernel(Protocol):

@@ -13,7 +13,7 @@ import torch
 from conftest import load_tensors, make_checkpoint
 
 from fp8rl import Recipe
-from fp8rl.numerics import quantize_block
+from fp8rl.numerics import dequantize_block, quantize_block
 from vllm_fp8rl.grid import BlockGrid, empty_storage
 from vllm_fp8rl.params import Fp8Scale, Fp8Weight, PlainWeight
 
@@ -69,6 +69,7 @@ def layer_parameters(engine, partitions: list[int], columns: int, rank: int, ran
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
 def test_replicated_kv_heads_and_every_layout(engine, ranks, wire):
     """Four query heads and two KV heads of 64: with four ranks each KV head lies on two."""
+    torch.manual_seed(ranks)
     head, hidden = 64, 256
     q, k, v = (torch.randn(n * head, hidden, dtype=torch.bfloat16) for n in (4, 2, 2))
     full = torch.randn(512, hidden, dtype=torch.bfloat16)
@@ -91,22 +92,21 @@ def test_replicated_kv_heads_and_every_layout(engine, ranks, wire):
             plain.load_qkv_weight(tensor, **shard)
             if wire == "fp8":
                 quantized = quantize_block(tensor)
-                local[-1] = (
-                    quantized.codes.float()
-                    * quantized.scale_inv.repeat_interleave(128, 0)[
-                        : len(tensor)
-                    ].repeat_interleave(128, 1)
-                )[part * rows[name] :][: rows[name]]
+                local[-1] = dequantize_block(*quantized)[part * rows[name] :][: rows[name]]
                 scale.load_qkv_weight(quantized.scale_inv, **shard)
                 weight.load_qkv_weight(quantized.codes, **shard)
             else:
                 weight.load_qkv_weight(tensor, **shard)
                 assert torch.equal(plain[start : start + rows[name]], local[-1].float())
             start += rows[name]
-        wanted = quantize_block(torch.cat(local))
-        assert same_bits(storage[0], wanted.codes)
-        torch.testing.assert_close(storage[1], wanted.scale_inv, rtol=2**-22, atol=0)
+        matrix = torch.cat(local).float()
         assert weight.grid.complete
+        if wire == "fp8":  # test_grid.py has the exact codes: here, that each value is in its place
+            error = (dequantize_block(*storage) - matrix).abs()
+            assert error.max() <= matrix.abs().max() * 16 / 448  # half a step at the top
+        else:
+            assert same_bits(storage[0], quantize_block(matrix).codes)
+            assert same_bits(storage[1], quantize_block(matrix).scale_inv)
 
         column, _, _, codes = layer_parameters(engine, [512 // ranks], hidden, rank, ranks)
         column.load_column_parallel_weight(full)

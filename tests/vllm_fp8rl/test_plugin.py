@@ -1,0 +1,161 @@
+"""Registration, versions, diagnosis and the checks that need no engine of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import ReplicatedLinear
+
+import vllm_fp8rl
+from fp8rl import PluginManager, Recipe
+from fp8rl.errors import PinError, UnsupportedError
+from fp8rl.gemm import GemmShape, ReferenceBackend
+from fp8rl.numerics import quantize_block, quantize_group
+from vllm_fp8rl import compat, config
+from vllm_fp8rl.config import Fp8RLConfig
+from vllm_fp8rl.kernels import CachedCpuKernel, CpuKernel, select_kernel
+
+
+def test_importing_the_package_and_its_hooks_does_not_import_vllm():
+    code = (
+        "import sys, vllm_fp8rl, vllm_fp8rl.hooks, vllm_fp8rl.compat\n"
+        "print([m for m in sys.modules if m == 'vllm' or m.startswith('vllm.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_register_any_number_of_times():
+    from vllm.model_executor.layers.quantization import (
+        QUANTIZATION_METHODS,
+        get_quantization_config,
+    )
+
+    for _ in range(3):
+        vllm_fp8rl.register()
+    assert QUANTIZATION_METHODS.count(vllm_fp8rl.NAME) == 1
+    assert get_quantization_config(vllm_fp8rl.NAME) is Fp8RLConfig
+
+
+@pytest.mark.parametrize(
+    ("release", "served"),
+    [("0.25.1", True), ("0.32.0", True), ("0.32.1+cpu", True), ("0.26.0", False), ("1.0", False)],
+)
+def test_versions(monkeypatch, release, served):
+    monkeypatch.setattr(compat, "installed_version", lambda: release)
+    if served:
+        Fp8RLConfig()
+    else:
+        with pytest.raises(UnsupportedError, match=rf"0\.32\.x, but {release} is installed"):
+            Fp8RLConfig()
+        vllm_fp8rl.register()  # an engine that does not ask for fp8rl must still start
+
+
+def test_engine_args_carry_the_recipe():
+    recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
+    arguments = vllm_fp8rl.engine_args(recipe)
+    assert arguments["quantization"] == "fp8rl"
+    assert arguments["kv_cache_dtype"] == "auto"
+    assert config.read_recipe(arguments["additional_config"]) == recipe
+
+
+def test_doctor_sees_vllm():
+    (adapter,) = (a for a in PluginManager().engine_adapters() if a.name == "vllm")
+    diagnosis = adapter.diagnose()
+    assert diagnosis.installed == compat.installed_version()
+    assert diagnosis.problems == ()
+
+
+def test_doctor_names_a_version_that_is_not_served(monkeypatch):
+    from vllm_fp8rl import hooks
+
+    monkeypatch.setattr(hooks, "installed_version", lambda: "0.26.0")
+    (adapter,) = hooks.register_engine_adapters()
+    (problem,) = adapter.diagnose().problems
+    assert "0.26.0" in problem
+    monkeypatch.setattr(hooks, "installed_version", lambda: None)
+    assert adapter.diagnose().installed is None
+
+
+def test_width_that_cannot_be_split():
+    shape = SimpleNamespace(intermediate_size=328)
+    config._check_widths(shape, 2)
+    with pytest.raises(UnsupportedError, match=r"gate_up_proj.*intermediate_size=328.*size=3"):
+        config._check_widths(shape, 3)
+
+
+def test_resolved_table_names_pins_and_groups_equal_layers(engine):
+    recipe = Recipe.from_dict({"pins": {"last": 1}})
+    names = config.dense_module_names(4)
+    policy = PluginManager().pin_policy(recipe.pins, names)
+    table = config._table(config.Resolved(recipe, policy, dummy=False))
+    assert "layers 0-2: q_proj fp8" in table
+    assert "layers 3-3: q_proj bf16 (last: 1)" in table
+    with pytest.raises(PinError):
+        PluginManager().pin_policy(Recipe.from_dict({"pins": {"layers": [7]}}).pins, names)
+
+
+def engine_config(engine):
+    return engine.llm.llm_engine.vllm_config
+
+
+def test_replicated_linear_quantizes_too(engine):
+    """vLLM's own loader for it would cast BF16 to FP8 codes without a word."""
+    vllm_config = engine_config(engine)
+    name = "model.layers.0.mlp.down_proj"
+    with set_current_vllm_config(vllm_config):
+        layer = ReplicatedLinear(
+            200, 300, bias=False, quant_config=vllm_config.quant_config, prefix=name
+        )
+    weight = torch.randn(300, 200, dtype=torch.bfloat16)
+    layer.weight.weight_loader(layer.weight, weight)
+    wanted = quantize_block(weight)
+    assert torch.equal(layer.weight.view(torch.uint8), wanted.codes.view(torch.uint8))
+    assert torch.equal(layer.weight_scale_inv, wanted.scale_inv)
+    x = torch.randn(3, 200)
+    y, _ = layer(x)
+    assert torch.equal(y, ReferenceBackend().fprop(quantize_group(x), wanted, torch.float32))
+    layer.weight.weight_loader(layer.weight, wanted.codes)
+    layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, wanted.scale_inv)
+    assert torch.equal(layer(x)[0], y)
+
+
+def test_layers_and_models_that_are_not_served(engine):
+    vllm_config = engine_config(engine)
+    quant_config = vllm_config.quant_config
+    with set_current_vllm_config(vllm_config):
+        with pytest.raises(UnsupportedError, match=r"'model.layers.0.mixer.in_proj' is no layer"):
+            ReplicatedLinear(
+                128, 128, quant_config=quant_config, prefix="model.layers.0.mixer.in_proj"
+            )
+
+        class OddLinear(ReplicatedLinear):
+            pass
+
+        with pytest.raises(UnsupportedError, match="OddLinear, which loads its weight in a way"):
+            OddLinear(128, 128, quant_config=quant_config, prefix="model.layers.0.mlp.down_proj")
+
+
+@pytest.mark.parametrize("kernel", [CpuKernel, CachedCpuKernel])
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_kernels_equal_the_reference_backend(kernel, scale_format, dtype):
+    recipe = Recipe.from_dict({"activations": {"scale_format": scale_format}})
+    x = torch.randn(2, 5, 200).to(dtype)
+    weight = quantize_block(torch.randn(300, 200))
+    wanted = ReferenceBackend().fprop(
+        quantize_group(x.view(10, 200), scale_format=scale_format), weight, dtype
+    )
+    built = kernel(recipe)
+    for _ in range(2):
+        assert torch.equal(built.apply(x, weight), wanted.view(2, 5, 300))
+
+
+def test_no_kernel_no_quiet_detour():
+    with pytest.raises(UnsupportedError, match="no FP8 kernel for device 'cuda'"):
+        select_kernel(torch.device("cuda"), GemmShape(0, 128, 128), Recipe())
