@@ -132,7 +132,8 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
 
     For a standalone engine whose checkpoint has no scales and that gets no refit. ``value * 448``
     is the largest magnitude that K and V can have without being clipped: 0.05 suits the RMS-normed
-    keys of a Qwen3. With vLLM: ``llm.apply_model(lambda m: set_uncalibrated_kv_scales(m, 0.05))``.
+    keys of a Qwen3. ``llm.apply_model(functools.partial(set_uncalibrated_kv_scales, value=0.05))``
+    reaches every worker; with engine processes it needs ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``.
 
     Raises:
         ScaleError: the model has no FP8 KV cache, or a bad value.
