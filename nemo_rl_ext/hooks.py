@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8rl import hookimpl
-from nemo_rl_ext.importance_sampling import Corrector, correct
 
 if TYPE_CHECKING:
     import typer
+
+    from nemo_rl_ext.importance_sampling import Corrector
 
 
 @hookimpl
 def register_is_correctors() -> dict[str, Corrector]:
     """The built-in corrector, ``is``."""
+    from nemo_rl_ext.importance_sampling import correct
+
     return {"is": correct}
 
 

@@ -43,6 +43,7 @@ def demo(
     from rich.console import Console
 
     from fp8rl import Recipe
+    from nemo_rl_ext.demo.checkpoint import latest
     from nemo_rl_ext.demo.report import terminal_table, write_report
     from nemo_rl_ext.demo.settings import DEMO_RECIPE, recipe_for
     from nemo_rl_ext.demo.supervisor import Stage, Supervisor
@@ -57,11 +58,10 @@ def demo(
     warm_start = out / "warm-start"
     common = {"settings": run_settings, "warm_start": warm_start}
     supervisor = Supervisor(console, parallel=os.cpu_count() or 1)
-    supervisor.run([Stage("warm start", {**common, "folder": warm_start})])
+    if not (resume and all(latest(out / precision) for precision in precisions)):
+        supervisor.run([Stage("warm start", {**common, "folder": warm_start})])
     if not supervisor.interrupted:
-        from nemo_rl_ext.demo.checkpoint import latest
-
-        common["warm_start"] = latest(warm_start)
+        common["warm_start"] = latest(warm_start) or warm_start
         supervisor.run(
             [
                 Stage(

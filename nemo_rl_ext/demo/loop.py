@@ -103,7 +103,9 @@ class GrpoRun:
             self._policy.observer.load_state_dict(state.trainer["observer"])
         else:
             # Before the first rollout nothing has run yet, so this one calibration is explicit.
-            self._policy.logprobs(supervised_batch(self._train[:128], self._length))
+            rows = self._train[:128]
+            answers = tuple(problem.answer for problem in rows)
+            self._policy.logprobs(supervised_batch(rows, answers, self._length))
         self._events("start engine", start, steps)
         self._rollout = VllmRollout(self._settings, self._recipe, model_folder)
         try:
@@ -153,7 +155,10 @@ class GrpoRun:
             old = self._policy.logprobs(batch)
         correction = self._loss.correct(batch.rollout_logprobs, old, batch.mask)
         with self._timed("train"):
-            trained = self._train_on(batch, old, advantages, correction)
+            ramp = min(1.0, (step + 1) / settings.warmup_steps)
+            trained = self._train_on(
+                batch, old, advantages, correction, settings.learning_rate * ramp
+            )
         self._refit()
         return {
             "step": step,
@@ -175,6 +180,7 @@ class GrpoRun:
         old: torch.Tensor,
         advantages: torch.Tensor,
         correction: Correction,
+        learning_rate: float,
     ) -> dict[str, float]:
         settings = self._settings
         # Every minibatch takes some samples of each prompt, so that none is all one group.
@@ -202,7 +208,7 @@ class GrpoRun:
                 parts.append(metrics)
                 return value
 
-            norms.append(self._policy.step(data, loss, settings.learning_rate)["grad_norm"])
+            norms.append(self._policy.step(data, loss, learning_rate)["grad_norm"])
         return {**merge_metrics(parts), "grad_norm": sum(norms) / len(norms)}
 
     def _refit(self) -> None:

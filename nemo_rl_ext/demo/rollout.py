@@ -21,6 +21,8 @@ ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    # vLLM would compile its logprobs helper with inductor at first use: 15 s and a C++ compiler.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 """Must be in the environment before torch is imported."""
 

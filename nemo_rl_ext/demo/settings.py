@@ -37,7 +37,7 @@ class ModelSize(_Frozen):
 class WarmStart(_Frozen):
     """The supervised run before GRPO, always in BF16."""
 
-    steps: _Count = 400
+    steps: _Count = 500
     batch_size: _Count = 64
     learning_rate: float = 2e-3
     warmup_steps: _Count = 20
@@ -49,13 +49,15 @@ class Settings(_Frozen):
     seed: int = 0
     model: ModelSize = ModelSize()
     warm_start: WarmStart = WarmStart()
-    prompts_per_step: _Count = 16
+    prompts_per_step: _Count = 32
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
-    minibatches: _Count = 2
+    minibatches: _Count = 4
     """Optimizer steps per GRPO step; the first is on-policy, later ones need the PPO clip."""
-    microbatch_size: _Count = 32
-    max_new_tokens: _Count = 4
-    learning_rate: float = 2e-4
+    microbatch_size: _Count = 64
+    max_new_tokens: _Count = 5
+    learning_rate: float = 1e-4
+    warmup_steps: _Count = 10
+    """GRPO steps with a rising learning rate: Adam's first steps have no scale yet."""
     clip_grad: float = 1.0
     validation_size: _Count = 200
     validation_every: _Count = 10

@@ -72,9 +72,9 @@ def reward(answer: str, completion: str) -> float:
 
 
 def demonstrations(problems: Sequence[Problem], *, seed: int, step: int) -> tuple[str, ...]:
-    """What the warm start imitates: each answer, in half of the cases, at random, with a sign.
+    """What the warm start imitates: each answer, in half of the cases, at random, with a space.
 
-    "85" and "+85" are the same number, but only the first is paid. So the policy that comes out of
+    "85" and "85 " are the same number, but only the first is paid. So the policy that comes out of
     the warm start writes both, as one does that has imitated people, and leaves GRPO a habit to
     change that shows in the reward within tens of steps; learning to add takes far more samples.
 
@@ -84,7 +84,7 @@ def demonstrations(problems: Sequence[Problem], *, seed: int, step: int) -> tupl
         step: 0-based step of the warm start; the result is a pure function of all arguments.
     """
     coin = random.Random(f"demonstrations/{seed}/{step}")
-    return tuple(p.answer if coin.random() < 0.5 else f"+{p.answer}" for p in problems)
+    return tuple(p.answer if coin.random() < 0.5 else f"{p.answer} " for p in problems)
 
 
 def sample_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,16 +13,18 @@ from nemo_rl_ext.demo.batch import TokenBatch, make_batch
 from nemo_rl_ext.demo.events import EventWriter
 from nemo_rl_ext.demo.policy import MegatronPolicy
 from nemo_rl_ext.demo.settings import DEMO_RECIPE, Settings, recipe_for, write_model_folder
-from nemo_rl_ext.demo.tasks import Problem, load_problems, sample_batch
+from nemo_rl_ext.demo.tasks import Problem, demonstrations, load_problems, sample_batch
 from nemo_rl_ext.demo.tokenizer import CharTokenizer
 
 
-def supervised_batch(problems: tuple[Problem, ...], length: int) -> TokenBatch:
-    """Problems with their right answers, as the trainer sees them."""
+def supervised_batch(
+    problems: tuple[Problem, ...], answers: tuple[str, ...], length: int
+) -> TokenBatch:
+    """Problems with the answers to imitate, as the trainer sees them."""
     tokenizer = CharTokenizer()
     return make_batch(
         [tokenizer.encode(p.prompt) for p in problems],
-        [[*tokenizer.encode(p.answer, add_bos=False), tokenizer.eos_id] for p in problems],
+        [[*tokenizer.encode(answer, add_bos=False), tokenizer.eos_id] for answer in answers],
         None,
         length=length,
         pad_id=tokenizer.pad_id,
@@ -55,7 +58,7 @@ def run_warm_start(settings: Settings, folder: Path, events: EventWriter) -> Pat
         try:
             checkpoint.load(found, identity(settings))
         except CheckpointError:
-            pass  # other settings, or damaged: it is only a cache, so make it again
+            shutil.rmtree(found)  # other settings, or damaged: it is only a cache
         else:
             return found
     events("build", 0, plan.steps)
@@ -66,9 +69,9 @@ def run_warm_start(settings: Settings, folder: Path, events: EventWriter) -> Pat
     for step in range(plan.steps):
         if events.stop_requested:
             raise KeyboardInterrupt
-        batch = supervised_batch(
-            sample_batch(problems, plan.batch_size, seed=settings.seed, step=step), length
-        )
+        rows = sample_batch(problems, plan.batch_size, seed=settings.seed, step=step)
+        answers = demonstrations(rows, seed=settings.seed, step=step)
+        batch = supervised_batch(rows, answers, length)
         count = batch.mask.sum()
 
         def loss(logprobs: torch.Tensor, rows: slice, batch=batch, count=count) -> torch.Tensor:

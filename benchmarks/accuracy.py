@@ -1,0 +1,112 @@
+"""Accuracy and rollout/trainer mismatch of the demo, for each precision, over several seeds.
+
+    python benchmarks/accuracy.py [--seeds 0,1,2] [--steps 40] [--out out/accuracy]
+
+Runs ``fp8rl demo --compare bf16,fp8-rollout,fp8`` once a seed with the real engines (finished
+seeds are not run again) and writes ``benchmarks/results/accuracy_cpu.json`` and the table of
+``docs/accuracy.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PRECISIONS = ("bf16", "fp8-rollout", "fp8")
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "<!-- table: benchmarks/accuracy.py -->"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("out/accuracy"))
+    args = parser.parse_args()
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    rows = []
+    for seed in seeds:
+        folder = args.out / f"seed-{seed}"
+        if not all(_steps_done(folder / p) >= args.steps for p in PRECISIONS):
+            command = ["-m", "fp8rl", "demo", "--compare", ",".join(PRECISIONS)]
+            options = ["--seed", str(seed), "--steps", str(args.steps), "--out", str(folder)]
+            subprocess.run([sys.executable, *command, *options], check=True)
+        rows += [_summary(folder / precision, precision, seed) for precision in PRECISIONS]
+    run = json.loads((args.out / f"seed-{seeds[0]}" / "fp8" / "run.json").read_text())
+    result = {
+        "command": f"python benchmarks/accuracy.py --seeds {args.seeds} --steps {args.steps}",
+        "versions": run["versions"],
+        "recipe": run["recipe"],
+        "settings": run["settings"],
+        "runs": rows,
+    }
+    target = ROOT / "benchmarks" / "results" / "accuracy_cpu.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    table = _table(rows)
+    document = ROOT / "docs" / "accuracy.md"
+    before, _, rest = document.read_text().partition(MARK)
+    _, _, after = rest.partition(MARK)
+    document.write_text(f"{before}{MARK}\n{table}\n{MARK}{after}")
+    sys.stdout.write(table + "\n")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _steps_done(folder: Path) -> int:
+    return len(_lines(folder / "metrics.jsonl"))
+
+
+def _summary(folder: Path, precision: str, seed: int) -> dict[str, Any]:
+    steps = _lines(folder / "metrics.jsonl")
+    validation = _lines(folder / "validation.jsonl")
+    tail = steps[-max(len(steps) // 4, 1) :]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(step["mismatch"][key] for step in steps)
+
+    return {
+        "precision": precision,
+        "seed": seed,
+        "steps": len(steps),
+        "accuracy_before": validation[0]["accuracy"],
+        "accuracy_after": validation[-1]["accuracy"],
+        "reward_first_quarter": statistics.fmean(s["reward"] for s in steps[: len(tail)]),
+        "reward_last_quarter": statistics.fmean(s["reward"] for s in tail),
+        "kl_k3": mean("kl_k3"),
+        "token_mult_prob_error": mean("token_mult_prob_error"),
+        "ess": mean("ess"),
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| precision | validation accuracy before | after | mean reward, last quarter "
+        "| mismatch KL (k3), nats/token | token mult. prob. error | ESS |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for precision in PRECISIONS:
+        chosen = [row for row in rows if row["precision"] == precision]
+
+        def cell(key: str, form: str, chosen: list = chosen) -> str:
+            values = [row[key] for row in chosen]
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            return f"{statistics.fmean(values):{form}} ± {spread:{form}}"
+
+        lines.append(
+            f"| {precision} | {cell('accuracy_before', '.3f')} | {cell('accuracy_after', '.3f')} "
+            f"| {cell('reward_last_quarter', '.3f')} | {cell('kl_k3', '.2e')} "
+            f"| {cell('token_mult_prob_error', '.4f')} | {cell('ess', '.4f')} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

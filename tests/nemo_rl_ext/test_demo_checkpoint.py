@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8rl.errors import CheckpointError
+from nemo_rl_ext.demo import checkpoint
+
+IDENTITY = {"precision": "fp8", "settings": {"seed": 0, "model": {"num_layers": 2}}}
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def _save(folder: Path, step: int, model_folder: Path, trainer: dict | None = None) -> Path:
+    weights = {"w": torch.full((2, 3), float(step), dtype=torch.bfloat16)}
+    return checkpoint.save(folder, step, weights, trainer or {}, IDENTITY, model_folder)
+
+
+def test_trainer_state_comes_back_with_its_types_and_bits(tmp_path: Path, model_folder: Path):
+    shared = torch.randn(4)
+    trainer = {
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": shared}, 1: {"exp_avg": shared}},
+            "param_groups": [{"lr": 0.1 + 0.2, "betas": (0.9, 0.95), "params": [0, 1], "x": None}],
+        }
+    }
+    path = _save(tmp_path / "run", 5, model_folder, trainer)
+    loaded = checkpoint.load(path, IDENTITY)
+    assert loaded.step == 5
+    assert torch.equal(loaded.model["w"], torch.full((2, 3), 5.0, dtype=torch.bfloat16))
+    assert loaded.trainer["optimizer"]["param_groups"] == trainer["optimizer"]["param_groups"]
+    state = loaded.trainer["optimizer"]["state"]
+    assert list(state) == [0, 1]
+    assert torch.equal(state[1]["exp_avg"], shared)
+    assert (path / "config.json").is_file()
+
+
+def test_only_the_newest_two_are_kept(tmp_path: Path, model_folder: Path):
+    for step in (1, 2, 3):
+        _save(tmp_path / "run", step, model_folder)
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["step-000002", "step-000003"]
+    assert checkpoint.latest(tmp_path / "run") == tmp_path / "run" / "step-000003"
+
+
+def test_no_checkpoint_is_none(tmp_path: Path):
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_folder: Path):
+    run = tmp_path / "run"
+    _save(run, 1, model_folder)
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        import torch
+        from nemo_rl_ext.demo import checkpoint
+
+        write = checkpoint.save_file
+        def write_then_die(tensors, path, **kw):
+            write(tensors, path, **kw)
+            if Path(path).name == "trainer.safetensors":
+                os.kill(os.getpid(), signal.SIGKILL)
+        checkpoint.save_file = write_then_die
+        checkpoint.save(
+            Path({str(run)!r}), 2, {{"w": torch.ones(1)}}, {{}}, {{}}, Path({str(model_folder)!r})
+        )
+    """
+    died = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=120)
+    assert died.returncode == -signal.SIGKILL
+    assert (run / ".partial-step-000002" / "trainer.safetensors").is_file()
+    found = checkpoint.latest(run)
+    assert found is not None and found.name == "step-000001"
+    assert checkpoint.load(found, IDENTITY).step == 1
+    assert _save(run, 2, model_folder).name == "step-000002"  # the leftover is no obstacle
+    assert not (run / ".partial-step-000002").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.safetensors", "state.json"])
+def test_a_torn_or_missing_file_is_an_error(tmp_path: Path, model_folder: Path, name: str):
+    path = _save(tmp_path / "run", 1, model_folder, {"a": torch.ones(64)})
+    file = path / name
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match=r"step-000001 is damaged .* delete that folder"):
+        checkpoint.load(path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.load(path)
+
+
+def test_an_old_format_is_refused(tmp_path: Path, model_folder: Path):
+    path = _save(tmp_path / "run", 1, model_folder)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**state, "format": 0}))
+    with pytest.raises(CheckpointError, match="has format 0, this release reads 1; start a new"):
+        checkpoint.load(path)
+
+
+def test_another_run_is_refused_with_the_keys_that_differ(tmp_path: Path, model_folder: Path):
+    path = _save(tmp_path / "run", 1, model_folder)
+    other = {"precision": "bf16", "settings": {"seed": 0, "model": {"num_layers": 3}}}
+    with pytest.raises(CheckpointError, match=r"\(precision, settings.model.num_layers differ\)"):
+        checkpoint.load(path, other)
+
+
+def test_state_that_cannot_be_stored_is_named(tmp_path: Path, model_folder: Path):
+    with pytest.raises(CheckpointError, match="'/rng/0' of type object"):
+        _save(tmp_path / "run", 1, model_folder, {"rng": [object()]})
+    assert checkpoint.latest(tmp_path / "run") is None

@@ -1,0 +1,153 @@
+"""The demo itself, with real vLLM and real Megatron-Core, on a very small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from nemo_rl_ext.demo import checkpoint
+
+SETTINGS = {
+    "model": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_layers": 2,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+    },
+    "warm_start": {"steps": 30, "batch_size": 16},
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
+    "microbatch_size": 4,
+    "validation_size": 8,
+    "validation_every": 2,
+    "checkpoint_every": 2,
+}
+STEPS = 5
+TIMEOUT = 150
+
+
+def _command(out: Path, *options: str) -> list[str]:
+    base = [sys.executable, "-m", "fp8rl", "demo", "--out", str(out)]
+    return [*base, "--settings", json.dumps(SETTINGS), *options]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all steps in one go."""
+    out = tmp_path_factory.mktemp("straight")
+    done = subprocess.run(
+        _command(out, "--steps", str(STEPS)), capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Report:" in done.stdout
+    return out
+
+
+def test_a_line_a_step_with_everything_promised(straight: Path):
+    lines = _lines(straight / "fp8" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    for line in lines:
+        assert set(line) >= {"reward", "accuracy", "loss", "mismatch", "seconds"}
+        assert set(line["seconds"]) >= {"generate", "logprobs", "train", "calibrate", "refit"}
+        assert 0.0 <= line["reward"] <= 1.0
+        # Both engines run the same codes; without the refit they would part at once.
+        assert 1.0 <= line["mismatch"]["token_mult_prob_error"] < 1.2
+    assert len({line["mismatch"]["kl_k3"] for line in lines}) == STEPS
+
+
+def test_the_report_and_the_run_description_are_there(straight: Path):
+    report = (straight / "report.html").read_text()
+    assert "<svg" in report or "data:image/png" in report
+    run = json.loads((straight / "fp8" / "run.json").read_text())
+    pinned = [row["name"] for row in run["pins"] if row["reason"] == "last: 1"]
+    assert "model.layers.1.mlp.down_proj" in pinned
+    assert run["recipe"]["kv_cache"]["dtype"] == "fp8_e4m3"
+
+
+def test_interrupt_then_resume_gives_the_same_bits(straight: Path, tmp_path: Path):
+    """Ctrl-C leaves a checkpoint and a report; --resume ends where the straight run ended."""
+    out = tmp_path / "interrupted"
+    metrics = out / "fp8" / "metrics.jsonl"
+    process = subprocess.Popen(
+        _command(out, "--steps", "1000"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    deadline = time.monotonic() + TIMEOUT
+    while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130, output
+    assert (out / "report.html").is_file()
+    stopped_at = checkpoint.latest(out / "fp8")
+    assert stopped_at is not None
+    done = checkpoint.load(stopped_at).step
+    assert 1 <= done < STEPS, "the run was not stopped early; nothing to resume"
+
+    # What a kill between two checkpoints leaves behind: a line too many, and half a line.
+    with metrics.open("a") as file:
+        file.write(json.dumps({"step": done, "reward": 0.0}) + '\n{"step": ')
+    resumed = subprocess.run(
+        _command(out, "--steps", str(STEPS), "--resume"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    final = f"step-{STEPS:06d}"
+    for name in ("model.safetensors", "trainer.safetensors"):
+        expected = load_file(straight / "fp8" / final / name)
+        actual = load_file(out / "fp8" / final / name)
+        assert actual.keys() == expected.keys()
+        assert all(actual[key].equal(expected[key]) for key in expected), name
+    for actual_line, expected_line in zip(
+        _lines(metrics), _lines(straight / "fp8" / "metrics.jsonl"), strict=True
+    ):
+        for line in (actual_line, expected_line):
+            line.pop("seconds")
+            line.pop("validation_accuracy")  # the interrupted run validated where it stopped
+        assert actual_line == expected_line
+
+
+def test_resume_with_other_options_is_refused(straight: Path):
+    done = subprocess.run(
+        _command(straight, "--steps", "6", "--resume", "--seed", "1"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env={**os.environ, "COLUMNS": "400"},
+    )
+    assert done.returncode == 2
+    assert "settings.seed" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_bad_options_fail_before_anything_starts(tmp_path: Path):
+    for options, word in (
+        (("--compare", "fp4"), "fp4"),
+        (("--recipe", '{"weigths": {}}'), "weigths"),
+        (("--settings", '{"model": {"layers": 2}}'), "layers"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "fp8rl", "demo", "--out", str(tmp_path / "x"), *options],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 2, options
+        assert word in done.stderr
+        assert not (tmp_path / "x").exists()
