@@ -1,4 +1,4 @@
-"""Make `.venv` and install into it all that `make demo` and `make test` need. Standard library only.
+"""Make `.venv` with all that `make demo` and `make test` need; standard library only.
 
     python3 tools/install.py
 

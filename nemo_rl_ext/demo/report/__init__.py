@@ -1,0 +1,13 @@
+"""The demo's report: a self-contained HTML page and a terminal table, from the files of a run.
+
+Both read ``OUT/<precision>/{metrics,validation,samples}.jsonl`` and ``run.json`` only, so they work
+on a run that goes on, was stopped or was killed.
+"""
+
+from __future__ import annotations
+
+from nemo_rl_ext.demo.report.page import write_report
+from nemo_rl_ext.demo.report.runs import ReportError
+from nemo_rl_ext.demo.report.table import terminal_table
+
+__all__ = ["ReportError", "terminal_table", "write_report"]

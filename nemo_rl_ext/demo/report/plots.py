@@ -1,0 +1,198 @@
+"""The report's plots, as inline SVG that takes its text and grid colours from the page."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_ext.demo.report.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, told apart by colour-blind readers; markers and dashes say it again.
+STYLES = {
+    "bf16": ("#0072B2", "-", "o"),
+    "fp8-rollout": ("#E69F00", (0, (5, 1.5)), "s"),
+    "fp8": ("#009E73", (0, (1.5, 1.2)), "^"),
+}
+_OTHER = [("#CC79A7", "-.", "D"), ("#56B4E9", "-", "v"), ("#D55E00", "--", "P")]
+PHASE_COLOURS = ("#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#999999")
+# matplotlib wants colours; the page's own are put in their place afterwards.
+_INK, _GRID = "#010203", "#040506"
+_WINDOW = 5
+
+
+def style_of(name: str, names: Sequence[str]) -> tuple[str, Any, str]:
+    """(colour, dashes, marker) of a run, the same in every plot."""
+    if name in STYLES:
+        return STYLES[name]
+    others = [n for n in names if n not in STYLES]
+    return _OTHER[others.index(name) % len(_OTHER)]
+
+
+def reward_plot(runs: Sequence[Run]) -> str:
+    """Reward per step; a line is the mean of five steps, dots are the steps."""
+
+    def draw(axes: Axes) -> None:
+        for run, colour, dashes, marker in _styled(runs):
+            xs, ys = run.series("reward")
+            axes.plot(xs, ys, marker, color=colour, alpha=0.35, markersize=3, linewidth=0)
+            axes.plot(xs, _smooth(ys), color=colour, linestyle=dashes, label=run.name)
+        axes.set_ylabel("reward (share of right samples)")
+        axes.set_ylim(0, None)
+
+    return _svg("reward", draw)
+
+
+def accuracy_plot(runs: Sequence[Run]) -> str:
+    """Greedy accuracy on validation against finished steps."""
+
+    def draw(axes: Axes) -> None:
+        for run, colour, dashes, marker in _styled(runs):
+            xs = [x for x, _ in run.validation]
+            ys = [100 * y for _, y in run.validation]
+            axes.plot(xs, ys, marker=marker, color=colour, linestyle=dashes, label=run.name)
+        axes.set_ylabel("validation accuracy (%)")
+        axes.set_ylim(0, None)
+
+    return _svg("accuracy", draw)
+
+
+def kl_plot(runs: Sequence[Run]) -> str:
+    """K3 estimate of KL(rollout || trainer) per step, on a logarithmic axis."""
+
+    def draw(axes: Axes) -> None:
+        for run, colour, dashes, marker in _styled(runs):
+            points = [
+                (x, y) for x, y in zip(*run.series("mismatch", "kl_k3"), strict=True) if y > 0
+            ]
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                marker=marker,
+                color=colour,
+                linestyle=dashes,
+                label=run.name,
+            )
+            if points:
+                axes.set_yscale("log")
+        axes.set_ylabel("KL(rollout ‖ trainer), k3 (nats/token)")
+
+    return _svg("kl", draw)
+
+
+def prob_error_plot(runs: Sequence[Run]) -> str:
+    """Token multiplicative probability error per step; 1 is perfect agreement."""
+
+    def draw(axes: Axes) -> None:
+        for run, colour, dashes, marker in _styled(runs):
+            xs, ys = run.series("mismatch", "token_mult_prob_error")
+            axes.plot(xs, ys, marker=marker, color=colour, linestyle=dashes, label=run.name)
+        axes.axhline(1.0, color=_INK, linewidth=0.8, alpha=0.5)
+        axes.set_ylabel("token mult. probability error (ratio)")
+        axes.ticklabel_format(axis="y", useOffset=False)
+
+    return _svg("prob-error", draw)
+
+
+def time_plot(runs: Sequence[Run]) -> str:
+    """Mean seconds a step, stacked by phase, a bar for each run."""
+    phases = list(dict.fromkeys(phase for run in runs for phase in run.seconds()))
+
+    def draw(axes: Axes) -> None:
+        names = [run.name for run in runs]
+        left = [0.0] * len(runs)
+        for i, phase in enumerate(phases):
+            widths = [run.seconds().get(phase, 0.0) for run in runs]
+            colour = PHASE_COLOURS[i % len(PHASE_COLOURS)]
+            axes.barh(names, widths, left=left, color=colour, label=phase, height=0.55)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        for y, total in enumerate(left):
+            axes.annotate(
+                f"{total:.2f} s", (total, y), (5, 0), textcoords="offset points", va="center"
+            )
+        axes.set_xlim(0, max(left) * 1.12)
+        axes.set_xlabel("mean time of a step (s)")
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+
+    height = 1.5 + 0.45 * len(runs)
+    return _svg("time", draw, size=(10.4, height), legend_columns=len(phases), steps=False)
+
+
+def _styled(runs: Sequence[Run]) -> Iterator[tuple[Run, str, Any, str]]:
+    names = [run.name for run in runs]
+    for run in runs:
+        yield run, *style_of(run.name, names)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Mean of each value and up to four before it."""
+    windows = (values[max(0, i + 1 - _WINDOW) : i + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _svg(
+    name: str,
+    draw: Callable[[Axes], None],
+    *,
+    size: tuple[float, float] = (5.1, 3.3),
+    legend_columns: int = 3,
+    steps: bool = True,
+) -> str:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with _look(name):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        draw(axes)
+        if steps:
+            axes.set_xlabel("finished GRPO steps")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.legend(loc="outside upper left", ncols=legend_columns, frameon=False)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    # Groups are numbered alike in every plot, and nothing refers to them.
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    # The element around the plot says in words what it shows.
+    return (
+        svg.replace(_INK, "currentColor")
+        .replace(_GRID, "var(--grid)")
+        .replace("<svg ", '<svg aria-hidden="true" ', 1)
+    )
+
+
+@contextmanager
+def _look(name: str) -> Iterator[None]:
+    import matplotlib
+
+    look = {
+        "svg.fonttype": "none",  # text stays text: sharp, selectable, in the page's font
+        "svg.hashsalt": name,  # the same page for the same run, and no id twice in the page
+        "font.family": "sans-serif",
+        "font.size": 9.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": _GRID,
+        "axes.labelcolor": _INK,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": _GRID,
+        "grid.linewidth": 0.7,
+        "text.color": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "lines.linewidth": 1.9,
+        "lines.markersize": 3.5,
+    }
+    with matplotlib.rc_context(look):
+        yield

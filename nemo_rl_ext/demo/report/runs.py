@@ -1,0 +1,143 @@
+"""What the runs in an output folder left; a torn line or a missing file does no harm."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8rl.errors import Fp8RLError
+
+ORDER = ("bf16", "fp8-rollout", "fp8")
+PHASES = ("generate", "logprobs", "train", "calibrate", "refit")
+_EDGE = 5
+"""Steps over which the reward is averaged at both ends of a run: one step is 100-odd samples."""
+
+
+class ReportError(Fp8RLError, ValueError):
+    """An output folder that cannot hold a run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One precision's run.
+
+    Attributes:
+        name: its precision, the folder's name.
+        steps: lines of ``metrics.jsonl``, in order of their ``step``.
+        validation: (finished steps, accuracy in [0, 1]), in order.
+        samples: lines of ``samples.jsonl``.
+        info: ``run.json``, empty where it is missing or torn.
+    """
+
+    name: str
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def series(self, *keys: str) -> tuple[list[int], list[float]]:
+        """(finished steps, values) of one metric, e.g. ``series("mismatch", "kl_k3")``.
+
+        Steps without a finite value are left out.
+        """
+        xs, ys = [], []
+        for line in self.steps:
+            value: Any = line
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if _finite(value):
+                xs.append(line["step"] + 1)
+                ys.append(float(value))
+        return xs, ys
+
+    def mean(self, *keys: str) -> float | None:
+        """Mean of a metric over all steps; None if no step has it."""
+        return _mean(self.series(*keys)[1])
+
+    def reward_ends(self) -> tuple[float, float] | None:
+        """Mean reward of the first and of the last steps; None before the first step."""
+        rewards = self.series("reward")[1]
+        if not rewards:
+            return None
+        return sum(rewards[:_EDGE]) / len(rewards[:_EDGE]), sum(rewards[-_EDGE:]) / len(
+            rewards[-_EDGE:]
+        )
+
+    def seconds(self) -> dict[str, float]:
+        """Mean seconds a step by phase: the five of the loop first, then any other."""
+        named = {p for line in self.steps for p in line.get("seconds") or {}}
+        order = [p for p in PHASES if p in named] + sorted(named - set(PHASES))
+        means = {phase: self.mean("seconds", phase) for phase in order}
+        return {phase: value for phase, value in means.items() if value is not None}
+
+
+def load_runs(out_dir: Path) -> list[Run]:
+    """The runs in ``out_dir``: bf16, fp8-rollout, fp8, then others by name.
+
+    Raises:
+        ReportError: ``out_dir`` is not a folder.
+    """
+    if not out_dir.is_dir():
+        raise ReportError(f"{out_dir} is not a folder; give the demo's --out.")
+    names = [
+        folder.name
+        for folder in out_dir.iterdir()
+        if (folder / "metrics.jsonl").is_file() or (folder / "run.json").is_file()
+    ]
+    names.sort(key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+    return [_load(out_dir / name) for name in names]
+
+
+def _load(folder: Path) -> Run:
+    by_step = {line["step"]: line for line in _lines(folder / "metrics.jsonl")}
+    steps = [by_step[step] for step in sorted(by_step)]
+    accuracy = {
+        line["step"] + 1: line["validation_accuracy"]
+        for line in steps
+        if _finite(line.get("validation_accuracy"))
+    }
+    accuracy |= {
+        line["step"]: line["accuracy"]
+        for line in _lines(folder / "validation.jsonl")
+        if _finite(line.get("accuracy"))
+    }
+    return Run(
+        folder.name,
+        steps,
+        sorted(accuracy.items()),
+        list(_lines(folder / "samples.jsonl")),
+        _object(folder / "run.json"),
+    )
+
+
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    """The lines that are JSON objects with a step; a kill may have torn the last one."""
+    if not path.is_file():
+        return
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            yield line
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,88 @@
+"""The summary of an output folder's runs, as rows of text and as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from nemo_rl_ext.demo.report.runs import Run, load_runs
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOTHING = "-"
+_SHORT = {
+    "validation accuracy": "accuracy",
+    "prob. error": "p. err",
+    "generate": "gen",
+    "logprobs": "logp",
+    "calibrate": "calib",
+}
+"""Titles for a terminal, where the whole table is to fit into 95 columns."""
+
+
+def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Column titles and a row of text for each run; ``NOTHING`` where there is no value yet."""
+    phases = list(dict.fromkeys(phase for run in runs for phase in run.seconds()))
+    titles = [
+        "precision",
+        "steps",
+        "reward",
+        "validation accuracy",
+        "KL (k3)",
+        "prob. error",
+        "ESS",
+        "s/step",
+        *phases,
+    ]
+    return titles, [_row(run, phases) for run in runs]
+
+
+def _row(run: Run, phases: Sequence[str]) -> list[str]:
+    reward = run.reward_ends()
+    accuracy = (run.validation[0][1], run.validation[-1][1]) if run.validation else None
+    seconds = run.seconds()
+    return [
+        run.name,
+        str(len(run.steps)),
+        f"{reward[0]:.2f}→{reward[1]:.2f}" if reward else NOTHING,
+        f"{accuracy[0]:.0%}→{accuracy[1]:.0%}" if accuracy else NOTHING,
+        _number(run.mean("mismatch", "kl_k3"), ".1e"),
+        _number(run.mean("mismatch", "token_mult_prob_error"), ".3f"),
+        _number(run.mean("mismatch", "ess"), ".3f"),
+        _number(sum(seconds.values()) if seconds else None, ".2f"),
+        *(_number(seconds.get(phase), ".2f") for phase in phases),
+    ]
+
+
+def _number(value: float | None, spec: str) -> str:
+    return NOTHING if value is None else format(value, spec)
+
+
+def terminal_table(out_dir: Path) -> Table:
+    """One table, a row per precision.
+
+    Reward is the mean of the first and of the last five steps; mismatch is averaged over all
+    steps; phases are mean seconds a step.
+
+    Raises:
+        ReportError: ``out_dir`` is not a folder.
+    """
+    from rich import box
+    from rich.table import Table
+
+    titles, rows = summary(load_runs(out_dir))
+    table = Table(
+        title="fp8rl demo",
+        caption="reward: first and last five steps; s/step and the phases: mean seconds",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
+    for title in titles:
+        justify: Literal["left", "right"] = "left" if title == "precision" else "right"
+        table.add_column(_SHORT.get(title, title), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
