@@ -68,7 +68,8 @@ def reachable(url: str, limit: float = PROBE_SECONDS) -> bool:
 
     def ask() -> None:
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=limit):
+            request = urllib.request.Request(url, method="HEAD")
+            with urllib.request.build_opener().open(request, timeout=limit):
                 answers.append(True)
         except urllib.error.URLError as error:
             # The host is there; whether its certificate will do is for pip, which has its own.
@@ -84,8 +85,9 @@ def reachable(url: str, limit: float = PROBE_SECONDS) -> bool:
 
 
 def lists_version(listing: str, version: str = TORCH) -> bool:
-    """Whether the output of ``pip index versions`` names exactly ``version``."""
-    return re.search(rf"(?<![\w.+]){re.escape(version)}(?![\w.+])", listing) is not None
+    """Whether the output of ``pip index versions`` says that exactly ``version`` can be had."""
+    found = re.search(r"^Available versions:(.*)$", listing, re.MULTILINE)
+    return found is not None and version in re.split(r"[,\s]+", found[1])
 
 
 def pip_offers_torch(python: Path, limit: float = PIP_LOOKUP_SECONDS) -> bool:

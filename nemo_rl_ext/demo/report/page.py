@@ -111,7 +111,7 @@ def _plots(runs: Sequence[Run]) -> str:
 
 def _in_words(draw: Callable[[Sequence[Run]], str], runs: Sequence[Run]) -> str:
     """What the plot shows, for who cannot see it."""
-    keys = {
+    keys: dict[Callable[[Sequence[Run]], str], tuple[str, ...]] = {
         plots.reward_plot: ("reward",),
         plots.kl_plot: ("mismatch", "kl_k3"),
         plots.prob_error_plot: ("mismatch", "token_mult_prob_error"),

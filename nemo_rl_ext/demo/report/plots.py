@@ -175,7 +175,7 @@ def _svg(
 def _look(name: str) -> Iterator[None]:
     import matplotlib
 
-    look = {
+    look: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text: sharp, selectable, in the page's font
         "svg.hashsalt": name,  # the same page for the same run, and no id twice in the page
         "font.family": "sans-serif",
