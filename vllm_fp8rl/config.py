@@ -40,6 +40,9 @@ class Resolved:
     recipe: Recipe
     policy: PinPolicy
     dummy: bool
+    """The engine loads no checkpoint."""
+    layers: dict[str, Any]
+    """vLLM's table of layers by name, for compiled code."""
 
     def precision(self, name: str) -> str:
         """``fp8`` or ``bf16`` for a linear module.
@@ -130,10 +133,12 @@ class Fp8RLConfig(QuantizationConfig):
         resolved = self.resolve()
         if isinstance(layer, LinearBase):
             if resolved.precision(prefix) == "bf16":
-                return RefitLinearMethod(prefix)
-            return Fp8RLLinearMethod(resolved.recipe, prefix, dummy=resolved.dummy)
+                return RefitLinearMethod(prefix, dummy=resolved.dummy)
+            return Fp8RLLinearMethod(
+                resolved.recipe, prefix, dummy=resolved.dummy, layers=resolved.layers
+            )
         if isinstance(layer, VocabParallelEmbedding):
-            return RefitEmbeddingMethod(prefix)
+            return RefitEmbeddingMethod(prefix, dummy=resolved.dummy)
         if isinstance(layer, Attention):
             return Fp8RLKVCacheMethod(self)
         raise UnsupportedError(
@@ -174,7 +179,14 @@ def _resolve(engine: VllmConfig) -> Resolved:
     _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
     names = dense_module_names(hf_config.num_hidden_layers)
     policy = PluginManager().pin_policy(recipe.pins, names)
-    return Resolved(recipe, policy, engine.load_config.load_format == "dummy")
+    if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
+        engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
+    return Resolved(
+        recipe,
+        policy,
+        dummy=engine.load_config.load_format == "dummy",
+        layers=engine.compilation_config.static_forward_context,
+    )
 
 
 def _check_checkpoint(config: Mapping[str, Any]) -> None:

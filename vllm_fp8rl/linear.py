@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     ReplicatedLinear,
@@ -22,7 +23,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.utils import set_weight_attrs
 
-from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import Quantized
 from fp8rl.recipe import Recipe
@@ -36,6 +37,7 @@ from vllm_fp8rl.params import (
     check_plain_dtype,
 )
 
+_LOADED = "fp8rl_loaded"
 _DUMMY_RANGE = 1e-3  # what vLLM's dummy loader draws weights from
 
 
@@ -64,14 +66,17 @@ class Fp8RLLinearMethod(LinearMethodBase):
         recipe: scale formats.
         name: module name, for messages.
         dummy: the engine loads no checkpoint (``load_format="dummy"``).
+        layers: the engine's table of layers that compiled code finds by name
+            (``compilation_config.static_forward_context``).
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, recipe: Recipe, name: str, *, dummy: bool) -> None:
+    def __init__(self, recipe: Recipe, name: str, *, dummy: bool, layers: dict[str, Any]) -> None:
         self.recipe = recipe
         self.name = name
         self._dummy = dummy
+        self._layers = layers
 
     def create_weights(
         self,
@@ -102,6 +107,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
         scale = Fp8Scale(scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader)
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
+        self._layers[self.name] = layer
         for parameter in (weight, scale):
             set_weight_attrs(parameter, extra_weight_attrs)
 
@@ -109,17 +115,14 @@ class Fp8RLLinearMethod(LinearMethodBase):
         """Nothing to do for loaded weights, however often it is called.
 
         Raises:
-            RefitError: the checkpoint left out a part of this layer. vLLM does not check that for
-                quantized models.
+            CheckpointError: the checkpoint left out a part of this layer. vLLM does not check that
+                for quantized models.
         """
         if self.grid.complete:
             return
         if not self._dummy:
             self.grid.require_paired()
-            raise RefitError(
-                f"The checkpoint has no tensor for local rows from {self.grid.missing()[0]} of "
-                f"'{self.name}'; load a complete checkpoint, or use load_format='dummy' and refit."
-            )
+            raise _torn(self.name, self.grid.missing())
         self._fill_with_dummies()
 
     def _fill_with_dummies(self) -> None:
@@ -134,9 +137,44 @@ class Fp8RLLinearMethod(LinearMethodBase):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        self.grid.require_paired()
-        y = self.kernel.apply(x, Quantized(*_storage_of(layer)))
+        if torch.compiler.is_compiling():
+            y = _opaque_product(x, self.name, self.grid.total_rows)
+        else:
+            y = self.product(layer, x)
         return y if bias is None else y + bias
+
+    def product(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """``x @ weight.T`` over the codes of this moment.
+
+        Raises:
+            RefitError: FP8 codes arrived without their scales.
+        """
+        self.grid.require_paired()
+        return self.kernel.apply(x, Quantized(*_storage_of(layer)))
+
+
+@torch.library.custom_op(
+    "fp8rl::linear", mutates_args=(), schema="(Tensor x, str name, int out_features) -> Tensor"
+)
+def _opaque_product(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
+    """What torch.compile sees of :meth:`Fp8RLLinearMethod.product`, whose checks it cannot trace.
+
+    The layer comes from vLLM's forward context by its name, as in vLLM's own attention op.
+    """
+    layer = get_forward_context().no_compile_layers[name]
+    return layer.quant_method.product(layer, x)
+
+
+@_opaque_product.register_fake
+def _(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _torn(name: str, rows: list[int]) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint has no tensor for local rows from {rows[0]} of '{name}'; load a complete "
+        "checkpoint, or use load_format='dummy' and refit."
+    )
 
 
 def _live_storage(layer: weakref.ref[torch.nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,9 +192,10 @@ def _storage_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 class RefitLinearMethod(UnquantizedLinearMethod):
     """A linear layer in the model's dtype (a pinned one, or all with ``rollout: false``)."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, dummy: bool) -> None:
         super().__init__()
         self.name = name
+        self._dummy = dummy
 
     def create_weights(
         self,
@@ -171,12 +210,21 @@ class RefitLinearMethod(UnquantizedLinearMethod):
         loader = _loader_of(layer, extra_weight_attrs.pop("weight_loader"), self.name)
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         data = torch.empty(rows, columns, dtype=params_dtype)
-        weight = PlainWeight(data, module=self.name, weight_loader=loader)
+        weight = PlainWeight(
+            data, module=self.name, partitions=output_partition_sizes, weight_loader=loader
+        )
         layer.register_parameter("weight", weight)
         set_weight_attrs(weight, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: upstream would hand the weight to oneDNN here and empty the parameter."""
+        """Nothing: upstream would hand the weight to oneDNN here and empty the parameter.
+
+        Raises:
+            CheckpointError: the checkpoint left out a part of this layer.
+        """
+        weight = layer.weight
+        if isinstance(weight, PlainWeight) and weight.missing and not self._dummy:
+            raise _torn(self.name, sorted(weight.missing))
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -189,15 +237,22 @@ class RefitLinearMethod(UnquantizedLinearMethod):
 class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
     """Embedding and output projection, tied or not, without a packed copy."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, dummy: bool) -> None:
         self.name = name
+        self._dummy = dummy
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **extra: Any) -> None:
         extra["weight_loader"] = _checked(extra["weight_loader"], self.name)
         super().create_weights(layer, *sizes, **extra)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: upstream would make a packed copy here that later loads do not reach."""
+        """Nothing: upstream would make a packed copy here that later loads do not reach.
+
+        Raises:
+            CheckpointError: the checkpoint has no such tensor. A tied one has its partner's.
+        """
+        if not (self._dummy or getattr(layer.weight, _LOADED, False)):
+            raise _torn(self.name, [0])
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -218,5 +273,6 @@ def _checked(loader: Callable[..., None], name: str) -> Callable[..., None]:
                 f"'{name}' was loaded after its model was deleted; restart the engine."
             )
         live(param, loaded_weight)
+        setattr(param, _LOADED, True)
 
     return load

@@ -8,7 +8,7 @@ on their parameters with the whole HF tensor. Each class here turns such a call 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,9 +148,18 @@ class Fp8Scale(ShardedParameter):
 class PlainWeight(ShardedParameter):
     """An unquantized weight ``[N, K]`` in the model's dtype that is never repacked."""
 
-    def __init__(self, data: torch.Tensor, *, module: str, weight_loader: Callable) -> None:
+    def __init__(
+        self,
+        data: torch.Tensor,
+        *,
+        module: str,
+        partitions: Sequence[int],
+        weight_loader: Callable,
+    ) -> None:
         super().__init__(data, shape=(data.shape[0], data.shape[1]), weight_loader=weight_loader)
         self.module = module
+        self.missing = {sum(partitions[:i]) for i in range(len(partitions))}
+        """First local rows of the shards that were never written."""
 
     def store(self, tensor: torch.Tensor, shard: Shard) -> None:
         if _count_on_meta(self, shard):
@@ -158,6 +167,7 @@ class PlainWeight(ShardedParameter):
         check_plain_dtype(tensor, f"{self.module}.weight")
         part = _narrow(tensor, shard, f"{self.module}.weight", self.matrix[1])
         self.data[shard.start : shard.start + shard.rows].copy_(part)
+        self.missing.discard(shard.start)
 
 
 def check_plain_dtype(tensor: torch.Tensor, name: str) -> None:

@@ -12,7 +12,7 @@ from conftest import KV_SCALE, LAYERS, load_tensors, make_checkpoint
 from safetensors.torch import save_file
 
 from fp8rl import Recipe
-from fp8rl.errors import PinError, RecipeError, RefitError, UnsupportedError
+from fp8rl.errors import CheckpointError, PinError, RecipeError, RefitError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
 from vllm_fp8rl.config import Fp8RLConfig, read_recipe
@@ -240,15 +240,23 @@ def test_kv_cache_dtype_must_agree(other_engine, checkpoints):
         other_engine(checkpoints["a"], Recipe(), kv_cache_dtype="auto")
 
 
-def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path):
-    path = tmp_path / "torn"
-    path.mkdir()
+@pytest.mark.parametrize(
+    ("missing", "module"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj"),
+        ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_up_proj"),  # pinned
+        ("lm_head.weight", "lm_head"),
+        ("model.embed_tokens.weight", "model.embed_tokens"),
+    ],
+)
+def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path, missing, module):
+    """vLLM itself would serve uninitialised memory: it checks unquantized models only."""
     tensors = load_tensors(checkpoints["a"])
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_bytes((checkpoints["a"] / "config.json").read_bytes())
-    with pytest.raises(RefitError, match=r"no tensor for local rows from 512 of .*gate_up_proj"):
-        other_engine(path, Recipe())
+    del tensors[missing]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((checkpoints["a"] / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=rf"no tensor for local rows from .*'{module}'"):
+        other_engine(tmp_path, Recipe.from_dict({"pins": {"last": 1}}))
 
 
 def test_mixture_of_experts_is_refused(other_engine, checkpoints):

@@ -35,7 +35,12 @@ def test_two_ranks(tmp_path):
         capture_output=True,
         text=True,
         timeout=540,
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)},
+        env=os.environ
+        | {
+            "PYTHONPATH": str(SCRIPT.parent),
+            "TORCHDYNAMO_DISABLE": "0",
+            "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        },
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -59,7 +64,9 @@ def layer_parameters(engine, partitions: list[int], columns: int, rank: int, ran
     shape = (sum(partitions), columns)
     weight = Fp8Weight(storage[0], grid=grid, weight_loader=print)
     scale = Fp8Scale(storage[1], grid=grid, shape=shape, weight_loader=print)
-    plain = PlainWeight(torch.zeros(shape), module="layer", weight_loader=print)
+    plain = PlainWeight(
+        torch.zeros(shape), module="layer", partitions=partitions, weight_loader=print
+    )
     for parameter in (weight, scale, plain):
         parameter.tp_rank, parameter.tp_size = rank, ranks
     return weight, scale, plain, storage
