@@ -2,9 +2,10 @@
 
     python benchmarks/accuracy.py [--seeds 0,1,2] [--steps 40] [--out out/accuracy]
 
-Runs ``fp8rl demo --compare bf16,fp8-rollout,fp8`` once a seed with the real engines (finished
-seeds are not run again) and writes ``benchmarks/results/accuracy_cpu.json`` and the table of
-``docs/accuracy.md``.
+Runs ``fp8rl demo --compare bf16,fp8-rollout,fp8`` once a seed with the real engines, and the two
+FP8 precisions once more with a BF16 KV cache, which tells the linear layers' share of the mismatch
+from the cache's. Finished seeds are not run again. Writes ``benchmarks/results/accuracy_cpu.json``
+and the table of ``docs/accuracy.md``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fp8rl.recipe import KVCache
+from nemo_rl_ext.demo.settings import DEMO_RECIPE
+
 PRECISIONS = ("bf16", "fp8-rollout", "fp8")
+BF16_KV = " + BF16 KV cache"
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "<!-- table: benchmarks/accuracy.py -->"
 
@@ -29,14 +34,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/accuracy"))
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
+    bf16_kv = json.dumps(
+        DEMO_RECIPE.model_copy(update={"kv_cache": KVCache(dtype="auto")}).to_dict()
+    )
     rows = []
     for seed in seeds:
-        folder = args.out / f"seed-{seed}"
-        if not all(_steps_done(folder / p) >= args.steps for p in PRECISIONS):
-            command = ["-m", "fp8rl", "demo", "--compare", ",".join(PRECISIONS)]
-            options = ["--seed", str(seed), "--steps", str(args.steps), "--out", str(folder)]
-            subprocess.run([sys.executable, *command, *options], check=True)
-        rows += [_summary(folder / precision, precision, seed) for precision in PRECISIONS]
+        rows += _run(args.out / f"seed-{seed}", PRECISIONS, seed, args.steps, None)
+        folder = args.out / f"seed-{seed}-bf16-kv"
+        rows += _run(folder, PRECISIONS[1:], seed, args.steps, bf16_kv)
     run = json.loads((args.out / f"seed-{seeds[0]}" / "fp8" / "run.json").read_text())
     result = {
         "command": f"python benchmarks/accuracy.py --seeds {args.seeds} --steps {args.steps}",
@@ -54,6 +59,18 @@ def main() -> None:
     _, _, after = rest.partition(MARK)
     document.write_text(f"{before}{MARK}\n{table}\n{MARK}{after}")
     sys.stdout.write(table + "\n")
+
+
+def _run(
+    folder: Path, precisions: tuple[str, ...], seed: int, steps: int, recipe: str | None
+) -> list[dict[str, Any]]:
+    if not all(_steps_done(folder / p) >= steps for p in precisions):
+        command = ["-m", "fp8rl", "demo", "--compare", ",".join(precisions)]
+        command += ["--seed", str(seed), "--steps", str(steps), "--out", str(folder)]
+        command += ["--recipe", recipe] if recipe else []
+        subprocess.run([sys.executable, *command], check=True)
+    suffix = BF16_KV if recipe else ""
+    return [_summary(folder / p, p + suffix, seed) for p in precisions]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -92,7 +109,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         "| mismatch KL (k3), nats/token | token mult. prob. error | ESS |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for precision in PRECISIONS:
+    for precision in dict.fromkeys(row["precision"] for row in rows):
         chosen = [row for row in rows if row["precision"] == precision]
 
         def cell(key: str, form: str, chosen: list = chosen) -> str:

@@ -143,6 +143,7 @@ def _weigh(ratio: torch.Tensor, config: ImportanceSampling) -> torch.Tensor:
     if config.mode == "off":
         return torch.ones_like(ratio)
     if config.mode == "mask":
+        assert config.low is not None, "the recipe refuses mode 'mask' without 'low'"
         inside = (ratio >= config.low) & (ratio <= config.high)
         return torch.where(inside, ratio, 0.0)
     # 'low' is None for 'truncate'.

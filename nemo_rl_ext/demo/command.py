@@ -23,7 +23,7 @@ def demo(
     ] = None,
     compare: Annotated[
         str, typer.Option(help="Precisions to run, of bf16, fp8-rollout and fp8, with commas.")
-    ] = "fp8",
+    ] = "bf16,fp8",
     out: Annotated[Path, typer.Option(help="Folder for metrics, checkpoints and report.")] = Path(
         "out/demo"
     ),

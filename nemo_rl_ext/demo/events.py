@@ -43,7 +43,7 @@ class EventWriter:
 
         def ask(number: int, frame: object) -> None:
             self.stop_requested = True
-            signal.signal(number, previous[number])
+            signal.signal(number, previous[signal.Signals(number)])
 
         previous = {n: signal.signal(n, ask) for n in (signal.SIGINT, signal.SIGTERM)}
         try:

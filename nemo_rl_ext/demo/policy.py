@@ -71,7 +71,7 @@ class MegatronPolicy:
             return logprobs, loss
 
         with self._shim.active():
-            self._wrapped.zero_grad_buffer()
+            self._wrapped.zero_grad_buffer()  # type: ignore[operator]
             self.optimizer.zero_grad()
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -109,7 +109,7 @@ class MegatronPolicy:
             return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Set masters and moments; the BF16 parameters follow the masters."""
+        """Set masters and moments; the BF16 parameters are those of :meth:`load`."""
         with self._shim.active():
             self.optimizer.load_state_dict(state)
 

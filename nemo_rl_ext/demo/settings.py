@@ -55,7 +55,7 @@ class Settings(_Frozen):
     """Optimizer steps per GRPO step; the first is on-policy, later ones need the PPO clip."""
     microbatch_size: _Count = 64
     max_new_tokens: _Count = 5
-    learning_rate: float = 1e-4
+    learning_rate: float = 5e-5
     warmup_steps: _Count = 10
     """GRPO steps with a rising learning rate: Adam's first steps have no scale yet."""
     clip_grad: float = 1.0

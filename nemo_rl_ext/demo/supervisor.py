@@ -22,7 +22,6 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
 from fp8rl.errors import Fp8RLError
@@ -124,7 +123,7 @@ class Supervisor:
 
     def _wait_for_one(self, progress: Progress) -> None:
         for stage in list(self._running):
-            assert stage.process is not None and stage.reader is not None
+            assert stage.process and stage.reader and stage.task is not None
             try:
                 code = stage.process.wait(timeout=0.2)
             except subprocess.TimeoutExpired:
@@ -169,12 +168,11 @@ class Supervisor:
         return Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<12}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=16),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[phase]:<14}"),
+            TextColumn("{task.fields[phase]}"),
             TextColumn("[dim]{task.fields[note]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
             console=self._console,
         )
 

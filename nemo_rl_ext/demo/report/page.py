@@ -163,13 +163,17 @@ def _samples(run: Run) -> str:
     )
 
 
+def _visible(completion: str) -> str:
+    return completion.replace(" ", "\u2423")  # a trailing space is what makes some answers wrong
+
+
 def _judged(completion: Any, answer: str) -> str:
     if completion is None:
         return f"<td>{NOTHING}</td>"
     right = str(completion) == answer
     mark = ("right", "✓") if right else ("wrong", "✗")
     return (
-        f"<td class='{mark[0]}'><code>{escape(str(completion)) or '(nothing)'}</code> "
+        f"<td class='{mark[0]}'><code>{escape(_visible(str(completion))) or '(nothing)'}</code> "
         f"<span role='img' aria-label='{mark[0]}'>{mark[1]}</span></td>"
     )
 

@@ -12,16 +12,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOTHING = "-"
-_SHORT = {
-    "validation accuracy": "accuracy",
-    "prob. error": "p. err",
-    "generate": "gen",
-    "logprobs": "logp",
-    "calibrate": "calib",
-}
-"""Titles for a terminal, where the whole table is to fit into 95 columns."""
-
-
 def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Column titles and a row of text for each run; ``NOTHING`` where there is no value yet."""
     phases = list(dict.fromkeys(phase for run in runs for phase in run.seconds()))
@@ -61,7 +51,7 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def terminal_table(out_dir: Path) -> Table:
-    """One table, a row per precision.
+    """One table, a column per precision, so that it fits a terminal of 80 columns.
 
     Reward is the mean of the first and of the last five steps; mismatch is averaged over all
     steps; phases are mean seconds a step.
@@ -75,14 +65,13 @@ def terminal_table(out_dir: Path) -> Table:
     titles, rows = summary(load_runs(out_dir))
     table = Table(
         title="fp8rl demo",
-        caption="reward: first and last five steps; s/step and the phases: mean seconds",
+        caption="reward: first and last five steps; times: mean seconds a step",
         box=box.SIMPLE_HEAD,
-        padding=0,
         show_edge=False,
     )
-    for title in titles:
-        justify: Literal["left", "right"] = "left" if title == "precision" else "right"
-        table.add_column(_SHORT.get(title, title), justify=justify, overflow="fold")
+    table.add_column(titles[0])
     for row in rows:
-        table.add_row(*row)
+        table.add_column(row[0], justify="right")
+    for title, *cells in zip(titles[1:], *(row[1:] for row in rows), strict=True):
+        table.add_row(title, *cells)
     return table
