@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nemo_rl_ext.demo.report.runs import Run, load_runs
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOTHING = "-"
+
+
 def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Column titles and a row of text for each run; ``NOTHING`` where there is no value yet."""
     phases = list(dict.fromkeys(phase for run in runs for phase in run.seconds()))
