@@ -1,4 +1,4 @@
-"""Run by test_tensor_parallel.py in a process of its own: TP=2 over vLLM's mp executor, compiled.
+"""Run by test_tensor_parallel.py in a process of its own: TP=2 over vLLM's mp executor.
 
 Arguments: folder with checkpoints ``a`` and ``b``. Prints one JSON object on its last line.
 """
@@ -70,14 +70,7 @@ def main(root: Path) -> dict[str, object]:
     scales = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
     a, b = (load_tensors(root / name) for name in "ab")
     engine = start_engine(
-        root / "a",
-        Recipe(),
-        tensor_parallel_size=2,
-        worker_extension_cls=worker.EXTENSION,
-        # As vLLM does by default, but without a C++ compiler: fullgraph=True would not start if
-        # our checks were traced.
-        enforce_eager=False,
-        compilation_config={"backend": "eager"},
+        root / "a", Recipe(), tensor_parallel_size=2, worker_extension_cls=worker.EXTENSION
     )
     llm = engine.llm
     before = llm.collective_rpc(pointers)

@@ -1,0 +1,44 @@
+"""vLLM compiles by default, with fullgraph=True: the FP8 layers must be opaque to the tracer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import sys
+from pathlib import Path
+from conftest import load_tensors, start_engine
+from fp8rl import Recipe
+from vllm_fp8rl.refit import refit
+
+a, b = (Path(name) for name in sys.argv[1:])
+recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
+engine = start_engine(a, recipe, enforce_eager=False, compilation_config={"backend": "eager"})
+prompt = [[5, 6, 7, 8]]
+first = engine.greedy(prompt)
+refit(engine.llm, load_tensors(b).items(), expect_kv_scales=False)
+second = engine.greedy(prompt)
+refit(engine.llm, load_tensors(a).items(), expect_kv_scales=False)
+print(first != second, engine.greedy(prompt) == first)
+"""
+
+
+def test_compiled_model_follows_refits(checkpoints: dict[str, Path], tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(checkpoints["a"]), str(checkpoints["b"])],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        env=os.environ
+        | {
+            "PYTHONPATH": str(Path(__file__).parent),
+            "TORCHDYNAMO_DISABLE": "0",  # conftest.py switches it off for the other tests
+            "VLLM_CACHE_ROOT": str(tmp_path),
+        },
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "True True"
