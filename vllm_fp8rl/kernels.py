@@ -24,12 +24,17 @@ makes decoding faster; ``0`` dequantizes one weight at a time."""
 class LinearKernel(Protocol):
     """``y = x @ w.T`` of one layer, over activations in groups and a weight in blocks."""
 
+    traceable: bool
+    """Whether torch.compile may look inside; otherwise it sees one opaque operation."""
+
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
         """``[..., K]`` -> ``[..., N]`` in ``x``'s dtype."""
 
 
 class CpuKernel:
     """Quantize, dequantize, multiply in float32: the result of ``ReferenceBackend.fprop``."""
+
+    traceable = False
 
     def __init__(self, recipe: Recipe) -> None:
         self._format = recipe.activations.scale_format
@@ -73,26 +78,33 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
 
 
-def select_kernel(device: torch.device, shape: GemmShape, recipe: Recipe) -> LinearKernel:
+def select_kernel(
+    device: torch.device, shape: GemmShape, recipe: Recipe, dtype: torch.dtype
+) -> LinearKernel:
     """The kernel of one layer on one rank.
 
     Args:
         device: where the weight lives.
         shape: of the layer on this rank; ``tokens`` is 0, any number will come.
         recipe: scale formats.
+        dtype: of the activations.
 
     Raises:
         UnsupportedError: no kernel serves the device or the shape; the message says why.
     """
-    if device.type != "cpu":
-        raise UnsupportedError(
-            f"vllm_fp8rl has no FP8 kernel for device '{device}' yet (CPU only in this release); "
-            "use recipe.rollout=false there."
-        )
     if shape.in_features < 1 or shape.out_features < 1:
         raise UnsupportedError(
             f"An FP8 weight of shape [{shape.out_features}, {shape.in_features}] is empty; lower "
             "the tensor parallel size."
+        )
+    if device.type == "cuda":
+        from vllm_fp8rl.delegated import delegate
+
+        return delegate(shape, recipe, dtype)
+    if device.type != "cpu":
+        raise UnsupportedError(
+            f"vllm_fp8rl has no FP8 kernel for device '{device}', only for cuda and cpu; use "
+            "recipe.rollout=false there."
         )
     cached = os.environ.get(CPU_CACHE_ENV, "1")
     if cached not in ("0", "1"):

@@ -155,6 +155,15 @@ def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
     }
 
 
+def required_kv_scales(model: torch.nn.Module) -> set[str]:
+    """Names on the wire of the scales that generation needs, loaded or not."""
+    return {
+        scale_name(state.index, role)
+        for layer, state in _fp8_layers(model)
+        for role in state.required(layer)
+    }
+
+
 def missing_kv_scales(model: torch.nn.Module) -> list[str]:
     """Names on the wire of the scales that generation needs and that no loader has set yet."""
     return [name for layer, _ in _fp8_layers(model) for name in _missing(layer)]

@@ -92,7 +92,9 @@ class Fp8RLLinearMethod(LinearMethodBase):
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         codes, scale_inv = empty_storage(rows, columns)
         try:
-            self.kernel = select_kernel(codes.device, GemmShape(0, rows, columns), self.recipe)
+            self.kernel = select_kernel(
+                codes.device, GemmShape(0, rows, columns), self.recipe, params_dtype
+            )
         except UnsupportedError as error:
             raise UnsupportedError(f"'{self.name}': {error}") from None
         self.grid = BlockGrid(
@@ -127,20 +129,22 @@ class Fp8RLLinearMethod(LinearMethodBase):
 
     def _fill_with_dummies(self) -> None:
         # vLLM's dummy loader has drawn codes and scales one by one, negative scales among them.
-        generator = torch.Generator().manual_seed(1234)
+        device = self.grid.device
+        generator = torch.Generator(device).manual_seed(1234)
         for start in self.grid.missing():
-            shape = self.grid.shape_of(start)
-            rows = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
+            rows = torch.empty(self.grid.shape_of(start), dtype=torch.bfloat16, device=device)
             rows.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
             self.grid.load_source(start, rows)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            y = _opaque_product(x, self.name, self.grid.total_rows)
-        else:
+        if not torch.compiler.is_compiling():
             y = self.product(layer, x)
+        elif self.kernel.traceable:
+            y = self.kernel.apply(x, Quantized(layer.weight, layer.weight_scale_inv))
+        else:
+            y = _opaque_product(x, self.name, self.grid.total_rows)
         return y if bias is None else y + bias
 
     def product(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

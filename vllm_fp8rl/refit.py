@@ -109,11 +109,12 @@ class RefitSession:
 
     def __enter__(self) -> RefitSession:
         from vllm_fp8rl.inventory import inventory
+        from vllm_fp8rl.kv_cache import required_kv_scales
 
         if self._guard.session is not None:
             raise RefitError("A refit of this model is already under way; finish it first.")
         self._entries = inventory(self.model)
-        self._scales = _required_scales(self.model)
+        self._scales = required_kv_scales(self.model)
         if self.expect_kv_scales and not self._scales:
             raise RefitError(
                 "KV scales were announced, but the engine has no FP8 KV cache; start it with "
@@ -167,6 +168,8 @@ class RefitSession:
         except Fp8RLError:
             self._leave_closed("a refit was incomplete")
             raise
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the caller may now free or reuse tensors
         self.report = RefitReport(
             parameters=len(
                 {self._entries[n].parameter for n in self._dtypes if n in self._entries}
@@ -302,16 +305,11 @@ class RefitSession:
             )
 
 
-def _required_scales(model: torch.nn.Module) -> set[str]:
-    """Canonical names of the KV scales that this engine runs with."""
-    from vllm_fp8rl.kv_cache import kv_scale_state, missing_kv_scales
-
-    known = {scale_name(layer, role) for layer, role in kv_scale_state(model) if role != "q"}
-    return known | set(missing_kv_scales(model))
-
-
 def _finite(tensor: torch.Tensor) -> bool:
     """No NaN, no infinity; without a temporary of the tensor's size."""
+    if tensor.is_cuda and tensor.dtype != FP8_DTYPE and tensor.numel():
+        # One read and one wait for the GPU; a NaN anywhere makes both ends NaN.
+        return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
     for part in _parts(tensor):
         if tensor.dtype == FP8_DTYPE:
             bad = (part.view(torch.uint8) & 0x7F) == 0x7F

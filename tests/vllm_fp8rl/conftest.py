@@ -24,38 +24,11 @@ from safetensors.torch import load_file
 
 import vllm_fp8rl
 from fp8rl import Recipe
+from vllm_fp8rl.testing.tiny import make_checkpoint
 
 LAYERS = 2
 VOCAB = 512
 KV_SCALE = 0.05
-
-
-def make_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
-    """A random Qwen3 with head size 128 in BF16 safetensors, without a tokenizer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.08,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    model = Qwen3ForCausalLM(Qwen3Config(**(shape | changes)))
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):  # all ones would hide a norm that is never refitted
-            parameter.data.uniform_(0.5, 1.5)
-    model.to(torch.bfloat16).save_pretrained(path)
-    return path
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

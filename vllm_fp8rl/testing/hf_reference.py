@@ -108,8 +108,9 @@ def load_reference(
     kv_scales: Mapping[str, float] | None = None,
     attention: Attention = "eager",
     unquantized: Iterable[str] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Reference:
-    """A BF16 checkpoint in float32 with the recipe's fake quantization.
+    """A BF16 checkpoint with the recipe's fake quantization.
 
     Args:
         path: folder of a dense Llama/Qwen3-style checkpoint.
@@ -117,9 +118,10 @@ def load_reference(
         kv_scales: see :class:`Reference`.
         attention: transformers' implementation.
         unquantized: names of further modules to leave alone, for negative controls.
+        dtype: of everything else; bfloat16 tells what an engine's own rounding does.
     """
     model = AutoModelForCausalLM.from_pretrained(
-        os.fspath(path), dtype=torch.float32, attn_implementation=attention
+        os.fspath(path), dtype=dtype, attn_implementation=attention
     ).eval()
     policy = PinPolicy.for_dense_model(recipe.pins, model.config.num_hidden_layers)
     left_alone = set(unquantized)
@@ -183,17 +185,20 @@ class _FakeQuantCache(DynamicCache):
 
 
 def _fake_quantize_tensor(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).float() * scale
+    codes = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
+    return (codes.float() * scale).to(x.dtype)
 
 
 def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
     codes, scale_inv = quantize_block(linear.weight.data, scale_format=recipe.weights.scale_format)
-    linear.weight.data = dequantize_block(codes, scale_inv)
+    dtype = linear.weight.dtype
+    linear.weight.data = dequantize_block(codes, scale_inv, dtype=dtype)
     group_format: ScaleFormat = recipe.activations.scale_format
 
     def fake_quantize_input(
         module: torch.nn.Module, args: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        return (dequantize_group(*quantize_group(args[0], scale_format=group_format)), *args[1:])
+        quantized = quantize_group(args[0], scale_format=group_format)
+        return (dequantize_group(*quantized, dtype=dtype), *args[1:])
 
     linear.register_forward_pre_hook(fake_quantize_input)

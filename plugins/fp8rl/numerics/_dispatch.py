@@ -14,6 +14,7 @@ from fp8rl.numerics._format import (
     Quantized,
     cdiv,
     check_codes,
+    check_out,
     check_scale_shape,
     check_source,
 )
@@ -33,7 +34,11 @@ def _implementation(x: torch.Tensor) -> ModuleType:
 
 
 def quantize_block(
-    w: torch.Tensor, block: tuple[int, int] = BLOCK, scale_format: ScaleFormat = "fp32"
+    w: torch.Tensor,
+    block: tuple[int, int] = BLOCK,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    out: Quantized | None = None,
 ) -> Quantized:
     """Quantize a weight in blocks.
 
@@ -42,16 +47,19 @@ def quantize_block(
             padded with zeros.
         block: rows and columns of a block.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        out: contiguous tensors on ``w``'s device to write to instead of new ones.
 
     Returns:
         codes ``float8_e4m3fn [N, K]`` contiguous, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``;
         neither takes part in autograd.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format.
+        UnsupportedError: another dtype, rank or scale format, or an ``out`` that does not fit.
     """
     check_source(w, ndim=2, scale_format=scale_format)
-    return _implementation(w).quantize_block(w.detach(), block, scale_format)
+    if out is not None:
+        check_out(out, w, block)
+    return _implementation(w).quantize_block(w.detach(), block, scale_format, out)
 
 
 def quantize_group(

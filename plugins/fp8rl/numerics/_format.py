@@ -67,3 +67,14 @@ def check_scale_shape(scale_inv: torch.Tensor, expected: tuple[int, ...]) -> Non
             f"scale_inv must be float32 of shape {expected}, not {scale_inv.dtype} of shape "
             f"{tuple(scale_inv.shape)}."
         )
+
+
+def check_out(out: Quantized, w: torch.Tensor, block: tuple[int, int]) -> None:
+    """Raise UnsupportedError unless ``out`` can take the codes and scales of ``w``."""
+    check_scale_shape(out.scale_inv, (cdiv(w.shape[0], block[0]), cdiv(w.shape[1], block[1])))
+    fits = out.codes.shape == w.shape and out.codes.dtype == FP8_DTYPE
+    if not (fits and all(t.is_contiguous() and t.device == w.device for t in out)):
+        raise UnsupportedError(
+            f"out.codes must be contiguous {FP8_DTYPE} of shape {tuple(w.shape)} and, like "
+            f"out.scale_inv, on {w.device}."
+        )

@@ -51,15 +51,24 @@ def _decode(codes: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def quantize_block(w: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat) -> Quantized:
+def quantize_block(
+    w: torch.Tensor,
+    block: tuple[int, int],
+    scale_format: ScaleFormat,
+    out: Quantized | None = None,
+) -> Quantized:
     """See :func:`fp8rl.numerics.quantize_block`."""
     (n, k), (bn, bk) = w.shape, block
     rows, cols = cdiv(n, bn), cdiv(k, bk)
     padded = _pad(w.float(), (0, cols * bk - k, 0, rows * bn - n))
     tiles = padded.view(rows, bn, cols, bk)
     scale, scale_inv = scales_from_amax(tiles.abs().amax(dim=(1, 3)), scale_format)
-    codes = _encode(tiles, scale[:, None, :, None]).view(rows * bn, cols * bk)
-    return Quantized(codes[:n, :k].contiguous(), scale_inv)
+    codes = _encode(tiles, scale[:, None, :, None]).view(rows * bn, cols * bk)[:n, :k]
+    if out is None:
+        return Quantized(codes.contiguous(), scale_inv)
+    out.codes.copy_(codes)
+    out.scale_inv.copy_(scale_inv)
+    return out
 
 
 def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Quantized:

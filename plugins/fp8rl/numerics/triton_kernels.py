@@ -102,18 +102,24 @@ def has_native_cast(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def quantize_block(w: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat) -> Quantized:
+def quantize_block(
+    w: torch.Tensor,
+    block: tuple[int, int],
+    scale_format: ScaleFormat,
+    out: Quantized | None = None,
+) -> Quantized:
     """See :func:`fp8rl.numerics.quantize_block`.
 
     Raises:
         UnsupportedError: a block side is no power of two.
     """
-    scale_inv = w.new_empty(
-        cdiv(w.shape[0], block[0]), cdiv(w.shape[1], block[1]), dtype=torch.float32
-    )
-    codes = torch.empty(w.shape, dtype=FP8_DTYPE, device=w.device)
-    _launch(w, codes, scale_inv, block, per_row=False, pow2=scale_format == "pow2")
-    return Quantized(codes, scale_inv)
+    if out is None:
+        scale_inv = w.new_empty(
+            cdiv(w.shape[0], block[0]), cdiv(w.shape[1], block[1]), dtype=torch.float32
+        )
+        out = Quantized(torch.empty(w.shape, dtype=FP8_DTYPE, device=w.device), scale_inv)
+    _launch(w, *out, block, per_row=False, pow2=scale_format == "pow2")
+    return out
 
 
 def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Quantized:

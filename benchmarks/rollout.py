@@ -1,0 +1,199 @@
+"""Rollout speed, start and refit of vLLM on one GPU: BF16, vLLM's own block FP8, and fp8rl.
+
+    python benchmarks/rollout.py [--variants fp8rl-kv,stock-kv,bf16] [--prompts 256]
+                                 [--input 512] [--output 1024] [--refits 5] [--out FILE.json]
+
+The model has the shape of Qwen3-8B and random weights (``load_format="dummy"``), so that nothing is
+downloaded; each variant runs in a process of its own. Tokens per second count output tokens of one
+``generate`` call, after a shorter one of the same shape. A refit sends every tensor of the model,
+already on the GPU, through ``vllm_fp8rl.refit.refit``; all layers share the same tensors, so the
+sender takes little memory. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in all variants:
+kernels are then compiled when first met, here before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+VARIANTS = ("bf16", "stock", "stock-kv", "fp8rl", "fp8rl-kv")
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+KV_SCALE = 0.05
+
+
+def engine_arguments(variant: str) -> dict[str, Any]:
+    """What tells the variants apart."""
+    if variant == "bf16":
+        return {}
+    cache = "fp8_e4m3" if variant.endswith("-kv") else "auto"
+    if variant.startswith("stock"):
+        described = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+        return {"hf_overrides": {"quantization_config": described}, "kv_cache_dtype": cache}
+    import vllm_fp8rl
+    from fp8rl import Recipe
+
+    return vllm_fp8rl.engine_args(Recipe.from_dict({"kv_cache": {"dtype": cache}}))
+
+
+def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
+    """Every HF tensor of the model; tensors of one shape are the same."""
+    import torch
+
+    from vllm_fp8rl.inventory import inventory
+    from vllm_fp8rl.kv_cache import required_kv_scales
+
+    shared: dict[tuple[int, ...], torch.Tensor] = {}
+    for name, entry in inventory(model).items():
+        if not entry.required:
+            continue
+        if entry.shape not in shared:
+            made = torch.empty(entry.shape, dtype=torch.bfloat16, device="cuda")
+            shared[entry.shape] = made.uniform_(-1e-3, 1e-3) if made.ndim > 1 else made.fill_(1.0)
+        yield name, shared[entry.shape]
+    if with_scales:
+        for name in sorted(required_kv_scales(model)):
+            yield name, torch.tensor(KV_SCALE, device="cuda")
+
+
+def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]:
+    """Seconds of each refit and the memory that one takes beside the sender's tensors."""
+    import torch
+
+    from vllm_fp8rl.refit import refit
+
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    tensors = list(stream(model, with_scales=with_scales))
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = [
+        refit(llm, iter(tensors), expect_kv_scales=with_scales).seconds for _ in range(count)
+    ]
+    return {
+        "refit_seconds": seconds,
+        "refit_peak_extra_mib": (torch.cuda.max_memory_allocated() - held) / 2**20,
+        "refit_bytes": sum(tensor.nbytes for _, tensor in tensors),
+    }
+
+
+def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One engine, from start to the last refit."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B | options.shape))
+    began = time.perf_counter()
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=options.input + options.output,
+        max_num_seqs=options.prompts,
+        gpu_memory_utilization=options.memory,
+        enable_prefix_caching=False,
+        seed=0,
+        **engine_arguments(variant),
+    )
+    result: dict[str, Any] = {"variant": variant, "start_seconds": time.perf_counter() - began}
+    fp8rl = variant.startswith("fp8rl")
+    if variant == "fp8rl-kv":
+        from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
+
+        model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        set_uncalibrated_kv_scales(model, KV_SCALE)
+
+    def generate(tokens: int) -> float:
+        prompts = [
+            {"prompt_token_ids": [(i * 7919 + j * 104729) % 150000 for j in range(options.input)]}
+            for i in range(options.prompts)
+        ]
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+
+    began = time.perf_counter()
+    generate(options.warm)
+    result["warm_seconds"] = time.perf_counter() - began
+    result["tokens_per_second"] = [generate(options.output) for _ in range(options.repeats)]
+    if fp8rl and options.refits:
+        result |= measure_refits(llm, options.refits, with_scales=variant == "fp8rl-kv")
+        if options.after:
+            result["tokens_per_second_after_refits"] = generate(options.output)
+    return result
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Rollout speed on one GPU")
+    parser.add_argument("--variants", default="fp8rl-kv,stock-kv,bf16")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--input", type=int, default=512)
+    parser.add_argument("--output", type=int, default=1024)
+    parser.add_argument("--warm", type=int, default=64, help="output tokens of the warm-up")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--refits", type=int, default=5)
+    parser.add_argument("--after", action="store_true", help="measure speed again after refits")
+    parser.add_argument("--memory", type=float, default=0.9, help="gpu_memory_utilization")
+    parser.add_argument("--warmup", choices=("skip", "relax", "full"), default="skip")
+    parser.add_argument("--shape", type=json.loads, default={}, help="JSON; changes config.json")
+    parser.add_argument("--out", type=Path, default=Path("rollout.json"))
+    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.child:
+        options.out.write_text(json.dumps(run_variant(options.child, options)))
+        return
+    results = []
+    environment = os.environ | {"VLLM_DEEP_GEMM_WARMUP": options.warmup}
+    for variant in options.variants.split(","):
+        part = options.out.with_suffix(f".{variant}.part")
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--out", str(part)]
+        done = subprocess.run(command, env=environment, check=False)
+        if done.returncode:
+            results.append({"variant": variant, "failed": done.returncode})
+        else:
+            results.append(json.loads(part.read_text()))
+            part.unlink()
+        options.out.write_text(json.dumps(results, indent=1))  # what is there so far
+        sys.stdout.write(json.dumps(results[-1]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

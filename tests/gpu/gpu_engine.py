@@ -1,0 +1,133 @@
+"""A real engine on the GPU, in this process, and its rollouts."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# vLLM reads these at import: the engine in this process, no downloads, and torch's own sampler.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from safetensors.torch import load_file
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from fp8rl.kv_scales import scale_name
+from vllm_fp8rl.testing.hf_reference import load_reference, observed_kv_scales
+from vllm_fp8rl.testing.tiny import make_checkpoint
+
+LAYERS = 2
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.04,
+}
+PROMPTS = [[(37 * i + 11 * j * j) % 500 + 5 for j in range(4 + i % 3)] for i in range(64)]
+"""Short, so that nearly all keys and values come from decode steps, which run in captured graphs"""
+
+
+def make_checkpoints(root: Path) -> dict[str, Path]:
+    """Two checkpoints of one shape, ``a`` and ``b``."""
+    return {name: make_checkpoint(root / name, seed, **SHAPE) for seed, name in enumerate("ab")}
+
+
+def refit_tensors(path: Path, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Weights of a checkpoint and, with an FP8 cache, the scales that it calls for."""
+    tensors = load_file(path / "model.safetensors")
+    for name, value in kv_scales(path, recipe).items():
+        tensors[name] = torch.tensor([value])
+    return tensors
+
+
+def kv_scales(path: Path, recipe: Recipe) -> dict[str, float]:
+    """Scale of every layer and role; none without an FP8 cache."""
+    if recipe.kv_cache.dtype == "auto":
+        return {}
+    # A normed query has length sqrt(128) times at most 1.5, the largest norm weight.
+    queries = {scale_name(i, "q"): 1.5 * math.sqrt(128) / 448 for i in range(LAYERS)}
+    return observed_kv_scales(path, recipe, [p + p for p in PROMPTS[:16]]) | queries
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sampled tokens with the logprobs that the engine gave them, prompt after prompt."""
+
+    tokens: list[list[int]]
+    logprobs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class GpuEngine:
+    llm: Any
+    recipe: Recipe
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+    def rollout(self, tokens: int = 28, temperature: float = 1.0) -> Rollout:
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+            SamplingParams(
+                temperature=temperature,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                seed=7,
+            ),
+            use_tqdm=False,
+        )
+        sampled = [list(output.outputs[0].token_ids) for output in outputs]
+        logprobs = [
+            step[token].logprob
+            for output, row in zip(outputs, sampled, strict=True)
+            for step, token in zip(output.outputs[0].logprobs, row, strict=True)
+        ]
+        return Rollout(sampled, torch.tensor(logprobs))
+
+    def greedy(self) -> list[list[int]]:
+        return self.rollout(temperature=0.0).tokens
+
+
+def start_engine(path: Path, recipe: Recipe, **changes: Any) -> GpuEngine:
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 256,
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": 1 << 30,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+    }
+    return GpuEngine(LLM(str(path), **arguments | vllm_fp8rl.engine_args(recipe) | changes), recipe)
+
+
+def expected_logprobs(path: Path, recipe: Recipe, rollout: Rollout, **options: Any) -> torch.Tensor:
+    """Of a rollout's tokens, by transformers with fake quantization (``load_reference``)."""
+    sequences = [p + t for p, t in zip(PROMPTS, rollout.tokens, strict=True)]
+    logprobs = load_reference(path, recipe, **options).many(sequences)
+    rows = logprobs.split([len(sequence) - 1 for sequence in sequences])
+    return torch.cat([r[-len(t) :] for r, t in zip(rows, rollout.tokens, strict=True)])
+
+
+def slope(actual: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> float:
+    """How much of the way from ``base`` to ``expected`` an engine goes: 1 all of it, 0 none.
+
+    What an engine rounds otherwise is noise that this averages out, unlike a mean of differences.
+    """
+    step = (expected - base).double()
+    return (((actual - base).double() @ step) / (step @ step)).item()

@@ -1,0 +1,173 @@
+"""A captured engine with FP8 weights and FP8 KV cache: numerics, refits, live scales.
+
+BF16 rounding before a quantization flips codes, so an engine in BF16 lies as far from an FP32
+reference as transformers in BF16 does from transformers in FP32; that floor is measured. What tells
+a right engine from a wrong one is the direction of its deviation, see ``slope``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+
+from gpu_engine import (
+    LAYERS,
+    GpuEngine,
+    expected_logprobs,
+    kv_scales,
+    make_checkpoints,
+    refit_tensors,
+    slope,
+    start_engine,
+)
+
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError, RefitError
+from fp8rl.kv_scales import scale_name
+from fp8rl.numerics import quantize_block
+from vllm_fp8rl.kv_cache import kv_scale_state, set_kv_scales
+from vllm_fp8rl.refit import refit
+from vllm_fp8rl.testing.hf_reference import gap
+
+log = logging.getLogger(__name__)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def started(checkpoints: dict[str, Path]) -> Iterator[GpuEngine]:
+    engine = start_engine(checkpoints["a"], Recipe())
+    yield engine
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def engine(started: GpuEngine, checkpoints: dict[str, Path]) -> GpuEngine:
+    """With the weights and scales of ``a``."""
+    give(started, checkpoints["a"])
+    return started
+
+
+def give(engine: GpuEngine, path: Path):
+    return refit(engine.llm, refit_tensors(path, engine.recipe).items(), expect_kv_scales=True)
+
+
+def test_runs_on_deep_gemm_flash_attention_and_full_graphs(engine: GpuEngine) -> None:
+    backends = {
+        module.quant_method.kernel.backend
+        for name, module in engine.model.named_modules()
+        if name.endswith("_proj")
+    }
+    assert backends == {"deep_gemm"}
+    attention = engine.model.model.layers[0].self_attn.attn
+    assert attention.attn_backend.get_name() == "FLASH_ATTN"
+    assert attention.query_quant is not None
+    mode = engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+    assert mode.decode_mode().name == "FULL", mode
+
+
+def test_logprobs_of_rollouts_equal_transformers_after_each_refit(
+    engine: GpuEngine, checkpoints: dict[str, Path]
+) -> None:
+    for name in ("a", "b", "a"):
+        path, recipe = checkpoints[name], engine.recipe
+        give(engine, path)
+        rollout = engine.rollout()
+        scales = kv_scales(path, recipe)
+        expected = expected_logprobs(path, recipe, rollout, kv_scales=scales)
+        own = expected_logprobs(path, recipe, rollout, kv_scales=scales, dtype=torch.bfloat16)
+        plain = expected_logprobs(path, Recipe(rollout=False), rollout)
+        floor, found = gap(own, expected), gap(rollout.logprobs, expected)
+        share, best = slope(rollout.logprobs, expected, plain), slope(own, expected, plain)
+        log.info("%s: floor %.4f, engine %.4f nats", name, floor.mean, found.mean)
+        log.info("unquantized %.4f; slopes %.3f, %.3f", gap(plain, expected).mean, best, share)
+        assert found.mean < 2.0 * floor.mean
+        assert share > 0.75 * best
+
+
+def test_refits_write_in_place_and_back_again(
+    engine: GpuEngine, checkpoints: dict[str, Path]
+) -> None:
+    def places() -> dict[str, int]:
+        tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
+        return {name: tensor.data_ptr() for name, tensor in tensors}
+
+    before, tokens = places(), [engine.greedy()]
+    for name in "ba":
+        give(engine, checkpoints[name])
+        tokens.append(engine.greedy())
+    assert tokens[0] == tokens[2] != tokens[1]
+    assert places() == before
+
+
+def test_codes_and_scales_are_those_of_the_reference(
+    engine: GpuEngine, checkpoints: dict[str, Path]
+) -> None:
+    tensors = refit_tensors(checkpoints["a"], engine.recipe)
+    for leaf, parts in {"qkv_proj": "qkv", "o_proj": "o"}.items():
+        layer = engine.model.get_submodule(f"model.layers.1.self_attn.{leaf}")
+        names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in parts]
+        codes, scale_inv = quantize_block(torch.cat([tensors[name] for name in names]))
+        assert torch.equal(layer.weight.cpu().view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(layer.weight_scale_inv.cpu(), scale_inv)
+
+
+def test_captured_graphs_see_new_scales(engine: GpuEngine, checkpoints: dict[str, Path]) -> None:
+    path, recipe = checkpoints["a"], engine.recipe
+    fine, tokens = kv_scales(path, recipe), engine.greedy()
+    clipping = {n: s / 32 if n.endswith("v_scale") else s for n, s in fine.items()}
+    set_kv_scales(engine.model, clipping)
+    engine.llm.reset_prefix_cache()
+    rollout = engine.rollout()
+    new, old = (expected_logprobs(path, recipe, rollout, kv_scales=s) for s in (clipping, fine))
+    log.info("new scales %.4f, old %.4f nats", *(gap(rollout.logprobs, x).mean for x in (new, old)))
+    assert gap(rollout.logprobs, new).mean < 0.5 * gap(rollout.logprobs, old).mean
+    assert slope(rollout.logprobs, new, old) > 0.7
+    set_kv_scales(engine.model, fine)
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy() == tokens
+
+
+def test_tensors_on_the_gpu_give_the_same_engine(
+    engine: GpuEngine, checkpoints: dict[str, Path]
+) -> None:
+    tokens, values = engine.greedy(), kv_scale_state(engine.model)
+    tensors = refit_tensors(checkpoints["a"], engine.recipe)
+    refit(engine.llm, [(n, t.cuda()) for n, t in tensors.items()], expect_kv_scales=True)
+    assert engine.greedy() == tokens
+    assert kv_scale_state(engine.model) == values
+
+
+def test_query_scales_are_required_where_queries_are_quantized(
+    engine: GpuEngine, checkpoints: dict[str, Path]
+) -> None:
+    tensors = refit_tensors(checkpoints["a"], engine.recipe)
+    del tensors[scale_name(LAYERS - 1, "q")]
+    with pytest.raises(RefitError, match=r"lacks 1 .*q_scale"):
+        refit(engine.llm, tensors.items(), expect_kv_scales=True)
+
+
+def test_a_stream_with_nan_closes_the_engine_until_the_next_refit(
+    engine: GpuEngine, checkpoints: dict[str, Path]
+) -> None:
+    tokens = engine.greedy()
+    tensors = {n: t.cuda() for n, t in refit_tensors(checkpoints["b"], engine.recipe).items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = torch.nan
+    with pytest.raises(RefitError, match=f"'{name}' has NaN"):
+        refit(engine.llm, tensors.items(), expect_kv_scales=True, batch_bytes=1 << 16)
+    with pytest.raises(Fp8RLError, match="mixture"):
+        engine.greedy()
+    give(engine, checkpoints["a"])
+    assert engine.greedy() == tokens

@@ -1,0 +1,120 @@
+"""vLLM's kernels, as layers are given them, against the reference of the numeric contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import GemmShape, ReferenceBackend
+from fp8rl.numerics import Quantized, quantize_block, quantize_group, reference
+from fp8rl.recipe import ActivationFormat
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+
+import vllm_fp8rl
+from vllm_fp8rl.testing.tiny import make_checkpoint
+
+BACKENDS = ("deep_gemm", "cutlass", "triton")
+# Rows that no tile divides; output features that only Triton takes, or DeepGEMM and Triton.
+SHAPES = [(1, 512, 256), (7, 256, 384), (300, 1024, 512), (33, 192, 256), (5, 72, 128)]
+
+
+@pytest.fixture(scope="module")
+def engine_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    path = make_checkpoint(tmp_path_factory.mktemp("tiny"), 0)
+    arguments = vllm_fp8rl.engine_args(Recipe())
+    return EngineArgs(str(path), skip_tokenizer_init=True, **arguments).create_engine_config()
+
+
+@pytest.fixture
+def delegated(engine_config: VllmConfig) -> Iterator[ModuleType]:
+    with set_current_vllm_config(engine_config):
+        yield pytest.importorskip("vllm_fp8rl.delegated")
+    engine_config.kernel_config.linear_backend = "auto"
+
+
+def tensors(m: int, n: int, k: int) -> tuple[torch.Tensor, Quantized]:
+    generator = torch.Generator().manual_seed(m * n + k)
+    x = torch.randn(m, k, generator=generator).to(torch.bfloat16)
+    x *= torch.logspace(-3, 1, m)[:, None].bfloat16()  # rows of very different sizes
+    w = torch.randn(n, k, generator=generator).to(torch.bfloat16) * 0.02
+    return x, quantize_block(w)
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equals_the_reference(backend, shape, scale_format, delegated, engine_config):
+    engine_config.kernel_config.linear_backend = backend
+    m, n, k = shape
+    recipe = Recipe(activations=ActivationFormat(scale_format=scale_format))
+    if (backend == "deep_gemm" and n % 64) or (backend == "cutlass" and n % 128):
+        with pytest.raises(UnsupportedError, match=f"No FP8 kernel takes .*{backend}"):
+            delegated.delegate(GemmShape(0, n, k), recipe, torch.bfloat16)
+        return
+    kernel = delegated.delegate(GemmShape(0, n, k), recipe, torch.bfloat16)
+    assert kernel.backend == backend
+    x, weight = tensors(m, n, k)
+    rows = quantize_group(x, scale_format=scale_format)
+    expected = ReferenceBackend().fprop(rows, weight, torch.float32)
+    live = Quantized(*(t.cuda() for t in weight))
+    actual = kernel.apply(x.cuda(), live).cpu().float()
+    # Codes may differ by one in 0.1% of places (vLLM divides by amax / 448); else BF16 rounding.
+    error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.max() < 6e-3, error
+    for before, after in zip(weight, live, strict=True):
+        assert torch.equal(before.view(torch.uint8), after.cpu().view(torch.uint8))
+
+
+def test_scale_format_of_activations_matters(delegated):
+    """The other format is further away than the tolerance above."""
+    x, weight = tensors(64, 256, 512)
+    a, b = (
+        reference.dequantize_group(*quantize_group(x, scale_format=f), 128, torch.float32)
+        for f in ("fp32", "pow2")
+    )
+    w = reference.dequantize_block(*weight, (128, 128), torch.float32)
+    assert ((a - b) @ w.t()).norm() / (a @ w.t()).norm() > 1e-2
+
+
+def test_the_fastest_that_fits_is_chosen(delegated):
+    def chosen(n: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        return delegated.delegate(GemmShape(0, n, 256), Recipe(), dtype).backend
+
+    assert [chosen(n) for n in (512, 192, 72)] == ["deep_gemm", "deep_gemm", "triton"]
+    assert chosen(512, torch.float16) == "cutlass"
+
+
+@pytest.mark.parametrize("backend", ["marlin", "humming", "aiter"])
+def test_backends_that_repack_are_refused_by_name(backend, delegated, engine_config):
+    engine_config.kernel_config.linear_backend = backend
+    with pytest.raises(UnsupportedError, match=f"linear_backend='{backend}'"):
+        delegated.delegate(GemmShape(0, 512, 256), Recipe(), torch.bfloat16)
+
+
+def test_ragged_input_features_are_refused(delegated):
+    with pytest.raises(UnsupportedError, match="multiples of 128"):
+        delegated.delegate(GemmShape(0, 512, 200), Recipe(), torch.bfloat16)
+
+
+def test_weights_are_quantized_into_place():
+    w = torch.randn(300, 200).to(torch.bfloat16)
+    expected = quantize_block(w)
+    codes = torch.full((512, 200), 0x55, dtype=torch.uint8, device="cuda")
+    scales = torch.full((5, 2), 7.0, device="cuda")
+    out = Quantized(codes[128:428].view(torch.float8_e4m3fn), scales[1:4])
+    quantize_block(w.cuda(), out=out)
+    assert torch.equal(codes[128:428].cpu(), expected.codes.view(torch.uint8))
+    assert torch.equal(scales[1:4].cpu(), expected.scale_inv)
+    assert bool((codes[:128] == 0x55).all() and (codes[428:] == 0x55).all())
+    assert scales[0].tolist() == [7.0, 7.0] == scales[4].tolist()

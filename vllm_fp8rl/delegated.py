@@ -1,0 +1,131 @@
+"""vLLM's own block-FP8 GEMMs over storage that never moves.
+
+vLLM prepares weights once, in each kernel's ``process_weights_after_loading``. Here that is never
+called: on the GPUs served, all it would do is replace parameters (which ends refits in place) and,
+with ``VLLM_USE_DEEP_GEMM_E8M0`` (its default), quantize the weights a second time to powers of two.
+DeepGEMM, CUTLASS and Triton all read codes ``[N, K]`` and float32 scales ``[N/128, K/128]``
+(``vllm/model_executor/kernels/linear/scaled_mm``), which is how :mod:`vllm_fp8rl.grid` writes them.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels.linear import (
+    CutlassFp8BlockScaledMMKernel,
+    DeepGemmFp8BlockScaledMMKernel,
+    TritonFp8BlockScaledMMKernel,
+    is_supported_and_can_implement_kernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearLayerConfig,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    GroupShape,
+    create_fp8_quant_key,
+)
+from vllm.platforms import current_platform
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import GemmShape
+from fp8rl.numerics import BLOCK, GROUP, Quantized
+from fp8rl.recipe import Recipe
+from vllm_fp8rl.compat import require_gpu_supported
+
+_KERNELS = {
+    "deep_gemm": DeepGemmFp8BlockScaledMMKernel,
+    "cutlass": CutlassFp8BlockScaledMMKernel,
+    "triton": TritonFp8BlockScaledMMKernel,
+}
+"""By vLLM's ``linear_backend``, the fastest first."""
+_CAPABILITIES = ((8, 9), (9, 0))
+
+
+class DelegatedKernel:
+    """One of vLLM's kernels, as vLLM would run it on this layer, with the recipe's activations.
+
+    Args:
+        backend: a key of vLLM's ``linear_backend``.
+        config: the layer, in vLLM's terms.
+        recipe: scale formats.
+    """
+
+    traceable = True
+
+    def __init__(self, backend: str, config: FP8ScaledMMLinearLayerConfig, recipe: Recipe) -> None:
+        self.backend = backend
+        self._kernel = _KERNELS[backend](config)
+        # DeepGEMM's default follows an environment variable; the recipe decides instead.
+        self._kernel.quant_fp8.use_ue8m0 = recipe.activations.scale_format == "pow2"
+        if backend == "deep_gemm":
+            self._kernel.use_deep_gemm_e8m0 = False
+
+    def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
+        """``x @ weight.T``; every step is an operation that torch.compile knows from vLLM."""
+        rows = x.reshape(-1, x.shape[-1])
+        codes, scales = self._kernel.quant_fp8(rows)
+        y = self._kernel.apply_block_scaled_mm(
+            A=codes, B=weight.codes, As=scales, Bs=weight.scale_inv
+        )
+        return y.view(*x.shape[:-1], weight.codes.shape[0])
+
+
+def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedKernel:
+    """The fastest of vLLM's kernels that can run a layer, or the one ``linear_backend`` names.
+
+    Args:
+        shape: of the layer on this rank.
+        recipe: scale formats.
+        dtype: of the activations.
+
+    Raises:
+        UnsupportedError: the GPU, vLLM's version, the backend asked for, or the shape.
+    """
+    require_gpu_supported()
+    capability = current_platform.get_device_capability()
+    if capability is None or tuple(capability) not in _CAPABILITIES:
+        raise UnsupportedError(
+            f"vllm_fp8rl serves GPUs of compute capability 8.9 and 9.0, not {capability}; later "
+            "ones need packed scales. Use recipe.rollout=false here."
+        )
+    if shape.in_features % GROUP:
+        raise UnsupportedError(
+            f"vLLM's kernels need input features in multiples of {GROUP} on this rank, not "
+            f"{shape.in_features}; pin the layer to BF16 or change the tensor parallel size."
+        )
+    config = FP8ScaledMMLinearLayerConfig(
+        weight_quant_key=create_fp8_quant_key(static=True, group_shape=GroupShape(*BLOCK)),
+        activation_quant_key=create_fp8_quant_key(static=False, group_shape=GroupShape(1, GROUP)),
+        weight_shape=(shape.out_features, shape.in_features),
+        input_dtype=dtype,
+        out_dtype=dtype,
+    )
+    reasons = []
+    for backend in _backends():
+        reason = _obstacle(backend, shape, config)
+        if reason is None:
+            return DelegatedKernel(backend, config, recipe)
+        reasons.append(f"{backend}: {reason}")
+    raise UnsupportedError(
+        f"No FP8 kernel takes a weight of shape [{shape.out_features}, {shape.in_features}] in "
+        f"{dtype} ({'; '.join(reasons)}); pin the layer to BF16."
+    )
+
+
+def _backends() -> tuple[str, ...]:
+    asked = get_current_vllm_config().kernel_config.linear_backend
+    if asked == "auto":
+        return tuple(_KERNELS)
+    if asked not in _KERNELS:
+        raise UnsupportedError(
+            f"linear_backend='{asked}' cannot run layers that are refitted in place; set it to "
+            f"{', '.join(_KERNELS)} or auto."
+        )
+    return (asked,)
+
+
+def _obstacle(backend: str, shape: GemmShape, config: FP8ScaledMMLinearLayerConfig) -> str | None:
+    if backend == "cutlass" and shape.out_features % BLOCK[0]:
+        return f"output features are no multiple of {BLOCK[0]}"  # vLLM does not check that
+    possible, reason = is_supported_and_can_implement_kernel(_KERNELS[backend], config, None)
+    return None if possible else reason.strip()

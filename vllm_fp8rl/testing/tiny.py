@@ -1,0 +1,42 @@
+"""A small random Qwen3, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def make_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
+    """A random Qwen3 with head size 128 in BF16 safetensors, without a tokenizer.
+
+    Args:
+        path: folder to write.
+        seed: of the weights.
+        changes: keys of ``Qwen3Config`` that differ from the defaults here.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.08,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**(shape | changes)))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):  # all ones would hide a norm that is never refitted
+            parameter.data.uniform_(0.5, 1.5)
+    model.to(torch.bfloat16).save_pretrained(path)
+    return path
