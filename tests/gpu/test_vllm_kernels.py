@@ -69,9 +69,11 @@ def test_equals_the_reference(backend, shape, scale_format, delegated, engine_co
     expected = ReferenceBackend().fprop(rows, weight, torch.float32)
     live = Quantized(*(t.cuda() for t in weight))
     actual = kernel.apply(x.cuda(), live).cpu().float()
-    # Codes may differ by one in 0.1% of places (vLLM divides by amax / 448); else BF16 rounding.
+    # BF16 rounding leaves 0.0017. A code differs by one in 0.1% of places (vLLM divides by
+    # amax / 448), which shows in rows where it hits a large value.
     error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
-    assert error.max() < 6e-3, error
+    assert error.median() < 2.5e-3, error
+    assert error.max() < 1.5e-2, error
     for before, after in zip(weight, live, strict=True):
         assert torch.equal(before.view(torch.uint8), after.cpu().view(torch.uint8))
 
@@ -84,7 +86,7 @@ def test_scale_format_of_activations_matters(delegated):
         for f in ("fp32", "pow2")
     )
     w = reference.dequantize_block(*weight, (128, 128), torch.float32)
-    assert ((a - b) @ w.t()).norm() / (a @ w.t()).norm() > 1e-2
+    assert ((a - b) @ w.t()).norm() / (a @ w.t()).norm() > 2e-2
 
 
 def test_the_fastest_that_fits_is_chosen(delegated):
