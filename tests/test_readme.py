@@ -244,13 +244,16 @@ def test_grpo_snippets(capsys):
     kl, ess, clipped = map(float, capsys.readouterr().out.split())
     assert 0 < kl < 0.01 and 0.9 < ess <= 1 and clipped == 0
 
+    names["current"].grad = None
     exec(block("correct"), names)
     found, ratio = names["correction"], (names["old"] - names["rollout"]).double().exp()
     geometric = ratio.log().mean(dim=1, keepdim=True).exp()
     kept = ((geometric >= 0.9) & (geometric <= 1.1)).expand_as(ratio)
     assert torch.equal(found.mask, kept)
     torch.testing.assert_close(found.weights.double(), ratio * kept, rtol=1e-5, atol=0.0)
-    assert torch.isfinite(names["loss"])
+    names["loss"].backward()
+    expected = -ratio * kept * names["advantages"][:, None].double() / kept.sum()
+    torch.testing.assert_close(names["current"].grad.double(), expected, rtol=1e-5, atol=1e-9)
 
 
 def test_every_marked_block_is_run():
