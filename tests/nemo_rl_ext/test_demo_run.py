@@ -145,6 +145,8 @@ def test_resume_with_other_options_is_refused(straight: Path):
     [
         (("--compare", "fp4"), "fp4"),
         (("--recipe", '{"weigths": {}}'), "weigths"),
+        (("--recipe", '{"pins": {"layers": [4]}}'), "layers: 4 matches nothing"),
+        (("--recipe", '{"importance_sampling": {"corrector": "xis"}}'), "'xis' is not known"),
         (("--settings", '{"model": {"layers": 2}}'), "layers"),
     ],
 )
