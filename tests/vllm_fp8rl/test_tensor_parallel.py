@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_tensors, make_checkpoint
+from live_engine import load_tensors, make_checkpoint
 
 from fp8rl import Recipe
 from fp8rl.numerics import dequantize_block, quantize_block

@@ -15,7 +15,7 @@ from pathlib import Path
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a rank
 
 import torch
-from conftest import KV_SCALE, LAYERS, load_tensors, start_engine
+from live_engine import KV_SCALE, LAYERS, load_tensors, start_engine
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError
