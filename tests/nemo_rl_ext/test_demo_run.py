@@ -183,6 +183,7 @@ def test_resume_with_other_options_is_refused(straight: Path):
         (("--recipe", '{"pins": {"layers": [4]}}'), "layers: 4 matches nothing"),
         (("--recipe", '{"importance_sampling": {"corrector": "xis"}}'), "'xis' is not known"),
         (("--settings", '{"model": {"layers": 2}}'), "layers"),
+        (("--settings", '{"model": {"head_dim": 40}}'), "model.head_dim"),
     ],
 )
 def test_bad_options_fail_before_anything_starts(tmp_path: Path, options: tuple, word: str):
