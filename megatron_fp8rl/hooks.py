@@ -12,7 +12,7 @@ from megatron_fp8rl.compat import SUPPORTED_VERSIONS, installed_version
 @hookimpl
 def register_engine_adapters() -> list[EngineAdapter]:
     """Megatron-Core, looked at without importing it."""
-    return [EngineAdapter("megatron-core", diagnose)]
+    return [EngineAdapter("megatron", diagnose)]
 
 
 def diagnose() -> Diagnosis:
@@ -21,7 +21,9 @@ def diagnose() -> Diagnosis:
 
     found = installed_version()
     problems = []
-    if found is not None and found not in SUPPORTED_VERSIONS:
+    if found is None:
+        problems.append("megatron-core is not installed; install fp8rl[megatron].")
+    elif found not in SUPPORTED_VERSIONS:
         problems.append(
             f"megatron-core {found} is untested; install megatron-core "
             f"{' or '.join(SUPPORTED_VERSIONS)}."

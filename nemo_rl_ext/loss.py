@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Annotated, Literal
 
 import torch
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fp8rl import PluginManager
 from fp8rl.errors import BatchError, PluginError
+from fp8rl.mismatch import MismatchMetrics, mismatch_metrics
 from fp8rl.recipe import ImportanceSampling
 from nemo_rl_ext.importance_sampling import Correction, resolve_corrector
 from nemo_rl_ext.log_ratio import (
@@ -20,6 +22,8 @@ from nemo_rl_ext.log_ratio import (
     require_no_nan,
     token_log_ratio,
 )
+
+_MISMATCH = frozenset(field.name for field in fields(MismatchMetrics))
 
 
 class GRPOConfig(BaseModel):
@@ -96,6 +100,9 @@ class GRPOLoss:
     ) -> Correction:
         """Weights and mask of a whole batch, all ``[B, T]``, by the recipe's corrector.
 
+        The metrics are the corrector's, and those of :class:`fp8rl.mismatch.MismatchMetrics`
+        whether or not a plugin's corrector gives them.
+
         Raises:
             BatchError: as in :func:`nemo_rl_ext.importance_sampling.correct`.
             PluginError: a plugin's corrector returns something else than it must.
@@ -113,7 +120,10 @@ class GRPOLoss:
                 f"{tuple(result.weights.shape)} and mask {tuple(result.mask.shape)} for a batch "
                 f"of {tuple(mask.shape)}."
             )
-        return result
+        if result.metrics.keys() >= _MISMATCH:
+            return result
+        mismatch = mismatch_metrics(rollout_logprobs, old_logprobs, mask).to_dict()
+        return replace(result, metrics={**mismatch, **result.metrics})
 
     def normalizer(self, mask: torch.Tensor) -> int:
         """What the loss of a batch is divided by: its kept tokens, or sequences with any.

@@ -136,9 +136,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
             rows.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
             self.grid.load_source(start, rows)
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             y = self.product(layer, x)
         elif self.kernel.traceable:

@@ -393,7 +393,8 @@ def refit(
         Counts of one rank; ``tensors`` and ``received_bytes`` are those on the wire.
 
     Raises:
-        RefitError: see :class:`RefitSession`; or the engine has requests in flight.
+        RefitError: see :class:`RefitSession`; or the engine has requests in flight, or lost a
+            worker.
         ScaleError: a bad scale.
         UnsupportedError: an engine that cannot be reached in this way.
     """
@@ -546,9 +547,20 @@ class _Workers:
             self.call("load_batch", batch if self._in_process else worker.pack(batch))
 
     def call(self, step: str, *args: object) -> list[Any]:
-        """Run a step of :mod:`vllm_fp8rl.worker` on every worker; their values."""
+        """Run a step of :mod:`vllm_fp8rl.worker` on every worker; their values.
+
+        Raises:
+            Fp8RLError: what the step raised.
+            RefitError: a worker failed in another way, e.g. its process has died.
+        """
         from vllm_fp8rl import worker
 
         method: Any = f"fp8rl_refit_{step}" if self._by_name else worker.STEPS[step]
-        answers = self._llm.collective_rpc(method, args=args)
+        try:
+            answers = self._llm.collective_rpc(method, args=args)
+        except Exception as error:
+            raise RefitError(
+                f"Step '{step}' of the refit failed on a worker ({type(error).__name__}: {error}); "
+                "if its process has died, restart the engine."
+            ) from error
         return [worker.read_answer(answer) for answer in answers]

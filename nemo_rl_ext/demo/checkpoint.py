@@ -1,7 +1,8 @@
 """Checkpoints: safetensors in a folder that appears whole or not at all.
 
-A checkpoint folder loads as a Hugging Face model (``model.safetensors``, ``config.json``,
-tokenizer) and holds the trainer's state beside it.
+A checkpoint folder loads as a model in transformers and vLLM (``model.safetensors``,
+``config.json``, tokenizer); the trainer's state is in a folder below it, because vLLM reads every
+safetensors file that lies beside the model's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from fp8rl.errors import CheckpointError
 
 FORMAT = 1
 _KEEP = 2
+_MODEL = "model.safetensors"
+_TRAINER = "trainer/state.safetensors"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Checkpoint:
     step: int
     """Steps that were finished when it was written."""
     model: dict[str, torch.Tensor]
-    """HF-named parameters."""
+    """HF-named parameters, and KV scales by their names on the wire."""
     trainer: dict[str, Any]
     """Optimizer state and whatever else the run put there, tensors inside."""
     identity: dict[str, Any]
@@ -54,16 +57,16 @@ def save(
     target = folder / f"step-{step:06d}"
     partial = folder / f".partial-{target.name}"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    (partial / _TRAINER).parent.mkdir(parents=True)
     for source in model_folder.iterdir():
         shutil.copy2(source, partial)
     tensors: dict[str, torch.Tensor] = {}
     tree = _flatten(dict(trainer), "", tensors)
-    save_file(_contiguous(model), partial / "model.safetensors", metadata={"format": "pt"})
-    save_file(tensors, partial / "trainer.safetensors")
+    save_file(_contiguous(model), partial / _MODEL, metadata={"format": "pt"})
+    save_file(tensors, partial / _TRAINER)
     state = {"format": FORMAT, "step": step, "identity": dict(identity), "trainer": tree}
     (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    for file in partial.iterdir():
+    for file in partial.rglob("*"):
         _sync(file)
     shutil.rmtree(target, ignore_errors=True)  # an identical one, when a step is run again
     partial.rename(target)
@@ -105,8 +108,8 @@ def load(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
             "another --out folder."
         )
     try:
-        model = load_file(path / "model.safetensors")
-        tensors = load_file(path / "trainer.safetensors")
+        model = load_file(path / _MODEL)
+        tensors = load_file(path / _TRAINER)
         trainer = _unflatten(state["trainer"], tensors)
     except (OSError, SafetensorError, KeyError) as error:
         raise _damaged(path, error) from error

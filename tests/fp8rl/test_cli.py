@@ -106,7 +106,7 @@ def test_a_broken_plugin_is_named_and_does_not_stop_help(install, monkeypatch, c
         assert part in row
     assert "no_such_module" in err
 
-    code, out, _ = run_main(monkeypatch, capsys, "doctor", "megatron-core")
+    code, out, _ = run_main(monkeypatch, capsys, "doctor", "megatron")
     assert code == 1
     assert "Problem: fp8rl plugin 'bad'" in out
 
@@ -162,8 +162,9 @@ def test_recipe_prints_all_defaults_as_yaml(tmp_path, monkeypatch):
     assert "rollout: false" in run(engines(), "recipe").stdout
 
 
-def test_recipe_with_an_unknown_corrector():
-    result = run(engines(), "recipe", '{"importance_sampling": {"corrector": "xis"}}')
+@pytest.mark.parametrize("command", [("recipe",), ("doctor", "--layers", "2", "--recipe")])
+def test_recipe_with_an_unknown_corrector(command):
+    result = run(engines(), *command, '{"importance_sampling": {"corrector": "xis"}}')
     assert isinstance(result.exception, RecipeError)
     assert "corrector 'xis' is not known; use one of is," in str(result.exception)
 
@@ -190,6 +191,17 @@ def test_doctor_fails_on_problems(diagnosis, problem):
     assert problem in result.stdout
     assert "good" in result.stdout
     assert run(engines(good=GOOD, sick=diagnosis), "doctor", "good").exit_code == 0
+
+
+def test_an_engine_that_is_not_installed_is_a_problem_only_to_who_asks_for_it():
+    """Trainers and rollout workers often have one engine each."""
+    absent = Diagnosis(None, ("1.2.3",), problems=("Install absent.",))
+    both = run(engines(absent=absent, good=GOOD), "doctor")
+    assert both.exit_code == 0
+    assert "not installed" in both.stdout and "Install absent" not in both.stdout
+    asked = run(engines(absent=absent, good=GOOD), "doctor", "absent")
+    assert asked.exit_code == 1
+    assert "Problem: absent: Install absent." in asked.stdout
 
 
 def test_doctor_with_an_unknown_engine():
@@ -220,7 +232,7 @@ def test_doctor_resolves_pins():
 def test_doctor_with_pins_of_plugins(install, monkeypatch, capsys):
     code = "from fp8rl import hookimpl\nfrom fp8rl.recipe import Pins\n@hookimpl\n"
     install(code + "def register_pins(module_names): return Pins(first=1)", name="pinner")
-    code, out, _ = run_main(monkeypatch, capsys, "doctor", "megatron-core", "--layers", "2")
+    code, out, _ = run_main(monkeypatch, capsys, "doctor", "megatron", "--layers", "2")
     assert "o_proj (first: 1)" in table_rows(out)["0"][1]
 
 

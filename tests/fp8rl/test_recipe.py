@@ -95,6 +95,9 @@ def test_from_env(monkeypatch, tmp_path):
     path.write_text("rollout: false")
     monkeypatch.setenv(RECIPE_ENV, str(path))
     assert Recipe.from_env() == Recipe(rollout=False)
+    monkeypatch.setenv(RECIPE_ENV, '{"pins": {"layer": [1]}}')
+    with pytest.raises(RecipeError, match=rf"unknown key '{RECIPE_ENV}\.pins\.layer'"):
+        Recipe.from_env()
 
 
 @pytest.mark.parametrize("text", ["off", "'off'"])
@@ -194,7 +197,7 @@ def test_missing_file_and_bad_text(tmp_path):
         Recipe.load(tmp_path / "nowhere.yaml")
     with pytest.raises(RecipeError, match="does not exist"):
         Recipe.load(tmp_path)
-    with pytest.raises(RecipeError, match="The recipe is not valid JSON"):
+    with pytest.raises(RecipeError, match="recipe is not valid JSON"):
         Recipe.load("{not json")
 
 

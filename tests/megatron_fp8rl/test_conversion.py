@@ -283,6 +283,14 @@ def _te_like(gpt: Any) -> None:
     gpt.decoder.layers[1].mlp.linear_fc1.__class__ = TELinear
 
 
+def _few_groups(gpt: Any) -> None:
+    gpt.decoder.layers[1].self_attention.world_size = 4
+
+
+def _other_head_dim(gpt: Any) -> None:
+    gpt.decoder.layers[1].self_attention.hidden_size_per_attention_head = 32
+
+
 def _router(gpt: Any) -> None:
     gpt.decoder.layers[1].mlp.router = torch.nn.Linear(4, 4)
 
@@ -294,6 +302,8 @@ def _router(gpt: Any) -> None:
         (_break(enable_autocast=True), "enable_autocast"),
         (_break(mtp_num_layers=1), "mtp_num_layers"),
         (_te_like, r"decoder\.layers\.1\.mlp\.linear_fc1' is a TELinear"),
+        (_few_groups, r"linear_qkv' spreads one query group over several ranks \(2 groups, TP 4\)"),
+        (_other_head_dim, r"linear_qkv' has 512 rows where its config says 256"),
         (_router, r"decoder\.layers\.1\.mlp\.router\.weight' belongs to a Linear"),
     ],
 )

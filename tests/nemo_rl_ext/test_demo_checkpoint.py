@@ -72,7 +72,7 @@ def test_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_fo
         write = checkpoint.save_file
         def write_then_die(tensors, path, **kw):
             write(tensors, path, **kw)
-            if Path(path).name == "trainer.safetensors":
+            if Path(path).parent.name == "trainer":
                 os.kill(os.getpid(), signal.SIGKILL)
         checkpoint.save_file = write_then_die
         checkpoint.save(
@@ -81,7 +81,7 @@ def test_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_fo
     """
     died = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=120)
     assert died.returncode == -signal.SIGKILL
-    assert (run / ".partial-step-000002" / "trainer.safetensors").is_file()
+    assert (run / ".partial-step-000002" / "trainer" / "state.safetensors").is_file()
     found = checkpoint.latest(run)
     assert found is not None and found.name == "step-000001"
     assert checkpoint.load(found, IDENTITY).step == 1
@@ -89,7 +89,7 @@ def test_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_fo
     assert not (run / ".partial-step-000002").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer.safetensors", "state.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer/state.safetensors", "state.json"])
 def test_a_torn_or_missing_file_is_an_error(tmp_path: Path, model_folder: Path, name: str):
     path = _save(tmp_path / "run", 1, model_folder, {"a": torch.ones(64)})
     file = path / name

@@ -19,6 +19,7 @@ from fp8rl import PluginManager
 from fp8rl.cli import build_app
 from fp8rl.errors import Fp8RLError
 from nemo_rl_ext.demo import checkpoint
+from nemo_rl_ext.demo.rollout import ENGINE_ENV
 
 SETTINGS = {
     "model": {
@@ -82,6 +83,40 @@ def test_the_report_and_the_run_description_are_there(straight: Path):
     assert run["recipe"]["kv_cache"]["dtype"] == "fp8_e4m3"
 
 
+SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+from fp8rl import Recipe
+from nemo_rl_ext.demo.tokenizer import CharTokenizer
+from vllm_fp8rl import engine_args
+
+folder, recipe, prompts = sys.argv[1], Recipe.load(sys.argv[2]), json.loads(sys.argv[3])
+llm = LLM(folder, dtype="bfloat16", enforce_eager=True, max_model_len=32,
+          kv_cache_memory_bytes=16 << 20, **engine_args(recipe))
+eos = CharTokenizer().eos_id
+params = SamplingParams(temperature=0, max_tokens=5, stop_token_ids=[eos])
+answers = [out.outputs[0].text for out in llm.generate(prompts, params, use_tqdm=False)]
+print("ANSWERS", json.dumps(answers))
+"""
+
+
+def test_the_checkpoint_serves_in_vllm_as_it_is(straight: Path):
+    """Weights and KV scales from the folder give the answers that the run's engine gave."""
+    samples = [row for row in _lines(straight / "fp8" / "samples.jsonl") if row["step"] == STEPS]
+    recipe = json.loads((straight / "fp8" / "run.json").read_text())["recipe"]
+    arguments = [json.dumps(recipe), json.dumps([row["prompt"] for row in samples])]
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, str(straight / "fp8" / f"step-{STEPS:06d}"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env={**os.environ, **ENGINE_ENV},
+    )
+    assert done.returncode == 0, done.stderr
+    (answers,) = [line[8:] for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert json.loads(answers) == [row["completion"] for row in samples]
+
+
 def test_interrupt_then_resume_gives_the_same_bits(straight: Path, tmp_path: Path):
     """Ctrl-C leaves a checkpoint and a report; --resume ends where the straight run ended."""
     out = tmp_path / "interrupted"
@@ -113,7 +148,7 @@ def test_interrupt_then_resume_gives_the_same_bits(straight: Path, tmp_path: Pat
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     final = f"step-{STEPS:06d}"
-    for name in ("model.safetensors", "trainer.safetensors"):
+    for name in ("model.safetensors", "trainer/state.safetensors"):
         expected = load_file(straight / "fp8" / final / name)
         actual = load_file(out / "fp8" / final / name)
         assert actual.keys() == expected.keys()
@@ -145,7 +180,10 @@ def test_resume_with_other_options_is_refused(straight: Path):
     [
         (("--compare", "fp4"), "fp4"),
         (("--recipe", '{"weigths": {}}'), "weigths"),
+        (("--recipe", '{"pins": {"layers": [4]}}'), "layers: 4 matches nothing"),
+        (("--recipe", '{"importance_sampling": {"corrector": "xis"}}'), "'xis' is not known"),
         (("--settings", '{"model": {"layers": 2}}'), "layers"),
+        (("--settings", '{"model": {"head_dim": 40}}'), "model.head_dim"),
     ],
 )
 def test_bad_options_fail_before_anything_starts(tmp_path: Path, options: tuple, word: str):

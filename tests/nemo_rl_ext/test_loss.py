@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import BatchError, PluginError, RecipeError
+from fp8rl.mismatch import mismatch_metrics
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext import hooks
 from nemo_rl_ext.importance_sampling import Correction
@@ -444,6 +445,9 @@ def test_a_plugins_corrector_is_used_and_checked() -> None:
     loss, metrics = loss_of("twice")
     assert loss.item() == pytest.approx(2 * loss_of("is")[0].item(), rel=1e-6)
     assert metrics["mine"] == 1.0
+    # A training loop may log the mismatch whoever corrects.
+    mismatch = mismatch_metrics(b.rollout, b.old, b.mask).to_dict()
+    assert mismatch.items() <= metrics.items()
     with pytest.raises(PluginError, match="'none' must return a Correction, not NoneType"):
         loss_of("none")
     with pytest.raises(PluginError, match=r"'narrow' returned weights \(2, 1\)"):

@@ -10,7 +10,7 @@ from pathlib import Path
 CODE = """
 import sys
 from pathlib import Path
-from conftest import load_tensors, start_engine
+from live_engine import load_tensors, start_engine
 from fp8rl import Recipe
 from vllm_fp8rl.refit import refit
 
@@ -35,7 +35,7 @@ def test_compiled_model_follows_refits(checkpoints: dict[str, Path], tmp_path: P
         env=os.environ
         | {
             "PYTHONPATH": str(Path(__file__).parent),
-            "TORCHDYNAMO_DISABLE": "0",  # conftest.py switches it off for the other tests
+            "TORCHDYNAMO_DISABLE": "0",  # live_engine.py switches it off for the other tests
             "VLLM_CACHE_ROOT": str(tmp_path),
         },
         check=False,

@@ -28,7 +28,7 @@ from vllm_fp8rl.cpu_attention import (
 )
 
 if TYPE_CHECKING:
-    from conftest import Engine
+    from live_engine import Engine
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 128  # of the session's checkpoint
 BLOCK, BLOCKS = 128, 24

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from fp8rl.errors import RecipeError, ScaleError, UnsupportedError
+from fp8rl.errors import RecipeError, RefitError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache
 
@@ -26,9 +26,10 @@ from vllm_fp8rl.kv_cache import (
     set_kv_scales,
     set_uncalibrated_kv_scales,
 )
+from vllm_fp8rl.refit import refit
 
 if TYPE_CHECKING:
-    from conftest import Engine
+    from live_engine import Engine
 
 K0, V0, Q0 = (scale_name(0, role) for role in ("k", "v", "q"))
 K1 = scale_name(1, "k")
@@ -269,6 +270,8 @@ def test_without_an_fp8_cache_there_is_nothing_to_scale(
     with pytest.raises(ScaleError, match="no FP8 KV cache"):
         set_uncalibrated_kv_scales(model, 0.1)
     assert attention(model, 0)._k_scale_float == 1.0
+    with pytest.raises(RefitError, match="announced, but the engine has no FP8 KV cache"):
+        refit(llm, [], expect_kv_scales=True)
     assert len(greedy(llm)) == len(PROMPTS)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KV_SCALE, LAYERS, load_tensors, make_checkpoint
+from live_engine import KV_SCALE, LAYERS, load_tensors, make_checkpoint
 from safetensors.torch import save_file
 
 from fp8rl import Recipe

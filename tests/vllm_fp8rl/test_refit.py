@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KV_SCALE, LAYERS, Engine, load_tensors
+from live_engine import KV_SCALE, LAYERS, Engine, load_tensors
 
 from fp8rl import PluginManager, Recipe, hookimpl
 from fp8rl.errors import RefitError, ScaleError
@@ -241,6 +241,30 @@ def test_kv_scale_repeated_under_its_other_name(engine):
     ]
     with pytest.raises(RefitError, match="twice"):
         refit(engine.llm, stream, expect_kv_scales=True)
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 30])
+def test_scales_of_a_weight_that_is_not_fp8(engine, b, batch_bytes):
+    wire = [(f"{UP}_scale_inv", torch.ones(4, 2)), (UP, b[UP])]
+    for stream in (wire, wire[::-1]):
+        with pytest.raises(RefitError, match=rf"'{UP}.*belong to FP8 codes"):
+            refit(engine.llm, stream, expect_kv_scales=False, batch_bytes=batch_bytes)
+
+
+def test_kv_scale_of_a_layer_that_is_not_there(engine, tokens):
+    name = f"model.layers.{LAYERS}.self_attn.k_scale"
+    with pytest.raises(RefitError, match=f"'{name}' is for a layer that this engine does not have"):
+        refit(engine.llm, [(name, torch.ones(1))], expect_kv_scales=True)
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm, "reset_prefix_cache", lambda: False)
+        with pytest.raises(RefitError, match="could not reset its prefix cache"):
+            refit(engine.llm, b.items(), expect_kv_scales=False)
+    with pytest.raises(RefitError, match="mixture"):
+        engine.greedy(PROMPTS)
 
 
 def test_sender_that_dies_leaves_a_refusal(engine, b, tokens):

@@ -32,7 +32,7 @@ from vllm_fp8rl.testing.hf_reference import (
 )
 
 if TYPE_CHECKING:
-    from conftest import Engine
+    from live_engine import Engine
 
 FACTOR = 8.0
 _random = random.Random(5)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_tensors, make_checkpoint
+from live_engine import load_tensors, make_checkpoint
 
 from fp8rl import Recipe
 from fp8rl.numerics import dequantize_block, quantize_block
@@ -49,6 +49,9 @@ def test_two_ranks(tmp_path):
     assert nan.startswith("RefitError: 'model.layers.1.mlp.up_proj.weight' has NaN")
     assert refused.startswith("RefitError: The weights are a mixture")
     assert zero.startswith("ScaleError: KV scale 'model.layers.0.self_attn.k_scale' is 0")
+    killed, refused = found["killed"]
+    assert "failed on a worker" in killed and killed.endswith("died, restart the engine.")
+    assert refused.startswith("RefitError: The weights are a mixture")
 
 
 def layer_parameters(engine, partitions: list[int], columns: int, rank: int, ranks: int):

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a rank
 
 import torch
-from conftest import KV_SCALE, LAYERS, load_tensors, start_engine
+from live_engine import KV_SCALE, LAYERS, load_tensors, start_engine
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError
@@ -63,6 +65,14 @@ def expected(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, tuple[lis
     return wanted
 
 
+def error_of(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except (RefitError, ScaleError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
 def main(root: Path) -> dict[str, object]:
     from vllm_fp8rl import worker
     from vllm_fp8rl.refit import refit, refit_from_files
@@ -86,24 +96,29 @@ def main(root: Path) -> dict[str, object]:
     refit(llm, (a | scales).items(), expect_kv_scales=True)
     found["there_and_back"] = engine.greedy(PROMPTS) == first != second
 
-    errors = []
     name = "model.layers.1.mlp.up_proj.weight"
     broken = dict(a)
     broken[name] = torch.full_like(a[name], torch.nan)
-    for attempt in (
-        lambda: refit(llm, broken.items(), expect_kv_scales=False, batch_bytes=1),
-        lambda: engine.greedy(PROMPTS),
-        lambda: refit(llm, [(next(iter(scales)), torch.zeros(1))], expect_kv_scales=True),
-    ):
-        try:
-            attempt()
-            errors.append("none")
-        except (RefitError, ScaleError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    found["errors"] = errors
+    zero = [(next(iter(scales)), torch.zeros(1))]
+    found["errors"] = [
+        error_of(lambda: refit(llm, broken.items(), expect_kv_scales=False, batch_bytes=1)),
+        error_of(lambda: engine.greedy(PROMPTS)),
+        error_of(lambda: refit(llm, zero, expect_kv_scales=True)),
+    ]
     refit_from_files(llm, str(root / "a"), expect_kv_scales=False)
     found["recovered"] = engine.greedy(PROMPTS) == first
     found["pointers"] = llm.collective_rpc(pointers) == before
+
+    def killing():
+        for number, item in enumerate(b.items()):
+            if number == 5:
+                os.kill(llm.llm_engine.model_executor.workers[1].proc.pid, signal.SIGKILL)
+            yield item
+
+    found["killed"] = [
+        error_of(lambda: refit(llm, killing(), expect_kv_scales=False, batch_bytes=1)),
+        error_of(lambda: engine.greedy(PROMPTS)),
+    ]
     llm.llm_engine.engine_core.shutdown()
     return found
 

@@ -1,0 +1,227 @@
+"""What test_cross_engine.py compares: one weight in both engines, in the same two processes.
+
+Run as a script (see ``launch``) with OUT and the cases as JSON: for each case a real Megatron-Core
+GPT is converted, exported and observed, and what it exports goes into a real vLLM Qwen3 of the same
+tensor-parallel size. Each rank writes what it saw to ``OUT/<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from transformers import Qwen3Config
+
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError
+from fp8rl.gemm import ReferenceBackend
+from fp8rl.kv_scales import parse_scale_name, scale_names
+from fp8rl.numerics import Quantized, quantize_group
+from megatron_fp8rl import Conversion, convert, weight_codes_hf
+from megatron_fp8rl.export import export_hf, fp8_wire
+from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.testing.cpu_shim import CpuShim
+from megatron_fp8rl.testing.launch import join
+from megatron_fp8rl.testing.models import build_gpt
+
+LAYERS, LENGTH = 3, 16
+PINS = {"first": 1, "names": ["model.layers.1.mlp.down_proj"]}
+"""The recipe's; a plugin on the path pins ``model.layers.2.self_attn.o_proj`` besides."""
+
+
+@dataclass(frozen=True)
+class Case:
+    tp: int
+    weights: str
+    activations: str
+    head_dim: int
+    width: int
+    wire: str = "bf16"
+    """``fp8``: codes and scales travel instead of the weights."""
+
+
+def hf_config(case: Case) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=96,
+        hidden_size=256,
+        intermediate_size=case.width,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=case.head_dim,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def vllm_model(case: Case, recipe: Recipe, folder: Path, rank: int) -> torch.nn.Module:
+    """The module tree of a vLLM engine on this rank of ``case.tp``."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state as groups
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from vllm_fp8rl import engine_args
+
+    config = EngineArgs(
+        model=str(folder),
+        load_format="dummy",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        tensor_parallel_size=case.tp,
+        **engine_args(recipe),
+    ).create_engine_config()
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+        if not groups.model_parallel_is_initialized():
+            groups.init_distributed_environment(2, rank, local_rank=rank, backend="gloo")
+            groups.initialize_model_parallel(case.tp, backend="gloo")
+        return initialize_model(config)
+
+
+def observed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """KV scales of the model over a few tokens."""
+    observer = QKVObserver([model])
+    tokens = torch.arange(LENGTH).unsqueeze(0)
+    with torch.no_grad():
+        model(tokens, tokens, None)
+    return observer.scales(margin=1.05)
+
+
+def fused(module: torch.nn.Module) -> Quantized:
+    """The trainer's codes as one matrix of this rank: q, k and v, or gate and up, together."""
+    pieces = list(weight_codes_hf(module).values())
+    codes = torch.cat([piece.codes.view(torch.uint8) for piece in pieces])
+    return Quantized(codes, torch.cat([piece.scale_inv for piece in pieces]))
+
+
+def differing(conversion: Conversion, model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Per FP8 module of the trainer: codes and scales compared, and how many are not equal."""
+    counts = {}
+    for name, module in conversion.modules.items():
+        live, held = model.get_submodule(name), fused(module)
+        codes, scales = live.weight.view(torch.uint8), live.weight_scale_inv
+        assert codes.shape == held.codes.shape and scales.shape == held.scale_inv.shape, name
+        wrong = (codes != held.codes).sum() + (scales != held.scale_inv).sum()
+        counts[name] = (codes.numel() + scales.numel(), int(wrong))
+    return counts
+
+
+def wrong_products(case: Case, conversion: Conversion, model: torch.nn.Module) -> list[str]:
+    """Modules whose product of one input is not, to the bit, that of the recipe's formats."""
+    torch.manual_seed(7)
+    other = "fp32" if case.activations == "pow2" else "pow2"
+    wrong = []
+    for name, module in conversion.modules.items():
+        layer: Any = model.get_submodule(name)
+        linear: Any = module
+        x = torch.randn(5, layer.weight.shape[1])
+        rollout = layer.quant_method.apply(layer, x)
+        trainer = linear.fp8_state.codes.layout.to_hf(linear._forward_impl(x, linear.weight), -1)
+        weight = Quantized(layer.weight.data, layer.weight_scale_inv.data)
+        recipe, another = (
+            ReferenceBackend().fprop(quantize_group(x, scale_format=f), weight, torch.float32)
+            for f in (case.activations, other)
+        )
+        if not (torch.equal(rollout, recipe) and torch.equal(trainer, recipe)):
+            wrong.append(name)
+        assert not torch.equal(recipe, another), "this input does not tell the formats apart"
+    return wrong
+
+
+def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
+    from vllm.distributed import parallel_state as groups
+
+    from vllm_fp8rl.kv_cache import kv_scale_state
+    from vllm_fp8rl.refit import RefitSession
+
+    recipe = Recipe.from_dict(
+        {
+            "pins": PINS,
+            "weights": {"scale_format": case.weights},
+            "activations": {"scale_format": case.activations},
+        }
+    )
+    folder = out / f"{case.head_dim}-{case.width}-{rank}"
+    hf_config(case).save_pretrained(folder)
+    shim = CpuShim()
+    with shim.active():
+        parallel_state.initialize_model_parallel(case.tp)
+        model_parallel_cuda_manual_seed(1)
+        trainer = build_gpt(hf_config(case), dtype=torch.float32, seed=3)
+        conversion = convert(trainer, recipe)
+        scales = observed(trainer)
+    engine = vllm_model(case, recipe, folder, rank)
+    with shim.active():
+        stream = export_hf(trainer)
+        if case.wire == "fp8":
+            stream = fp8_wire(stream, conversion.policy, case.weights)
+        tensors = dict(stream)
+    tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: name[::-1])}
+    sent = scale_names(LAYERS, ("k", "v"))
+    tensors |= {name: scales[name] for name in sent}
+    error = None
+    try:
+        with RefitSession(engine, expect_kv_scales=True) as session:
+            for name, tensor in tensors.items():
+                session.load([(name, tensor)])
+    except Fp8RLError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    with shim.active():
+        result: dict[str, Any] = {
+            "error": error,
+            "differing": differing(conversion, engine),
+            "wrong_products": wrong_products(case, conversion, engine),
+            "trainer": sorted(conversion.modules),
+            "rollout": sorted(
+                name
+                for name, module in engine.named_modules()
+                if hasattr(module, "weight_scale_inv")
+            ),
+            "scales_differ": [
+                name
+                for name, (layer, role) in ((n, parse_scale_name(n)) for n in sent)
+                if kv_scale_state(engine)[layer, role] != float(scales[name])
+            ],
+        }
+    conversion.close()
+    groups.destroy_model_parallel()
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    return result
+
+
+def main(out: Path, cases: dict[str, dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    rank, _ = join()
+    results = {}
+    for name, fields in cases.items():
+        sys.stderr.write(f"{name}\n")  # a hang is told with the last line
+        sys.stderr.flush()
+        results[name] = run(Case(**fields), out, rank)
+    (out / f"{rank}.json").write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
