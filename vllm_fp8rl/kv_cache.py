@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
+
+logger = init_logger("vllm.fp8rl")
 
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
@@ -83,7 +86,7 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
             )
             parameter.weight_loader = _loader(layer, role)  # type: ignore[attr-defined]
             layer.register_parameter(f"{role}_scale", parameter)
-        self.process_weights_after_loading(layer)
+        _publish_all(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Put the loaded values back wherever vLLM keeps a copy; any number of times.
@@ -91,12 +94,15 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         ``load_format=dummy`` writes random numbers into parameters and buffers alike, so whatever
         no loader set becomes NaN again.
         """
-        state = _state_of(layer)
-        if state is None:
-            return
-        for role in ROLES:
-            _publish(layer, role, state.values.get(role, torch.nan))
-        layer._prob_scale.fill_(1.0)  # softmax output lies in [0, 1]: nothing to calibrate
+        state = _publish_all(layer)
+        # The CPU backend refuses to attend without scales. vLLM's GPU backends cannot be asked to
+        # (captured graphs run no Python): there the output is NaN, so say it once at the start.
+        if state is not None and state.index == 0 and layer.k_scale.is_cuda and _missing(layer):
+            logger.warning(
+                "KV scale '%s' was never loaded: until a refit or set_kv_scales brings the scales "
+                "of every layer, this engine's output is NaN.",
+                _missing(layer)[0],
+            )
 
 
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> None:
@@ -186,6 +192,16 @@ def require_kv_scales(*layers: torch.nn.Module) -> None:
             "checkpoint, call vllm_fp8rl.kv_cache.set_uncalibrated_kv_scales, or set "
             "kv_cache_dtype='auto'."
         )
+
+
+def _publish_all(layer: Any) -> LayerKVScales | None:
+    """Put what the loaders have set, and NaN for the rest, where vLLM reads it."""
+    state = _state_of(layer)
+    if state is not None:
+        for role in ROLES:
+            _publish(layer, role, state.values.get(role, torch.nan))
+        layer._prob_scale.fill_(1.0)  # softmax output lies in [0, 1]: nothing to calibrate
+    return state
 
 
 def _state_of(layer: torch.nn.Module) -> LayerKVScales | None:
