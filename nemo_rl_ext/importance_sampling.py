@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8rl import PluginManager
-from fp8rl.errors import BatchError, RecipeError
+from fp8rl.errors import BatchError
 from fp8rl.mismatch import mismatch_metrics
 from fp8rl.recipe import ImportanceSampling
 from nemo_rl_ext.log_ratio import (
@@ -130,13 +130,7 @@ def resolve_corrector(name: str, plugins: PluginManager | None = None) -> Correc
         RecipeError: no plugin offers the name.
         PluginError: a plugin cannot be loaded, or two offer one name.
     """
-    found = (plugins or PluginManager()).is_correctors()
-    if name not in found:
-        raise RecipeError(
-            f"importance_sampling.corrector '{name}' is not known; use one of "
-            f"{sorted(found)}, or install the plugin that offers it."
-        )
-    return found[name]
+    return (plugins or PluginManager()).is_corrector(name)
 
 
 def _weigh(ratio: torch.Tensor, config: ImportanceSampling) -> torch.Tensor:

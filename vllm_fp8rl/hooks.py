@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp8rl.adapters import Diagnosis, EngineAdapter
 from fp8rl.hookspecs import hookimpl
-from vllm_fp8rl.compat import TESTED, installed_version, supported
+from vllm_fp8rl.compat import GPU_TESTED, TESTED, installed_version, supported
 
 
 @hookimpl
@@ -26,7 +26,12 @@ def _diagnose() -> Diagnosis:
             f"vLLM {release} is not served; install one of {', '.join(TESTED)} to use "
             "quantization='fp8rl'.",
         )
-    facts = {"FP8 linear kernel": "CPU: dequantized reference", "CPU": platform.machine()}
+    on_gpu = release.split("+")[0] in GPU_TESTED
+    facts = {
+        "FP8 linear on CPU": "dequantized reference",
+        "FP8 linear on GPU": "DeepGEMM, CUTLASS or Triton by shape" if on_gpu else "not served",
+        "CPU": platform.machine(),
+    }
     flags = _cpu_flags()
     if flags is not None:
         facts["AVX-512"] = "yes" if "avx512f" in flags else "no (FP8 KV cache still works)"

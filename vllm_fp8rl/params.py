@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.numerics import FP8_DTYPE
+from fp8rl.numerics import BLOCK, FP8_DTYPE, cdiv
 from vllm_fp8rl.grid import SOURCE_DTYPES, BlockGrid
 
 
@@ -136,7 +136,7 @@ class Fp8Scale(ShardedParameter):
     def store(self, tensor: torch.Tensor, shard: Shard) -> None:
         if self.is_meta:
             return
-        expected = tuple(-(-n // 128) for n in shard.full)
+        expected = tuple(map(cdiv, shard.full, BLOCK))
         if tuple(tensor.shape) != expected:
             raise RefitError(
                 f"'{self.grid.name}.weight_scale_inv' takes scales of shape {expected} (128x128 "

@@ -95,11 +95,10 @@ def _check_recipe(recipe: Recipe, num_layers: int) -> None:
     """What plugins decide about a recipe, before the warm start rather than after it."""
     from fp8rl import PluginManager
     from fp8rl.pinning import dense_module_names
-    from nemo_rl_ext.importance_sampling import resolve_corrector
 
     plugins = PluginManager()
     plugins.pin_policy(recipe.pins, dense_module_names(num_layers))
-    resolve_corrector(recipe.importance_sampling.corrector, plugins)
+    plugins.is_corrector(recipe.importance_sampling.corrector)
 
 
 def _precisions(compare: str) -> list:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pluggy
 
 from fp8rl import hookspecs
-from fp8rl.errors import PluginError
+from fp8rl.errors import PluginError, RecipeError
 from fp8rl.pinning import PinPolicy
 from fp8rl.recipe import Pins
 
@@ -98,9 +98,7 @@ class PluginManager(pluggy.PluginManager):
         Raises:
             PluginError: two backends have one name.
         """
-        from fp8rl.gemm import (
-            ReferenceBackend,
-        )  # imports torch, which the command line does not need
+        from fp8rl.gemm import ReferenceBackend  # imports torch, which the CLI can do without
 
         offered = self._flat("register_gemm_backends", self.hook.register_gemm_backends())
         return self._by_name(
@@ -120,6 +118,21 @@ class PluginManager(pluggy.PluginManager):
         return self._by_name(
             "importance-sampling corrector", (item for found in mappings for item in found.items())
         )
+
+    def is_corrector(self, name: str) -> Callable:
+        """The corrector that ``importance_sampling.corrector`` names.
+
+        Raises:
+            RecipeError: no plugin offers the name.
+            PluginError: two correctors have one name.
+        """
+        found = self.is_correctors()
+        if name not in found:
+            raise RecipeError(
+                f"importance_sampling.corrector '{name}' is not known; use one of "
+                f"{', '.join(sorted(found)) or 'none'}, or install the plugin that offers it."
+            )
+        return found[name]
 
     def engine_adapters(self) -> list[EngineAdapter]:
         """All engine adapters, sorted by name."""

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from fp8rl import PluginManager, Recipe, __version__
 from fp8rl.adapters import Diagnosis, EngineAdapter
-from fp8rl.errors import Fp8RLError, PluginError, RecipeError, UnsupportedError
+from fp8rl.errors import Fp8RLError, PluginError, UnsupportedError
 from fp8rl.hookspecs import PROJECT
 from fp8rl.pinning import PinPolicy, PinRow, Precision, dense_module_names
 
@@ -198,13 +198,7 @@ def _engine_table(name: str, diagnosis: Diagnosis) -> Table:
 
 def _load_recipe(source: str | None, plugins: PluginManager) -> Recipe:
     recipe = Recipe.load(source) if source is not None else Recipe.from_env() or Recipe()
-    name = recipe.importance_sampling.corrector
-    known = sorted(plugins.is_correctors())
-    if name not in known:
-        raise RecipeError(
-            f"importance_sampling.corrector '{name}' is not known; use one of "
-            f"{', '.join(known) or 'none'}, or install the plugin that offers it."
-        )
+    plugins.is_corrector(recipe.importance_sampling.corrector)
     return recipe
 
 

@@ -313,7 +313,7 @@ def test_correctors_resolve_by_name() -> None:
         torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), ImportanceSampling()
     )
     assert got.weights.tolist() == [[2.0, 2.0]]
-    with pytest.raises(RecipeError, match=r"'tsi' is not known; use one of \['doubled', 'is'\]"):
+    with pytest.raises(RecipeError, match=r"'tsi' is not known; use one of doubled, is, or"):
         resolve_corrector("tsi", plugins)
 
 
