@@ -22,6 +22,7 @@ from fp8rl.numerics import FP8_DTYPE
 from fp8rl.refit import RefitReport
 from vllm_fp8rl.compat import abort_requests
 from vllm_fp8rl.grid import SOURCE_DTYPES
+from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -32,10 +33,7 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 BATCH_BYTES = 16 << 20
 """Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
-GPU_BATCH_FACTOR = 16
-"""How much larger batches of GPU tensors are that need not leave the process: vLLM's loader walks
-the model at each call, 0.4 ms where a layer of an 8B model quantizes in 0.3 ms."""
-_REMEDY = "refit the engine with a complete set of tensors before generating"
+REMEDY = "refit the engine with a complete set of tensors before generating"
 _SCAN_ELEMENTS = 1 << 18
 
 
@@ -74,7 +72,7 @@ class RefitGuard:
     def check(self) -> None:
         """Raise RefitError while the model's weights are not those of one complete refit."""
         if self._reason is not None:
-            raise RefitError(f"{self._reason}; {_REMEDY}.")
+            raise RefitError(f"{self._reason}; {REMEDY}.")
 
 
 class RefitSession:
@@ -311,7 +309,7 @@ class RefitSession:
         if missing:
             raise RefitError(
                 f"The refit lacks {len(missing)} of the model's tensors: {_some(missing)}; "
-                f"{_REMEDY}."
+                f"{REMEDY}."
             )
 
 
@@ -385,8 +383,8 @@ def refit(
         llm: an idle engine started with ``quantization="fp8rl"``.
         tensors: HF-named tensors, each once, in any order; read one batch at a time.
         expect_kv_scales: whether k and v scales of every layer are among them.
-        batch_bytes: bytes handed over at once; ``GPU_BATCH_FACTOR`` times that for tensors on the
-            GPU that stay in this process.
+        batch_bytes: bytes handed over at once; ``GPU_BATCH_FACTOR`` times that for tensors on a
+            GPU that the workers see.
         plugins: whose ``refit_finished`` hooks to call; the installed ones by default.
 
     Returns:
@@ -498,6 +496,14 @@ def batches(
         yield batch
 
 
+def lost_worker(step: str, error: Exception) -> RefitError:
+    """What to raise where a step did not answer, not even with an error of ours."""
+    return RefitError(
+        f"Step '{step}' of the refit failed on a worker ({type(error).__name__}: {error}); "
+        "if its process has died, restart the engine."
+    )
+
+
 class _FrontDoor:
     """Refuses new requests where an ``LLM`` takes them, before any worker hears of them.
 
@@ -512,7 +518,7 @@ class _FrontDoor:
 
     def close(self, reason: str) -> None:
         def refuse(*args: object, **kwargs: object) -> NoReturn:
-            raise RefitError(f"{reason}; {_REMEDY}.")
+            raise RefitError(f"{reason}; {REMEDY}.")
 
         self._engine.add_request = refuse
 
@@ -540,11 +546,13 @@ class _Workers:
             )
 
     def load(self, tensors: Tensors, batch_bytes: int) -> None:
-        from vllm_fp8rl import worker
-
-        factor = GPU_BATCH_FACTOR if self._in_process else 1
-        for batch in batches(tensors, batch_bytes, gpu_factor=factor):
-            self.call("load_batch", batch if self._in_process else worker.pack(batch))
+        if self._in_process:
+            for batch in batches(tensors, batch_bytes, gpu_factor=GPU_BATCH_FACTOR):
+                self.call("load_batch", batch)
+            return
+        with Sender(self.call("place"), batch_bytes * GPU_BATCH_FACTOR) as sender:
+            for batch in batches(tensors, batch_bytes, gpu_factor=sender.gpu_factor):
+                self.call("load_batch", sender.wrap(batch))
 
     def call(self, step: str, *args: object) -> list[Any]:
         """Run a step of :mod:`vllm_fp8rl.worker` on every worker; their values.
@@ -559,8 +567,5 @@ class _Workers:
         try:
             answers = self._llm.collective_rpc(method, args=args)
         except Exception as error:
-            raise RefitError(
-                f"Step '{step}' of the refit failed on a worker ({type(error).__name__}: {error}); "
-                "if its process has died, restart the engine."
-            ) from error
+            raise lost_worker(step, error) from error
         return [worker.read_answer(answer) for answer in answers]

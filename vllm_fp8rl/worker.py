@@ -7,7 +7,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
@@ -15,22 +15,18 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load, save
 
 from fp8rl import errors
 from fp8rl.errors import Fp8RLError, RefitError
+from vllm_fp8rl import transport
 from vllm_fp8rl.refit import BATCH_BYTES, RefitGuard, RefitSession, batches
+from vllm_fp8rl.transport import Payload, Place
 
 EXTENSION = "vllm_fp8rl.worker.RefitWorker"
 """For ``LLM(worker_extension_cls=...)``; needed where the engine core runs in its own process."""
 
 Answer = dict[str, Any]
 """``value`` of a step, or ``error``: the class name in :mod:`fp8rl.errors` and the message."""
-
-
-def pack(batch: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Tensors as one safetensors buffer, for workers in other processes."""
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in batch})
 
 
 def read_answer(answer: Answer) -> Any:
@@ -70,10 +66,19 @@ def begin(model: torch.nn.Module, expect_kv_scales: bool) -> None:
 
 
 @_answers
-def load_batch(model: torch.nn.Module, batch: bytes | list[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors, or a buffer made by :func:`pack`."""
-    tensors = load(batch) if isinstance(batch, bytes) else dict(batch)
-    _open_session(model).load(tensors.items())
+def place(model: torch.nn.Module) -> Place:
+    """Where this worker is; see :mod:`vllm_fp8rl.transport`."""
+    return transport.place()
+
+
+@_answers
+def load_batch(model: torch.nn.Module, batch: Payload | list[tuple[str, torch.Tensor]]) -> None:
+    """Load tensors, or what :meth:`vllm_fp8rl.transport.Sender.wrap` made of them."""
+    if isinstance(batch, list):
+        _open_session(model).load(batch)
+        return
+    with transport.received(batch) as tensors:
+        _open_session(model).load(tensors.items())
 
 
 @_answers
@@ -103,6 +108,7 @@ def abort(model: torch.nn.Module, reason: str) -> bool:
 
 
 STEPS: dict[str, Callable[..., Answer]] = {
+    "place": place,
     "begin": begin,
     "load_batch": load_batch,
     "load_files": load_files,
@@ -117,7 +123,10 @@ class RefitMixin:
     def fp8rl_refit_begin(self, expect_kv_scales: bool) -> Answer:
         return begin(self, expect_kv_scales)
 
-    def fp8rl_refit_load_batch(self, batch: bytes | list[tuple[str, torch.Tensor]]) -> Answer:
+    def fp8rl_refit_place(self) -> Answer:
+        return place(self)
+
+    def fp8rl_refit_load_batch(self, batch: Payload | list[tuple[str, torch.Tensor]]) -> Answer:
         return load_batch(self, batch)
 
     def fp8rl_refit_load_files(self, path: str) -> Answer:
