@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmBackend, GemmShape, ReferenceBackend
+from fp8rl.gemm import Direction, GemmBackend, GemmShape, ReferenceBackend
 from fp8rl.recipe import ScaleFormat
 
 
@@ -47,7 +47,13 @@ class BackendChoice:
         """Candidates in the order in which they are asked."""
         return [backend.name for backend in self._candidates]
 
-    def pick(self, device: torch.device, shape: GemmShape, module: str) -> GemmBackend:
+    def pick(
+        self,
+        device: torch.device,
+        shape: GemmShape,
+        module: str,
+        direction: Direction = "fprop",
+    ) -> GemmBackend:
         """The first backend that serves the case.
 
         Raises:

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from fp8rl import PinPolicy
 from fp8rl.errors import CheckpointError, UnsupportedError
-from fp8rl.numerics import quantize_block
+from fp8rl.numerics import mark_inf, quantize_block
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.layout import RowLayout, gate_up_layout, qkv_layout
-from megatron_fp8rl.weight_codes import mark_inf
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 

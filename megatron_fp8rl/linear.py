@@ -20,12 +20,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch.autograd.function import once_differentiable
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmShape
-from fp8rl.numerics import Quantized, quantize_group
+from fp8rl.gemm import Direction, GemmBackend, GemmShape
+from fp8rl.numerics import Operand, Quantized, quantize_operand
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl import compat
 from megatron_fp8rl.backends import BackendChoice
-from megatron_fp8rl.weight_codes import WeightCodes, mark_inf
+from megatron_fp8rl.weight_codes import WeightCodes
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class _Fp8Linear:
             )
         call = _Call(
             state=self.fp8_state,
-            weight_codes=self.fp8_state.codes.get(weight),
             fusion=gradient_accumulation_fusion,
             allreduce_dgrad=allreduce_dgrad,
             sequence_parallel=sequence_parallel,
             tp_group=tp_group,
+            training=torch.is_grad_enabled() and weight.requires_grad,
         )
         return _Fp8LinearFunction.apply(input, weight, bias, call)
 
@@ -102,22 +102,23 @@ class _Call:
     """Everything of one forward that is no tensor with a gradient."""
 
     state: Fp8State
-    weight_codes: Quantized
     fusion: bool
     allreduce_dgrad: bool
     sequence_parallel: bool
     tp_group: Any
+    training: bool
+    """A gradient of the weight may be asked for."""
 
-    def quantize(self, x: torch.Tensor) -> Quantized:
-        return quantize_group(mark_inf(x), scale_format=self.state.activation_format)
-
-    def backend(self, tokens: int):
-        out_features, in_features = self.weight_codes.codes.shape
-        return self.state.backends.pick(
-            self.weight_codes.codes.device,
-            GemmShape(tokens, out_features, in_features),
-            self.state.name,
+    def quantize(
+        self, x: torch.Tensor, *, rowwise: bool = False, columnwise: bool = False
+    ) -> Operand:
+        return quantize_operand(
+            x, self.state.activation_format, rowwise=rowwise, columnwise=columnwise
         )
+
+    def backend(self, direction: Direction, weight: torch.Tensor, tokens: int) -> GemmBackend:
+        shape = GemmShape(tokens, *weight.shape)
+        return self.state.backends.pick(weight.device, shape, self.state.name, direction)
 
 
 class _Fp8LinearFunction(torch.autograd.Function):
@@ -135,19 +136,25 @@ class _Fp8LinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         call: _Call,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.call = call
         ctx.use_bias = bias is not None
         # Saved here as megatron does: a module used twice (MTP) must not see a swapped buffer.
         ctx.main_grad = getattr(weight, "main_grad", None) if call.fusion else None
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
 
-        operand = call.quantize(x.flatten(0, -2))
+        # The operand of wgrad comes out of the same read, and takes half the memory of x. Under
+        # sequence parallel it has groups over tokens of other ranks.
+        fused = call.training and not call.sequence_parallel
+        operand, for_wgrad = call.quantize(x.flatten(0, -2), rowwise=True, columnwise=fused)
+        assert operand is not None
+        ctx.save_for_backward(weight, *((x,) if for_wgrad is None else for_wgrad))
         shape = list(x.shape)
         if call.sequence_parallel:
             # Groups lie within a token, so the codes can be gathered: half the bytes.
             operand = _gather_codes(operand, call.tp_group)
             shape[0] *= call.tp_group.size()
-        y = call.backend(len(operand.codes)).fprop(operand, call.weight_codes, x.dtype)
+        backend = call.backend("fprop", weight, len(operand.codes))
+        y = backend.fprop(operand, call.state.codes.rowwise(weight, call.training), x.dtype)
         if not call.state.codes.layout.in_place:
             y = call.state.codes.layout.from_hf(y, -1)
         y = y.view(*shape[:-1], y.shape[-1])
@@ -157,37 +164,50 @@ class _Fp8LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        x, weight = ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
         need_x, need_weight, _, _ = ctx.needs_input_grad
-        full_x, gathered = x, _done
-        if need_weight and call.sequence_parallel:
-            full_x, gathered = _gather_tokens(x, call.tp_group)
+        gathered = _done
+        if need_weight and len(saved) == 1:
+            x = saved[0]
+            if call.sequence_parallel:
+                x, gathered = _gather_tokens(x, call.tp_group)
 
+        in_place = call.state.codes.layout.in_place
+        operand, grad_t = call.quantize(grad, rowwise=need_x and in_place, columnwise=need_weight)
         grad_x, reduced = None, _done
         if need_x:
-            grad_x, reduced = _grad_input(call, grad, x)
+            if operand is None:
+                reordered = call.state.codes.layout.to_hf(grad, -1)
+                operand, _ = call.quantize(reordered, rowwise=True)
+            assert operand is not None
+            grad_x, reduced = _grad_input(call, operand, weight, ctx.x_shape, ctx.x_dtype)
         grad_weight = None
         if need_weight:
             gathered()
-            grad_weight = _grad_weight(call, grad, full_x.flatten(0, -2), weight, ctx.main_grad)
+            x_t: Quantized | None = (
+                call.quantize(x.flatten(0, -2), columnwise=True).columnwise
+                if len(saved) == 1
+                else Quantized(*saved)
+            )
+            assert grad_t is not None and x_t is not None
+            grad_weight = _grad_weight(call, grad_t, x_t, len(grad), weight, ctx.main_grad)
         grad_bias = grad.sum(0) if ctx.use_bias else None
         reduced()
         return grad_x, grad_weight, grad_bias, None
 
 
 def _grad_input(
-    call: _Call, grad: torch.Tensor, x: torch.Tensor
+    call: _Call, grad: Quantized, weight: torch.Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Callable[[], Any]]:
-    """Gradient of ``x``, and what waits for its reduction over the TP group."""
-    layout = call.state.codes.layout
-    operand = call.quantize(grad if layout.in_place else layout.to_hf(grad, -1))
-    full = call.backend(len(grad)).dgrad(operand, call.weight_codes, x.dtype)
+    """Gradient of x, of ``shape``, and what waits for its reduction over the TP group."""
+    backend = call.backend("dgrad", weight, len(grad.codes))
+    full = backend.dgrad(grad, call.state.codes.columnwise(weight), dtype)
     if call.sequence_parallel:
-        share = torch.empty_like(x, memory_format=torch.contiguous_format)
-        full = full.view(x.shape[0] * call.tp_group.size(), *x.shape[1:])
+        share = full.new_empty(shape)
+        full = full.view(shape[0] * call.tp_group.size(), *shape[1:])
         return share, compat.reduce_scatter(share, full, call.tp_group).wait
-    full = full.view(x.shape)
+    full = full.view(shape)
     if call.allreduce_dgrad:
         return full, torch.distributed.all_reduce(full, group=call.tp_group, async_op=True).wait
     return full, _done
@@ -195,8 +215,9 @@ def _grad_input(
 
 def _grad_weight(
     call: _Call,
-    grad: torch.Tensor,
-    x: torch.Tensor,
+    grad_t: Quantized,
+    x_t: Quantized,
+    tokens: int,
     weight: torch.Tensor,
     main_grad: torch.Tensor | None,
 ) -> torch.Tensor | None:
@@ -205,16 +226,15 @@ def _grad_weight(
     A parameter of DDP then still needs a gradient, of any content, to run the hook that starts
     its reduction (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
     """
-    backend = call.backend(len(x))
-    operands = call.quantize(grad.t().contiguous()), call.quantize(x.t().contiguous())
+    backend = call.backend("wgrad", weight, tokens)
     if not call.fusion:
-        return backend.wgrad(*operands, weight.dtype)
+        return backend.wgrad(grad_t, x_t, weight.dtype)
     if main_grad is None:
         raise UnsupportedError(
             f"'{call.state.name}' has gradient_accumulation_fusion on, but its weight has no "
             "main_grad; wrap the model in megatron's DistributedDataParallel first."
         )
-    main_grad.add_(backend.wgrad(*operands, main_grad.dtype))
+    backend.wgrad(grad_t, x_t, main_grad.dtype, main_grad)
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

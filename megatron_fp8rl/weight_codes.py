@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8rl.numerics import Quantized, quantize_block
+from fp8rl.numerics import Operand, Quantized, quantize_weight
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.layout import RowLayout
 
@@ -60,10 +60,14 @@ class WeightCodes:
         self.scale_format = scale_format
         self._epoch = epoch
         self._key: tuple[int, int, int] | None = None
-        self._codes: Quantized | None = None
+        self._codes = Operand(None, None)
 
     def get(self, weight: torch.Tensor) -> Quantized:
-        """Codes of ``weight`` as it is now.
+        """See :meth:`rowwise`."""
+        return self.rowwise(weight)
+
+    def rowwise(self, weight: torch.Tensor, training: bool = False) -> Quantized:
+        """Codes of ``weight`` as it is now, for fprop.
 
         A change is seen if it bumps ``_version`` (any in-place operation on the parameter,
         ``load_state_dict``), moves the storage, or comes from an optimizer step. Writing through
@@ -71,31 +75,47 @@ class WeightCodes:
 
         Args:
             weight: ``[layout.rows, K]`` in Megatron's row order.
+            training: :meth:`columnwise` will be called too, so make both in one read.
 
         Returns:
             codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``. A
             non-finite weight gives a NaN code.
         """
-        key = (weight.data_ptr(), weight._version, self._epoch.value)
-        if self._codes is None or key != self._key:
-            self._codes = self._quantize(weight.detach())
-            self._key = key
-        return self._codes
+        self._forget_if_changed(weight)
+        if self._codes.rowwise is None:
+            self._make(weight, rowwise=True, columnwise=training)
+        assert self._codes.rowwise is not None
+        return self._codes.rowwise
+
+    def columnwise(self, weight: torch.Tensor) -> Quantized:
+        """The same codes transposed, ``[K, layout.rows]``, and their scales, for dgrad."""
+        self._forget_if_changed(weight)
+        if self._codes.columnwise is None:
+            rowwise = self._codes.rowwise
+            if rowwise is not None and not weight.is_cuda:
+                return Quantized(rowwise.codes.t(), rowwise.scale_inv.t())
+            self._make(weight, rowwise=False, columnwise=True)
+        assert self._codes.columnwise is not None
+        return self._codes.columnwise
 
     def drop(self) -> None:
-        """Free the codes; the next :meth:`get` makes them anew."""
-        self._key = self._codes = None
+        """Free the codes; the next call makes them anew."""
+        self._key, self._codes = None, Operand(None, None)
 
-    def _quantize(self, weight: torch.Tensor) -> Quantized:
-        rows = weight if self.layout.in_place else self.layout.to_hf(weight)
-        return quantize_block(mark_inf(rows), scale_format=self.scale_format)
+    def _forget_if_changed(self, weight: torch.Tensor) -> None:
+        key = (weight.data_ptr(), weight._version, self._epoch.value)
+        if key != self._key:
+            self._key, self._codes = key, Operand(None, None)
 
-
-def mark_inf(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with every infinity turned into NaN.
-
-    E4M3 has no infinity: quantization would clamp one to 448 and hide an overflow. NaN has a code,
-    and stays NaN in every product that it enters.
-    """
-    nan = float("nan")
-    return x.nan_to_num(nan, nan, nan)
+    def _make(self, weight: torch.Tensor, *, rowwise: bool, columnwise: bool) -> None:
+        rows = weight.detach()
+        if not self.layout.in_place:
+            rows = self.layout.to_hf(rows)
+        made = quantize_weight(
+            rows,
+            self.scale_format,
+            rowwise=rowwise,
+            columnwise=columnwise and self._codes.columnwise is None,
+        )
+        kept = (new or old for new, old in zip(made, self._codes, strict=True))
+        self._codes = Operand(*kept)

@@ -23,6 +23,10 @@ def exact_blocks(q: Quantized) -> torch.Tensor:
     return q.codes.double() * factors.repeat_interleave(128, 1)[:, :k]
 
 
+def transposed(q: Quantized) -> Quantized:
+    return Quantized(q.codes.t(), q.scale_inv.t())
+
+
 @pytest.fixture
 def tensors():
     g = torch.Generator().manual_seed(0)
@@ -45,7 +49,7 @@ def test_three_products(tensors, dtype, tolerance, scale_format):
     assert grad_t.scale_inv.shape == (OUT, cdiv(TOKENS, 128))
     for actual, expected in (
         (backend.fprop(x, w, dtype), exact_groups(x) @ exact_blocks(w).t()),
-        (backend.dgrad(grad, w, dtype), exact_groups(grad) @ exact_blocks(w)),
+        (backend.dgrad(grad, transposed(w), dtype), exact_groups(grad) @ exact_blocks(w)),
         (backend.wgrad(grad_t, x_t, dtype), exact_groups(grad_t) @ exact_groups(x_t).t()),
     ):
         assert actual.dtype == dtype
@@ -57,7 +61,10 @@ def test_products_stay_near_the_unquantized_ones(tensors):
     backend, (x, w, grad) = ReferenceBackend(), tensors.values()
     pairs = {
         "fprop": (backend.fprop(quantize_group(x), quantize_block(w), torch.float32), x @ w.t()),
-        "dgrad": (backend.dgrad(quantize_group(grad), quantize_block(w), torch.float32), grad @ w),
+        "dgrad": (
+            backend.dgrad(quantize_group(grad), transposed(quantize_block(w)), torch.float32),
+            grad @ w,
+        ),
         "wgrad": (
             backend.wgrad(quantize_group(grad.t()), quantize_group(x.t()), torch.float32),
             grad.t() @ x,

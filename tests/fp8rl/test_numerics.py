@@ -19,6 +19,8 @@ from fp8rl.numerics import (
     dequantize_group,
     quantize_block,
     quantize_group,
+    quantize_operand,
+    quantize_weight,
 )
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -369,3 +371,43 @@ class TestUpstream:
         quantize = inspect.unwrap(module.per_block_cast_to_fp8)  # without its torch.compile
         found = quantize(self.W, use_ue8m0=scale_format == "pow2")
         self.agree(*found, scale_format)
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("sides", [(True, True), (True, False), (False, True)])
+def test_both_directions_of_an_operand_are_the_group_codes_of_each(scale_format, sides):
+    x = torch.randn(130, 200).bfloat16()
+    x[3, 4], x[100, 199] = float("inf"), float("-inf")
+    marked = x.clone()
+    marked[3, 4] = marked[100, 199] = float("nan")
+    rowwise, columnwise = quantize_operand(x, scale_format, rowwise=sides[0], columnwise=sides[1])
+    for got, source, wanted in zip(
+        (rowwise, columnwise), (marked, marked.t().contiguous()), sides, strict=True
+    ):
+        assert (got is not None) == wanted
+        if got is not None:
+            expected = quantize_group(source, scale_format=scale_format)
+            assert torch.equal(got.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(got.scale_inv, expected.scale_inv)
+
+
+def test_the_sides_of_a_weight_are_each_others_transpose():
+    w = torch.randn(200, 130).bfloat16()
+    w[7, 9] = float("inf")
+    rowwise, columnwise = quantize_weight(w, "pow2")
+    assert rowwise is not None and columnwise is not None
+    assert rowwise.codes[7, 9].isnan() and columnwise.codes[9, 7].isnan()
+    w[7, 9] = float("nan")
+    expected = quantize_block(w, scale_format="pow2")
+    for got in (rowwise, (columnwise.codes.t(), columnwise.scale_inv.t())):
+        codes = got[0].contiguous().view(torch.uint8)
+        assert torch.equal(codes, expected.codes.view(torch.uint8))
+        assert torch.equal(got[1], expected.scale_inv)
+
+
+@pytest.mark.parametrize("function", [quantize_operand, quantize_weight])
+def test_operands_must_be_matrices_of_a_known_dtype(function):
+    with pytest.raises(UnsupportedError, match="expected 2 dimension"):
+        function(torch.zeros(2, 3, 4))
+    with pytest.raises(UnsupportedError, match=r"torch\.float64"):
+        function(torch.zeros(3, 4, dtype=torch.float64))

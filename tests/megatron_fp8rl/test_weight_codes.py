@@ -7,9 +7,9 @@ import gc
 import pytest
 import torch
 
-from fp8rl.numerics import dequantize_block, quantize_block
+from fp8rl.numerics import dequantize_block, mark_inf, quantize_block
 from megatron_fp8rl.layout import plain_layout, qkv_layout
-from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch, mark_inf
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 
 @pytest.fixture

@@ -22,8 +22,16 @@ class ReferenceBackend:
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         return (dequantize_group(*x) @ dequantize_block(*w).t()).to(dtype)
 
-    def dgrad(self, grad: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return (dequantize_group(*grad) @ dequantize_block(*w)).to(dtype)
+    def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        w = dequantize_block(w_t.codes.t(), w_t.scale_inv.t())
+        return (dequantize_group(*grad) @ w).to(dtype)
 
-    def wgrad(self, grad_t: Quantized, x_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return (dequantize_group(*grad_t) @ dequantize_group(*x_t).t()).to(dtype)
+    def wgrad(
+        self,
+        grad_t: Quantized,
+        x_t: Quantized,
+        dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        product = (dequantize_group(*grad_t) @ dequantize_group(*x_t).t()).to(dtype)
+        return product if out is None else out.add_(product)

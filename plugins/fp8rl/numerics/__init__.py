@@ -16,18 +16,25 @@ from fp8rl.numerics._dispatch import (
     dequantize_group,
     quantize_block,
     quantize_group,
+    quantize_operand,
+    quantize_weight,
 )
-from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Quantized, cdiv
+from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics.reference import mark_inf
 
 __all__ = [
     "BLOCK",
     "E4M3_MAX",
     "FP8_DTYPE",
     "GROUP",
+    "Operand",
     "Quantized",
     "cdiv",
     "dequantize_block",
     "dequantize_group",
+    "mark_inf",
     "quantize_block",
     "quantize_group",
+    "quantize_operand",
+    "quantize_weight",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -11,6 +12,7 @@ from fp8rl.numerics import reference
 from fp8rl.numerics._format import (
     BLOCK,
     GROUP,
+    Operand,
     Quantized,
     cdiv,
     check_codes,
@@ -21,16 +23,15 @@ from fp8rl.numerics._format import (
 from fp8rl.recipe import ScaleFormat
 
 
-def _implementation(x: torch.Tensor) -> ModuleType:
+def _implementation(x: torch.Tensor, kernels: str = "triton_kernels") -> ModuleType:
     if not x.is_cuda:
         return reference
     try:
-        from fp8rl.numerics import triton_kernels
+        return import_module(f"fp8rl.numerics.{kernels}")
     except ImportError as error:
         raise UnsupportedError(
             f"Quantizing on {x.device} needs triton ({error}); install the triton of your torch."
         ) from error
-    return triton_kernels
 
 
 def quantize_block(
@@ -81,6 +82,68 @@ def quantize_group(
     """
     check_source(x, ndim=None, scale_format=scale_format)
     return _implementation(x).quantize_group(x.detach(), group, scale_format)
+
+
+def quantize_operand(
+    x: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """Quantize an activation or gradient in 1x128 groups along both dimensions, in one read.
+
+    Unlike :func:`quantize_group` this turns every infinity into a NaN code (0x7F), so that an
+    overflow survives the product.
+
+    Args:
+        x: ``[N, K]``, bfloat16, float16 or float32.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        rowwise: make the codes in groups along K.
+        columnwise: make the codes in groups along N.
+
+    Returns:
+        rowwise: codes ``float8_e4m3fn [N, K]``, scale_inv ``float32 [N, ceil(K/128)]``.
+        columnwise: codes ``[K, N']``, scale_inv ``[K, ceil(N/128)]``; a GPU pads N to a multiple
+        of 128 with zero codes, which add nothing to a product along N.
+        The strides of scale_inv are the implementation's choice.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format.
+    """
+    check_source(x, ndim=2, scale_format=scale_format)
+    kernels = _implementation(x, "triton_two_way")
+    return kernels.quantize_operand(x.detach(), scale_format, rowwise, columnwise)
+
+
+def quantize_weight(
+    w: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """Quantize a weight in 128x128 blocks, codes in both orders, in one read.
+
+    Both sides hold the same codes and scales: those of :func:`quantize_block`, except that a
+    non-finite weight gives a NaN code (0x7F).
+
+    Args:
+        w: ``[N, K]``, bfloat16, float16 or float32.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        rowwise: make codes ``[N, K]``.
+        columnwise: make codes ``[K, N]``; a CPU returns views of the rowwise ones.
+
+    Returns:
+        rowwise: codes ``float8_e4m3fn [N, K]``, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``;
+        columnwise: both transposed.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format.
+    """
+    check_source(w, ndim=2, scale_format=scale_format)
+    kernels = _implementation(w, "triton_two_way")
+    return kernels.quantize_weight(w.detach(), scale_format, rowwise, columnwise)
 
 
 def dequantize_block(

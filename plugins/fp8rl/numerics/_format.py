@@ -28,6 +28,16 @@ class Quantized(NamedTuple):
     scale_inv: torch.Tensor
 
 
+class Operand(NamedTuple):
+    """One tensor quantized for products along either of its dimensions; a side may be left out.
+
+    rowwise: codes ``[N, K]``; columnwise: codes ``[K, N]``, both K-major as FP8 tensor cores want.
+    """
+
+    rowwise: Quantized | None
+    columnwise: Quantized | None
+
+
 def cdiv(a: int, b: int) -> int:
     """``ceil(a / b)`` for integers."""
     return -(-a // b)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8rl.numerics._format import E4M3_MAX, FP8_DTYPE, Quantized, cdiv
+from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Operand, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
 
 
@@ -80,6 +80,38 @@ def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Qu
     scale, scale_inv = scales_from_amax(tiles.abs().amax(dim=-1), scale_format)
     codes = _encode(tiles, scale[..., None]).flatten(-2)
     return Quantized(codes[..., :k].contiguous(), scale_inv)
+
+
+def mark_inf(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with every infinity turned into NaN.
+
+    E4M3 has no infinity: quantization would clamp one to 448 and hide an overflow. NaN has a code,
+    and stays NaN in every product that it enters.
+    """
+    nan = float("nan")
+    return x.nan_to_num(nan, nan, nan)
+
+
+def quantize_operand(
+    x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_operand`."""
+    x = mark_inf(x)
+    return Operand(
+        quantize_group(x, GROUP, scale_format) if rowwise else None,
+        quantize_group(x.t().contiguous(), GROUP, scale_format) if columnwise else None,
+    )
+
+
+def quantize_weight(
+    w: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_weight`."""
+    codes, scale_inv = quantize_block(mark_inf(w), BLOCK, scale_format)
+    return Operand(
+        Quantized(codes, scale_inv) if rowwise else None,
+        Quantized(codes.t(), scale_inv.t()) if columnwise else None,
+    )
 
 
 def dequantize_block(

@@ -1,0 +1,163 @@
+"""Triton kernel for the operands of a linear layer: one read, codes along both dimensions.
+
+One program owns a 128x128 tile, which holds whole groups of either direction (and one whole block
+of a weight), so the tile's amaxes come from registers. Scales are written in the order in which
+GEMM kernels on Hopper read them: groups outermost, so that one load fetches the scales of
+consecutive rows (cuBLASLt's VEC128 layout and DeepGEMM's TMA layout are both this one).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8rl.numerics._format import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics.triton_kernels import _encode, _scales, has_native_cast
+from fp8rl.recipe import ScaleFormat
+
+_SCALE_ALIGNMENT = 4  # float32 values; TMA wants 16 bytes between groups
+
+
+@triton.jit
+def _codes(x, bits, scale, NATIVE: tl.constexpr):
+    """E4M3 bits of ``x * scale``; ``x`` has no infinity, a NaN becomes 0x7F."""
+    if NATIVE:  # saturates, keeps the sign of zeros, drops that of NaNs
+        return (x * scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    code = _encode(tl.minimum(magnitude * scale, 448.0), NATIVE) | ((bits >> 24) & 0x80).to(
+        tl.uint8
+    )
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def _two_way_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    stride_row,
+    stride_col,
+    padded_rows,
+    scale_stride,
+    scale_t_stride,
+    tile_cols,
+    BLOCK: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
+    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    row = tile_row * 128 + tl.arange(0, 128)
+    col = tile_col * 128 + tl.arange(0, 128)
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride_row + col[None, :] * stride_col, inside, other=0.0)
+    x = x.to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    x = tl.where(magnitude < 0x7F800000, x, float("nan"))
+    bits = tl.where(magnitude < 0x7F800000, bits, 0x7FC00000)
+    if BLOCK:
+        amax = tl.max(tl.max(magnitude, 1), 0, keep_dims=True)
+        scale, scale_inv = _scales(amax, POW2)
+        code = _codes(x, bits, scale[:, None], NATIVE)
+        one = tl.arange(0, 1)
+        if ROWWISE:
+            tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
+            tl.store(scale_inv_ptr + tile_row * scale_stride + tile_col + one, scale_inv)
+        if COLUMNWISE:
+            at = codes_t_ptr + col[:, None] * padded_rows + row[None, :]
+            tl.store(at, tl.trans(code), (col < cols)[:, None] & (row < padded_rows)[None, :])
+            tl.store(scale_inv_t_ptr + tile_col * scale_t_stride + tile_row + one, scale_inv)
+    else:
+        if ROWWISE:
+            scale, scale_inv = _scales(tl.max(magnitude, 1), POW2)
+            code = _codes(x, bits, scale[:, None], NATIVE)
+            tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
+            tl.store(scale_inv_ptr + tile_col * scale_stride + row, scale_inv, row < rows)
+        if COLUMNWISE:
+            scale, scale_inv = _scales(tl.max(magnitude, 0), POW2)
+            code = _codes(x, bits, scale[None, :], NATIVE)
+            at = codes_t_ptr + col[:, None] * padded_rows + row[None, :]
+            tl.store(at, tl.trans(code), (col < cols)[:, None] & (row < padded_rows)[None, :])
+            tl.store(scale_inv_t_ptr + tile_row * scale_t_stride + col, scale_inv, col < cols)
+
+
+def quantize_operand(
+    x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_operand`."""
+    rows, cols = x.shape
+    padded_rows = cdiv(rows, GROUP) * GROUP
+    along = _group_scales(x, rows, cdiv(cols, GROUP)) if rowwise else None
+    across = _group_scales(x, cols, cdiv(rows, GROUP)) if columnwise else None
+    return _launch(x, scale_format, along, across, padded_rows, block=False)
+
+
+def quantize_weight(
+    w: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_weight`."""
+    grid = (cdiv(w.shape[0], GROUP), cdiv(w.shape[1], GROUP))
+    along = w.new_empty(grid, dtype=torch.float32) if rowwise else None
+    across = w.new_empty(grid[::-1], dtype=torch.float32) if columnwise else None
+    return _launch(w, scale_format, along, across, w.shape[0], block=True)
+
+
+def _group_scales(x: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
+    """Room for ``[rows, groups]``, groups outermost."""
+    aligned = cdiv(rows, _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
+    return x.new_empty(groups, aligned, dtype=torch.float32)[:, :rows].t()
+
+
+def _launch(
+    x: torch.Tensor,
+    scale_format: ScaleFormat,
+    scale_inv: torch.Tensor | None,
+    scale_inv_t: torch.Tensor | None,
+    padded_rows: int,
+    *,
+    block: bool,
+) -> Operand:
+    rows, cols = x.shape
+    codes = codes_t = None
+    if scale_inv is not None:
+        codes = torch.empty(rows, cols, dtype=FP8_DTYPE, device=x.device)
+    if scale_inv_t is not None:
+        codes_t = torch.empty(cols, padded_rows, dtype=FP8_DTYPE, device=x.device)
+    tile_cols = cdiv(cols, 128)
+    outer = 0 if block else 1  # the dimension of the scales that the kernel strides over
+    if x.numel():
+        with torch.cuda.device_of(x):
+            _two_way_kernel[(cdiv(rows, 128) * tile_cols,)](
+                x,
+                x if codes is None else codes.view(torch.uint8),
+                x if scale_inv is None else scale_inv,
+                x if codes_t is None else codes_t.view(torch.uint8),
+                x if scale_inv_t is None else scale_inv_t,
+                rows,
+                cols,
+                x.stride(0),
+                x.stride(1),
+                padded_rows,
+                0 if scale_inv is None else scale_inv.stride(outer),
+                0 if scale_inv_t is None else scale_inv_t.stride(outer),
+                tile_cols,
+                BLOCK=block,
+                ROWWISE=codes is not None,
+                COLUMNWISE=codes_t is not None,
+                POW2=scale_format == "pow2",
+                NATIVE=has_native_cast(x.device),
+                num_warps=8,
+                enable_fp_fusion=False,
+            )
+    return Operand(
+        None if codes is None or scale_inv is None else Quantized(codes, scale_inv),
+        None if codes_t is None or scale_inv_t is None else Quantized(codes_t, scale_inv_t),
+    )
