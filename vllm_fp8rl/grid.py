@@ -47,8 +47,9 @@ class BlockGrid:
 
     Args:
         name: module name, for messages.
-        storage: returns the live ``(codes float8_e4m3fn [N, K], scale_inv float32
+        storage: returns the live ``(codes float8_e4m3fn [N, K'], scale_inv float32
             [ceil(N/128), ceil(K/128)])``; asked at each write, because an engine may move storage.
+            K' is K, or K rounded up to whole blocks; columns from K on are and stay 0.
         partitions: rows of each shard on this rank, in order; their sum is N.
         columns: K.
         scale_format: ``fp32`` or ``pow2``.
@@ -155,7 +156,7 @@ class BlockGrid:
         self._check_shape(start, codes)
         wire = self._arriving(start, origin)
         if self._aligned(start, origin):
-            self._storage()[0][start : start + codes.shape[0]].copy_(codes)
+            self._storage()[0][start : start + codes.shape[0], : self.columns].copy_(codes)
             wire.codes_written = True
         else:
             wire.codes = codes.clone()  # the sender may reuse its buffer
@@ -237,7 +238,7 @@ class BlockGrid:
         if same_grid:  # whole blocks keep their codes: requantizing may move a scale by one ulp
             lo, hi = self._own_rows(start)
             live_codes, live_scales = self._storage()
-            live_codes[lo:hi].copy_(codes[lo - start : hi - start])
+            live_codes[lo:hi, : self.columns].copy_(codes[lo - start : hi - start])
             first = (row + lo - start) // _ROWS
             count = cdiv(hi, _ROWS) - lo // _ROWS if hi > lo else 0
             live_scales[lo // _ROWS : lo // _ROWS + count].copy_(scale_inv[first : first + count])
@@ -266,7 +267,10 @@ class BlockGrid:
         codes, scales = self._storage()
         last, top = first + rows.shape[0], first // _ROWS
         live = Quantized(codes[first:last], scales[top : cdiv(last, _ROWS)])
-        quantize_block(rows.to(codes.device), BLOCK, self._scale_format, out=live)
+        rows = rows.to(codes.device)
+        if codes.shape[1] > self.columns:
+            rows = torch.nn.functional.pad(rows, (0, codes.shape[1] - self.columns))
+        quantize_block(rows, BLOCK, self._scale_format, out=live)
 
 
 def empty_storage(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

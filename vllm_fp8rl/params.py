@@ -75,7 +75,7 @@ class ShardedParameter(ModelWeightParameter):
         self.store(loaded_weight, Shard(0, self.matrix[0], (0, 0), self.matrix))
 
 
-def _narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch.Tensor:
+def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch.Tensor:
     """This rank's part of an HF weight, as a view.
 
     Raises:
@@ -109,7 +109,7 @@ class Fp8Weight(ShardedParameter):
     def store(self, tensor: torch.Tensor, shard: Shard) -> None:
         if _count_on_meta(self, shard):
             return
-        part = _narrow(tensor, shard, f"{self.grid.name}.weight", self.matrix[1])
+        part = narrow(tensor, shard, f"{self.grid.name}.weight", self.matrix[1])
         if tensor.dtype == FP8_DTYPE:
             self.grid.load_codes(shard.start, part, shard.origin)
         else:
@@ -165,7 +165,7 @@ class PlainWeight(ShardedParameter):
         if _count_on_meta(self, shard):
             return
         check_plain_dtype(tensor, f"{self.module}.weight")
-        part = _narrow(tensor, shard, f"{self.module}.weight", self.matrix[1])
+        part = narrow(tensor, shard, f"{self.module}.weight", self.matrix[1])
         self.data[shard.start : shard.start + shard.rows].copy_(part)
         self.missing.discard(shard.start)
 
