@@ -21,6 +21,7 @@ from fp8rl.pinning import ALWAYS_BF16, PinRow, dense_module_names
 from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl import NAME
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
+from vllm_fp8rl.guard import RefitGuard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,6 +44,8 @@ class Resolved:
     """The engine loads no checkpoint."""
     layers: dict[str, Any]
     """vLLM's table of layers by name, for compiled code."""
+    guard: RefitGuard
+    """Asked in every step whether the model may run."""
 
     def precision(self, name: str) -> str:
         """``fp8`` or ``bf16`` for a linear module.
@@ -135,12 +138,13 @@ class Fp8RLConfig(QuantizationConfig):
             if resolved.precision(prefix) == "bf16":
                 return RefitLinearMethod(prefix, dummy=resolved.dummy)
             return Fp8RLLinearMethod(
-                resolved.recipe, prefix, dummy=resolved.dummy, layers=resolved.layers
+                resolved.recipe, prefix, dummy=resolved.dummy, layers=resolved.layers,
+                on_unpaired=resolved.guard.recheck
             )
         if isinstance(layer, VocabParallelEmbedding):
             return RefitEmbeddingMethod(prefix, dummy=resolved.dummy)
         if isinstance(layer, Attention):
-            return Fp8RLKVCacheMethod(self)
+            return Fp8RLKVCacheMethod(self, resolved.guard)
         raise UnsupportedError(
             f"'{prefix}' ({type(layer).__name__}) has no FP8 method in vllm_fp8rl; start this "
             f"model without quantization='{NAME}'."
@@ -186,7 +190,16 @@ def _resolve(engine: VllmConfig) -> Resolved:
         policy,
         dummy=engine.load_config.load_format == "dummy",
         layers=engine.compilation_config.static_forward_context,
+        guard=_guard(engine),
     )
+
+
+def _guard(engine: VllmConfig) -> RefitGuard:
+    from vllm_fp8rl.sleep import watch
+
+    guard = RefitGuard(engine.compilation_config.static_forward_context)
+    watch(engine.model_config, guard)
+    return guard
 
 
 def _check_checkpoint(config: Mapping[str, Any]) -> None:

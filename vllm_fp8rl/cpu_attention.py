@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl import NAME
-from vllm_fp8rl.kv_cache import check_kv_cache_dtype, require_kv_scales
+from vllm_fp8rl.kv_cache import check_kv_cache_dtype
 
 _PAGE = 32
 """Tokens of a page of the compact copy: the smallest that every vLLM kernel takes."""
@@ -97,7 +97,7 @@ class Fp8RLCpuMetadata(CPUAttentionMetadata):
 
 
 class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Plans once a step what the layers of a group decode; refuses a step without scales."""
+    """Plans once a step what the layers of a group decode."""
 
     def __init__(
         self,
@@ -126,12 +126,6 @@ class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """See vLLM.
-
-        Raises:
-            ScaleError: a layer of the group has no scales yet.
-        """
-        require_kv_scales(*self._fp8_layers)
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not self._fp8_layers:
             return stock

@@ -54,6 +54,7 @@ class BlockGrid:
         columns: K.
         scale_format: ``fp32`` or ``pow2``.
         device: where the rows of shared blocks are kept.
+        on_unpaired: called whenever codes or scales begin to wait for their counterparts.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class BlockGrid:
         columns: int,
         scale_format: ScaleFormat,
         device: torch.device | str = "cpu",
+        on_unpaired: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
+        self._on_unpaired = on_unpaired
         self.columns = columns
         self.device = torch.device(device)
         self._storage = storage
@@ -207,6 +210,7 @@ class BlockGrid:
             )
 
     def _arriving(self, start: int, origin: tuple[int, int]) -> _Quantized:
+        self._on_unpaired()
         return self._incomplete.setdefault(start, _Quantized(origin))
 
     def _aligned(self, start: int, origin: tuple[int, int]) -> bool:

@@ -2,8 +2,8 @@
 
 vLLM's own ``BaseKVCacheMethod`` deletes its scale parameters after the first load, so that later
 ones are skipped in silence, and falls back to scale 1.0. Here the parameters stay, only a value
-that a loader set counts, and until one has come the scale is NaN: no attention backend can use it
-and look right. The CPU backend goes further and refuses to run, see :func:`require_kv_scales`.
+that a loader set counts, and until one has come the scale is NaN and the engine refuses to run
+(:class:`~vllm_fp8rl.guard.RefitGuard`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
+from vllm.config import CompilationConfig, get_current_vllm_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
-
-logger = init_logger("vllm.fp8rl")
+from vllm_fp8rl.guard import GUARD, RefitGuard, guarded
 
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
 
 _STATE = "fp8rl_kv_scales"
+_READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+"""Attention backends that read the scales from tensors, or from the layer at each call."""
+_BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
+"""Takes the scales as host numbers."""
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
@@ -44,6 +48,29 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
             "(E4M3, one scale a tensor) or 'auto'."
         )
     return True
+
+
+def check_backend(name: str, compilation: CompilationConfig) -> None:
+    """Raise UnsupportedError for an attention backend that would not see new scales.
+
+    Args:
+        name: of the backend in vLLM.
+        compilation: of the engine.
+    """
+    if name in _READ_AT_EACH_STEP:
+        return
+    if name != _BAKES_INTO_FULL_GRAPHS:
+        raise UnsupportedError(
+            f"Attention backend '{name}' is not known to read new KV scales; choose one of "
+            f"{', '.join(_READ_AT_EACH_STEP)} with attention_backend=..., or set "
+            "kv_cache_dtype='auto'."
+        )
+    if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
+        raise UnsupportedError(
+            f"Attention backend '{name}' writes KV scales into full CUDA graphs as constants, so "
+            "that new ones would have no effect; choose attention_backend='FLASH_ATTN' or "
+            "'TRITON_ATTN', or set compilation_config={'cudagraph_mode': 'PIECEWISE'}."
+        )
 
 
 @dataclass
@@ -63,10 +90,19 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
     """Scale parameters ``q_scale``, ``k_scale``, ``v_scale`` of an ``Attention`` layer.
 
     Stateless, because vLLM asks for a new method object whenever it post-processes a layer; the
-    state is the layer's :class:`LayerKVScales`. On a layer whose cache is not FP8 it does nothing.
+    state is the layer's :class:`LayerKVScales`. On a layer whose cache is not FP8 it has nothing to
+    do but to have the guard asked.
+
+    Args:
+        quant_config: the engine's.
+        guard: of the engine's model.
     """
 
     supports_pre_processed_weights = False
+
+    def __init__(self, quant_config: QuantizationConfig, guard: RefitGuard) -> None:
+        super().__init__(quant_config)
+        self._guard = guard
 
     def create_weights(self, layer: Any) -> None:
         """Register the parameters, float32 scalars.
@@ -74,9 +110,16 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         A layerwise reload calls this again on a live layer: loaded values then stay.
 
         Raises:
-            UnsupportedError: see :func:`check_kv_cache_dtype`.
+            UnsupportedError: see :func:`check_kv_cache_dtype` and :func:`check_backend`.
         """
-        if not check_kv_cache_dtype(layer.kv_cache_dtype):
+        fp8 = check_kv_cache_dtype(layer.kv_cache_dtype)
+        if getattr(layer, GUARD, None) is None:
+            if fp8:
+                engine = get_current_vllm_config()
+                check_backend(layer.attn_backend.get_name(), engine.compilation_config)
+            setattr(layer, GUARD, self._guard)
+            layer.attn_backend = guarded(layer.attn_backend)
+        if not fp8:
             return
         if _state_of(layer) is None:
             setattr(layer, _STATE, LayerKVScales(extract_layer_index(layer.layer_name)))
@@ -94,15 +137,15 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         ``load_format=dummy`` writes random numbers into parameters and buffers alike, so whatever
         no loader set becomes NaN again.
         """
-        state = _publish_all(layer)
-        # The CPU backend refuses to attend without scales. vLLM's GPU backends cannot be asked to
-        # (captured graphs run no Python): there the output is NaN, so say it once at the start.
-        if state is not None and state.index == 0 and layer.k_scale.is_cuda and _missing(layer):
-            logger.warning(
-                "KV scale '%s' was never loaded: until a refit or set_kv_scales brings the scales "
-                "of every layer, this engine's output is NaN.",
-                _missing(layer)[0],
-            )
+        _publish_all(layer)
+
+    def restore(self, layer: Any) -> None:
+        """Write the loaded values again where a sleep or vLLM's wake-up has lost them."""
+        _publish_all(layer)
+
+    def require_ready(self, layer: Any) -> None:
+        """Raise ScaleError unless the layer has the scales that generation needs."""
+        require_kv_scales(layer)
 
 
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> None:
@@ -194,14 +237,13 @@ def require_kv_scales(*layers: torch.nn.Module) -> None:
         )
 
 
-def _publish_all(layer: Any) -> LayerKVScales | None:
+def _publish_all(layer: Any) -> None:
     """Put what the loaders have set, and NaN for the rest, where vLLM reads it."""
     state = _state_of(layer)
     if state is not None:
         for role in ROLES:
             _publish(layer, role, state.values.get(role, torch.nan))
         layer._prob_scale.fill_(1.0)  # softmax output lies in [0, 1]: nothing to calibrate
-    return state
 
 
 def _state_of(layer: torch.nn.Module) -> LayerKVScales | None:

@@ -68,12 +68,22 @@ class Fp8RLLinearMethod(LinearMethodBase):
         dummy: the engine loads no checkpoint (``load_format="dummy"``).
         layers: the engine's table of layers that compiled code finds by name
             (``compilation_config.static_forward_context``).
+        on_unpaired: called when FP8 codes arrive before their scales, or scales before codes.
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, recipe: Recipe, name: str, *, dummy: bool, layers: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str,
+        *,
+        dummy: bool,
+        layers: dict[str, Any],
+        on_unpaired: Callable[[], None],
+    ) -> None:
         self.recipe = recipe
+        self._on_unpaired = on_unpaired
         self.name = name
         self._dummy = dummy
         self._layers = layers
@@ -104,6 +114,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
             columns,
             self.recipe.weights.scale_format,
             codes.device,
+            on_unpaired=self._on_unpaired,
         )
         weight = Fp8Weight(codes, grid=self.grid, weight_loader=loader)
         scale = Fp8Scale(scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader)
@@ -145,13 +156,12 @@ class Fp8RLLinearMethod(LinearMethodBase):
             y = _opaque_product(x, self.name, self.grid.total_rows)
         return y if bias is None else y + bias
 
-    def product(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """``x @ weight.T`` over the codes of this moment.
-
-        Raises:
-            RefitError: FP8 codes arrived without their scales.
-        """
+    def require_ready(self, layer: torch.nn.Module) -> None:
+        """Raise RefitError where FP8 codes arrived without their scales."""
         self.grid.require_paired()
+
+    def product(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """``x @ weight.T`` over the codes of this moment."""
         return self.kernel.apply(x, Quantized(*_storage_of(layer)))
 
 

@@ -22,6 +22,7 @@ from fp8rl.numerics import FP8_DTYPE
 from fp8rl.refit import RefitReport
 from vllm_fp8rl.compat import abort_requests
 from vllm_fp8rl.grid import SOURCE_DTYPES
+from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
 
 if TYPE_CHECKING:
@@ -35,44 +36,6 @@ BATCH_BYTES = 16 << 20
 """Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
 REMEDY = "refit the engine with a complete set of tensors before generating"
 _SCAN_ELEMENTS = 1 << 18
-
-
-class RefitGuard:
-    """Whether a model may run: closed from a refit's first write until a refit is complete.
-
-    It lives on the model (one a rank) and is asked before each forward.
-    """
-
-    _ATTRIBUTE = "_fp8rl_refit_guard"
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.session: RefitSession | None = None
-        self._reason: str | None = None
-        model.register_forward_pre_hook(lambda *_: self.check())
-
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> RefitGuard:
-        """The model's guard, made at the first call."""
-        guard = getattr(model, cls._ATTRIBUTE, None)
-        if guard is None:
-            guard = cls(model)
-            setattr(model, cls._ATTRIBUTE, guard)
-        return guard
-
-    @property
-    def closed(self) -> bool:
-        return self._reason is not None
-
-    def close(self, reason: str) -> None:
-        self._reason = reason
-
-    def open(self) -> None:
-        self._reason = None
-
-    def check(self) -> None:
-        """Raise RefitError while the model's weights are not those of one complete refit."""
-        if self._reason is not None:
-            raise RefitError(f"{self._reason}; {REMEDY}.")
 
 
 class RefitSession:
@@ -114,6 +77,7 @@ class RefitSession:
 
         if self._guard.session is not None:
             raise RefitError("A refit of this model is already under way; finish it first.")
+        self._guard.require_awake()
         self._entries = inventory(self.model)
         self._scales = required_kv_scales(self.model)
         if self.expect_kv_scales and not self._scales:
