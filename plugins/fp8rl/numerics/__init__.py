@@ -15,10 +15,12 @@ from fp8rl.numerics._dispatch import (
     dequantize_block,
     dequantize_group,
     quantize_block,
+    quantize_blocks,
     quantize_group,
     quantize_operand,
     quantize_weight,
 )
+from fp8rl.numerics._finite import all_finite
 from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Operand, Quantized, cdiv
 from fp8rl.numerics.reference import mark_inf
 
@@ -29,11 +31,13 @@ __all__ = [
     "GROUP",
     "Operand",
     "Quantized",
+    "all_finite",
     "cdiv",
     "dequantize_block",
     "dequantize_group",
     "mark_inf",
     "quantize_block",
+    "quantize_blocks",
     "quantize_group",
     "quantize_operand",
     "quantize_weight",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
@@ -61,6 +62,31 @@ def quantize_block(
     if out is not None:
         check_out(out, w, block)
     return _implementation(w).quantize_block(w.detach(), block, scale_format, out)
+
+
+def quantize_blocks(
+    jobs: Sequence[tuple[torch.Tensor, Quantized]],
+    block: tuple[int, int] = BLOCK,
+    scale_format: ScaleFormat = "fp32",
+) -> None:
+    """:func:`quantize_block` of many weights into given tensors, one launch for each shape.
+
+    Args:
+        jobs: ``(w, out)`` as for :func:`quantize_block`, all on one device; no two may write to
+            the same memory.
+        block: rows and columns of a block.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format, or an ``out`` that does not fit;
+            nothing has been written then.
+    """
+    for w, out in jobs:
+        check_source(w, ndim=2, scale_format=scale_format)
+        check_out(out, w, block)
+    if jobs:
+        kernels = _implementation(jobs[0][0], "triton_many")
+        kernels.quantize_blocks(jobs, block, scale_format)
 
 
 def quantize_group(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Operand, Quantized, cdiv
@@ -69,6 +71,16 @@ def quantize_block(
     out.codes.copy_(codes)
     out.scale_inv.copy_(scale_inv)
     return out
+
+
+def quantize_blocks(
+    jobs: Sequence[tuple[torch.Tensor, Quantized]],
+    block: tuple[int, int],
+    scale_format: ScaleFormat,
+) -> None:
+    """See :func:`fp8rl.numerics.quantize_blocks`."""
+    for w, out in jobs:
+        quantize_block(w.detach(), block, scale_format, out)
 
 
 def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Quantized:

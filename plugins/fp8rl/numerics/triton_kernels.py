@@ -53,7 +53,7 @@ def _encode(magnitude, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _quantize_kernel(
+def _quantize_tile(
     x_ptr,
     codes_ptr,
     scale_inv_ptr,
@@ -68,6 +68,7 @@ def _quantize_kernel(
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    """One tile, numbered by the first program axis."""
     tile_row = tl.program_id(0) // tile_cols
     tile_col = tl.program_id(0) % tile_cols
     row = tile_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -95,6 +96,39 @@ def _quantize_kernel(
     code = tl.where(bits > 0x7F800000, 0x7F, _encode(scaled, NATIVE)).to(tl.uint8)
     code |= sign.to(tl.uint8)
     tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    rows,
+    cols,
+    stride_row,
+    stride_col,
+    tile_cols,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    _quantize_tile(
+        x_ptr,
+        codes_ptr,
+        scale_inv_ptr,
+        rows,
+        cols,
+        stride_row,
+        stride_col,
+        tile_cols,
+        TILE_ROWS,
+        TILE_COLS,
+        PER_ROW,
+        POW2,
+        NATIVE,
+    )
 
 
 def has_native_cast(device: torch.device) -> bool:

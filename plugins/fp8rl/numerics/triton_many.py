@@ -1,0 +1,193 @@
+"""Triton kernels for many tensors in one launch: a model's weights take 250 launches otherwise.
+
+Addresses reach the GPU as a table of integers, one row a tensor, in one copy from pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8rl.numerics._format import FP8_DTYPE, Quantized, cdiv
+from fp8rl.numerics.triton_kernels import _quantize_tile, has_native_cast
+from fp8rl.recipe import ScaleFormat
+
+_TRITON_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+_EXPONENTS = {
+    torch.bfloat16: (tl.int16, 0x7F80),
+    torch.float16: (tl.int16, 0x7C00),
+    torch.float32: (tl.int32, 0x7F800000),
+    FP8_DTYPE: (tl.uint8, 0x7F),  # E4M3 has no infinity, and NaN is all ones
+}
+"""Integer type of an element, and the bits that are all set in what is not finite."""
+_SEGMENT = 1 << 17
+"""Elements that one program of the finite check reads."""
+_STEP = 1 << 13
+_ALIGNMENT = 16  # bytes: the widest load of a thread
+
+
+@triton.jit
+def _quantize_many_kernel(
+    table_ptr,
+    rows,
+    cols,
+    stride_row,
+    stride_col,
+    tile_cols,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    entry = table_ptr + tl.program_id(1) * 3
+    x_ptr = tl.load(entry)
+    codes_ptr = tl.load(entry + 1)
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+        codes_ptr = tl.multiple_of(codes_ptr, 16)
+    _quantize_tile(
+        x_ptr.to(tl.pointer_type(DTYPE)),
+        codes_ptr.to(tl.pointer_type(tl.uint8)),
+        tl.load(entry + 2).to(tl.pointer_type(tl.float32)),
+        rows,
+        cols,
+        stride_row,
+        stride_col,
+        tile_cols,
+        TILE_ROWS,
+        TILE_COLS,
+        False,
+        POW2,
+        NATIVE,
+    )
+
+
+@triton.jit
+def _finite_kernel(
+    table_ptr,
+    bad_ptr,
+    DTYPE: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    entry = table_ptr + tl.program_id(0) * 3
+    address = tl.load(entry)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    x_ptr = address.to(tl.pointer_type(DTYPE))
+    count = tl.load(entry + 1)
+    found = tl.zeros((STEP,), tl.int32)
+    for first in range(0, SEGMENT, STEP):
+        at = first + tl.arange(0, STEP)
+        x = tl.load(x_ptr + at, at < count, other=0).to(tl.int32)
+        found |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
+    if tl.max(found, 0) > 0:
+        tl.store(bad_ptr + tl.load(entry + 2), 1)
+
+
+def quantize_blocks(
+    jobs: Sequence[tuple[torch.Tensor, Quantized]],
+    block: tuple[int, int],
+    scale_format: ScaleFormat,
+) -> None:
+    """See :func:`fp8rl.numerics.quantize_blocks`; ``block`` sides are powers of two."""
+    groups: dict[tuple[object, ...], list[tuple[torch.Tensor, Quantized]]] = {}
+    for job in jobs:
+        x = job[0]
+        if x.numel():
+            groups.setdefault((x.shape, x.stride(), x.dtype), []).append(job)
+    if not groups:
+        return
+    device = jobs[0][0].device
+    table = [
+        pointer
+        for group in groups.values()
+        for x, (codes, scale_inv) in group
+        for pointer in (x.data_ptr(), codes.data_ptr(), scale_inv.data_ptr())
+    ]
+    with torch.cuda.device_of(jobs[0][0]):
+        addresses, first = _on_device(torch.tensor(table, dtype=torch.int64), device), 0
+        for group in groups.values():
+            x = group[0][0]
+            (rows, cols), end = x.shape, first + 3 * len(group)
+            tile_cols = cdiv(cols, block[1])
+            wide = (p for i, p in enumerate(table[first:end]) if i % 3 < 2)
+            _quantize_many_kernel[(cdiv(rows, block[0]) * tile_cols, len(group))](
+                addresses[first:],
+                rows,
+                cols,
+                x.stride(0),
+                x.stride(1),
+                tile_cols,
+                DTYPE=_TRITON_DTYPES[x.dtype],
+                ALIGNED=_aligned(wide),
+                TILE_ROWS=block[0],
+                TILE_COLS=block[1],
+                POW2=scale_format == "pow2",
+                NATIVE=has_native_cast(device),
+                num_warps=8,
+                enable_fp_fusion=False,
+            )
+            first = end
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each tensor has no NaN and no infinity; one wait for the GPU in all.
+
+    Args:
+        tensors: bfloat16, float16, float32 or float8_e4m3fn, of one device, each contiguous.
+    """
+    groups: dict[torch.dtype, list[int]] = {}
+    for number, x in enumerate(tensors):
+        if x.numel():
+            groups.setdefault(x.dtype, []).append(number)
+    if not groups:
+        return [True] * len(tensors)
+    device = tensors[0].device
+    with torch.cuda.device_of(tensors[0]):
+        bad = torch.zeros(len(tensors), dtype=torch.int32, device=device)
+        for dtype, numbers in groups.items():
+            table = _segments([tensors[n] for n in numbers], numbers)
+            kind, exponent = _EXPONENTS[dtype]
+            _finite_kernel[(table.shape[0],)](
+                _on_device(table, device),
+                bad,
+                DTYPE=kind,
+                EXPONENT=exponent,
+                ALIGNED=_aligned(tensors[n].data_ptr() for n in numbers),
+                SEGMENT=_SEGMENT,
+                STEP=_STEP,
+                num_warps=8,
+            )
+        return [flag == 0 for flag in bad.tolist()]
+
+
+def _segments(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
+    """Rows of (address, elements, number of the tensor), without a Python loop over them."""
+    rows = [(x.data_ptr(), x.numel(), n) for x, n in zip(tensors, numbers, strict=True)]
+    address, count, number = torch.tensor(rows, dtype=torch.int64).unbind(1)
+    segments = (count + _SEGMENT - 1) // _SEGMENT
+    ends = segments.cumsum(0)
+    offset = torch.arange(int(ends[-1])) - (ends - segments).repeat_interleave(segments)
+    address, count, number = (t.repeat_interleave(segments) for t in (address, count, number))
+    address += offset * (_SEGMENT * tensors[0].element_size())
+    return torch.stack([address, (count - offset * _SEGMENT).clamp_(max=_SEGMENT), number], 1)
+
+
+def _aligned(addresses: Iterable[int]) -> bool:
+    return all(address % _ALIGNMENT == 0 for address in addresses)
+
+
+def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)

@@ -1,0 +1,57 @@
+"""`all_finite` and `quantize_blocks` on the CPU; the kernels are in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, quantize_block, quantize_blocks
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_all_finite_finds_the_tensors_with_a_bad_element(data):
+    tensors, wanted = [], []
+    for _ in range(data.draw(st.integers(0, 4))):
+        shape = data.draw(st.sampled_from([(), (0,), (7,), (3, 5), (600, 700), (2, 3, 4)]))
+        dtype = data.draw(st.sampled_from(DTYPES))
+        tensor = torch.ones(shape).to(dtype)
+        bad = tensor.numel() > 0 and data.draw(st.booleans())
+        if bad:
+            values = [torch.nan] if dtype == FP8_DTYPE else [torch.nan, torch.inf, -torch.inf]
+            place = data.draw(st.integers(0, tensor.numel() - 1))
+            tensor.view(-1)[place] = data.draw(st.sampled_from(values))
+        tensors.append(tensor.t() if tensor.ndim == 2 else tensor)
+        wanted.append(not bad)
+    assert all_finite(tensors) == wanted
+
+
+def test_the_largest_finite_values_are_finite():
+    assert all_finite([torch.full((2,), torch.finfo(d).max, dtype=d) for d in DTYPES]) == [True] * 4
+
+
+def empty(rows: int, columns: int) -> Quantized:
+    codes = torch.zeros(rows, columns, dtype=torch.uint8).view(FP8_DTYPE)
+    return Quantized(codes, torch.zeros(-(-rows // 128), -(-columns // 128)))
+
+
+def test_quantize_blocks_is_quantize_block_of_each():
+    jobs = [(torch.randn(n, k), empty(n, k)) for n, k in ((130, 200), (5, 7), (130, 200))]
+    quantize_blocks(jobs, scale_format="pow2")
+    for w, out in jobs:
+        want = quantize_block(w, scale_format="pow2")
+        assert torch.equal(out.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(out.scale_inv, want.scale_inv)
+    quantize_blocks([])
+
+
+def test_quantize_blocks_writes_nothing_where_one_is_refused():
+    good, bad = empty(4, 4), empty(3, 4)
+    with pytest.raises(UnsupportedError):
+        quantize_blocks([(torch.ones(4, 4), good), (torch.ones(4, 4), bad)])
+    assert not good.codes.view(torch.uint8).any() and not good.scale_inv.any()

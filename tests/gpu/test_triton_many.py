@@ -1,0 +1,113 @@
+"""Kernels that take many tensors in one launch, against the torch reference on CPU copies.
+
+Needs a CUDA GPU; with ``TRITON_INTERPRET=1`` and triton installed it runs on the CPU instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+import torch
+
+from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, quantize_blocks, reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed")
+many = importlib.import_module("fp8rl.numerics.triton_many")
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def sources() -> list[torch.Tensor]:
+    """Shapes that repeat and that do not, every dtype, strided and unaligned views."""
+    torch.manual_seed(0)
+    base = torch.randn(300, 520)
+    return [
+        torch.randn(200, 300).bfloat16(),
+        torch.randn(200, 300).bfloat16(),
+        torch.randn(200, 300).half(),
+        torch.randn(130, 128).half(),
+        torch.randn(64, 128),
+        base.bfloat16()[3:131, 5:200],
+        base.bfloat16().t(),
+        base[::2, ::3].half(),
+        base.bfloat16().view(-1)[1 : 1 + 150 * 256].view(150, 256),
+        torch.zeros(0, 5).bfloat16(),
+        torch.full((128, 128), torch.nan),
+    ]
+
+
+def filled(shape: torch.Size) -> Quantized:
+    """Outputs of other bytes, so that an element no program writes shows."""
+    codes = torch.full(tuple(shape), 0x55, dtype=torch.uint8, device=DEVICE).view(FP8_DTYPE)
+    return Quantized(codes, torch.full((-(-shape[0] // 128), -(-shape[1] // 128)), 7.0).to(DEVICE))
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+def test_quantize_equals_the_reference_one_by_one(scale_format):
+    wanted = [reference.quantize_block(x, (128, 128), scale_format) for x in sources()]
+    moved = []
+    for x in sources():  # a move to the GPU alone would make views contiguous
+        storage = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype)
+        storage.copy_(torch.tensor([], dtype=x.dtype).set_(x.untyped_storage()))
+        view = storage.to(DEVICE).as_strided(x.shape, x.stride(), x.storage_offset())
+        assert torch.equal(view.cpu().nan_to_num(), x.nan_to_num())
+        moved.append(view)
+    jobs = [(x, filled(x.shape)) for x in moved]
+    many.quantize_blocks(jobs, (128, 128), scale_format)
+    for (x, out), want in zip(jobs, wanted, strict=True):
+        assert torch.equal(out.codes.view(torch.uint8).cpu(), want.codes.view(torch.uint8)), x.shape
+        assert torch.equal(out.scale_inv.cpu(), want.scale_inv), x.shape
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA GPU")
+def test_dispatch_takes_the_kernel():
+    xs = [torch.randn(256, 256).bfloat16() for _ in range(5)]
+    jobs = [(x.cuda(), filled(x.shape)) for x in xs]
+    quantize_blocks(jobs)
+    for x, (_, out) in zip(xs, jobs, strict=True):
+        want = reference.quantize_block(x, (128, 128), "fp32")
+        assert torch.equal(out.codes.view(torch.uint8).cpu(), want.codes.view(torch.uint8))
+
+
+def clean() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [
+        torch.randn(400_000).bfloat16(),
+        torch.full((3,), torch.finfo(torch.float32).max),
+        torch.randn(2 * many._SEGMENT + 5).half(),
+        torch.arange(256, dtype=torch.uint8)[:127].repeat(2, 1).view(FP8_DTYPE),
+        torch.zeros(0),
+        torch.tensor(1.0),
+        torch.randn(50, 40)[:, 3:7],  # strided: read in parts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "value"),
+    [
+        (0, -1, torch.nan),
+        (0, 1 << 17, torch.inf),
+        (1, 2, -torch.inf),
+        (2, 1 << 18, torch.nan),
+        (3, 7, torch.nan),
+        (5, 0, torch.nan),
+        (6, 11, torch.inf),
+    ],
+)
+def test_one_bad_element_is_found_in_its_tensor(number, place, value):
+    def answers(tensors: list[torch.Tensor]) -> list[bool]:
+        if INTERPRETED:
+            return many.all_finite([t.contiguous() for t in tensors])
+        return all_finite([t.to(DEVICE) for t in tensors])
+
+    tensors = clean()
+    assert answers(tensors) == [True] * len(tensors)
+    flat = tensors[number].flatten()
+    flat[place] = value
+    tensors[number] = flat
+    assert answers(tensors) == [i != number for i in range(len(tensors))]
