@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import Direction, GemmBackend, GemmShape, ReferenceBackend
+from fp8rl.gemm import PREFERENCE, Direction, GemmBackend, GemmShape, ReferenceBackend
+from fp8rl.gemm.tuning import measure
 from fp8rl.recipe import ScaleFormat
+
+_NEAR = 1.03  # a backend within this factor of the fastest counts as equally fast
+_Key = tuple[Direction, int, int, int]
+Timings = Mapping[Direction, Mapping[GemmShape, Mapping[str, float]]]
 
 
 class BackendChoice:
-    """The offered backends in order of preference.
+    """The offered backends, in an order for each direction and shape.
 
-    Backends of plugins come first. The reference backend multiplies in float32, so it serves a
-    GPU only when it is asked for by name.
+    One process times its candidates on a GPU when it first meets a shape (token counts within a
+    power of two count as one). Several processes take the order of :meth:`tune`, or else the fixed
+    one: backends of plugins first, then :data:`fp8rl.gemm.PREFERENCE`, so that all choose alike.
+    The reference backend multiplies in float32, so it serves a GPU only when it is asked for by
+    name.
 
     Args:
         offered: all backends by name.
@@ -36,16 +44,21 @@ class BackendChoice:
             raise UnsupportedError(
                 f"There is no GEMM backend '{name}'; choose from {', '.join(sorted(offered))}."
             )
-        reference = ReferenceBackend.name
-        ordered = sorted(offered.values(), key=lambda backend: backend.name == reference)
-        self._candidates = [offered[name]] if name is not None else ordered
+        self._offered = dict(offered) if name is None else {name: offered[name]}
         self._named = name is not None
         self._formats = tuple(dict.fromkeys(formats))
+        self._orders: dict[_Key, list[GemmBackend]] = {}
+        self._timings: dict[Direction, dict[GemmShape, dict[str, float]]] = {}
 
     @property
     def names(self) -> list[str]:
-        """Candidates in the order in which they are asked."""
-        return [backend.name for backend in self._candidates]
+        """Candidates for fprop in the order in which they are asked where nothing was measured."""
+        return [backend.name for backend in self._preferred("fprop")]
+
+    @property
+    def timings(self) -> Timings:
+        """Milliseconds measured so far, by direction, shape and backend."""
+        return self._timings
 
     def pick(
         self,
@@ -54,13 +67,19 @@ class BackendChoice:
         module: str,
         direction: Direction = "fprop",
     ) -> GemmBackend:
-        """The first backend that serves the case.
+        """The first backend in the order for this direction and shape that serves the case.
 
         Raises:
             UnsupportedError: none does; the message has the reason of each.
         """
+        key = (direction, shape.tokens.bit_length(), shape.out_features, shape.in_features)
+        order = self._orders.get(key)
+        if order is None:
+            if device.type == "cuda" and shape.tokens and _may_measure():
+                self._measure(direction, shape, device)
+            order = self._orders.setdefault(key, self._preferred(direction))
         reasons = []
-        for backend in self._candidates:
+        for backend in order:
             reason = self._objection(backend, device, shape)
             if reason is None:
                 return backend
@@ -70,6 +89,63 @@ class BackendChoice:
             f"{shape.out_features}x{shape.in_features}, {device}): {'; '.join(reasons)}. Pin the "
             "module to BF16 or install a backend that does."
         )
+
+    def tune(self, shapes: Iterable[GemmShape], device: torch.device) -> None:
+        """Time the candidates on these shapes now; all ranks must call it, with their own shapes.
+
+        For a shape that several ranks have, all use the times of the lowest of them, so that the
+        choice does not differ among ranks.
+        """
+        wanted = dict.fromkeys(shapes)
+        mine = {
+            direction: {shape: self._times(direction, shape, device) for shape in wanted}
+            for direction in PREFERENCE
+        }
+        everyone = [mine]
+        if torch.distributed.is_initialized():
+            everyone = [mine for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather_object(everyone, mine)
+        for timings in reversed(everyone):
+            for direction, by_shape in timings.items():
+                for shape, times in by_shape.items():
+                    self._rank(direction, shape, times)
+
+    def _measure(self, direction: Direction, shape: GemmShape, device: torch.device) -> None:
+        self._rank(direction, shape, self._times(direction, shape, device))
+
+    def _times(
+        self, direction: Direction, shape: GemmShape, device: torch.device
+    ) -> dict[str, float]:
+        usable = [
+            backend
+            for backend in self._preferred(direction)
+            if self._objection(backend, device, shape) is None
+        ]
+        if len(usable) < 2:
+            return {}
+        try:
+            return measure(usable, direction, shape, device)
+        except torch.OutOfMemoryError:  # no room to compare: not worth failing a training run
+            return {}
+
+    def _rank(self, direction: Direction, shape: GemmShape, times: Mapping[str, float]) -> None:
+        order = self._preferred(direction)
+        if times:
+            self._timings.setdefault(direction, {})[shape] = dict(times)
+            limit = min(times.values()) * _NEAR
+            # Stable: those as good as the fastest stay in the order of preference, so that noise
+            # does not change the choice from run to run.
+            order.sort(key=lambda b: max(times.get(b.name, float("inf")), limit))
+        key = (direction, shape.tokens.bit_length(), shape.out_features, shape.in_features)
+        self._orders[key] = order
+
+    def _preferred(self, direction: Direction) -> list[GemmBackend]:
+        builtin = PREFERENCE[direction]
+
+        def rank(backend: GemmBackend) -> int:
+            return builtin.index(backend.name) if backend.name in builtin else -1
+
+        return sorted(self._offered.values(), key=rank)
 
     def _objection(
         self, backend: GemmBackend, device: torch.device, shape: GemmShape
@@ -81,3 +157,9 @@ class BackendChoice:
             if reason is not None:
                 return reason
         return None
+
+
+def _may_measure() -> bool:
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return False
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1

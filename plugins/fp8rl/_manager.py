@@ -93,16 +93,16 @@ class PluginManager(pluggy.PluginManager):
         return PinPolicy(pins, module_names)
 
     def gemm_backends(self) -> dict[str, GemmBackend]:
-        """All backends by name; the reference backend is always there.
+        """All backends by name: the built-in ones and those of plugins.
 
         Raises:
             PluginError: two backends have one name.
         """
-        from fp8rl.gemm import ReferenceBackend  # imports torch, which the CLI can do without
+        from fp8rl.gemm import builtin_backends  # imports torch, which the CLI can do without
 
         offered = self._flat("register_gemm_backends", self.hook.register_gemm_backends())
         return self._by_name(
-            "GEMM backend", ((backend.name, backend) for backend in [ReferenceBackend(), *offered])
+            "GEMM backend", ((backend.name, backend) for backend in [*builtin_backends(), *offered])
         )
 
     def is_correctors(self) -> dict[str, Callable]:

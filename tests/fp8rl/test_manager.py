@@ -22,6 +22,8 @@ def register_pins(module_names):
     return Pins(names=("*.0.mlp.down_proj",))
 """
 
+BUILTIN = ["reference", "scaled_mm", "deep_gemm", "triton"]
+
 
 class Backend(ReferenceBackend):
     def __init__(self, name: str) -> None:
@@ -62,7 +64,7 @@ def test_own_plugins_are_found_like_anyone_elses():
 def test_discovery_off_loads_nothing():
     found = PluginManager(discover=False)
     assert found.get_plugins() == set()
-    assert list(found.gemm_backends()) == ["reference"]
+    assert list(found.gemm_backends()) == BUILTIN
     assert found.is_correctors() == {}
     assert found.engine_adapters() == []
 
@@ -142,7 +144,7 @@ def test_backends_and_correctors_of_several_plugins():
         plugin(register_gemm_backends=[Backend("a")], register_is_correctors={"x": abs}),
         plugin(register_gemm_backends=(Backend("b"),), register_is_correctors={"y": max}),
     )
-    assert set(found.gemm_backends()) == {"reference", "a", "b"}
+    assert set(found.gemm_backends()) == {*BUILTIN, "a", "b"}
     assert found.is_correctors() == {"x": abs, "y": max}
 
 

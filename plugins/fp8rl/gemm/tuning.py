@@ -1,0 +1,106 @@
+"""Time GEMM backends on the shapes of a model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fp8rl.gemm.backend import Direction, GemmBackend, GemmShape
+from fp8rl.numerics import FP8_DTYPE, GROUP, Quantized, cdiv
+
+_WARM_UP, _REPEATS = 2, 7
+
+
+def flops(shape: GemmShape) -> int:
+    """Of one direction."""
+    return 2 * shape.tokens * shape.out_features * shape.in_features
+
+
+def measure(
+    backends: Sequence[GemmBackend],
+    direction: Direction,
+    shape: GemmShape,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, float]:
+    """Median milliseconds of each backend that can do it, by name, over operands made up here.
+
+    The operands are random, because zeros draw less power and so run faster. The first call, which
+    may compile, is not counted. A backend that raises is left out.
+    """
+    a, b = _operands(direction, shape, device)
+    return {
+        backend.name: milliseconds
+        for backend in backends
+        if (milliseconds := _median(backend, direction, a, b, dtype)) is not None
+    }
+
+
+def run(
+    backend: GemmBackend, direction: Direction, a: Quantized, b: Quantized, dtype: torch.dtype
+) -> torch.Tensor:
+    """One product of ``backend``."""
+    product = {"fprop": backend.fprop, "dgrad": backend.dgrad, "wgrad": backend.wgrad}[direction]
+    return product(a, b, dtype)
+
+
+def _median(
+    backend: GemmBackend, direction: Direction, a: Quantized, b: Quantized, dtype: torch.dtype
+) -> float | None:
+    try:
+        for _ in range(_WARM_UP):
+            run(backend, direction, a, b, dtype)
+        times = [
+            _milliseconds(lambda: run(backend, direction, a, b, dtype), a.codes.device)
+            for _ in range(_REPEATS)
+        ]
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        Exception
+    ):  # a compiler, a library or an argument check: whatever it is, do not choose it
+        return None
+    return statistics.median(times)
+
+
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        call()
+        return (time.perf_counter() - begun) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _operands(
+    direction: Direction, shape: GemmShape, device: torch.device
+) -> tuple[Quantized, Quantized]:
+    tokens, out_features, in_features = shape
+    if direction == "fprop":
+        return _groups(tokens, in_features, device), _blocks(out_features, in_features, device)
+    if direction == "dgrad":
+        return _groups(tokens, out_features, device), _blocks(in_features, out_features, device)
+    padded = cdiv(tokens, GROUP) * GROUP
+    return _groups(out_features, padded, device), _groups(in_features, padded, device)
+
+
+def _codes(rows: int, cols: int, device: torch.device) -> torch.Tensor:
+    codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8, device=device)
+    return codes.masked_fill_(codes & 0x7F == 0x7F, 0).view(FP8_DTYPE)  # the two NaNs
+
+
+def _groups(rows: int, cols: int, device: torch.device) -> Quantized:
+    scale_inv = torch.rand(cdiv(cols, GROUP), cdiv(rows, 4) * 4, device=device) * 1e-3
+    return Quantized(_codes(rows, cols, device), scale_inv[:, :rows].t())
+
+
+def _blocks(rows: int, cols: int, device: torch.device) -> Quantized:
+    scale_inv = torch.rand(cdiv(rows, GROUP), cdiv(cols, GROUP), device=device) * 1e-3
+    return Quantized(_codes(rows, cols, device), scale_inv)

@@ -1,0 +1,84 @@
+"""Which backend serves which product: the fixed order, and one that was measured."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import GemmShape, ReferenceBackend, builtin_backends
+from megatron_fp8rl.backends import BackendChoice
+
+CPU = torch.device("cpu")
+SHAPE = GemmShape(8, 16, 32)
+
+
+class _Slow(ReferenceBackend):
+    """Late by ``seconds[direction]`` in each product."""
+
+    def __init__(self, name: str, **seconds: float) -> None:
+        self.name, self._seconds = name, seconds
+
+    def fprop(self, *args):
+        time.sleep(self._seconds.get("fprop", 0))
+        return super().fprop(*args)
+
+    def dgrad(self, *args):
+        time.sleep(self._seconds.get("dgrad", 0))
+        return super().dgrad(*args)
+
+    def wgrad(self, *args):
+        time.sleep(self._seconds.get("wgrad", 0))
+        return super().wgrad(*args)
+
+
+def _choice(*backends) -> BackendChoice:
+    return BackendChoice({b.name: b for b in (*builtin_backends(), *backends)}, ["fp32"])
+
+
+def test_plugins_come_before_the_built_in_ones():
+    assert _choice(_Slow("own")).names == ["own", "deep_gemm", "scaled_mm", "triton", "reference"]
+    assert _choice().pick(CPU, SHAPE, "m").name == "reference"
+
+
+def test_tuning_orders_each_direction_by_its_own_times():
+    choice = _choice(_Slow("a", fprop=0.02), _Slow("b", wgrad=0.02, dgrad=0.02))
+    assert choice.pick(CPU, SHAPE, "m", "fprop").name == "a"
+    choice.tune([SHAPE], CPU)
+    picked = {d: choice.pick(CPU, SHAPE, "m", d).name for d in ("fprop", "dgrad", "wgrad")}
+    assert picked["fprop"] in ("b", "reference")
+    assert picked["dgrad"] in ("a", "reference") and picked["wgrad"] in ("a", "reference")
+    times = choice.timings["fprop"][SHAPE]
+    assert set(times) == {"a", "b", "reference"} and times["a"] > 15 > times["b"]
+    # Another size of the same token bucket shares the order, another bucket does not.
+    assert choice.pick(CPU, GemmShape(12, 16, 32), "m").name != "a"
+    assert choice.pick(CPU, GemmShape(200, 16, 32), "m").name == "a"
+
+
+def test_equally_fast_backends_stay_in_the_order_of_preference():
+    choice = _choice(_Slow("z", fprop=0.03), _Slow("a", fprop=0.03))
+    choice.tune([SHAPE], CPU)
+    order = [b.name for b in choice._orders["fprop", 4, 16, 32] if b.name in "za"]
+    assert order == ["z", "a"]
+
+
+class _Broken(ReferenceBackend):
+    name = "broken"
+
+    def fprop(self, *args):
+        raise RuntimeError("no kernel image")
+
+
+def test_a_backend_that_fails_while_it_is_timed_is_not_chosen():
+    choice = _choice(_Broken())
+    choice.tune([SHAPE], CPU)
+    assert choice.pick(CPU, SHAPE, "m", "fprop").name == "reference"
+    assert set(choice.timings["fprop"][SHAPE]) == {"reference"}
+
+
+def test_the_gpu_backends_say_why_they_do_not_serve_a_cpu():
+    named = BackendChoice({b.name: b for b in builtin_backends()}, ["fp32"], "scaled_mm")
+    with pytest.raises(UnsupportedError, match=r"serves 'm'.*scaled_mm: needs a GPU"):
+        named.pick(CPU, SHAPE, "m")
