@@ -14,15 +14,17 @@ NAME = "fp8rl"
 """The quantization method's name in vLLM: ``LLM(..., quantization="fp8rl")``."""
 
 _CPU_BACKEND = "vllm_fp8rl.cpu_attention.Fp8RLCpuBackend"
+_GPU_BACKEND = "vllm_fp8rl.gpu_attention.Fp8RLFlashBackend"
 
 
 def register() -> None:
     """Tell vLLM about quantization ``fp8rl``; may be called any number of times.
 
-    On CPU it also puts an attention backend that knows FP8 KV caches on every CPU in the place of
-    ``CPU_ATTN`` (the CPU platform asks for no other name); vLLM imports it when it is used.
+    It also puts attention backends in the place of vLLM's, which go on as before unless an engine
+    asks for ``fp8rl`` and an FP8 KV cache: ``CPU_ATTN`` (the CPU platform asks for no other name)
+    and, on a GPU, ``FLASH_ATTN``. vLLM imports them when they are used.
     """
-    from vllm_fp8rl.compat import installed_version, supported
+    from vllm_fp8rl.compat import gpu_supported, installed_version, supported
 
     served = supported(installed_version() or "")
     try:
@@ -39,11 +41,12 @@ def register() -> None:
     if not served:
         return
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if current_platform.is_cpu():
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
         register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)
+    elif current_platform.is_cuda() and gpu_supported(installed_version() or ""):
+        register_backend(AttentionBackendEnum.FLASH_ATTN, _GPU_BACKEND)
 
 
 def engine_args(recipe: Recipe) -> dict[str, Any]:

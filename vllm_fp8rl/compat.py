@@ -40,10 +40,15 @@ def require_supported() -> None:
         )
 
 
+def gpu_supported(release: str) -> bool:
+    """Whether this package was run with the GPU kernels of a vLLM release."""
+    return release.split("+")[0] in GPU_TESTED
+
+
 def require_gpu_supported() -> None:
     """Raise UnsupportedError for a vLLM whose GPU kernels this package was not run with."""
     release = installed_version() or ""
-    if release.split("+")[0] not in GPU_TESTED:
+    if not gpu_supported(release):
         raise UnsupportedError(
             f"On a GPU vllm_fp8rl serves vLLM {', '.join(GPU_TESTED)}, but {release} is installed; "
             "install that version, or use recipe.rollout=false."

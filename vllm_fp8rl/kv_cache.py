@@ -83,7 +83,9 @@ class LayerKVScales:
 
     def required(self, layer: torch.nn.Module) -> tuple[Role, ...]:
         """Roles without which ``layer`` cannot run; q only where the backend quantizes queries."""
-        return ROLES if getattr(layer, "query_quant", None) is not None else ("k", "v")
+        by_layer = getattr(layer, "query_quant", None) is not None
+        by_backend = getattr(getattr(layer, "impl", None), "quantizes_queries", False)
+        return ROLES if by_layer or by_backend else ("k", "v")
 
 
 class Fp8RLKVCacheMethod(BaseKVCacheMethod):

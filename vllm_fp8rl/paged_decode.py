@@ -1,0 +1,229 @@
+"""Attention of one new token a sequence over a paged E4M3 KV cache, for Hopper GPUs.
+
+A decode step reads the whole cache once and computes little, so this kernel is written for
+bandwidth. FlashAttention 3 converts and transposes V inside its tensor-core pipeline and reads an
+FP8 cache at 60% of an H100's bandwidth, a BF16 one at 83% (``docs/performance.md``). Here codes are
+widened to float16, which holds every E4M3 value exactly, on their way into the registers: queries
+and probabilities stay in 16 bits, where FlashAttention 3 rounds both to E4M3.
+
+Layout of the cache: ``vllm/v1/attention/backends/flash_attn.py``; split of a sequence over several
+programs: Flash-Decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_LOG2_E = 1.4426950408889634
+_MOST_SPLITS = 32
+_ROWS = 16  # the smallest number of rows that a tensor core multiplies
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    state_ptr,
+    table_ptr,
+    lengths_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    softmax_scale,
+    stride_q_token,
+    stride_q_head,
+    stride_page,
+    stride_slot,
+    stride_kv_head,
+    stride_out_token,
+    stride_out_head,
+    stride_table,
+    splits,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths_ptr + sequence)
+    share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
+    first = split * share
+    last = tl.minimum(first + share, length)
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD)
+    live = row < GROUP
+    head = kv_head * GROUP + row
+    q = tl.load(
+        q_ptr
+        + sequence.to(tl.int64) * stride_q_token
+        + head[:, None] * stride_q_head
+        + dim[None, :],
+        mask=live[:, None],
+        other=0.0,
+    ).to(tl.float32)
+    # float16 has 3 bits more than bfloat16 but a smaller range: scale each row into it.
+    norm = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
+    q = (q / norm[:, None]).to(tl.float16)
+    factor = norm * (tl.load(k_scale_ptr) * softmax_scale)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD], tl.float32)
+    table = table_ptr + sequence.to(tl.int64) * stride_table
+    k_base = k_ptr + kv_head * stride_kv_head + dim[None, :]
+    v_base = v_ptr + kv_head * stride_kv_head + dim[None, :]
+    for start in tl.range(first, last, TILE, num_stages=STAGES):
+        token = start + tl.arange(0, TILE)
+        inside = token < last
+        page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
+        slot = page * stride_page + (token % PAGE) * stride_slot
+        k = tl.load(k_base + slot[:, None])
+        # Slots past the end may hold any bits, NaN among them, which 0 * NaN would let through.
+        v = tl.load(v_base + slot[:, None], mask=inside[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(k.to(tl.float16))) * factor[:, None]
+        s = tl.where(inside[None, :], s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc=acc * fade[:, None])
+        top = higher
+
+    if WHOLE:
+        # A padded row of a captured batch has length 0: write zeros, not 0 / 0.
+        acc = acc * (tl.load(v_scale_ptr) / tl.where(total > 0, total, 1.0))[:, None]
+        where = out_ptr + sequence.to(tl.int64) * stride_out_token
+        tl.store(
+            where + head[:, None] * stride_out_head + dim[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=live[:, None],
+        )
+    else:
+        heads = tl.num_programs(0) * GROUP
+        index = (sequence.to(tl.int64) * heads + head) * splits + split
+        part = state_ptr + index * (HEAD + 2)
+        tl.store(part[:, None] + dim[None, :], acc, mask=live[:, None])
+        tl.store(part + HEAD, top, mask=live)
+        tl.store(part + HEAD + 1, total, mask=live)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine(
+    state_ptr,
+    out_ptr,
+    v_scale_ptr,
+    stride_out_token,
+    stride_out_head,
+    splits,
+    HEAD: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    dim = tl.arange(0, HEAD)
+    split = tl.arange(0, MOST)
+    made = split < splits
+    part = state_ptr + ((sequence * tl.num_programs(0) + head) * splits + split) * (HEAD + 2)
+    top = tl.load(part + HEAD, mask=made, other=float("-inf"))
+    total = tl.load(part + HEAD + 1, mask=made, other=0.0)
+    acc = tl.load(part[:, None] + dim[None, :], mask=made[:, None], other=0.0)
+    highest = tl.max(top, 0)
+    weight = tl.where(total > 0, tl.exp2(top - highest), 0.0)
+    whole = tl.sum(total * weight, 0)
+    acc = tl.sum(acc * weight[:, None], 0)
+    acc = acc * (tl.load(v_scale_ptr) / tl.where(whole > 0, whole, 1.0))
+    where = out_ptr + sequence * stride_out_token + head * stride_out_head + dim
+    tl.store(where, acc.to(out_ptr.dtype.element_ty))
+
+
+def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
+    """Programs per sequence and KV head: enough for a few on each multiprocessor.
+
+    It depends on nothing that changes between replays of a captured graph.
+    """
+    splits = 1
+    while splits < _MOST_SPLITS and sequences * kv_heads * splits < 8 * processors:
+        splits *= 2
+    return splits
+
+
+def paged_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    out: torch.Tensor,
+    splits: int,
+    tile: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> torch.Tensor:
+    """``softmax(q @ k.T * softmax_scale) @ v`` for one query token a sequence.
+
+    Args:
+        query: ``[sequences, heads, head_size]``, bfloat16 or float16.
+        key_cache, value_cache: E4M3 codes ``[pages, page, kv_heads, head_size]``, any strides but
+            for the last dimension; both alike.
+        block_table: int32 ``[sequences, pages of the longest]``.
+        seq_lens: int32 ``[sequences]``; 0 for a padded row, whose output is 0.
+        k_scale, v_scale: float32, one element, read on the GPU at each launch.
+        out: like ``query``; written.
+        splits: see :func:`splits_for`; 1 to 32.
+    """
+    sequences, heads, size = query.shape
+    page, kv_heads = key_cache.shape[1], key_cache.shape[2]
+    group = heads // kv_heads
+    rows = max(_ROWS, triton.next_power_of_2(group))
+    state = (
+        torch.empty(sequences * heads * splits * (size + 2), dtype=torch.float32, device=out.device)
+        if splits > 1
+        else out
+    )
+    _attend[(kv_heads, sequences, splits)](
+        query,
+        key_cache,
+        value_cache,
+        out,
+        state,
+        block_table,
+        seq_lens,
+        k_scale,
+        v_scale,
+        softmax_scale * _LOG2_E,
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        out.stride(0),
+        out.stride(1),
+        block_table.stride(0),
+        splits,
+        GROUP=group,
+        ROWS=rows,
+        HEAD=size,
+        PAGE=page,
+        TILE=tile,
+        WHOLE=splits == 1,
+        STAGES=num_stages,
+        num_warps=num_warps,
+    )
+    if splits > 1:
+        _combine[(heads, sequences)](
+            state, out, v_scale, out.stride(0), out.stride(1), splits, HEAD=size, MOST=_MOST_SPLITS
+        )
+    return out
