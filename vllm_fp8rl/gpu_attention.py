@@ -1,11 +1,12 @@
 """FlashAttention with a faster decode step over an FP8 KV cache, for Hopper GPUs.
 
 A batch of single tokens goes to :mod:`vllm_fp8rl.paged_decode`; every other one to
-FlashAttention 3 as in vLLM, with the query quantized by the layer's ``q_scale``. Registered in place
-of ``FLASH_ATTN``, so that vLLM's own choice of a backend leads here; an engine that was not started
-with ``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernel does not serve
-(``_served``) get vLLM's behaviour unchanged. Upstream: ``vllm/v1/attention/backends/flash_attn.py``.
-It can go when FlashAttention reads FP8 caches at the speed of BF16 ones.
+FlashAttention 3 as in vLLM, with the query quantized by the layer's ``q_scale``. Registered in
+place of ``FLASH_ATTN``, so that vLLM's own choice of a backend leads here. An engine that was not
+started with ``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernel does not
+serve (``_served``) get vLLM's behaviour unchanged. Upstream:
+``vllm/v1/attention/backends/flash_attn.py``. It can go when FlashAttention reads FP8 caches at the
+speed of BF16 ones.
 """
 
 from __future__ import annotations
