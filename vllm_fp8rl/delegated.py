@@ -81,13 +81,7 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
     Raises:
         UnsupportedError: the GPU, vLLM's version, the backend asked for, or the shape.
     """
-    require_gpu_supported()
-    capability = current_platform.get_device_capability()
-    if capability is None or tuple(capability) not in _CAPABILITIES:
-        raise UnsupportedError(
-            f"vllm_fp8rl serves GPUs of compute capability 8.9 and 9.0, not {capability}; later "
-            "ones need packed scales. Use recipe.rollout=false here."
-        )
+    require_served_gpu()
     if shape.in_features % GROUP:
         raise UnsupportedError(
             f"vLLM's kernels need input features in multiples of {GROUP} on this rank, not "
@@ -110,6 +104,17 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
         f"No FP8 kernel takes a weight of shape [{shape.out_features}, {shape.in_features}] in "
         f"{dtype} ({'; '.join(reasons)}); pin the layer to BF16."
     )
+
+
+def require_served_gpu() -> None:
+    """Raise UnsupportedError for a GPU or a vLLM whose kernels are not used here."""
+    require_gpu_supported()
+    capability = current_platform.get_device_capability()
+    if capability is None or tuple(capability) not in _CAPABILITIES:
+        raise UnsupportedError(
+            f"vllm_fp8rl serves GPUs of compute capability 8.9 and 9.0, not {capability}; later "
+            "ones need packed scales. Use recipe.rollout=false here."
+        )
 
 
 def _backends() -> tuple[str, ...]:
