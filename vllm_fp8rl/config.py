@@ -22,6 +22,7 @@ from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl import NAME
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.warmup import KernelWarmup, deep_gemm_job
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +47,7 @@ class Resolved:
     """vLLM's table of layers by name, for compiled code."""
     guard: RefitGuard
     """Asked in every step whether the model may run."""
+    warmup: KernelWarmup
 
     def precision(self, name: str) -> str:
         """``fp8`` or ``bf16`` for a linear module.
@@ -138,8 +140,12 @@ class Fp8RLConfig(QuantizationConfig):
             if resolved.precision(prefix) == "bf16":
                 return RefitLinearMethod(prefix, dummy=resolved.dummy)
             return Fp8RLLinearMethod(
-                resolved.recipe, prefix, dummy=resolved.dummy, layers=resolved.layers,
-                on_unpaired=resolved.guard.recheck
+                resolved.recipe,
+                prefix,
+                dummy=resolved.dummy,
+                layers=resolved.layers,
+                on_unpaired=resolved.guard.recheck,
+                warmup=resolved.warmup,
             )
         if isinstance(layer, VocabParallelEmbedding):
             return RefitEmbeddingMethod(prefix, dummy=resolved.dummy)
@@ -158,7 +164,7 @@ class Fp8RLConfig(QuantizationConfig):
             engine = get_current_vllm_config()
             self._resolved = _resolve(engine)
             expect_quantizing_loads()
-            logger.info("%s", _table(self._resolved))
+            logger.info("%s", _table(self._resolved.recipe, self._resolved.policy))
         return self._resolved
 
 
@@ -191,6 +197,7 @@ def _resolve(engine: VllmConfig) -> Resolved:
         dummy=engine.load_config.load_format == "dummy",
         layers=engine.compilation_config.static_forward_context,
         guard=_guard(engine),
+        warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens, deep_gemm_job),
     )
 
 
@@ -256,13 +263,13 @@ def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype)
         )
 
 
-def _table(resolved: Resolved) -> str:
+def _table(recipe: Recipe, policy: PinPolicy) -> str:
     """The resolved precisions, with equal neighbouring layers on one line."""
-    if not resolved.recipe.rollout:
+    if not recipe.rollout:
         return "fp8rl: recipe.rollout is false, every linear layer is in the model's dtype"
-    rows = [row for row in resolved.policy.report() if row.kind not in ALWAYS_BF16]
+    rows = [row for row in policy.report() if row.kind not in ALWAYS_BF16]
     layers = [(number, _line(list(group))) for number, group in groupby(rows, lambda r: r.layer)]
-    lines = [resolved.policy.summary()]
+    lines = [policy.summary()]
     for text, same in groupby(layers, lambda pair: pair[1]):
         numbers = [number for number, _ in same]
         lines.append(f"  layers {numbers[0]}-{numbers[-1]}: {text}")

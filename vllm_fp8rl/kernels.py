@@ -24,6 +24,8 @@ makes decoding faster; ``0`` dequantizes one weight at a time."""
 class LinearKernel(Protocol):
     """``y = x @ w.T`` of one layer, over activations in groups and a weight in blocks."""
 
+    backend: str
+    """Whose product it is: ``cpu``, or a key of vLLM's ``linear_backend``."""
     traceable: bool
     """Whether torch.compile may look inside; otherwise it sees one opaque operation."""
 
@@ -34,6 +36,7 @@ class LinearKernel(Protocol):
 class CpuKernel:
     """Quantize, dequantize, multiply in float32: the result of ``ReferenceBackend.fprop``."""
 
+    backend = "cpu"
     traceable = False
 
     def __init__(self, recipe: Recipe) -> None:

@@ -36,6 +36,7 @@ from vllm_fp8rl.params import (
     ShardedParameter,
     check_plain_dtype,
 )
+from vllm_fp8rl.warmup import KernelWarmup
 
 _LOADED = "fp8rl_loaded"
 _DUMMY_RANGE = 1e-3  # what vLLM's dummy loader draws weights from
@@ -50,7 +51,7 @@ def _loader_of(layer: torch.nn.Module, loader: Callable[..., None], name: str) -
     """The loader to put on a parameter: vLLM's for parallel layers, ours for replicated ones."""
     if getattr(loader, "__name__", "") == "weight_loader_v2":
         return loader
-    if type(layer) is ReplicatedLinear:
+    if getattr(type(layer), "weight_loader", None) is ReplicatedLinear.weight_loader:
         return _replicated_loader
     raise UnsupportedError(
         f"'{name}' is a {type(layer).__name__}, which loads its weight in a way that fp8rl does "
@@ -69,6 +70,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
         layers: the engine's table of layers that compiled code finds by name
             (``compilation_config.static_forward_context``).
         on_unpaired: called when FP8 codes arrive before their scales, or scales before codes.
+        warmup: has kernels compiled that would otherwise be when first met.
     """
 
     supports_pre_processed_weights = False
@@ -80,6 +82,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
         *,
         dummy: bool,
         layers: dict[str, Any],
+        warmup: KernelWarmup,
         on_unpaired: Callable[[], None],
     ) -> None:
         self.recipe = recipe
@@ -87,6 +90,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
         self.name = name
         self._dummy = dummy
         self._layers = layers
+        self._warmup = warmup
 
     def create_weights(
         self,
@@ -107,6 +111,8 @@ class Fp8RLLinearMethod(LinearMethodBase):
             )
         except UnsupportedError as error:
             raise UnsupportedError(f"'{self.name}': {error}") from None
+        if self.kernel.backend == "deep_gemm":
+            self._warmup.add(rows, columns)
         self.grid = BlockGrid(
             self.name,
             partial(_live_storage, weakref.ref(layer)),
@@ -131,6 +137,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
             CheckpointError: the checkpoint left out a part of this layer. vLLM does not check that
                 for quantized models.
         """
+        self._warmup.close()  # every layer has been built
         if self.grid.complete:
             return
         if not self._dummy:

@@ -93,7 +93,7 @@ def test_resolved_table_names_pins_and_groups_equal_layers(engine):
     recipe = Recipe.from_dict({"pins": {"last": 1}})
     names = config.dense_module_names(4)
     policy = PluginManager().pin_policy(recipe.pins, names)
-    table = config._table(config.Resolved(recipe, policy, dummy=False, layers={}))
+    table = config._table(recipe, policy)
     assert "layers 0-2: q_proj fp8" in table
     assert "layers 3-3: q_proj bf16 (last: 1)" in table
     with pytest.raises(PinError):

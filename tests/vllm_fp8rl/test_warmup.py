@@ -1,0 +1,199 @@
+"""Compiling DeepGEMM's kernels ahead, with a package and a compiler that act as the real ones do.
+
+The real ones run in ``tests/gpu/test_vllm_warmup.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_fp8rl import deep_gemm_jit
+from vllm_fp8rl.deep_gemm_jit import Job, Shape, find_nvcc, rows_to_try
+from vllm_fp8rl.warmup import KernelWarmup
+
+# As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,
+# the compiler's version and the flags; a kernel is loaded as soon as it has been made.
+PACKAGE = """
+import hashlib, os, pathlib, subprocess, uuid
+
+def fp8_gemm_nt(x, weight, out, disable_ue8m0_cast):
+    (rows, k), n = x[0].shape, weight[0].shape[0]
+    assert disable_ue8m0_cast and x[1].shape == (rows, k // 128) and x[1].stride(0) == 1
+    build("gemm", f"// {n} {k} {16 if rows <= 16 else 64 if rows <= 256 else 128}\\n")
+
+def m_grouped_fp8_gemm_nt_contiguous(x, weight, out, experts, disable_ue8m0_cast):
+    groups, n, k = weight[0].shape
+    assert len(experts) == len(x[0]) and len(x[0]) % 128 == 0
+    build("grouped", f"// {groups} {n} {k} {len(x[0]) <= 256}\\n")
+
+def build(name, code):
+    nvcc = os.environ["DG_JIT_NVCC_COMPILER"]
+    version = subprocess.check_output([nvcc, "--version"], text=True)
+    digest = hashlib.md5((code + version).encode()).hexdigest()
+    root = pathlib.Path(os.environ["DG_JIT_CACHE_DIR"])
+    made = root / "cache" / f"kernel.{name}.{digest}"
+    if not made.exists():
+        folder = root / "tmp" / uuid.uuid4().hex
+        folder.mkdir(parents=True)
+        (folder / "kernel.cu").write_text(code)
+        output = f"{folder}/kernel.cubin -O3 -I{os.path.dirname(__file__)}"
+        command = f"cd {root} && {nvcc} {folder}/kernel.cu -cubin -o {output}"
+        subprocess.run(command, shell=True, check=True)
+        made.parent.mkdir(exist_ok=True)
+        folder.rename(made)
+    if not (made / "kernel.cubin").read_text():
+        raise RuntimeError("CUDA driver error: invalid image")
+"""
+NVCC = """#!/bin/sh
+if [ "$1" = --version ]; then echo "release 13.0"; exit; fi
+echo "$@" >> "$(dirname "$0")/log"
+if [ -e "$(dirname "$0")/broken" ]; then echo "no such header" >&2; exit 1; fi
+sleep 0.05
+while [ "$1" != -o ]; do shift; done
+echo cubin > "$2"
+"""
+LINEAR = [Shape(256, 128, 1024), Shape(512, 256, 1024)]
+"""Three kernels each, by PACKAGE's heuristics."""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    package = tmp_path / "deep_gemm"
+    package.mkdir()
+    (package / "__init__.py").write_text(PACKAGE)
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(NVCC)
+    nvcc.chmod(0o755)
+    return Job(str(tmp_path / "jit"), str(package), str(nvcc), "H100", 0, full=False)
+
+
+def compiled(job: Job) -> list[str]:
+    """The command line of each compiler that has run."""
+    log = Path(job.nvcc).parent / "log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def kernels(job: Job) -> list[Path]:
+    return list(Path(job.cache).glob("cache/kernel.*"))
+
+
+def run_program(job: Job, shapes: list[Shape]) -> dict[str, Any]:
+    lines = [deep_gemm_jit.header(job), *(json.dumps(shape) for shape in shapes)]
+    command = [sys.executable, "-P", str(Path(deep_gemm_jit.__file__))]
+    done = subprocess.run(
+        command, input="\n".join(lines), capture_output=True, text=True, check=True, timeout=100
+    )
+    return json.loads(done.stdout)
+
+
+def meet(job: Job, shape: Shape, *numbers: int) -> None:
+    """What an engine does at products of so many rows, in a process of its own."""
+    code = (
+        "import torch, deep_gemm; f8 = torch.float8_e4m3fn\n"
+        f"n, k = {shape.n}, {shape.k}\n"
+        f"for rows in {numbers}:\n"
+        "    x = torch.empty(rows, k, dtype=f8), torch.empty(k // 128, rows).t()\n"
+        "    deep_gemm.fp8_gemm_nt(x, (torch.empty(n, k, dtype=f8), None), None, True)"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(job.package).parent),
+        "DG_JIT_CACHE_DIR": job.cache,
+        "DG_JIT_NVCC_COMPILER": job.nvcc,
+    }
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
+def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None:
+    with ThreadPoolExecutor(2) as pool:  # one has the shapes in the other order
+        orders = (LINEAR, LINEAR[::-1])
+        answers = list(pool.map(lambda shapes: run_program(job, shapes), orders))
+    assert [answer["error"] for answer in answers] == [None, None]
+    assert sum(answer["made"] for answer in answers) == len(compiled(job)) == 6
+    assert all(line.endswith(f"/kernel.cubin -O3 -I{job.package}") for line in compiled(job))
+    assert all(job.is_made(shape) for shape in LINEAR)
+    files = {file.name for path in kernels(job) for file in path.iterdir()}
+    assert files == {"kernel.cu", "kernel.cubin"}
+    meet(job, LINEAR[0], 1, 16, 17, 256, 257, 1024)
+    assert len(compiled(job)) == 6
+
+
+def test_experts_and_what_the_cache_has(job: Job) -> None:
+    experts = Shape(256, 128, 512, groups=4)
+    meet(job, LINEAR[0], 1)
+    assert run_program(job, [LINEAR[0], experts]) == {"made": 4, "error": None}
+    kernels(job)[0].joinpath("kernel.cubin").unlink()
+    assert not all(job.is_made(shape) for shape in (LINEAR[0], experts))
+
+
+def test_shapes_are_compiled_while_a_model_is_built_and_not_again(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.fp8rl")
+    logging.getLogger("vllm").propagate = True
+    cold = KernelWarmup(1024, lambda: job)
+    for _ in range(2):  # layers
+        cold.add(256, 128)
+        cold.add(512, 256)
+    cold.close()
+    assert cold.join(timeout=60)
+    assert "6 DeepGEMM kernels for 2 weight shapes compiled ahead" in caplog.text
+    warm = KernelWarmup(1024, lambda: job)
+    warm.add(256, 128)
+    assert warm._process is None
+    assert warm.join()
+
+
+@pytest.mark.parametrize("fault", ["compiler", "package"])
+def test_a_failure_is_a_warning_and_leaves_no_kernel(
+    job: Job, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    if fault == "compiler":
+        (Path(job.nvcc).parent / "broken").touch()
+    else:
+        (Path(job.package) / "__init__.py").write_text("raise OSError('no such library')")
+    warmup = KernelWarmup(1024, lambda: job)
+    warmup.add(256, 128)
+    assert warmup.join(timeout=60)
+    assert "first steps will be slow" in caplog.text
+    assert {"compiler": "no such header", "package": "no such library"}[fault] in caplog.text
+    assert kernels(job) == []
+    assert not job.is_made(Shape(256, 128, 1024))
+    assert not list(Path(job.cache).glob("tmp/*"))
+
+
+@given(st.integers(1, 3000))
+def test_rows_to_try_meet_every_choice(most: int) -> None:
+    def choice(rows: int) -> tuple[object, ...]:
+        return rows <= 16, rows <= 32, -(-rows // 64), -(-rows // 128), -(-rows // 256)
+
+    tried = list(rows_to_try(Shape(256, 128, most), full=False))
+    assert tried[0] == most
+    assert {choice(rows) for rows in tried} == {choice(rows) for rows in range(1, most + 1)}
+    assert set(rows_to_try(Shape(256, 128, most), full=True)) == set(range(1, most + 1))
+
+
+def test_the_compiler_is_found_as_deep_gemm_finds_it(tmp_path: Path) -> None:
+    for name in ("named", "cuda/bin/nvcc", "path/bin/nvcc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": str(tmp_path / "path/bin")}
+    home = path | {"CUDA_HOME": str(tmp_path / "cuda")}
+    named = home | {"DG_JIT_NVCC_COMPILER": str(tmp_path / "named")}
+    assert find_nvcc(path) == tmp_path / "path/bin/nvcc"
+    assert find_nvcc(home) == tmp_path / "cuda/bin/nvcc"
+    assert find_nvcc(named) == tmp_path / "named"
+    assert find_nvcc(home | {"CUDA_HOME": str(tmp_path)}) is None
