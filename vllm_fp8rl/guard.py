@@ -50,7 +50,7 @@ class RefitGuard:
     def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:
         self.session: RefitSession | None = None
         self.may_sleep = False
-        self._layers = layers
+        self.layers = layers
         self._reason: str | None = None
         self._asleep: set[str] = set()
         self._woken = False
@@ -153,7 +153,7 @@ class RefitGuard:
             )
 
     def _each(self, step: str) -> None:
-        for layer in list(self._layers.values()):
+        for layer in list(self.layers.values()):
             method = getattr(getattr(layer, "quant_method", None), step, None)
             if method is not None:
                 method(layer)

@@ -146,8 +146,9 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         _publish_all(layer)
 
     def require_ready(self, layer: Any) -> None:
-        """Raise ScaleError unless the layer has the scales that generation needs."""
-        require_kv_scales(layer)
+        """Raise ScaleError, for all layers at once, unless this one has the scales it needs."""
+        if _missing(layer):
+            require_kv_scales(*self._guard.layers.values())
 
 
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> None:

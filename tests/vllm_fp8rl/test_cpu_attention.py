@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl.errors import ScaleError, UnsupportedError
+from fp8rl.errors import UnsupportedError
 
 pytest.importorskip("vllm")
 from vllm.config import set_current_vllm_config
@@ -292,13 +292,3 @@ def test_refuses_a_cache_with_gaps_between_blocks(engine: Engine) -> None:
         layer.impl.do_kv_cache_update(
             layer.scales, key, key, gaps[..., : 2 * HEAD_SIZE], torch.tensor([0])
         )
-
-
-def test_refuses_a_step_without_scales(engine: Engine) -> None:
-    layer = Layer(config_of(engine), torch.float32, "fp8")
-    fresh = copy.copy(layer.attention)
-    fresh.fp8rl_kv_scales = copy.deepcopy(fresh.fp8rl_kv_scales)
-    del fresh.fp8rl_kv_scales.values["v"]
-    layer.builder._fp8_layers = [fresh]
-    with pytest.raises(ScaleError, match=r"'model\.layers\.0\.self_attn\.v_scale' was never"):
-        layer.builder.build(0, common_metadata([1], [1], torch.zeros(1, 4, dtype=torch.int32)))
