@@ -59,6 +59,19 @@ def check_forward_impl() -> None:
         )
 
 
+def has_transformer_engine() -> bool:
+    """megatron-core found TransformerEngine, so its TE classes exist."""
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)
+
+
+def mtp_transformer_layer(module: Any) -> Any:
+    """The transformer layer inside a MultiTokenPredictionLayer, whose name changed after 0.16."""
+    found = getattr(module, "transformer_layer", None)
+    return found if found is not None else module.mtp_model_layer
+
+
 def check_neutral(name: str, options: dict[str, Any]) -> None:
     """Refuse arguments of a newer ``_forward_impl`` that ask for something.
 

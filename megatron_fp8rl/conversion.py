@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
-from fp8rl.pinning import dense_module_names
-from megatron_fp8rl import compat
+from fp8rl.recipe import Pins
+from megatron_fp8rl import compat, table
 from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.classes import check_module, fp8_class, upstream_class
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
-from megatron_fp8rl.layout import RowLayout, gate_up_layout, plain_layout, qkv_layout
-from megatron_fp8rl.linear import FP8_CLASSES, Fp8State
+from megatron_fp8rl.grouped import Fp8GroupedState
+from megatron_fp8rl.linear import Fp8State
+from megatron_fp8rl.sites import Site, module_names, sites, weights_of
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 logger = logging.getLogger(__name__)
 
-_UPSTREAM = {fp8: upstream for upstream, fp8 in FP8_CLASSES.items()}
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all FP8 modules of one model share."""
+
+    recipe: Recipe
+    policy: PinPolicy
+    backends: BackendChoice
+    epoch: WeightEpoch
 
 
 class Conversion:
@@ -40,40 +53,66 @@ class Conversion:
         recipe: Recipe,
         policy: PinPolicy,
         modules: Mapping[str, Any],
-        epoch: WeightEpoch | None,
+        epochs: Iterable[WeightEpoch],
     ) -> None:
         self.recipe = recipe
         self.policy = policy
         self._modules = dict(modules)
-        self._epoch = epoch
+        self._epochs = list(epochs)
 
     @property
     def modules(self) -> Mapping[str, torch.nn.Module]:
-        """FP8 modules of this rank by global HF name, e.g. ``model.layers.0.mlp.down_proj``."""
+        """FP8 modules of this rank by global HF name, e.g. ``model.layers.0.mlp.down_proj``; a
+        grouped module, which has many experts, without their numbers."""
         return MappingProxyType(self._modules)
 
     def invalidate(self) -> None:
         """Quantize every weight anew at its next use.
 
-        Needed after weights were written through ``parameter.data``, which leaves no trace;
-        optimizer steps, ``load_state_dict`` and in-place operations are noticed.
+        Needed after weights were written through ``parameter.data`` or a buffer they are views of,
+        which leaves no trace; optimizer steps, ``load_state_dict``, in-place operations, moves to
+        another device and ``train()``/``eval()`` are noticed.
         """
-        if self._epoch is not None:
-            self._epoch.turn()
+        for epoch in self._epochs:
+            epoch.turn()
 
     def drop_codes(self) -> None:
         """Free the codes of all weights (1 byte a parameter), e.g. before offloading."""
         for module in self._modules.values():
-            module.fp8_state.codes.drop()
+            module.drop_codes()
+
+    def save_table(self, folder: str | os.PathLike[str]) -> Path | None:
+        """Write the resolved pins to ``folder/fp8rl_precision.json``, beside a checkpoint.
+
+        Global rank 0 writes, other ranks do nothing.
+
+        Returns:
+            The file, or None on other ranks.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        return table.save(folder, self.recipe, self.policy) if _rank() == 0 else None
+
+    def table_differences(self, folder: str | os.PathLike[str]) -> dict[str, tuple[str, str]]:
+        """Modules that run in another precision than when ``folder`` was saved.
+
+        Returns:
+            name -> (precision then, precision now); empty for a run resumed with the same pins.
+
+        Raises:
+            CheckpointError: ``folder`` has no readable table.
+        """
+        return table.differences(folder, self.policy)
 
     def close(self) -> None:
         """Give the modules their upstream classes back; may be called again."""
         for module in self._modules.values():
-            module.__class__ = _UPSTREAM[type(module)]
-            del module.fp8_state
+            module.__class__ = upstream_class(type(module))
+            del module.fp8_state, module.fp8_setup
         self._modules.clear()
-        if self._epoch is not None:
-            self._epoch.close()
+        for epoch in self._epochs:
+            epoch.close()
 
 
 def convert(
@@ -82,6 +121,7 @@ def convert(
     *,
     plugins: PluginManager | None = None,
     gemm_backend: str | None = None,
+    report: Report | None = None,
 ) -> Conversion:
     """Let the linear layers that the recipe does not pin run in FP8.
 
@@ -94,20 +134,49 @@ def convert(
         recipe: what runs in FP8; with ``training=False`` nothing is converted.
         plugins: where pins and GEMM backends come from; the installed plugins by default.
         gemm_backend: name of the backend; by default the first that serves every product.
+        report: takes the table of pins, once; by default it is logged.
 
     Raises:
-        PinError: a pin matches nothing.
+        PinError: a pin matches nothing, or parts the experts of a grouped module.
         PluginError: two plugins offer a GEMM backend of one name.
         UnsupportedError: a module, config option or model that FP8 linears do not serve, or that
             is converted already. Nothing has been changed then.
     """
-    plugins = PluginManager() if plugins is None else plugins
     chunks = unwrap_chunks(model)
+    plugins = PluginManager() if plugins is None else plugins
     config = chunks[0].config
-    policy = plugins.pin_policy(recipe.pins, _module_names(config))
     if not recipe.training:
-        return Conversion(recipe, policy, {}, None)
+        policy = plugins.pin_policy(recipe.pins, module_names(config))
+        return Conversion(recipe, policy, {}, ())
+    setup = prepare(config, recipe, plugins=plugins, gemm_backend=gemm_backend)
+    modules = adopt(setup, chunks)
+    (report or logger.info)(describe(setup))
+    return Conversion(recipe, setup.policy, modules, [setup.epoch])
 
+
+def prepare(
+    config: Any,
+    recipe: Recipe,
+    *,
+    plugins: PluginManager | None = None,
+    gemm_backend: str | None = None,
+    more_pins: Pins | None = None,
+) -> Setup:
+    """What :func:`adopt` needs, for a model of this config; nothing is changed.
+
+    Args:
+        config: ``TransformerConfig`` of the model.
+        recipe: what runs in FP8.
+        plugins: as in :func:`convert`.
+        gemm_backend: as in :func:`convert`.
+        more_pins: joined with the recipe's.
+
+    Raises:
+        As :func:`convert`.
+    """
+    plugins = PluginManager() if plugins is None else plugins
+    pins = recipe.pins.merged(more_pins or Pins())
+    policy = plugins.pin_policy(pins, module_names(config))
     compat.check_forward_impl()
     _check_config(config)
     backends = BackendChoice(
@@ -115,26 +184,68 @@ def convert(
         (recipe.weights.scale_format, recipe.activations.scale_format),
         gemm_backend,
     )
-    plan = [item for chunk in chunks for item in _plan(chunk, policy)]
-    for item in plan:
-        item.check(backends)
+    return Setup(recipe, policy, backends, WeightEpoch())
 
-    epoch = WeightEpoch()
-    for item in plan:
-        codes = WeightCodes(item.layout, recipe.weights.scale_format, epoch)
-        item.module.fp8_state = Fp8State(
-            item.name, codes, backends, recipe.activations.scale_format
+
+def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    """Turn the linear modules of model chunks, or of one layer, into FP8 ones.
+
+    Returns:
+        The modules by :attr:`Site.name`.
+
+    Raises:
+        As :func:`convert`; nothing has been changed then.
+    """
+    plan = [site for root in roots for site in sites(root) if site.runs_in_fp8(setup.policy)]
+    for site in plan:
+        _check(site, setup.backends)
+    for site in plan:
+        _swap(site, setup)
+    _warn_of_ragged_widths(plan)
+    return {site.name: site.module for site in plan}
+
+
+def describe(setup: Setup) -> str:
+    """The resolved pins of the whole model, for the log."""
+    backends, text = ", ".join(setup.backends.names), table.render(setup.policy)
+    return f"fp8rl [rank {_rank()}]: precision of each module; GEMM backends: {backends}\n{text}"
+
+
+def conversion_of(model: ModelChunks) -> Conversion:
+    """The conversion of a model whose layers were made FP8 by a door (``--spec``, Megatron-Bridge).
+
+    Args:
+        model: as in :func:`convert`; with virtual pipelining all chunks of the rank.
+
+    Raises:
+        UnsupportedError: no module of the model was converted.
+    """
+    modules: dict[str, Any] = {}
+    setups: dict[int, Setup] = {}
+    for chunk in unwrap_chunks(model):
+        for module in chunk.modules():
+            setup = getattr(module, "fp8_setup", None)
+            if isinstance(setup, Setup):
+                setups[id(setup)] = setup
+                if _is_fp8(module):
+                    modules[module.fp8_state.name] = module
+    if not setups:
+        raise UnsupportedError(
+            "No module of this model was converted to FP8; call convert(model, recipe) or build it "
+            "from a spec of megatron_fp8rl.specs."
         )
-        item.module.__class__ = FP8_CLASSES[type(item.module)]
-    _log(policy, plan, backends)
-    return Conversion(recipe, policy, {item.name: item.module for item in plan}, epoch)
+    first = next(iter(setups.values()))
+    return Conversion(
+        first.recipe, first.policy, modules, [setup.epoch for setup in setups.values()]
+    )
 
 
 def weight_codes_hf(module: Any) -> dict[str, Quantized]:
-    """Codes of a converted module's weight as the rollout engine has them.
+    """Codes of a converted module's weights as the rollout engine has them.
 
     They are the ones that the next forward uses, so under DDP's ``overlap_param_gather`` the
-    parameters must have been gathered before.
+    parameters must have been gathered before (``export_hf`` gathers them, and so does
+    ``start_param_sync(force_sync=True)``).
 
     Returns:
         By global HF module name, this rank's rows (or columns) of each HF tensor on its own grid:
@@ -145,58 +256,81 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
     Raises:
         UnsupportedError: the module was not converted.
     """
-    state = getattr(module, "fp8_state", None)
-    if not isinstance(state, Fp8State):
+    if not _is_fp8(module):
         raise UnsupportedError(
             f"{type(module).__name__} has no FP8 codes; pass a module of Conversion.modules."
         )
-    layout, codes = state.codes.layout, state.codes.get(module.weight)
-    if layout.in_place:
-        codes = layout.codes_to_hf(codes)
-    if not layout.aligned:
-        return {state.name: codes}
-    prefix = state.name.rpartition(".")[0]
-    return {f"{prefix}.{part}": piece for part, piece in layout.split_codes(codes).items()}
+    found: dict[str, Quantized] = {}
+    for state, weight in _held(module):
+        name, layout, codes = state.name, state.codes.layout, state.codes.get(weight)
+        if layout.in_place:
+            codes = layout.codes_to_hf(codes)
+        if layout.aligned:
+            prefix = name.rpartition(".")[0]
+            parts = layout.split_codes(codes)
+            found |= {f"{prefix}.{part}": piece for part, piece in parts.items()}
+        else:
+            found[name] = codes
+    return found
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """One linear layer of this rank."""
+def _is_fp8(module: Any) -> bool:
+    return isinstance(getattr(module, "fp8_state", None), Fp8State | Fp8GroupedState)
 
-    name: str
-    path: str
-    module: Any
-    layout: RowLayout
-    sharded: Mapping[str, int]
-    """Rows or columns of each HF tensor along the dimension that tensor parallel cuts."""
 
-    def check(self, backends: BackendChoice) -> None:
-        if type(self.module) in _UPSTREAM:
+def _held(module: Any) -> Iterator[tuple[Fp8State, torch.nn.Parameter]]:
+    """State and parameter of each weight of a converted module."""
+    state = module.fp8_state
+    states = state.experts if isinstance(state, Fp8GroupedState) else (state,)
+    return zip(states, weights_of(module), strict=True)
+
+
+def _check(site: Site, backends: BackendChoice) -> None:
+    kind = type(site.module)
+    if upstream_class(kind) is not None:
+        raise UnsupportedError(
+            f"'{site.path}' runs in FP8 already; close() the first Conversion before converting "
+            "again."
+        )
+    if fp8_class(kind) is None:
+        raise UnsupportedError(
+            f"'{site.path}' is a {kind.__name__}; FP8 linears replace ColumnParallelLinear, "
+            "RowParallelLinear and TransformerEngine's linear classes alone (pin the module to "
+            "BF16, or build the model from another layer spec)."
+        )
+    check_module(site.path, site.module)
+    for weight in site.weights:
+        out_features, in_features = weight.shape
+        if out_features != site.layout.rows:
             raise UnsupportedError(
-                f"'{self.path}' runs in FP8 already; close() the first Conversion before "
-                "converting again."
+                f"'{site.path}' has {out_features} rows where its config says "
+                f"{site.layout.rows}; pin it to BF16."
             )
-        if type(self.module) not in FP8_CLASSES:
+        if hasattr(weight, "__fsdp_param__"):
             raise UnsupportedError(
-                f"'{self.path}' is a {type(self.module).__name__}; FP8 linears replace "
-                "ColumnParallelLinear and RowParallelLinear alone (build the model from the local "
-                "layer spec, or pin the module to BF16)."
+                f"'{site.path}' is sharded by Megatron-FSDP, which FP8 linears do not serve; use "
+                "DDP with the distributed optimizer."
             )
-        out_features, in_features = self.module.weight.shape
-        if out_features != self.layout.rows:
-            raise UnsupportedError(
-                f"'{self.path}' has {out_features} rows where its config says {self.layout.rows}; "
-                "pin it to BF16."
-            )
-        shape = GemmShape(GROUP, out_features, in_features)
-        backends.pick(self.module.weight.device, shape, self.name)
+        # A model that is built on the meta device gets its memory, and its device, later.
+        if weight.device.type != "meta":
+            backends.pick(weight.device, GemmShape(GROUP, out_features, in_features), site.name)
 
 
-def _module_names(config: Any) -> list[str]:
-    names = dense_module_names(config.num_layers)
-    if config.gated_linear_unit:
-        return names
-    return [name for name in names if not name.endswith(".gate_proj")]
+def _swap(site: Site, setup: Setup) -> None:
+    weights, activations = setup.recipe.weights, setup.recipe.activations
+    states = tuple(
+        Fp8State(
+            name,
+            WeightCodes(site.layout, weights.scale_format, setup.epoch),
+            setup.backends,
+            activations.scale_format,
+        )
+        for name in site.names
+    )
+    module = site.module
+    module.fp8_state = Fp8GroupedState(site.name, states) if site.grouped else states[0]
+    module.fp8_setup = setup
+    module.__class__ = fp8_class(type(module))
 
 
 def _check_config(config: Any) -> None:
@@ -205,92 +339,30 @@ def _check_config(config: Any) -> None:
         "fp4": "megatron's own FP4 would quantize the same layers",
         "enable_autocast": "FP8 linears have no autocast rule",
         "delay_wgrad_compute": "FP8 linears compute weight gradients at once",
+        "tp_comm_overlap": "user buffers hold BF16 operands, FP8 linears gather codes",
         "attention_output_gate": "the HF layout of a gated linear_qkv is not known",
         "multi_latent_attention": "multi-latent attention is not served yet",
-        "mtp_num_layers": "multi-token prediction layers are not served yet",
+        "heterogeneous_block_specs": "its layers differ in shape, the names of pins do not tell",
+        "moe_latent_size": "latent projections around the experts are not served",
+        "enable_cuda_graph": "a replayed graph would go on with the codes of old weights",
+        "external_cuda_graph": "a replayed graph would go on with the codes of old weights",
     }
-    for option, reason in refused.items():
-        if getattr(config, option, None):
+    found = {option: getattr(config, option, None) for option in refused}
+    if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
+        refused["cuda_graph_impl"] = refused["enable_cuda_graph"]
+        found["cuda_graph_impl"] = config.cuda_graph_impl
+    for option, value in found.items():
+        if value:
             raise UnsupportedError(
-                f"config.{option}={getattr(config, option)!r}: {reason}; switch it off, or set "
+                f"config.{option}={value!r}: {refused[option]}; switch it off, or set "
                 "recipe.training to false."
             )
 
 
-def _plan(chunk: torch.nn.Module, policy: PinPolicy) -> Iterator[_Linear]:
-    for path, layer in chunk.named_modules():
-        if isinstance(layer, TransformerLayer):
-            linears = list(_linears(layer, path))
-            _check_all_known(layer, path, linears)
-            yield from (item for item in linears if policy.precision(item.name) == "fp8")
-
-
-def _linears(layer: Any, path: str) -> Iterator[_Linear]:
-    inner = dict(layer.named_modules())
-    fc1 = "mlp.gate_up_proj" if layer.config.gated_linear_unit else "mlp.up_proj"
-    for where, leaf in (
-        ("self_attention.linear_qkv", "self_attn.qkv_proj"),
-        ("self_attention.linear_proj", "self_attn.o_proj"),
-        ("mlp.linear_fc1", fc1),
-        ("mlp.linear_fc2", "mlp.down_proj"),
-    ):
-        module: Any = inner.get(where)
-        if getattr(module, "weight", None) is None:  # a layer may go without
-            continue
-        # layer_number is global under pipeline and virtual pipeline; the path's number is local.
-        name = f"model.layers.{layer.layer_number - 1}.{leaf}"
-        full_path = f"{path}.{where}"
-        part = leaf.rpartition(".")[2]
-        if where.endswith("linear_qkv"):
-            layout = _qkv_layout(layer.self_attention, full_path)
-        elif part == "gate_up_proj":
-            layout = gate_up_layout(module.weight.shape[0] // 2)
-        else:
-            layout = plain_layout(part, module.weight.shape[0])
-        row_parallel = part in ("o_proj", "down_proj")
-        sharded = {part: module.weight.shape[1]} if row_parallel else layout.part_rows
-        yield _Linear(name, full_path, module, layout, sharded)
-
-
-def _qkv_layout(attention: Any, path: str) -> RowLayout:
-    groups = attention.num_query_groups_per_partition
-    if attention.config.num_query_groups < attention.world_size:
-        raise UnsupportedError(
-            f"'{path}' spreads one query group over several ranks "
-            f"({attention.config.num_query_groups} groups, TP {attention.world_size}), so its "
-            "blocks are not those of the rollout engine; use a TP size of at most the number of "
-            "query groups."
-        )
-    return qkv_layout(
-        attention.num_attention_heads_per_partition,
-        groups,
-        attention.hidden_size_per_attention_head,
-    )
-
-
-def _check_all_known(layer: Any, path: str, linears: list[_Linear]) -> None:
-    known = {id(item.module.weight) for item in linears}
-    for name, parameter in layer.named_parameters():
-        if parameter.ndim > 1 and id(parameter) not in known:
-            owner = layer.get_submodule(name.rpartition(".")[0])
-            raise UnsupportedError(
-                f"'{path}.{name}' belongs to a {type(owner).__name__}, which is not part of a "
-                "dense attention or MLP layer; mixture-of-experts, cross attention and latent "
-                "attention are not served yet (set recipe.training to false)."
-            )
-
-
-def _log(policy: PinPolicy, plan: list[_Linear], backends: BackendChoice) -> None:
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    rows = "\n".join(
-        f"  {row.name}: {row.precision}{f' ({row.reason})' if row.reason else ''}"
-        for row in policy.report()
-    )
-    names = ", ".join(backends.names)
-    logger.info("[rank %d] %s; GEMM backends: %s\n%s", rank, policy.summary(), names, rows)
+def _warn_of_ragged_widths(plan: list[Site]) -> None:
     ragged = {
-        item.name: [f"{part} {width}" for part, width in item.sharded.items() if width % BLOCK[0]]
-        for item in plan
+        site.name: [f"{part} {width}" for part, width in site.sharded.items() if width % BLOCK[0]]
+        for site in plan
     }
     listed = "; ".join(f"{name} ({', '.join(parts)})" for name, parts in ragged.items() if parts)
     if listed:
@@ -298,7 +370,11 @@ def _log(policy: PinPolicy, plan: list[_Linear], backends: BackendChoice) -> Non
             "[rank %d] widths on this rank that are no multiple of %d make FP8 codes depend on the "
             "tensor-parallel size: %s. Use one TP size for trainer and rollout, or pin these "
             "modules to BF16.",
-            rank,
+            _rank(),
             BLOCK[0],
             listed,
         )
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -39,10 +39,38 @@ class Fp8State:
     activation_format: ScaleFormat
 
 
-class _Fp8Linear:
+class Fp8Module:
+    """What FP8 classes have in common: their codes are dropped when the module is moved or changes
+    between training and evaluation. Frameworks offload and swap weights at those moments, some of
+    them through ``.data``, which leaves no trace on the parameter."""
+
+    fp8_setup: Any
+
+    def train(self, mode: bool = True) -> Any:
+        if mode != self.training:  # type: ignore[attr-defined]
+            self.drop_codes()
+        return super().train(mode)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.drop_codes()
+        return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+
+    def drop_codes(self) -> None:
+        """Free the codes; the next forward makes them anew."""
+        raise NotImplementedError
+
+
+class Fp8Linear(Fp8Module):
+    """An :class:`Fp8Module` with one weight."""
+
     fp8_state: Fp8State
     weight: torch.nn.Parameter
 
+    def drop_codes(self) -> None:
+        self.fp8_state.codes.drop()
+
+
+class _LocalFp8Linear(Fp8Linear):
     def _forward_impl(
         self,
         input: torch.Tensor,
@@ -67,12 +95,8 @@ class _Fp8Linear:
             raise UnsupportedError(
                 f"'{name}' was called with a weight that is not its own; pin it to BF16."
             )
-        if hasattr(weight, "__fsdp_param__"):
-            raise UnsupportedError(
-                f"'{name}' is sharded by Megatron-FSDP, which FP8 linears do not serve; use DDP "
-                "with the distributed optimizer."
-            )
-        call = _Call(
+        check_weight(name, weight)
+        call = Call(
             state=self.fp8_state,
             fusion=gradient_accumulation_fusion,
             allreduce_dgrad=allreduce_dgrad,
@@ -80,14 +104,14 @@ class _Fp8Linear:
             tp_group=tp_group,
             training=torch.is_grad_enabled() and weight.requires_grad,
         )
-        return _Fp8LinearFunction.apply(input, weight, bias, call)
+        return fp8_linear(input, weight, bias, call)
 
 
-class Fp8ColumnParallelLinear(_Fp8Linear, ColumnParallelLinear):
+class Fp8ColumnParallelLinear(_LocalFp8Linear, ColumnParallelLinear):
     """``ColumnParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
 
 
-class Fp8RowParallelLinear(_Fp8Linear, RowParallelLinear):
+class Fp8RowParallelLinear(_LocalFp8Linear, RowParallelLinear):
     """``RowParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
 
 
@@ -97,17 +121,36 @@ FP8_CLASSES: dict[type, type] = {
 }
 
 
+def check_weight(name: str, weight: torch.nn.Parameter) -> None:
+    """Refuse a parameter that is not the plain matrix it was at conversion.
+
+    Raises:
+        UnsupportedError: naming the module.
+    """
+    if hasattr(weight, "__fsdp_param__"):
+        raise UnsupportedError(
+            f"'{name}' is sharded by Megatron-FSDP, which FP8 linears do not serve; use DDP "
+            "with the distributed optimizer."
+        )
+
+
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """Everything of one forward that is no tensor with a gradient."""
 
     state: Fp8State
     fusion: bool
-    allreduce_dgrad: bool
-    sequence_parallel: bool
-    tp_group: Any
+    """Gradients are added to ``weight.main_grad``."""
     training: bool
     """A gradient of the weight may be asked for."""
+    allreduce_dgrad: bool = False
+    sequence_parallel: bool = False
+    tp_group: Any = None
+
+    def main_grad(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """What the gradient is added to; asked for in forward, as megatron does: a module used
+        twice (MTP) must not see a swapped buffer."""
+        return getattr(weight, "main_grad", None) if self.fusion else None
 
     def quantize(
         self, x: torch.Tensor, *, rowwise: bool = False, columnwise: bool = False
@@ -121,12 +164,26 @@ class _Call:
         return self.state.backends.pick(weight.device, shape, self.state.name, direction)
 
 
-class _Fp8LinearFunction(torch.autograd.Function):
+def fp8_linear(
+    x: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None, call: Call
+) -> torch.Tensor:
     """``y = x @ weight.T + bias``; the products of forward and backward are FP8.
 
-    Shapes: x ``[tokens.., in]`` (its share of the first dimension under sequence parallel), weight
-    ``[out, in]``, both of one dtype, which is that of the result and the gradients.
+    Args:
+        x: ``[tokens.., in]``, under sequence parallel this rank's share of the first dimension;
+            an expert may have no tokens at all.
+        weight: ``[out, in]``.
+        bias: ``[out]`` or None.
+        call: state of the module, and what to do about parallelism.
+
+    Returns:
+        ``[tokens.., out]`` in the dtype of ``x``.
     """
+    return _Fp8LinearFunction.apply(x, weight, bias, call)
+
+
+class _Fp8LinearFunction(torch.autograd.Function):
+    """:func:`fp8_linear`."""
 
     @staticmethod
     def forward(
@@ -134,13 +191,15 @@ class _Fp8LinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        call: _Call,
+        call: Call,
     ) -> torch.Tensor:
         ctx.call = call
         ctx.use_bias = bias is not None
-        # Saved here as megatron does: a module used twice (MTP) must not see a swapped buffer.
-        ctx.main_grad = getattr(weight, "main_grad", None) if call.fusion else None
+        ctx.main_grad = call.main_grad(weight)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        if not x.numel():
+            ctx.save_for_backward(weight)
+            return x.new_zeros(*x.shape[:-1], len(weight))
 
         # The operand of wgrad comes out of the same read, and takes half the memory of x. Under
         # sequence parallel it has groups over tokens of other ranks.
@@ -163,10 +222,14 @@ class _Fp8LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         weight, *saved = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
         need_x, need_weight, _, _ = ctx.needs_input_grad
+        if not grad.numel():
+            nothing = grad.new_zeros(ctx.x_shape, dtype=ctx.x_dtype) if need_x else None
+            grad_weight = _give(call, None, weight, ctx.main_grad) if need_weight else None
+            return nothing, grad_weight, grad.sum(0) if ctx.use_bias else None, None
         gathered = _done
         if need_weight and len(saved) == 1:
             x = saved[0]
@@ -191,14 +254,14 @@ class _Fp8LinearFunction(torch.autograd.Function):
                 else Quantized(*saved)
             )
             assert grad_t is not None and x_t is not None
-            grad_weight = _grad_weight(call, grad_t, x_t, len(grad), weight, ctx.main_grad)
+            grad_weight = weight_grad(call, grad_t, x_t, len(grad), weight, ctx.main_grad)
         grad_bias = grad.sum(0) if ctx.use_bias else None
         reduced()
         return grad_x, grad_weight, grad_bias, None
 
 
 def _grad_input(
-    call: _Call, grad: Quantized, weight: torch.Tensor, shape: torch.Size, dtype: torch.dtype
+    call: Call, grad: Quantized, weight: torch.Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Callable[[], Any]]:
     """Gradient of x, of ``shape``, and what waits for its reduction over the TP group."""
     backend = call.backend("dgrad", weight, len(grad.codes))
@@ -213,28 +276,49 @@ def _grad_input(
     return full, _done
 
 
-def _grad_weight(
-    call: _Call,
+def weight_grad(
+    call: Call,
     grad_t: Quantized,
     x_t: Quantized,
     tokens: int,
     weight: torch.Tensor,
     main_grad: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Gradient of the weight; with fusion it is added to ``main_grad`` instead.
+    """Gradient of the weight from operands along ``tokens``; with fusion it is added to
+    ``main_grad`` instead, and what autograd needs is returned.
 
-    A parameter of DDP then still needs a gradient, of any content, to run the hook that starts
-    its reduction (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+    Raises:
+        UnsupportedError: fusion without ``main_grad``.
     """
     backend = call.backend("wgrad", weight, tokens)
+
+    def compute(dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+        return backend.wgrad(grad_t, x_t, dtype, out)
+
+    return _give(call, compute, weight, main_grad)
+
+
+def _give(
+    call: Call,
+    compute: Callable[[torch.dtype, torch.Tensor | None], torch.Tensor] | None,
+    weight: torch.Tensor,
+    main_grad: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Hand a weight's gradient over, which is zero without ``compute``.
+
+    With fusion a parameter of DDP still needs a gradient, of any content, to run the hook that
+    starts its reduction (tensor_parallel/layers.py,
+    LinearWithGradAccumulationAndAsyncCommunication).
+    """
     if not call.fusion:
-        return backend.wgrad(grad_t, x_t, weight.dtype)
+        return compute(weight.dtype, None) if compute else torch.zeros_like(weight)
     if main_grad is None:
         raise UnsupportedError(
             f"'{call.state.name}' has gradient_accumulation_fusion on, but its weight has no "
             "main_grad; wrap the model in megatron's DistributedDataParallel first."
         )
-    backend.wgrad(grad_t, x_t, main_grad.dtype, main_grad)
+    if compute:
+        compute(main_grad.dtype, main_grad)
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -145,6 +145,10 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (cuda, "synchronize", nothing),
         (cuda, "empty_cache", nothing),
         (cuda, "reset_peak_memory_stats", nothing),
+        # The dispatcher of a mixture of experts counts tokens on a stream of its own.
+        (cuda, "Stream", _Stream),
+        (cuda, "current_stream", lambda *args: _THE_STREAM),
+        (cuda, "stream", nullcontext),
         (mcore_random, "_get_cuda_rng_state", get_rng),
         (mcore_random, "_set_cuda_rng_state", set_rng),
         # A mode is off inside autograd.backward, where recomputed attention makes its mask.
@@ -178,6 +182,22 @@ def _norm_for_sequence_parallel(build: Callable[..., torch.nn.Module]) -> Callab
         return norm
 
     return __new__
+
+
+class _Stream:
+    """All work of a CPU is in order already."""
+
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_THE_STREAM = _Stream()
 
 
 class _CudaMeansCpu(TorchFunctionMode):

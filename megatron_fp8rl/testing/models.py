@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def build_gpt(
@@ -28,29 +32,38 @@ def build_gpt(
     post_process: bool = True,
     vp_stage: int | None = None,
     seed: int = 0,
+    transformer_layer_spec: Any = None,
     **overrides: Any,
 ) -> GPTModel:
-    """A dense Llama, Qwen2 or Qwen3 with all parameters in ``dtype``.
+    """A Llama, Qwen2, Qwen3 or Qwen3-MoE with all parameters in ``dtype``.
 
     Tensor and pipeline sizes come from ``megatron.core.parallel_state``, which must be initialised.
     Initial weights depend on ``seed`` and, under pipeline parallelism, on the stage; load weights
     with :func:`megatron_fp8rl.export.load_hf` where topologies must agree.
 
     Args:
-        hf_config: a transformers config (``LlamaConfig``, ``Qwen2Config``, ``Qwen3Config``).
+        hf_config: a transformers config (``LlamaConfig``, ``Qwen2Config``, ``Qwen3Config``,
+            ``Qwen3MoeConfig``).
         dtype: bfloat16 or float32.
         pre_process: this chunk holds the embedding.
         post_process: this chunk holds the final norm and the output projection.
         vp_stage: chunk number under virtual pipelining, else None.
         seed: of the initial weights; the caller's random state is left as it was.
-        **overrides: fields of ``TransformerConfig`` that differ from the defaults here.
+        transformer_layer_spec: in place of megatron's local one.
+        **overrides: fields of ``TransformerConfig`` that differ from the defaults here, such as
+            ``mtp_num_layers``.
 
     Raises:
         UnsupportedError: the config asks for something that this builder cannot express.
     """
     config = transformer_config(hf_config, dtype=dtype, **overrides)
     tensor_parallel = config.tensor_model_parallel_size
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec = transformer_layer_spec or _local_spec(config, vp_stage)
+    mtp_spec = None
+    if config.mtp_num_layers and post_process:
+        mtp_spec = get_gpt_mtp_block_spec(
+            config, _layer_spec(config), use_transformer_engine=False, vp_stage=vp_stage
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = GPTModel(
@@ -63,9 +76,26 @@ def build_gpt(
             position_embedding_type="rope",
             rotary_base=_rope_theta(hf_config),
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            mtp_block_spec=mtp_spec,
             vp_stage=vp_stage,
         )
     return model.to(dtype)  # torch norms are made in float32 whatever params_dtype says
+
+
+def _local_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
+    if config.num_moe_experts is None:
+        return _layer_spec(config)
+    return get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+    )
+
+
+def _layer_spec(config: TransformerConfig) -> Any:
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
 
 
 def transformer_config(
@@ -87,7 +117,7 @@ def transformer_config(
         "kv_channels": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
-        "qk_layernorm": hf_config.model_type == "qwen3",
+        "qk_layernorm": hf_config.model_type in ("qwen3", "qwen3_moe"),
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": _all_biased(hf_config),
@@ -102,7 +132,28 @@ def transformer_config(
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
     }
+    if hf_config.model_type == "qwen3_moe":
+        fields |= _moe_fields(hf_config)
     return TransformerConfig(**{**CPU_CONFIG, **fields, **overrides})
+
+
+def _moe_fields(hf_config: Any) -> dict[str, Any]:
+    if not hf_config.norm_topk_prob:
+        raise UnsupportedError("norm_topk_prob=False is not served; set it to true.")
+    dense = set(hf_config.mlp_only_layers)
+    sparse = [
+        number not in dense and (number + 1) % hf_config.decoder_sparse_step == 0
+        for number in range(hf_config.num_hidden_layers)
+    ]
+    return {
+        "num_moe_experts": hf_config.num_experts,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "moe_layer_freq": [int(flag) for flag in sparse],
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
 
 
 def _check_supported(hf_config: Any, dtype: torch.dtype) -> None:

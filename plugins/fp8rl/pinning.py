@@ -36,8 +36,12 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def layer_of(name: str) -> int | None:
-    """Global layer number in an HF module name, or None outside the decoder stack."""
-    match = _LAYER.search(name)
+    """Global layer number in an HF module name, or None outside the decoder stack.
+
+    Multi-token-prediction layers (``mtp.layers.N``) are none of the decoder's: pins reach them by
+    name and kind alone.
+    """
+    match = None if name.startswith("mtp.") else _LAYER.search(name)
     return int(match.group(1)) if match else None
 
 
@@ -47,7 +51,7 @@ def kind_of(name: str) -> ModuleKind:
     leaf = parts[-1]
     if "experts" in parts:
         return "experts"
-    if leaf == "gate" or leaf == "router":
+    if leaf in ("gate", "router", "shared_expert_gate"):
         return "router"
     if leaf.endswith(("norm", "layernorm")):
         return "norm"
@@ -56,19 +60,30 @@ def kind_of(name: str) -> ModuleKind:
 
 def dense_module_names(num_layers: int) -> list[str]:
     """HF names of the modules with weights of a dense Llama/Qwen3-style model, in order."""
-    inner = (
-        "input_layernorm",
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        "self_attn.o_proj",
-        "post_attention_layernorm",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "mlp.down_proj",
-    )
+    inner = layer_module_names()
     layers = [f"model.layers.{i}.{name}" for i in range(num_layers) for name in inner]
     return ["model.embed_tokens", *layers, "model.norm", "lm_head"]
+
+
+def layer_module_names(
+    *, gated: bool = True, num_experts: int | None = None, shared_expert: str | None = None
+) -> list[str]:
+    """HF names of one decoder layer's modules, within the layer and in order.
+
+    Args:
+        gated: the MLP has a gate.
+        num_experts: a mixture of so many experts (Qwen3-MoE's names) instead of an MLP.
+        shared_expert: name of the expert that all tokens visit, if the mixture has one.
+    """
+    mlp = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
+    blocks = ["mlp"]
+    if num_experts is not None:
+        blocks = [f"mlp.experts.{number}" for number in range(num_experts)]
+        blocks += [f"mlp.{shared_expert}"] if shared_expert else []
+    names = ["input_layernorm", *(f"self_attn.{part}_proj" for part in "qkvo")]
+    names.append("post_attention_layernorm")
+    names += ["mlp.gate"] if num_experts is not None else []
+    return names + [f"{block}.{part}" for block in blocks for part in mlp]
 
 
 @dataclass(frozen=True)

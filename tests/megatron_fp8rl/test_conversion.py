@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -255,8 +254,8 @@ def test_the_table_is_logged_once_with_a_warning_about_ragged_widths(caplog):
     with caplog.at_level(logging.INFO, logger="megatron_fp8rl"):
         _convert(_gpt(head_dim=64), _recipe(first=1))
     assert [r.levelname for r in caplog.records] == ["INFO"]
-    assert "model.layers.0.mlp.down_proj: bf16 (first: 1)" in caplog.text
-    assert "model.layers.1.mlp.down_proj: fp8" in caplog.text
+    assert "model.layers.*.mlp.down_proj [layers 0]: bf16 (first: 1)" in caplog.text
+    assert "model.layers.*.mlp.down_proj [layers 1]: fp8" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="megatron_fp8rl"):
         _convert(_gpt(head_dim=32), _recipe(names=("*.0.self_attn.*",)))
@@ -291,8 +290,12 @@ def _other_head_dim(gpt: Any) -> None:
     gpt.decoder.layers[1].self_attention.hidden_size_per_attention_head = 32
 
 
-def _router(gpt: Any) -> None:
-    gpt.decoder.layers[1].mlp.router = torch.nn.Linear(4, 4)
+def _latent(gpt: Any) -> None:
+    gpt.decoder.layers[1].mlp.latent = torch.nn.Linear(4, 4)
+
+
+def _fsdp(gpt: Any) -> None:
+    gpt.decoder.layers[1].mlp.linear_fc2.weight.__fsdp_param__ = True
 
 
 @pytest.mark.parametrize(
@@ -300,11 +303,14 @@ def _router(gpt: Any) -> None:
     [
         (_break(fp8="e4m3"), r"config\.fp8='e4m3'"),
         (_break(enable_autocast=True), "enable_autocast"),
-        (_break(mtp_num_layers=1), "mtp_num_layers"),
+        (_break(tp_comm_overlap=True), "tp_comm_overlap=True: user buffers"),
+        (_break(cuda_graph_impl="local"), "cuda_graph_impl='local': a replayed graph"),
+        (_break(delay_wgrad_compute=True), "delay_wgrad_compute"),
+        (_fsdp, r"linear_fc2' is sharded by Megatron-FSDP"),
         (_te_like, r"decoder\.layers\.1\.mlp\.linear_fc1' is a TELinear"),
         (_few_groups, r"linear_qkv' spreads one query group over several ranks \(2 groups, TP 4\)"),
         (_other_head_dim, r"linear_qkv' has 512 rows where its config says 256"),
-        (_router, r"decoder\.layers\.1\.mlp\.router\.weight' belongs to a Linear"),
+        (_latent, r"decoder\.layers\.1\.mlp\.latent\.weight' belongs to a Linear"),
     ],
 )
 def test_what_is_not_served_is_named(change, message):
@@ -321,25 +327,6 @@ def test_a_pinned_module_may_be_of_any_class():
     gpt = _gpt()
     _te_like(gpt)
     assert len(_convert(gpt, _recipe(names=("*.1.mlp.gate_proj", "*.1.mlp.up_proj"))).modules) == 7
-
-
-def test_a_mixture_of_experts_is_refused():
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    dense = _gpt()
-    config = copy.copy(dense.config)
-    config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size = 2, 1, 128
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=2, qk_layernorm=True, normalization="RMSNorm"
-        ),
-        vocab_size=VOCAB,
-        max_sequence_length=LENGTH,
-    )
-    with pytest.raises(UnsupportedError, match=r"mlp\.router\.weight.*mixture-of-experts"):
-        _convert(gpt)
 
 
 def test_converting_twice_is_an_error():

@@ -1,0 +1,274 @@
+"""The linear layers of a Megatron-Core GPT, under the global names that pins and rollout use.
+
+Decoder layers are ``model.layers.N``, numbered over the whole model; experts have their global
+number; multi-token-prediction layers are ``mtp.layers.N``, apart from the decoder's, so that
+``layers: [-1]`` is the last decoder layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from fp8rl import PinPolicy
+from fp8rl.errors import PinError, UnsupportedError
+from fp8rl.pinning import layer_module_names
+from megatron_fp8rl import compat
+from megatron_fp8rl.layout import RowLayout, gate_up_layout, plain_layout, qkv_layout
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear module of this rank; a grouped one holds the weights of several experts."""
+
+    names: tuple[str, ...]
+    """Global HF module name of each weight, fused parts under the fused name."""
+    path: str
+    """Where the module is in its model chunk, for messages."""
+    module: Any
+    layout: RowLayout
+    """Row order of each weight."""
+    sharded: Mapping[str, int]
+    """Rows or columns of each HF tensor along the dimension that tensor parallel cuts."""
+
+    @property
+    def name(self) -> str:
+        """The one name, or for a grouped module that of its experts without their number."""
+        return _EXPERT.sub(".experts.", self.names[0]) if self.grouped else self.names[0]
+
+    @property
+    def grouped(self) -> bool:
+        return hasattr(self.module, "num_gemms")
+
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        return weights_of(self.module)
+
+    def runs_in_fp8(self, policy: PinPolicy) -> bool:
+        """What the pins say of the module.
+
+        Raises:
+            PinError: they part the experts of one grouped module.
+        """
+        precisions = {name: policy.precision(name) for name in self.names}
+        if len(set(precisions.values())) > 1:
+            odd = next(name for name, precision in precisions.items() if precision == "bf16")
+            raise PinError(
+                f"pins.{policy.row(odd).reason} pins '{odd}' but not all experts of the grouped "
+                f"'{self.path}'; pin all experts of a layer or none."
+            )
+        return "fp8" in precisions.values()
+
+
+def weights_of(module: Any) -> list[torch.nn.Parameter]:
+    """The weight of a linear module, or those of a grouped one in order."""
+    if hasattr(module, "num_gemms"):
+        return [getattr(module, f"weight{i}") for i in range(module.num_gemms)]
+    return [module.weight]
+
+
+def module_names(config: Any) -> list[str]:
+    """HF names of the modules with weights of the whole model, in order.
+
+    Args:
+        config: the ``TransformerConfig`` of a GPTModel.
+    """
+    shared = None
+    if config.moe_shared_expert_intermediate_size is not None:
+        shared = _shared_name(config)
+    inner = [
+        layer_module_names(
+            gated=config.gated_linear_unit,
+            num_experts=config.num_moe_experts if is_moe else None,
+            shared_expert=shared,
+        )
+        for is_moe in _moe_layers(config)
+    ]
+    names = ["model.embed_tokens"]
+    for number, leaves in enumerate(inner):
+        names += [f"model.layers.{number}.{leaf}" for leaf in leaves]
+    names += ["model.norm", "lm_head"]
+    for number in range(config.mtp_num_layers or 0):  # made of the last decoder layer's spec
+        names.append(f"mtp.layers.{number}.eh_proj")
+        names += [f"mtp.layers.{number}.{leaf}" for leaf in inner[-1]]
+    return names
+
+
+def sites(chunk: torch.nn.Module) -> Iterator[Site]:
+    """The linear modules of all transformer layers in a model chunk (or of one layer).
+
+    Raises:
+        UnsupportedError: a layer has a matrix whose place in the HF layout is not known.
+    """
+    mtp = {
+        id(compat.mtp_transformer_layer(module)): (path, module)
+        for path, module in chunk.named_modules()
+        if isinstance(module, MultiTokenPredictionLayer)
+    }
+    for path, layer in chunk.named_modules():
+        if not isinstance(layer, TransformerLayer):
+            continue
+        prefix = layer_name(layer)
+        found = list(_in_layer(layer, path, prefix))
+        _check_all_known(layer, path, found)
+        yield from found
+        if id(layer) in mtp:
+            mtp_path, parent = mtp[id(layer)]
+            yield _plain(parent.eh_proj, f"{prefix}.eh_proj", f"{mtp_path}.eh_proj")
+
+
+def layer_name(layer: Any) -> str:
+    """``model.layers.N`` or ``mtp.layers.N``.
+
+    ``layer_number`` is global under pipeline and virtual pipeline, where the path's number is
+    local. Megatron up to 0.16 counts an MTP layer on after the decoder's; later ones flag it and
+    count from 1 again (transformer/multi_token_prediction.py).
+    """
+    number: int = layer.layer_number - 1
+    decoder: int = layer.config.num_layers
+    if number >= decoder:
+        return f"mtp.layers.{number - decoder}"
+    stack = "mtp" if getattr(layer, "is_mtp_layer", False) else "model"
+    return f"{stack}.layers.{number}"
+
+
+def _moe_layers(config: Any) -> list[bool]:
+    """Which decoder layers have experts (models/gpt/gpt_layer_specs.py)."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [number % frequency == 0 for number in range(config.num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def _shared_name(config: Any) -> str:
+    """Qwen's shared expert has a gate, DeepSeek's has none; HF calls them differently."""
+    return "shared_expert" if config.moe_shared_expert_gate else "shared_experts"
+
+
+def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
+    inner = dict(layer.named_modules())
+    at = f"{path}." if path else ""
+    attention = inner.get("self_attention")
+    if _has_weight(inner.get("self_attention.linear_qkv")):  # a layer may go without
+        where = f"{at}self_attention.linear_qkv"
+        layout = _qkv_layout(attention, where)
+        name = f"{prefix}.self_attn.qkv_proj"
+        yield Site((name,), where, attention.linear_qkv, layout, layout.part_rows)
+    if _has_weight(inner.get("self_attention.linear_proj")):
+        where = f"{at}self_attention.linear_proj"
+        yield _row(attention.linear_proj, f"{prefix}.self_attn.o_proj", where)
+
+    mlp = inner.get("mlp")
+    experts = getattr(mlp, "experts", None)
+    if experts is None:
+        yield from _mlp(mlp, f"{at}mlp", f"{prefix}.mlp")
+        return
+    numbers = mlp.local_expert_indices
+    if hasattr(experts, "local_experts"):
+        for local, number in enumerate(numbers):
+            yield from _mlp(
+                experts.local_experts[local],
+                f"{at}mlp.experts.local_experts.{local}",
+                f"{prefix}.mlp.experts.{number}",
+            )
+    else:
+        yield from _grouped(experts, f"{at}mlp.experts", f"{prefix}.mlp.experts", numbers)
+    shared = getattr(mlp, "shared_experts", None)
+    if shared is not None:
+        name = f"{prefix}.mlp.{_shared_name(layer.config)}"
+        yield from _mlp(shared, f"{at}mlp.shared_experts", name)
+
+
+def _mlp(mlp: Any, path: str, name: str) -> Iterator[Site]:
+    fc1, fc2 = getattr(mlp, "linear_fc1", None), getattr(mlp, "linear_fc2", None)
+    if _has_weight(fc1):
+        assert fc1 is not None
+        layout, leaf = _fc1_layout(mlp.config, fc1.weight)
+        yield Site((f"{name}.{leaf}",), f"{path}.linear_fc1", fc1, layout, layout.part_rows)
+    if _has_weight(fc2):
+        yield _row(fc2, f"{name}.down_proj", f"{path}.linear_fc2")
+
+
+def _grouped(experts: Any, path: str, name: str, numbers: list[int]) -> Iterator[Site]:
+    fc1, fc2 = getattr(experts, "linear_fc1", None), getattr(experts, "linear_fc2", None)
+    for linear, leaf in ((fc1, "linear_fc1"), (fc2, "linear_fc2")):
+        if linear is None or not hasattr(linear, "num_gemms"):
+            raise UnsupportedError(
+                f"'{path}' is a {type(experts).__name__}, whose experts FP8 linears do not know; "
+                "use SequentialMLP (moe_grouped_gemm off) or TransformerEngine's grouped layers, "
+                "without moe_use_legacy_grouped_gemm."
+            )
+        if linear.num_gemms != len(numbers):
+            raise UnsupportedError(
+                f"'{path}.{leaf}' has {linear.num_gemms} weights for {len(numbers)} experts; pin "
+                "kind 'experts' to BF16."
+            )
+    assert fc1 is not None and fc2 is not None
+    layout, leaf = _fc1_layout(experts.config, fc1.weight0)
+    names = tuple(f"{name}.{number}.{leaf}" for number in numbers)
+    yield Site(names, f"{path}.linear_fc1", fc1, layout, layout.part_rows)
+    names = tuple(f"{name}.{number}.down_proj" for number in numbers)
+    rows, columns = fc2.weight0.shape
+    layout = plain_layout("down_proj", rows)
+    yield Site(names, f"{path}.linear_fc2", fc2, layout, {"down_proj": columns})
+
+
+def _fc1_layout(config: Any, weight: torch.Tensor) -> tuple[RowLayout, str]:
+    if config.gated_linear_unit:
+        return gate_up_layout(weight.shape[0] // 2), "gate_up_proj"
+    return plain_layout("up_proj", weight.shape[0]), "up_proj"
+
+
+def _row(module: Any, name: str, path: str) -> Site:
+    part, (rows, columns) = name.rpartition(".")[2], module.weight.shape
+    return Site((name,), path, module, plain_layout(part, rows), {part: columns})
+
+
+def _plain(module: Any, name: str, path: str) -> Site:
+    part, rows = name.rpartition(".")[2], module.weight.shape[0]
+    return Site((name,), path, module, plain_layout(part, rows), {part: rows})
+
+
+def _has_weight(module: Any) -> bool:
+    return getattr(module, "weight", None) is not None
+
+
+def _qkv_layout(attention: Any, path: str) -> RowLayout:
+    groups = attention.num_query_groups_per_partition
+    if attention.config.num_query_groups < attention.world_size:
+        raise UnsupportedError(
+            f"'{path}' spreads one query group over several ranks "
+            f"({attention.config.num_query_groups} groups, TP {attention.world_size}), so its "
+            "blocks are not those of the rollout engine; use a TP size of at most the number of "
+            "query groups."
+        )
+    return qkv_layout(
+        attention.num_attention_heads_per_partition,
+        groups,
+        attention.hidden_size_per_attention_head,
+    )
+
+
+_KNOWN_BF16 = ("mlp.router.weight", "mlp.shared_experts.gate_weight")
+
+
+def _check_all_known(layer: Any, path: str, found: list[Site]) -> None:
+    known = {id(weight) for site in found for weight in site.weights}
+    for name, parameter in layer.named_parameters():
+        if parameter.ndim > 1 and id(parameter) not in known and name not in _KNOWN_BF16:
+            owner = layer.get_submodule(name.rpartition(".")[0])
+            raise UnsupportedError(
+                f"'{path}.{name}' belongs to a {type(owner).__name__}, which is not part of a "
+                "self-attention, MLP or mixture-of-experts layer; cross attention and latent "
+                "attention are not served yet (set recipe.training to false)."
+            )

@@ -1,0 +1,173 @@
+"""TransformerEngine's linear classes over FP8 operands of this package; needs TransformerEngine.
+
+Written for megatron-core 0.16.1 (extensions/transformer_engine.py) and TransformerEngine 2.12
+(pytorch/module/{linear,layernorm_linear,grouped_linear}.py). A module changes its class and nothing
+else: parameters, ``_extra_state``, hooks and names stay, so checkpoints of either class load into
+the other, and a pinned module keeps TransformerEngine's own forward.
+
+What TransformerEngine does around its product is done here: the norm of a LayerNormLinear, the
+collective of a row-parallel layer, and a bias that is handed out instead of added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TERowParallelGroupedLinear,
+    TERowParallelLinear,
+)
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from fp8rl.errors import UnsupportedError
+from megatron_fp8rl.grouped import Fp8Grouped, grouped_linear
+from megatron_fp8rl.linear import Call, Fp8Linear, check_weight, fp8_linear
+from megatron_fp8rl.sites import weights_of
+
+# Attributes of TransformerEngine's modules that ask for something FP8 linears do not do.
+_REFUSED = {
+    "ub_overlap_ag_fprop": "user-buffer overlap holds BF16 operands, FP8 linears gather codes",
+    "ub_overlap_rs_fprop": "user-buffer overlap is not served",
+    "ub_overlap_ag_dgrad": "user-buffer overlap is not served",
+    "ub_overlap_rs_dgrad": "user-buffer overlap is not served",
+    "ub_bulk_dgrad": "user-buffer overlap is not served",
+    "ub_bulk_wgrad": "user-buffer overlap is not served",
+    "return_layernorm_output": "the norm's output stays inside",
+    "primary_weights_in_fp8": "its weights are stored in FP8, without the BF16 values",
+    "fsdp_group": "FSDP is not served",
+    "symmetric_ar_type": "symmetric-memory all-reduce is not served",
+}
+
+
+class _Fp8TELinear(Fp8Linear):
+    """Shared by the classes with one weight."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module: Any = self
+        bias = module.bias if module.use_bias else None
+        return _parallel_linear(module, x, bias)
+
+
+class Fp8TEColumnParallelLinear(_Fp8TELinear, TEColumnParallelLinear):
+    """``TEColumnParallelLinear`` over FP8 operands; made by ``convert``."""
+
+
+class Fp8TERowParallelLinear(_Fp8TELinear, TERowParallelLinear):
+    """``TERowParallelLinear`` over FP8 operands; made by ``convert``."""
+
+
+class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallelLinear):
+    """``TELayerNormColumnParallelLinear`` over FP8 operands; made by ``convert``."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().forward(_normalize(self, x))
+
+
+class _Fp8TEGroupedLinear(Fp8Grouped):
+    def forward(
+        self, x: torch.Tensor, m_splits: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        module: Any = self
+        biases = None
+        if module.use_bias:
+            biases = [getattr(module, f"bias{i}") for i in range(module.num_gemms)]
+        # Communication of experts is the token dispatcher's.
+        y = grouped_linear(
+            x,
+            [int(tokens) for tokens in m_splits],
+            weights_of(module),
+            biases if module.apply_bias else None,
+            self.fp8_state,
+            fusion=module.fuse_wgrad_accumulation,
+        )
+        return y, biases if module.te_return_bias else None
+
+
+class Fp8TEColumnParallelGroupedLinear(_Fp8TEGroupedLinear, TEColumnParallelGroupedLinear):
+    """``TEColumnParallelGroupedLinear`` over FP8 operands; made by ``convert``."""
+
+
+class Fp8TERowParallelGroupedLinear(_Fp8TEGroupedLinear, TERowParallelGroupedLinear):
+    """``TERowParallelGroupedLinear`` over FP8 operands; made by ``convert``."""
+
+
+TE_CLASSES: dict[type, type] = {
+    TEColumnParallelLinear: Fp8TEColumnParallelLinear,
+    TERowParallelLinear: Fp8TERowParallelLinear,
+    TELayerNormColumnParallelLinear: Fp8TELayerNormColumnParallelLinear,
+    TEColumnParallelGroupedLinear: Fp8TEColumnParallelGroupedLinear,
+    TERowParallelGroupedLinear: Fp8TERowParallelGroupedLinear,
+}
+
+
+def check_module(path: str, module: Any) -> None:
+    """Refuse what the classes above do not do.
+
+    Raises:
+        UnsupportedError: naming ``path`` and the attribute.
+    """
+    for attribute, reason in _REFUSED.items():
+        value = getattr(module, attribute, None)
+        if value:
+            raise UnsupportedError(
+                f"'{path}' has {attribute}={value!r}: {reason}; switch it off or pin the module "
+                "to BF16."
+            )
+    store = getattr(module, "wgrad_store", None)
+    if store is not None and store.delay_wgrad_compute():
+        raise UnsupportedError(
+            f"'{path}' delays its weight gradients, FP8 linears compute them at once; switch "
+            "delay_wgrad_compute off."
+        )
+    if getattr(module, "te_quant_params", None) is not None:
+        raise UnsupportedError(
+            f"'{path}' has a precision of its own from megatron's quant_recipe; leave the module "
+            "out of it, or pin it to BF16 here."
+        )
+
+
+def _parallel_linear(
+    module: Any, x: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    state, weight = module.fp8_state, module.weight
+    check_weight(state.name, weight)
+    parallel = module.parallel_mode if module.tp_size > 1 else None
+    column, row = parallel == "column", parallel == "row"
+    call = Call(
+        state=state,
+        fusion=module.fuse_wgrad_accumulation,
+        training=torch.is_grad_enabled() and weight.requires_grad,
+        sequence_parallel=column and module.sequence_parallel,
+        allreduce_dgrad=column and not module.sequence_parallel,
+        tp_group=module.tp_group if parallel else None,
+    )
+    added = bias if module.apply_bias else None
+    y = fp8_linear(x, weight, None if row else added, call)
+    if row:  # the bias comes after the sum over ranks
+        reduce = (
+            reduce_scatter_to_sequence_parallel_region
+            if module.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        y = reduce(y, group=module.tp_group)
+        y = y if added is None else y + added
+    return y, bias if module.te_return_bias else None
+
+
+def _normalize(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The norm of a LayerNormLinear, in float32 inside."""
+    weight = module.layer_norm_weight
+    if module.zero_centered_gamma:
+        weight = weight + 1
+    if module.normalization == "RMSNorm":
+        return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), module.eps)
+    bias = module.layer_norm_bias.to(x.dtype)
+    return torch.nn.functional.layer_norm(x, weight.shape, weight.to(x.dtype), bias, module.eps)
