@@ -20,6 +20,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
 triton_kernels = importlib.import_module("fp8rl.numerics.triton_kernels")
+triton_two_way = importlib.import_module("fp8rl.numerics.triton_two_way")
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -32,7 +33,8 @@ def cast(request, monkeypatch):
     """Both casts, wherever the device has them."""
     if request.param and not triton_kernels.has_native_cast(DEVICE):
         pytest.skip("this device has no E4M3 conversion in hardware")
-    monkeypatch.setattr(triton_kernels, "has_native_cast", lambda device: request.param)
+    for module in (triton_kernels, triton_two_way):
+        monkeypatch.setattr(module, "has_native_cast", lambda device: request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +85,31 @@ def check(x: torch.Tensor, scale_format: str) -> None:
             triton_kernels.quantize_block(moved, (128, 128), scale_format),
             reference.quantize_block(x, (128, 128), scale_format),
         )
+        check_two_way(x, moved, scale_format)
     assert_same(
         triton_kernels.quantize_group(moved, 128, scale_format),
         reference.quantize_group(x, 128, scale_format),
     )
+
+
+def check_two_way(x: torch.Tensor, moved: torch.Tensor, scale_format: str) -> None:
+    """Both sides of an operand and of a weight, made together and alone."""
+    for name in ("quantize_operand", "quantize_weight"):
+        expected = getattr(reference, name)(x, scale_format, True, True)
+        for wanted in ((True, True), (True, False), (False, True)):
+            actual = getattr(triton_two_way, name)(moved, scale_format, *wanted)
+            for got, want, asked in zip(actual, expected, wanted, strict=True):
+                assert (got is not None) == asked
+                if got is None:
+                    continue
+                width = want.codes.shape[1]
+                padding = got.codes.view(torch.uint8)[:, width:]
+                assert not padding.any()
+                codes = got.codes.view(torch.uint8)[:, :width].contiguous()
+                assert_same(
+                    Quantized(codes.view(got.codes.dtype), got.scale_inv.contiguous()),
+                    Quantized(want.codes.contiguous(), want.scale_inv.contiguous()),
+                )
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

@@ -58,10 +58,11 @@ def test_tuning_orders_each_direction_by_its_own_times():
 
 
 def test_equally_fast_backends_stay_in_the_order_of_preference():
-    choice = _choice(_Slow("z", fprop=0.03), _Slow("a", fprop=0.03))
+    backends = [_Slow("z", fprop=0.0504), _Slow("a", fprop=0.05), _Slow("c", fprop=0.1)]
+    choice = BackendChoice({b.name: b for b in backends}, ["fp32"])
     choice.tune([SHAPE], CPU)
-    order = [b.name for b in choice._orders["fprop", 4, 16, 32] if b.name in "za"]
-    assert order == ["z", "a"]
+    assert choice.timings["fprop"][SHAPE].keys() == {"z", "a", "c"}
+    assert choice.pick(CPU, SHAPE, "m", "fprop").name == "z"
 
 
 class _Broken(ReferenceBackend):

@@ -58,8 +58,12 @@ def _two_way_kernel(
     col = tile_col * 128 + tl.arange(0, 128)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride_row + col[None, :] * stride_col, inside, other=0.0)
-    x = x.to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True)
+    if x.dtype == tl.bfloat16:  # Triton's interpreter converts subnormals wrongly
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        x = bits.to(tl.float32, bitcast=True)
+    else:
+        x = x.to(tl.float32)
+        bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     x = tl.where(magnitude < 0x7F800000, x, float("nan"))
     bits = tl.where(magnitude < 0x7F800000, bits, 0x7FC00000)
