@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fp8rl import PluginManager
@@ -27,6 +27,7 @@ InFlight = Literal["drain", "abort", "keep"]
 go on with the new weights after the tokens that they have, whose keys and values are made anew."""
 
 _PAUSE_MODES: dict[InFlight, str] = {"drain": "wait", "abort": "abort", "keep": "keep"}
+_ALIVE_SECONDS = 0.5
 
 
 async def refit_async(
@@ -104,11 +105,13 @@ async def _run(
     started = time.perf_counter()
     await door.shut()
     try:
-        await engine.pause_generation(mode=_PAUSE_MODES[in_flight], clear_cache=True)
+        await _while_alive(
+            engine, engine.pause_generation(mode=_PAUSE_MODES[in_flight], clear_cache=True)
+        )
         await workers.call("begin", expect_kv_scales)
         await transfer(workers)
         # Not before: a forward between the pause and the first write may have filled it again.
-        if not await engine.reset_prefix_cache(reset_running_requests=True):
+        if not await _while_alive(engine, engine.reset_prefix_cache(reset_running_requests=True)):
             raise RefitError(
                 "vLLM could not reset its prefix cache, which holds keys of the old weights; stop "
                 "whatever holds KV blocks and refit again."
@@ -139,6 +142,19 @@ async def _give_up(
             await door.abort_waiting()
 
 
+async def _while_alive(engine: Any, call: Coroutine[Any, Any, Any]) -> Any:
+    """The answer of an engine core, or an error if it dies: vLLM would then wait for ever."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not task.done():
+            if engine.errored:
+                raise engine.dead_error
+            await asyncio.wait({task}, timeout=_ALIVE_SECONDS)
+        return task.result()
+    finally:
+        task.cancel()
+
+
 async def _settle(steps: Coroutine[Any, Any, None]) -> None:
     """Await to the end, even while the task is being cancelled."""
     task = asyncio.ensure_future(steps)
@@ -154,23 +170,44 @@ async def _settle(steps: Coroutine[Any, Any, None]) -> None:
 
 
 class _Refusal:
-    """Stands in for ``AsyncLLM.add_request`` while the weights are a mixture."""
+    """Stands in for the methods that take requests, while the weights are a mixture."""
+
+    METHODS = ("add_request", "generate", "encode")
+    _ATTRIBUTE = "_fp8rl_refit_refusal"
 
     def __init__(self, reason: str, resume: bool) -> None:
-        self.reason = reason
+        self._reason = reason
         self.resume = resume
         """Whether a complete refit resumes the engine: not where its user had paused it."""
 
-    async def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise RefitError(f"{self.reason}; {REMEDY}.")
+    @classmethod
+    def of(cls, engine: Any) -> _Refusal | None:
+        return engine.__dict__.get(cls._ATTRIBUTE)
+
+    def cover(self, engine: Any) -> None:
+        setattr(engine, self._ATTRIBUTE, self)
+        for name in self.METHODS:
+            setattr(engine, name, getattr(self, name))
+
+    def uncover(self, engine: Any) -> None:
+        for name in (*self.METHODS, self._ATTRIBUTE):
+            delattr(engine, name)
+
+    async def add_request(self, *args: object, **kwargs: object) -> NoReturn:
+        raise RefitError(f"{self._reason}; {REMEDY}.")
+
+    # Not left to their call of add_request: they would hide the error behind one without a message.
+    async def generate(self, *args: object, **kwargs: object) -> AsyncIterator[NoReturn]:
+        yield await self.add_request()
+
+    encode = generate
 
 
 class _AsyncFrontDoor:
     """Pauses an engine for a refit; locked, it refuses requests before any worker hears of them.
 
     As with ``LLM`` (see :class:`vllm_fp8rl.refit._FrontDoor`), a forward that raised in a worker
-    would end the engine core, so ``add_request`` of this one engine object is covered by an
-    attribute.
+    would end the engine core, so the methods of this one engine object are covered by attributes.
     """
 
     _BUSY = "_fp8rl_refit_under_way"
@@ -189,31 +226,30 @@ class _AsyncFrontDoor:
             raise RefitError("A refit of this engine is already under way; await it first.")
         setattr(self._engine, self._BUSY, True)
         try:
-            left = self._refusal()
-            self._resume = left.resume if left else not await self._engine.is_paused()
+            left = _Refusal.of(self._engine)
+            paused = await _while_alive(self._engine, self._engine.is_paused())
+            self._resume = left.resume if left else not paused
         except BaseException:
             delattr(self._engine, self._BUSY)
             raise
 
     async def open(self) -> None:
         """Serve requests; but stay paused if the engine was before the refit."""
-        if self._refusal():
-            del self._engine.add_request
+        refusal = _Refusal.of(self._engine)
+        if refusal:
+            refusal.uncover(self._engine)
         delattr(self._engine, self._BUSY)
         if self._resume:
-            await self._engine.resume_generation()
+            await _while_alive(self._engine, self._engine.resume_generation())
 
     def lock(self, reason: str) -> None:
         """Refuse requests from now on; the engine stays paused."""
-        self._engine.add_request = _Refusal(reason, self._resume)
+        _Refusal(reason, self._resume).cover(self._engine)
         delattr(self._engine, self._BUSY)
 
     async def abort_waiting(self) -> None:
-        await self._engine.pause_generation(mode="abort", clear_cache=False)
-
-    def _refusal(self) -> _Refusal | None:
-        covered = self._engine.__dict__.get("add_request")
-        return covered if isinstance(covered, _Refusal) else None
+        waiting = self._engine.pause_generation(mode="abort", clear_cache=False)
+        await _while_alive(self._engine, waiting)
 
 
 class _AsyncWorkers:
@@ -247,7 +283,8 @@ class _AsyncWorkers:
         from vllm_fp8rl import worker
 
         try:
-            answers = await self._engine.collective_rpc(f"fp8rl_refit_{step}", args=args)
+            call = self._engine.collective_rpc(f"fp8rl_refit_{step}", args=args)
+            answers = await _while_alive(self._engine, call)
         except Exception as error:
             raise lost_worker(step, error) from error
         return [worker.read_answer(answer) for answer in answers]
