@@ -164,6 +164,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     Raises:
         ScaleError: a name that the model does not have, or a value that is 0, negative, NaN,
             infinite or not one element.
+        RefitError: the engine's weights sleep.
     """
     layers = {state.index: layer for layer, state in _fp8_layers(model)}
     checked: list[tuple[torch.nn.Module, Role, float]] = []
@@ -175,6 +176,8 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
                 f"{sorted(layers)}; use names such as '{scale_name(0, 'k')}'."
             )
         checked.append((layers[parsed[0]], parsed[1], _checked(name, scale)))
+    for layer, _, _ in checked:
+        getattr(layer, GUARD).require_awake()
     for layer, role, value in checked:
         _commit(layer, role, value)
 

@@ -1,0 +1,126 @@
+"""Steps that must not run, in engines whose decode steps are full CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+
+from gpu_engine import (
+    GpuEngine,
+    expected_logprobs,
+    kv_scales,
+    make_checkpoints,
+    refit_tensors,
+    slope,
+    start_engine,
+)
+
+from fp8rl import Recipe
+from fp8rl.errors import RefitError, ScaleError, UnsupportedError
+from fp8rl.numerics import quantize_block
+from fp8rl.recipe import KVCache
+from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.kv_cache import set_kv_scales
+from vllm_fp8rl.refit import RefitSession, drop_requests, refit
+from vllm_fp8rl.testing.hf_reference import gap
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module", params=["FLASH_ATTN", "TRITON_ATTN"])
+def engine(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[GpuEngine]:
+    """Started without a checkpoint: it has never had KV scales."""
+    started = start_engine(
+        checkpoints["a"], Recipe(), load_format="dummy", attention_backend=request.param
+    )
+    attention = started.model.model.layers[0].self_attn.attn
+    assert attention.attn_backend.get_name() == request.param
+    mode = started.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+    assert mode.decode_mode().name == "FULL"
+    yield started
+    started.llm.llm_engine.engine_core.shutdown()
+
+
+def test_no_step_runs_before_scales_come_or_over_a_mixture(
+    engine: GpuEngine, checkpoints: dict[str, Path]
+) -> None:
+    a, b = (refit_tensors(checkpoints[name], engine.recipe) for name in "ab")
+    with pytest.raises(ScaleError, match=r"'model\.layers\.0\.self_attn\.\w_scale' was never"):
+        engine.greedy()
+    drop_requests(engine.llm)
+
+    refit(engine.llm, a.items(), expect_kv_scales=True)
+    tokens = engine.greedy()
+    # Past the front door of ``refit``, which would refuse before any step.
+    with (
+        pytest.raises(KeyboardInterrupt),
+        RefitSession(engine.model, expect_kv_scales=False) as session,
+    ):
+        session.load(list(b.items())[:3])
+        with pytest.raises(RefitError, match="a refit is under way"):
+            engine.greedy()
+        raise KeyboardInterrupt
+    drop_requests(engine.llm)
+    with pytest.raises(RefitError, match="mixture"):
+        engine.greedy()
+    drop_requests(engine.llm)
+    refit(engine.llm, a.items(), expect_kv_scales=True)
+    assert engine.greedy() == tokens
+
+    codes, scale_inv = quantize_block(a[DOWN])
+    engine.model.load_weights([(DOWN, codes)])
+    with pytest.raises(RefitError, match="down_proj' received FP8 'weight' without"):
+        engine.greedy()
+    drop_requests(engine.llm)
+    engine.model.load_weights([(f"{DOWN}_scale_inv", scale_inv)])
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy() == tokens
+
+
+def test_captured_graphs_see_new_scales(engine: GpuEngine, checkpoints: dict[str, Path]) -> None:
+    path, recipe = checkpoints["a"], engine.recipe
+    refit(engine.llm, refit_tensors(path, recipe).items(), expect_kv_scales=True)
+    fine, tokens = kv_scales(path, recipe), engine.greedy()
+    for role in "kv":
+        clipping = {n: s / 32 if n.endswith(f"{role}_scale") else s for n, s in fine.items()}
+        set_kv_scales(engine.model, clipping)
+        engine.llm.reset_prefix_cache()
+        rollout = engine.rollout()
+        new, old = (expected_logprobs(path, recipe, rollout, kv_scales=s) for s in (clipping, fine))
+        assert gap(rollout.logprobs, new).mean < 0.6 * gap(rollout.logprobs, old).mean, role
+        assert slope(rollout.logprobs, new, old) > 0.6, role
+    set_kv_scales(engine.model, fine)
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy() == tokens
+
+
+def test_a_mixture_is_refused_without_an_fp8_cache_too(checkpoints: dict[str, Path]) -> None:
+    engine = start_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
+    tokens = engine.greedy()
+    RefitGuard.of(engine.model).close("The weights are a mixture: a test says so")
+    with pytest.raises(RefitError, match="mixture"):
+        engine.greedy()
+    drop_requests(engine.llm)
+    RefitGuard.of(engine.model).open()
+    assert engine.greedy() == tokens
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+def test_a_backend_that_bakes_scales_into_full_graphs_is_refused(
+    checkpoints: dict[str, Path],
+) -> None:
+    pytest.importorskip("flashinfer")
+    with pytest.raises(UnsupportedError, match=r"'FLASHINFER'.*constants.*FLASH_ATTN"):
+        start_engine(checkpoints["a"], Recipe(), attention_backend="FLASHINFER")
