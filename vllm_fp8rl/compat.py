@@ -82,3 +82,11 @@ def abort_requests(engine: Any, request_ids: list[str]) -> None:
     """Abort by the numbers of the output processor, which 0.32 calls internal."""
     internal = "internal" in inspect.signature(engine.abort_request).parameters
     engine.abort_request(request_ids, **({"internal": True} if internal else {}))
+
+
+def reported_name(parameter: str) -> str:
+    """An engine parameter as ``load_weights`` reports it, whatever the version.
+
+    0.25.1 leaves the module out that holds a layer's experts, 0.32 does not.
+    """
+    return parameter.replace(".routed_experts.", ".")

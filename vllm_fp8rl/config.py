@@ -17,22 +17,24 @@ from vllm.model_executor.layers.quantization.base_config import (
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import PinError, RecipeError, UnsupportedError
 from fp8rl.numerics import BLOCK
-from fp8rl.pinning import ALWAYS_BF16, PinRow, dense_module_names
+from fp8rl.pinning import ALWAYS_BF16, PinRow
 from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl import NAME
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.models import check_architecture, check_widths, is_mixture, module_names
+from vllm_fp8rl.moe_settings import set_activation_scales
 from vllm_fp8rl.warmup import KernelWarmup, deep_gemm_job
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = init_logger("vllm.fp8rl")
 
 SETTINGS_KEY = "fp8rl"
 _KV_NAMES = {"fp8": "fp8_e4m3"}  # vLLM's alias
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Resolved:
     """The engine loads no checkpoint."""
     layers: dict[str, Any]
     """vLLM's table of layers by name, for compiled code."""
+    mixture: bool
+    """The model has experts."""
     guard: RefitGuard
     """Asked in every step whether the model may run."""
     warmup: KernelWarmup
@@ -59,10 +63,25 @@ class Resolved:
             pinned = self.policy.precision(name)
         except PinError:
             raise UnsupportedError(
-                f"'{name}' is no layer of a dense Llama/Qwen3-style model, which is what "
+                f"'{name}' is no layer of a Llama/Qwen3-style model, which is what "
                 f"quantization='{NAME}' serves; start this model without it."
             ) from None
         return pinned if self.recipe.rollout else "bf16"
+
+    def experts_precision(self, name: str) -> str:
+        """The same for the experts of a layer, which one kernel runs.
+
+        Raises:
+            PinError: a pin covers a part of them only.
+        """
+        rows = [row for row in self.policy.report() if row.name.startswith(f"{name}.")]
+        pinned = next((row for row in rows if row.precision == "bf16"), None)
+        if pinned and any(row.precision == "fp8" for row in rows):
+            raise PinError(
+                f"pins.{pinned.reason} pins '{pinned.name}' but not all experts of its layer; pin "
+                f"all with names: ['{name}.*'], or use kinds: [experts]."
+            )
+        return "bf16" if pinned or not self.recipe.rollout else "fp8"
 
 
 class Fp8RLConfig(QuantizationConfig):
@@ -129,6 +148,7 @@ class Fp8RLConfig(QuantizationConfig):
         """
         # vLLM's layer modules are heavy: imported only where an engine is being built.
         from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -147,7 +167,13 @@ class Fp8RLConfig(QuantizationConfig):
                 on_unpaired=resolved.guard.recheck,
                 warmup=resolved.warmup,
             )
+        if isinstance(layer, RoutedExperts):
+            return _experts_method(resolved, layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
+            if resolved.mixture:  # the output projection is built last, behind every router
+                from vllm_fp8rl.moe import keep_gates_refittable
+
+                keep_gates_refittable(resolved.layers, dummy=resolved.dummy)
             return RefitEmbeddingMethod(prefix, dummy=resolved.dummy)
         if isinstance(layer, Attention):
             return Fp8RLKVCacheMethod(self, resolved.guard)
@@ -168,6 +194,22 @@ class Fp8RLConfig(QuantizationConfig):
         return self._resolved
 
 
+def _experts_method(resolved: Resolved, layer: RoutedExperts, name: str) -> QuantizeMethodBase:
+    from vllm_fp8rl.moe import Fp8RLMoEMethod, RefitMoEMethod
+
+    dummy, layers = resolved.dummy, resolved.layers
+    if resolved.experts_precision(name) == "bf16":
+        return RefitMoEMethod(layer, name, dummy=dummy, layers=layers)
+    return Fp8RLMoEMethod(
+        layer,
+        resolved.recipe,
+        name,
+        dummy=dummy,
+        layers=layers,
+        on_unpaired=resolved.guard.recheck,
+    )
+
+
 def read_recipe(additional_config: Any) -> Recipe:
     """The recipe of an engine, from its ``additional_config``, the environment, or the default.
 
@@ -182,13 +224,22 @@ def read_recipe(additional_config: Any) -> Recipe:
 
 
 def _resolve(engine: VllmConfig) -> Resolved:
+    from vllm_fp8rl.plan import install as install_load_plans
+
+    install_load_plans()
     recipe = read_recipe(engine.additional_config)
     hf_config = engine.model_config.hf_text_config
-    _check_architecture(hf_config, engine.model_config.hf_config)
-    _check_widths(hf_config, engine.parallel_config.tensor_parallel_size)
+    parallel = engine.parallel_config
+    check_architecture(hf_config, engine.model_config.hf_config)
+    check_widths(
+        hf_config,
+        parallel.tensor_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+    )
     _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
-    names = dense_module_names(hf_config.num_hidden_layers)
-    policy = PluginManager().pin_policy(recipe.pins, names)
+    if is_mixture(hf_config) and recipe.rollout:
+        set_activation_scales(recipe)
+    policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
     return Resolved(
@@ -196,6 +247,7 @@ def _resolve(engine: VllmConfig) -> Resolved:
         policy,
         dummy=engine.load_config.load_format == "dummy",
         layers=engine.compilation_config.static_forward_context,
+        mixture=is_mixture(hf_config),
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens, deep_gemm_job),
     )
@@ -231,25 +283,6 @@ def _check_checkpoint(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_architecture(hf_config: Any, top_config: Any) -> None:
-    experts = [key for key in _EXPERT_KEYS if getattr(hf_config, key, None)]
-    if experts or hf_config is not top_config:
-        why = f"a mixture of experts ({experts[0]})" if experts else "a multimodal model"
-        raise UnsupportedError(
-            f"quantization='{NAME}' serves dense Llama/Qwen3-style models, but "
-            f"{getattr(hf_config, 'model_type', 'this model')} is {why}; start it without."
-        )
-
-
-def _check_widths(hf_config: Any, ranks: int) -> None:
-    width = hf_config.intermediate_size
-    if width % ranks:
-        raise UnsupportedError(
-            f"'model.layers.*.mlp.gate_up_proj' cannot be split: intermediate_size={width} is no "
-            f"multiple of tensor_parallel_size={ranks}; choose another tensor parallel size."
-        )
-
-
 def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype) -> None:
     wanted = recipe.kv_cache.dtype
     actual = _KV_NAMES.get(engine_dtype, engine_dtype)
@@ -277,11 +310,12 @@ def _table(recipe: Recipe, policy: PinPolicy) -> str:
 
 
 def _line(rows: list[PinRow]) -> str:
-    return ", ".join(
-        f"{row.name.rpartition('.')[2]} {row.precision}"
+    texts = [
+        f"{'experts' if row.kind == 'experts' else row.name.rpartition('.')[2]} {row.precision}"
         + (f" ({row.reason})" if row.reason else "")
         for row in rows
-    )
+    ]
+    return ", ".join(dict.fromkeys(texts))  # experts of one layer are said once
 
 
 __all__ = ["RECIPE_ENV", "Fp8RLConfig", "Resolved", "read_recipe"]

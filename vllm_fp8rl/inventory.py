@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -16,9 +17,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK, cdiv
+from fp8rl.pinning import FUSED as FUSED_MODULES
+from vllm_fp8rl.experts import FUSED, SLOTS, ExpertGrids, stack_of
 from vllm_fp8rl.params import Fp8Scale, Fp8Weight
 
-Kind = Literal["codes", "scales", "plain"]
+Kind = Literal["codes", "scales", "plain", "fused"]
 
 
 @dataclass(frozen=True)
@@ -29,17 +32,22 @@ class Entry:
     parameter: str
     """Engine parameter that holds it, perhaps fused with others."""
     kind: Kind
-    """codes: an FP8 weight, may come as BF16; scales: its ``weight_scale_inv``; plain: the rest."""
+    """codes: an FP8 weight, may come as BF16; scales: its ``weight_scale_inv``; fused: one tensor
+    for all that it ``covers``; plain: the rest."""
     alias_of: str | None = None
     """HF name of the tensor that this one is tied to; it need not be sent."""
+    covers: tuple[str, ...] = ()
+    """HF names of the tensors that this one may come instead of."""
+    local: bool = True
+    """This rank holds a part of it; an expert's tensors, another rank may hold."""
 
     @property
     def required(self) -> bool:
-        return self.kind != "scales" and self.alias_of is None
+        return self.kind not in ("scales", "fused") and self.alias_of is None
 
 
 def inventory(model: torch.nn.Module) -> dict[str, Entry]:
-    """HF name -> entry, for every parameter of a dense model but its KV-cache scales.
+    """HF name -> entry, for every parameter of a model but its KV-cache scales.
 
     Raises:
         UnsupportedError: a pipeline-parallel engine, whose ranks hold parts of the model.
@@ -54,12 +62,43 @@ def inventory(model: torch.nn.Module) -> dict[str, Entry]:
     for path, module in model.named_modules():
         if hasattr(module, "kv_cache_dtype"):  # an attention layer: kv_cache.py knows its scales
             continue
+        if isinstance(module, RoutedExperts):
+            entries |= _experts(path, module)
+            continue
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}" if path else leaf
             owner = owners.setdefault(id(parameter), name)
             alias = owner if owner != name else None
             for hf_name, shape in _hf_tensors(path, leaf, module, parameter, fused):
                 entries[hf_name] = Entry(shape, name, _kind(parameter), alias)
+    return entries
+
+
+def _experts(path: str, module: RoutedExperts) -> dict[str, Entry]:
+    """The tensors of a layer's experts, of every rank: each by itself, and all in one."""
+    layout = module.w13_weight.grid.layout
+    quantized = isinstance(module.w13_weight.grid, ExpertGrids)
+    entries: dict[str, Entry] = {}
+    for slot in SLOTS:
+        parameter = f"{path}.{stack_of(slot)}"
+        shape = layout.shard(slot).full
+        for expert in range(layout.total):
+            name, local = layout.hf_name(expert, slot), expert in layout.local
+            kind: Kind = "codes" if quantized else "plain"
+            entries[name] = Entry(shape, parameter, kind, local=local)
+            if quantized:
+                scales = (cdiv(shape[0], BLOCK[0]), cdiv(shape[1], BLOCK[1]))
+                entries[f"{name}_scale_inv"] = Entry(
+                    scales, f"{parameter}_scale_inv", "scales", local=local
+                )
+    for leaf, slots in FUSED.items():
+        rows, columns = layout.shard(slots[0]).full
+        entries[f"{layout.name}.{leaf}"] = Entry(
+            (layout.total, len(slots) * rows, columns),
+            f"{path}.{stack_of(slots[0])}",
+            "fused",
+            covers=tuple(layout.hf_name(e, slot) for slot in slots for e in range(layout.total)),
+        )
     return entries
 
 
@@ -82,7 +121,8 @@ def _hf_tensors(
     if not isinstance(module, LinearBase):
         return [(f"{path}.{leaf}" if path else leaf, tuple(parameter.shape))]
     parent, _, module_leaf = path.rpartition(".")
-    parts = fused.get(module_leaf, [module_leaf])
+    # Qwen3-MoE's own table has gate_up_proj only where the config names the layers without experts.
+    parts = fused.get(module_leaf) or FUSED_MODULES.get(module_leaf) or [module_leaf]
     rows = _rows(module)
     if len(parts) != len(rows):  # fused in the checkpoint too
         parts, rows = [module_leaf], [sum(rows)]

@@ -18,9 +18,9 @@ import torch
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.kv_scales import Role, check_scale, parse_scale_name, scale_name
-from fp8rl.numerics import FP8_DTYPE
+from fp8rl.numerics import FP8_DTYPE, all_finite
 from fp8rl.refit import RefitReport
-from vllm_fp8rl.compat import abort_requests
+from vllm_fp8rl.compat import abort_requests, reported_name
 from vllm_fp8rl.grid import SOURCE_DTYPES
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
@@ -65,21 +65,21 @@ class RefitSession:
         self.wrote = False
         self._guard = RefitGuard.of(model)
         self._entries: dict[str, Entry] = {}
-        self._scales: set[str] = set()
+        self._scales: frozenset[str] = frozenset()
         self._dtypes: dict[str, torch.dtype] = {}
+        self._covered: set[str] = set()
         self._written: set[str] = set()
         self._bytes = 0
         self._started = 0.0
 
     def __enter__(self) -> RefitSession:
-        from vllm_fp8rl.inventory import inventory
-        from vllm_fp8rl.kv_cache import required_kv_scales
+        from vllm_fp8rl.index import ModelIndex
 
         if self._guard.session is not None:
             raise RefitError("A refit of this model is already under way; finish it first.")
         self._guard.require_awake()
-        self._entries = inventory(self.model)
-        self._scales = required_kv_scales(self.model)
+        index = ModelIndex.of(self.model)
+        self._entries, self._scales = index.entries, index.kv_scales
         if self.expect_kv_scales and not self._scales:
             raise RefitError(
                 "KV scales were announced, but the engine has no FP8 KV cache; start it with "
@@ -99,13 +99,18 @@ class RefitSession:
         """
         if self._guard.session is not self:
             raise RefitError("This refit session is not open; use it as a context manager.")
-        tensors = list(batch)
+        from vllm_fp8rl.plan import scalars_on_host
+
+        tensors = scalars_on_host(batch)
         arriving: dict[str, torch.dtype] = {}
+        covered = set(self._covered)
         for name, tensor in tensors:
             key = self._check(name, tensor)
-            if key in arriving or key in self._dtypes:
+            parts = self._entries[key].covers if key in self._entries else ()
+            if any(n in seen for seen in (arriving, self._dtypes, covered) for n in (key, *parts)):
                 raise RefitError(f"'{name}' arrived twice in one refit; send each tensor once.")
             arriving[key] = tensor.dtype
+            covered.update(parts)
         self._check_pairs(arriving)
         self._check_values([(name, t) for name, t in tensors if name in self._entries])
         if not tensors:
@@ -113,10 +118,11 @@ class RefitSession:
         if not self.wrote:
             self._begin_writing()
         written = list(self._untied(tensors))
-        loaded = self.model.load_weights(iter(written))
+        loaded = self.model.load_weights(written)
         self._verify_taken([name for name, _ in written], loaded)
         self._written.update(name for name, _ in written)
         self._dtypes |= arriving
+        self._covered = covered
         self._bytes += sum(tensor.nbytes for _, tensor in tensors)
 
     def __exit__(
@@ -135,7 +141,7 @@ class RefitSession:
             self._leave_closed("a refit was incomplete")
             raise
         if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # the caller may now free or reuse tensors
+            torch.cuda.synchronize()  # tensors may be freed or reused, on whatever stream they came
         self.report = RefitReport(
             parameters=len(
                 {self._entries[n].parameter for n in self._dtypes if n in self._entries}
@@ -153,11 +159,10 @@ class RefitSession:
         self._leave_closed(f"a refit broke off ({reason})")
 
     def _begin_writing(self) -> None:
-        from vllm_fp8rl.params import Fp8Weight
+        from vllm_fp8rl.index import ModelIndex
 
-        for parameter in self.model.parameters():
-            if isinstance(parameter, Fp8Weight):
-                parameter.grid.forget_unpaired()
+        for grid in ModelIndex.of(self.model).grids:
+            grid.forget_unpaired()
         self.wrote = True
         self._guard.close("a refit is under way")
 
@@ -191,7 +196,7 @@ class RefitSession:
         return name
 
     def _check_values(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        finite = _finite([tensor for _, tensor in tensors])
+        finite = all_finite([tensor for _, tensor in tensors])
         for (name, tensor), good in zip(tensors, finite, strict=True):
             if not good:
                 raise RefitError(
@@ -250,11 +255,12 @@ class RefitSession:
 
     def _verify_taken(self, arriving: Iterable[str], loaded: set[str] | None) -> None:
         """vLLM skips some names in silence: compare with what it says it has loaded."""
+        taken = {reported_name(name) for name in loaded or ()}
         for name in arriving:
             entry = self._entries.get(name)
-            if entry is None or entry.alias_of is not None or loaded is None:
+            if entry is None or entry.alias_of is not None or loaded is None or not entry.local:
                 continue
-            if entry.parameter not in loaded:
+            if reported_name(entry.parameter) not in taken:
                 raise RefitError(
                     f"vLLM did not take '{name}' for its parameter '{entry.parameter}'; this model "
                     "class loads weights in a way that fp8rl does not know."
@@ -262,7 +268,8 @@ class RefitSession:
 
     def _verify_complete(self) -> None:
         received = self._dtypes
-        missing = [n for n, entry in self._entries.items() if entry.required and n not in received]
+        here = received.keys() | self._covered
+        missing = [n for n, entry in self._entries.items() if entry.required and n not in here]
         missing += [
             f"{name}_scale_inv"
             for name, dtype in received.items()
@@ -275,33 +282,6 @@ class RefitSession:
                 f"The refit lacks {len(missing)} of the model's tensors: {_some(missing)}; "
                 f"{REMEDY}."
             )
-
-
-def _finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each tensor has no NaN and no infinity; without temporaries of a tensor's size."""
-    quick = [t.is_cuda and t.dtype != FP8_DTYPE and t.numel() > 0 for t in tensors]
-    ends = [
-        torch.stack(torch.aminmax(tensor)).float()  # a NaN anywhere makes both NaN
-        for tensor, on_gpu in zip(tensors, quick, strict=True)
-        if on_gpu
-    ]
-    # One wait for the GPU, whatever the number of tensors.
-    answers = iter(torch.isfinite(torch.stack(ends)).all(1).tolist() if ends else [])
-    return [
-        next(answers) if on_gpu else _finite_in_parts(tensor)
-        for tensor, on_gpu in zip(tensors, quick, strict=True)
-    ]
-
-
-def _finite_in_parts(tensor: torch.Tensor) -> bool:
-    for part in _parts(tensor):
-        if tensor.dtype == FP8_DTYPE:
-            bad = (part.view(torch.uint8) & 0x7F) == 0x7F
-        else:
-            bad = ~torch.isfinite(part)
-        if bool(bad.any()):
-            return False
-    return True
 
 
 def _equals_live(model: torch.nn.Module, entry: Entry, tensor: torch.Tensor) -> bool:
@@ -345,7 +325,8 @@ def refit(
 
     Args:
         llm: an idle engine started with ``quantization="fp8rl"``.
-        tensors: HF-named tensors, each once, in any order; read one batch at a time.
+        tensors: HF-named tensors, each once, in any order; read one batch at a time. A sender that
+            reuses the memory of a tensor for the next one needs ``batch_bytes=1``.
         expect_kv_scales: whether k and v scales of every layer are among them.
         batch_bytes: bytes handed over at once; ``GPU_BATCH_FACTOR`` times that for tensors on a
             GPU that the workers see.
@@ -456,6 +437,9 @@ def batches(
             batch, size = [], 0
         batch.append((name, tensor))
         size += cost
+        if size >= limit:  # before the next is asked for, which may come in the same memory
+            yield batch
+            batch, size = [], 0
     if batch:
         yield batch
 

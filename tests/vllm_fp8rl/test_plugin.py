@@ -16,7 +16,8 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.gemm import GemmShape, ReferenceBackend
 from fp8rl.numerics import quantize_block, quantize_group
-from vllm_fp8rl import compat, config
+from fp8rl.pinning import dense_module_names
+from vllm_fp8rl import compat, config, models
 from vllm_fp8rl.config import Fp8RLConfig
 from vllm_fp8rl.kernels import CachedCpuKernel, CpuKernel, select_kernel
 
@@ -83,15 +84,15 @@ def test_doctor_names_a_version_that_is_not_served(monkeypatch):
 
 
 def test_width_that_cannot_be_split():
-    shape = SimpleNamespace(intermediate_size=328)
-    config._check_widths(shape, 2)
+    shape = SimpleNamespace(intermediate_size=328, num_hidden_layers=2)
+    models.check_widths(shape, 2, expert_parallel=False)
     with pytest.raises(UnsupportedError, match=r"gate_up_proj.*intermediate_size=328.*size=3"):
-        config._check_widths(shape, 3)
+        models.check_widths(shape, 3, expert_parallel=False)
 
 
 def test_resolved_table_names_pins_and_groups_equal_layers(engine):
     recipe = Recipe.from_dict({"pins": {"last": 1}})
-    names = config.dense_module_names(4)
+    names = dense_module_names(4)
     policy = PluginManager().pin_policy(recipe.pins, names)
     table = config._table(recipe, policy)
     assert "layers 0-2: q_proj fp8" in table
@@ -135,7 +136,8 @@ def test_layers_and_models_that_are_not_served(engine):
             )
 
         class OddLinear(ReplicatedLinear):
-            pass
+            def weight_loader(self, param, loaded_weight):
+                super().weight_loader(param, loaded_weight.t())
 
         with pytest.raises(UnsupportedError, match="OddLinear, which loads its weight in a way"):
             OddLinear(128, 128, quant_config=quant_config, prefix="model.layers.0.mlp.down_proj")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -28,6 +28,7 @@ from fp8rl.numerics import (
     quantize_group,
 )
 from fp8rl.recipe import ScaleFormat
+from vllm_fp8rl.models import module_names
 
 Attention = Literal["eager", "sdpa"]
 FLIPPED = 1e-4
@@ -113,7 +114,7 @@ def load_reference(
     """A BF16 checkpoint with the recipe's fake quantization.
 
     Args:
-        path: folder of a dense Llama/Qwen3-style checkpoint.
+        path: folder of a Llama/Qwen3-style checkpoint, dense or Qwen3-MoE.
         recipe: formats and pins; with ``rollout: false`` no linear layer is quantized.
         kv_scales: see :class:`Reference`.
         attention: transformers' implementation.
@@ -123,13 +124,15 @@ def load_reference(
     model = AutoModelForCausalLM.from_pretrained(
         os.fspath(path), dtype=dtype, attn_implementation=attention
     ).eval()
-    policy = PinPolicy.for_dense_model(recipe.pins, model.config.num_hidden_layers)
+    policy = PinPolicy(recipe.pins, module_names(model.config))
     left_alone = set(unquantized)
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or name in left_alone or not recipe.rollout:
+    for name, module in list(model.named_modules()):
+        if name in left_alone or not recipe.rollout:
             continue
-        if policy.precision(name) == "fp8":
+        if isinstance(module, torch.nn.Linear) and policy.precision(name) == "fp8":
             _fake_quantize(module, recipe)
+        elif name.endswith(".experts") and policy.precision(f"{name}.0.gate_proj") == "fp8":
+            model.set_submodule(name, _FakeQuantExperts(module, recipe))
     return Reference(model, kv_scales)
 
 
@@ -202,3 +205,43 @@ def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
         return (dequantize_group(*quantized, dtype=dtype), *args[1:])
 
     linear.register_forward_pre_hook(fake_quantize_input)
+
+
+class _FakeQuantExperts(torch.nn.Module):
+    """Experts as transformers computes them one after the other, over quantized operands.
+
+    Takes the place of ``Qwen3MoeExperts``, whose product of gate and up no hook can reach.
+    """
+
+    def __init__(self, experts: Any, recipe: Recipe) -> None:
+        super().__init__()
+        self._act = experts.act_fn
+        self._format: ScaleFormat = recipe.activations.scale_format
+
+        def of_expert(matrix: torch.Tensor) -> torch.Tensor:
+            codes, scale_inv = quantize_block(matrix, scale_format=recipe.weights.scale_format)
+            return dequantize_block(codes, scale_inv, dtype=matrix.dtype)
+
+        self._weights = [
+            [of_expert(matrix) for matrix in (*gate_up.chunk(2), down)]
+            for gate_up, down in zip(
+                experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True
+            )
+        ]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        result = torch.zeros_like(hidden_states)
+        x = self._quantize(hidden_states)
+        for number, (gate, up, down) in enumerate(self._weights):
+            token, slot = torch.where(top_k_index == number)
+            hidden = self._quantize(self._act(x[token] @ gate.t()) * (x[token] @ up.t()))
+            part = (hidden @ down.t()) * top_k_weights[token, slot, None]
+            result.index_add_(0, token, part.to(result.dtype))
+        return result
+
+    def _quantize(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(x):
+            return x
+        return dequantize_group(*quantize_group(x, scale_format=self._format), dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""A small random Qwen3, made on the spot."""
+"""A small random Qwen3 or Qwen3-MoE, made on the spot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 
 
 def make_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
@@ -18,23 +34,31 @@ def make_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.08,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
+    return _save(Qwen3Config, Qwen3ForCausalLM, path, seed, changes)
+
+
+def make_moe_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
+    """A random Qwen3-MoE likewise: six experts a layer, of which a token visits two.
+
+    Args:
+        path: folder to write.
+        seed: of the weights.
+        changes: keys of ``Qwen3MoeConfig`` that differ from the defaults here.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    mixture = {
+        "moe_intermediate_size": 256,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**(shape | changes)))
+    return _save(Qwen3MoeConfig, Qwen3MoeForCausalLM, path, seed, mixture | changes)
+
+
+def _save(config: Any, kind: Any, path: Path, seed: int, changes: dict[str, Any]) -> Path:
+    torch.manual_seed(seed)
+    model = kind(config(**(_SHAPE | changes)))
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # all ones would hide a norm that is never refitted
             parameter.data.uniform_(0.5, 1.5)

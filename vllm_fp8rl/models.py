@@ -1,0 +1,87 @@
+"""Which models ``quantization="fp8rl"`` serves, and the HF names of their modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.pinning import dense_module_names, layer_module_names
+from vllm_fp8rl import NAME
+
+MIXTURES = ("qwen3_moe",)
+"""``model_type`` of the mixtures of experts whose names are known here."""
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def is_mixture(hf_config: Any) -> bool:
+    """Whether a transformers config is that of a mixture of experts."""
+    return any(getattr(hf_config, key, None) for key in _EXPERT_KEYS)
+
+
+def is_mixture_layer(hf_config: Any, layer: int) -> bool:
+    """Whether a decoder layer has experts (``mlp_only_layers``, ``decoder_sparse_step``)."""
+    return (
+        is_mixture(hf_config)
+        and layer not in (getattr(hf_config, "mlp_only_layers", None) or ())
+        and (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
+    )
+
+
+def module_names(hf_config: Any) -> list[str]:
+    """HF names of the modules with weights, in order."""
+    count = hf_config.num_hidden_layers
+    if not is_mixture(hf_config):
+        return dense_module_names(count)
+    layers = [
+        f"model.layers.{layer}.{name}"
+        for layer in range(count)
+        for name in layer_module_names(
+            num_experts=hf_config.num_experts if is_mixture_layer(hf_config, layer) else None
+        )
+    ]
+    return ["model.embed_tokens", *layers, "model.norm", "lm_head"]
+
+
+def check_architecture(hf_config: Any, top_config: Any) -> None:
+    """Refuse a model whose modules are not known here.
+
+    Args:
+        hf_config: of the language model.
+        top_config: of the whole model.
+
+    Raises:
+        UnsupportedError: a multimodal model, or a mixture that is not one of ``MIXTURES``.
+    """
+    kind = getattr(hf_config, "model_type", "this model")
+    if hf_config is not top_config:
+        why = "a multimodal model"
+    elif is_mixture(hf_config) and kind not in MIXTURES:
+        key = next(key for key in _EXPERT_KEYS if getattr(hf_config, key, None))
+        why = f"another mixture of experts ({key})"
+    else:
+        return
+    raise UnsupportedError(
+        f"quantization='{NAME}' serves dense Llama/Qwen3-style models and {', '.join(MIXTURES)}, "
+        f"but {kind} is {why}; start it without."
+    )
+
+
+def check_widths(hf_config: Any, ranks: int, *, expert_parallel: bool) -> None:
+    """Refuse a number of ranks that does not divide what it has to.
+
+    Raises:
+        UnsupportedError: the intermediate size of MLPs, or of experts that are split.
+    """
+    layers = range(hf_config.num_hidden_layers)
+    experts = [is_mixture_layer(hf_config, layer) for layer in layers]
+    widths = {}
+    if not all(experts):
+        widths["mlp.gate_up_proj"] = ("intermediate_size", hf_config.intermediate_size)
+    if any(experts) and not expert_parallel:
+        widths["mlp.experts"] = ("moe_intermediate_size", hf_config.moe_intermediate_size)
+    for module, (key, width) in widths.items():
+        if width % ranks:
+            raise UnsupportedError(
+                f"'model.layers.*.{module}' cannot be split: {key}={width} is no multiple of "
+                f"tensor_parallel_size={ranks}; choose another tensor parallel size."
+            )
