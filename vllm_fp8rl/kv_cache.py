@@ -131,7 +131,7 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
             )
             parameter.weight_loader = _loader(layer, role)  # type: ignore[attr-defined]
             layer.register_parameter(f"{role}_scale", parameter)
-        _publish_all(layer)
+        publish_scales(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Put the loaded values back wherever vLLM keeps a copy; any number of times.
@@ -139,11 +139,11 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         ``load_format=dummy`` writes random numbers into parameters and buffers alike, so whatever
         no loader set becomes NaN again.
         """
-        _publish_all(layer)
+        publish_scales(layer)
 
     def restore(self, layer: Any) -> None:
         """Write the loaded values again where a sleep or vLLM's wake-up has lost them."""
-        _publish_all(layer)
+        publish_scales(layer)
 
     def require_ready(self, layer: Any) -> None:
         """Raise ScaleError, for all layers at once, unless this one has the scales it needs."""
@@ -166,7 +166,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
             infinite or not one element.
         RefitError: the engine's weights sleep.
     """
-    layers = {state.index: layer for layer, state in _fp8_layers(model)}
+    layers = {state.index: layer for layer, state in fp8_layers(model)}
     checked: list[tuple[torch.nn.Module, Role, float]] = []
     for name, scale in scales.items():
         parsed = parse_scale_name(name)
@@ -193,7 +193,7 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
     Raises:
         ScaleError: the model has no FP8 KV cache, or a bad value.
     """
-    indices = [state.index for _, state in _fp8_layers(model)]
+    indices = [state.index for _, state in fp8_layers(model)]
     if not indices:
         raise ScaleError(
             "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
@@ -205,7 +205,7 @@ def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
     """(global layer number, role) -> value, for every scale that a loader has set."""
     return {
         (state.index, role): value
-        for _, state in _fp8_layers(model)
+        for _, state in fp8_layers(model)
         for role, value in state.values.items()
     }
 
@@ -214,14 +214,14 @@ def required_kv_scales(model: torch.nn.Module) -> set[str]:
     """Names on the wire of the scales that generation needs, loaded or not."""
     return {
         scale_name(state.index, role)
-        for layer, state in _fp8_layers(model)
+        for layer, state in fp8_layers(model)
         for role in state.required(layer)
     }
 
 
 def missing_kv_scales(model: torch.nn.Module) -> list[str]:
     """Names on the wire of the scales that generation needs and that no loader has set yet."""
-    return [name for layer, _ in _fp8_layers(model) for name in _missing(layer)]
+    return [name for layer, _ in fp8_layers(model) for name in _missing(layer)]
 
 
 def require_kv_scales(*layers: torch.nn.Module) -> None:
@@ -243,7 +243,7 @@ def require_kv_scales(*layers: torch.nn.Module) -> None:
         )
 
 
-def _publish_all(layer: Any) -> None:
+def publish_scales(layer: Any) -> None:
     """Put what the loaders have set, and NaN for the rest, where vLLM reads it."""
     state = _state_of(layer)
     if state is not None:
@@ -256,7 +256,8 @@ def _state_of(layer: torch.nn.Module) -> LayerKVScales | None:
     return getattr(layer, _STATE, None)
 
 
-def _fp8_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, LayerKVScales]]:
+def fp8_layers(model: torch.nn.Module) -> Iterator[tuple[Any, LayerKVScales]]:
+    """Attention layers with an FP8 cache, and what loaders have set for them."""
     for module in model.modules():
         state = _state_of(module)
         if state is not None:

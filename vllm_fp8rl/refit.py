@@ -373,7 +373,7 @@ def drop_requests(llm: LLM) -> None:
 
 def _run(
     llm: LLM,
-    transfer: Callable[[_Workers], object],
+    transfer: Callable[[Workers], object],
     *,
     expect_kv_scales: bool,
     plugins: PluginManager | None,
@@ -383,7 +383,7 @@ def _run(
             "The engine has requests in flight; finish them, or drop them with "
             "vllm_fp8rl.refit.drop_requests(llm), then refit."
         )
-    door, workers = _FrontDoor(llm), _Workers(llm)
+    door, workers = _FrontDoor(llm), Workers(llm)
     manager = PluginManager() if plugins is None else plugins
     started = time.perf_counter()
     try:
@@ -474,7 +474,7 @@ class _FrontDoor:
         self._engine.__dict__.pop("add_request", None)
 
 
-class _Workers:
+class Workers:
     """The engine's workers: one call reaches all, errors come back as they were raised."""
 
     def __init__(self, llm: LLM) -> None:
@@ -511,7 +511,7 @@ class _Workers:
         """
         from vllm_fp8rl import worker
 
-        method: Any = f"fp8rl_refit_{step}" if self._by_name else worker.STEPS[step]
+        method: Any = worker.METHODS[step] if self._by_name else worker.STEPS[step]
         try:
             answers = self._llm.collective_rpc(method, args=args)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The workers' side of a refit: steps as functions, and as a mixin for ``worker_extension_cls``.
+"""The workers' side: steps as functions, and as a mixin for ``worker_extension_cls``.
 
 A step returns plain data, also for an error: a multiprocess executor turns an exception of a worker
 into a RuntimeError without its type, and an engine core in a process of its own decodes builtins
@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from fp8rl import errors
 from fp8rl.errors import Fp8RLError, RefitError
-from vllm_fp8rl import transport
+from vllm_fp8rl import kv_cache, kv_observer, transport
 from vllm_fp8rl.refit import BATCH_BYTES, RefitGuard, RefitSession, batches
 from vllm_fp8rl.transport import Payload, Place
 
@@ -107,6 +107,30 @@ def abort(model: torch.nn.Module, reason: str) -> bool:
     return guard.closed
 
 
+@_answers
+def set_kv_scales(model: torch.nn.Module, scales: dict[str, float]) -> None:
+    """See :func:`vllm_fp8rl.kv_cache.set_kv_scales`; the caller empties the prefix cache."""
+    kv_cache.set_kv_scales(model, scales)
+
+
+@_answers
+def observe_kv(model: torch.nn.Module, provisional: dict[str, float]) -> None:
+    """See :func:`vllm_fp8rl.kv_observer.start_observing`."""
+    kv_observer.start_observing(model, provisional)
+
+
+@_answers
+def observed_kv(model: torch.nn.Module) -> dict[str, Any]:
+    """See :func:`vllm_fp8rl.kv_observer.observed`."""
+    return kv_observer.observed(model)
+
+
+@_answers
+def stop_observing_kv(model: torch.nn.Module) -> None:
+    """See :func:`vllm_fp8rl.kv_observer.stop_observing`."""
+    kv_observer.stop_observing(model)
+
+
 STEPS: dict[str, Callable[..., Answer]] = {
     "place": place,
     "begin": begin,
@@ -114,6 +138,14 @@ STEPS: dict[str, Callable[..., Answer]] = {
     "load_files": load_files,
     "finish": finish,
     "abort": abort,
+    "set_kv_scales": set_kv_scales,
+    "observe_kv": observe_kv,
+    "observed_kv": observed_kv,
+    "stop_observing_kv": stop_observing_kv,
+}
+METHODS = {
+    step: f"fp8rl_{step}" if "kv" in step else f"fp8rl_refit_{step}"  # as RefitMixin has them
+    for step in STEPS
 }
 
 
@@ -137,6 +169,18 @@ class RefitMixin:
 
     def fp8rl_refit_abort(self, reason: str) -> Answer:
         return abort(self, reason)
+
+    def fp8rl_set_kv_scales(self, scales: dict[str, float]) -> Answer:
+        return set_kv_scales(self, scales)
+
+    def fp8rl_observe_kv(self, provisional: dict[str, float]) -> Answer:
+        return observe_kv(self, provisional)
+
+    def fp8rl_observed_kv(self) -> Answer:
+        return observed_kv(self)
+
+    def fp8rl_stop_observing_kv(self) -> Answer:
+        return stop_observing_kv(self)
 
 
 class RefitWorker(RefitMixin):

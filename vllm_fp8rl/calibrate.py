@@ -1,0 +1,151 @@
+"""KV scales of a live ``LLM``: sent by name, or calibrated from prompts when no trainer sends any.
+
+Both empty the prefix cache, whose blocks hold codes of the old scales. With an ``AsyncLLM`` call
+the steps by name: ``await engine.collective_rpc("fp8rl_set_kv_scales", args=(scales,))``, then
+``await engine.reset_prefix_cache()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8rl.errors import RefitError, ScaleError
+from fp8rl.kv_scales import check_scale
+from fp8rl.numerics import E4M3_MAX
+from vllm_fp8rl.refit import Workers, drop_requests
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Prompt = str | Sequence[int]
+"""Text, or token numbers."""
+
+_PASSES = 2
+"""The first runs with scale 1, the second with what the first found, which is as in service."""
+_MOST_PASSES = 5
+
+
+def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
+    """Set scales on every worker, in effect from the next step, and empty the prefix cache.
+
+    Args:
+        llm: an idle engine started with ``quantization="fp8rl"`` and an FP8 KV cache.
+        scales: see :func:`vllm_fp8rl.kv_cache.set_kv_scales`.
+
+    Raises:
+        ScaleError: an unknown name or a bad value; nothing is set.
+        RefitError: requests are in flight, or the prefix cache cannot be emptied.
+        UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
+    """
+    _require_idle(llm)
+    Workers(llm).call("set_kv_scales", {name: float(scale) for name, scale in scales.items()})
+    _forget_prefixes(llm)
+
+
+def calibrate_kv_scales(
+    llm: LLM, prompts: Sequence[Prompt], *, margin: float | None = None
+) -> dict[str, float]:
+    """Set scales from the largest magnitudes that the engine's own weights make of prompts.
+
+    The prompts run twice, as prompts only: give whole conversations, responses included, such as
+    the engine will see. It serves eager engines and those whose prompts run outside full CUDA
+    graphs (vLLM's default), and any tensor parallel size. Scales from before stay if it fails.
+
+    Args:
+        llm: an idle engine started with ``quantization="fp8rl"`` and an FP8 KV cache.
+        prompts: of at least two tokens each, and short enough for one more.
+        margin: factor on the magnitudes; the recipe's ``kv_cache.margin`` by default.
+
+    Returns:
+        The scales by their names on the wire: ``margin * amax / 448``. Those of queries, which the
+        backend hands over quantized, are up to 7 % larger.
+
+    Raises:
+        ScaleError: no FP8 KV cache, a bad margin, or prompts that show nothing of a layer.
+        RefitError: requests are in flight, or the weights are not complete.
+    """
+    if not prompts:
+        raise ScaleError("There are no prompts to calibrate KV scales from; give some.")
+    margin = _margin(llm) if margin is None else margin
+    if not margin > 0:
+        raise ScaleError(f"The margin of KV scales is {margin}; set it to 1 or a little more.")
+    _require_idle(llm)
+    workers = Workers(llm)
+    scales: dict[str, float] = {}
+    try:
+        for number in range(1, _MOST_PASSES + 1):
+            workers.call("observe_kv", scales)
+            _forget_prefixes(llm)
+            tokens = _run(llm, prompts)
+            seen = workers.call("observed_kv")
+            scales = _scales(seen, tokens, margin)
+            if number >= _PASSES and not any(rank["clipped"] for rank in seen):
+                break
+    except BaseException:
+        drop_requests(llm)
+        raise
+    finally:
+        workers.call("stop_observing_kv")
+        _forget_prefixes(llm)
+    send_kv_scales(llm, scales)
+    return scales
+
+
+def _scales(seen: Sequence[Mapping[str, Any]], tokens: int, margin: float) -> dict[str, float]:
+    amax: dict[str, float] = {}
+    for rank in seen:  # each holds some of the heads
+        for name, value in rank["amax"].items():
+            amax[name] = max(amax.get(name, 0.0), value) if value == value else value
+    if not amax:
+        raise ScaleError(
+            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
+        )
+    if min(rank["tokens"] for rank in seen) < tokens:
+        raise ScaleError(
+            "Not all prompts could be observed: some ran inside full CUDA graphs. Give prompts of "
+            "at least two tokens, and start the engine with cudagraph_mode 'FULL_AND_PIECEWISE' "
+            "or 'PIECEWISE', or enforce_eager=True."
+        )
+    factor = margin / E4M3_MAX
+    return {
+        name: check_scale(name, torch.tensor(value * factor, dtype=torch.float32))
+        for name, value in amax.items()
+    }
+
+
+def _run(llm: LLM, prompts: Sequence[Prompt]) -> int:
+    """Run prompts alone; the number of their tokens."""
+    from vllm import SamplingParams
+
+    requests: Any = [
+        prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+        for prompt in prompts
+    ]
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    return sum(len(output.prompt_token_ids or ()) for output in outputs)
+
+
+def _margin(llm: LLM) -> float:
+    from vllm_fp8rl.config import read_recipe
+
+    return read_recipe(llm.llm_engine.vllm_config.additional_config).kv_cache.margin
+
+
+def _require_idle(llm: LLM) -> None:
+    if llm.llm_engine.has_unfinished_requests():
+        raise RefitError(
+            "The engine has requests in flight; finish them, or drop them with "
+            "vllm_fp8rl.refit.drop_requests(llm), before KV scales change."
+        )
+
+
+def _forget_prefixes(llm: LLM) -> None:
+    if not llm.reset_prefix_cache():
+        raise RefitError(
+            "vLLM could not reset its prefix cache, which holds codes of the old KV scales; stop "
+            "whatever holds KV blocks and try again."
+        )

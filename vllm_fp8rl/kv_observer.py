@@ -1,0 +1,137 @@
+"""Largest |q|, |k| and |v| of a live model's attention layers, seen where vLLM calls attention.
+
+vLLM reaches a layer's attention through ``layer.impl``, from opaque operations that run on the host
+in eager mode and between piecewise CUDA graphs (not inside full ones, which vLLM takes for steps of
+one token a request). :class:`ObservedImpl` stands before that object for the time of a calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fp8rl.kv_scales import ROLES, Role, scale_name
+from fp8rl.numerics import E4M3_MAX
+from vllm_fp8rl.guard import GUARD
+from vllm_fp8rl.kv_cache import LayerKVScales, fp8_layers, publish_scales
+
+_HALF_STEP = 1 + 1 / 16
+"""An E4M3 code stands for values up to this factor larger."""
+_BEYOND = 16.0
+"""How much larger than the largest code a clipped query is taken to be, for another try."""
+
+
+class ObservedImpl:
+    """A layer's attention implementation, with a note of what it is given.
+
+    Args:
+        impl: the layer's own.
+        before: the layer's scales before the calibration, put back after it.
+        device: of the layer.
+    """
+
+    def __init__(self, impl: Any, before: dict[Role, float], device: torch.device) -> None:
+        self.impl = impl
+        self.before = before
+        self.amax = {role: torch.zeros((), device=device) for role in ROLES}
+        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.impl, name)
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        used = slot_mapping >= 0  # the rest is padding to the size of a graph
+        self.tokens += used.sum()
+        for role, x in (("k", key), ("v", value)):
+            largest = x[: used.numel()].flatten(1).abs().amax(1).float()
+            self._note(role, largest.masked_fill(~used, 0.0).amax())
+        self.impl.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if attn_metadata is not None:
+            self._note("q", query[: attn_metadata.num_actual_tokens].float().abs().amax())
+        return self.impl.forward(
+            layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs
+        )
+
+    def _note(self, role: str, value: torch.Tensor) -> None:
+        self.amax[role] = torch.maximum(self.amax[role], value)  # type: ignore[index]
+
+
+def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) -> None:
+    """Note magnitudes from now on, from zero, while the engine runs with provisional scales.
+
+    Args:
+        model: of this rank.
+        provisional: scales by their names on the wire; 1 for those that are not there. It lets
+            |values| up to 448 through unclipped, at E4M3's full precision above 1/64.
+    """
+    for layer, state in fp8_layers(model):
+        getattr(layer, GUARD).require_awake()
+        impl, before = layer.impl, dict(state.values)
+        if isinstance(impl, ObservedImpl):
+            impl, before = impl.impl, impl.before
+        layer.impl = impl  # publishing clears what some implementations cache of the scales
+        state.values = {
+            role: provisional.get(scale_name(state.index, role), 1.0) for role in ROLES
+        }
+        publish_scales(layer)
+        layer.impl = ObservedImpl(impl, before, layer._k_scale.device)
+
+
+def observed(model: torch.nn.Module) -> dict[str, Any]:
+    """What :func:`start_observing` has seen: plain data, of this rank.
+
+    Returns:
+        ``amax``: by the names of the scales that generation needs; ``tokens``: how many every layer
+        saw; ``clipped``: whether queries were, so that their magnitudes are guesses.
+    """
+    amax: dict[str, float] = {}
+    tokens: list[int] = []
+    clipped = False
+    for layer, state in fp8_layers(model):
+        tokens.append(int(layer.impl.tokens))
+        for role in state.required(layer):
+            value = layer.impl.amax[role].item()
+            if role == "q":
+                value, beyond = _unquantized(value, state)
+                clipped |= beyond
+            amax[scale_name(state.index, role)] = value
+    return {"amax": amax, "tokens": min(tokens, default=0), "clipped": clipped}
+
+
+def stop_observing(model: torch.nn.Module) -> None:
+    """Take the observers away and put the scales from before back, if any."""
+    for layer, state in fp8_layers(model):
+        if isinstance(layer.impl, ObservedImpl):
+            state.values, layer.impl = layer.impl.before, layer.impl.impl
+            publish_scales(layer)
+            getattr(layer, GUARD).recheck()
+
+
+def _unquantized(code: float, state: LayerKVScales) -> tuple[float, bool]:
+    """The largest |query| that quantizes to at most ``code``, and whether that may be too small.
+
+    Queries that a backend quantizes reach it as codes.
+    """
+    beyond = code >= E4M3_MAX
+    return code * state.values["q"] * (_BEYOND if beyond else _HALF_STEP), beyond
