@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,21 @@ if TYPE_CHECKING:
     import torch
 
 SUPPORTED_VERSIONS = ("0.16.1",)
+
+BRIDGE_TYPES = {
+    "column": (
+        "Fp8ColumnParallelLinear",
+        "Fp8TEColumnParallelLinear",
+        "Fp8TELayerNormColumnParallelLinear",
+        "Fp8TEColumnParallelGroupedLinear",
+    ),
+    "row": (
+        "Fp8RowParallelLinear",
+        "Fp8TERowParallelLinear",
+        "Fp8TERowParallelGroupedLinear",
+    ),
+}
+"""Parallelism of the FP8 classes, in Megatron-Bridge's words."""
 
 _FORWARD_IMPL_ARGUMENTS = {
     "bias",
@@ -70,6 +86,39 @@ def mtp_transformer_layer(module: Any) -> Any:
     """The transformer layer inside a MultiTokenPredictionLayer, whose name changed after 0.16."""
     found = getattr(module, "transformer_layer", None)
     return found if found is not None else module.mtp_model_layer
+
+
+def megatron_lm_save_folder() -> str | None:
+    """``--save`` of a running Megatron-LM, or None outside of one."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    args = getattr(global_vars, "_GLOBAL_ARGS", None)
+    return getattr(args, "save", None)
+
+
+def register_with_bridge() -> None:
+    """Tell Megatron-Bridge how the FP8 classes are split over ranks, and that its saved configs may
+    name this package.
+
+    ``AutoMapping`` (models/conversion/param_mapping.py) knows linear classes by name.
+
+    Raises:
+        UnsupportedError: Megatron-Bridge is not installed, or has no such registry.
+    """
+    try:
+        from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    except ImportError as error:
+        raise UnsupportedError(
+            f"Megatron-Bridge cannot be imported ({error}); install it, or use "
+            "megatron_fp8rl.convert and megatron_fp8rl.export."
+        ) from None
+    for kind, names in BRIDGE_TYPES.items():
+        for name in names:
+            AutoMapping.register_module_type(name, kind)
+    try:
+        from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+    except ImportError:  # versions without an allow-list take any name
+        return
+    register_allowed_target_prefix("megatron_fp8rl")
 
 
 def check_neutral(name: str, options: dict[str, Any]) -> None:

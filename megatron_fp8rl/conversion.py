@@ -92,7 +92,7 @@ class Conversion:
         Raises:
             CheckpointError: it cannot be written.
         """
-        return table.save(folder, self.recipe, self.policy) if _rank() == 0 else None
+        return table.save(folder, self.recipe, self.policy) if global_rank() == 0 else None
 
     def table_differences(self, folder: str | os.PathLike[str]) -> dict[str, tuple[str, str]]:
         """Modules that run in another precision than when ``folder`` was saved.
@@ -111,8 +111,7 @@ class Conversion:
             module.__class__ = upstream_class(type(module))
             del module.fp8_state, module.fp8_setup
         self._modules.clear()
-        for epoch in self._epochs:
-            epoch.close()
+        self._epochs.clear()  # their hooks go with the last module of the last model
 
 
 def convert(
@@ -208,7 +207,9 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> dict[str, Any]:
 def describe(setup: Setup) -> str:
     """The resolved pins of the whole model, for the log."""
     backends, text = ", ".join(setup.backends.names), table.render(setup.policy)
-    return f"fp8rl [rank {_rank()}]: precision of each module; GEMM backends: {backends}\n{text}"
+    return (
+        f"fp8rl [rank {global_rank()}]: precision of each module; GEMM backends: {backends}\n{text}"
+    )
 
 
 def conversion_of(model: ModelChunks) -> Conversion:
@@ -370,11 +371,12 @@ def _warn_of_ragged_widths(plan: list[Site]) -> None:
             "[rank %d] widths on this rank that are no multiple of %d make FP8 codes depend on the "
             "tensor-parallel size: %s. Use one TP size for trainer and rollout, or pin these "
             "modules to BF16.",
-            _rank(),
+            global_rank(),
             BLOCK[0],
             listed,
         )
 
 
-def _rank() -> int:
+def global_rank() -> int:
+    """Rank of this process, 0 without torch.distributed."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,8 +1,9 @@
 """Hugging Face names in and out of a Megatron-Core GPT.
 
-Serves dense Llama, Qwen2 and Qwen3-style models: RMSNorm, gated MLP, optional QK norm, optional
-biases, tied or untied embeddings, any tensor/pipeline/virtual-pipeline split, local or
-Transformer Engine layer spec. Megatron fuses q, k and v row by row of query groups
+Serves Llama, Qwen2, Qwen3 and Qwen3-MoE-style models: RMSNorm, gated MLP or a mixture of such
+experts (sequential or grouped, with or without a shared one), optional QK norm, optional biases,
+tied or untied embeddings, any tensor/pipeline/virtual-pipeline/expert split, local or Transformer
+Engine layer spec. Megatron fuses q, k and v row by row of query groups
 (``[group0: its queries, k, v; group1: ...]``, ``SelfAttention.get_query_key_value_tensors`` in
 ``megatron/core/transformer/attention.py``), and gate and up per tensor-parallel shard
 (``[gate_shard; up_shard]``, ``megatron/core/transformer/mlp.py``).
@@ -24,8 +25,9 @@ from torch import Tensor
 from fp8rl import PinPolicy
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.numerics import mark_inf, quantize_block
+from fp8rl.pinning import kind_of
 from fp8rl.recipe import ScaleFormat
-from megatron_fp8rl.layout import RowLayout, gate_up_layout, qkv_layout
+from megatron_fp8rl.layout import RowLayout, gate_up_layout, qkv_layout, shared_expert_name
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -38,14 +40,30 @@ class _Rule:
     packing: Literal["plain", "qkv", "glu"] = "plain"
     tp_dim: int | None = None
     """Dimension that tensor parallelism cuts; None where every rank holds all of it."""
+    width: str = "ffn_hidden_size"
+    """Config field with the rows of gate, for a glu."""
+    expert: bool = False
+    """One of many, spread over the expert-parallel group; ``{}`` in a name is its number."""
 
 
 def _qkv(leaf: str) -> _Rule:
     return _Rule(tuple(f"self_attn.{p}_proj.{leaf}" for p in "qkv"), "qkv", tp_dim=0)
 
 
-def _glu(leaf: str) -> _Rule:
-    return _Rule((f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"), "glu", tp_dim=0)
+def _glu(leaf: str, block: str = "mlp", width: str = "ffn_hidden_size", **more: Any) -> _Rule:
+    names = (f"{block}.gate_proj.{leaf}", f"{block}.up_proj.{leaf}")
+    return _Rule(names, "glu", tp_dim=0, width=width, **more)
+
+
+def _expert_rules(block: str, width: str, **more: Any) -> dict[str, _Rule]:
+    return {
+        "linear_fc1.weight": _glu("weight", block, width, **more),
+        "linear_fc2.weight": _Rule((f"{block}.down_proj.weight",), tp_dim=1, **more),
+    }
+
+
+_EXPERTS = _expert_rules("mlp.experts.{}", "moe_ffn_hidden_size", expert=True)
+_SHARED_WIDTH = "moe_shared_expert_intermediate_size"
 
 
 _INPUT_NORM = _Rule(("input_layernorm.weight",))
@@ -66,6 +84,13 @@ _LAYER_RULES: Mapping[str, _Rule] = {
     "mlp.linear_fc1.bias": _glu("bias"),
     "mlp.linear_fc2.weight": _Rule(("mlp.down_proj.weight",), tp_dim=1),
     "mlp.linear_fc2.bias": _Rule(("mlp.down_proj.bias",)),
+    "mlp.router.weight": _Rule(("mlp.gate.weight",)),
+    **{f"mlp.experts.{leaf}": rule for leaf, rule in _EXPERTS.items()},
+    "mlp.shared_experts.gate_weight": _Rule(("mlp.shared_expert_gate.weight",)),
+    **{
+        f"mlp.shared_experts.{leaf}": rule
+        for leaf, rule in _expert_rules("mlp.{}", _SHARED_WIDTH).items()
+    },
 }
 _EMBEDDING = _Rule(("model.embed_tokens.weight",), tp_dim=0)
 _FINAL_NORM = _Rule(("model.norm.weight",))
@@ -76,17 +101,22 @@ _OUTER_RULES: Mapping[str, _Rule] = {
     "output_layer.weight": _HEAD,
 }
 _IN_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+# Of one local expert: a module of its own, or the weights of a grouped one.
+_SEQUENTIAL = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)$")
+_GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
 
 
 @dataclass(frozen=True)
 class _Entry:
     """Place in the stream of one Megatron parameter; the same on every rank."""
 
-    order: tuple[int, int]
-    """(-1 embedding, else global layer, num_layers after the stack; position within it)."""
+    order: tuple[int, int, int, int]
+    """(-1 embedding, else global layer, num_layers after the stack; block within it; expert, else
+    0; position)."""
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +139,8 @@ class _Layout:
         self.num_layers: int = model.config.num_layers
         self.tp = model.pg_collection.tp
         self.pp = model.pg_collection.pp
+        self.ep = model.pg_collection.ep
+        self.expert_tp = model.pg_collection.expt_tp
         self.tied = bool(model.share_embeddings_and_output_weights)
         self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
         if not 0 < self.vocab_size <= model.vocab_size:
@@ -125,12 +157,16 @@ class _Layout:
             return qkv_layout(
                 config.num_attention_heads, config.num_query_groups, config.kv_channels
             )
-        return gate_up_layout(config.ffn_hidden_size) if rule.packing == "glu" else None
+        return gate_up_layout(getattr(config, rule.width)) if rule.packing == "glu" else None
+
+    def tp_of(self, rule: _Rule) -> Any:
+        """The group that the parameters of a rule are cut over."""
+        return self.expert_tp if rule.expert else self.tp
 
     def hf_shapes(self, rule: _Rule, param: Tensor, where: str) -> tuple[tuple[int, ...], ...]:
         full = list(param.shape)
         if rule.tp_dim is not None:
-            full[rule.tp_dim] *= self.tp.size()
+            full[rule.tp_dim] *= self.tp_of(rule).size()
         if rule in (_EMBEDDING, _HEAD):
             full[0] = self.vocab_size
         rows = self.rows(rule)
@@ -146,10 +182,11 @@ class _Layout:
     def unpack(self, rule: _Rule, param: Tensor) -> list[Tensor]:
         """The Hugging Face tensors of one parameter, gathered over the tensor-parallel group."""
         shards = [param.detach()]
-        if rule.tp_dim is not None and self.tp.size() > 1:
+        group = self.tp_of(rule)
+        if rule.tp_dim is not None and group.size() > 1:
             local = param.detach().contiguous()
-            shards = [torch.empty_like(local) for _ in range(self.tp.size())]
-            torch.distributed.all_gather(shards, local, group=self.tp)
+            shards = [torch.empty_like(local) for _ in range(group.size())]
+            torch.distributed.all_gather(shards, local, group=group)
         if rule.packing == "glu":
             halves = [shard.chunk(2) for shard in shards]
             return [torch.cat([half[i] for half in halves]) for i in range(2)]
@@ -162,7 +199,7 @@ class _Layout:
 
     def pack(self, rule: _Rule, tensors: Sequence[Tensor], rows: int) -> Tensor:
         """This rank's shard of the parameter that the Hugging Face tensors make up."""
-        size, rank = self.tp.size(), self.tp.rank()
+        size, rank = self.tp_of(rule).size(), self.tp_of(rule).rank()
         if rule.packing == "glu":
             return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
         layout = self.rows(rule)
@@ -195,7 +232,7 @@ def export_hf(
         tensors are copies. ``lm_head.weight`` is left out where embeddings are tied.
 
     Raises:
-        UnsupportedError: at the call, for a model that is not a dense Llama/Qwen-style GPT.
+        UnsupportedError: at the call, for a model that is not a Llama/Qwen-style GPT.
         CheckpointError: at the call, for a bad ``vocab_size`` or missing chunks.
     """
     layout, slots = _read_model(model_chunks, vocab_size)
@@ -213,7 +250,9 @@ def _gather_late_parameters(model_chunks: ModelChunks) -> None:
 
 
 def _stream(
-    layout: _Layout, mine: Mapping[tuple[int, int], _Slot], entries: Sequence[tuple[int, _Entry]]
+    layout: _Layout,
+    mine: Mapping[tuple[int, int, int, int], _Slot],
+    entries: Sequence[tuple[int, _Entry]],
 ) -> Iterator[tuple[str, Tensor]]:
     for owner, entry in entries:
         slot = mine.get(entry.order)
@@ -223,10 +262,18 @@ def _stream(
                 tensor = tensors[index]
             else:
                 tensor = torch.empty(entry.shapes[index], dtype=entry.dtype, device=layout.device)
-            if layout.pp.size() > 1:
-                source = torch.distributed.get_global_rank(layout.pp, owner)
-                torch.distributed.broadcast(tensor, src=source, group=layout.pp)
+            # An expert goes to the other experts' ranks of its stage, then to the other stages.
+            if entry.expert is not None and layout.ep.size() > 1 and layout.pp.rank() == owner:
+                holder = entry.expert // (layout.config.num_moe_experts // layout.ep.size())
+                _broadcast(tensor, holder, layout.ep)
+            _broadcast(tensor, owner, layout.pp)
             yield name, tensor
+
+
+def _broadcast(tensor: Tensor, rank_in_group: int, group: Any) -> None:
+    if group.size() > 1:
+        source = torch.distributed.get_global_rank(group, rank_in_group)
+        torch.distributed.broadcast(tensor, src=source, group=group)
 
 
 def fp8_wire(
@@ -249,9 +296,15 @@ def fp8_wire(
 
     Raises:
         PinError: while streaming, for a matrix that the policy does not know.
+        UnsupportedError: while streaming, for experts that come stacked in one tensor.
     """
     for name, tensor in stream:
         module, _, leaf = name.rpartition(".")
+        if tensor.ndim > 2 and kind_of(name) == "experts":
+            raise UnsupportedError(
+                f"'{name}' stacks the experts of a layer {tuple(tensor.shape)}, which have no FP8 "
+                "wire format; export one matrix for each expert, or export BF16."
+            )
         if leaf == "weight" and tensor.ndim == 2 and policy.precision(module) == "fp8":
             codes, scale_inv = quantize_block(mark_inf(tensor), scale_format=scale_format)
             yield name, codes
@@ -284,7 +337,7 @@ def load_hf(
     Raises:
         CheckpointError: a tensor is missing, unknown, given twice, wrongly shaped or of a dtype
             that would lose precision. Nothing has been changed then.
-        UnsupportedError: the model is not a dense Llama/Qwen-style GPT.
+        UnsupportedError: the model is not a Llama/Qwen-style GPT.
     """
     layout, slots = _read_model(model_chunks, vocab_size)
     given = tensors if isinstance(tensors, Mapping) else _collect(tensors)
@@ -334,7 +387,7 @@ def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
     for chunk in chunks:
         if not isinstance(chunk, GPTModel):
             raise UnsupportedError(
-                f"{type(chunk).__name__} is no GPTModel; only dense GPT models are served."
+                f"{type(chunk).__name__} is no GPTModel; only GPT models are served."
             )
     return chunks
 
@@ -348,14 +401,15 @@ def _check_config(config: Any) -> None:
         ("self_attention", config.multi_latent_attention, "multi-latent attention"),
         ("self_attention", getattr(config, "attention_output_gate", False), "an output gate"),
         ("self_attention", config.rotary_interleaved, "interleaved rotary embeddings"),
-        ("mlp", config.num_moe_experts is not None, "a mixture of experts"),
+        ("mlp.experts", bool(config.moe_latent_size), "latent projections"),
+        ("mlp.router", bool(config.moe_router_enable_expert_bias), "a bias for each expert"),
         ("mlp.linear_fc1", not config.gated_linear_unit, "no gate (gated_linear_unit=False)"),
         ("input_layernorm", config.normalization != "RMSNorm", f"{config.normalization}"),
         ("input_layernorm", config.layernorm_zero_centered_gamma, "zero-centered weights"),
     ):
         if unsupported:
             raise UnsupportedError(
-                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; only dense "
+                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; only "
                 "Llama/Qwen-style models are."
             )
 
@@ -364,23 +418,42 @@ def _slot(layout: _Layout, chunk: GPTModel, name: str, param: torch.nn.Parameter
     match = _IN_LAYER.match(name)
     rules = _LAYER_RULES if match else _OUTER_RULES
     key = match.group(2) if match else name
+    local, key = _expert_of(key)
     if key not in rules:
         raise UnsupportedError(
             f"Module '{name.rpartition('.')[0]}' (parameter '{name}') has no Hugging Face "
-            "counterpart here; only dense Llama/Qwen-style models are served."
+            "counterpart here; only Llama/Qwen-style models are served, without "
+            "multi-token-prediction layers (Megatron-Bridge exports those)."
         )
     rule, position = rules[key], list(rules).index(key)
-    exported = True
+    exported, expert, block = True, None, position
     if rule is _HEAD and layout.tied:
         rule, exported = _EMBEDDING, False
     if match:
-        layer = chunk.decoder.layers[int(match.group(1))].layer_number - 1
-        names = tuple(f"model.layers.{layer}.{hf}" for hf in rule.names)
+        decoder_layer = chunk.decoder.layers[int(match.group(1))]
+        layer, names = decoder_layer.layer_number - 1, rule.names
+        if rule.expert:
+            expert = decoder_layer.mlp.local_expert_indices[local]
+            names = tuple(hf.format(expert) for hf in names)
+            block = list(rules).index("mlp.experts.linear_fc1.weight")
+        else:
+            names = tuple(hf.format(shared_expert_name(layout.config)) for hf in names)
+        names = tuple(f"model.layers.{layer}.{hf}" for hf in names)
     else:
         layer = -1 if key.startswith("embedding.") else layout.num_layers
         names = rule.names
     shapes = layout.hf_shapes(rule, param, name)
-    return _Slot(_Entry((layer, position), names, shapes, param.dtype), rule, param, exported)
+    order = (layer, block, expert or 0, position)
+    return _Slot(_Entry(order, names, shapes, param.dtype, expert), rule, param, exported)
+
+
+def _expert_of(key: str) -> tuple[int, str]:
+    """Local number of an expert and the rule's key, for a parameter of one expert."""
+    if match := _SEQUENTIAL.match(key):
+        return int(match.group(1)), f"mlp.experts.{match.group(2)}"
+    if match := _GROUPED.match(key):
+        return int(match.group(2)), f"mlp.experts.{match.group(1)}"
+    return 0, key
 
 
 def _whole_stream(layout: _Layout, slots: Sequence[_Slot]) -> list[tuple[int, _Entry]]:
@@ -390,6 +463,10 @@ def _whole_stream(layout: _Layout, slots: Sequence[_Slot]) -> list[tuple[int, _E
         CheckpointError: a layer is missing or held twice.
     """
     mine = [slot.entry for slot in slots if slot.exported]
+    if layout.ep.size() > 1:  # each rank of a stage has experts of its own, and all of the rest
+        parts: list[list[_Entry]] = [[] for _ in range(layout.ep.size())]
+        torch.distributed.all_gather_object(parts, mine, group=layout.ep)
+        mine = list({entry.order: entry for part in parts for entry in part}.values())
     stages: list[list[_Entry]] = [mine]
     if layout.pp.size() > 1:
         stages = [[] for _ in range(layout.pp.size())]

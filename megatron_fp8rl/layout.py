@@ -9,6 +9,7 @@ order, but interleaves ``linear_qkv`` by query group, ``[q.., k, v] * groups``
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -107,3 +108,8 @@ def gate_up_layout(rows: int) -> RowLayout:
 def plain_layout(part: str, rows: int) -> RowLayout:
     """A weight that is one HF tensor."""
     return RowLayout(parts=(part,), widths=(rows,))
+
+
+def shared_expert_name(config: Any) -> str:
+    """HF name of the expert that all tokens visit: Qwen's has a gate, DeepSeek's has none."""
+    return "shared_expert" if config.moe_shared_expert_gate else "shared_experts"

@@ -20,7 +20,13 @@ from fp8rl import PinPolicy
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.pinning import layer_module_names
 from megatron_fp8rl import compat
-from megatron_fp8rl.layout import RowLayout, gate_up_layout, plain_layout, qkv_layout
+from megatron_fp8rl.layout import (
+    RowLayout,
+    gate_up_layout,
+    plain_layout,
+    qkv_layout,
+    shared_expert_name,
+)
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -83,7 +89,7 @@ def module_names(config: Any) -> list[str]:
     """
     shared = None
     if config.moe_shared_expert_intermediate_size is not None:
-        shared = _shared_name(config)
+        shared = shared_expert_name(config)
     inner = [
         layer_module_names(
             gated=config.gated_linear_unit,
@@ -150,15 +156,10 @@ def _moe_layers(config: Any) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
-def _shared_name(config: Any) -> str:
-    """Qwen's shared expert has a gate, DeepSeek's has none; HF calls them differently."""
-    return "shared_expert" if config.moe_shared_expert_gate else "shared_experts"
-
-
 def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
-    inner = dict(layer.named_modules())
+    inner: dict[str, Any] = dict(layer.named_modules())
     at = f"{path}." if path else ""
-    attention = inner.get("self_attention")
+    attention: Any = inner.get("self_attention")
     if _has_weight(inner.get("self_attention.linear_qkv")):  # a layer may go without
         where = f"{at}self_attention.linear_qkv"
         layout = _qkv_layout(attention, where)
@@ -168,7 +169,7 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
         where = f"{at}self_attention.linear_proj"
         yield _row(attention.linear_proj, f"{prefix}.self_attn.o_proj", where)
 
-    mlp = inner.get("mlp")
+    mlp: Any = inner.get("mlp")
     experts = getattr(mlp, "experts", None)
     if experts is None:
         yield from _mlp(mlp, f"{at}mlp", f"{prefix}.mlp")
@@ -185,7 +186,7 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
         yield from _grouped(experts, f"{at}mlp.experts", f"{prefix}.mlp.experts", numbers)
     shared = getattr(mlp, "shared_experts", None)
     if shared is not None:
-        name = f"{prefix}.mlp.{_shared_name(layer.config)}"
+        name = f"{prefix}.mlp.{shared_expert_name(layer.config)}"
         yield from _mlp(shared, f"{at}mlp.shared_experts", name)
 
 

@@ -21,8 +21,8 @@ from megatron_fp8rl.layout import RowLayout
 class WeightEpoch:
     """Counts the moments at which weights may have changed without a trace on the tensor.
 
-    Owns a hook on ``torch.optim`` that turns it after every optimizer step; the hook goes with
-    :meth:`close`, or with the last owner of this object.
+    Owns a hook on ``torch.optim`` that turns it after every optimizer step, and that goes with the
+    last owner of this object.
     """
 
     def __init__(self) -> None:
@@ -35,15 +35,11 @@ class WeightEpoch:
                 epoch.turn()
 
         hook = register_optimizer_step_post_hook(after_step)
-        self._remove_hook = weakref.finalize(self, hook.remove)
+        weakref.finalize(self, hook.remove)
 
     def turn(self) -> None:
         """Every weight quantized so far counts as stale."""
         self.value += 1
-
-    def close(self) -> None:
-        """Remove the optimizer hook; may be called again."""
-        self._remove_hook()
 
 
 class WeightCodes:

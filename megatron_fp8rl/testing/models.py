@@ -126,6 +126,7 @@ def transformer_config(
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
         "init_method_std": hf_config.initializer_range,
+        "transformer_impl": "local",
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

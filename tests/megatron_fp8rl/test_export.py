@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
+from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from fp8rl.errors import CheckpointError, UnsupportedError
@@ -36,6 +39,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3-theta": Qwen3Config(
         **SMALL, head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
     ),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SMALL,
+        head_dim=64,
+        moe_intermediate_size=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        norm_topk_prob=True,
+    ),
     "llama": LlamaConfig(**SMALL, rms_norm_eps=1e-5),
     "llama-one-kv-head": LlamaConfig(**(SMALL | {"num_key_value_heads": 1})),
     "llama-all-biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
@@ -56,8 +68,30 @@ def hf_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32):
 
 
 def hf_tensors(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    tensors = {name: p.detach() for name, p in hf_model(config, dtype).named_parameters()}
-    return tensors  # named_parameters leaves a tied head out, as a safetensors checkpoint does
+    return dict(checkpoint_tensors(hf_model(config, dtype)))
+
+
+def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As in a safetensors checkpoint: one matrix for each expert, which transformers stacks, and no
+    tied head, which named_parameters leaves out."""
+    for name, param in model.named_parameters():
+        prefix, _, stacked = name.partition(".mlp.experts.")
+        for number, matrix in enumerate(param.detach() if stacked else ()):
+            expert = f"{prefix}.mlp.experts.{number}"
+            if stacked == "gate_up_proj":
+                gate, up = matrix.chunk(2)
+                yield from ((f"{expert}.gate_proj.weight", gate), (f"{expert}.up_proj.weight", up))
+            else:
+                yield f"{expert}.{stacked}.weight", matrix
+        if not stacked:
+            yield name, param.detach()
+
+
+def test_expert_names_are_those_of_a_checkpoint_on_disk(tmp_path):
+    model = hf_model(CONFIGS["qwen3-moe"])
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == sorted(name for name, _ in checkpoint_tensors(model))
 
 
 def tokens(batch: int = 2, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +113,7 @@ def test_logits_equal_transformers(mcore, name):
     config = CONFIGS[name]
     reference = hf_model(config)
     model = build_gpt(config, dtype=torch.float32).eval()
-    load_hf(model, dict(reference.named_parameters()))
+    load_hf(model, dict(checkpoint_tensors(reference)))
     ids, positions = tokens()
     with torch.no_grad():
         ours = model(ids, positions, None)
@@ -200,7 +234,8 @@ def test_accepted_variants(mcore):
 
 
 UNSUPPORTED = {
-    "moe": ({"num_moe_experts": 2}, r"mlp' has a mixture of experts"),
+    "latent": ({"moe_latent_size": 8}, r"mlp\.experts' has latent projections"),
+    "expert bias": ({"moe_router_enable_expert_bias": True}, "a bias for each expert"),
     "layernorm": ({"normalization": "LayerNorm"}, "input_layernorm' has LayerNorm"),
     "no gate": ({"gated_linear_unit": False}, "linear_fc1' has no gate"),
     "interleaved": ({"rotary_interleaved": True}, "interleaved rotary"),

@@ -1,0 +1,94 @@
+"""Doors into Megatron-Bridge: a pre-wrap hook, and export through its own conversion.
+
+::
+
+    provider.register_pre_wrap_hook(pre_wrap_hook())
+    ...
+    for name, tensor in export_hf_weights(auto_bridge, model, precision="fp8"):
+
+Bridge is imported when a door is used, never before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.recipe import ScaleFormat
+from megatron_fp8rl import compat
+from megatron_fp8rl.conversion import Report, conversion_of, convert
+from megatron_fp8rl.export import ModelChunks, fp8_wire
+from megatron_fp8rl.specs import say
+
+Chunks = list[torch.nn.Module]
+
+
+def pre_wrap_hook(
+    recipe: Recipe | None = None,
+    *,
+    table_folder: str | os.PathLike[str] | None = None,
+    report: Report = say,
+) -> Callable[[Chunks], Chunks]:
+    """A hook for ``provider.register_pre_wrap_hook`` that converts the model.
+
+    Args:
+        recipe: what runs in FP8; ``FP8RL_RECIPE``, or else the default recipe, by default.
+        table_folder: where the resolved pins are saved, e.g. the checkpoint folder.
+        report: takes the table of pins.
+
+    Returns:
+        ``hook(model) -> model``; the handle is ``conversion_of(model)``. It raises as
+        :func:`megatron_fp8rl.convert`.
+    """
+
+    def hook(model: Chunks) -> Chunks:
+        compat.register_with_bridge()
+        conversion = convert(model, recipe or Recipe.from_env() or Recipe(), report=report)
+        if table_folder is not None:
+            conversion.save_table(table_folder)
+        return model
+
+    return hook
+
+
+def export_hf_weights(
+    bridge: Any,
+    model: ModelChunks,
+    *,
+    precision: Literal["bf16", "fp8"] = "bf16",
+    scale_format: ScaleFormat | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Bridge's stream of Hugging Face tensors, with FP8 codes for what runs in FP8 if asked.
+
+    Args:
+        bridge: an ``AutoBridge``.
+        model: converted chunks as Bridge takes them.
+        precision: ``bf16`` for the tensors as they are (a receiver that quantizes makes the
+            trainer's codes of them), ``fp8`` for codes and scales as :func:`fp8_wire` gives them.
+        scale_format: of the codes; the recipe's by default.
+        **options: of ``bridge.export_hf_weights``.
+
+    Returns:
+        Pairs of HF name and tensor.
+
+    Raises:
+        UnsupportedError: the model was not converted.
+        PinError: while streaming, for a matrix that the pins do not know.
+    """
+    if precision not in ("bf16", "fp8"):
+        raise UnsupportedError(f"precision '{precision}' is not served; use 'bf16' or 'fp8'.")
+    compat.register_with_bridge()
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    stream = ((name, tensor) for name, tensor in bridge.export_hf_weights(chunks, **options))
+    if precision == "bf16":
+        return stream
+    conversion = conversion_of(model)
+    return fp8_wire(
+        stream, conversion.policy, scale_format or conversion.recipe.weights.scale_format
+    )

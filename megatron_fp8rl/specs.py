@@ -1,0 +1,227 @@
+"""Layer specs that build FP8 models: the doors of Megatron-LM and Megatron-Bridge.
+
+Megatron-LM, for any GPT model, with ``--transformer-impl`` local or TransformerEngine::
+
+    FP8RL_RECIPE=recipe.yaml torchrun pretrain_gpt.py --spec megatron_fp8rl.specs gpt_layer ...
+
+Megatron-Bridge, which calls the spec with its provider::
+
+    provider.transformer_layer_spec = fp8_layer_spec(provider.transformer_layer_spec)
+
+A layer is built as megatron builds it and then converted, so parameters, names and checkpoints are
+the same; ``conversion_of(model)`` gives the handle of the built model. The recipe is read from
+``FP8RL_RECIPE`` when the first layer is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
+from megatron.core.utils import get_pg_rank
+
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.recipe import Pins
+from megatron_fp8rl import compat, table
+from megatron_fp8rl.conversion import Report, Setup, adopt, describe, global_rank, prepare
+
+LayerSpec = Any
+"""A ``ModuleSpec`` of one layer or the ``TransformerBlockSubmodules`` of a stage."""
+SpecBuilder = Callable[..., LayerSpec]
+
+
+def say(text: str) -> None:
+    """Print at once: megatron's launchers hide INFO records of other packages."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+class SpecDoor:
+    """Converts layers as they are built; those of one model share a :class:`Setup`.
+
+    Args:
+        recipe: what runs in FP8; ``FP8RL_RECIPE``, or else the default recipe, by default.
+        report: takes the table of pins, once for each different table.
+    """
+
+    def __init__(self, recipe: Recipe | None = None, report: Report = say) -> None:
+        self._recipe = recipe
+        self._report = report
+        self._told: set[str] = set()
+        # Layers own the setup, and their config, so an id cannot come back while an entry lives.
+        self._setups: weakref.WeakValueDictionary[tuple[int, bool], Setup] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def adopt(self, layer: Any, *, reaches_mtp: bool) -> None:
+        """Convert one layer.
+
+        Args:
+            layer: just built.
+            reaches_mtp: multi-token-prediction layers are built from the same spec.
+
+        Raises:
+            As :func:`megatron_fp8rl.convert`.
+        """
+        recipe = self._recipe or Recipe.from_env() or Recipe()
+        if not recipe.training:
+            return
+        key = id(layer.config), reaches_mtp
+        setup = self._setups.get(key)
+        if setup is None:
+            setup = self._setups[key] = self._prepare(layer.config, recipe, reaches_mtp)
+        layer.fp8_setup = setup
+        adopt(setup, [layer])
+
+    def _prepare(self, config: Any, recipe: Recipe, reaches_mtp: bool) -> Setup:
+        unreached = bool(config.mtp_num_layers) and not reaches_mtp
+        setup = prepare(config, recipe, more_pins=Pins(names=("mtp.*",)) if unreached else None)
+        text = describe(setup)
+        if text not in self._told:
+            self._told.add(text)
+            self._report(text)
+            folder = compat.megatron_lm_save_folder()
+            if folder is not None and global_rank() == 0:
+                table.save(folder, recipe, setup.policy)
+        return setup
+
+
+class Fp8TransformerLayer(TransformerLayer):
+    """A ``TransformerLayer`` whose linear layers run in FP8 where the recipe does not pin them.
+
+    Args:
+        config: of the model.
+        submodules: as upstream; without them those that megatron's GPT builder would take.
+        layer_number: as upstream.
+        fp8: the door that converts it.
+        reaches_mtp: see :meth:`SpecDoor.adopt`.
+        **options: as upstream.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int = 1,
+        *,
+        fp8: SpecDoor,
+        reaches_mtp: bool = True,
+        **options: Any,
+    ) -> None:
+        if submodules is None:
+            submodules = _submodules(config, layer_number, **options)
+        super().__init__(config, submodules, layer_number, **options)
+        fp8.adopt(self, reaches_mtp=reaches_mtp)
+
+
+def fp8_layer_spec(
+    base: LayerSpec | SpecBuilder, recipe: Recipe | None = None, report: Report = say
+) -> Callable[..., LayerSpec]:
+    """Megatron-Bridge's callable spec: another spec with FP8 layers.
+
+    Args:
+        base: a spec, or what Bridge calls for one (``provider.transformer_layer_spec``).
+        recipe: ``FP8RL_RECIPE``, or else the default recipe, by default.
+        report: takes the table of pins, once.
+
+    Returns:
+        ``spec(config, vp_stage=None)``.
+
+    Raises:
+        UnsupportedError: when called, for a layer class other than ``TransformerLayer``.
+    """
+    door = SpecDoor(recipe, report)
+
+    def spec(config: Any, vp_stage: int | None = None) -> LayerSpec:
+        if isinstance(base, ModuleSpec | TransformerBlockSubmodules):
+            return _with_fp8(base, door)
+        takes_stage = "vp_stage" in inspect.signature(base).parameters
+        built = base(config, vp_stage=vp_stage) if takes_stage else base(config)
+        return _with_fp8(built, door)
+
+    return spec
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> LayerSpec:
+    """A callable spec that can be named in a config: megatron's GPT layers, in FP8.
+
+    The layers are TransformerEngine's or local, as ``config.transformer_impl`` says.
+    """
+    return _with_fp8(_block_spec(config, vp_stage), gpt_layer.params["fp8"])
+
+
+def _with_fp8(spec: LayerSpec, door: SpecDoor) -> LayerSpec:
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = [_with_fp8(layer, door) for layer in spec.layer_specs or ()]
+        return replace(spec, layer_specs=layers)
+    if spec.module is not TransformerLayer:
+        name = getattr(spec.module, "__name__", spec.module)
+        raise UnsupportedError(
+            f"The layer spec builds {name}, FP8 layers replace TransformerLayer alone; convert the "
+            "built model instead (megatron_fp8rl.convert or Megatron-Bridge's pre-wrap hook)."
+        )
+    params = {**spec.params, "fp8": door}
+    return replace(spec, module=Fp8TransformerLayer, params=params)
+
+
+def _block_spec(config: Any, vp_stage: int | None) -> LayerSpec:
+    if config.num_moe_experts is None:  # Bridge edits the one spec of a dense model
+        return _layer_specs(config)[0]
+    return get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=_uses_transformer_engine(config),
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+
+
+def _layer_specs(config: Any) -> list[ModuleSpec]:
+    return get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=_uses_transformer_engine(config),
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )
+
+
+def _uses_transformer_engine(config: Any) -> bool:
+    if config.transformer_impl == "local":
+        return False
+    if config.transformer_impl != "transformer_engine" or not compat.has_transformer_engine():
+        raise UnsupportedError(
+            f"config.transformer_impl='{config.transformer_impl}' cannot be built here; set it to "
+            "'local' (--transformer-impl local), or install TransformerEngine and set "
+            "'transformer_engine'."
+        )
+    return True
+
+
+def _submodules(config: Any, layer_number: int, **options: Any) -> Any:
+    pg_collection = options.get("pg_collection")
+    pp_rank = get_pg_rank(pg_collection.pp) if pg_collection is not None else None
+    offset = get_transformer_layer_offset(config, options.get("vp_stage"), pp_rank)
+    return _layer_specs(config)[layer_number - 1 + offset].submodules
+
+
+gpt_layer = ModuleSpec(module=Fp8TransformerLayer, params={"fp8": SpecDoor(), "reaches_mtp": False})
+"""``--spec megatron_fp8rl.specs gpt_layer``: every decoder layer, decided by the model's config.
+
+Megatron-LM builds multi-token-prediction layers from a spec of its own, so they stay in BF16, and
+the table says so; ``convert(model, recipe)`` reaches them.
+"""
