@@ -69,9 +69,7 @@ class ObservedImpl:
     ) -> Any:
         if attn_metadata is not None:
             self._note("q", query[: attn_metadata.num_actual_tokens].float().abs().amax())
-        return self.impl.forward(
-            layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs
-        )
+        return self.impl.forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
 
     def _note(self, role: str, value: torch.Tensor) -> None:
         self.amax[role] = torch.maximum(self.amax[role], value)  # type: ignore[index]
@@ -91,9 +89,7 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
         if isinstance(impl, ObservedImpl):
             impl, before = impl.impl, impl.before
         layer.impl = impl  # publishing clears what some implementations cache of the scales
-        state.values = {
-            role: provisional.get(scale_name(state.index, role), 1.0) for role in ROLES
-        }
+        state.values = {role: provisional.get(scale_name(state.index, role), 1.0) for role in ROLES}
         publish_scales(layer)
         layer.impl = ObservedImpl(impl, before, layer._k_scale.device)
 

@@ -1,0 +1,203 @@
+"""KV scales found inside a live engine, against what transformers makes of the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from fp8rl import Recipe
+from fp8rl.errors import RefitError, ScaleError
+from fp8rl.kv_scales import scale_name
+from fp8rl.recipe import KVCache
+
+pytest.importorskip("vllm")
+from live_engine import KV_SCALE, LAYERS, VOCAB, load_tensors
+
+from vllm_fp8rl.calibrate import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.kv_cache import (
+    fp8_layers,
+    kv_scale_state,
+    missing_kv_scales,
+    publish_scales,
+    set_kv_scales,
+    set_uncalibrated_kv_scales,
+)
+from vllm_fp8rl.kv_observer import ObservedImpl, observed, start_observing, stop_observing
+from vllm_fp8rl.refit import drop_requests
+from vllm_fp8rl.testing.hf_reference import load_reference
+from vllm_fp8rl.worker import EXTENSION, METHODS, STEPS, RefitMixin, read_answer
+
+if TYPE_CHECKING:
+    from live_engine import Engine
+
+PROMPTS = [[(31 * i + 7 * j * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(6)]
+NAMES = [scale_name(layer, role) for layer in range(LAYERS) for role in ("k", "v")]
+
+
+class Observing:
+    """Caches of transformers that keep K and V as FP8 does, and note what they are given."""
+
+    def __init__(self, scales: dict[str, float]) -> None:
+        self.scales = scales
+        self.amax: dict[str, float] = {}
+
+    def next(self) -> DynamicCache:
+        outer = self
+
+        class Cache(DynamicCache):
+            def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+                pair = (("k", key_states), ("v", value_states))
+                return super().update(
+                    *(outer.kept(scale_name(layer_idx, r), x) for r, x in pair), layer_idx, *args
+                )
+
+        return Cache()
+
+    def kept(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        self.amax[name] = max(self.amax.get(name, 0.0), x.abs().max().item())
+        codes = (x / self.scales[name]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return codes.float() * self.scales[name]
+
+
+@pytest.fixture
+def fresh(engine: Engine) -> Iterator[Engine]:
+    """The session's engine as if it had never had scales."""
+    for layer, state in fp8_layers(engine.model):
+        state.values.clear()
+        publish_scales(layer)
+    RefitGuard.of(engine.model).recheck()
+    yield engine
+    drop_requests(engine.llm)
+    set_uncalibrated_kv_scales(engine.model, KV_SCALE)
+    engine.llm.reset_prefix_cache()
+
+
+def test_equals_what_transformers_observes(fresh: Engine, checkpoints: dict[str, Path]) -> None:
+    found = calibrate_kv_scales(fresh.llm, PROMPTS)
+    model = load_reference(checkpoints["a"], fresh.recipe).model
+    seen = Observing(found)
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            model(torch.tensor([prompt]), past_key_values=seen.next(), use_cache=True)
+    assert sorted(found) == sorted(seen.amax) == sorted(NAMES)
+    for name, amax in seen.amax.items():
+        expected = fresh.recipe.kv_cache.margin * amax / 448
+        # A float32 difference may flip an FP8 code before layer 1.
+        assert found[name] == pytest.approx(expected, rel=1e-4 if ".0." in name else 0.01), name
+    assert {scale_name(*key): value for key, value in kv_scale_state(fresh.model).items()} == found
+    assert len(fresh.greedy(PROMPTS)) == len(PROMPTS)
+    assert not any(isinstance(m.impl, ObservedImpl) for m, _ in fp8_layers(fresh.model))
+
+
+def test_the_margin_and_more_prompts(engine: Engine, fresh: Engine) -> None:
+    one = calibrate_kv_scales(fresh.llm, PROMPTS, margin=1.0)
+    two = calibrate_kv_scales(fresh.llm, PROMPTS, margin=2.0)
+    few = calibrate_kv_scales(fresh.llm, PROMPTS[:1], margin=1.0)
+    for name in NAMES:
+        assert two[name] == pytest.approx(2 * one[name], rel=0.02)
+        assert few[name] <= one[name] * 1.02
+    assert sum(few.values()) < sum(one.values())
+
+
+def test_starts_from_scales_before_it_neither_nan_nor_far_off(fresh: Engine) -> None:
+    found = calibrate_kv_scales(fresh.llm, PROMPTS)
+    set_kv_scales(fresh.model, dict.fromkeys(NAMES, 1e-6))  # clips everything
+    assert calibrate_kv_scales(fresh.llm, PROMPTS) == found
+
+
+def test_a_failure_leaves_the_engine_as_it_was(
+    fresh: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh.llm, "generate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate_kv_scales(fresh.llm, PROMPTS)
+    assert kv_scale_state(fresh.model) == {}
+    assert missing_kv_scales(fresh.model) == NAMES
+    with pytest.raises(ScaleError, match="never loaded"):
+        fresh.greedy(PROMPTS)
+
+
+def test_prompts_that_nothing_saw(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a full CUDA graph had run them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ObservedImpl, "do_kv_cache_update", lambda self, *a: None)
+        with pytest.raises(ScaleError, match=r"full CUDA graphs.*FULL_AND_PIECEWISE"):
+            calibrate_kv_scales(fresh.llm, PROMPTS)
+    assert kv_scale_state(fresh.model) == {}
+
+
+def test_refuses(fresh: Engine, other_engine: Any, checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ScaleError, match="no prompts"):
+        calibrate_kv_scales(fresh.llm, [])
+    with pytest.raises(ScaleError, match="margin of KV scales is 0"):
+        calibrate_kv_scales(fresh.llm, PROMPTS, margin=0.0)
+    with pytest.raises(ScaleError, match="never loaded"):
+        fresh.greedy(PROMPTS)
+    with pytest.raises(RefitError, match="in flight"):
+        calibrate_kv_scales(fresh.llm, PROMPTS)
+    drop_requests(fresh.llm)
+    plain = other_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
+    with pytest.raises(ScaleError, match="no FP8 KV cache"):
+        calibrate_kv_scales(plain.llm, PROMPTS)
+    weights = load_tensors(checkpoints["a"])
+    name = "model.layers.1.self_attn.v_proj.weight"
+    fresh.model.load_weights([(name, torch.zeros_like(weights[name]))])
+    try:
+        with pytest.raises(ScaleError, match=scale_name(1, "v")):
+            calibrate_kv_scales(fresh.llm, PROMPTS)
+    finally:
+        fresh.model.load_weights([(name, weights[name])])
+
+
+def test_sent_scales_are_in_effect_and_empty_the_prefix_cache(fresh: Engine) -> None:
+    scales = calibrate_kv_scales(fresh.llm, PROMPTS)
+    tokens = fresh.greedy(PROMPTS)
+    send_kv_scales(fresh.llm, {name: scale / 64 for name, scale in scales.items()})
+    assert fresh.greedy(PROMPTS) != tokens
+    with pytest.raises(ScaleError, match=r"layers\.7\."):
+        send_kv_scales(fresh.llm, scales | {scale_name(7, "k"): 1.0})
+    send_kv_scales(fresh.llm, scales)
+    assert fresh.greedy(PROMPTS) == tokens
+
+
+def test_by_name_on_a_worker(fresh: Engine) -> None:
+    """What an engine core in another process is asked to do."""
+    worker = fresh.llm.llm_engine.model_executor.driver_worker.worker
+    scales = dict.fromkeys(NAMES, 0.125)
+    assert read_answer(STEPS["set_kv_scales"](worker, scales)) is None
+    assert set(kv_scale_state(fresh.model).values()) == {0.125}
+    with pytest.raises(ScaleError, match="k_scale"):
+        read_answer(STEPS["set_kv_scales"](worker, {NAMES[0]: float("nan")}))
+    assert METHODS["set_kv_scales"] == "fp8rl_set_kv_scales"
+    assert EXTENSION.endswith("RefitWorker")
+    for name in METHODS.values():
+        assert callable(getattr(RefitMixin, name))
+
+
+def test_a_quantized_query_is_bounded_from_above(fresh: Engine) -> None:
+    """CPU engines do not quantize queries; this is the observer with a backend that does."""
+    layer = next(layer for layer, _ in fp8_layers(fresh.model))
+    layer.query_quant = object()
+    try:
+        for largest, provisional in ((3.3, 1.0), (3.3, 0.01), (700.0, 1.0)):
+            start_observing(fresh.model, {scale_name(0, "q"): provisional})
+            query = torch.tensor([largest, -0.1]) / provisional
+            codes = query.clamp(-448, 448).to(torch.float8_e4m3fn)
+            layer.impl.amax["q"] = codes.float().abs().amax()
+            seen = observed(fresh.model)
+            assert largest <= seen["amax"][scale_name(0, "q")]
+            assert seen["clipped"] == (largest / provisional > 448)
+    finally:
+        del layer.query_quant
+        layer.query_quant = None
+        stop_observing(fresh.model)
