@@ -131,7 +131,7 @@ def load_reference(
             continue
         if isinstance(module, torch.nn.Linear) and policy.precision(name) == "fp8":
             _fake_quantize(module, recipe)
-        elif name.endswith(".experts") and policy.precision(f"{name}.0.gate_proj") == "fp8":
+        elif hasattr(module, "gate_up_proj") and policy.precision(f"{name}.0.gate_proj") == "fp8":
             model.set_submodule(name, _FakeQuantExperts(module, recipe))
     return Reference(model, kv_scales)
 
@@ -210,7 +210,8 @@ def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
 class _FakeQuantExperts(torch.nn.Module):
     """Experts as transformers computes them one after the other, over quantized operands.
 
-    Takes the place of ``Qwen3MoeExperts``, whose product of gate and up no hook can reach.
+    Takes the place of ``Qwen3MoeExperts``, whose product of gate and up no hook can reach
+    (transformers 5; before, experts are linear layers like others).
     """
 
     def __init__(self, experts: Any, recipe: Recipe) -> None:
