@@ -5,9 +5,9 @@ heuristics know which kernels a weight needs, so they are asked: a compiler that
 stands in for nvcc (``DG_JIT_NVCC_COMPILER``), a scratch folder for the cache
 (``DG_JIT_CACHE_DIR``), and a product is called for every number of rows at which the choice can
 change. Each call leaves the source of its kernel under the final name and then fails to load the
-empty file: nothing runs, the tensors lie on the CPU and are never touched, and no memory of the GPU
-is taken. The real nvcc then makes all of them, as many at once as there are cores, into the real
-cache, where each folder appears by one rename, as DeepGEMM's own do.
+empty file: nothing runs, the tensors lie on the CPU and are never touched, and the GPU's context is
+given back after a fraction of a second. The real nvcc then makes all of them, as many at once as
+there are cores, into the real cache, where each folder appears by one rename, as DeepGEMM's own do.
 
 Read with DeepGEMM 2.5.0 (vendored by vLLM 0.25.1): ``csrc/jit/compiler.hpp`` and
 ``csrc/jit_kernels/heuristics``. Run as a file, so that nothing but the standard library is imported
@@ -16,6 +16,7 @@ by a process that only waits for another one; :mod:`vllm_fp8rl.warmup` starts it
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import importlib.util
@@ -26,10 +27,10 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -76,17 +77,14 @@ class Job:
     """Its number in this process."""
     full: bool
     """Try every number of rows instead of every step of the heuristics."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """DeepGEMM's environment variables, some of which change its kernels."""
 
     def stamp(self, shape: Shape) -> Path:
         """The file that lists a shape's kernels once they have all been made."""
         library = sorted(Path(self.package).glob("_C*.so"))
         made_by = [_identity(path) for path in (*library, Path(self.nvcc))]
-        settings = {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith("DG_JIT_") and name not in ("DG_JIT_CACHE_DIR", *_MISLEADING)
-        }
-        known = [_FORMAT, self.gpu, self.full, made_by, settings, shape]
+        known = [_FORMAT, self.gpu, self.full, made_by, self.settings, shape]
         digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
         return Path(self.cache) / "fp8rl" / f"{digest[:32]}.json"
 
@@ -117,6 +115,12 @@ def find_nvcc(environ: Mapping[str, str]) -> Path | None:
     return path if path.is_file() else None
 
 
+def jit_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """DeepGEMM's variables in an environment that may change its kernels."""
+    other = ("DG_JIT_CACHE_DIR", *_MISLEADING)
+    return {k: v for k, v in sorted(environ.items()) if k.startswith("DG_JIT_") and k not in other}
+
+
 def rows_to_try(shape: Shape, *, full: bool) -> Iterator[int]:
     """Every number of rows at which DeepGEMM may choose another kernel, the largest first.
 
@@ -144,7 +148,7 @@ class Lister:
             os.environ.pop(name, None)
         os.environ["DG_JIT_NVCC_COMPILER"] = str(stub)
         os.environ["DG_JIT_CACHE_DIR"] = str(scratch)
-        # Else it takes a handle and a workspace of cuBLASLt, and with them a CUDA context.
+        # Else it takes a handle and a workspace of cuBLASLt, for which there is no use here.
         os.environ["DG_USE_PYTORCH_CUBLASLT_HANDLE"] = "1"
         os.environ["DG_USE_TEMP_CUBLASLT_WORKSPACE"] = "1"
         import torch
@@ -155,43 +159,49 @@ class Lister:
         self._found = scratch / "cache"
         self._seen: set[str] = set()
 
-    def kernels(self, shape: Shape) -> Iterator[Path]:
+    def kernels(self, shape: Shape) -> list[Path]:
         """Folders with the source of each kernel that no earlier shape has asked for.
 
         Raises:
             RuntimeError: DeepGEMM refuses the shape.
         """
-        last: Exception | None = None
-        before = len(self._seen)
-        for rows in rows_to_try(shape, full=self._job.full):
-            try:
-                self._call(shape, rows)
-            except RuntimeError as error:  # the empty file; or an assertion
-                last = error
-            fresh = {path.name for path in self._found.glob("kernel.*")} - self._seen
-            self._seen |= fresh
-            yield from (self._found / name for name in sorted(fresh))
-        if len(self._seen) == before:
-            raise RuntimeError(f"DeepGEMM has no kernel for {shape}: {last}")
+        refusal: Exception | None = None
+        with _gpu_context():
+            product = self._product(shape)
+            for rows in rows_to_try(shape, full=self._job.full):
+                try:
+                    product(rows)
+                except RuntimeError as error:  # the empty file cannot be loaded; or an assertion
+                    refusal = error
+        fresh = {path.name for path in self._found.glob("kernel.*")} - self._seen
+        if not fresh:
+            raise RuntimeError(f"DeepGEMM has no kernel for {shape}: {refusal}")
+        self._seen |= fresh
+        return [self._found / name for name in sorted(fresh)]
 
-    def _call(self, shape: Shape, rows: int) -> None:
-        torch, groups = self._torch, shape.groups
-        n, k = shape.n, shape.k
+    def _product(self, shape: Shape) -> Callable[[int], None]:
+        """A product as :mod:`vllm_fp8rl` calls it, over memory that only has addresses."""
+        torch, deep_gemm = self._torch, self._deep_gemm
+        n, k, most, groups = shape
         ahead = (groups,) if groups else ()
         weight = torch.empty((*ahead, n, k), dtype=torch.float8_e4m3fn)
         scales = torch.empty((*ahead, -(-n // _BLOCK), -(-k // _BLOCK)))
-        x = torch.empty((rows, k), dtype=torch.float8_e4m3fn)
-        # Down the rows, in whole vectors of 16 bytes: as the activations' scales come.
-        x_scales = torch.empty((-(-k // _BLOCK), -(-rows // 4) * 4)).t()[:rows]
-        out = torch.empty((rows, n), dtype=torch.bfloat16)
-        arguments = ((x, x_scales), (weight, scales), out)
-        if groups:
-            experts = torch.zeros(rows, dtype=torch.int32)
-            self._deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-                *arguments, experts, disable_ue8m0_cast=True
-            )
-        else:
-            self._deep_gemm.fp8_gemm_nt(*arguments, disable_ue8m0_cast=True)
+        x = torch.empty((most, k), dtype=torch.float8_e4m3fn)
+        out = torch.empty((most, n), dtype=torch.bfloat16)
+        experts = torch.empty(most, dtype=torch.int32)
+
+        def call(rows: int) -> None:
+            # Down the rows, in whole vectors of 16 bytes: as the activations' scales come.
+            x_scales = torch.empty((-(-k // _BLOCK), -(-rows // 4) * 4)).t()[:rows]
+            arguments = ((x[:rows], x_scales), (weight, scales), out[:rows])
+            if groups:
+                deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+                    *arguments, experts[:rows], disable_ue8m0_cast=True
+                )
+            else:
+                deep_gemm.fp8_gemm_nt(*arguments, disable_ue8m0_cast=True)
+
+        return call
 
 
 def make_kernel(job: Job, listed: Path) -> bool:
@@ -270,7 +280,7 @@ class _Maker:
             lock.close()
             return True
         self._lister = self._lister or Lister(self._job, self._scratch)
-        listed = list(self._lister.kernels(shape))
+        listed = self._lister.kernels(shape)
         futures = [self._pool.submit(make_kernel, self._job, folder) for folder in listed]
         self._open.append((stamp, lock, futures, [folder.name for folder in listed]))
         return True
@@ -317,6 +327,29 @@ def _load_package(folder: Path) -> Any:
     sys.modules["deep_gemm"] = module
     spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _gpu_context() -> Iterator[None]:
+    """The context that DeepGEMM needs to describe tensors, for as short as possible.
+
+    Engines measure what memory others use, and a context takes some hundred MiB.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # without a GPU: DeepGEMM says so
+        yield
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    cuda.cuInit(0)
+    cuda.cuDeviceGet(ctypes.byref(device), 0)
+    cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    cuda.cuCtxSetCurrent(context)
+    try:
+        yield
+    finally:
+        cuda.cuCtxSetCurrent(None)
+        cuda.cuDevicePrimaryCtxRelease_v2(device)
 
 
 @contextmanager

@@ -139,6 +139,7 @@ def deep_gemm_job() -> Job | None:
             gpu=f"{gpu.name}, {gpu.multi_processor_count} SMs",
             device=device,
             full=mode == "full",
+            settings=deep_gemm_jit.jit_settings(os.environ),
         )
     _warn(obstacle)
     return None

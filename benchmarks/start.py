@@ -1,0 +1,170 @@
+"""Start of vLLM on one GPU with nothing cached: BF16, vLLM's own block FP8, and fp8rl.
+
+    python benchmarks/start.py [--variants bf16,stock,fp8rl] [--warmup relax] [--again]
+                               [--prompts 256] [--input 512] [--out FILE.json]
+
+Every start has caches of its own (vLLM's, inductor's, Triton's, DeepGEMM's), empty at first;
+``--again`` starts each variant once more with what the first start left. The model has the shape of
+Qwen3-8B and random weights (``load_format="dummy"``). Reported are the seconds from the call of
+``LLM`` and from the start of the process, the moments of vLLM's log lines, the DeepGEMM kernels in
+the cache when ``LLM`` returned and after the first steps, and the seconds of the first step of a
+kind against the median of three further ones: a step that compiles is a slow one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rollout import KV_SCALE, QWEN3_8B, VARIANTS, engine_arguments
+
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR")
+MARKS = (
+    "Initializing a V1",
+    "Loading model",
+    "Model loading took",
+    "Dynamo bytecode",
+    "Compiling a graph",
+    "saved AOT",
+    "torch.compile took",
+    "Initial profiling",
+    "KV cache size",
+    "Graph capturing finished",
+    "JIT monitor activated",
+    "DeepGEMM kernels",
+    "init engine",
+)
+
+
+class Timeline:
+    """Seconds since now of the log lines that tell a phase.
+
+    It watches the making of records: vLLM 0.32 replaces the handlers of its loggers on the way.
+    """
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[float, str]] = []
+        self._began = time.time()
+        self._make = logging.getLogRecordFactory()
+        logging.setLogRecordFactory(self._record)
+
+    def _record(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self._make(*args, **kwargs)
+        text = record.getMessage()
+        if any(mark in text for mark in MARKS):
+            self.marks.append((round(record.created - self._began, 1), text[:90]))
+        return record
+
+
+def deep_gemm_kernels() -> int:
+    return len(list(Path(os.environ["DG_JIT_CACHE_DIR"]).glob("cache/kernel.*")))
+
+
+def run_variant(options: argparse.Namespace) -> dict[str, Any]:
+    """One start, and the first steps after it."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    began = time.perf_counter()
+    from vllm import LLM, SamplingParams
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B | options.shape))
+    timeline = Timeline()
+    called = time.perf_counter()
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=options.input + 1024,
+        max_num_seqs=options.prompts,
+        gpu_memory_utilization=options.memory,
+        enable_prefix_caching=False,
+        seed=0,
+        **engine_arguments(options.child),
+    )
+    ready = time.perf_counter()
+    if options.child == "fp8rl-kv":
+        from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
+
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        set_uncalibrated_kv_scales(worker.model_runner.get_model(), KV_SCALE)
+    result: dict[str, Any] = {
+        "variant": options.child,
+        "warmup": options.warmup,
+        "start_seconds": ready - called,
+        "with_imports_seconds": ready - began,
+        "deep_gemm_kernels": deep_gemm_kernels(),
+    }
+
+    def step(prompts: int, tokens: int, generated: int) -> float:
+        texts = [
+            {"prompt_token_ids": [(i * 7919 + j * 104729) % 150000 for j in range(tokens)]}
+            for i in range(prompts)
+        ]
+        sampling = SamplingParams(max_tokens=generated, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        llm.generate(texts, sampling, use_tqdm=False)
+        return time.perf_counter() - began
+
+    kinds = {
+        "one_prompt": (1, 37, 2),
+        "full_prefill": (options.prompts, options.input, 1),
+        "full_decode": (options.prompts, 2, 8),
+    }
+    result["steps"] = {}
+    for name, sizes in kinds.items():
+        first, *later = [step(*sizes) for _ in range(4)]
+        result["steps"][name] = {"first": first, "later": statistics.median(later)}
+    result["deep_gemm_kernels_after_steps"] = deep_gemm_kernels()
+    result["timeline"] = timeline.marks
+    return result
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Cold start on one GPU")
+    parser.add_argument("--variants", default="bf16,stock,fp8rl")
+    parser.add_argument("--warmup", choices=("skip", "relax", "full"), default="relax")
+    parser.add_argument("--again", action="store_true", help="a second start with warm caches")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--input", type=int, default=512)
+    parser.add_argument("--memory", type=float, default=0.9, help="gpu_memory_utilization")
+    parser.add_argument("--shape", type=json.loads, default={}, help="JSON; changes config.json")
+    parser.add_argument("--out", type=Path, default=Path("start.json"))
+    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.child:
+        options.out.write_text(json.dumps(run_variant(options)))
+        return
+    results = []
+    for variant in options.variants.split(","):
+        with tempfile.TemporaryDirectory() as caches:
+            environment = os.environ | {name: f"{caches}/{name}" for name in CACHES}
+            environment["VLLM_DEEP_GEMM_WARMUP"] = options.warmup
+            for number in range(2 if options.again else 1):
+                part = Path(caches) / "part.json"
+                command = [sys.executable, __file__, *sys.argv[1:]]
+                command += ["--child", variant, "--out", str(part)]
+                done = subprocess.run(command, env=environment, check=False)
+                if done.returncode:
+                    results.append({"variant": variant, "failed": done.returncode})
+                    break
+                results.append(json.loads(part.read_text()) | {"cold": number == 0})
+                options.out.write_text(json.dumps(results, indent=1))  # what is there so far
+                sys.stdout.write(json.dumps(results[-1]) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
