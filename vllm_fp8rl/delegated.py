@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
-from fp8rl.numerics import BLOCK, GROUP, Quantized
+from fp8rl.numerics import BLOCK, GROUP, Quantized, quantize_group, reference
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import require_gpu_supported
 
@@ -55,19 +55,31 @@ class DelegatedKernel:
     def __init__(self, backend: str, config: FP8ScaledMMLinearLayerConfig, recipe: Recipe) -> None:
         self.backend = backend
         self._kernel = _KERNELS[backend](config)
-        # DeepGEMM's default follows an environment variable; the recipe decides instead.
-        self._kernel.quant_fp8.use_ue8m0 = recipe.activations.scale_format == "pow2"
+        self._format = recipe.activations.scale_format
         if backend == "deep_gemm":
             self._kernel.use_deep_gemm_e8m0 = False
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
-        """``x @ weight.T``; every step is an operation that torch.compile knows from vLLM."""
+        """``x @ weight.T``."""
         rows = x.reshape(-1, x.shape[-1])
-        codes, scales = self._kernel.quant_fp8(rows)
+        codes, scale_inv = self._quantize(rows)
+        if self.backend != "triton":  # the others read the scales of a column side by side
+            scale_inv = scale_inv.t().contiguous().t()
         y = self._kernel.apply_block_scaled_mm(
-            A=codes, B=weight.codes, As=scales, Bs=weight.scale_inv
+            A=codes, B=weight.codes, As=scale_inv, Bs=weight.scale_inv
         )
         return y.view(*x.shape[:-1], weight.codes.shape[0])
+
+    def _quantize(self, rows: torch.Tensor) -> Quantized:
+        """Codes and scales of activations in groups.
+
+        Plain operations where torch.compile looks: Inductor merges them with the operation before
+        (SiLU and its product in one kernel), which a kernel of its own would keep apart.
+        Inductor's division may differ from the reference's in the last bit.
+        """
+        if torch.compiler.is_compiling():
+            return reference.quantize_group(rows, GROUP, self._format)
+        return quantize_group(rows, scale_format=self._format)
 
 
 def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedKernel:

@@ -21,6 +21,20 @@ _MOST_SPLITS = 32
 _ROWS = 16  # the smallest number of rows that a tensor core multiplies
 
 
+@triton.jit
+def _update(q, k, v, factor, inside, top, total, acc, MASKED: tl.constexpr):
+    """One tile of keys and values into the running softmax."""
+    s = tl.dot(q, tl.trans(k.to(tl.float16))) * factor[:, None]
+    if MASKED:
+        s = tl.where(inside[None, :], s, float("-inf"))
+    higher = tl.maximum(top, tl.max(s, 1))
+    p = tl.exp2(s - higher[:, None])
+    fade = tl.exp2(top - higher)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc=acc * fade[:, None])
+    return higher, total, acc
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _attend(
     q_ptr,
@@ -75,28 +89,28 @@ def _attend(
     q = (q / norm[:, None]).to(tl.float16)
     factor = norm * (tl.load(k_scale_ptr) * softmax_scale)
 
+    table = table_ptr + sequence.to(tl.int64) * stride_table
+    lane = tl.arange(0, TILE)
+    inner = (lane % PAGE)[:, None] * stride_slot + dim[None, :] + kv_head * stride_kv_head
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD], tl.float32)
-    table = table_ptr + sequence.to(tl.int64) * stride_table
-    k_base = k_ptr + kv_head * stride_kv_head + dim[None, :]
-    v_base = v_ptr + kv_head * stride_kv_head + dim[None, :]
-    for start in tl.range(first, last, TILE, num_stages=STAGES):
-        token = start + tl.arange(0, TILE)
-        inside = token < last
-        page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
-        slot = page * stride_page + (token % PAGE) * stride_slot
-        k = tl.load(k_base + slot[:, None])
+    # Whole tiles without masks, then the rest: every instruction here counts (see above).
+    full = first + (last - first) // TILE * TILE
+    for start in tl.range(first, full, TILE, num_stages=STAGES):
+        page = tl.load(table + start // PAGE + lane // PAGE).to(tl.int64) * stride_page
+        slot = (page + start % PAGE * stride_slot)[:, None] + inner
+        k = tl.load(k_ptr + slot)
+        v = tl.load(v_ptr + slot)
+        top, total, acc = _update(q, k, v, factor, lane < TILE, top, total, acc, False)
+    if full < last:
         # Slots past the end may hold any bits, NaN among them, which 0 * NaN would let through.
-        v = tl.load(v_base + slot[:, None], mask=inside[:, None], other=0.0)
-        s = tl.dot(q, tl.trans(k.to(tl.float16))) * factor[:, None]
-        s = tl.where(inside[None, :], s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        p = tl.exp2(s - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc=acc * fade[:, None])
-        top = higher
+        inside = lane < last - full
+        page = tl.load(table + full // PAGE + lane // PAGE, mask=inside, other=0).to(tl.int64)
+        slot = (page * stride_page + full % PAGE * stride_slot)[:, None] + inner
+        k = tl.load(k_ptr + slot, mask=inside[:, None], other=0.0)
+        v = tl.load(v_ptr + slot, mask=inside[:, None], other=0.0)
+        top, total, acc = _update(q, k, v, factor, inside, top, total, acc, True)
 
     if WHOLE:
         # A padded row of a captured batch has length 0: write zeros, not 0 / 0.
@@ -168,9 +182,10 @@ def paged_decode(
     v_scale: torch.Tensor,
     out: torch.Tensor,
     splits: int,
-    tile: int = 64,
-    num_warps: int = 4,
+    tile: int = 32,
+    num_warps: int = 1,
     num_stages: int = 3,
+    maxnreg: int | None = None,
 ) -> torch.Tensor:
     """``softmax(q @ k.T * softmax_scale) @ v`` for one query token a sequence.
 
@@ -221,6 +236,7 @@ def paged_decode(
         WHOLE=splits == 1,
         STAGES=num_stages,
         num_warps=num_warps,
+        maxnreg=maxnreg,
     )
     if splits > 1:
         _combine[(heads, sequences)](
