@@ -60,8 +60,8 @@ def calibrate_kv_scales(
         margin: factor on the magnitudes; the recipe's ``kv_cache.margin`` by default.
 
     Returns:
-        The scales by their names on the wire: ``margin * amax / 448``. Those of queries, which the
-        backend hands over quantized, are up to 7 % larger.
+        The scales by their names on the wire: ``margin * amax / 448``. Those of queries that are
+        seen quantized only are up to 7 % larger.
 
     Raises:
         ScaleError: no FP8 KV cache, a bad margin, or prompts that show nothing of a layer.

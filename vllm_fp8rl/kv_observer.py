@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8rl.kv_scales import ROLES, Role, scale_name
-from fp8rl.numerics import E4M3_MAX
+from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl.guard import GUARD
 from vllm_fp8rl.kv_cache import LayerKVScales, fp8_layers, publish_scales
 
@@ -37,6 +37,8 @@ class ObservedImpl:
         self.before = before
         self.amax = {role: torch.zeros((), device=device) for role in ROLES}
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self.quantized_queries = False
+        """Whether queries come as codes of the layer's q scale."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.impl, name)
@@ -68,6 +70,7 @@ class ObservedImpl:
         **kwargs: Any,
     ) -> Any:
         if attn_metadata is not None:
+            self.quantized_queries = query.dtype == FP8_DTYPE
             self._note("q", query[: attn_metadata.num_actual_tokens].float().abs().amax())
         return self.impl.forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
 
@@ -108,7 +111,7 @@ def observed(model: torch.nn.Module) -> dict[str, Any]:
         tokens.append(int(layer.impl.tokens))
         for role in state.required(layer):
             value = layer.impl.amax[role].item()
-            if role == "q":
+            if role == "q" and layer.impl.quantized_queries:
                 value, beyond = _unquantized(value, state)
                 clipped |= beyond
             amax[scale_name(state.index, role)] = value
@@ -127,7 +130,7 @@ def stop_observing(model: torch.nn.Module) -> None:
 def _unquantized(code: float, state: LayerKVScales) -> tuple[float, bool]:
     """The largest |query| that quantizes to at most ``code``, and whether that may be too small.
 
-    Queries that a backend quantizes reach it as codes.
+    The layer has quantized it before vLLM calls attention.
     """
     beyond = code >= E4M3_MAX
     return code * state.values["q"] * (_BEYOND if beyond else _HALF_STEP), beyond

@@ -194,6 +194,7 @@ def test_a_quantized_query_is_bounded_from_above(fresh: Engine) -> None:
             query = torch.tensor([largest, -0.1]) / provisional
             codes = query.clamp(-448, 448).to(torch.float8_e4m3fn)
             layer.impl.amax["q"] = codes.float().abs().amax()
+            layer.impl.quantized_queries = True
             seen = observed(fresh.model)
             assert largest <= seen["amax"][scale_name(0, "q")]
             assert seen["clipped"] == (largest / provisional > 448)
