@@ -6,12 +6,19 @@ each of its processes. Importing this package does not import vLLM.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from fp8rl import Recipe
 
 NAME = "fp8rl"
 """The quantization method's name in vLLM: ``LLM(..., quantization="fp8rl")``."""
+
+WEIGHT_TRANSFER_BACKENDS = {
+    "fp8rl": "Fp8RLTransferEngine",
+    "fp8rl_nccl": "Fp8RLNcclTransferEngine",
+}
+"""Values of vLLM's ``WeightTransferConfig(backend=...)``; see :mod:`vllm_fp8rl.weight_transfer`."""
 
 _CPU_BACKEND = "vllm_fp8rl.cpu_attention.Fp8RLCpuBackend"
 _GPU_BACKEND = "vllm_fp8rl.gpu_attention.Fp8RLFlashBackend"
@@ -40,6 +47,7 @@ def register() -> None:
     register_quantization_config(NAME)(Fp8RLConfig)
     if not served:
         return
+    _register_weight_transfer()
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -47,6 +55,16 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)
     elif current_platform.is_cuda() and gpu_supported(installed_version() or ""):
         register_backend(AttentionBackendEnum.FLASH_ATTN, _GPU_BACKEND)
+
+
+def _register_weight_transfer() -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    for backend, engine in WEIGHT_TRANSFER_BACKENDS.items():
+        with contextlib.suppress(ValueError):  # registered already
+            WeightTransferEngineFactory.register_engine(
+                backend, "vllm_fp8rl.weight_transfer", engine
+            )
 
 
 def engine_args(recipe: Recipe) -> dict[str, Any]:

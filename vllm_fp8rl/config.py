@@ -19,7 +19,7 @@ from fp8rl.errors import PinError, RecipeError, UnsupportedError
 from fp8rl.numerics import BLOCK
 from fp8rl.pinning import ALWAYS_BF16, PinRow
 from fp8rl.recipe import RECIPE_ENV
-from vllm_fp8rl import NAME
+from vllm_fp8rl import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.models import check_architecture, check_widths, is_mixture, module_names
@@ -28,6 +28,7 @@ from vllm_fp8rl.warmup import KernelWarmup, deep_gemm_job
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 # Under vLLM's name, so that its log level and format apply in every worker.
@@ -236,6 +237,7 @@ def _resolve(engine: VllmConfig) -> Resolved:
         parallel.tensor_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
     )
+    _check_weight_transfer(engine.weight_transfer_config)
     _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
     if is_mixture(hf_config) and recipe.rollout:
         set_activation_scales(recipe)
@@ -281,6 +283,16 @@ def _check_checkpoint(config: Mapping[str, Any]) -> None:
             f"The checkpoint has activation_scheme '{scheme}', but quantization='{NAME}' scales "
             "activations dynamically; load a BF16 checkpoint."
         )
+
+
+def _check_weight_transfer(chosen: WeightTransferConfig | None) -> None:
+    if chosen is None or chosen.backend in WEIGHT_TRANSFER_BACKENDS:
+        return
+    raise UnsupportedError(
+        f"The weight-transfer backend '{chosen.backend}' takes an incomplete update for a complete "
+        f"one, or writes BF16 into FP8 storage; with quantization='{NAME}' set it to one of "
+        f"{sorted(WEIGHT_TRANSFER_BACKENDS)} (the trainer's side of 'fp8rl_nccl' is vLLM's 'nccl')."
+    )
 
 
 def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype) -> None:

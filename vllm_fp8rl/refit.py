@@ -48,7 +48,8 @@ class RefitSession:
 
     Args:
         model: the vLLM model of this rank.
-        expect_kv_scales: whether k and v scales of every layer come with the weights.
+        expect_kv_scales: whether k and v scales of every layer come with the weights; None: either
+            all or none.
 
     Raises:
         RefitError: on entry, when another session is open or the engine has no FP8 KV cache to
@@ -58,7 +59,7 @@ class RefitSession:
         UnsupportedError: a pipeline-parallel engine.
     """
 
-    def __init__(self, model: torch.nn.Module, *, expect_kv_scales: bool) -> None:
+    def __init__(self, model: torch.nn.Module, *, expect_kv_scales: bool | None) -> None:
         self.model: Any = model  # load_weights is not torch's
         self.expect_kv_scales = expect_kv_scales
         self.report: RefitReport | None = None
@@ -207,7 +208,7 @@ class RefitSession:
 
     def _check_kv_scale(self, name: str, parsed: tuple[int, Role], tensor: torch.Tensor) -> str:
         canonical = scale_name(*parsed)
-        if not self.expect_kv_scales:
+        if self.expect_kv_scales is False:
             raise RefitError(
                 f"KV scale '{name}' came unannounced; refit with expect_kv_scales=True, or leave "
                 "the scales out."
@@ -275,7 +276,9 @@ class RefitSession:
             for name, dtype in received.items()
             if dtype == FP8_DTYPE and f"{name}_scale_inv" not in received
         ]
-        if self.expect_kv_scales:
+        if self.expect_kv_scales or (
+            self.expect_kv_scales is None and self._scales & received.keys()
+        ):
             missing += sorted(self._scales - received.keys())
         if missing:
             raise RefitError(

@@ -85,7 +85,7 @@ def load_batch(model: torch.nn.Module, batch: Payload | list[tuple[str, torch.Te
 def load_files(model: torch.nn.Module, path: str) -> None:
     """Load a safetensors file, or all of a folder, a batch at a time."""
     session = _open_session(model)
-    for batch in batches(_read(Path(path)), BATCH_BYTES):
+    for batch in batches(read_files(Path(path)), BATCH_BYTES):
         session.load(batch)
 
 
@@ -196,7 +196,7 @@ def has_refit_methods(extension: str) -> bool:
     return issubclass(resolve_obj_by_qualname(extension), RefitMixin)
 
 
-def _read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_files(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise RefitError(f"'{path}' is no safetensors file and no folder of them.")

@@ -148,6 +148,17 @@ def test_from_files(engine, checkpoints, tokens):
     assert engine.greedy(PROMPTS) == tokens["b"]
 
 
+def test_sender_that_reuses_one_buffer(engine, b, tokens):
+    buffer = torch.empty(max(t.numel() for t in b.values()), dtype=torch.bfloat16)
+
+    def stream():
+        for name, tensor in b.items():
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    refit(engine.llm, stream(), expect_kv_scales=False, batch_bytes=1)
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
 def test_hook_is_called_once_with_the_report(engine, a):
     class Observer:
         reports: list = []
