@@ -6,18 +6,21 @@ shares a block with its neighbour, so neither can be quantized alone: the block'
 source precision, and each arrival quantizes the block anew. Whatever the order, the codes are those
 of :func:`fp8rl.numerics.quantize_block` on the whole local matrix.
 
+:class:`Writes` puts quantizations of many layers off until one launch can do them all.
+
 Plain torch: no vLLM in here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
-from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv, quantize_block
+from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv, quantize_blocks
 from fp8rl.recipe import ScaleFormat
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,6 +28,8 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 16}
 """Elements quantized at once, by device type: the CPU reference makes float32 temporaries of about
 20 bytes an element, which must stay small beside a layer of a small model."""
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 27  # a GPU makes none; rows that come from the host are copied
+_LAUNCH_BYTES = 1 << 30
+"""What is put off at most, a few per cent of a model for which it matters."""
 
 _ROWS, _COLS = BLOCK
 Rows = Callable[[int, int], torch.Tensor]
@@ -40,6 +45,57 @@ class _Quantized:
     scale_inv: torch.Tensor | None = None
     codes_written: bool = False
     scale_written: bool = False
+
+
+class Writes:
+    """Writes to many layers that are put off; :meth:`run` does them with few kernel launches.
+
+    The tensors that come in must keep their values until then. A later write to the same place
+    takes that of an earlier one. Enough of them are done at once, so that a GPU works meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._blocks: dict[ScaleFormat, dict[tuple[int, int], tuple[torch.Tensor, Quantized]]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._grids: dict[int, BlockGrid] = {}
+
+    def quantize(
+        self, grid: BlockGrid, first: int, rows: torch.Tensor, live: Quantized, fmt: ScaleFormat
+    ) -> None:
+        """Of the rows of a grid from ``first`` on, on the device of ``live``."""
+        if grid.shares_blocks:
+            self._grids[id(grid)] = grid
+        self._blocks.setdefault(fmt, {})[id(grid), first] = (rows, live)
+        self._bytes += rows.nbytes
+        if self._bytes >= _LAUNCH_BYTES:
+            self.run()
+
+    def copy(self, live: torch.Tensor, value: torch.Tensor) -> None:
+        """A small tensor of the same shape, dtype and device."""
+        self._copies[live.data_ptr()] = (live, value)
+
+    def before(self, live: torch.Tensor) -> None:
+        """A tensor is about to be written at once: do what would come too late."""
+        if live.data_ptr() in self._copies:
+            self.run()
+
+    def forget(self, grid: BlockGrid, first: int) -> None:
+        """The rows of a grid from ``first`` on are written at once."""
+        for jobs in self._blocks.values():
+            jobs.pop((id(grid), first), None)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        blocks, copies, grids = self._blocks, self._copies, self._grids
+        self._blocks, self._copies, self._grids, self._bytes = {}, {}, {}, 0
+        if copies:
+            live, values = zip(*copies.values(), strict=True)
+            torch._foreach_copy_(live, values)
+        for fmt, jobs in blocks.items():
+            quantize_blocks(list(jobs.values()), BLOCK, fmt)
+        for grid in grids.values():
+            grid.written()
 
 
 class BlockGrid:
@@ -92,6 +148,12 @@ class BlockGrid:
         }
         self._loaded: set[int] = set()
         self._incomplete: dict[int, _Quantized] = {}
+        self._last_write = torch.cuda.Event() if self.device.type == "cuda" else None
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether a block holds rows of two shards."""
+        return bool(self._shared)
 
     @property
     def complete(self) -> bool:
@@ -123,12 +185,13 @@ class BlockGrid:
         self._incomplete.clear()
 
     @torch.no_grad()
-    def load_source(self, start: int, rows: torch.Tensor) -> None:
+    def load_source(self, start: int, rows: torch.Tensor, writes: Writes | None = None) -> None:
         """Quantize a shard into place.
 
         Args:
             start: first row of the shard on the local grid.
             rows: bfloat16, float16 or float32 ``[n, K]``, already narrowed to this rank.
+            writes: takes the quantization of what lies on this grid's device, to be done later.
 
         Raises:
             UnsupportedError: another dtype.
@@ -141,7 +204,7 @@ class BlockGrid:
             )
         self._check_shape(start, rows)
         self._incomplete.pop(start, None)
-        self._write(start, lambda lo, hi: rows[lo:hi])
+        self._write(start, lambda lo, hi: rows[lo:hi], writes)
         self._loaded.add(start)
 
     @torch.no_grad()
@@ -157,13 +220,14 @@ class BlockGrid:
             RefitError: not the shard's shape.
         """
         self._check_shape(start, codes)
-        wire = self._arriving(start, origin)
-        if self._aligned(start, origin):
-            self._storage()[0][start : start + codes.shape[0], : self.columns].copy_(codes)
-            wire.codes_written = True
-        else:
-            wire.codes = codes.clone()  # the sender may reuse its buffer
-        self._settle(start, wire)
+        with self._in_order():
+            wire = self._arriving(start, origin)
+            if self._aligned(start, origin):
+                self._storage()[0][start : start + codes.shape[0], : self.columns].copy_(codes)
+                wire.codes_written = True
+            else:
+                wire.codes = codes.clone()  # the sender may reuse its buffer
+            self._settle(start, wire)
 
     @torch.no_grad()
     def load_scales(self, start: int, scale_inv: torch.Tensor, origin: tuple[int, int]) -> None:
@@ -192,14 +256,34 @@ class BlockGrid:
                 f"'{self.name}.weight_scale_inv' has a scale that is 0, negative, NaN or infinite; "
                 "quantize the weight again."
             )
-        wire = self._arriving(start, origin)
-        if self._aligned(start, origin):
-            first = start // _ROWS
-            self._storage()[1][first : first + part.shape[0]].copy_(part)
-            wire.scale_written = True
-        else:
-            wire.scale_inv = part.clone()
-        self._settle(start, wire)
+        with self._in_order():
+            wire = self._arriving(start, origin)
+            if self._aligned(start, origin):
+                first = start // _ROWS
+                self._storage()[1][first : first + part.shape[0]].copy_(part)
+                wire.scale_written = True
+            else:
+                wire.scale_inv = part.clone()
+            self._settle(start, wire)
+
+    def written(self) -> None:
+        """Mark the end of writes on the current stream, for :meth:`_wait`."""
+        if self._last_write is not None:
+            self._last_write.record()
+
+    def _wait(self) -> None:
+        """Let the current stream wait for earlier writes, which may have come on another one.
+
+        Shards share blocks, and codes wait for their scales: one arrival reads what another left.
+        """
+        if self._last_write is not None:
+            self._last_write.wait()
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        self._wait()
+        yield
+        self.written()
 
     def _check_shape(self, start: int, rows: torch.Tensor) -> None:
         expected = (self._rows[start], self.columns)
@@ -222,6 +306,9 @@ class BlockGrid:
     def _settle(self, start: int, wire: _Quantized) -> None:
         if wire.codes is not None and wire.scale_inv is not None:
             self._requantize(start, wire.codes, wire.scale_inv, wire.origin)
+            for kept in (wire.codes, wire.scale_inv):
+                if kept.is_cuda:  # made on another stream, perhaps, which must not reuse it yet
+                    kept.record_stream(torch.cuda.current_stream(kept.device))
         elif not (wire.codes_written and wire.scale_written):
             return
         del self._incomplete[start]
@@ -238,7 +325,7 @@ class BlockGrid:
             block = torch.arange(row + lo, row + hi, device=codes.device) // _ROWS
             return codes[lo:hi].float() * factors[block]
 
-        self._write(start, rows)
+        self._write(start, rows, None)
         if same_grid:  # whole blocks keep their codes: requantizing may move a scale by one ulp
             lo, hi = self._own_rows(start)
             live_codes, live_scales = self._storage()
@@ -254,27 +341,38 @@ class BlockGrid:
         hi = end if end == self.total_rows else end // _ROWS * _ROWS
         return (lo, hi) if lo < hi else (lo, lo)
 
-    def _write(self, start: int, rows: Rows) -> None:
+    def _write(self, start: int, rows: Rows, writes: Writes | None) -> None:
         end = start + self._rows[start]
         lo, hi = self._own_rows(start)
         step = max(1, self._chunk // (_ROWS * self.columns)) * _ROWS
         for first in range(lo, hi, step):
             last = min(first + step, hi)
-            self._put(first, rows(first - start, last - start))
-        for block in {start // _ROWS, (end - 1) // _ROWS} & self._shared.keys():
+            self._put(first, rows(first - start, last - start), writes)
+        shared = {start // _ROWS, (end - 1) // _ROWS} & self._shared.keys()
+        if shared:
+            self._wait()
+        for block in shared:
             kept, top = self._shared[block], block * _ROWS
             first, last = max(start, top), min(end, top + _ROWS)
             kept[first - top : last - top].copy_(rows(first - start, last - start))
-            self._put(top, kept)
+            self._put(top, kept, writes)
+        if shared and writes is None:
+            self.written()
 
-    def _put(self, first: int, rows: torch.Tensor) -> None:
+    def _put(self, first: int, rows: torch.Tensor, writes: Writes | None) -> None:
         codes, scales = self._storage()
         last, top = first + rows.shape[0], first // _ROWS
         live = Quantized(codes[first:last], scales[top : cdiv(last, _ROWS)])
-        rows = rows.to(codes.device)
-        if codes.shape[1] > self.columns:
-            rows = torch.nn.functional.pad(rows, (0, codes.shape[1] - self.columns))
-        quantize_block(rows, BLOCK, self._scale_format, out=live)
+        here = rows.device == codes.device
+        padding = codes.shape[1] - self.columns
+        if padding:
+            rows = torch.nn.functional.pad(rows, (0, padding))
+        if writes is not None and here and not padding:
+            writes.quantize(self, first, rows, live, self._scale_format)
+        else:  # at once: no second copy is made before this one is gone
+            if writes is not None:
+                writes.forget(self, first)
+            quantize_blocks([(rows.to(codes.device), live)], BLOCK, self._scale_format)
 
 
 def empty_storage(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ on their parameters with the whole HF tensor. Each class here turns such a call 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.numerics import BLOCK, FP8_DTYPE, cdiv
-from vllm_fp8rl.grid import SOURCE_DTYPES, BlockGrid
+from vllm_fp8rl.grid import SOURCE_DTYPES, BlockGrid, Writes
 
 
 class Shard(NamedTuple):
@@ -45,7 +46,36 @@ class ShardedParameter(ModelWeightParameter):
         super().__init__(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
         self.matrix = shape
 
-    def store(self, tensor: torch.Tensor, shard: Shard) -> None:
+    @property
+    def weight_loader(self) -> Callable[..., Any]:
+        """The layer's own loader, or vLLM's wrapper of it in a layerwise reload."""
+        loader: Callable[..., Any] = self._weight_loader
+        return loader
+
+    @weight_loader.setter
+    def weight_loader(self, loader: Callable[..., Any]) -> None:
+        if inspect.unwrap(loader) != inspect.unwrap(self._weight_loader):
+            raise self._foreign(getattr(loader, "__qualname__", str(loader)))
+        self._weight_loader = loader
+
+    @weight_loader.deleter
+    def weight_loader(self) -> None:
+        raise self._foreign("another loader")
+
+    def _foreign(self, loader: str) -> UnsupportedError:
+        # Such a loader (Mamba's, say) copies: BF16 would become FP8 by a cast, without scales.
+        return UnsupportedError(
+            f"The model wants {loader} to load '{self.label}', past the loader that quantizes or "
+            "checks what comes; start this model without quantization='fp8rl'."
+        )
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        raise NotImplementedError
+
+    def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
+        """Write a shard of a whole HF tensor, or leave it to ``writes`` to do so later."""
         raise NotImplementedError
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
@@ -106,14 +136,20 @@ class Fp8Weight(ShardedParameter):
         super().__init__(data, shape=(data.shape[0], data.shape[1]), weight_loader=weight_loader)
         self.grid = grid
 
-    def store(self, tensor: torch.Tensor, shard: Shard) -> None:
+    @property
+    def label(self) -> str:
+        return f"{self.grid.name}.weight"
+
+    def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
         if _count_on_meta(self, shard):
             return
-        part = narrow(tensor, shard, f"{self.grid.name}.weight", self.matrix[1])
-        if tensor.dtype == FP8_DTYPE:
-            self.grid.load_codes(shard.start, part, shard.origin)
-        else:
-            self.grid.load_source(shard.start, part)
+        part = narrow(tensor, shard, self.label, self.matrix[1])
+        if tensor.dtype != FP8_DTYPE:
+            self.grid.load_source(shard.start, part, writes)
+            return
+        if writes is not None:
+            writes.run()  # or an earlier one to this shard would come after this
+        self.grid.load_codes(shard.start, part, shard.origin)
 
 
 class Fp8Scale(ShardedParameter):
@@ -133,15 +169,21 @@ class Fp8Scale(ShardedParameter):
         super().__init__(data, shape=shape, weight_loader=weight_loader)
         self.grid = grid
 
-    def store(self, tensor: torch.Tensor, shard: Shard) -> None:
+    @property
+    def label(self) -> str:
+        return f"{self.grid.name}.weight_scale_inv"
+
+    def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
         if self.is_meta:
             return
         expected = tuple(map(cdiv, shard.full, BLOCK))
         if tuple(tensor.shape) != expected:
             raise RefitError(
-                f"'{self.grid.name}.weight_scale_inv' takes scales of shape {expected} (128x128 "
+                f"'{self.label}' takes scales of shape {expected} (128x128 "
                 f"blocks of a {shard.full} weight), but got {tuple(tensor.shape)}."
             )
+        if writes is not None:
+            writes.run()
         self.grid.load_scales(shard.start, tensor, shard.origin)
 
 
@@ -161,11 +203,15 @@ class PlainWeight(ShardedParameter):
         self.missing = {sum(partitions[:i]) for i in range(len(partitions))}
         """First local rows of the shards that were never written."""
 
-    def store(self, tensor: torch.Tensor, shard: Shard) -> None:
+    @property
+    def label(self) -> str:
+        return f"{self.module}.weight"
+
+    def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
         if _count_on_meta(self, shard):
             return
-        check_plain_dtype(tensor, f"{self.module}.weight")
-        part = narrow(tensor, shard, f"{self.module}.weight", self.matrix[1])
+        check_plain_dtype(tensor, self.label)
+        part = narrow(tensor, shard, self.label, self.matrix[1])
         self.data[shard.start : shard.start + shard.rows].copy_(part)
         self.missing.discard(shard.start)
 

@@ -1,0 +1,301 @@
+"""`LoadPlan`: what vLLM's loader did with each tensor of a model, done again without the loader.
+
+``AutoWeightsLoader`` walks the model and maps every name anew at each call: 20 to 60 ms a refit of
+an 8B model, whose weights quantize in 11 ms. A plan watches one such walk (which parameter, loader
+and arguments each HF name reached with its tensor untouched) and afterwards goes straight there,
+with few kernel launches for a whole batch. It knows nothing of model classes: a batch with a name
+that it did not see, or whose parameter or loader has been replaced since (vLLM's layerwise reload
+does that), goes through vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.utils import AutoWeightsLoader
+
+from fp8rl.errors import UnsupportedError
+from vllm_fp8rl.grid import Writes
+from vllm_fp8rl.index import Slot, slots_of
+from vllm_fp8rl.params import Fp8Scale, Fp8Weight, Shard, ShardedParameter
+
+Named = tuple[str, torch.Tensor]
+
+_PLAN = "fp8rl_load_plan"
+_SMALL = 1 << 20  # elements; larger copies do not wait for launches
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What became of one HF tensor: one call of one loader, which may have stored one shard."""
+
+    slot: Slot
+    loader: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shard: Shard | None
+    taken: bool
+    """False where the loader said that this rank has no place for the tensor."""
+
+    @property
+    def live(self) -> bool:
+        return self.slot.live and _loader_of(self.slot.parameter) is self.loader
+
+    def replay(self, tensor: torch.Tensor, writes: Writes) -> None:
+        """Do the same with another tensor of that name."""
+        parameter = self.slot.parameter
+        if self.shard is not None:
+            assert isinstance(parameter, ShardedParameter)
+            parameter.store(tensor, self.shard, writes)
+        elif self.loader is default_weight_loader and _alike(parameter, tensor):
+            writes.copy(parameter.data, tensor)
+        else:
+            writes.before(parameter.data)
+            self.loader(parameter, tensor, *self.args, **self.kwargs)
+
+
+@dataclass
+class _Window:
+    """The time in which vLLM's loader has one tensor in hand."""
+
+    tensor: torch.Tensor
+    routes: list[Route] = field(default_factory=list)
+    changed: bool = False
+    """A loader was given something else, such as a part or a copy."""
+
+
+class LoadPlan:
+    """The routes of one model's HF names, and how a batch is loaded with or without them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._routes: dict[str, Route] = {}
+        self._irregular: set[str] = set()
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> LoadPlan:
+        """The model's plan, made empty at the first call."""
+        plan = model.__dict__.get(_PLAN)
+        if plan is None:
+            plan = model.__dict__[_PLAN] = cls(model)
+        return plan
+
+    def covers(self, names: Iterable[str]) -> bool:
+        """Whether a batch of these names needs no walk through the model."""
+        return not any(self._strange(names))
+
+    def _strange(self, names: Iterable[str]) -> Iterator[str]:
+        """Names without a route that leads to a parameter of this moment."""
+        for name in names:
+            route = self._routes.get(name)
+            if route is None or not route.live:
+                yield name
+
+    def load(
+        self, weights: Collection[Named], walk: Callable[[Iterable[Named]], set[str]]
+    ) -> set[str]:
+        """Load a batch whose tensors keep their values during the call.
+
+        Args:
+            weights: HF-named tensors.
+            walk: vLLM's loader.
+
+        Returns:
+            Names of the parameters loaded, as from vLLM's loader.
+
+        Raises:
+            UnsupportedError: a loader of another's making wrote past quantization into FP8 storage.
+        """
+        if self.covers(name for name, _ in weights):
+            return self._replay(weights)
+        if self._irregular.issuperset(self._strange(name for name, _ in weights)):
+            return walk(weights)  # nothing to learn
+        with self._watched() as windows:
+            if windows is None:
+                return walk(weights)
+            loaded = walk(_opening(weights, windows))
+        self._learn(windows)
+        return loaded
+
+    def _replay(self, weights: Iterable[Named]) -> set[str]:
+        writes, loaded = Writes(), set()
+        try:
+            for name, tensor in scalars_on_host(weights):
+                route = self._routes[name]
+                route.replay(tensor, writes)
+                if route.taken:
+                    loaded.add(route.slot.name)
+        finally:  # what came before an error is written, as it is without a plan
+            writes.run()
+        return loaded
+
+    def _learn(self, windows: dict[str, _Window]) -> None:
+        for name, window in windows.items():
+            if len(window.routes) == 1 and not window.changed:
+                self._routes[name] = window.routes[0]
+                self._irregular.discard(name)
+            else:
+                self._irregular.add(name)
+                self._routes.pop(name, None)
+
+    @contextmanager
+    def _watched(self) -> Iterator[dict[str, _Window] | None]:
+        """Loaders that note each call while a batch is loaded; None where that cannot be."""
+        slots = slots_of(self._model)
+        if any(not slot.live or _is_deferring(_loader_of(slot.parameter)) for slot in slots):
+            yield None  # in vLLM's layerwise reload, whose loaders only collect
+            return
+        windows: dict[str, _Window] = {}
+        with _observed(slots, windows):
+            yield windows
+
+
+def install() -> None:
+    """Let ``AutoWeightsLoader`` load batches by the plan of the model.
+
+    Why: plain ``model.load_weights`` of a refit (NeMo RL, TRL and verl call nothing else) would
+    spend most of its time in that walk. How: the method is covered for models of fp8rl that get a
+    batch as a list, dict view or other collection; a generator may reuse its memory and is left
+    alone. Upstream: ``vllm/model_executor/models/utils.py``, 0.25.1 and 0.32.0; there is no door
+    to a model that a quantization config could use. It can go when vLLM caches the walk.
+    """
+    walk = AutoWeightsLoader.load_weights
+    if hasattr(walk, _PLAN):
+        return
+
+    @functools.wraps(walk)
+    def load_weights(self: AutoWeightsLoader, weights: Any, *args: Any, **options: Any) -> set[str]:
+        from vllm_fp8rl.config import Fp8RLConfig
+
+        config = getattr(self.module, "quant_config", None)
+        # A mapper renames first: a plan holds for one of them, the class's own.
+        mapper = options.get("mapper") or (args[0] if args else None)
+        usual = mapper is None or mapper is getattr(type(self.module), "hf_to_vllm_mapper", None)
+        if not (usual and isinstance(config, Fp8RLConfig) and isinstance(weights, Collection)):
+            return walk(self, weights, *args, **options)
+
+        def load(batch: Iterable[Named]) -> set[str]:
+            return walk(self, batch, *args, **options)
+
+        return LoadPlan.of(self.module).load(weights, load)
+
+    setattr(load_weights, _PLAN, True)
+    AutoWeightsLoader.load_weights = load_weights  # type: ignore[method-assign]
+
+
+def _opening(weights: Iterable[Named], windows: dict[str, _Window]) -> Iterator[Named]:
+    """The batch, each tensor as an object of its own and in a window of its own."""
+    repeated: set[str] = set()
+    for name, tensor in weights:
+        if name in windows:
+            repeated.add(name)
+        own = tensor.detach()
+        windows[name] = _Window(own)
+        yield name, own
+    for name in repeated:
+        windows[name].changed = True
+
+
+def scalars_on_host(weights: Iterable[Named]) -> list[Named]:
+    """The batch with its one-element GPU tensors, such as KV scales, on the host.
+
+    Their loaders look at the value: that is one wait for the GPU in all, not one each.
+    """
+    batch = list(weights)
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, (_, tensor) in enumerate(batch):
+        if tensor.is_cuda and tensor.numel() == 1:
+            places.setdefault((tensor.device, tensor.dtype), []).append(place)
+    for together in places.values():
+        values = torch.stack([batch[place][1].reshape(()) for place in together]).cpu()
+        for place, value in zip(together, values, strict=True):
+            name, tensor = batch[place]
+            batch[place] = (name, value.view(tensor.shape))
+    return batch
+
+
+@contextmanager
+def _observed(slots: Sequence[Slot], windows: dict[str, _Window]) -> Iterator[None]:
+    """Every parameter's loader notes its calls in the window that was opened last."""
+    own = [getattr(slot.parameter, "weight_loader", None) for slot in slots]
+    try:
+        for slot in slots:
+            parameter: Any = slot.parameter
+            parameter.weight_loader = _observer(slot, _loader_of(parameter), windows)
+        yield
+    finally:
+        for slot, loader in zip(slots, own, strict=True):
+            parameter = slot.parameter
+            if loader is not None:
+                parameter.weight_loader = loader
+            elif hasattr(parameter, "weight_loader"):
+                del parameter.weight_loader
+
+
+def _observer(
+    slot: Slot, loader: Callable[..., Any], windows: dict[str, _Window]
+) -> Callable[..., Any]:
+    @functools.wraps(loader)
+    def note(*args: Any, **kwargs: Any) -> Any:
+        with _stores(slot.parameter) as stores:
+            result = loader(*args, **kwargs)
+        if isinstance(slot.parameter, (Fp8Weight, Fp8Scale)) and not stores:
+            raise UnsupportedError(
+                f"'{slot.name}' was loaded by {getattr(loader, '__qualname__', loader)}, which "
+                "writes past quantization into FP8 storage; pin the layer to BF16 and restart."
+            )
+        if windows:
+            window = next(reversed(windows.values()))
+            whole = len(args) > 1 and args[0] is slot.parameter and args[1] is window.tensor
+            window.changed |= not whole
+            if whole:
+                one = len(stores) == 1 and stores[0][0] is window.tensor
+                shard = stores[0][1] if one else None
+                taken = result is not False
+                window.routes.append(Route(slot, loader, args[2:], kwargs, shard, taken))
+        return result
+
+    return note
+
+
+@contextmanager
+def _stores(parameter: torch.nn.Parameter) -> Iterator[list[tuple[torch.Tensor, Shard]]]:
+    """The shards that a parameter is given meanwhile."""
+    seen: list[tuple[torch.Tensor, Shard]] = []
+    if not isinstance(parameter, ShardedParameter):
+        yield seen
+        return
+    store = parameter.store
+
+    def noting(tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
+        store(tensor, shard, writes)
+        seen.append((tensor, shard))
+
+    parameter.__dict__["store"] = noting
+    try:
+        yield seen
+    finally:
+        del parameter.__dict__["store"]
+
+
+def _loader_of(parameter: torch.nn.Parameter) -> Callable[..., Any]:
+    return getattr(parameter, "weight_loader", default_weight_loader)
+
+
+def _is_deferring(loader: Callable[..., Any]) -> bool:
+    return getattr(loader, "__name__", "") == "online_process_loader"
+
+
+def _alike(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (
+        tensor.shape == parameter.shape
+        and tensor.dtype == parameter.dtype
+        and tensor.device == parameter.device
+        and tensor.numel() <= _SMALL
+    )
