@@ -20,15 +20,23 @@ _SCALE_ALIGNMENT = 4  # float32 values; TMA wants 16 bytes between groups
 
 
 @triton.jit
-def _codes(x, bits, scale, NATIVE: tl.constexpr):
-    """E4M3 bits of ``x * scale``; ``x`` has no infinity, a NaN becomes 0x7F."""
+def _codes(x, scale, NATIVE: tl.constexpr):
+    """E4M3 bits of ``x * scale``, NaN where ``x`` is not finite."""
+    scaled = x * scale
+    scaled = tl.fma(scaled, 0.0, scaled)  # infinity times zero is NaN; others stay as they are
     if NATIVE:  # saturates, keeps the sign of zeros, drops that of NaNs
-        return (x * scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    code = _encode(tl.minimum(magnitude * scale, 448.0), NATIVE) | ((bits >> 24) & 0x80).to(
-        tl.uint8
-    )
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, code).to(tl.uint8)
+        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    code = _encode(tl.minimum(magnitude.to(tl.float32, bitcast=True), 448.0), NATIVE)
+    code |= ((bits >> 24) & 0x80).to(tl.uint8)
+    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def _spread(amax):
+    """One value a thread: a reduction leaves many copies, and each would be divided by."""
+    return tl.gather(amax, tl.arange(0, 128), 0)
 
 
 @triton.jit
@@ -51,46 +59,65 @@ def _two_way_kernel(
     COLUMNWISE: tl.constexpr,
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
     tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
-    row = tile_row * 128 + tl.arange(0, 128)
-    col = tile_col * 128 + tl.arange(0, 128)
-    inside = (row < rows)[:, None] & (col < cols)[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride_row + col[None, :] * stride_col, inside, other=0.0)
-    if x.dtype == tl.bfloat16:  # Triton's interpreter converts subnormals wrongly
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        x = bits.to(tl.float32, bitcast=True)
+    row = tl.arange(0, 128)
+    col = tl.arange(0, 128)
+    # None: every tile is whole.
+    row_inside = None if WHOLE else row < rows - tile_row * 128
+    col_inside = None if WHOLE else col < cols - tile_col * 128
+    inside = None if WHOLE else row_inside[:, None] & col_inside[None, :]
+    inside_t = None
+    if not WHOLE:
+        inside_t = col_inside[:, None] & (row < padded_rows - tile_row * 128)[None, :]
+    x_ptr += tile_row * 128 * stride_row + tile_col * 128 * stride_col
+    codes_ptr += tile_row * 128 * cols + tile_col * 128
+    codes_t_ptr += tile_col * 128 * padded_rows + tile_row * 128
+    x = tl.load(
+        x_ptr + row[:, None] * stride_row + col[None, :] * stride_col,
+        inside,
+        other=None if WHOLE else 0.0,
+    )
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.int16, bitcast=True)
+        magnitude = bits & 0x7FFF
+        # Not a conversion: Triton's interpreter gets subnormals wrong.
+        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        SHIFT: tl.constexpr = 16
     else:
         x = x.to(tl.float32)
-        bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    x = tl.where(magnitude < 0x7F800000, x, float("nan"))
-    bits = tl.where(magnitude < 0x7F800000, bits, 0x7FC00000)
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        SHIFT: tl.constexpr = 0
     if BLOCK:
-        amax = tl.max(tl.max(magnitude, 1), 0, keep_dims=True)
+        amax = tl.max(tl.max(magnitude, 1), 0, keep_dims=True).to(tl.int32) << SHIFT
         scale, scale_inv = _scales(amax, POW2)
-        code = _codes(x, bits, scale[:, None], NATIVE)
+        code = _codes(x, scale[:, None], NATIVE)
         one = tl.arange(0, 1)
         if ROWWISE:
             tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
             tl.store(scale_inv_ptr + tile_row * scale_stride + tile_col + one, scale_inv)
         if COLUMNWISE:
             at = codes_t_ptr + col[:, None] * padded_rows + row[None, :]
-            tl.store(at, tl.trans(code), (col < cols)[:, None] & (row < padded_rows)[None, :])
+            tl.store(at, tl.trans(code), inside_t)
             tl.store(scale_inv_t_ptr + tile_col * scale_t_stride + tile_row + one, scale_inv)
     else:
         if ROWWISE:
-            scale, scale_inv = _scales(tl.max(magnitude, 1), POW2)
-            code = _codes(x, bits, scale[:, None], NATIVE)
+            amax = _spread(tl.max(magnitude, 1).to(tl.int32) << SHIFT)
+            scale, scale_inv = _scales(amax, POW2)
+            at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128 + row
+            tl.store(at, scale_inv, row_inside)
+            code = _codes(x, scale[:, None], NATIVE)
             tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
-            tl.store(scale_inv_ptr + tile_col * scale_stride + row, scale_inv, row < rows)
         if COLUMNWISE:
-            scale, scale_inv = _scales(tl.max(magnitude, 0), POW2)
-            code = _codes(x, bits, scale[None, :], NATIVE)
+            amax = _spread(tl.max(magnitude, 0).to(tl.int32) << SHIFT)
+            scale, scale_inv = _scales(amax, POW2)
+            at = scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128 + col
+            tl.store(at, scale_inv, col_inside)
+            code = _codes(x, scale[None, :], NATIVE)
             at = codes_t_ptr + col[:, None] * padded_rows + row[None, :]
-            tl.store(at, tl.trans(code), (col < cols)[:, None] & (row < padded_rows)[None, :])
-            tl.store(scale_inv_t_ptr + tile_row * scale_t_stride + col, scale_inv, col < cols)
+            tl.store(at, tl.trans(code), inside_t)
 
 
 def quantize_operand(
@@ -158,7 +185,9 @@ def _launch(
                 COLUMNWISE=codes_t is not None,
                 POW2=scale_format == "pow2",
                 NATIVE=has_native_cast(x.device),
+                WHOLE=rows % 128 == 0 and cols % 128 == 0,
                 num_warps=8,
+                maxnreg=128,  # so that two programs fit a multiprocessor: one loads, one computes
                 enable_fp_fusion=False,
             )
     return Operand(

@@ -1,0 +1,309 @@
+"""The linear layers of one Qwen3-8B layer, forward and backward, on one Hopper GPU.
+
+    python benchmarks/megatron_linears.py [--tokens 8192] [--rounds 15] [--out FILE.json]
+
+Real megatron-core layers: as they are (BF16), converted by ``megatron_fp8rl`` with each GEMM
+backend and with the measured choice, and TransformerEngine's with its blockwise recipe where it can
+be imported. Every FP8 time includes the quantization of activations and gradients; with "weights
+each time" that of the weights too, as in a step of one micro-batch. ``--profile`` adds the GPU time
+by kernel of one pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron_common import PEAK_TFLOPS, QWEN3_8B, build, interleaved, single_process
+from rich.console import Console
+from rich.table import Table
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.gemm import PREFERENCE, GemmShape
+from fp8rl.gemm.tuning import flops, measure
+from fp8rl.numerics import quantize_operand, quantize_weight
+from megatron_fp8rl import convert
+
+GPU = torch.device("cuda")
+SHAPES = {  # out and in features
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+}
+
+
+class Pass:
+    """Forward and backward of the four linears, each with an input and a gradient of its own."""
+
+    def __init__(self, modules: list[Any], tokens: int) -> None:
+        self.modules = modules
+        shapes = list(SHAPES.values())
+        self.inputs = [
+            torch.randn(tokens, 1, k, device=GPU, dtype=torch.bfloat16).requires_grad_()
+            for _, k in shapes
+        ]
+        self.grads = [
+            torch.randn(tokens, 1, n, device=GPU, dtype=torch.bfloat16) * 1e-3 for n, _ in shapes
+        ]
+
+    def __call__(self) -> None:
+        outputs = []
+        for module, x in zip(self.modules, self.inputs, strict=True):
+            y = module(x)
+            outputs.append(y[0] if isinstance(y, tuple) else y)
+        for y, grad in reversed(list(zip(outputs, self.grads, strict=True))):
+            y.backward(grad)
+        for module, x in zip(self.modules, self.inputs, strict=True):
+            x.grad = module.weight.grad = None
+
+
+def linears(model: Any) -> list[Any]:
+    layer = model.decoder.layers[0]
+    attention, mlp = layer.self_attention, layer.mlp
+    return [attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2]
+
+
+def te_variants(tokens: int) -> dict[str, Callable[[], None]]:
+    """TransformerEngine's Linear with blockwise FP8; empty where it is not installed."""
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8BlockScaling
+    except (ImportError, OSError) as error:
+        Console().print(f"TransformerEngine is left out: {type(error).__name__}: {error}")
+        return {}
+    recipe = Float8BlockScaling()
+    modules = [
+        te.Linear(k, n, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        for n, k in SHAPES.values()
+    ]
+
+    class First:
+        """Linear layers that quantize their weights in this pass, or keep the codes."""
+
+        def __init__(self, module: Any, first: bool) -> None:
+            self.module, self.first, self.weight = module, first, module.weight
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x, is_first_microbatch=self.first)
+
+    every = Pass([First(m, True) for m in modules], tokens)
+    cached = Pass([First(m, False) for m in modules], tokens)
+
+    def run(call: Pass) -> None:
+        with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            call()
+
+    run(every)
+    return {
+        "TransformerEngine, weights each time": lambda: run(every),
+        "TransformerEngine, weights cached": lambda: run(cached),
+    }
+
+
+def variants(tokens: int, backends: list[str | None]) -> tuple[dict, dict]:
+    bf16 = Pass(linears(build(QWEN3_8B)), tokens)
+    calls: dict[str, Callable[[], None]] = {"BF16": bf16}
+    conversions = {}
+    for name in backends:
+        model = build(QWEN3_8B)
+        conversion = convert(
+            model, Recipe(), plugins=PluginManager(discover=False), gemm_backend=name
+        )
+        conversions[name] = conversion
+        once = Pass(linears(model), tokens)
+        once.inputs, once.grads = bf16.inputs, bf16.grads
+
+        def each(once: Pass = once, conversion: Any = conversion) -> None:
+            conversion.invalidate()
+            once()
+
+        label = name or "measured choice"
+        calls[f"fp8rl {label}, weights each time"] = each
+        if name is None:
+            calls[f"fp8rl {label}, weights cached"] = once
+    return calls, conversions
+
+
+def quantize_rows(tokens: int, bandwidth: float) -> list[dict]:
+    """Milliseconds and share of copy bandwidth of what one pass quantizes."""
+    rows = []
+    sources = [("operand", (tokens, width)) for width in (4096, 6144, 12288, 24576)]
+    sources += [("weight", shape) for shape in SHAPES.values()]
+    for kind, shape in sources:
+        x = torch.randn(shape, device=GPU, dtype=torch.bfloat16)
+        function = quantize_operand if kind == "operand" else quantize_weight
+        result = function(x)
+        sides = [side for side in result if side is not None]
+        moved = sum(t.numel() * t.element_size() for t in (x, *(t for s in sides for t in s)))
+        cache = torch.empty(1 << 28, dtype=torch.uint8, device=GPU)
+
+        def cold(x=x, function=function, cache=cache) -> tuple[Any, Any]:
+            cache.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function(x)
+            end.record()
+            return start, end
+
+        cold()
+        pairs = [cold() for _ in range(15)]
+        torch.cuda.synchronize()
+        times = sorted(a.elapsed_time(b) for a, b in pairs)
+        ms = times[len(times) // 2]
+        rows.append(
+            {
+                "kind": kind,
+                "shape": list(shape),
+                "milliseconds": ms,
+                "gigabytes_per_second": moved / ms / 1e6,
+                "share_of_copy": moved / ms / 1e6 / bandwidth,
+            }
+        )
+    return rows
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a device-to-device copy, reads and writes counted."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=GPU)
+    target = torch.empty_like(source)
+    ms = interleaved({"copy": lambda: target.copy_(source)}, 5, 3)["copy"]
+    return 2 * source.numel() / ms / 1e6
+
+
+def gemm_rows(tokens: int) -> list[dict]:
+    """TFLOPS of each backend, shape and direction, and of BF16."""
+    backends = list(PluginManager(discover=False).gemm_backends().values())
+    rows = []
+    for name, (n, k) in SHAPES.items():
+        shape = GemmShape(tokens, n, k)
+        x, w, g = (
+            torch.randn(s, device=GPU, dtype=torch.bfloat16)
+            for s in ((tokens, k), (n, k), (tokens, n))
+        )
+        plain = {
+            "fprop": lambda x=x, w=w: x @ w.t(),
+            "dgrad": lambda g=g, w=w: g @ w,
+            "wgrad": lambda g=g, x=x: g.t() @ x,
+        }
+        usable = [
+            b for b in backends if b.name != "reference" and b.supports(GPU, shape, "fp32") is None
+        ]
+        for direction in PREFERENCE:
+            times = measure(usable, direction, shape, GPU)
+            times |= interleaved({"BF16": plain[direction]}, 7, 1)
+            for backend, ms in times.items():
+                tflops = flops(shape) / ms / 1e9
+                rows.append(
+                    {
+                        "linear": name,
+                        "direction": direction,
+                        "backend": backend,
+                        "milliseconds": ms,
+                        "tflops": tflops,
+                        "share_of_peak": tflops / PEAK_TFLOPS,
+                    }
+                )
+    return rows
+
+
+@contextmanager
+def profiled(label: str) -> Iterator[None]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield
+        torch.cuda.synchronize()
+    console = Console(width=130)
+    console.print(label)
+    for event in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:14]:
+        console.print(
+            f"  {event.self_device_time_total / 1e3:8.3f} ms {event.count:4d}x {event.key[:90]}"
+        )
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--backends", default="scaled_mm,deep_gemm,measured")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, default=here / "results" / "megatron_linears.json")
+    options = parser.parse_args()
+
+    names = [None if n == "measured" else n for n in options.backends.split(",")]
+    with single_process():
+        torch.manual_seed(0)
+        bandwidth = copy_bandwidth()
+        gemms = gemm_rows(options.tokens)
+        quantize = quantize_rows(options.tokens, bandwidth)
+        calls, conversions = variants(options.tokens, names)
+        calls |= te_variants(options.tokens)
+        medians = interleaved(calls, options.rounds, 3)
+        chosen = {}
+        if None in conversions:
+            module = next(iter(conversions[None].modules.values()))
+            chosen = {
+                f"{direction} {shape.tokens}x{shape.out_features}x{shape.in_features}": times
+                for direction, by_shape in module.fp8_state.backends.timings.items()
+                for shape, times in by_shape.items()
+            }
+        if options.profile:
+            for label, call in calls.items():
+                with profiled(label):
+                    call()
+
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "copy_gigabytes_per_second": bandwidth,
+        "milliseconds": medians,
+        "speedup_over_bf16": {name: medians["BF16"] / ms for name, ms in medians.items()},
+        "measured_choice": chosen,
+        "gemms": gemms,
+        "quantize": quantize,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    show(report)
+
+
+def show(report: dict) -> None:
+    console = Console(width=110)
+    table = Table("variant", "ms", "over BF16", title=f"{report['device']}, forward + backward")
+    for name, ms in report["milliseconds"].items():
+        table.add_row(name, f"{ms:.2f}", f"{report['speedup_over_bf16'][name]:.2f}")
+    console.print(table)
+    table = Table("linear", "direction", "backend", "ms", "TFLOPS", "of peak")
+    for row in report["gemms"]:
+        table.add_row(
+            row["linear"],
+            row["direction"],
+            row["backend"],
+            f"{row['milliseconds']:.3f}",
+            f"{row['tflops']:.0f}",
+            f"{row['share_of_peak']:.0%}",
+        )
+    console.print(table)
+    table = Table("quantize", "shape", "us", "GB/s", "of copy")
+    for row in report["quantize"]:
+        table.add_row(
+            row["kind"],
+            "x".join(map(str, row["shape"])),
+            f"{row['milliseconds'] * 1e3:.0f}",
+            f"{row['gigabytes_per_second']:.0f}",
+            f"{row['share_of_copy']:.0%}",
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
