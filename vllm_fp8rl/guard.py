@@ -124,14 +124,15 @@ class RefitGuard:
         if self._ready:
             return
         try:
-            self._examine()
+            self.require_ready()
         except Fp8RLError:
             if _is_rehearsal():
                 return
             raise
         self._ready = True
 
-    def _examine(self) -> None:
+    def require_ready(self) -> None:
+        """The same without regard to trial runs, looking at everything."""
         if self._reason is not None:
             raise RefitError(f"{self._reason}; {_REMEDY}.")
         self.require_awake()

@@ -368,6 +368,20 @@ def refit_from_files(
     )
 
 
+def require_ready(llm: LLM) -> None:
+    """Ask every worker whether a step could run, without running one.
+
+    A step that must not run raises in the worker, which ends an engine core that has a process of
+    its own. After weights came by another way than :func:`refit`, ask first.
+
+    Raises:
+        RefitError: the weights are not those of one complete refit, or sleep.
+        ScaleError: KV scales are missing.
+        UnsupportedError: an engine that cannot be reached in this way.
+    """
+    Workers(llm).call("check")
+
+
 def drop_requests(llm: LLM) -> None:
     """Abort every request, e.g. those that an in-process engine keeps after a forward raised."""
     engine: Any = llm.llm_engine

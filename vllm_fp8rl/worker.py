@@ -108,6 +108,12 @@ def abort(model: torch.nn.Module, reason: str) -> bool:
 
 
 @_answers
+def check(model: torch.nn.Module) -> None:
+    """Whether a step could run now."""
+    RefitGuard.of(model).require_ready()
+
+
+@_answers
 def set_kv_scales(model: torch.nn.Module, scales: dict[str, float]) -> None:
     """See :func:`vllm_fp8rl.kv_cache.set_kv_scales`; the caller empties the prefix cache."""
     kv_cache.set_kv_scales(model, scales)
@@ -138,6 +144,7 @@ STEPS: dict[str, Callable[..., Answer]] = {
     "load_files": load_files,
     "finish": finish,
     "abort": abort,
+    "check": check,
     "set_kv_scales": set_kv_scales,
     "observe_kv": observe_kv,
     "observed_kv": observed_kv,
@@ -169,6 +176,9 @@ class RefitMixin:
 
     def fp8rl_refit_abort(self, reason: str) -> Answer:
         return abort(self, reason)
+
+    def fp8rl_refit_check(self) -> Answer:
+        return check(self)
 
     def fp8rl_set_kv_scales(self, scales: dict[str, float]) -> Answer:
         return set_kv_scales(self, scales)
