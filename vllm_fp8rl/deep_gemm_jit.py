@@ -47,6 +47,7 @@ done
 printf '%s\\n' "$@" > "$output.arguments"
 """
 _ARGUMENTS = "kernel.cubin.arguments"
+NO_NVCC = "there is no nvcc; install the CUDA toolkit or set CUDA_HOME"
 _MISLEADING = ("DG_JIT_DUMP_ASM", "DG_JIT_DUMP_PTX", "DG_JIT_DUMP_SASS")
 """They would disassemble what the stub has made."""
 

@@ -9,6 +9,8 @@ DeepGEMM, CUTLASS and Triton all read codes ``[N, K]`` and float32 scales ``[N/1
 
 from __future__ import annotations
 
+import os
+
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels.linear import (
@@ -30,7 +32,8 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized, quantize_group, reference
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import require_gpu_supported
+from vllm_fp8rl.compat import GPU_CAPABILITIES, require_gpu_supported
+from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
 
 _KERNELS = {
     "deep_gemm": DeepGemmFp8BlockScaledMMKernel,
@@ -38,7 +41,6 @@ _KERNELS = {
     "triton": TritonFp8BlockScaledMMKernel,
 }
 """By vLLM's ``linear_backend``, the fastest first."""
-_CAPABILITIES = ((8, 9), (9, 0))
 
 
 class DelegatedKernel:
@@ -99,22 +101,45 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
             f"vLLM's kernels need input features in multiples of {GROUP} on this rank, not "
             f"{shape.in_features}; pin the layer to BF16 or change the tensor parallel size."
         )
-    config = FP8ScaledMMLinearLayerConfig(
+    config = _layer_config(shape, dtype)
+    backend, reasons = _choose(shape, config)
+    if backend is not None:
+        return DelegatedKernel(backend, config, recipe)
+    raise UnsupportedError(
+        f"No FP8 kernel takes a weight of shape [{shape.out_features}, {shape.in_features}] in "
+        f"{dtype} ({'; '.join(f'{name}: {why}' for name, why in reasons.items())}); pin the layer "
+        "to BF16."
+    )
+
+
+def obstacles(shape: GemmShape, dtype: torch.dtype) -> dict[str, str]:
+    """Why the kernels that come before the one chosen cannot run a layer, by backend.
+
+    Raises:
+        UnsupportedError: the backend asked for is none of those here.
+    """
+    return _choose(shape, _layer_config(shape, dtype))[1]
+
+
+def _choose(
+    shape: GemmShape, config: FP8ScaledMMLinearLayerConfig
+) -> tuple[str | None, dict[str, str]]:
+    reasons = {}
+    for backend in _backends():
+        reason = _obstacle(backend, shape, config)
+        if reason is None:
+            return backend, reasons
+        reasons[backend] = reason
+    return None, reasons
+
+
+def _layer_config(shape: GemmShape, dtype: torch.dtype) -> FP8ScaledMMLinearLayerConfig:
+    return FP8ScaledMMLinearLayerConfig(
         weight_quant_key=create_fp8_quant_key(static=True, group_shape=GroupShape(*BLOCK)),
         activation_quant_key=create_fp8_quant_key(static=False, group_shape=GroupShape(1, GROUP)),
         weight_shape=(shape.out_features, shape.in_features),
         input_dtype=dtype,
         out_dtype=dtype,
-    )
-    reasons = []
-    for backend in _backends():
-        reason = _obstacle(backend, shape, config)
-        if reason is None:
-            return DelegatedKernel(backend, config, recipe)
-        reasons.append(f"{backend}: {reason}")
-    raise UnsupportedError(
-        f"No FP8 kernel takes a weight of shape [{shape.out_features}, {shape.in_features}] in "
-        f"{dtype} ({'; '.join(reasons)}); pin the layer to BF16."
     )
 
 
@@ -122,7 +147,7 @@ def require_served_gpu() -> None:
     """Raise UnsupportedError for a GPU or a vLLM whose kernels are not used here."""
     require_gpu_supported()
     capability = current_platform.get_device_capability()
-    if capability is None or tuple(capability) not in _CAPABILITIES:
+    if capability is None or tuple(capability) not in GPU_CAPABILITIES:
         raise UnsupportedError(
             f"vllm_fp8rl serves GPUs of compute capability 8.9 and 9.0, not {capability}; later "
             "ones need packed scales. Use recipe.rollout=false here."
@@ -144,5 +169,7 @@ def _backends() -> tuple[str, ...]:
 def _obstacle(backend: str, shape: GemmShape, config: FP8ScaledMMLinearLayerConfig) -> str | None:
     if backend == "cutlass" and shape.out_features % BLOCK[0]:
         return f"output features are no multiple of {BLOCK[0]}"  # vLLM does not check that
+    if backend == "deep_gemm" and find_nvcc(os.environ) is None:  # nor that
+        return NO_NVCC
     possible, reason = is_supported_and_can_implement_kernel(_KERNELS[backend], config, None)
     return None if possible else reason.strip()

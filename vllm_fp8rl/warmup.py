@@ -128,7 +128,7 @@ def deep_gemm_job() -> Job | None:
     elif package is None or package.__file__ is None or cache is None:
         obstacle = "vLLM has not imported deep_gemm"
     elif nvcc is None:
-        obstacle = "there is no nvcc; install the CUDA toolkit or set CUDA_HOME"
+        obstacle = deep_gemm_jit.NO_NVCC
     else:
         device = torch.cuda.current_device()
         gpu = torch.cuda.get_device_properties(device)
