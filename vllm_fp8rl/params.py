@@ -43,14 +43,14 @@ class ShardedParameter(ModelWeightParameter):
     def __init__(  # keywords only: BasevLLMParameter.__new__ takes no others
         self, data: torch.Tensor, *, shape: tuple[int, int], weight_loader: Callable[..., None]
     ) -> None:
+        self._weight_loader: Callable[..., Any]
         super().__init__(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
         self.matrix = shape
 
     @property
     def weight_loader(self) -> Callable[..., Any]:
         """The layer's own loader, or vLLM's wrapper of it in a layerwise reload."""
-        loader: Callable[..., Any] = self._weight_loader
-        return loader
+        return self._weight_loader
 
     @weight_loader.setter
     def weight_loader(self, loader: Callable[..., Any]) -> None:

@@ -1,0 +1,238 @@
+"""What a refit of a live 8B model costs on one GPU: time, where it goes, extra memory.
+
+    python benchmarks/refit_gpu.py [--variants fp8rl,bf16,stock] [--repeats 15] [--out FILE.json]
+
+The model has the shape of Qwen3-8B and dummy weights (``enforce_eager``); every tensor that the
+sender holds lies on the GPU in BF16, each in memory of its own. Each variant runs in a process of
+its own.
+
+fp8rl: ``vllm_fp8rl.refit.refit`` and plain ``model.load_weights``, with batches of several sizes;
+by kernel, what the GPU does in one of them. bf16: ``load_weights`` of an unquantized engine, which
+only copies. stock: vLLM's own block FP8, which takes FP8 codes through ``reload_weights`` alone;
+its tensors are first quantized by vLLM's ``per_block_cast_to_fp8``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rollout import KV_SCALE, QWEN3_8B, engine_arguments
+
+VARIANTS = ("fp8rl", "bf16", "stock")
+MIB = 1 << 20
+
+
+def trainer_tensors(shape: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Every HF tensor of a Qwen3, in the order of a checkpoint."""
+    import torch
+
+    hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    queries, keys = (shape[f"num_{kind}_heads"] * size for kind in ("attention", "key_value"))
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,),
+    }
+    shapes = {"model.embed_tokens": (shape["vocab_size"], hidden)}
+    for index in range(shape["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": dims for name, dims in layer.items()}
+    shapes |= {"model.norm": (hidden,), "lm_head": (shape["vocab_size"], hidden)}
+
+    def draw(dims: tuple[int, ...]) -> torch.Tensor:
+        made = torch.empty(dims, dtype=torch.bfloat16, device="cuda")
+        return made.normal_(0, 0.02) if len(dims) > 1 else made.uniform_(0.5, 1.5)
+
+    return [(f"{name}.weight", draw(dims)) for name, dims in shapes.items()]
+
+
+def measure(load: Callable[[], object], repeats: int) -> dict[str, Any]:
+    """Milliseconds to the end of the GPU's work, and memory beside what there was before."""
+    import torch
+
+    load()  # plans, kernels
+    load()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        load()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    return {
+        "ms_median": round(statistics.median(times), 2),
+        "ms": [round(value, 2) for value in times],
+        "peak_extra_mib": round((torch.cuda.max_memory_allocated() - held) / MIB, 2),
+    }
+
+
+def by_kernel(load: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of GPU time of one load, by kind of kernel."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        load()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profiler.key_averages():
+        kinds = ("quantize", "finite", "Memcpy", "Memset")
+        kind = next((k for k in kinds if k in event.key), "other")
+        found[kind] = found.get(kind, 0.0) + event.self_device_time_total / 1e3
+    return {kind: round(value, 3) for kind, value in found.items()}
+
+
+def chunks(tensors: list[Any], limit: int) -> Iterator[list[Any]]:
+    from vllm_fp8rl.refit import batches
+
+    yield from batches(tensors, limit)
+
+
+def run_fp8rl(llm: Any, model: Any, tensors: list[Any], repeats: int) -> dict[str, Any]:
+    import torch
+
+    from fp8rl.numerics import all_finite
+    from vllm_fp8rl.kv_cache import required_kv_scales
+    from vllm_fp8rl.refit import BATCH_BYTES, refit
+    from vllm_fp8rl.transport import GPU_BATCH_FACTOR
+
+    scales = [(n, torch.tensor(KV_SCALE, device="cuda")) for n in sorted(required_kv_scales(model))]
+    stream, whole = tensors + scales, 1 << 40
+
+    def by_refit(size: int) -> Callable[[], object]:
+        return lambda: refit(llm, iter(stream), expect_kv_scales=True, batch_bytes=size)
+
+    def plain(size: int) -> Callable[[], object]:
+        return lambda: [model.load_weights(part) for part in chunks(stream, size)]
+
+    def walk() -> None:
+        model.load_weights(item for item in stream)  # generators are not planned
+
+    default = BATCH_BYTES * GPU_BATCH_FACTOR
+    bf16 = [tensor for _, tensor in tensors]
+    return {
+        "tensors": len(stream),
+        "default_batch_mib": default // MIB,
+        "refit, default batches": measure(by_refit(BATCH_BYTES), repeats),
+        "refit, batches of 1 GiB": measure(by_refit((1 << 30) // GPU_BATCH_FACTOR), repeats),
+        "refit, one batch": measure(by_refit(whole), repeats),
+        "load_weights, batches of 256 MiB": measure(plain(256 * MIB), repeats),
+        "load_weights, batches of 1 GiB": measure(plain(1 << 30), repeats),
+        "load_weights, one batch": measure(plain(whole), repeats),
+        "load_weights without a plan": measure(walk, max(3, repeats // 3)),
+        "check alone": measure(lambda: all_finite(bf16), repeats),
+        "GPU ms, refit in one batch": by_kernel(by_refit(whole)),
+        "GPU ms, load_weights in one batch": by_kernel(plain(whole)),
+    }
+
+
+def run_bf16(llm: Any, model: Any, tensors: list[Any], repeats: int) -> dict[str, Any]:
+    return {"load_weights, one batch": measure(lambda: model.load_weights(tensors), repeats)}
+
+
+def run_stock(llm: Any, model: Any, tensors: list[Any], repeats: int) -> dict[str, Any]:
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    def quantized() -> Iterator[tuple[str, Any]]:
+        for name, tensor in tensors:
+            if name.endswith("_proj.weight"):
+                codes, scale_inv = per_block_cast_to_fp8(tensor, [128, 128], use_ue8m0=False)
+                yield from ((name, codes), (f"{name}_scale_inv", scale_inv))
+            else:
+                yield name, tensor
+
+    def reload() -> None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": quantized()})
+
+    few = max(3, repeats // 3)
+    return {
+        "reload_weights, quantized meanwhile": measure(reload, few),
+        "quantization alone": measure(lambda: [None for _ in quantized()], few),
+    }
+
+
+def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One engine and its refits."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+    from vllm import LLM
+
+    shape = QWEN3_8B | options.shape
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(shape))
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 30,
+        enforce_eager=True,
+        seed=0,
+        **engine_arguments("fp8rl-kv" if variant == "fp8rl" else variant),
+    )
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    tensors = trainer_tensors(shape)
+    runs = {"fp8rl": run_fp8rl, "bf16": run_bf16, "stock": run_stock}
+    with torch.no_grad():
+        rows = runs[variant](llm, model, tensors, options.repeats)
+    return {
+        "variant": variant,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "received_bytes": sum(tensor.nbytes for _, tensor in tensors),
+    } | rows
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Cost of a refit on one GPU")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--shape", type=json.loads, default={}, help="JSON; changes config.json")
+    parser.add_argument("--out", type=Path, default=Path("refit_gpu.json"))
+    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.child:
+        options.out.write_text(json.dumps(run_variant(options.child, options)))
+        return
+    results = []
+    environment = os.environ | {"VLLM_DEEP_GEMM_WARMUP": "skip"}
+    for variant in options.variants.split(","):
+        part = options.out.with_suffix(f".{variant}.part")
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--out", str(part)]
+        done = subprocess.run(command, env=environment, check=False)
+        if done.returncode:
+            results.append({"variant": variant, "failed": done.returncode})
+        else:
+            results.append(json.loads(part.read_text()))
+            part.unlink()
+        options.out.write_text(json.dumps(results, indent=1))
+        sys.stdout.write(json.dumps(results[-1]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
