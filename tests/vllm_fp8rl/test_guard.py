@@ -21,7 +21,7 @@ from live_engine import load_tensors
 
 from vllm_fp8rl.guard import GUARD, RefitGuard, guarded
 from vllm_fp8rl.kv_cache import check_backend, kv_scale_state, set_kv_scales
-from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
 
 if TYPE_CHECKING:
@@ -70,8 +70,11 @@ def test_a_model_without_fp8rl_has_none() -> None:
 
 def test_closed_and_opened(engine: Engine, guard: RefitGuard) -> None:
     tokens = engine.greedy(PROMPTS)
+    require_ready(engine.llm)
     guard.close("a refit is under way")
     refuses(engine, RefitError, "a refit is under way; refit the engine")
+    with pytest.raises(RefitError, match="a refit is under way; refit the engine"):
+        require_ready(engine.llm)
     guard.open()
     assert engine.greedy(PROMPTS) == tokens
 
