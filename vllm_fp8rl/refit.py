@@ -383,9 +383,13 @@ def require_ready(llm: LLM) -> None:
 
 
 def drop_requests(llm: LLM) -> None:
-    """Abort every request, e.g. those that an in-process engine keeps after a forward raised."""
+    """Abort every request, e.g. those that an in-process engine keeps after a step raised.
+
+    It empties the prefix cache too: vLLM enters blocks there before the step that fills them.
+    """
     engine: Any = llm.llm_engine
     abort_requests(engine, list(engine.output_processor.request_states))
+    llm.reset_prefix_cache()
 
 
 def _run(
