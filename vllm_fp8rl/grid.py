@@ -56,17 +56,17 @@ class Writes:
 
     def __init__(self) -> None:
         self._bytes = 0
-        self._blocks: dict[ScaleFormat, dict[tuple[int, int], tuple[torch.Tensor, Quantized]]] = {}
+        self._blocks: dict[ScaleFormat, dict[int, tuple[torch.Tensor, Quantized]]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._grids: dict[int, BlockGrid] = {}
 
     def quantize(
-        self, grid: BlockGrid, first: int, rows: torch.Tensor, live: Quantized, fmt: ScaleFormat
+        self, grid: BlockGrid, rows: torch.Tensor, live: Quantized, fmt: ScaleFormat
     ) -> None:
-        """Of the rows of a grid from ``first`` on, on the device of ``live``."""
+        """Of rows of a grid, on the device of ``live``."""
         if grid.shares_blocks:
             self._grids[id(grid)] = grid
-        self._blocks.setdefault(fmt, {})[id(grid), first] = (rows, live)
+        self._blocks.setdefault(fmt, {})[live.codes.data_ptr()] = (rows, live)
         self._bytes += rows.nbytes
         if self._bytes >= _LAUNCH_BYTES:
             self.run()
@@ -80,10 +80,10 @@ class Writes:
         if live.data_ptr() in self._copies:
             self.run()
 
-    def forget(self, grid: BlockGrid, first: int) -> None:
-        """The rows of a grid from ``first`` on are written at once."""
+    def forget(self, live: Quantized) -> None:
+        """These rows of a grid are written at once."""
         for jobs in self._blocks.values():
-            jobs.pop((id(grid), first), None)
+            jobs.pop(live.codes.data_ptr(), None)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -368,10 +368,10 @@ class BlockGrid:
         if padding:
             rows = torch.nn.functional.pad(rows, (0, padding))
         if writes is not None and here and not padding:
-            writes.quantize(self, first, rows, live, self._scale_format)
+            writes.quantize(self, rows, live, self._scale_format)
         else:  # at once: no second copy is made before this one is gone
             if writes is not None:
-                writes.forget(self, first)
+                writes.forget(live)
             quantize_blocks([(rows.to(codes.device), live)], BLOCK, self._scale_format)
 
 
