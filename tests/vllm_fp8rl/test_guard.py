@@ -99,6 +99,18 @@ class _Unready:
         return SimpleNamespace(require_ready=require_ready)
 
 
+def test_a_step_that_never_ran_leaves_no_prefix(engine: Engine, guard: RefitGuard) -> None:
+    prompt = [[(13 * i) % 400 + 7 for i in range(200)]]  # more than a block
+    guard.close("a refit is under way")
+    with pytest.raises(RefitError):
+        engine.greedy(prompt)
+    drop_requests(engine.llm)
+    guard.open()
+    tokens = engine.greedy(prompt)
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(prompt) == tokens
+
+
 def test_codes_without_scales(engine: Engine, guard: RefitGuard, a: dict) -> None:
     tokens = engine.greedy(PROMPTS)
     codes, scale_inv = quantize_block(a[DOWN])
