@@ -72,12 +72,20 @@ class BackendChoice:
         Raises:
             UnsupportedError: none does; the message has the reason of each.
         """
-        key = (direction, shape.tokens.bit_length(), shape.out_features, shape.in_features)
-        order = self._orders.get(key)
+        order = self._orders.get(_key(direction, shape))
         if order is None:
             if device.type == "cuda" and shape.tokens and _may_measure():
-                self._measure(direction, shape, device)
-            order = self._orders.setdefault(key, self._preferred(direction))
+                self._rank(direction, shape, self._times(direction, shape, device))
+            order = self._orders.setdefault(_key(direction, shape), self._preferred(direction))
+        return self._first(order, device, shape, module)
+
+    def check(self, device: torch.device, shape: GemmShape, module: str) -> None:
+        """Like :meth:`pick`, for the error alone: nothing is measured."""
+        self._first(self._preferred("fprop"), device, shape, module)
+
+    def _first(
+        self, order: Sequence[GemmBackend], device: torch.device, shape: GemmShape, module: str
+    ) -> GemmBackend:
         reasons = []
         for backend in order:
             reason = self._objection(backend, device, shape)
@@ -110,9 +118,6 @@ class BackendChoice:
                 for shape, times in by_shape.items():
                     self._rank(direction, shape, times)
 
-    def _measure(self, direction: Direction, shape: GemmShape, device: torch.device) -> None:
-        self._rank(direction, shape, self._times(direction, shape, device))
-
     def _times(
         self, direction: Direction, shape: GemmShape, device: torch.device
     ) -> dict[str, float]:
@@ -136,8 +141,7 @@ class BackendChoice:
             # Stable: those as good as the fastest stay in the order of preference, so that noise
             # does not change the choice from run to run.
             order.sort(key=lambda b: max(times.get(b.name, float("inf")), limit))
-        key = (direction, shape.tokens.bit_length(), shape.out_features, shape.in_features)
-        self._orders[key] = order
+        self._orders[_key(direction, shape)] = order
 
     def _preferred(self, direction: Direction) -> list[GemmBackend]:
         builtin = PREFERENCE[direction]
@@ -157,6 +161,10 @@ class BackendChoice:
             if reason is not None:
                 return reason
         return None
+
+
+def _key(direction: Direction, shape: GemmShape) -> _Key:
+    return direction, shape.tokens.bit_length(), shape.out_features, shape.in_features
 
 
 def _may_measure() -> bool:

@@ -39,6 +39,7 @@ class Setup:
     policy: PinPolicy
     backends: BackendChoice
     epoch: WeightEpoch
+    keep_codes: bool | None
 
 
 class Conversion:
@@ -77,7 +78,7 @@ class Conversion:
             epoch.turn()
 
     def drop_codes(self) -> None:
-        """Free the codes of all weights (1 byte a parameter), e.g. before offloading."""
+        """Free the weight codes that are kept, e.g. before offloading."""
         for module in self._modules.values():
             module.drop_codes()
 
@@ -120,6 +121,7 @@ def convert(
     *,
     plugins: PluginManager | None = None,
     gemm_backend: str | None = None,
+    keep_codes: bool | None = None,
     report: Report | None = None,
 ) -> Conversion:
     """Let the linear layers that the recipe does not pin run in FP8.
@@ -132,7 +134,10 @@ def convert(
         model: a GPTModel, whatever wraps it, or the list of a rank's virtual-pipeline chunks.
         recipe: what runs in FP8; with ``training=False`` nothing is converted.
         plugins: where pins and GEMM backends come from; the installed plugins by default.
-        gemm_backend: name of the backend; by default the first that serves every product.
+        gemm_backend: name of the backend; by default the fastest measured for each product.
+        keep_codes: keep weight codes until the weights change, 2 bytes a parameter on a GPU, which
+            saves their quantization in all micro-batches of a step but the first. By default a CPU
+            keeps them and a GPU does not.
         report: takes the table of pins, once; by default it is logged.
 
     Raises:
@@ -147,7 +152,9 @@ def convert(
     if not recipe.training:
         policy = plugins.pin_policy(recipe.pins, module_names(config))
         return Conversion(recipe, policy, {}, ())
-    setup = prepare(config, recipe, plugins=plugins, gemm_backend=gemm_backend)
+    setup = prepare(
+        config, recipe, plugins=plugins, gemm_backend=gemm_backend, keep_codes=keep_codes
+    )
     modules = adopt(setup, chunks)
     (report or logger.info)(describe(setup))
     return Conversion(recipe, setup.policy, modules, [setup.epoch])
@@ -159,6 +166,7 @@ def prepare(
     *,
     plugins: PluginManager | None = None,
     gemm_backend: str | None = None,
+    keep_codes: bool | None = None,
     more_pins: Pins | None = None,
 ) -> Setup:
     """What :func:`adopt` needs, for a model of this config; nothing is changed.
@@ -168,6 +176,7 @@ def prepare(
         recipe: what runs in FP8.
         plugins: as in :func:`convert`.
         gemm_backend: as in :func:`convert`.
+        keep_codes: as in :func:`convert`.
         more_pins: joined with the recipe's.
 
     Raises:
@@ -183,7 +192,7 @@ def prepare(
         (recipe.weights.scale_format, recipe.activations.scale_format),
         gemm_backend,
     )
-    return Setup(recipe, policy, backends, WeightEpoch())
+    return Setup(recipe, policy, backends, WeightEpoch(), keep_codes)
 
 
 def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> dict[str, Any]:
@@ -314,7 +323,7 @@ def _check(site: Site, backends: BackendChoice) -> None:
             )
         # A model that is built on the meta device gets its memory, and its device, later.
         if weight.device.type != "meta":
-            backends.pick(weight.device, GemmShape(GROUP, out_features, in_features), site.name)
+            backends.check(weight.device, GemmShape(GROUP, out_features, in_features), site.name)
 
 
 def _swap(site: Site, setup: Setup) -> None:
@@ -322,7 +331,7 @@ def _swap(site: Site, setup: Setup) -> None:
     states = tuple(
         Fp8State(
             name,
-            WeightCodes(site.layout, weights.scale_format, setup.epoch),
+            WeightCodes(site.layout, weights.scale_format, setup.epoch, setup.keep_codes),
             setup.backends,
             activations.scale_format,
         )

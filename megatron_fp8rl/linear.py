@@ -290,7 +290,8 @@ def weight_grad(
     Raises:
         UnsupportedError: fusion without ``main_grad``.
     """
-    backend = call.backend("wgrad", weight, tokens)
+    adds = main_grad is not None and main_grad.dtype == torch.float32
+    backend = call.backend("wgrad_add" if adds else "wgrad", weight, tokens)
 
     def compute(dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
         return backend.wgrad(grad_t, x_t, dtype, out)

@@ -49,12 +49,21 @@ class WeightCodes:
         layout: row order; blocks lie on the HF order.
         scale_format: of the 128x128 blocks.
         epoch: shared by all weights of a conversion.
+        keep: keep the codes until the weight changes; by default a CPU does and a GPU, where they
+            take 2 bytes a parameter and little time, does not.
     """
 
-    def __init__(self, layout: RowLayout, scale_format: ScaleFormat, epoch: WeightEpoch) -> None:
+    def __init__(
+        self,
+        layout: RowLayout,
+        scale_format: ScaleFormat,
+        epoch: WeightEpoch,
+        keep: bool | None = None,
+    ) -> None:
         self.layout = layout
         self.scale_format = scale_format
         self._epoch = epoch
+        self._keep = keep
         self._key: tuple[int, int, int] | None = None
         self._codes = Operand(None, None)
 
@@ -77,22 +86,27 @@ class WeightCodes:
             codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``. A
             non-finite weight gives a NaN code.
         """
+        if not self._keeps(weight):
+            return _present(self._make(weight, rowwise=True).rowwise)
         self._forget_if_changed(weight)
         if self._codes.rowwise is None:
-            self._make(weight, rowwise=True, columnwise=training)
-        assert self._codes.rowwise is not None
-        return self._codes.rowwise
+            both = training and self._codes.columnwise is None
+            made = self._make(weight, rowwise=True, columnwise=both)
+            self._codes = Operand(made.rowwise, made.columnwise or self._codes.columnwise)
+        return _present(self._codes.rowwise)
 
     def columnwise(self, weight: torch.Tensor) -> Quantized:
         """The same codes transposed, ``[K, layout.rows]``, and their scales, for dgrad."""
+        if not self._keeps(weight):
+            return _present(self._make(weight, columnwise=True).columnwise)
         self._forget_if_changed(weight)
-        if self._codes.columnwise is None:
-            rowwise = self._codes.rowwise
+        rowwise, columnwise = self._codes
+        if columnwise is None:
             if rowwise is not None and not weight.is_cuda:
                 return Quantized(rowwise.codes.t(), rowwise.scale_inv.t())
-            self._make(weight, rowwise=False, columnwise=True)
-        assert self._codes.columnwise is not None
-        return self._codes.columnwise
+            columnwise = self._make(weight, columnwise=True).columnwise
+            self._codes = Operand(rowwise, columnwise)
+        return _present(columnwise)
 
     def drop(self) -> None:
         """Free the codes; the next call makes them anew."""
@@ -103,15 +117,18 @@ class WeightCodes:
         if key != self._key:
             self._key, self._codes = key, Operand(None, None)
 
-    def _make(self, weight: torch.Tensor, *, rowwise: bool, columnwise: bool) -> None:
+    def _keeps(self, weight: torch.Tensor) -> bool:
+        return not weight.is_cuda if self._keep is None else self._keep
+
+    def _make(
+        self, weight: torch.Tensor, *, rowwise: bool = False, columnwise: bool = False
+    ) -> Operand:
         rows = weight.detach()
         if not self.layout.in_place:
             rows = self.layout.to_hf(rows)
-        made = quantize_weight(
-            rows,
-            self.scale_format,
-            rowwise=rowwise,
-            columnwise=columnwise and self._codes.columnwise is None,
-        )
-        kept = (new or old for new, old in zip(made, self._codes, strict=True))
-        self._codes = Operand(*kept)
+        return quantize_weight(rows, self.scale_format, rowwise=rowwise, columnwise=columnwise)
+
+
+def _present(side: Quantized | None) -> Quantized:
+    assert side is not None
+    return side

@@ -118,3 +118,25 @@ def test_mark_inf_touches_infinities_alone():
     x = torch.tensor([0.0, -0.0, 3.0e38, float("inf"), -float("inf"), float("nan")])
     assert mark_inf(x).isnan().tolist() == [False, False, False, True, True, True]
     assert torch.equal(mark_inf(x)[:3], x[:3])
+
+
+def test_codes_that_are_not_kept_are_made_from_the_weight_as_it_is(epoch):
+    weight = _weight()
+    codes = WeightCodes(plain_layout("o_proj", 130), "fp32", epoch, keep=False)
+    first = codes.rowwise(weight, training=True)
+    assert codes.rowwise(weight) is not first
+    weight.data.copy_(torch.randn_like(weight))  # leaves no trace on the tensor
+    assert _same(codes.rowwise(weight), weight)
+    turned = codes.columnwise(weight)
+    assert torch.equal(
+        turned.codes.t().contiguous().view(torch.uint8),
+        codes.rowwise(weight).codes.view(torch.uint8),
+    )
+
+
+def test_both_sides_are_kept_together(epoch):
+    weight, codes = _weight(), _codes(epoch)
+    rowwise, columnwise = codes.rowwise(weight, training=True), codes.columnwise(weight)
+    assert codes.rowwise(weight) is rowwise and codes.columnwise(weight) is columnwise
+    epoch.turn()
+    assert codes.columnwise(weight) is not columnwise

@@ -24,6 +24,7 @@ PREFERENCE: Mapping[Direction, tuple[str, ...]] = {
     "fprop": ("deep_gemm", "scaled_mm", "triton", "reference"),
     "dgrad": ("deep_gemm", "scaled_mm", "triton", "reference"),
     "wgrad": ("scaled_mm", "deep_gemm", "triton", "reference"),
+    "wgrad_add": ("deep_gemm", "scaled_mm", "triton", "reference"),
 }
 """Built-in backends, fastest on an H100 first, for where nothing was measured on the spot."""
 

@@ -9,7 +9,8 @@ import torch
 from fp8rl.numerics import Quantized
 from fp8rl.recipe import ScaleFormat
 
-Direction = Literal["fprop", "dgrad", "wgrad"]
+Direction = Literal["fprop", "dgrad", "wgrad", "wgrad_add"]
+"""The products of a linear layer; ``wgrad_add`` is wgrad added to a float32 ``main_grad``."""
 
 
 class GemmShape(NamedTuple):

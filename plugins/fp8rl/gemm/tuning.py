@@ -32,29 +32,42 @@ def measure(
     may compile, is not counted. A backend that raises is left out.
     """
     a, b = _operands(direction, shape, device)
-    return {
-        backend.name: milliseconds
-        for backend in backends
-        if (milliseconds := _median(backend, direction, a, b, dtype)) is not None
-    }
+    out = None
+    if direction == "wgrad_add":
+        out = torch.zeros(shape.out_features, shape.in_features, device=device)
+    times = {backend.name: _median(backend, direction, a, b, dtype, out) for backend in backends}
+    return {name: milliseconds for name, milliseconds in times.items() if milliseconds is not None}
 
 
 def run(
-    backend: GemmBackend, direction: Direction, a: Quantized, b: Quantized, dtype: torch.dtype
+    backend: GemmBackend,
+    direction: Direction,
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One product of ``backend``."""
-    product = {"fprop": backend.fprop, "dgrad": backend.dgrad, "wgrad": backend.wgrad}[direction]
-    return product(a, b, dtype)
+    """One product of ``backend``; ``out`` is for ``wgrad_add``."""
+    if direction == "fprop":
+        return backend.fprop(a, b, dtype)
+    if direction == "dgrad":
+        return backend.dgrad(a, b, dtype)
+    return backend.wgrad(a, b, dtype if out is None else out.dtype, out)
 
 
 def _median(
-    backend: GemmBackend, direction: Direction, a: Quantized, b: Quantized, dtype: torch.dtype
+    backend: GemmBackend,
+    direction: Direction,
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
 ) -> float | None:
     try:
         for _ in range(_WARM_UP):
-            run(backend, direction, a, b, dtype)
+            run(backend, direction, a, b, dtype, out)
         times = [
-            _milliseconds(lambda: run(backend, direction, a, b, dtype), a.codes.device)
+            _milliseconds(lambda: run(backend, direction, a, b, dtype, out), a.codes.device)
             for _ in range(_REPEATS)
         ]
     except torch.OutOfMemoryError:

@@ -65,31 +65,35 @@ def _two_way_kernel(
     tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
     row = tl.arange(0, 128)
     col = tl.arange(0, 128)
-    # None: every tile is whole.
-    row_inside = None if WHOLE else row < rows - tile_row * 128
-    col_inside = None if WHOLE else col < cols - tile_col * 128
-    inside = None if WHOLE else row_inside[:, None] & col_inside[None, :]
-    inside_t = None
-    if not WHOLE:
+    if WHOLE:  # no tile reaches over an end
+        row_inside: tl.constexpr = None
+        col_inside: tl.constexpr = None
+        inside: tl.constexpr = None
+        inside_t: tl.constexpr = None
+        other: tl.constexpr = None
+    else:
+        row_inside = row < rows - tile_row * 128
+        col_inside = col < cols - tile_col * 128
+        inside = row_inside[:, None] & col_inside[None, :]
         inside_t = col_inside[:, None] & (row < padded_rows - tile_row * 128)[None, :]
+        other = 0.0
     x_ptr += tile_row * 128 * stride_row + tile_col * 128 * stride_col
     codes_ptr += tile_row * 128 * cols + tile_col * 128
     codes_t_ptr += tile_col * 128 * padded_rows + tile_row * 128
     x = tl.load(
         x_ptr + row[:, None] * stride_row + col[None, :] * stride_col,
         inside,
-        other=None if WHOLE else 0.0,
+        other,
     )
+    SHIFT: tl.constexpr = 16 if x.dtype == tl.bfloat16 else 0
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.int16, bitcast=True)
         magnitude = bits & 0x7FFF
         # Not a conversion: Triton's interpreter gets subnormals wrong.
         x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        SHIFT: tl.constexpr = 16
     else:
         x = x.to(tl.float32)
         magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        SHIFT: tl.constexpr = 0
     if BLOCK:
         amax = tl.max(tl.max(magnitude, 1), 0, keep_dims=True).to(tl.int32) << SHIFT
         scale, scale_inv = _scales(amax, POW2)
