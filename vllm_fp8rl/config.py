@@ -88,17 +88,18 @@ class Resolved:
 class Fp8RLConfig(QuantizationConfig):
     """Block-FP8 linear layers by recipe, loaded and refitted in place.
 
-    The recipe is ``additional_config["fp8rl"]`` of the engine, else the one ``FP8RL_RECIPE`` names,
-    else the default. It is read when the first layer is built, because vLLM makes this object
+    The recipe is ``additional_config["fp8rl"]`` of the engine, else ``quantization_config.recipe``
+    of the model's config, else the one ``FP8RL_RECIPE`` names, else the default. It is read when the first layer is built, because vLLM makes this object
     before its own configuration is complete.
     """
 
     weight_block_size = list(BLOCK)
     use_deep_gemm = False
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         require_supported()
+        self._recipe = recipe
         self._resolved: Resolved | None = None
 
     def get_name(self) -> str:  # type: ignore[override]
@@ -117,13 +118,16 @@ class Fp8RLConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp8RLConfig:
-        """For a checkpoint that describes its quantization: block FP8 or nothing.
+        """For a model whose config describes its quantization.
+
+        Either a block-FP8 checkpoint, or ``{"quant_method": "fp8rl", "recipe": {...}}``: so a
+        framework that has no argument for the quantization runs a BF16 checkpoint in FP8.
 
         Raises:
             UnsupportedError: the checkpoint is quantized in another way.
         """
         _check_checkpoint(config)
-        return cls()
+        return cls(config.get("recipe"))
 
     @classmethod
     def override_quantization_method(
@@ -189,7 +193,7 @@ class Fp8RLConfig(QuantizationConfig):
             from vllm.config import get_current_vllm_config
 
             engine = get_current_vllm_config()
-            self._resolved = _resolve(engine)
+            self._resolved = _resolve(engine, self._recipe)
             expect_quantizing_loads()
             logger.info("%s", _table(self._resolved.recipe, self._resolved.policy))
         return self._resolved
@@ -211,8 +215,12 @@ def _experts_method(resolved: Resolved, layer: RoutedExperts, name: str) -> Quan
     )
 
 
-def read_recipe(additional_config: Any) -> Recipe:
-    """The recipe of an engine, from its ``additional_config``, the environment, or the default.
+def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of an engine, see :class:`Fp8RLConfig`.
+
+    Args:
+        additional_config: of the engine.
+        of_model: ``quantization_config.recipe`` of the model's config.
 
     Raises:
         RecipeError: unknown or bad key, with its full path.
@@ -221,14 +229,16 @@ def read_recipe(additional_config: Any) -> Recipe:
         return Recipe.from_dict(
             additional_config[SETTINGS_KEY], where=f"additional_config.{SETTINGS_KEY}"
         )
+    if of_model is not None:
+        return Recipe.from_dict(of_model, where="quantization_config.recipe")
     return Recipe.from_env() or Recipe()
 
 
-def _resolve(engine: VllmConfig) -> Resolved:
+def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved:
     from vllm_fp8rl.plan import install as install_load_plans
 
     install_load_plans()
-    recipe = read_recipe(engine.additional_config)
+    recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config
     check_architecture(hf_config, engine.model_config.hf_config)
@@ -265,6 +275,8 @@ def _guard(engine: VllmConfig) -> RefitGuard:
 
 def _check_checkpoint(config: Mapping[str, Any]) -> None:
     method = config.get("quant_method")
+    if method == NAME:
+        return
     block = config.get("weight_block_size")
     scheme = config.get("activation_scheme", "dynamic")
     if method != "fp8":

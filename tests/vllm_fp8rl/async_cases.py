@@ -16,10 +16,10 @@ from typing import Any
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
+import httpx
 import torch
 from live_engine import KV_SCALE, LAYERS, load_tensors
 
-import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from fp8rl.kv_scales import scale_names
@@ -177,6 +177,7 @@ async def cases(engine: Any, root: Path) -> dict[str, object]:
     await engine.resume_generation()
     found["resumed"] = await client.greedy()
 
+    found["http"] = await over_http(engine, client, str(root / "a"))
     (place,) = await engine.collective_rpc("fp8rl_refit_place")
 
     def killing() -> Any:
@@ -190,23 +191,63 @@ async def cases(engine: Any, root: Path) -> dict[str, object]:
     return found
 
 
+async def over_http(engine: Any, client: Client, folder: str) -> list[object]:
+    """The routes of vLLM's development mode, on this engine, as examples/ calls them."""
+    from fastapi import FastAPI
+    from vllm.entrypoints.rl.online import api_router as rl
+    from vllm.entrypoints.serve.dev.cache import api_router as cache
+    from vllm.entrypoints.serve.dev.rpc import api_router as rpc
+    from vllm_serve_refit import refit_over_http, set_kv_scales
+
+    app = FastAPI()
+    app.state.engine_client = engine
+    for module in (rl, cache, rpc):
+        app.include_router(module.router)
+    transport = httpx.ASGITransport(app)
+    loop = asyncio.get_running_loop()
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+
+        def post(path: str, **arguments: Any) -> httpx.Response:
+            sent = asyncio.run_coroutine_threadsafe(http.post(path, **arguments), loop)
+            return sent.result().raise_for_status()
+
+        await asyncio.to_thread(refit_over_http, post, folder)
+        tokens = await client.greedy()
+        one = dict.fromkeys(SCALES, 2 * KV_SCALE)
+        await asyncio.to_thread(set_kv_scales, post, one)
+        other = await client.greedy()
+        error = await raised(asyncio.to_thread(set_kv_scales, post, {next(iter(one)): -1.0}))
+        await asyncio.to_thread(set_kv_scales, post, dict.fromkeys(SCALES, KV_SCALE))
+        return [tokens, other, await client.greedy(), error]
+
+
+async def raised(attempt: Awaitable[object]) -> str:
+    try:
+        await attempt
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
 def main(root: Path) -> dict[str, object]:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(
-        model=str(root / "a"),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=32 << 20,
-        skip_tokenizer_init=True,
-        seed=0,
-        worker_extension_cls=f"{Extension.__module__}.{Extension.__qualname__}",
-        **vllm_fp8rl.engine_args(Recipe()),
+    # As `vllm serve` reads them.
+    flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
+        [
+            *("--model", str(root / "a")),
+            *("--quantization", "fp8rl", "--kv-cache-dtype", "fp8_e4m3"),
+            *("--additional-config", json.dumps({"fp8rl": Recipe().to_dict()})),
+            *("--weight-transfer-config", json.dumps({"backend": "fp8rl"})),
+            *("--worker-extension-cls", f"{Extension.__module__}.{Extension.__qualname__}"),
+            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "256"),
+            *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(32 << 20)),
+            *("--skip-tokenizer-init", "--seed", "0"),
+        ]
     )
-    engine = AsyncLLM.from_engine_args(arguments)
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(flags))
     try:
         return asyncio.run(cases(engine, root))
     finally:

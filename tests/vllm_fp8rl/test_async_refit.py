@@ -21,6 +21,7 @@ from vllm_fp8rl.async_refit import refit_async
 from vllm_fp8rl.worker import EXTENSION
 
 SCRIPT = Path(__file__).with_name("async_cases.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 LONG, LENGTH = [7, 8, 9], 200
 
@@ -32,7 +33,7 @@ def found(checkpoints: dict[str, Path]) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)},
+        env=os.environ | {"PYTHONPATH": f"{SCRIPT.parent}:{EXAMPLES}"},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -111,6 +112,12 @@ def test_cancellation(found, truth):
 def test_a_paused_engine_stays_paused(found, truth):
     assert found["still_paused"] is True
     assert found["resumed"] == truth["b"]
+
+
+def test_recipe_for_a_server(found, truth):
+    tokens, with_other_scales, again, error = found["http"]
+    assert tokens == again == truth["a"] != with_other_scales
+    assert "ScaleError" in error and "k_scale' is -1.0" in error
 
 
 def test_a_killed_engine_core_is_an_error_not_a_wait(found):

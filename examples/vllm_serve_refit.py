@@ -1,0 +1,57 @@
+"""Refit a running ``vllm serve`` over HTTP: ``python vllm_serve_refit.py /shared/new-weights``.
+
+The server (``VLLM_SERVER_DEV_MODE=1`` opens these routes; let nobody but the trainer reach them)::
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve my-model --quantization fp8rl --kv-cache-dtype fp8_e4m3 \\
+      --additional-config '{"fp8rl": {"pins": {"last": 1}}}' \\
+      --weight-transfer-config '{"backend": "fp8rl"}' \\
+      --worker-extension-cls vllm_fp8rl.worker.RefitWorker
+
+The folder holds safetensors files with HF names, KV scales included, where every worker reads them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import requests
+
+Post = Callable[..., Any]
+"""``post(path, json=..., params=...)``; raises unless the server answers with success."""
+
+
+def refit_over_http(post: Post, folder: str) -> None:
+    """Pause, put the weights in, resume. After an error the server stays paused, because the
+    weights may be a mixture: call this again with a complete folder."""
+    post("/pause", params={"mode": "keep"})
+    post("/init_weight_transfer_engine", json={"init_info": {}})
+    post("/start_weight_update")
+    post("/update_weights", json={"update_info": {"path": folder}})
+    post("/finish_weight_update")
+    # Requests that wait start over with the new weights, and no cached prefix is of the old ones.
+    post("/reset_prefix_cache", params={"reset_running_requests": True})
+    post("/resume")
+
+
+def set_kv_scales(post: Post, scales: dict[str, float]) -> None:
+    """KV scales by themselves, e.g. for a BF16 checkpoint before its first request."""
+    answer = post("/collective_rpc", json={"method": "fp8rl_set_kv_scales", "args": [scales]})
+    for worker in answer.json()["results"]:
+        if worker["error"] is not None:
+            raise RuntimeError(worker["error"])
+    post("/reset_prefix_cache")
+
+
+def poster(server: str) -> Post:
+    def post(path: str, **arguments: Any) -> requests.Response:
+        answer = requests.post(f"{server}{path}", timeout=600, **arguments)
+        answer.raise_for_status()
+        return answer
+
+    return post
+
+
+if __name__ == "__main__":
+    refit_over_http(poster("http://localhost:8000"), sys.argv[1])

@@ -1,0 +1,195 @@
+"""The ways in which TRL and verl put weights into vLLM, and the recipes in examples/ for them."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from live_engine import KV_SCALE, LAYERS, Engine, load_tensors
+from safetensors.torch import load_file
+
+from fp8rl import Recipe
+from fp8rl.errors import RecipeError, RefitError, UnsupportedError
+from fp8rl.kv_scales import scale_names
+from vllm_fp8rl import config
+from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
+from vllm_fp8rl.worker import has_refit_methods
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
+SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def tokens(
+    engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
+) -> dict[str, list[list[int]]]:
+    return {
+        "a": engine.greedy(PROMPTS),
+        "b": other_engine(checkpoints["b"], Recipe()).greedy(PROMPTS),
+    }
+
+
+@pytest.fixture(autouse=True)
+def leave_it_as_it_was(engine: Engine, checkpoints: dict[str, Path]) -> Iterator[None]:
+    yield
+    drop_requests(engine.llm)
+    refit(engine.llm, (load_tensors(checkpoints["a"]) | SCALES).items(), expect_kv_scales=True)
+
+
+def test_trl_colocate(engine, checkpoints, tokens):
+    """trl/generation/vllm_generation.py, ``sync_weights`` without PEFT or FSDP."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(checkpoints["b"], dtype=torch.float32)
+    llm = engine.llm
+    for name, param in policy.named_parameters():
+        llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(
+            [(name, param.data)]
+        )
+    llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_trl_server(engine, checkpoints, tokens):
+    """trl/scripts/vllm_serve.py, ``update_named_param``: into memory that it then frees."""
+
+    def update_named_param(worker: Any, name: str, sent: torch.Tensor) -> None:
+        weight = torch.empty(sent.shape, dtype=sent.dtype)
+        weight.copy_(sent)
+        worker.model_runner.model.load_weights(weights=[(name, weight)])
+        weight.fill_(torch.nan)
+
+    for name, tensor in load_tensors(checkpoints["b"]).items():
+        engine.llm.collective_rpc(update_named_param, args=(name, tensor))
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_verl_buckets(engine, checkpoints, tokens, example):
+    """verl/workers/rollout/vllm_rollout/utils.py, ``update_weights_from_ipc``."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    # Where this holds, verl quantizes on its own and renames the scales.
+    assert not isinstance(engine.llm.llm_engine.vllm_config.quant_config, Fp8Config)
+    update = example("vllm_extension").BucketExtension.update_weights_from_bucket
+    bucket = torch.empty(300_000, dtype=torch.uint8)
+    places: dict[str, tuple[torch.Size, torch.dtype, int]] = {}
+    used = 0
+
+    def flush() -> None:
+        engine.llm.collective_rpc(update, args=(bucket, places))
+        bucket.fill_(0xFF)  # the trainer fills it anew
+        places.clear()
+
+    for name, weight in load_tensors(checkpoints["b"]).items():
+        if used + weight.nbytes > bucket.numel():
+            flush()
+            used = 0
+        places[name] = (weight.shape, weight.dtype, used)
+        bucket[used : used + weight.nbytes].copy_(weight.reshape(-1).view(torch.uint8))
+        used += weight.nbytes
+    flush()
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_extension_has_both_sets_of_methods(example):
+    extension = example("vllm_extension").Extension
+    assert has_refit_methods("vllm_extension.Extension")
+    assert not has_refit_methods("vllm_extension.BucketExtension")
+    assert callable(extension.update_weights_from_bucket)
+
+
+def test_plain_functions_serve_where_the_slot_is_taken(other_engine, checkpoints, tokens, example):
+    engine = other_engine(
+        checkpoints["a"], Recipe(), worker_extension_cls="vllm_extension.BucketExtension"
+    )
+    refit_from_files(engine.llm, str(checkpoints["b"]), expect_kv_scales=False)
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path, example):
+    """For frameworks that make their own LLM without a word on quantization."""
+    trl = example("vllm_trl")
+    recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
+    folder = trl.make_folder(checkpoints["b"], tmp_path / "b", recipe)
+    assert load_file(folder / "model.safetensors").keys() == load_tensors(checkpoints["b"]).keys()
+    silent = {"quantization": None, "additional_config": {}, "kv_cache_dtype": "auto"}
+    asked = other_engine(folder, recipe, **silent)
+    assert asked.llm.llm_engine.vllm_config.quant_config.get_name() == "fp8rl"
+    assert asked.llm.llm_engine.vllm_config.additional_config["fp8rl"] == recipe.to_dict()
+    assert asked.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
+    assert asked.model.model.layers[1].mlp.down_proj.weight.dtype == torch.float32
+    assert asked.greedy(PROMPTS) == other_engine(checkpoints["b"], recipe).greedy(PROMPTS)
+
+
+def test_transformers_ignores_the_request(checkpoints, tmp_path, example):
+    """TRL's trainer loads the same folder."""
+    from transformers import AutoModelForCausalLM
+
+    folder = example("vllm_trl").make_folder(checkpoints["b"], tmp_path / "b")
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    loaded = dict(policy.named_parameters())
+    for name, tensor in load_tensors(checkpoints["b"]).items():
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_recipe_of_the_model_yields_to_that_of_the_engine():
+    asked = {"pins": {"last": 1}}
+    assert config.read_recipe({}, asked) == Recipe.from_dict(asked)
+    assert config.read_recipe({"fp8rl": {}}, asked) == Recipe()
+    with pytest.raises(RecipeError, match=r"quantization_config\.recipe"):
+        config.read_recipe({}, {"pin": {}})
+    with pytest.raises(UnsupportedError, match="quantized with 'gptq'"):
+        config.Fp8RLConfig.from_config({"quant_method": "gptq"})
+
+
+def test_push_between_processes(engine, checkpoints, tokens, example):
+    push = example("vllm_push")
+    trainer, receiver = multiprocessing.Pipe()
+    sender = threading.Thread(
+        target=push.push, args=(trainer, load_tensors(checkpoints["b"]).items())
+    )
+    sender.start()
+    push.refit_from(engine.llm, receiver)
+    sender.join()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_push_that_ends_too_early(engine, checkpoints, example):
+    push = example("vllm_push")
+    trainer, receiver = multiprocessing.Pipe()
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(load_tensors(checkpoints["b"]).items())[:3]
+        trainer.close()  # as when its process dies
+
+    def send() -> None:
+        with pytest.raises(OSError, match="closed"):
+            push.push(trainer, stream())
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(EOFError):
+        refit(engine.llm, push.pull(receiver), expect_kv_scales=False, batch_bytes=1)
+    sender.join()
+    with pytest.raises(RefitError, match="mixture"):
+        engine.greedy(PROMPTS)
