@@ -184,6 +184,15 @@ class BlockGrid:
         """Drop what an abandoned transfer left behind, before a new one begins."""
         self._incomplete.clear()
 
+    def discard(self) -> None:
+        """The storage has lost its contents: what is kept of shared blocks counts no more either.
+
+        A shared block then has NaN codes until all its shards have come again.
+        """
+        self.forget_unpaired()
+        for kept in self._shared.values():
+            kept.fill_(torch.nan)
+
     @torch.no_grad()
     def load_source(self, start: int, rows: torch.Tensor, writes: Writes | None = None) -> None:
         """Quantize a shard into place.

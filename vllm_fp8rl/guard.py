@@ -43,8 +43,9 @@ class RefitGuard:
 
     Args:
         layers: the engine's layers by name. A layer's ``quant_method`` may have
-            ``require_ready(layer)``, which raises unless the layer can run, and ``restore(layer)``,
-            which puts back, after a sleep, what no refit brings.
+            ``require_ready(layer)``, which raises unless the layer can run, ``discard(layer)``,
+            called where its parameters became NaN, and ``restore(layer)``, which puts back, after
+            a sleep, what no refit brings.
     """
 
     def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:
@@ -104,6 +105,8 @@ class RefitGuard:
         if was_asleep and "weights" not in self._asleep:
             for _, tensor in self._discarded:
                 _fill_with_nan(tensor)
+            if self._discarded:
+                self._each("discard")
         self.recheck()
 
     def require_awake(self) -> None:

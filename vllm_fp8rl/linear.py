@@ -163,6 +163,10 @@ class Fp8RLLinearMethod(LinearMethodBase):
             y = _opaque_product(x, self.name, self.grid.total_rows)
         return y if bias is None else y + bias
 
+    def discard(self, layer: torch.nn.Module) -> None:
+        """A sleep has discarded the weight."""
+        self.grid.discard()
+
     def require_ready(self, layer: torch.nn.Module) -> None:
         """Raise RefitError where FP8 codes arrived without their scales."""
         self.grid.require_paired()
