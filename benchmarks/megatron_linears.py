@@ -42,8 +42,11 @@ SHAPES = {  # out and in features
 class Pass:
     """Forward and backward of the four linears, each with an input and a gradient of its own."""
 
-    def __init__(self, modules: list[Any], tokens: int) -> None:
+    def __init__(self, modules: list[Any], tokens: int, like: Pass | None = None) -> None:
         self.modules = modules
+        if like is not None:
+            self.inputs, self.grads = like.inputs, like.grads
+            return
         shapes = list(SHAPES.values())
         self.inputs = [
             torch.randn(tokens, 1, k, device=GPU, dtype=torch.bfloat16).requires_grad_()
@@ -53,6 +56,13 @@ class Pass:
             torch.randn(tokens, 1, n, device=GPU, dtype=torch.bfloat16) * 1e-3 for n, _ in shapes
         ]
 
+    def accumulate(self) -> Pass:
+        """Add weight gradients to a float32 ``main_grad``, as under megatron's DDP."""
+        for module in self.modules:
+            module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
+            module.gradient_accumulation_fusion = hasattr(module, "fp8_state")
+        return self
+
     def __call__(self) -> None:
         outputs = []
         for module, x in zip(self.modules, self.inputs, strict=True):
@@ -61,7 +71,10 @@ class Pass:
         for y, grad in reversed(list(zip(outputs, self.grads, strict=True))):
             y.backward(grad)
         for module, x in zip(self.modules, self.inputs, strict=True):
-            x.grad = module.weight.grad = None
+            weight = module.weight
+            if weight.grad is not None and hasattr(weight, "main_grad"):
+                weight.main_grad.add_(weight.grad)  # what DDP does without apex's fused kernel
+            x.grad = weight.grad = None
 
 
 def linears(model: Any) -> list[Any]:
@@ -94,7 +107,7 @@ def te_variants(tokens: int) -> dict[str, Callable[[], None]]:
             return self.module(x, is_first_microbatch=self.first)
 
     every = Pass([First(m, True) for m in modules], tokens)
-    cached = Pass([First(m, False) for m in modules], tokens)
+    cached = Pass([First(m, False) for m in modules], tokens, like=every)
 
     def run(call: Pass) -> None:
         with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
@@ -107,28 +120,33 @@ def te_variants(tokens: int) -> dict[str, Callable[[], None]]:
     }
 
 
-def variants(tokens: int, backends: list[str | None]) -> tuple[dict, dict]:
+def variants(tokens: int, backends: list[str | None]) -> tuple[dict, Any]:
     bf16 = Pass(linears(build(QWEN3_8B)), tokens)
-    calls: dict[str, Callable[[], None]] = {"BF16": bf16}
-    conversions = {}
-    for name in backends:
+    calls: dict[str, Pass] = {"BF16": bf16}
+    conversion = None
+
+    def add(label: str, name: str | None, keep_codes: bool, accumulate: bool = False) -> Any:
         model = build(QWEN3_8B)
-        conversion = convert(
-            model, Recipe(), plugins=PluginManager(discover=False), gemm_backend=name
+        made = convert(
+            model,
+            Recipe(),
+            plugins=PluginManager(discover=False),
+            gemm_backend=name,
+            keep_codes=keep_codes,
         )
-        conversions[name] = conversion
-        once = Pass(linears(model), tokens)
-        once.inputs, once.grads = bf16.inputs, bf16.grads
+        calls[label] = Pass(linears(model), tokens, like=bf16)
+        if accumulate:
+            calls[label].accumulate()
+        return made
 
-        def each(once: Pass = once, conversion: Any = conversion) -> None:
-            conversion.invalidate()
-            once()
-
-        label = name or "measured choice"
-        calls[f"fp8rl {label}, weights each time"] = each
+    for name in backends:
+        made = add(f"fp8rl {name or 'measured choice'}, weights each time", name, False)
         if name is None:
-            calls[f"fp8rl {label}, weights cached"] = once
-    return calls, conversions
+            conversion = made
+            add("fp8rl measured choice, weights cached", None, True)
+            add("fp8rl measured choice, weights each time, main_grad", None, False, True)
+            calls["BF16, main_grad"] = Pass(linears(build(QWEN3_8B)), tokens, bf16).accumulate()
+    return calls, conversion
 
 
 def quantize_rows(tokens: int, bandwidth: float) -> list[dict]:
@@ -191,6 +209,9 @@ def gemm_rows(tokens: int) -> list[dict]:
             "fprop": lambda x=x, w=w: x @ w.t(),
             "dgrad": lambda g=g, w=w: g @ w,
             "wgrad": lambda g=g, x=x: g.t() @ x,
+            "wgrad_add": lambda g=g, x=x, total=torch.zeros(n, k, device=GPU): total.add_(
+                g.t() @ x
+            ),
         }
         usable = [
             b for b in backends if b.name != "reference" and b.supports(GPU, shape, "fp32") is None
@@ -242,12 +263,12 @@ def main() -> None:
         bandwidth = copy_bandwidth()
         gemms = gemm_rows(options.tokens)
         quantize = quantize_rows(options.tokens, bandwidth)
-        calls, conversions = variants(options.tokens, names)
-        calls |= te_variants(options.tokens)
+        calls, conversion = variants(options.tokens, names)
+        calls = {**calls, **te_variants(options.tokens)}
         medians = interleaved(calls, options.rounds, 3)
         chosen = {}
-        if None in conversions:
-            module = next(iter(conversions[None].modules.values()))
+        if conversion is not None:
+            module = next(iter(conversion.modules.values()))
             chosen = {
                 f"{direction} {shape.tokens}x{shape.out_features}x{shape.in_features}": times
                 for direction, by_shape in module.fp8_state.backends.timings.items()
@@ -266,7 +287,10 @@ def main() -> None:
         "rounds": options.rounds,
         "copy_gigabytes_per_second": bandwidth,
         "milliseconds": medians,
-        "speedup_over_bf16": {name: medians["BF16"] / ms for name, ms in medians.items()},
+        "speedup_over_bf16": {
+            name: medians["BF16, main_grad" if "main_grad" in name else "BF16"] / ms
+            for name, ms in medians.items()
+        },
         "measured_choice": chosen,
         "gemms": gemms,
         "quantize": quantize,
