@@ -124,7 +124,7 @@ def obstacles(shape: GemmShape, dtype: torch.dtype) -> dict[str, str]:
 def _choose(
     shape: GemmShape, config: FP8ScaledMMLinearLayerConfig
 ) -> tuple[str | None, dict[str, str]]:
-    reasons = {}
+    reasons: dict[str, str] = {}
     for backend in _backends():
         reason = _obstacle(backend, shape, config)
         if reason is None:

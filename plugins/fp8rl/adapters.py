@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from fp8rl.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of a diagnosis."""
+
+    title: str
+    columns: tuple[str, ...]
+    """Headings; all empty where the first column names what the second says."""
+    rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -19,6 +32,8 @@ class Diagnosis:
     problems: tuple[str, ...] = ()
     """One sentence each, with the remedy; empty when all is well. For an engine that is not
     installed: how to install it, told to those who ask for this engine by name."""
+    sections: tuple[Section, ...] = ()
+    """What does not fit into a row, e.g. the kernel of each kind of layer."""
 
 
 @dataclass(frozen=True)
@@ -27,3 +42,6 @@ class EngineAdapter:
 
     name: str
     diagnose: Callable[[], Diagnosis]
+    examine: Callable[[Path, Recipe, int], Diagnosis] | None = None
+    """Likewise what the engine would do with a model (a folder with a ``config.json``), a recipe
+    and a tensor parallel size: ``sections`` and ``problems``. May import the engine."""

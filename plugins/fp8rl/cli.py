@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fp8rl import PluginManager, Recipe, __version__
-from fp8rl.adapters import Diagnosis, EngineAdapter
+from fp8rl.adapters import Diagnosis, EngineAdapter, Section
 from fp8rl.errors import Fp8RLError, PluginError, UnsupportedError
 from fp8rl.hookspecs import PROJECT
 from fp8rl.pinning import PinPolicy, PinRow, Precision, dense_module_names
@@ -86,8 +87,14 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         model: Annotated[
             Path | None, typer.Option(help="Folder of a Hugging Face model, instead of --layers.")
         ] = None,
+        tp: Annotated[
+            int, typer.Option("--tp", min=1, help="Tensor parallel size, for ENGINE with --model.")
+        ] = 1,
     ) -> None:
-        """Check the engines on this machine, and what a recipe pins; exit 1 on problems."""
+        """Check the engines on this machine, and what a recipe pins; exit 1 on problems.
+
+        With ENGINE and --model also what that engine would do with the model, as far as it tells.
+        """
         console = Console()
         problems = [str(error) for error in plugins.broken.values()]
         adapters = _chosen(plugins.engine_adapters(), engine)
@@ -98,6 +105,12 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             console.print(_engine_table(adapter.name, diagnosis))
             if diagnosis.installed is not None or engine is not None:
                 problems += [f"{adapter.name}: {problem}" for problem in diagnosis.problems]
+            if engine is not None and model is not None and diagnosis.installed is not None:
+                assert loaded is not None  # a model has names
+                examined = _examine(adapter, model, loaded, tp)
+                for section in examined.sections:
+                    console.print(_section_table(section))
+                problems += [f"{adapter.name}: {problem}" for problem in examined.problems]
         if loaded is not None:
             if names:
                 policy = plugins.pin_policy(loaded.pins, names)
@@ -176,11 +189,31 @@ def _chosen(adapters: list[EngineAdapter], engine: str | None) -> list[EngineAda
 
 
 def _diagnose(adapter: EngineAdapter) -> Diagnosis:
+    return _guarded(adapter.diagnose, "its diagnosis")
+
+
+def _guarded(look: Callable[[], Diagnosis], what: str) -> Diagnosis:
     try:
-        return adapter.diagnose()
+        return look()
     except Exception as error:
-        problem = f"its diagnosis failed: {type(error).__name__}: {error}"
+        problem = f"{what} failed: {type(error).__name__}: {error}"
         return Diagnosis(installed="unknown", supported=(), problems=(problem,))
+
+
+def _examine(adapter: EngineAdapter, model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
+    examine = adapter.examine
+    if examine is None:
+        return Diagnosis(installed="unknown", supported=())
+    return _guarded(lambda: examine(model, recipe, ranks), "its look at the model")
+
+
+def _section_table(section: Section) -> Table:
+    table = Table(title=section.title, show_header=any(section.columns), min_width=40)
+    for number, heading in enumerate(section.columns):
+        table.add_column(heading, overflow="fold", style=None if number else "bold")
+    for row in section.rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def _engine_table(name: str, diagnosis: Diagnosis) -> Table:

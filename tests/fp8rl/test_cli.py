@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import fp8rl
 from fp8rl import PluginManager, Recipe, cli, hookimpl
-from fp8rl.adapters import Diagnosis, EngineAdapter
+from fp8rl.adapters import Diagnosis, EngineAdapter, Section
 from fp8rl.errors import Fp8RLError, PinError, RecipeError, UnsupportedError
 
 GOOD = Diagnosis("1.2.3", ("1.2.3", "1.3"), {"device": "cpu [really]"})
@@ -202,6 +202,37 @@ def test_an_engine_that_is_not_installed_is_a_problem_only_to_who_asks_for_it():
     asked = run(engines(absent=absent, good=GOOD), "doctor", "absent")
     assert asked.exit_code == 1
     assert "Problem: absent: Install absent." in asked.stdout
+
+
+def test_doctor_shows_what_an_engine_would_do_with_a_model(tmp_path):
+    asked = []
+
+    def examine(*request):
+        asked.append(request)
+        sections = (
+            Section("layers", ("kind", "kernel"), (("o_proj", "[fast]"),)),
+            Section("memory", ("", ""), (("weights", "1 GiB"),)),
+        )
+        return Diagnosis("1.2.3", (), problems=("Too big; use more GPUs.",), sections=sections)
+
+    plugins = engines()
+    adapter = EngineAdapter("alpha", lambda: GOOD, examine)
+    plugins.engine_adapters = lambda: [adapter, EngineAdapter("beta", lambda: GOOD)]
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
+    model = ("--model", str(tmp_path), "--recipe", '{"pins": {"last": 1}}')
+    result = run(plugins, "doctor", "alpha", *model, "--tp", "2")
+    assert result.exit_code == 1
+    assert asked == [(tmp_path, Recipe.from_dict({"pins": {"last": 1}}), 2)]
+    for part in ("kernel", "[fast]", "memory", "1 GiB", "Problem: alpha: Too big; use more GPUs."):
+        assert part in result.stdout
+    assert run(plugins, "doctor", "beta", *model).exit_code == 0
+    assert run(plugins, "doctor", *model).exit_code == 0
+    assert len(asked) == 1
+
+    adapter = EngineAdapter("alpha", lambda: GOOD, lambda *request: 1 / 0)
+    result = run(plugins, "doctor", "alpha", *model)
+    assert result.exit_code == 1
+    assert "alpha: its look at the model failed: ZeroDivisionError" in result.stdout
 
 
 def test_doctor_with_an_unknown_engine():

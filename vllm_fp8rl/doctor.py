@@ -1,0 +1,232 @@
+"""What an engine would do with a model and a recipe on this machine, without loading weights.
+
+vLLM's own configuration is made, and its own functions choose kernels and the attention backend, so
+that what is shown is what an engine with the same arguments does. Importing this imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+from vllm.v1.attention.selector import get_attn_backend
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from fp8rl.adapters import Diagnosis, Section
+from fp8rl.errors import Fp8RLError
+from fp8rl.pinning import PinRow
+from fp8rl.recipe import ModuleKind
+from vllm_fp8rl.compat import TESTED, installed_version
+from vllm_fp8rl.config import Resolved
+from vllm_fp8rl.kernels import select_kernel
+from vllm_fp8rl.kv_cache import check_backend, check_kv_cache_dtype
+from vllm_fp8rl.models import check_widths
+from vllm_fp8rl.refit import BATCH_BYTES
+from vllm_fp8rl.sizes import Sizes
+
+_LINEARS: tuple[ModuleKind, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts")
+_GIB = 1 << 30
+
+
+def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
+    """Kernels, attention backend, pins and memory of a model's engine.
+
+    Args:
+        model: folder with a ``config.json``; weights and a tokenizer are not needed.
+        recipe: to run.
+        ranks: tensor parallel size.
+    """
+    vllm_fp8rl.register()
+    problems: list[str] = []
+    sections: list[Section] = []
+    try:
+        engine = _engine_config(model, recipe)
+        with set_current_vllm_config(engine):
+            resolved = engine.quant_config.resolve()
+            sections = _sections(engine, resolved, ranks, problems)
+    except Fp8RLError as error:
+        problems.append(str(error))
+    except (ValueError, NotImplementedError, OSError) as error:  # how vLLM refuses a model
+        problems.append(f"vLLM refuses '{model}': {_first_line(error)}; use another model.")
+    return Diagnosis(
+        installed_version(), TESTED, problems=tuple(problems), sections=tuple(sections)
+    )
+
+
+def _engine_config(model: Path, recipe: Recipe) -> VllmConfig:
+    arguments = EngineArgs(
+        model=str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        **vllm_fp8rl.engine_args(recipe),
+    )
+    # For one rank: vLLM does not make a configuration for more GPUs than there are.
+    return arguments.create_engine_config()
+
+
+def _sections(
+    engine: VllmConfig, resolved: Resolved, ranks: int, problems: list[str]
+) -> list[Section]:
+    config = engine.model_config.hf_text_config
+    sizes = Sizes(config, ranks)
+    unsplit = sizes.split_problem()
+    if unsplit is not None:
+        problems.append(unsplit)
+        return []
+    check_widths(config, ranks, expert_parallel=False)
+    rows = resolved.policy.report()
+    if not resolved.recipe.rollout:
+        rows = [_in_bf16(row) for row in rows]
+    return [
+        _linears(engine, resolved, sizes, rows, ranks, problems),
+        _attention(engine, sizes, problems),
+        _memory(engine, sizes, rows, ranks, problems),
+    ]
+
+
+def _in_bf16(row: PinRow) -> PinRow:
+    return PinRow(row.name, row.layer, row.kind, "bf16", row.reason or "rollout: false")
+
+
+def _linears(
+    engine: VllmConfig,
+    resolved: Resolved,
+    sizes: Sizes,
+    rows: list[PinRow],
+    ranks: int,
+    problems: list[str],
+) -> Section:
+    device = torch.device(current_platform.device_type)
+    dtype = engine.model_config.dtype
+    cells = []
+    for kind in _LINEARS:
+        mine = [row for row in rows if row.kind == kind]
+        if not mine:
+            continue
+        fp8 = [row.layer for row in mine if row.precision == "fp8"]
+        pinned = sorted({(row.reason, row.layer or 0) for row in mine if row.precision == "bf16"})
+        shape, kernel, why = "", "-", ""
+        if kind == "experts":
+            kernel, why = "chosen by vLLM's moe_backend", "see the log of an engine's start"
+        else:
+            gemm = sizes.linear(kind)
+            shape = f"{gemm.out_features} x {gemm.in_features}"
+            if fp8:
+                try:
+                    kernel = select_kernel(device, gemm, resolved.recipe, dtype).backend
+                    why = _why(device, gemm, dtype)
+                except Fp8RLError as error:
+                    kernel, why = "none", ""
+                    problems.append(f"{kind}: {error}")
+        reasons = [
+            f"{_numbers(layer for _, layer in group)} ({reason})"
+            for reason, group in groupby(pinned, key=lambda pair: pair[0])
+        ]
+        cells.append((kind, shape, _numbers(fp8), ", ".join(reasons) or "-", kernel, why))
+    return Section(
+        f"linear layers, tensor parallel size {ranks}",
+        ("module", "weight on a rank", "layers in FP8", "layers in BF16", "FP8 kernel", "why"),
+        tuple(cells),
+    )
+
+
+def _why(device: torch.device, shape: Any, dtype: torch.dtype) -> str:
+    if device.type != "cuda":
+        return "no FP8 units: a float32 product of dequantized codes"
+    from vllm_fp8rl.delegated import obstacles
+
+    refused = obstacles(shape, dtype)
+    return "; ".join(f"{name}: {why}" for name, why in refused.items()) or "the fastest fits"
+
+
+def _attention(engine: VllmConfig, sizes: Sizes, problems: list[str]) -> Section:
+    cache = engine.cache_config.cache_dtype
+    backend = get_attn_backend(
+        sizes.head_size, engine.model_config.dtype, cache, num_heads=sizes.heads
+    )
+    name = backend.get_name()
+    facts = [("backend", name), ("implementation", f"{backend.__module__}.{backend.__name__}")]
+    if name.startswith("FLASH_ATTN"):
+        version = get_flash_attn_version(head_size=sizes.head_size)
+        facts.append(("FlashAttention", f"version {version}"))
+    quantized = check_kv_cache_dtype(cache)
+    facts.append(("KV cache", f"{cache}: E4M3 with a scale a tensor" if quantized else cache))
+    if quantized:
+        try:
+            check_backend(name, engine.compilation_config)
+        except Fp8RLError as error:
+            problems.append(str(error))
+        else:
+            graphs = ", in CUDA graphs too" if current_platform.is_cuda() else ""
+            facts.append(("new KV scales", f"take effect in the next step{graphs}"))
+    return Section("attention", ("", ""), tuple(facts))
+
+
+def _memory(
+    engine: VllmConfig, sizes: Sizes, rows: list[PinRow], ranks: int, problems: list[str]
+) -> Section:
+    itemsize = engine.model_config.dtype.itemsize
+    kv_itemsize = 1 if check_kv_cache_dtype(engine.cache_config.cache_dtype) else itemsize
+    need = sizes.bytes(rows, itemsize, kv_itemsize)
+    cells = [
+        ("FP8 weights", _gib(need.codes)),
+        ("their scales", _mib(need.scales)),
+        ("weights in the model's dtype", _gib(need.plain)),
+        ("KV cache", f"{need.kv_per_token:,} bytes a token"),
+        ("staging of a refit", f"a batch of tensors ({_mib(BATCH_BYTES)}) or the largest of them"),
+    ]
+    if torch.cuda.is_available():
+        share = engine.cache_config.gpu_memory_utilization
+        total = torch.cuda.get_device_properties(0).total_memory
+        left = int(total * share) - need.weights
+        cells.append(("GPU", f"{_gib(total)}, of which vLLM takes {share:.0%}"))
+        cells.append(
+            (
+                "tokens that fit",
+                f"{max(0, left // need.kv_per_token):,}, before activations and CUDA graphs",
+            )
+        )
+        if left <= 0:
+            problems.append(
+                f"The weights take {_gib(need.weights)} a rank, more than the {share:.0%} of "
+                f"{_gib(total)} that vLLM would use; raise the tensor parallel size."
+            )
+    else:
+        cells.append(("tokens in a GiB", f"{_GIB // need.kv_per_token:,}"))
+    return Section(f"memory of a rank, tensor parallel size {ranks}", ("", ""), tuple(cells))
+
+
+def _numbers(layers: Iterable[int | None]) -> str:
+    """Layer numbers, with runs written as ``0-35``."""
+    runs: list[list[int]] = []
+    for layer in sorted({layer for layer in layers if layer is not None}):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "-"
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB"
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # pydantic puts a heading before the message.
+    said = next(
+        (line for line in lines if line.startswith("Value error, ")), lines[0] if lines else ""
+    )
+    return said.removeprefix("Value error, ").split(" [type=")[0].rstrip(".")
