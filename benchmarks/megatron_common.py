@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rich.console import Console
 
 PEAK_TFLOPS = 1979.0  # FP8 without sparsity, H100 SXM data sheet
 QWEN3_8B = SimpleNamespace(
@@ -117,3 +118,17 @@ def interleaved(
             end.synchronize()
             times[name].append(start.elapsed_time(end) / calls)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+@contextmanager
+def profiled(label: str) -> Iterator[None]:
+    """Print the GPU time by kernel of what runs inside."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield
+        torch.cuda.synchronize()
+    console = Console(width=130)
+    console.print(label)
+    for event in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:14]:
+        console.print(
+            f"  {event.self_device_time_total / 1e3:8.3f} ms {event.count:4d}x {event.key[:90]}"
+        )

@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_common import PEAK_TFLOPS, QWEN3_8B, build, interleaved, single_process
+from megatron_common import PEAK_TFLOPS, QWEN3_8B, build, interleaved, profiled, single_process
 from rich.console import Console
 from rich.table import Table
 
@@ -205,13 +204,12 @@ def gemm_rows(tokens: int) -> list[dict]:
             torch.randn(s, device=GPU, dtype=torch.bfloat16)
             for s in ((tokens, k), (n, k), (tokens, n))
         )
+        total = torch.zeros(n, k, device=GPU)
         plain = {
             "fprop": lambda x=x, w=w: x @ w.t(),
             "dgrad": lambda g=g, w=w: g @ w,
             "wgrad": lambda g=g, x=x: g.t() @ x,
-            "wgrad_add": lambda g=g, x=x, total=torch.zeros(n, k, device=GPU): total.add_(
-                g.t() @ x
-            ),
+            "wgrad_add": lambda g=g, x=x, total=total: total.add_(g.t() @ x),
         }
         usable = [
             b for b in backends if b.name != "reference" and b.supports(GPU, shape, "fp32") is None
@@ -232,19 +230,6 @@ def gemm_rows(tokens: int) -> list[dict]:
                     }
                 )
     return rows
-
-
-@contextmanager
-def profiled(label: str) -> Iterator[None]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        yield
-        torch.cuda.synchronize()
-    console = Console(width=130)
-    console.print(label)
-    for event in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:14]:
-        console.print(
-            f"  {event.self_device_time_total / 1e3:8.3f} ms {event.count:4d}x {event.key[:90]}"
-        )
 
 
 def main() -> None:

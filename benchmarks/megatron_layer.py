@@ -1,0 +1,110 @@
+"""One whole transformer layer of Qwen3-8B's shape, forward and backward, on one Hopper GPU.
+
+    python benchmarks/megatron_layer.py [--tokens 8192] [--sequence 4096] [--rounds 15] [--out F]
+
+A real megatron-core ``TransformerLayer`` of the local spec (no TransformerEngine), flash attention
+through torch on both sides: in BF16, and converted by ``megatron_fp8rl``. Weights are quantized in
+every pass. Gradients go to ``.grad``, or with ``main_grad`` to a float32 buffer, as under megatron's
+DDP. ``--profile`` adds the GPU time by kernel of one pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron_common import QWEN3_8B, build, interleaved, profiled, single_process
+from rich.console import Console
+from rich.table import Table
+
+from fp8rl import PluginManager, Recipe
+from megatron_fp8rl import convert
+
+GPU = torch.device("cuda")
+
+
+class Pass:
+    """Forward and backward of one layer."""
+
+    def __init__(self, model: Any, tokens: int, sequence: int, main_grad: bool) -> None:
+        self.layer = model.decoder.layers[0]
+        self.rotary = model.rotary_pos_emb(sequence)
+        shape = (sequence, tokens // sequence, QWEN3_8B.hidden_size)
+        self.x = torch.randn(shape, device=GPU, dtype=torch.bfloat16).requires_grad_()
+        self.grad = torch.randn(shape, device=GPU, dtype=torch.bfloat16) * 1e-3
+        self.main_grad = main_grad
+        for module in self.layer.modules() if main_grad else ():
+            if hasattr(module, "gradient_accumulation_fusion"):
+                module.gradient_accumulation_fusion = hasattr(module, "fp8_state")
+        for parameter in self.layer.parameters() if main_grad else ():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+
+    def __call__(self) -> None:
+        y, _ = self.layer(self.x, attention_mask=None, rotary_pos_emb=self.rotary)
+        y.backward(self.grad)
+        self.x.grad = None
+        for parameter in self.layer.parameters():
+            if self.main_grad and parameter.grad is not None:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, default=here / "results" / "megatron_layer.json")
+    options = parser.parse_args()
+
+    calls, peaks = {}, {}
+    with single_process():
+        torch.manual_seed(0)
+        for label in ("BF16", "fp8rl", "BF16, main_grad", "fp8rl, main_grad"):
+            model = build(QWEN3_8B)
+            if label.startswith("fp8rl"):
+                convert(model, Recipe(), plugins=PluginManager(discover=False))
+            call = Pass(model, options.tokens, options.sequence, "main_grad" in label)
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            peaks[label] = torch.cuda.max_memory_allocated() - before
+            calls[label] = call
+        medians = interleaved(calls, options.rounds, 3)
+        if options.profile:
+            for label in ("BF16", "fp8rl"):
+                with profiled(label):
+                    calls[label]()
+
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "tokens": options.tokens,
+        "sequence": options.sequence,
+        "rounds": options.rounds,
+        "milliseconds": medians,
+        "speedup": {
+            kind or "grad": medians[f"BF16{kind}"] / medians[f"fp8rl{kind}"]
+            for kind in ("", ", main_grad")
+        },
+        "peak_bytes_of_a_pass": peaks,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    table = Table("variant", "ms", "peak MiB of a pass", title=report["device"])
+    for label, ms in medians.items():
+        table.add_row(label, f"{ms:.2f}", f"{peaks[label] / 2**20:.0f}")
+    Console(width=100).print(table, report["speedup"])
+
+
+if __name__ == "__main__":
+    main()
