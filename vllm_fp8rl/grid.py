@@ -192,6 +192,7 @@ class BlockGrid:
         self.forget_unpaired()
         for kept in self._shared.values():
             kept.fill_(torch.nan)
+        self._storage()[0][:, self.columns :].view(torch.uint8).zero_()
 
     @torch.no_grad()
     def load_source(self, start: int, rows: torch.Tensor, writes: Writes | None = None) -> None:

@@ -19,6 +19,7 @@ from fp8rl.recipe import KVCache
 pytest.importorskip("vllm")
 from live_engine import load_tensors
 
+from vllm_fp8rl.grid import BlockGrid, empty_storage
 from vllm_fp8rl.guard import GUARD, RefitGuard, guarded
 from vllm_fp8rl.kv_cache import check_backend, kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
@@ -213,6 +214,32 @@ def test_level_2_then_a_refit(engine: Engine, guard: RefitGuard, a: dict) -> Non
     refit(engine.llm, a.items(), expect_kv_scales=False)
     guard.wake(["kv_cache"])
     assert engine.greedy(PROMPTS) == tokens
+
+
+def test_a_block_that_shards_share_is_discarded_until_all_came() -> None:
+    codes, scale_inv = empty_storage(256, 128)
+    grid = BlockGrid("qkv", lambda: (codes, scale_inv), [128, 64, 64], 128, "fp32")
+    weight = torch.randn(256, 128, dtype=torch.bfloat16)
+    parts = {0: weight[:128], 128: weight[128:192], 192: weight[192:]}
+    for start, rows in parts.items():
+        grid.load_source(start, rows)
+    expected = quantize_block(weight)
+    guard = RefitGuard({"qkv": _Layer(grid)})
+    guard.sleep(TAGS, {"qkv.weight": codes, "qkv.scale": scale_inv})
+    guard.wake(None)
+    for start in (192, 0, 128):
+        with pytest.raises(RefitError, match=r"discarded 'qkv\.weight'"):
+            guard.check()
+        grid.load_source(start, parts[start])
+    guard.check()
+    assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(scale_inv, expected.scale_inv)
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, grid: BlockGrid) -> None:
+        super().__init__()
+        self.quant_method = SimpleNamespace(discard=lambda layer: grid.discard())
 
 
 def test_only_engines_that_may_sleep_are_told(engine: Engine, guard: RefitGuard) -> None:
