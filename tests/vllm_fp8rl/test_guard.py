@@ -216,14 +216,15 @@ def test_level_2_then_a_refit(engine: Engine, guard: RefitGuard, a: dict) -> Non
     assert engine.greedy(PROMPTS) == tokens
 
 
-def test_a_block_that_shards_share_is_discarded_until_all_came() -> None:
-    codes, scale_inv = empty_storage(256, 128)
-    grid = BlockGrid("qkv", lambda: (codes, scale_inv), [128, 64, 64], 128, "fp32")
-    weight = torch.randn(256, 128, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("columns", "width"), [(128, 128), (200, 256)])
+def test_a_block_that_shards_share_is_discarded_until_all_came(columns: int, width: int) -> None:
+    codes, scale_inv = empty_storage(256, width)
+    grid = BlockGrid("qkv", lambda: (codes, scale_inv), [128, 64, 64], columns, "fp32")
+    weight = torch.randn(256, columns, dtype=torch.bfloat16)
     parts = {0: weight[:128], 128: weight[128:192], 192: weight[192:]}
     for start, rows in parts.items():
         grid.load_source(start, rows)
-    expected = quantize_block(weight)
+    expected = quantize_block(torch.nn.functional.pad(weight, (0, width - columns)))
     guard = RefitGuard({"qkv": _Layer(grid)})
     guard.sleep(TAGS, {"qkv.weight": codes, "qkv.scale": scale_inv})
     guard.wake(None)
