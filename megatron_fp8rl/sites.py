@@ -103,7 +103,7 @@ def module_names(config: Any) -> list[str]:
         names += [f"model.layers.{number}.{leaf}" for leaf in leaves]
     names += ["model.norm", "lm_head"]
     for number in range(config.mtp_num_layers or 0):  # made of the last decoder layer's spec
-        names.append(f"mtp.layers.{number}.eh_proj")
+        names.append(_joint_name(config, f"mtp.layers.{number}"))
         names += [f"mtp.layers.{number}.{leaf}" for leaf in inner[-1]]
     return names
 
@@ -128,7 +128,8 @@ def sites(chunk: torch.nn.Module) -> Iterator[Site]:
         yield from found
         if id(layer) in mtp:
             mtp_path, parent = mtp[id(layer)]
-            yield _plain(parent.eh_proj, f"{prefix}.eh_proj", f"{mtp_path}.eh_proj")
+            name = _joint_name(layer.config, prefix)
+            yield _plain(parent.eh_proj, name, f"{mtp_path}.eh_proj")
 
 
 def layer_name(layer: Any) -> str:
@@ -144,6 +145,11 @@ def layer_name(layer: Any) -> str:
         return f"mtp.layers.{number - decoder}"
     stack = "mtp" if getattr(layer, "is_mtp_layer", False) else "model"
     return f"{stack}.layers.{number}"
+
+
+def _joint_name(config: Any, prefix: str) -> str:
+    """What joins hidden states and embeddings before an MTP layer; HF knows of one such layer."""
+    return "mtp.fc" if config.mtp_num_layers == 1 else f"{prefix}.eh_proj"
 
 
 def _moe_layers(config: Any) -> list[bool]:

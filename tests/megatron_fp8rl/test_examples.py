@@ -1,0 +1,93 @@
+"""The examples of the three doors, run as a user runs them.
+
+Megatron-LM's and Megatron-Bridge's sources come from MEGATRON_LM_SRC and MEGATRON_BRIDGE_SRC; what
+they import besides must be installed or on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8rl import PinPolicy, Recipe
+from fp8rl.numerics import quantize_block
+from fp8rl.recipe import Pins
+from megatron_fp8rl.table import FILE_NAME
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LOSS = re.compile(r"^step \d+ loss ([\d.]+)$", re.M)
+
+
+def run(script: str, *arguments: str | Path, recipe: dict) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "FP8RL_RECIPE": json.dumps(recipe)}
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    missing = re.search(r"^.*(?:ModuleNotFoundError|ImportError): (.*)$", done.stderr, re.M)
+    if done.returncode and missing:
+        pytest.skip(f"{script} needs more than its source: {missing.group(1)}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(loss) for loss in LOSS.findall(done.stdout)]
+    assert losses[-1] < losses[0]
+    return done.stdout
+
+
+def source(name: str) -> None:
+    if not os.environ.get(name):
+        pytest.skip(f"{name} does not name a checkout")
+
+
+def check_export(out: Path, policy: PinPolicy) -> None:
+    """FP8 tensors are the codes of the BF16 ones, for exactly the modules that run in FP8."""
+    table = json.loads((out / FILE_NAME).read_text())
+    assert {row["name"]: row["precision"] for row in table["modules"]} == {
+        row.name: row.precision for row in policy.report()
+    }
+    bf16, fp8 = load_file(out / "bf16.safetensors"), load_file(out / "fp8.safetensors")
+    expected = {f"{row.name}.weight" for row in policy.report() if row.precision == "fp8"}
+    assert {n for n, t in fp8.items() if t.dtype == torch.float8_e4m3fn} == expected
+    assert set(fp8) == set(bf16) | {f"{name}_scale_inv" for name in expected}
+    for name, tensor in bf16.items():
+        if name not in expected:
+            assert torch.equal(fp8[name], tensor)
+            continue
+        codes, scale_inv = quantize_block(tensor)
+        assert torch.equal(fp8[name].view(torch.uint8), codes.view(torch.uint8)), name
+        assert torch.equal(fp8[f"{name}_scale_inv"], scale_inv), name
+
+
+def test_standalone(tmp_path):
+    pins = {"layers": [-1], "kinds": ["o_proj"]}
+    printed = run("megatron_standalone.py", tmp_path, recipe={"pins": pins})
+    assert "model.layers.*.self_attn.q_proj [layers 2]: bf16 (layers: -1)" in printed
+    check_export(tmp_path, PinPolicy.for_dense_model(Pins(**pins), 3))
+    checkpoint = torch.load(tmp_path / "model.pt")
+    assert not any("fp8" in name for name in checkpoint)
+
+
+def test_megatron_lm(tmp_path):
+    source("MEGATRON_LM_SRC")
+    pins = {"layers": [0], "kinds": ["o_proj"]}
+    arguments = ["--save", tmp_path, "--save-interval", "4"]
+    printed = run("megatron_lm.py", *arguments, recipe={"pins": pins})
+    assert "6 modules in FP8" in printed
+    table = json.loads((tmp_path / FILE_NAME).read_text())
+    assert Recipe.from_dict(table["recipe"]).pins == Pins(**pins)
+    rows = {row["name"]: row["precision"] for row in table["modules"]}
+    assert rows["model.layers.0.mlp.up_proj"] == "bf16"
+    assert rows["model.layers.1.mlp.up_proj"] == "fp8"
+
+
+@pytest.mark.parametrize("door", ["spec", "hook"])
+def test_megatron_bridge(tmp_path, door):
+    source("MEGATRON_BRIDGE_SRC")
+    pins = {"layers": [0], "kinds": ["o_proj"]}
+    run("megatron_bridge.py", door, tmp_path, recipe={"pins": pins})
+    check_export(tmp_path, PinPolicy.for_dense_model(Pins(**pins), 3))
