@@ -68,6 +68,7 @@ class _Window:
     routes: list[Route] = field(default_factory=list)
     changed: bool = False
     """A loader was given something else, such as a part or a copy."""
+    repeated: bool = False
 
 
 class LoadPlan:
@@ -136,7 +137,10 @@ class LoadPlan:
         return loaded
 
     def _learn(self, windows: dict[str, _Window]) -> None:
+        strange = set(self._strange(windows))
         for name, window in windows.items():
+            if name not in strange or window.repeated:
+                continue
             if len(window.routes) == 1 and not window.changed:
                 self._routes[name] = window.routes[0]
                 self._irregular.discard(name)
@@ -191,15 +195,11 @@ def install() -> None:
 
 def _opening(weights: Iterable[Named], windows: dict[str, _Window]) -> Iterator[Named]:
     """The batch, each tensor as an object of its own and in a window of its own."""
-    repeated: set[str] = set()
     for name, tensor in weights:
-        if name in windows:
-            repeated.add(name)
         own = tensor.detach()
-        windows[name] = _Window(own)
+        repeated = windows.pop(name, None) is not None  # so that it is the last one again
+        windows[name] = _Window(own, repeated=repeated)
         yield name, own
-    for name in repeated:
-        windows[name].changed = True
 
 
 def scalars_on_host(weights: Iterable[Named]) -> list[Named]:
