@@ -238,8 +238,8 @@ def require_kv_scales(*layers: torch.nn.Module) -> None:
         raise ScaleError(
             f"KV scale '{missing[0]}' was never loaded ({len(missing)} missing): the FP8 KV cache "
             "does not start from scale 1.0. Send the scales with a refit, store them in the "
-            "checkpoint, call vllm_fp8rl.kv_cache.set_uncalibrated_kv_scales, or set "
-            "kv_cache_dtype='auto'."
+            "checkpoint, call vllm_fp8rl.calibrate.calibrate_kv_scales or "
+            "vllm_fp8rl.kv_cache.set_uncalibrated_kv_scales, or set kv_cache_dtype='auto'."
         )
 
 

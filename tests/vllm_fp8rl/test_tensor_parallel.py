@@ -16,6 +16,7 @@ from fp8rl import Recipe
 from fp8rl.numerics import dequantize_block, quantize_block
 from vllm_fp8rl.grid import BlockGrid, empty_storage
 from vllm_fp8rl.params import Fp8Scale, Fp8Weight, PlainWeight
+from vllm_fp8rl.testing.hf_reference import observed_kv_scales
 
 SCRIPT = Path(__file__).with_name("tp_refit.py")
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
@@ -44,6 +45,12 @@ def test_two_ranks(tmp_path):
     assert found["there_and_back"] is True
     assert found["recovered"] is True
     assert found["pointers"] is True
+    assert found["held"] == [found["calibrated"]] * 2
+    for name, value in observed_kv_scales(tmp_path / "a", Recipe(), PROMPTS).items():
+        # Each rank sees half of the heads; transformers keeps K and V of layer 0 as they are.
+        tolerance = 1e-3 if ".layers.0." in name else 0.05
+        assert found["calibrated"][name] == pytest.approx(value, rel=tolerance), name
+    assert found["scaled_back"] is True
     assert found["tensors"] == len(load_tensors(tmp_path / "a")) + 4
     nan, refused, zero = found["errors"]
     assert nan.startswith("RefitError: 'model.layers.1.mlp.up_proj.weight' has NaN")

@@ -19,7 +19,7 @@ from live_engine import KV_SCALE, LAYERS, load_tensors, start_engine
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError
-from fp8rl.kv_scales import scale_names
+from fp8rl.kv_scales import scale_name, scale_names
 from fp8rl.numerics import quantize_block
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
@@ -39,6 +39,13 @@ def codes(worker) -> dict[str, tuple[list, list]]:
             weight, scale = module.weight, module.weight_scale_inv
             found[name] = (weight.view(torch.uint8).tolist(), scale.tolist())
     return found
+
+
+def kv_scales(worker) -> dict[str, float]:
+    from vllm_fp8rl.kv_cache import kv_scale_state
+
+    state = kv_scale_state(worker.model_runner.get_model())
+    return {scale_name(*key): value for key, value in state.items()}
 
 
 def expected(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, tuple[list, list]]:
@@ -75,6 +82,7 @@ def error_of(attempt: Callable[[], object]) -> str:
 
 def main(root: Path) -> dict[str, object]:
     from vllm_fp8rl import worker
+    from vllm_fp8rl.calibrate import calibrate_kv_scales, send_kv_scales
     from vllm_fp8rl.refit import refit, refit_from_files
 
     scales = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
@@ -87,6 +95,10 @@ def main(root: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     refit(llm, (a | scales).items(), expect_kv_scales=True)
     first = engine.greedy(PROMPTS)
+    found["calibrated"] = calibrate_kv_scales(llm, PROMPTS)
+    found["held"] = llm.collective_rpc(kv_scales)
+    send_kv_scales(llm, {name: scale.item() for name, scale in scales.items()})
+    found["scaled_back"] = engine.greedy(PROMPTS) == first
     report = refit(llm, (b | scales).items(), expect_kv_scales=True, batch_bytes=1 << 18)
     found["tensors"] = report.tensors
     found["codes"] = llm.collective_rpc(codes) == [expected(b, rank) for rank in (0, 1)]
