@@ -110,7 +110,9 @@ class BlockGrid:
         columns: K.
         scale_format: ``fp32`` or ``pow2``.
         device: where the rows of shared blocks are kept.
-        on_unpaired: called whenever codes or scales begin to wait for their counterparts.
+        on_unpaired: called whenever codes or scales begin to wait for their counterparts, and at
+            :meth:`moving`.
+        former: the storage before :meth:`moving`.
     """
 
     def __init__(
@@ -122,8 +124,11 @@ class BlockGrid:
         scale_format: ScaleFormat,
         device: torch.device | str = "cpu",
         on_unpaired: Callable[[], None] = lambda: None,
+        former: Callable[[], tuple[torch.Tensor, torch.Tensor] | None] = lambda: None,
     ) -> None:
         self.name = name
+        self._former = former
+        self._moving = False
         self._on_unpaired = on_unpaired
         self.columns = columns
         self.device = torch.device(device)
@@ -180,6 +185,24 @@ class BlockGrid:
         """Rows and columns of the shard whose first local row is ``start``."""
         return self._rows[start], self.columns
 
+    def moving(self) -> None:
+        """The next write finds new storage without contents (vLLM's layerwise reload).
+
+        It begins with those of the former: shards that do not come again stay as they are.
+        """
+        if not self._moving:
+            self._moving = True
+            self._on_unpaired()
+
+    def _move_in(self) -> None:
+        if not self._moving:
+            return
+        self._moving = False
+        former = self._former()
+        if former is not None:
+            for new, old in zip(self._storage(), former, strict=True):
+                new.copy_(old)
+
     def forget_unpaired(self) -> None:
         """Drop what an abandoned transfer left behind, before a new one begins."""
         self._incomplete.clear()
@@ -213,6 +236,7 @@ class BlockGrid:
                 "float32, or float8_e4m3fn with its 'weight_scale_inv'."
             )
         self._check_shape(start, rows)
+        self._move_in()
         self._incomplete.pop(start, None)
         self._write(start, lambda lo, hi: rows[lo:hi], writes)
         self._loaded.add(start)
@@ -230,6 +254,7 @@ class BlockGrid:
             RefitError: not the shard's shape.
         """
         self._check_shape(start, codes)
+        self._move_in()
         with self._in_order():
             wire = self._arriving(start, origin)
             if self._aligned(start, origin):
@@ -266,6 +291,7 @@ class BlockGrid:
                 f"'{self.name}.weight_scale_inv' has a scale that is 0, negative, NaN or infinite; "
                 "quantize the weight again."
             )
+        self._move_in()
         with self._in_order():
             wire = self._arriving(start, origin)
             if self._aligned(start, origin):

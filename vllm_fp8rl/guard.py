@@ -111,6 +111,8 @@ class RefitGuard:
 
     def require_awake(self) -> None:
         """Raise RefitError while there is no memory to write weights or scales to."""
+        if any(p.is_meta for layer in self.layers.values() for p in layer.parameters(False)):
+            raise RefitError("A reload of weights broke off half way; restart the engine.")
         if "weights" in self._asleep:
             raise RefitError(
                 "The engine's weights sleep; wake them first, e.g. with "

@@ -27,6 +27,7 @@ from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import Quantized
 from fp8rl.recipe import Recipe
+from vllm_fp8rl.compat import before_reload
 from vllm_fp8rl.grid import BlockGrid, empty_storage
 from vllm_fp8rl.kernels import select_kernel
 from vllm_fp8rl.params import (
@@ -121,6 +122,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
             self.recipe.weights.scale_format,
             codes.device,
             on_unpaired=self._on_unpaired,
+            former=partial(_former_storage, weakref.ref(layer)),
         )
         weight = Fp8Weight(codes, grid=self.grid, weight_loader=loader)
         scale = Fp8Scale(scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader)
@@ -207,6 +209,19 @@ def _live_storage(layer: weakref.ref[torch.nn.Module]) -> tuple[torch.Tensor, to
     return _storage_of(module)
 
 
+def _former_storage(
+    layer: weakref.ref[torch.nn.Module],
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    codes, scales = _former(layer, "weight"), _former(layer, "weight_scale_inv")
+    return None if codes is None or scales is None else (codes, scales)
+
+
+def _former(layer: weakref.ref[torch.nn.Module], name: str) -> torch.Tensor | None:
+    module = layer()
+    parameter = None if module is None else before_reload(module, name)
+    return None if parameter is None else parameter.data
+
+
 def _storage_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return layer.weight.data, layer.weight_scale_inv.data
 
@@ -234,7 +249,11 @@ class RefitLinearMethod(UnquantizedLinearMethod):
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         data = torch.empty(rows, columns, dtype=params_dtype)
         weight = PlainWeight(
-            data, module=self.name, partitions=output_partition_sizes, weight_loader=loader
+            data,
+            module=self.name,
+            partitions=output_partition_sizes,
+            weight_loader=loader,
+            former=partial(_former, weakref.ref(layer), "weight"),
         )
         layer.register_parameter("weight", weight)
         set_weight_attrs(weight, extra_weight_attrs)

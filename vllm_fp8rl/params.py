@@ -120,13 +120,10 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
     return tensor[row : row + shard.rows, column : column + columns]
 
 
-def _count_on_meta(parameter: torch.Tensor, shard: Shard) -> bool:
-    """Serve vLLM's layerwise reload, which first counts elements on meta parameters."""
-    if not parameter.is_meta:
-        return False
-    target = parameter.data[shard.start : shard.start + shard.rows]
+def _count(elements: int) -> None:
+    """Tell vLLM's layerwise reload how much came: it looks on while copies are made on meta."""
+    target = torch.empty(elements, device="meta")
     target.copy_(torch.empty_like(target))
-    return True
 
 
 class Fp8Weight(ShardedParameter):
@@ -141,7 +138,9 @@ class Fp8Weight(ShardedParameter):
         return f"{self.grid.name}.weight"
 
     def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
-        if _count_on_meta(self, shard):
+        if self.is_meta:
+            self.grid.moving()
+            _count(self._reload_count(shard, tensor.dtype))
             return
         part = narrow(tensor, shard, self.label, self.matrix[1])
         if tensor.dtype != FP8_DTYPE:
@@ -150,6 +149,19 @@ class Fp8Weight(ShardedParameter):
         if writes is not None:
             writes.run()  # or an earlier one to this shard would come after this
         self.grid.load_codes(shard.start, part, shard.origin)
+
+    def _reload_count(self, shard: Shard, dtype: torch.dtype) -> int:
+        """Elements that a shard counts for in a layerwise reload.
+
+        The layer is due once as many came as it has. A shard at source precision brings its scales
+        with it. FP8 codes count one less, so that the layer waits for their scales until the end:
+        vLLM 0.32 counts none for those (``weight_loader_numel``), 0.25.1 all.
+        """
+        rows, width = shard.rows, self.shape[1]
+        if dtype == FP8_DTYPE:
+            return rows * width - 1
+        blocks = cdiv(shard.start + rows, BLOCK[0]) - cdiv(shard.start, BLOCK[0])
+        return rows * width + blocks * cdiv(width, BLOCK[1])
 
 
 class Fp8Scale(ShardedParameter):
@@ -175,6 +187,8 @@ class Fp8Scale(ShardedParameter):
 
     def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
         if self.is_meta:
+            self.grid.moving()
+            _count(tensor.numel())
             return
         expected = tuple(map(cdiv, shard.full, BLOCK))
         if tuple(tensor.shape) != expected:
@@ -197,9 +211,12 @@ class PlainWeight(ShardedParameter):
         module: str,
         partitions: Sequence[int],
         weight_loader: Callable,
+        former: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
         super().__init__(data, shape=(data.shape[0], data.shape[1]), weight_loader=weight_loader)
         self.module = module
+        self._former = former  # as with BlockGrid
+        self._moving = False
         self.missing = {sum(partitions[:i]) for i in range(len(partitions))}
         """First local rows of the shards that were never written."""
 
@@ -208,10 +225,16 @@ class PlainWeight(ShardedParameter):
         return f"{self.module}.weight"
 
     def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
-        if _count_on_meta(self, shard):
+        if self.is_meta:
+            self._moving = True  # the materialized parameter takes this over
+            _count(shard.rows * self.shape[1])
             return
         check_plain_dtype(tensor, self.label)
         part = narrow(tensor, shard, self.label, self.matrix[1])
+        former = self._former() if self._moving else None
+        self._moving = False
+        if former is not None:
+            self.data.copy_(former)
         self.data[shard.start : shard.start + shard.rows].copy_(part)
         self.missing.discard(shard.start)
 
