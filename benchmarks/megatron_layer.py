@@ -4,8 +4,8 @@
 
 A real megatron-core ``TransformerLayer`` of the local spec (no TransformerEngine), flash attention
 through torch on both sides: in BF16, and converted by ``megatron_fp8rl``. Weights are quantized in
-every pass. Gradients go to ``.grad``, or with ``main_grad`` to a float32 buffer, as under megatron's
-DDP. ``--profile`` adds the GPU time by kernel of one pass.
+every pass. Gradients go to ``.grad``, or with ``main_grad`` to a float32 buffer, as under DDP.
+``--profile`` adds the GPU time by kernel of one pass.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import PREFERENCE, Direction, GemmBackend, GemmShape, ReferenceBackend
-from fp8rl.gemm.tuning import measure
+from fp8rl.gemm.tuning import flops, measure
 from fp8rl.recipe import ScaleFormat
 
 _NEAR = 1.03  # a backend within this factor of the fastest counts as equally fast
+_SURVEYED = GemmShape(tokens=8192, out_features=4096, in_features=4096)
 _Key = tuple[Direction, int, int, int]
 Timings = Mapping[Direction, Mapping[GemmShape, Mapping[str, float]]]
 
@@ -161,6 +162,27 @@ class BackendChoice:
             if reason is not None:
                 return reason
         return None
+
+
+def survey(offered: Mapping[str, GemmBackend]) -> dict[str, str]:
+    """What ``fp8rl doctor megatron`` says: the state of each backend here, and on a GPU the speed
+    of each product, fastest first."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reasons = {b.name: b.supports(device, _SURVEYED, "fp32") for b in offered.values()}
+    states = [f"{name}: {reason or 'ready'}" for name, reason in reasons.items()]
+    facts = {"GEMM backends": "; ".join(states)}
+    if device.type != "cuda":
+        return facts
+    choice = BackendChoice(offered, ["fp32"])
+    choice.tune([_SURVEYED], device)
+    for direction, by_shape in choice.timings.items():
+        for shape, times in by_shape.items():
+            speeds = [
+                f"{name} {flops(shape) / times[name] / 1e9:,.0f} TFLOPS"
+                for name in sorted(times, key=times.__getitem__)
+            ]
+            facts[f"{direction}, {' x '.join(map(str, shape))}"] = ", ".join(speeds)
+    return facts
 
 
 def _key(direction: Direction, shape: GemmShape) -> _Key:

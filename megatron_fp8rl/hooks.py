@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fp8rl import hookimpl
+from fp8rl import PluginManager, hookimpl
 from fp8rl.adapters import Diagnosis, EngineAdapter
 from megatron_fp8rl.compat import SUPPORTED_VERSIONS, installed_version
 
@@ -17,7 +17,10 @@ def register_engine_adapters() -> list[EngineAdapter]:
 
 def diagnose() -> Diagnosis:
     """State of Megatron-Core on this machine."""
-    import torch  # not at the top: other commands of the command line do without
+    # Not at the top: other commands of the command line do without torch.
+    import torch
+
+    from megatron_fp8rl.backends import survey
 
     found = installed_version()
     problems = []
@@ -34,6 +37,7 @@ def diagnose() -> Diagnosis:
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "transformer-engine": _version("transformer-engine") or "not installed (not needed)",
         "FP8 linears": "ColumnParallelLinear, RowParallelLinear",
+        **survey(PluginManager(strict=False).gemm_backends()),
     }
     return Diagnosis(found, SUPPORTED_VERSIONS, facts, tuple(problems))
 

@@ -9,7 +9,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape, ReferenceBackend, builtin_backends
-from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.backends import BackendChoice, survey
 
 CPU = torch.device("cpu")
 SHAPE = GemmShape(8, 16, 32)
@@ -83,3 +83,11 @@ def test_the_gpu_backends_say_why_they_do_not_serve_a_cpu():
     named = BackendChoice({b.name: b for b in builtin_backends()}, ["fp32"], "scaled_mm")
     with pytest.raises(UnsupportedError, match=r"serves 'm'.*scaled_mm: needs a GPU"):
         named.pick(CPU, SHAPE, "m")
+
+
+def test_doctor_lists_every_backend_and_why_it_does_not_serve_here():
+    facts = survey({b.name: b for b in (*builtin_backends(), _Slow("own"))})
+    listed = facts["GEMM backends"].split("; ")
+    assert {"reference: ready", "own: ready"} <= set(listed)
+    if not torch.cuda.is_available():
+        assert "scaled_mm: needs a GPU" in listed and list(facts) == ["GEMM backends"]
