@@ -97,9 +97,21 @@ class RefitSession:
             batch: whole HF tensors: bfloat16, float16 or float32; FP8 codes with their
                 ``weight_scale_inv`` for FP8 layers; KV scales by the names of
                 :mod:`fp8rl.kv_scales`.
+
+        Raises:
+            RefitError: see the class; or the GPU's memory did not suffice.
         """
         if self._guard.session is not self:
             raise RefitError("This refit session is not open; use it as a context manager.")
+        try:
+            self._load(batch)
+        except torch.OutOfMemoryError as error:
+            raise RefitError(
+                f"No memory was left to load a batch of tensors ({str(error).splitlines()[0]}); "
+                "send smaller batches (batch_bytes), or give vLLM less (gpu_memory_utilization)."
+            ) from error
+
+    def _load(self, batch: Tensors) -> None:
         from vllm_fp8rl.plan import scalars_on_host
 
         tensors = scalars_on_host(batch)

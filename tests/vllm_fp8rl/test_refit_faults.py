@@ -1,0 +1,161 @@
+"""What fails in the middle of a refit: the old weights, or a clear refusal, never a mixture.
+
+A rank that dies is in tp_refit.py; NaN, missing and repeated tensors are in test_refit.py too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from live_engine import KV_SCALE, LAYERS, Engine, load_tensors
+
+from fp8rl.errors import Fp8RLError, RefitError
+from fp8rl.kv_scales import scale_names
+from vllm_fp8rl import grid as grid_module
+from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
+
+PROMPTS = [[5, 6, 7, 8], [9] * 40]
+SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
+
+
+@pytest.fixture(scope="module")
+def a(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
+    return load_tensors(checkpoints["a"]) | SCALES
+
+
+@pytest.fixture(scope="module")
+def b(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
+    return load_tensors(checkpoints["b"]) | SCALES
+
+
+@pytest.fixture(autouse=True)
+def with_a(engine: Engine, a: dict[str, torch.Tensor]):
+    refit(engine.llm, a.items(), expect_kv_scales=True)
+    yield
+    drop_requests(engine.llm)
+    refit(engine.llm, a.items(), expect_kv_scales=True)
+
+
+def state(engine: Engine) -> dict[str, torch.Tensor]:
+    return {n: t.detach().clone() for n, t in engine.model.named_parameters()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(
+        torch.equal(t.reshape(-1).view(torch.uint8), other[n].reshape(-1).view(torch.uint8))
+        for n, t in one.items()
+    )
+
+
+def serves(engine: Engine) -> bool:
+    """Whether it generates; what refuses must say what to do."""
+    try:
+        engine.greedy(PROMPTS)
+    except RefitError as error:
+        assert "mixture" in str(error) and "refit the engine" in str(error)
+        drop_requests(engine.llm)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("call", [0, 3])
+def test_out_of_memory_while_loading(engine, a, b, monkeypatch, known, call):
+    """A GPU allocates where tensors come from the host or are strided: here, by a failure there."""
+    if not known:
+        engine.model.__dict__.pop("fp8rl_load_plan", None)
+    tokens = engine.greedy(PROMPTS)
+    quantize, calls = grid_module.quantize_blocks, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) > call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        quantize(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grid_module, "quantize_blocks", failing)
+        with pytest.raises(RefitError, match=r"No memory was left .*2\.00 MiB.*smaller batches"):
+            refit(engine.llm, b.items(), expect_kv_scales=True, batch_bytes=1 << 17)
+    assert not serves(engine)
+    refit(engine.llm, a.items(), expect_kv_scales=True)
+    assert engine.greedy(PROMPTS) == tokens
+
+
+def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypatch):
+    tokens, before = engine.greedy(PROMPTS), state(engine)
+
+    def failing(tensors):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_fp8rl.refit.all_finite", failing)
+        with pytest.raises(RefitError, match="No memory was left"):
+            refit(engine.llm, b.items(), expect_kv_scales=True)
+    assert same(before, state(engine))
+    assert engine.greedy(PROMPTS) == tokens
+
+
+def test_a_truncated_file(engine, checkpoints, tmp_path):
+    whole = (checkpoints["b"] / "model.safetensors").read_bytes()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+    tokens = engine.greedy(PROMPTS)
+    with pytest.raises(Fp8RLError, match=r"load_files"):
+        refit_from_files(engine.llm, str(path), expect_kv_scales=False)
+    assert engine.greedy(PROMPTS) == tokens  # safetensors refuses it before anything was read
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, data):
+    """NaN, a truncated stream, a repeated or unknown tensor, or a sender that dies."""
+    refit(engine.llm, a.items(), expect_kv_scales=True)
+    before = state(engine)
+    stream = data.draw(st.permutations(list(b.items())))
+    place = data.draw(st.integers(0, len(stream) - 1))
+    fault = data.draw(st.sampled_from(["nan", "truncated", "repeated", "unknown", "dies", "shape"]))
+    name, tensor = stream[place]
+
+    def broken():
+        for number, item in enumerate(stream):
+            if number != place:
+                yield item
+            elif fault == "nan":
+                yield name, torch.full_like(tensor, torch.nan)
+            elif fault == "truncated":
+                return
+            elif fault == "repeated":
+                yield from (item, item)
+            elif fault == "unknown":
+                yield f"{name}.more", tensor
+            elif fault == "dies":
+                raise ConnectionError("trainer gone")
+            else:
+                yield name, torch.ones(3, 5, 7)
+
+    size = data.draw(st.sampled_from([1, 1 << 17, 1 << 30]))
+    with pytest.raises((Fp8RLError, ConnectionError)):
+        refit(engine.llm, broken(), expect_kv_scales=True, batch_bytes=size)
+    if serves(engine):
+        assert same(before, state(engine))
+    refit(engine.llm, b.items(), expect_kv_scales=True)
+    assert serves(engine)
+
+
+def test_a_session_that_is_garbage_leaves_a_refusal(engine, b):
+    """A framework's own code may lose the session after an error of its own."""
+    session = RefitSession(engine.model, expect_kv_scales=True)
+    session.__enter__()
+    session.load(list(b.items())[:4])
+    with pytest.raises(RefitError, match="under way"):
+        engine.greedy(PROMPTS)
+    drop_requests(engine.llm)
+    session.abandon("lost")
+    assert not serves(engine)
