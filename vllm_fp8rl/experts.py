@@ -18,7 +18,7 @@ import torch
 from fp8rl.errors import RefitError
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
-from vllm_fp8rl.grid import BlockGrid
+from vllm_fp8rl.grid import BlockGrid, Writes
 from vllm_fp8rl.params import Shard, check_plain_dtype, narrow
 
 Slot = Literal["w1", "w3", "w2"]
@@ -167,20 +167,31 @@ class ExpertGrids:
         for grid in self._grids.values():
             grid.forget_unpaired()
 
-    def load(self, expert: int, slot: Slot, tensor: torch.Tensor) -> None:
+    def load(
+        self, expert: int, slot: Slot, tensor: torch.Tensor, writes: Writes | None = None
+    ) -> None:
         """Quantize an HF matrix of a local expert into place, or take its FP8 codes.
+
+        Args:
+            expert, slot: which matrix, by the expert's global number.
+            tensor: as in the HF checkpoint.
+            writes: takes quantizations, to be done later.
 
         Raises:
             RefitError: another shape.
             UnsupportedError: another dtype.
         """
         part = self.layout.part(tensor, expert, slot)
-        if tensor.dtype == FP8_DTYPE:
-            self._grids[expert, slot].load_codes(0, part, self.layout.shard(slot).origin)
-        else:
-            self._grids[expert, slot].load_source(0, part)
+        if tensor.dtype != FP8_DTYPE:
+            self._grids[expert, slot].load_source(0, part, writes)
+            return
+        if writes is not None:
+            writes.run()  # or an earlier one to this matrix would come after this
+        self._grids[expert, slot].load_codes(0, part, self.layout.shard(slot).origin)
 
-    def load_scales(self, expert: int, slot: Slot, scale_inv: torch.Tensor) -> None:
+    def load_scales(
+        self, expert: int, slot: Slot, scale_inv: torch.Tensor, writes: Writes | None = None
+    ) -> None:
         """Take the whole ``weight_scale_inv`` of a local expert's matrix that comes as FP8 codes.
 
         Raises:
@@ -195,6 +206,8 @@ class ExpertGrids:
                 f"'{self.layout.hf_name(expert, slot)}_scale_inv' takes scales of shape {expected} "
                 f"(128x128 blocks of a {shard.full} weight), but got {tuple(scale_inv.shape)}."
             )
+        if writes is not None:
+            writes.run()
         self._grids[expert, slot].load_scales(0, scale_inv, shard.origin)
 
     def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
@@ -229,7 +242,9 @@ class PlainExperts:
         return [self.layout.hf_name(*key) for key in sorted(self._missing)]
 
     @torch.no_grad()
-    def load(self, expert: int, slot: Slot, tensor: torch.Tensor) -> None:
+    def load(
+        self, expert: int, slot: Slot, tensor: torch.Tensor, writes: Writes | None = None
+    ) -> None:
         """Copy an HF matrix of a local expert into place.
 
         Raises:
@@ -314,6 +329,23 @@ class ExpertScale(ExpertParameter):
 
         load.supports_moe_loading = True  # type: ignore[attr-defined] # vLLM asks for it
         return load
+
+
+def load_fused(
+    experts: ExpertGrids | PlainExperts, leaf: str, tensor: torch.Tensor, writes: Writes
+) -> None:
+    """Write HF's tensor of all experts at once.
+
+    Args:
+        experts: of one layer.
+        leaf: a key of ``FUSED``.
+        tensor: ``[experts, rows, columns]``; those of other ranks are left out.
+        writes: takes quantizations, to be done later.
+    """
+    parts = tensor.chunk(len(FUSED[leaf]), dim=1)
+    for expert in experts.layout.local:
+        for slot, part in zip(FUSED[leaf], parts, strict=True):
+            experts.load(expert, slot, part[expert], writes)
 
 
 def empty_stacks(layout: ExpertLayout) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from fp8rl.errors import UnsupportedError
+from vllm_fp8rl.experts import (
+    FUSED,
+    SLOTS,
+    ExpertGrids,
+    ExpertParameter,
+    ExpertScale,
+    load_fused,
+    stack_of,
+)
 from vllm_fp8rl.grid import Writes
 from vllm_fp8rl.index import Slot, slots_of
 from vllm_fp8rl.params import Fp8Scale, Fp8Weight, Shard, ShardedParameter
@@ -60,6 +70,22 @@ class Route:
             self.loader(parameter, tensor, *self.args, **self.kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRoute:
+    """Where a tensor of an expert, or of all, goes, which :class:`ExpertLayout` knows beforehand.
+
+    vLLM compares each such name with those of all experts, and hands its tensor on as a view.
+    """
+
+    slot: Slot
+    replay: Callable[[torch.Tensor, Writes], None]
+    taken: bool
+
+    @property
+    def live(self) -> bool:
+        return self.slot.live
+
+
 @dataclass
 class _Window:
     """The time in which vLLM's loader has one tensor in hand."""
@@ -76,7 +102,7 @@ class LoadPlan:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._routes: dict[str, Route] = {}
+        self._routes: dict[str, Route | ExpertRoute] = dict(_expert_routes(model))
         self._irregular: set[str] = set()
 
     @classmethod
@@ -282,6 +308,33 @@ def _stores(parameter: torch.nn.Parameter) -> Iterator[list[tuple[torch.Tensor, 
         yield seen
     finally:
         del parameter.__dict__["store"]
+
+
+def _expert_routes(model: torch.nn.Module) -> Iterator[tuple[str, ExpertRoute]]:
+    """By HF name, for the experts of every rank."""
+    for slot in slots_of(model):
+        if not isinstance(slot.parameter, ExpertParameter):
+            continue
+        experts, scales = slot.parameter.grid, isinstance(slot.parameter, ExpertScale)
+        layout = experts.layout
+        load = experts.load_scales if scales and isinstance(experts, ExpertGrids) else experts.load
+        for matrix in SLOTS:
+            if stack_of(matrix) != slot.leaf.removesuffix("_scale_inv"):
+                continue
+            for expert in range(layout.total):
+                name = layout.hf_name(expert, matrix) + ("_scale_inv" if scales else "")
+                if expert in layout.local:
+                    yield name, ExpertRoute(slot, partial(load, expert, matrix), True)
+                else:
+                    yield name, ExpertRoute(slot, _leave_out, False)
+        for leaf, matrices in FUSED.items():
+            if not scales and stack_of(matrices[0]) == slot.leaf:
+                put = partial(load_fused, experts, leaf)
+                yield f"{layout.name}.{leaf}", ExpertRoute(slot, put, True)
+
+
+def _leave_out(tensor: torch.Tensor, writes: Writes) -> None:
+    """Of an expert that another rank holds."""
 
 
 def _loader_of(parameter: torch.nn.Parameter) -> Callable[..., Any]:
