@@ -212,6 +212,7 @@ def _experts_method(resolved: Resolved, layer: RoutedExperts, name: str) -> Quan
         dummy=dummy,
         layers=layers,
         on_unpaired=resolved.guard.recheck,
+        warmup=resolved.warmup,
     )
 
 

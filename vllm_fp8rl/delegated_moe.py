@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm import envs
+from vllm.distributed.parallel_state import get_dp_group
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.deep_gemm_utils import compute_aligned_M_and_alignment
+from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import (
     Fp8MoeBackend,
     backend_to_kernel_cls,
@@ -87,6 +90,23 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
         f"No FP8 kernel takes these experts ({'; '.join(reasons)}); pin them to BF16 with "
         "pins.kinds: [experts]."
     )
+
+
+def deep_gemm_rows(kernel: mk.FusedMoEKernel, moe: FusedMoEConfig, tokens: int) -> int | None:
+    """Most rows of a grouped product over so many tokens, None where it is not DeepGEMM's.
+
+    As vLLM's own warm-up counts them, for the tokens of all data-parallel ranks.
+    """
+    if not isinstance(kernel.impl.fused_experts, DeepGemmExperts):
+        return None
+    rows, _ = compute_aligned_M_and_alignment(
+        M=tokens * get_dp_group().world_size,
+        num_topk=moe.experts_per_token,
+        local_num_experts=moe.num_local_experts,
+        alignment=BLOCK[0],
+        expert_tokens_meta=None,
+    )
+    return rows
 
 
 def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> _Made:

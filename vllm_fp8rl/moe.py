@@ -33,6 +33,7 @@ from vllm_fp8rl.experts import (
 )
 from vllm_fp8rl.kernels import LinearKernel, select_kernel
 from vllm_fp8rl.linear import RefitLinearMethod
+from vllm_fp8rl.warmup import KernelWarmup
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -140,6 +141,7 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         layer, name, dummy, layers: see the base class.
         recipe: scale formats.
         on_unpaired: called when FP8 codes arrive before their scales, or scales before codes.
+        warmup: has kernels compiled that would otherwise be when first met.
     """
 
     grids: ExpertGrids
@@ -153,10 +155,12 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         dummy: bool,
         layers: dict[str, Any],
         on_unpaired: Callable[[], None],
+        warmup: KernelWarmup,
     ) -> None:
         super().__init__(layer, name, dummy=dummy, layers=layers)
         self.recipe = recipe
         self._on_unpaired = on_unpaired
+        self._warmup = warmup
         self._kernels: list[tuple[LinearKernel, LinearKernel]] = []
 
     def maybe_roundup_sizes(
@@ -198,9 +202,14 @@ class Fp8RLMoEMethod(_ExpertsMethod):
 
     def _make_kernels(self, layer: RoutedExperts, device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda":
-            from vllm_fp8rl.delegated_moe import delegate_experts
+            from vllm_fp8rl.delegated_moe import deep_gemm_rows, delegate_experts
 
             self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, self.recipe)
+            rows = deep_gemm_rows(self.moe_kernel, self.moe, self._warmup.rows)
+            if rows is not None:
+                for stack in (layer.w13_weight, layer.w2_weight):
+                    experts, out_features, in_features = stack.shape
+                    self._warmup.add_experts(experts, out_features, in_features, rows)
             return
         layout = self.grids.layout
         shapes = [

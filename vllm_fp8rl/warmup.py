@@ -44,7 +44,7 @@ class KernelWarmup:
     """
 
     def __init__(self, rows: int, find_job: Callable[[], Job | None]) -> None:
-        self._rows = rows
+        self.rows = rows
         self._find_job = find_job
         self._job: Job | None = None
         self._shapes: set[Shape] = set()
@@ -53,7 +53,7 @@ class KernelWarmup:
 
     def add(self, n: int, k: int) -> None:
         """Have the kernels of a linear weight ``[n, k]`` compiled, unless the cache has them."""
-        self._add(Shape(n, k, self._rows))
+        self._add(Shape(n, k, self.rows))
 
     def add_experts(self, experts: int, n: int, k: int, rows: int) -> None:
         """Have the kernels of ``experts`` weights ``[n, k]`` compiled, for up to ``rows`` rows."""
