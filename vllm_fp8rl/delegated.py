@@ -30,10 +30,11 @@ from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
-from fp8rl.numerics import BLOCK, GROUP, Quantized, quantize_group, reference
+from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import GPU_CAPABILITIES, require_gpu_supported
 from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
+from vllm_fp8rl.fusion_pass import install as install_fusion
 
 _KERNELS = {
     "deep_gemm": DeepGemmFp8BlockScaledMMKernel,
@@ -57,31 +58,23 @@ class DelegatedKernel:
     def __init__(self, backend: str, config: FP8ScaledMMLinearLayerConfig, recipe: Recipe) -> None:
         self.backend = backend
         self._kernel = _KERNELS[backend](config)
-        self._format = recipe.activations.scale_format
+        self._pow2 = recipe.activations.scale_format == "pow2"
         if backend == "deep_gemm":
             self._kernel.use_deep_gemm_e8m0 = False
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
         """``x @ weight.T``."""
         rows = x.reshape(-1, x.shape[-1])
-        codes, scale_inv = self._quantize(rows)
-        if self.backend != "triton":  # the others read the scales of a column side by side
+        codes, by_group = torch.ops.fp8rl.quantize(rows, self._pow2)
+        scale_inv = by_group.t()[: rows.shape[0]]
+        if self.backend == "cutlass":  # knows no padding
             scale_inv = scale_inv.t().contiguous().t()
+        elif self.backend == "triton":  # reads the scales of a row side by side
+            scale_inv = scale_inv.contiguous()
         y = self._kernel.apply_block_scaled_mm(
             A=codes, B=weight.codes, As=scale_inv, Bs=weight.scale_inv
         )
         return y.view(*x.shape[:-1], weight.codes.shape[0])
-
-    def _quantize(self, rows: torch.Tensor) -> Quantized:
-        """Codes and scales of activations in groups.
-
-        Plain operations where torch.compile looks: Inductor merges them with the operation before
-        (SiLU and its product in one kernel), which a kernel of its own would keep apart.
-        Inductor's division may differ from the reference's in the last bit.
-        """
-        if torch.compiler.is_compiling():
-            return reference.quantize_group(rows, GROUP, self._format)
-        return quantize_group(rows, scale_format=self._format)
 
 
 def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedKernel:
@@ -104,6 +97,7 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
     config = _layer_config(shape, dtype)
     backend, reasons = _choose(shape, config)
     if backend is not None:
+        install_fusion(get_current_vllm_config(), recipe)
         return DelegatedKernel(backend, config, recipe)
     raise UnsupportedError(
         f"No FP8 kernel takes a weight of shape [{shape.out_features}, {shape.in_features}] in "

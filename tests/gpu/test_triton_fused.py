@@ -1,0 +1,93 @@
+"""Fused quantization kernels against the separate operations in float64 and the reference's codes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8rl.numerics import GROUP, reference
+from fp8rl.recipe import ScaleFormat
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+fused = pytest.importorskip("fp8rl.numerics.triton_fused")
+
+SHAPES = [(1, 128), (7, 384), (33, 1024), (300, 4096), (1025, 5120)]
+FORMATS = ["fp32", "pow2"]
+
+
+def inputs(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, columns, device="cuda", generator=generator)
+    x *= torch.logspace(-2, 2, rows, device="cuda")[:, None]
+    x[:, : GROUP // 2] = 0  # half a group of zeros, and for one row a whole one
+    x[0] = 0
+    return x.to(torch.bfloat16)
+
+
+def near(codes: torch.Tensor, scales: torch.Tensor, y: torch.Tensor, form: ScaleFormat) -> None:
+    """Codes and scales of ``y``, but for values that end on the other side of a rounding."""
+    expected = reference.quantize_group(y, GROUP, form)
+    got = scales.t()[: y.shape[0]]
+    if form == "fp32":
+        torch.testing.assert_close(got, expected.scale_inv, rtol=2**-7, atol=0)
+    same = (got == expected.scale_inv).repeat_interleave(GROUP, 1)
+    equal = codes.view(torch.uint8) == expected.codes.view(torch.uint8)
+    assert same.float().mean() > 0.98
+    assert equal[same].float().mean() > 0.99
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_bit_for_bit(shape, form):
+    x = inputs(*shape)
+    codes, scales = fused.quantize_rows(x, form)
+    expected = reference.quantize_group(x.cpu(), GROUP, form)
+    assert scales.shape == (shape[1] // GROUP, (shape[0] + 3) // 4 * 4)
+    assert torch.equal(scales.t()[: shape[0]].cpu(), expected.scale_inv)
+    assert torch.equal(codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8))
+
+
+def test_rows_of_a_wider_tensor_and_nan():
+    wide = inputs(40, 1024)
+    wide[3, 300] = torch.nan
+    wide[4, 301] = torch.inf
+    x = wide[:, 256:512]
+    codes, scales = fused.quantize_rows(x, "fp32")
+    expected = reference.quantize_group(x.contiguous().cpu(), GROUP, "fp32")
+    assert torch.equal(scales.t()[:40].cpu(), expected.scale_inv)
+    assert torch.equal(codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_silu_and_mul(shape, form):
+    rows, columns = shape
+    x = torch.cat([inputs(rows, columns), inputs(rows, columns, 1)], 1)
+    codes, scales = fused.quantize_rows(x, form, silu_and_mul=True)
+    gate, up = x.double().split(columns, 1)
+    y = (torch.nn.functional.silu(gate).bfloat16().double() * up).bfloat16()
+    near(codes, scales, y, form)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(shape, form, add):
+    rows, columns = shape
+    x, residual = inputs(rows, columns), inputs(rows, columns, 1) if add else None
+    weight = 1 + 0.1 * inputs(2, columns, 2)[1] / 100
+    codes, scales, total = fused.rms_norm_quantize(x, residual, weight, 1e-6, form)
+    exact = x.double() + (residual.double() if residual is not None else 0)
+    if residual is None:
+        assert total is None
+    else:
+        assert torch.equal(total, (x.float() + residual.float()).bfloat16())
+    normed = exact * torch.rsqrt(exact.pow(2).mean(1, keepdim=True) + 1e-6)
+    y = (normed.bfloat16().double() * weight.double()).bfloat16()
+    near(codes, scales, y, form)
+
+
+def test_no_rows_at_all():
+    codes, scales = fused.quantize_rows(torch.empty(0, 256, device="cuda").bfloat16(), "fp32")
+    assert codes.shape == (0, 256) and scales.shape == (2, 0)
