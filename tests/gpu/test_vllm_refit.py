@@ -1,4 +1,4 @@
-"""Refits on a GPU: the load plan against vLLM's walk, buffers that are reused, streams, no memory."""
+"""Refits on a GPU: the load plan against the walk, reused buffers, streams, no memory left."""
 
 from __future__ import annotations
 
