@@ -121,7 +121,7 @@ def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 def _patches() -> list[tuple[Any, str, Any]]:
     import megatron.core.fusions.fused_softmax as fused_softmax
     import megatron.core.tensor_parallel.random as mcore_random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     def nothing(*args: Any, **kwargs: Any) -> None:
@@ -152,6 +152,8 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (mcore_random, "_get_cuda_rng_state", get_rng),
         (mcore_random, "_set_cuda_rng_state", set_rng),
         # A mode is off inside autograd.backward, where recomputed attention makes its mask.
+        # Splits that are on the CPU already would stay tensors, which all_to_all does not take.
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu),
         (fused_softmax, "get_default_causal_mask", _causal_mask),
         (WrappedTorchNorm, "__new__", _norm_for_sequence_parallel(WrappedTorchNorm.__new__)),
     ]
@@ -159,6 +161,10 @@ def _patches() -> list[tuple[Any, str, Any]]:
         # Without TransformerEngine the router reads a name that its module never defines.
         patches.append((moe_utils, "te_general_gemm", None))
     return patches
+
+
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _causal_mask(length: int) -> torch.Tensor:

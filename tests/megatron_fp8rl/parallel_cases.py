@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import Recipe
 from fp8rl.errors import CheckpointError, ScaleError
@@ -45,8 +45,16 @@ PADDED_VOCAB = 96
 PINS = {"layers": [1], "names": ["model.layers.3.mlp.down_proj"]}
 
 
+# A mixture behind a dense layer; pinned is all of layer 1 and the experts of layer 3.
+MOE_PINS = {"layers": [1], "names": ["model.layers.3.mlp.experts.*"]}
+EXPERTS = 4
+
+
 @dataclass(frozen=True)
 class Topology:
+    moe: bool = False
+    ep: int = 1
+    expert_tp: int | None = None
     tp: int = 1
     pp: int = 1
     vpp: int | None = None
@@ -55,6 +63,10 @@ class Topology:
     """Gather parameters in the next forward, as late as megatron can."""
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
+
+    @property
+    def pins(self) -> dict[str, list]:
+        return MOE_PINS if self.moe else PINS
 
 
 SINGLE = Topology()
@@ -67,12 +79,23 @@ TOPOLOGIES = {
     "dp2-overlap": Topology(dist_opt=True, overlap=True),
     "tp2-bf16": Topology(tp=2, dtype=torch.bfloat16),
     "pp2-bf16": Topology(pp=2, dtype=torch.bfloat16, dist_opt=True),
+    "moe-ep2": Topology(moe=True, ep=2, dist_opt=True),
+    "moe-pp2": Topology(moe=True, pp=2),
+    "moe-tp2": Topology(moe=True, tp=2, expert_tp=2, sequence_parallel=True),
+    "moe-tp2-ep2": Topology(moe=True, tp=2, ep=2, expert_tp=1, sequence_parallel=True),
 }
 
 
-def hf_config(tied: bool = True) -> Qwen3Config:
+def hf_config(tied: bool = True, moe: bool = False) -> Qwen3Config | Qwen3MoeConfig:
     """Every shard's rows and columns are multiples of 128 at TP=2, so codes must not change."""
-    return Qwen3Config(
+    experts = {
+        "moe_intermediate_size": 256,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    }
+    return (Qwen3MoeConfig if moe else Qwen3Config)(
         vocab_size=VOCAB,
         hidden_size=256,
         intermediate_size=512,
@@ -83,14 +106,18 @@ def hf_config(tied: bool = True) -> Qwen3Config:
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         initializer_range=0.05,
+        **(experts if moe else {}),
     )
 
 
 def build(topology: Topology, weights: dict[str, torch.Tensor], tied: bool = True) -> list:
     """This rank's chunks, each wrapped for BF16 and DDP, with the given weights."""
-    config = hf_config(tied)
+    config = hf_config(tied, topology.moe)
     config.vocab_size = PADDED_VOCAB
-    overrides: dict[str, Any] = {"sequence_parallel": topology.sequence_parallel}
+    overrides: dict[str, Any] = {
+        "sequence_parallel": topology.sequence_parallel,
+        "expert_tensor_parallel_size": topology.expert_tp,
+    }
     stages: list[int | None] = [None]
     if topology.vpp:
         overrides["virtual_pipeline_model_parallel_size"] = topology.vpp
@@ -152,7 +179,7 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
     """A few FP8 optimizer steps; what this rank saw of them."""
     model_parallel_cuda_manual_seed(1)
     model = build(topology, weights)
-    conversion = convert(model, Recipe.from_dict({"pins": PINS}))
+    conversion = convert(model, Recipe.from_dict({"pins": topology.pins}))
     observer = QKVObserver(model, enabled=False)
     config = model[0].config
     config.finalize_model_grads_func = finalize_model_grads
@@ -202,7 +229,9 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
         result["trained"] = dict(export_hf(model, vocab_size=VOCAB))  # a refit after every step
     result["codes"] = {"fp32": _code_mismatches(conversion, result["trained"], "fp32")}
     conversion.close()
-    again = convert(model, Recipe.from_dict({"pins": PINS, "weights": {"scale_format": "pow2"}}))
+    again = convert(
+        model, Recipe.from_dict({"pins": topology.pins, "weights": {"scale_format": "pow2"}})
+    )
     result["codes"]["pow2"] = _code_mismatches(again, result["trained"], "pow2")
     result["nan"] = _nan_on_the_last_rank(observer)
     return result
@@ -217,11 +246,13 @@ def _mean_loss(seen: list[dict[str, torch.Tensor]]) -> float:
 def _code_mismatches(conversion, exported, scale_format) -> dict[str, tuple[int, int]]:
     """Per HF module of this rank: codes and scales compared, and how many differ from quantizing
     the whole exported matrix, as a rollout engine on one rank does."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
+    dense = parallel_state.get_tensor_model_parallel_group()
+    experts = parallel_state.get_expert_tensor_parallel_group()
     counts = {}
     for module in conversion.modules.values():
         for name, held in weight_codes_hf(module).items():
+            group = experts if ".experts." in name else dense
+            size, rank = group.size(), group.rank()
             dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
             whole = quantize_block(exported[f"{name}.weight"], scale_format=scale_format)
             codes = whole.codes.view(torch.uint8).chunk(size, dim)[rank]
@@ -260,10 +291,10 @@ def round_trip_untied(topology: Topology, weights: dict[str, torch.Tensor]) -> d
     return {"untied": dict(export_hf(model, vocab_size=VOCAB)), "untied_error": message}
 
 
-def main(out: Path, weights_file: Path, names: list[str]) -> None:
+def main(out: Path, names: list[str]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    weights = load_file(weights_file)
+    weights = {kind: load_file(out / f"{kind}.safetensors") for kind in ("dense", "moe")}
     with CpuShim().active():
         rank, _ = join()
         results = {}
@@ -272,15 +303,19 @@ def main(out: Path, weights_file: Path, names: list[str]) -> None:
             sys.stderr.flush()
             topology = TOPOLOGIES[name]
             parallel_state.initialize_model_parallel(
-                topology.tp, topology.pp, virtual_pipeline_model_parallel_size=topology.vpp
+                topology.tp,
+                topology.pp,
+                virtual_pipeline_model_parallel_size=topology.vpp,
+                expert_model_parallel_size=topology.ep,
+                expert_tensor_parallel_size=topology.expert_tp,
             )
-            results[name] = train(topology, weights)
+            results[name] = train(topology, weights["moe" if topology.moe else "dense"])
             if name in ("tp2", "vpp2"):
-                results[name] |= round_trip_untied(topology, weights)
+                results[name] |= round_trip_untied(topology, weights["dense"])
             parallel_state.destroy_model_parallel()
         torch.save(results, out / f"{rank}.pt")
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -33,23 +33,39 @@ FP8_MODULES = {
     for layer in (0, 2, 3)
     for leaf in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 } - {"model.layers.3.mlp.down_proj"}
+MOE_FP8_MODULES = {
+    "model.layers.0.mlp.gate_up_proj",
+    "model.layers.0.mlp.down_proj",
+    *(f"model.layers.{n}.self_attn.{leaf}" for n in (0, 2, 3) for leaf in ("qkv_proj", "o_proj")),
+    *(
+        f"model.layers.2.mlp.experts.{expert}.{leaf}"
+        for expert in range(cases.EXPERTS)
+        for leaf in ("gate_up_proj", "down_proj")
+    ),
+}
+Single = dict[tuple[bool, torch.dtype], dict]
 
 
 @pytest.fixture(scope="module")
-def weights(megatron_world) -> dict[str, torch.Tensor]:
+def weights(megatron_world) -> dict[str, dict[str, torch.Tensor]]:
     with megatron_world.active():
-        model = cases.build_gpt(cases.hf_config(), dtype=torch.bfloat16, seed=5)
-        return dict(export_hf(model))
+        return {
+            kind: dict(export_hf(cases.build_gpt(cases.hf_config(moe=kind == "moe"), seed=5)))
+            for kind in ("dense", "moe")
+        }
 
 
 @pytest.fixture(scope="module")
-def single(megatron_world, weights) -> dict[torch.dtype, dict]:
+def single(megatron_world, weights) -> Single:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the workers: the order of sums is part of the comparison
     try:
         with megatron_world.active():
+            runs = [cases.Topology(dtype=dtype) for dtype in LOSS_TOLERANCE]
+            runs.append(cases.Topology(moe=True))
             return {
-                dtype: cases.train(cases.Topology(dtype=dtype), weights) for dtype in LOSS_TOLERANCE
+                (run.moe, run.dtype): cases.train(run, weights["moe" if run.moe else "dense"])
+                for run in runs
             }
     finally:
         torch.set_num_threads(threads)
@@ -58,8 +74,9 @@ def single(megatron_world, weights) -> dict[torch.dtype, dict]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, weights) -> list[dict]:
     out = tmp_path_factory.mktemp("parallel")
-    save_file(weights, out / "weights.safetensors")
-    args = [str(out), str(out / "weights.safetensors"), json.dumps(list(cases.TOPOLOGIES))]
+    for kind, tensors in weights.items():
+        save_file(tensors, out / f"{kind}.safetensors")
+    args = [str(out), json.dumps(list(cases.TOPOLOGIES))]
     launch(cases.__file__, 2, args, timeout=180)
     return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -68,13 +85,17 @@ def results(ranks: list[dict], name: str) -> tuple[cases.Topology, list[dict]]:
     return cases.TOPOLOGIES[name], [rank[name] for rank in ranks]
 
 
+def single_run(single: Single, topology: cases.Topology) -> dict:
+    return single[topology.moe, topology.dtype]
+
+
 each_topology = pytest.mark.parametrize("name", cases.TOPOLOGIES)
 
 
 @each_topology
 def test_losses_equal_one_process(single, ranks, name):
     topology, both = results(ranks, name)
-    expected = single[topology.dtype]["losses"]
+    expected = single_run(single, topology)["losses"]
     last_stages = [rank["losses"] for rank in both if rank["losses"]]
     assert len(last_stages) == (1 if topology.pp > 1 else 2)
     for losses in last_stages:
@@ -90,13 +111,18 @@ def test_losses_equal_one_process(single, ranks, name):
 @each_topology
 def test_pins_follow_global_layer_numbers(single, ranks, name):
     topology, both = results(ranks, name)
-    assert set(single[topology.dtype]["modules"]) == FP8_MODULES
+    expected = MOE_FP8_MODULES if topology.moe else FP8_MODULES
+    assert set(single_run(single, topology)["modules"]) == expected
     found = [set(rank["modules"]) for rank in both]
-    assert found[0] | found[1] == FP8_MODULES
+    assert found[0] | found[1] == expected
     if topology.pp > 1:
         assert not found[0] & found[1]
         layers = {int(module.split(".")[2]) for module in found[0]}
         assert layers == ({0, 2} if topology.vpp else {0})
+    elif topology.ep > 1:
+        assert {m for m in found[0] ^ found[1] if ".experts." not in m} == set()
+        numbers = [{int(m.split(".")[5]) for m in part if ".experts." in m} for part in found]
+        assert numbers == [{0, 1}, {2, 3}]
     else:
         assert found[0] == found[1]
 
@@ -105,10 +131,11 @@ def test_pins_follow_global_layer_numbers(single, ranks, name):
 def test_export_equals_one_process_bit_for_bit(single, ranks, weights, name):
     topology, both = results(ranks, name)
     for rank in both:
-        assert list(rank["exported"]) == list(single[topology.dtype]["exported"])
+        assert list(rank["exported"]) == list(single_run(single, topology)["exported"])
         for tensor_name, tensor in rank["exported"].items():
             assert tensor.dtype == topology.dtype
-            assert torch.equal(tensor, weights[tensor_name].to(topology.dtype)), tensor_name
+            expected = weights["moe" if topology.moe else "dense"][tensor_name]
+            assert torch.equal(tensor, expected.to(topology.dtype)), tensor_name
     for tensor_name, tensor in both[0]["trained"].items():
         assert torch.equal(tensor, both[1]["trained"][tensor_name]), tensor_name
         assert not torch.equal(tensor, both[0]["exported"][tensor_name]), tensor_name
@@ -117,7 +144,8 @@ def test_export_equals_one_process_bit_for_bit(single, ranks, weights, name):
 @pytest.mark.parametrize("name", ["tp2", "vpp2"])
 def test_untied_head_and_a_load_that_fails_on_every_rank(ranks, weights, name):
     _, both = results(ranks, name)
-    expected = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].flip(0)}
+    head = weights["dense"]["model.embed_tokens.weight"].flip(0)
+    expected = weights["dense"] | {"lm_head.weight": head}
     for rank in both:
         assert list(rank["untied"])[-1] == "lm_head.weight"
         assert sorted(rank["untied"]) == sorted(expected)
@@ -130,27 +158,29 @@ def test_untied_head_and_a_load_that_fails_on_every_rank(ranks, weights, name):
 @pytest.mark.parametrize("name", ["single", *cases.TOPOLOGIES])
 def test_trainer_codes_equal_codes_of_the_exported_weights(single, ranks, name, scale_format):
     """After training: 100% of the codes and scales, against the whole HF matrix on one grid."""
+    topology = cases.TOPOLOGIES.get(name, cases.SINGLE)
+    both = [single_run(single, topology)] if name == "single" else results(ranks, name)[1]
     counts: dict[str, list[int]] = {}
-    both = [single[torch.float32]] if name == "single" else results(ranks, name)[1]
-    tp = 1 if name == "single" else cases.TOPOLOGIES[name].tp
     for rank in both:
         for module, (compared, wrong) in rank["codes"][scale_format].items():
             counts.setdefault(module, []).append(compared)
             assert wrong == 0, f"{module}: {wrong} of {compared}"
     parts = {
         f"{prefix}.{part}"
-        for prefix, _, leaf in (module.rpartition(".") for module in FP8_MODULES)
+        for prefix, _, leaf in (
+            module.rpartition(".") for module in (MOE_FP8_MODULES if topology.moe else FP8_MODULES)
+        )
         for part in FUSED.get(leaf, (leaf,))
     }
     assert set(counts) == parts
-    gate = 512 * 256 // tp
+    gate = 512 * 256 // topology.tp
     assert counts["model.layers.0.mlp.gate_proj"][0] == gate + gate // 128**2
 
 
 @each_topology
 def test_kv_scales_equal_one_process(single, ranks, name):
     topology, both = results(ranks, name)
-    expected = single[topology.dtype]["scales"]
+    expected = single_run(single, topology)["scales"]
     assert len(expected) == 3 * cases.LAYERS
     for rank in both:
         assert set(rank["scales"]) == set(expected)
@@ -167,7 +197,7 @@ def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
 
 
 def test_fp8_wire_carries_the_trainers_codes(mcore, weights):
-    model = cases.build(cases.SINGLE, weights)
+    model = cases.build(cases.SINGLE, weights["dense"])
     conversion = convert(model, Recipe.from_dict({"pins": cases.PINS}))
     plain = dict(export_hf(model, vocab_size=cases.VOCAB))
     wire = dict(fp8_wire(export_hf(model, vocab_size=cases.VOCAB), conversion.policy))
