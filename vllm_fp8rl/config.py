@@ -89,8 +89,9 @@ class Fp8RLConfig(QuantizationConfig):
     """Block-FP8 linear layers by recipe, loaded and refitted in place.
 
     The recipe is ``additional_config["fp8rl"]`` of the engine, else ``quantization_config.recipe``
-    of the model's config, else the one ``FP8RL_RECIPE`` names, else the default. It is read when the first layer is built, because vLLM makes this object
-    before its own configuration is complete.
+    of the model's config, else the one ``FP8RL_RECIPE`` names, else the default. It is read when
+    the first layer is built, because vLLM makes this object before its own configuration is
+    complete.
     """
 
     weight_block_size = list(BLOCK)
