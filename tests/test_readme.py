@@ -206,6 +206,8 @@ def test_engine_snippets(tmp_path):
         f"with shim.active():\n{inside}",
         start,
         UNCALIBRATED,
+        block("vllm-calibrate"),
+        "assert len(found) == 8 and len(answer()) == 3",
         block("vllm-uncalibrated"),
         CALIBRATED,
         block("vllm-refit"),
