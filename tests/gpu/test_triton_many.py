@@ -111,3 +111,37 @@ def test_one_bad_element_is_found_in_its_tensor(number, place, value):
     flat[place] = value
     tensors[number] = flat
     assert answers(tensors) == [i != number for i in range(len(tensors))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_shards_go_straight_into_live_storage(dtype):
+    """Narrowed along either dimension, at any offset; rows beside them keep their bytes."""
+    torch.manual_seed(2)
+    full = torch.randn(700, 390).to(dtype)
+    shards = [
+        (slice(0, 256), slice(0, 200)),
+        (slice(131, 387), slice(190, 390)),  # row-parallel: neither aligned nor contiguous
+        (slice(387, 700), slice(3, 203)),  # ragged at the end
+    ]
+    codes = torch.full((1024, 200), 0x55, dtype=torch.uint8, device=DEVICE)
+    scales = torch.full((8, 2), 7.0, device=DEVICE)
+    moved, jobs, first = full.to(DEVICE), [], 128
+    for rows, columns in shards:
+        part = moved[rows, columns]
+        last = first + len(part)
+        live = codes[first:last].view(FP8_DTYPE)
+        jobs.append((part, Quantized(live, scales[first // 128 : -(-last // 128)])))
+        first = -(-last // 128) * 128
+    many.quantize_blocks(jobs, (128, 128), "fp32")
+    untouched, unscaled = torch.ones(1024, dtype=torch.bool), torch.ones(8, dtype=torch.bool)
+    first = 128
+    for rows, columns in shards:
+        want = reference.quantize_block(full[rows, columns], (128, 128), "fp32")
+        last = first + want.codes.shape[0]
+        assert torch.equal(codes[first:last].cpu(), want.codes.view(torch.uint8))
+        assert torch.equal(scales[first // 128 : -(-last // 128)].cpu(), want.scale_inv)
+        untouched[first:last] = False
+        unscaled[first // 128 : -(-last // 128)] = False
+        first = -(-last // 128) * 128
+    assert bool((codes.cpu()[untouched] == 0x55).all() and untouched.sum() > 200)
+    assert bool((scales.cpu()[unscaled] == 7.0).all() and unscaled.any())
