@@ -82,7 +82,9 @@ def layer_module_names(
         blocks += [f"mlp.{shared_expert}"] if shared_expert else []
     names = ["input_layernorm", *(f"self_attn.{part}_proj" for part in "qkvo")]
     names.append("post_attention_layernorm")
-    names += ["mlp.gate"] if num_experts is not None else []
+    if num_experts is not None:
+        names.append("mlp.gate")
+        names += ["mlp.shared_expert_gate"] if shared_expert == "shared_expert" else []
     return names + [f"{block}.{part}" for block in blocks for part in mlp]
 
 

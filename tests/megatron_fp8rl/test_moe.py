@@ -1,0 +1,230 @@
+"""Experts and multi-token-prediction layers in one process; test_parallel.py has two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.errors import PinError, UnsupportedError
+from fp8rl.gemm import ReferenceBackend
+from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
+from fp8rl.recipe import Pins
+from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
+from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
+from megatron_fp8rl.layout import plain_layout
+from megatron_fp8rl.linear import Fp8State
+from megatron_fp8rl.sites import module_names, sites
+from megatron_fp8rl.testing.models import build_gpt
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+
+pytestmark = pytest.mark.usefixtures("mcore")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+DENSE = Qwen3Config(**SMALL)
+EXPERTS = Qwen3MoeConfig(
+    **SMALL, moe_intermediate_size=128, num_experts=3, num_experts_per_tok=2, norm_topk_prob=True
+)
+SHARED = {"moe_shared_expert_intermediate_size": 128, "moe_shared_expert_gate": True}
+
+
+def _convert(model: Any, **pins: Any):
+    return convert(model, Recipe(pins=Pins(**pins)), plugins=PluginManager(discover=False))
+
+
+def _losses(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.arange(2 * 33).reshape(2, 33) % 61
+    positions = torch.arange(32).expand(2, -1)
+    mask = torch.ones(2, 32)
+    labels = ids[:, 1:].contiguous()
+    return model(ids[:, :-1].contiguous(), positions, None, labels=labels, loss_mask=mask)
+
+
+# ---- grouped
+
+
+def _grouped(experts: int, out_features: int, in_features: int):
+    weights = [torch.nn.Parameter(torch.randn(out_features, in_features)) for _ in range(experts)]
+    epoch = WeightEpoch()
+    choice = BackendChoice({"reference": ReferenceBackend()}, ["fp32"])
+    states = tuple(
+        Fp8State(f"experts.{i}.x", WeightCodes(plain_layout("x", out_features), "fp32", epoch),
+                 choice, "fp32")
+        for i in range(experts)
+    )  # fmt: skip
+    return weights, Fp8GroupedState("experts.x", states)
+
+
+@pytest.mark.parametrize("splits", [(40, 130, 7), (0, 177, 0), (177, 0, 0), (0, 0, 0)])
+@pytest.mark.parametrize("fusion", [False, True])
+def test_each_expert_has_groups_of_its_own_tokens(splits, fusion):
+    """Against float64 on operands that are quantized expert by expert."""
+    torch.manual_seed(0)
+    weights, state = _grouped(3, 96, 160)
+    for weight in weights if fusion else ():
+        weight.main_grad = torch.ones(96, 160)
+        weight.grad_added_to_main_grad = False
+    biases = [torch.randn(96) for _ in weights]
+    x = torch.randn(sum(splits), 160, requires_grad=True)
+    grad = torch.randn(sum(splits), 96)
+    y = grouped_linear(x, splits, weights, biases, state, fusion=fusion)
+    y.backward(grad)
+
+    def groups(t: torch.Tensor) -> torch.Tensor:
+        return dequantize_group(*quantize_group(t)).double()
+
+    runs = zip(x.detach().split(splits), grad.split(splits), y.detach().split(splits),
+               x.grad.split(splits), strict=True)  # fmt: skip
+    for (xi, gi, yi, dxi), weight, bias in zip(runs, weights, biases, strict=True):
+        w = dequantize_block(*quantize_block(weight.detach())).double()
+        dw = groups(gi.t()) @ groups(xi.t()).t() if len(xi) else torch.zeros(96, 160)
+        got = weight.main_grad - 1 if fusion else weight.grad
+        assert weight.grad is not None  # DDP's hook needs one, also of an expert without tokens
+        for a, b in ((yi - bias, groups(xi) @ w.t()), (dxi, groups(gi) @ w), (got, dw)):
+            torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_grouped_splits_must_add_up():
+    weights, state = _grouped(2, 8, 8)
+    for splits in ((3, 3), (5,)):
+        with pytest.raises(UnsupportedError, match=r"'experts\.x' got 5 tokens in"):
+            grouped_linear(torch.randn(5, 8), splits, weights, None, state, fusion=False)
+
+
+class _GroupedLinear(torch.nn.Module):
+    """As TransformerEngine's: weight0, weight1, .. and num_gemms."""
+
+    def __init__(self, num_gemms: int, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        for i in range(num_gemms):
+            weight = torch.randn(out_features, in_features, dtype=torch.bfloat16)
+            self.register_parameter(f"weight{i}", torch.nn.Parameter(weight))
+
+
+def _with_grouped_experts():
+    gpt = build_gpt(EXPERTS)
+    for layer in gpt.decoder.layers:
+        experts = layer.mlp.experts
+        del experts.local_experts
+        experts.linear_fc1 = _GroupedLinear(3, 256, 128)
+        experts.linear_fc2 = _GroupedLinear(3, 128, 128)
+    return gpt
+
+
+def test_grouped_experts_are_found_and_exported_under_each_experts_name():
+    gpt = _with_grouped_experts()
+    fc1, fc2 = [s for s in sites(gpt) if "experts" in s.path][2:]
+    assert fc1.names == tuple(f"model.layers.1.mlp.experts.{i}.gate_up_proj" for i in range(3))
+    assert fc2.name == "model.layers.1.mlp.experts.down_proj"
+    assert fc1.path == "decoder.layers.1.mlp.experts.linear_fc1"
+    exported = dict(export_hf(gpt))
+    gate, up = fc1.weights[2].chunk(2)
+    assert torch.equal(exported["model.layers.1.mlp.experts.2.gate_proj.weight"], gate)
+    assert torch.equal(exported["model.layers.1.mlp.experts.2.up_proj.weight"], up)
+    sequential = build_gpt(EXPERTS, seed=4)
+    load_hf(sequential, exported)  # the two kinds of experts are interchangeable
+    again = _with_grouped_experts()
+    load_hf(again, dict(export_hf(sequential)))
+    assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), again.parameters(), strict=True))
+
+
+def test_what_experts_refuse():
+    gpt = _with_grouped_experts()
+    with pytest.raises(PinError, match=r"experts\.1\.down_proj' but not all experts of the grou"):
+        _convert(gpt, names=("*.0.mlp.experts.1.down_proj",))
+    with pytest.raises(UnsupportedError, match=r"experts\.linear_fc1' is a _GroupedLinear"):
+        _convert(gpt)
+    _convert(gpt, kinds=("experts",)).close()  # pinned, they may be of any class
+    legacy = build_gpt(EXPERTS)
+    experts = legacy.decoder.layers[0].mlp.experts
+    del experts.local_experts
+    experts.weight1 = torch.nn.Parameter(torch.randn(128, 256))
+    with pytest.raises(UnsupportedError, match="moe_use_legacy_grouped_gemm"):
+        _convert(legacy)
+
+
+# ---- a whole mixture
+
+
+def test_routers_stay_bf16_and_codes_are_those_of_the_export(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # the gate's sigmoid is compiled
+    gpt = build_gpt(EXPERTS, **SHARED)
+    bf16 = _losses(gpt)
+    conversion = _convert(gpt, layers=(0,))
+    rows = {row.name: row for row in conversion.policy.report()}
+    assert rows["model.layers.1.mlp.gate"].reason == "always: router"
+    assert "model.layers.1.mlp.shared_expert.gate_up_proj" in conversion.modules
+    losses = _losses(gpt)
+    assert 0 < (losses - bf16).abs().max() < 0.1
+    losses.mean().backward()
+    assert all(p.grad is not None for p in gpt.parameters())
+    exported = dict(export_hf(gpt))
+    wire = dict(fp8_wire(export_hf(gpt), conversion.policy))
+    compared = set()
+    for module in conversion.modules.values():
+        for name, codes in weight_codes_hf(module).items():
+            expected = quantize_block(exported[f"{name}.weight"])
+            assert torch.equal(codes.codes.float(), expected.codes.float()), name
+            assert torch.equal(wire[f"{name}.weight"].float(), expected.codes.float()), name
+            assert torch.equal(codes.scale_inv, expected.scale_inv), name
+            compared.add(name)
+    assert compared == {row.name for row in rows.values() if row.precision == "fp8"}
+    assert "model.layers.1.mlp.shared_expert_gate.weight" in wire
+    again = build_gpt(EXPERTS, seed=3, **SHARED)
+    load_hf(again, exported)
+    assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), again.parameters(), strict=True))
+
+
+def test_stacked_experts_are_not_passed_by_in_silence():
+    policy = _convert(build_gpt(EXPERTS)).policy
+    stream = [("model.layers.0.mlp.experts.gate_up_proj", torch.randn(3, 4, 4))]
+    with pytest.raises(UnsupportedError, match="stacks the experts"):
+        list(fp8_wire(stream, policy))
+
+
+# ---- multi-token prediction
+
+
+@pytest.mark.parametrize("hf_config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_mtp_layers_are_numbered_apart(hf_config):
+    gpt = build_gpt(hf_config, mtp_num_layers=2)
+    bf16 = _losses(gpt)
+    conversion = _convert(gpt, layers=(-1,), names=("mtp.layers.1.*",))
+    fp8 = set(conversion.modules)
+    assert {name.split(".mlp")[0].split(".self_attn")[0] for name in fp8} == {
+        "model.layers.0",
+        "mtp.layers.0",
+        "mtp.layers.0.eh_proj",
+    }
+    assert conversion.policy.num_layers == 2
+    assert type(gpt.mtp.layers[1].eh_proj) is ColumnParallelLinear
+    losses = _losses(gpt)
+    assert not torch.equal(losses, bf16)
+    losses.mean().backward()
+    assert gpt.mtp.layers[0].eh_proj.weight.grad.abs().max() > 0
+    conversion.close()
+    assert torch.equal(_losses(gpt), bf16)
+    one = module_names(build_gpt(hf_config, mtp_num_layers=1).config)
+    assert "mtp.fc" in one and "mtp.layers.0.self_attn.q_proj" in one
+
+
+def test_mtp_layers_have_no_name_in_our_own_export():
+    with pytest.raises(UnsupportedError, match="Megatron-Bridge exports those"):
+        export_hf(build_gpt(DENSE, mtp_num_layers=1))
