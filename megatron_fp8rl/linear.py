@@ -140,7 +140,7 @@ class Call:
 
     state: Fp8State
     fusion: bool
-    """Gradients are added to ``weight.main_grad``."""
+    """Gradients must be added to ``weight.main_grad``."""
     training: bool
     """A gradient of the weight may be asked for."""
     allreduce_dgrad: bool = False
@@ -148,9 +148,15 @@ class Call:
     tp_group: Any = None
 
     def main_grad(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """What the gradient is added to; asked for in forward, as megatron does: a module used
-        twice (MTP) must not see a swapped buffer."""
-        return getattr(weight, "main_grad", None) if self.fusion else None
+        """What the gradient is added to, or None to return it.
+
+        Asked for in forward, as megatron does: a module used twice (MTP) must not see a swapped
+        buffer. Where DDP made the buffer this needs no ``gradient_accumulation_fusion``, which
+        megatron ties to apex's kernel: it is faster, and sums in float32.
+        """
+        if self.fusion or hasattr(weight, "grad_added_to_main_grad"):
+            return getattr(weight, "main_grad", None)
+        return None
 
     def quantize(
         self, x: torch.Tensor, *, rowwise: bool = False, columnwise: bool = False
@@ -284,8 +290,8 @@ def weight_grad(
     weight: torch.Tensor,
     main_grad: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Gradient of the weight from operands along ``tokens``; with fusion it is added to
-    ``main_grad`` instead, and what autograd needs is returned.
+    """Gradient of the weight from operands along ``tokens``; if there is a ``main_grad`` it is
+    added to that instead, and what autograd needs is returned.
 
     Raises:
         UnsupportedError: fusion without ``main_grad``.
@@ -307,11 +313,11 @@ def _give(
 ) -> torch.Tensor | None:
     """Hand a weight's gradient over, which is zero without ``compute``.
 
-    With fusion a parameter of DDP still needs a gradient, of any content, to run the hook that
-    starts its reduction (tensor_parallel/layers.py,
+    With ``main_grad`` a parameter of DDP still needs a gradient, of any content, to run the hook
+    that starts its reduction (tensor_parallel/layers.py,
     LinearWithGradAccumulationAndAsyncCommunication).
     """
-    if not call.fusion:
+    if main_grad is None and not call.fusion:
         return compute(weight.dtype, None) if compute else torch.zeros_like(weight)
     if main_grad is None:
         raise UnsupportedError(
