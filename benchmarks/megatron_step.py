@@ -1,0 +1,185 @@
+"""A training step of a model of Qwen3-1.7B's shape on one Hopper GPU: forward, backward, optimizer.
+
+    python benchmarks/megatron_step.py [--layers 28] [--micro-batches 2] [--steps 6] [--out FILE]
+
+megatron-core's own GPTModel (local spec), DistributedDataParallel with float32 gradients and
+distributed optimizer (Adam), random weights and tokens, 8,192 tokens a micro-batch; in BF16, and
+converted by ``megatron_fp8rl``, each in its turn. Memory: what the model, its gradients and its
+optimizer hold between steps, what weight codes add, and the peak of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron_common import QWEN3_1_7B, build, single_process
+from rich.console import Console
+from rich.table import Table
+
+from fp8rl import PluginManager, Recipe
+from megatron_fp8rl import convert
+
+GPU = torch.device("cuda")
+
+
+class Trainer:
+    """One model with DDP and optimizer; times the parts of a step."""
+
+    def __init__(self, shape: SimpleNamespace, options: argparse.Namespace, mode: str) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        self.options = options
+        model = build(shape)
+        config = model.config
+        self.ddp = DistributedDataParallel(
+            config=config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True
+            ),
+            module=Float16Module(config, model),
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-5,
+                weight_decay=0.0,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=True,
+                clip_grad=1.0,
+            ),
+            [self.ddp],
+        )
+        self.linear_bytes = sum(
+            p.numel() * p.element_size() for n, p in model.named_parameters() if ".linear_" in n
+        )
+        if mode != "BF16":
+            convert(
+                self.ddp,
+                Recipe(),
+                plugins=PluginManager(discover=False),
+                keep_codes=mode.endswith("codes kept"),
+            )
+        generator = torch.Generator().manual_seed(0)
+        rows = options.tokens // options.sequence
+        size = (options.micro_batches, rows, options.sequence + 1)
+        self.batches = torch.randint(0, shape.vocab_size, size, generator=generator).to(GPU)
+        self.positions = torch.arange(options.sequence, device=GPU).expand(rows, -1)
+
+    def step(self) -> dict[str, float]:
+        """Milliseconds of each part, and the loss."""
+        marks: list[tuple[str, Any]] = []
+
+        def mark(name: str) -> None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            marks.append((name, event))
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        mark("start")
+        loss = torch.zeros((), device=GPU)
+        for batch in self.batches:
+            losses = self.ddp(
+                batch[:, :-1].contiguous(), self.positions, None, labels=batch[:, 1:].contiguous()
+            )
+            mean = losses.float().mean() / len(self.batches)
+            mark("forward")
+            mean.backward()
+            mark("backward")
+            loss += mean.detach()
+        self.ddp.finish_grad_sync()
+        self.optimizer.step()
+        mark("optimizer")
+        torch.cuda.synchronize()
+        parts: dict[str, float] = {}
+        for (_, begun), (name, ended) in zip(marks, marks[1:], strict=False):
+            parts[name] = parts.get(name, 0.0) + begun.elapsed_time(ended)
+        return {**parts, "total": sum(parts.values()), "loss": loss.item()}
+
+
+def measure(shape: SimpleNamespace, options: argparse.Namespace, mode: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    trainer = Trainer(shape, options, mode)
+    for _ in range(2):
+        trainer.step()
+    torch.cuda.reset_peak_memory_stats()
+    steps = [trainer.step() for _ in range(options.steps)]
+    keys = ("forward", "backward", "optimizer", "total")
+    return {
+        "milliseconds": {key: statistics.median(step[key] for step in steps) for key in keys},
+        "losses": [step["loss"] for step in steps],
+        "resident_bytes": torch.cuda.memory_allocated(),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "linear_weight_bytes": trainer.linear_bytes,
+    }
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=QWEN3_1_7B.num_hidden_layers)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=here / "results" / "megatron_step.json")
+    options = parser.parse_args()
+    shape = SimpleNamespace(**{**vars(QWEN3_1_7B), "num_hidden_layers": options.layers})
+
+    rows = {}
+    with single_process():
+        for mode in ("BF16", "fp8rl", "fp8rl, codes kept"):
+            rows[mode] = measure(shape, options, mode)
+            gc.collect()
+            torch.cuda.empty_cache()
+    base = rows["BF16"]
+    for row in rows.values():
+        row["speedup"] = {
+            key: base["milliseconds"][key] / value for key, value in row["milliseconds"].items()
+        }
+        extra = row["resident_bytes"] - base["resident_bytes"]
+        row["linear_weights_over_bf16"] = 1 + extra / base["linear_weight_bytes"]
+
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "layers": options.layers,
+        "tokens": options.tokens,
+        "sequence": options.sequence,
+        "micro_batches": options.micro_batches,
+        "rows": rows,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    table = Table(
+        "mode", "forward", "backward", "optimizer", "step ms", "over BF16", "weights", "peak GiB"
+    )
+    for mode, row in rows.items():
+        parts = [f"{value:.1f}" for value in row["milliseconds"].values()]
+        table.add_row(
+            mode,
+            *parts,
+            f"{row['speedup']['total']:.2f}",
+            f"{row['linear_weights_over_bf16']:.2f}",
+            f"{row['peak_bytes'] / 2**30:.1f}",
+        )
+    Console(width=110).print(table, {mode: row["losses"][-1] for mode, row in rows.items()})
+
+
+if __name__ == "__main__":
+    main()
