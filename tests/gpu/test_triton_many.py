@@ -143,5 +143,5 @@ def test_shards_go_straight_into_live_storage(dtype):
         untouched[first:last] = False
         unscaled[first // 128 : -(-last // 128)] = False
         first = -(-last // 128) * 128
-    assert bool((codes.cpu()[untouched] == 0x55).all() and untouched.sum() > 200)
+    assert bool((codes.cpu()[untouched] == 0x55).all() and untouched.sum() > 150)
     assert bool((scales.cpu()[unscaled] == 7.0).all() and unscaled.any())
