@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -106,7 +107,7 @@ class Trainer:
         mark("optimizer")
         torch.cuda.synchronize()
         parts: dict[str, float] = {}
-        for (_, begun), (name, ended) in zip(marks, marks[1:], strict=False):
+        for (_, begun), (name, ended) in itertools.pairwise(marks):
             parts[name] = parts.get(name, 0.0) + begun.elapsed_time(ended)
         return {**parts, "total": sum(parts.values()), "loss": loss.item()}
 
