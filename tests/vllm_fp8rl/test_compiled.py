@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from vllm_fp8rl.testing.tiny import make_moe_checkpoint
+
 CODE = """
 import sys
 from pathlib import Path
@@ -26,9 +28,14 @@ print(first != second, engine.greedy(prompt) == first)
 """
 
 
-def test_compiled_model_follows_refits(checkpoints: dict[str, Path], tmp_path: Path):
+def test_compiled_model_follows_refits(tmp_path: Path):
+    """With an MLP in one layer and experts in the other."""
+    paths = [
+        make_moe_checkpoint(tmp_path / name, seed, mlp_only_layers=[0])
+        for seed, name in enumerate("ab")
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(checkpoints["a"]), str(checkpoints["b"])],
+        [sys.executable, "-c", CODE, *map(str, paths)],
         capture_output=True,
         text=True,
         timeout=540,
@@ -36,7 +43,7 @@ def test_compiled_model_follows_refits(checkpoints: dict[str, Path], tmp_path: P
         | {
             "PYTHONPATH": str(Path(__file__).parent),
             "TORCHDYNAMO_DISABLE": "0",  # live_engine.py switches it off for the other tests
-            "VLLM_CACHE_ROOT": str(tmp_path),
+            "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
         },
         check=False,
     )
