@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.refit import RefitReport
+from vllm_fp8rl.liveness import while_alive
 from vllm_fp8rl.refit import BATCH_BYTES, REMEDY, Tensors, batches, lost_worker
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
 
@@ -27,7 +28,6 @@ InFlight = Literal["drain", "abort", "keep"]
 go on with the new weights after the tokens that they have, whose keys and values are made anew."""
 
 _PAUSE_MODES: dict[InFlight, str] = {"drain": "wait", "abort": "abort", "keep": "keep"}
-_ALIVE_SECONDS = 0.5
 
 
 async def refit_async(
@@ -105,13 +105,13 @@ async def _run(
     started = time.perf_counter()
     await door.shut()
     try:
-        await _while_alive(
+        await while_alive(
             engine, engine.pause_generation(mode=_PAUSE_MODES[in_flight], clear_cache=True)
         )
         await workers.call("begin", expect_kv_scales)
         await transfer(workers)
         # Not before: a forward between the pause and the first write may have filled it again.
-        if not await _while_alive(engine, engine.reset_prefix_cache(reset_running_requests=True)):
+        if not await while_alive(engine, engine.reset_prefix_cache(reset_running_requests=True)):
             raise RefitError(
                 "vLLM could not reset its prefix cache, which holds keys of the old weights; stop "
                 "whatever holds KV blocks and refit again."
@@ -140,19 +140,6 @@ async def _give_up(
     if in_flight != "keep":
         with contextlib.suppress(Exception):
             await door.abort_waiting()
-
-
-async def _while_alive(engine: Any, call: Coroutine[Any, Any, Any]) -> Any:
-    """The answer of an engine core, or an error if it dies: vLLM would then wait for ever."""
-    task = asyncio.ensure_future(call)
-    try:
-        while not task.done():
-            if engine.errored:
-                raise engine.dead_error
-            await asyncio.wait({task}, timeout=_ALIVE_SECONDS)
-        return task.result()
-    finally:
-        task.cancel()
 
 
 async def _settle(steps: Coroutine[Any, Any, None]) -> None:
@@ -227,7 +214,7 @@ class _AsyncFrontDoor:
         setattr(self._engine, self._BUSY, True)
         try:
             left = _Refusal.of(self._engine)
-            paused = await _while_alive(self._engine, self._engine.is_paused())
+            paused = await while_alive(self._engine, self._engine.is_paused())
             self._resume = left.resume if left else not paused
         except BaseException:
             delattr(self._engine, self._BUSY)
@@ -240,7 +227,7 @@ class _AsyncFrontDoor:
             refusal.uncover(self._engine)
         delattr(self._engine, self._BUSY)
         if self._resume:
-            await _while_alive(self._engine, self._engine.resume_generation())
+            await while_alive(self._engine, self._engine.resume_generation())
 
     def lock(self, reason: str) -> None:
         """Refuse requests from now on; the engine stays paused."""
@@ -249,7 +236,7 @@ class _AsyncFrontDoor:
 
     async def abort_waiting(self) -> None:
         waiting = self._engine.pause_generation(mode="abort", clear_cache=False)
-        await _while_alive(self._engine, waiting)
+        await while_alive(self._engine, waiting)
 
 
 class _AsyncWorkers:
@@ -284,7 +271,7 @@ class _AsyncWorkers:
 
         try:
             call = self._engine.collective_rpc(f"fp8rl_refit_{step}", args=args)
-            answers = await _while_alive(self._engine, call)
+            answers = await while_alive(self._engine, call)
         except Exception as error:
             raise lost_worker(step, error) from error
         return [worker.read_answer(answer) for answer in answers]

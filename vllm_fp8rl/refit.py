@@ -23,6 +23,7 @@ from fp8rl.refit import RefitReport
 from vllm_fp8rl.compat import abort_requests, reported_name
 from vllm_fp8rl.grid import SOURCE_DTYPES
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.liveness import ended_by_death
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
 
 if TYPE_CHECKING:
@@ -545,8 +546,10 @@ class Workers:
         from vllm_fp8rl import worker
 
         method: Any = worker.METHODS[step] if self._by_name else worker.STEPS[step]
+        core: Any = self._llm.llm_engine.engine_core
         try:
-            answers = self._llm.collective_rpc(method, args=args)
+            with ended_by_death(core):
+                answers = self._llm.collective_rpc(method, args=args)
         except Exception as error:
             raise lost_worker(step, error) from error
         return [worker.read_answer(answer) for answer in answers]

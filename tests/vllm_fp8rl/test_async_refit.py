@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from live_engine import LAYERS, Engine, load_tensors
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
 from vllm_fp8rl.async_refit import refit_async
+from vllm_fp8rl.liveness import ended_by_death
 from vllm_fp8rl.worker import EXTENSION
 
 SCRIPT = Path(__file__).with_name("async_cases.py")
@@ -125,6 +127,21 @@ def test_a_killed_engine_core_is_an_error_not_a_wait(found):
     assert error.startswith("RefitError: Step 'load_batch' of the refit failed on a worker")
     assert error.endswith("restart the engine.")
     assert refused.startswith("RefitError: The weights are a mixture")
+
+
+def test_calls_of_a_synchronous_engine_end_with_its_core():
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    pending: Future[None] = Future()
+    core = SimpleNamespace(
+        resources=SimpleNamespace(engine_dead=False), utility_results={1: pending}
+    )
+    with ended_by_death(core):
+        with pytest.raises(TimeoutError):
+            pending.result(timeout=1.2)
+        core.resources.engine_dead = True
+        with pytest.raises(EngineDeadError):
+            pending.result(timeout=10)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Calls to an engine core in a process of its own end when that process dies.
+
+vLLM marks such an engine as dead, but whoever waits for an answer waits for ever: it leaves the
+futures of pending calls alone (0.25.1 and 0.32; ``MPClient.utility_results``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import InvalidStateError
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_SECONDS = 0.5
+
+
+@contextmanager
+def ended_by_death(core: Any) -> Iterator[None]:
+    """Within the block, calls to an ``LLM``'s engine core raise EngineDeadError once it is dead.
+
+    Args:
+        core: ``llm.llm_engine.engine_core``; nothing is done for one of this process.
+    """
+    resources = getattr(core, "resources", None)
+    if resources is None:
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        while not done.wait(_SECONDS):
+            if resources.engine_dead:
+                for future in list(core.utility_results.values()):
+                    with suppress(InvalidStateError):  # answered after all
+                        future.set_exception(EngineDeadError())
+
+    watcher = threading.Thread(target=watch, name="fp8rl-engine-core", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+async def while_alive(engine: Any, call: Coroutine[Any, Any, Any]) -> Any:
+    """The answer to a call of an ``AsyncLLM``, or its ``dead_error``."""
+    task = asyncio.ensure_future(call)
+    try:
+        while not task.done():
+            if engine.errored:
+                raise engine.dead_error
+            await asyncio.wait({task}, timeout=_SECONDS)
+        return task.result()
+    finally:
+        task.cancel()
