@@ -1,0 +1,273 @@
+"""TransformerEngine's linear classes swapped for FP8 ones, in one process on one GPU.
+
+Needs megatron-core 0.16.1 and TransformerEngine 2.12.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("transformer_engine.pytorch")
+pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine as te_extension
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import quantize_block
+from fp8rl.recipe import Pins
+from fp8rl.testing.numeric import relative_error
+from megatron_fp8rl import convert, te_classes, weight_codes_hf
+from megatron_fp8rl.export import export_hf
+from megatron_fp8rl.specs import layer_spec
+
+VOCAB, LENGTH, BATCH = 256, 128, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29533")
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def _config(experts: int | None = None, **more: Any) -> TransformerConfig:
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 512,
+        "ffn_hidden_size": 1024,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 128,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "gradient_accumulation_fusion": False,
+    }
+    if experts is not None:
+        fields |= {
+            "num_moe_experts": experts,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 256,
+            "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+        }
+    return TransformerConfig(**{**fields, **more})
+
+
+def _gpt(experts: int | None = None, spec: Any = None, **more: Any) -> GPTModel:
+    config = _config(experts, **more)
+    model_parallel_cuda_manual_seed(7)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec
+        or get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=True
+        ),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).cuda()
+
+
+def _convert(model: Any, **pins: Any):
+    return convert(model, Recipe(pins=Pins(**pins)), plugins=PluginManager())
+
+
+def _loss(model: torch.nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator).cuda()
+    positions = torch.arange(LENGTH, device="cuda").expand(BATCH, -1)
+    labels = ids[:, 1:].contiguous()
+    return model(ids[:, :-1].contiguous(), positions, None, labels=labels).float().mean()
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    _loss(model).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("experts", [None, 4], ids=["dense", "experts"])
+def test_classes_parameters_and_state_stay_as_they_are(experts):
+    gpt = _gpt(experts)
+    names = [name for name, _ in gpt.named_parameters()]
+    keys, classes = list(gpt.state_dict()), {n: type(m) for n, m in gpt.named_modules()}
+    before = _loss(gpt)
+    conversion = _convert(gpt, layers=(0,))
+    changed = {n: type(m) for n, m in gpt.named_modules() if type(m) is not classes[n]}
+    assert len(changed) == 4 and all(name.startswith("decoder.layers.1.") for name in changed)
+    for name, ours in changed.items():
+        assert te_classes.TE_CLASSES[classes[name]] is ours
+    assert [name for name, _ in gpt.named_parameters()] == names
+    assert list(gpt.state_dict()) == keys
+    assert 0 < (_loss(gpt) - before).abs() < 0.05
+    conversion.close()
+    assert torch.equal(_loss(gpt), before)
+    assert {n: type(m) for n, m in gpt.named_modules()} == classes
+
+
+@pytest.mark.parametrize("experts", [None, 4], ids=["dense", "experts"])
+def test_gradients_are_near_those_of_transformer_engine(experts):
+    gpt = _gpt(experts)
+    bf16 = _gradients(gpt)
+    _convert(gpt)
+    fp8 = _gradients(gpt)
+    assert set(fp8) == set(bf16)
+    for name, grad in fp8.items():
+        assert grad.isfinite().all(), name
+        # E4M3 operands in three products a layer; routed tokens may change their expert.
+        limit = 0.25 if experts is None else 0.6
+        assert relative_error(grad.float(), bf16[name].float()) < limit, name
+    assert any(not torch.equal(fp8[name], bf16[name]) for name in fp8)
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "layernorm"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_layer_against_transformer_engine(kind, bias):
+    """y, dx, dw and the norm's gradient within what E4M3 operands cost, bias handed out alike."""
+    classes = {
+        "column": te_extension.TEColumnParallelLinear,
+        "row": te_extension.TERowParallelLinear,
+        "layernorm": te_extension.TELayerNormColumnParallelLinear,
+    }
+    options = {"input_is_parallel": True} if kind == "row" else {"gather_output": False}
+    layer: Any = classes[kind](
+        512,
+        768,
+        config=_config(),
+        init_method=torch.nn.init.xavier_normal_,
+        bias=bias,
+        skip_bias_add=bias,
+        is_expert=False,
+        **options,
+    ).cuda()
+    if bias:
+        with torch.no_grad():
+            layer.bias.normal_()
+    x = torch.randn(LENGTH, BATCH, 512, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(LENGTH, BATCH, 768, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> list[torch.Tensor]:
+        layer.zero_grad()
+        inside = x.clone().requires_grad_()
+        y, given = layer(inside)
+        assert (given is None) is not bias
+        y.backward(grad)
+        found = [y.detach(), inside.grad, layer.weight.grad]
+        if kind == "layernorm":
+            found.append(layer.layer_norm_weight.grad)
+        return [tensor.clone() for tensor in found]
+
+    theirs = run()
+    _swap_alone(layer, kind)
+    for ours, expected in zip(run(), theirs, strict=True):
+        assert 1e-4 < relative_error(ours.float(), expected.float()) < 0.08
+
+
+def _swap_alone(layer: Any, kind: str) -> None:
+    """Convert one layer by the same code that converts a model."""
+    from megatron_fp8rl.conversion import _check, _swap, prepare
+    from megatron_fp8rl.layout import plain_layout
+    from megatron_fp8rl.sites import Site
+
+    layout = plain_layout("o_proj", 768)
+    site = Site(("model.layers.0.self_attn.o_proj",), kind, layer, layout, {"o_proj": 512})
+    setup = prepare(_config(), Recipe())
+    _check(site, setup.backends)
+    _swap(site, setup)
+
+
+@pytest.mark.parametrize("experts", [None, 4], ids=["dense", "experts"])
+def test_checkpoints_load_both_ways(experts):
+    plain, ours = _gpt(experts), _gpt(experts)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.25)
+    _convert(ours)
+    saved = {name: value for name, value in plain.state_dict().items()}
+    ours.load_state_dict(saved)
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a, b)
+    plain.load_state_dict(ours.state_dict())
+    assert torch.isfinite(_loss(plain)) and torch.isfinite(_loss(ours))
+
+
+def test_codes_are_those_of_the_exported_weights():
+    gpt = _gpt()
+    conversion = _convert(gpt)
+    exported = dict(export_hf(gpt))
+    for module in conversion.modules.values():
+        for name, codes in weight_codes_hf(module).items():
+            expected = quantize_block(exported[f"{name}.weight"])
+            assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(codes.scale_inv, expected.scale_inv)
+
+
+def test_a_spec_builds_transformer_engines_layers(monkeypatch):
+    monkeypatch.setenv("FP8RL_RECIPE", '{"pins": {"layers": [0]}}')
+    gpt = _gpt(spec=layer_spec(_config()))
+    first, second = gpt.decoder.layers
+    assert type(first.mlp.linear_fc1) is te_extension.TELayerNormColumnParallelLinear
+    assert type(second.mlp.linear_fc1) is te_classes.Fp8TELayerNormColumnParallelLinear
+    assert torch.isfinite(_loss(gpt))
+
+
+def test_what_is_not_served_is_named():
+    gpt = _gpt()
+    layer = gpt.decoder.layers[1].mlp.linear_fc2
+    layer.ub_overlap_rs_fprop = True
+    with pytest.raises(UnsupportedError, match=r"linear_fc2' has ub_overlap_rs_fprop=True"):
+        _convert(gpt)
+    assert type(layer) is te_extension.TERowParallelLinear
+    layer.ub_overlap_rs_fprop = False
+    layer.te_quant_params = object()
+    with pytest.raises(UnsupportedError, match="quant_recipe"):
+        _convert(gpt)
+
+
+def test_a_loss_falls_as_with_transformer_engine():
+    def run(fp8: bool) -> list[float]:
+        gpt = _gpt(4)
+        if fp8:
+            _convert(gpt)
+        optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(10):
+            loss = _loss(gpt)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        return losses
+
+    bf16, fp8 = run(False), run(True)
+    assert fp8[-1] < 0.7 * fp8[0]
+    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.25
