@@ -9,6 +9,7 @@ layers of it still notices a pin that matches nothing.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,6 +33,7 @@ _KIND_OF_LEAF: dict[str, ModuleKind] = {
     "lm_head": "lm_head",
     "embed_tokens": "embed_tokens",
 }
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -165,8 +167,16 @@ class PinPolicy:
         """One line for a log."""
         linears = [row for row in self._rows.values() if row.kind not in ALWAYS_BF16]
         fp8 = sum(row.precision == "fp8" for row in linears)
-        pinned = ", ".join(self.bf16_linears()) or "none"
+        pinned = ", ".join(self._without_expert_numbers(self.bf16_linears())) or "none"
         return f"fp8rl: {fp8} of {len(linears)} linear modules in FP8; pinned to BF16: {pinned}"
+
+    def _without_expert_numbers(self, names: Iterable[str]) -> list[str]:
+        """One name, with a star, for a module that is listed for every expert of its layer."""
+        starred = {name: _EXPERT.sub(".experts.*.", name) for name in self._rows}
+        names = list(names)
+        all_of, listed = Counter(starred.values()), Counter(starred[name] for name in names)
+        whole = {star for star, count in listed.items() if count == all_of[star]}
+        return list(dict.fromkeys(s if (s := starred[name]) in whole else name for name in names))
 
     def _compile(self, pins: Pins) -> dict[str, _Rule]:
         rules: dict[str, _Rule] = {}

@@ -126,6 +126,14 @@ def test_summary():
     )
 
 
+def test_summary_says_once_what_holds_for_every_expert():
+    name = "model.layers.1.mlp.experts"
+    summary = PinPolicy(Pins(names=("*.experts.*.down_proj",)), MOE).summary()
+    assert summary.endswith(f"pinned to BF16: {name}.*.down_proj")
+    summary = PinPolicy(Pins(names=("*.experts.1.down_proj",)), MOE).summary()
+    assert summary.endswith(f"pinned to BF16: {name}.1.down_proj")
+
+
 def test_mixture_of_experts():
     policy = PinPolicy(Pins(names=("*.experts.*",)), MOE)
     assert policy.precision("model.layers.0.mlp.gate_up_proj") == "fp8"
