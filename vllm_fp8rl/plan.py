@@ -32,7 +32,8 @@ from vllm_fp8rl.experts import (
     stack_of,
 )
 from vllm_fp8rl.grid import Writes
-from vllm_fp8rl.index import Slot, slots_of
+from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.index import ModelIndex, Slot, slots_of
 from vllm_fp8rl.params import Fp8Scale, Fp8Weight, Shard, ShardedParameter
 
 Named = tuple[str, torch.Tensor]
@@ -104,6 +105,9 @@ class LoadPlan:
         self._model = model
         self._routes: dict[str, Route | ExpertRoute] = dict(_expert_routes(model))
         self._irregular: set[str] = set()
+        self._wrote = False
+        self._owed: set[str] = set()
+        """Tensors that must come again before the model may run, after a load that broke off."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> LoadPlan:
@@ -139,14 +143,52 @@ class LoadPlan:
         Raises:
             UnsupportedError: a loader of another's making wrote past quantization into FP8 storage.
         """
+        self._wrote = False
+        try:
+            loaded = self._load(weights, walk)
+        except Exception as error:
+            if self._wrote:
+                self._close(f"a load broke off ({type(error).__name__})")
+            raise
+        if self._owed:
+            self._settle(name for name, _ in weights)
+        return loaded
+
+    def _close(self, reason: str) -> None:
+        guard = RefitGuard.of(self._model)
+        if guard.session is None:  # a session knows better
+            entries = ModelIndex.of(self._model).entries
+            self._owed = {name for name, entry in entries.items() if entry.required}
+            guard.close(f"The weights are a mixture: {reason}")
+
+    def _settle(self, names: Iterable[str]) -> None:
+        """Plain loads end a mixture too, once every tensor has come again."""
+        guard = RefitGuard.of(self._model)
+        if guard.session is not None or not guard.closed:
+            self._owed.clear()  # a refit takes care, or has done so
+            return
+        entries = ModelIndex.of(self._model).entries
+        for name in names:
+            if name in entries:
+                self._owed -= {name, *entries[name].covers}
+        if not self._owed:
+            guard.open()
+
+    def _load(
+        self, weights: Collection[Named], walk: Callable[[Iterable[Named]], set[str]]
+    ) -> set[str]:
         if self.covers(name for name, _ in weights):
             return self._replay(weights)
         if self._irregular.issuperset(self._strange(name for name, _ in weights)):
+            self._wrote = True
             return walk(weights)  # nothing to learn
         with self._watched() as windows:
             if windows is None:
                 return walk(weights)
-            loaded = walk(_opening(weights, windows))
+            try:
+                loaded = walk(_opening(weights, windows))
+            finally:
+                self._wrote = any(window.routes or window.changed for window in windows.values())
         self._learn(windows)
         return loaded
 
@@ -156,6 +198,7 @@ class LoadPlan:
             for name, tensor in scalars_on_host(weights):
                 route = self._routes[name]
                 route.replay(tensor, writes)
+                self._wrote = True
                 if route.taken:
                     loaded.add(route.slot.name)
         finally:  # what came before an error is written, as it is without a plan

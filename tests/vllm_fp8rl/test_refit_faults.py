@@ -159,3 +159,24 @@ def test_a_session_that_is_garbage_leaves_a_refusal(engine, b):
     drop_requests(engine.llm)
     session.abandon("lost")
     assert not serves(engine)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_plain_load_that_breaks_off_closes_the_model_until_all_has_come(engine, a, b, known):
+    """NeMo RL and others call ``model.load_weights`` alone, with nobody to say it is complete."""
+    if not known:
+        engine.model.__dict__.pop("fp8rl_load_plan", None)
+    tokens = engine.greedy(PROMPTS)
+    first, second = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
+    value = b[first]
+    with pytest.raises(RefitError):
+        engine.model.load_weights([(second, torch.ones(3, 5)), (first, value)])
+    assert engine.greedy(PROMPTS) == tokens  # nothing had been written
+    with pytest.raises(RefitError):
+        engine.model.load_weights([(first, value), (second, torch.ones(3, 5))])
+    assert not serves(engine)
+    items = list(a.items())
+    engine.model.load_weights(items[:7])
+    assert not serves(engine)
+    engine.model.load_weights(items[7:])
+    assert engine.greedy(PROMPTS) == tokens
