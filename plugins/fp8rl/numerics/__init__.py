@@ -20,7 +20,7 @@ from fp8rl.numerics._dispatch import (
     quantize_operand,
     quantize_weight,
 )
-from fp8rl.numerics._finite import all_finite
+from fp8rl.numerics._finite import all_finite, start_finite_check
 from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Operand, Quantized, cdiv
 from fp8rl.numerics.reference import mark_inf
 
@@ -41,4 +41,5 @@ __all__ = [
     "quantize_group",
     "quantize_operand",
     "quantize_weight",
+    "start_finite_check",
 ]

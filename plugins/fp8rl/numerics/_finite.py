@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,26 +14,40 @@ _TOGETHER = (*SOURCE_DTYPES, FP8_DTYPE)
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each tensor has no NaN and no infinity.
+    """Whether each tensor has no NaN and no infinity; see :func:`start_finite_check`."""
+    return start_finite_check(tensors)()
 
-    Contiguous tensors on a GPU are read by one kernel launch and cost one wait in all; others are
-    read in parts.
+
+def start_finite_check(tensors: Sequence[torch.Tensor]) -> Callable[[], list[bool]]:
+    """Begin to look for NaN and infinities; what is returned waits and says which are finite.
+
+    Contiguous tensors on a GPU are read by one kernel launch a dtype, which is on its way when this
+    returns; others are read in parts, by the second call.
 
     Args:
         tensors: any shapes; bfloat16, float16, float32 or float8_e4m3fn; any devices.
     """
-    answers = [True] * len(tensors)
     together: dict[torch.device, list[int]] = {}
+    apart: dict[int, torch.Tensor] = {}
     for number, tensor in enumerate(tensors):
         if tensor.is_cuda and tensor.is_contiguous() and tensor.dtype in _TOGETHER:
             together.setdefault(tensor.device, []).append(number)
         else:
-            answers[number] = _finite_in_parts(tensor)
+            apart[number] = tensor
+    started = []
     for numbers in together.values():
         chosen = [tensors[number] for number in numbers]
-        found = _implementation(chosen[0], "triton_many").all_finite(chosen)
-        for number, good in zip(numbers, found, strict=True):
-            answers[number] = good
+        kernels = _implementation(chosen[0], "triton_many")
+        started.append((numbers, kernels.start_finite_check(chosen)))
+    count = len(tensors)
+
+    def answers() -> list[bool]:  # keeps no tensor that a GPU reads
+        found = dict.fromkeys(range(count), True)
+        found |= {number: _finite_in_parts(tensor) for number, tensor in apart.items()}
+        for numbers, wait in started:
+            found.update(zip(numbers, wait(), strict=True))
+        return list(found.values())
+
     return answers
 
 

@@ -5,7 +5,7 @@ Addresses reach the GPU as a table of integers, one row a tensor, in one copy fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import triton
@@ -142,8 +142,8 @@ def quantize_blocks(
             first = end
 
 
-def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each tensor has no NaN and no infinity; one wait for the GPU in all.
+def start_finite_check(tensors: Sequence[torch.Tensor]) -> Callable[[], list[bool]]:
+    """See :func:`fp8rl.numerics.start_finite_check`.
 
     Args:
         tensors: bfloat16, float16, float32 or float8_e4m3fn, of one device, each contiguous.
@@ -153,7 +153,8 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
         if x.numel():
             groups.setdefault(x.dtype, []).append(number)
     if not groups:
-        return [True] * len(tensors)
+        nothing = [True] * len(tensors)
+        return lambda: nothing
     device = tensors[0].device
     with torch.cuda.device_of(tensors[0]):
         bad = torch.zeros(len(tensors), dtype=torch.int32, device=device)
@@ -170,7 +171,7 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
                 STEP=_STEP,
                 num_warps=8,
             )
-        return [flag == 0 for flag in bad.tolist()]
+    return lambda: [flag == 0 for flag in bad.tolist()]
 
 
 def _segments(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:

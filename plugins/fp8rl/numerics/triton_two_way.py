@@ -40,6 +40,94 @@ def _spread(amax):
 
 
 @triton.jit
+def _mask(row, col, rows, cols):
+    return (row < rows)[:, None] & (col < cols)[None, :]
+
+
+@triton.jit
+def _load(at, mask, WHOLE: tl.constexpr):
+    """``WHOLE``: no tile reaches over an end, so nobody asks for the mask."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask, other=0.0)
+
+
+@triton.jit
+def _store(at, value, mask, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask)
+
+
+@triton.jit
+def _write_tile(
+    x,
+    tile_row,
+    tile_col,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    padded_rows,
+    scale_stride,
+    scale_t_stride,
+    BLOCK: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes and scales of one 128x128 tile of a ``[rows, cols]`` source, zeros beyond its ends."""
+    row = tl.arange(0, 128)
+    col = tl.arange(0, 128)
+    left = rows - tile_row * 128
+    left_cols = cols - tile_col * 128
+    inside = _mask(row, col, left, left_cols)
+    inside_t = _mask(col, row, left_cols, padded_rows - tile_row * 128)
+    codes_at = codes_ptr + tile_row * 128 * cols + tile_col * 128
+    codes_at += row[:, None] * cols + col[None, :]
+    codes_t_at = codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128
+    codes_t_at += col[:, None] * padded_rows + row[None, :]
+    SHIFT: tl.constexpr = 16 if x.dtype == tl.bfloat16 else 0
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.int16, bitcast=True)
+        magnitude = bits & 0x7FFF
+        # Not a conversion: Triton's interpreter gets subnormals wrong.
+        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        x = x.to(tl.float32)
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if BLOCK:
+        amax = tl.max(tl.max(magnitude, 1), 0, keep_dims=True).to(tl.int32) << SHIFT
+        scale, scale_inv = _scales(amax, POW2)
+        code = _codes(x, scale[:, None], NATIVE)
+        one = tl.arange(0, 1)
+        if ROWWISE:
+            _store(codes_at, code, inside, WHOLE)
+            tl.store(scale_inv_ptr + tile_row * scale_stride + tile_col + one, scale_inv)
+        if COLUMNWISE:
+            _store(codes_t_at, tl.trans(code), inside_t, WHOLE)
+            tl.store(scale_inv_t_ptr + tile_col * scale_t_stride + tile_row + one, scale_inv)
+    else:
+        if ROWWISE:
+            amax = _spread(tl.max(magnitude, 1).to(tl.int32) << SHIFT)
+            scale, scale_inv = _scales(amax, POW2)
+            at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128 + row
+            _store(at, scale_inv, row < left, WHOLE)
+            _store(codes_at, _codes(x, scale[:, None], NATIVE), inside, WHOLE)
+        if COLUMNWISE:
+            amax = _spread(tl.max(magnitude, 0).to(tl.int32) << SHIFT)
+            scale, scale_inv = _scales(amax, POW2)
+            at = scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128 + col
+            _store(at, scale_inv, col < left_cols, WHOLE)
+            _store(codes_t_at, tl.trans(_codes(x, scale[None, :], NATIVE)), inside_t, WHOLE)
+
+
+@triton.jit
 def _two_way_kernel(
     x_ptr,
     codes_ptr,
@@ -65,63 +153,29 @@ def _two_way_kernel(
     tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
     row = tl.arange(0, 128)
     col = tl.arange(0, 128)
-    if WHOLE:  # no tile reaches over an end
-        row_inside: tl.constexpr = None
-        col_inside: tl.constexpr = None
-        inside: tl.constexpr = None
-        inside_t: tl.constexpr = None
-        other: tl.constexpr = None
-    else:
-        row_inside = row < rows - tile_row * 128
-        col_inside = col < cols - tile_col * 128
-        inside = row_inside[:, None] & col_inside[None, :]
-        inside_t = col_inside[:, None] & (row < padded_rows - tile_row * 128)[None, :]
-        other = 0.0
+    inside = _mask(row, col, rows - tile_row * 128, cols - tile_col * 128)
     x_ptr += tile_row * 128 * stride_row + tile_col * 128 * stride_col
-    codes_ptr += tile_row * 128 * cols + tile_col * 128
-    codes_t_ptr += tile_col * 128 * padded_rows + tile_row * 128
-    x = tl.load(
-        x_ptr + row[:, None] * stride_row + col[None, :] * stride_col,
-        inside,
-        other,
+    x = _load(x_ptr + row[:, None] * stride_row + col[None, :] * stride_col, inside, WHOLE)
+    _write_tile(
+        x,
+        tile_row,
+        tile_col,
+        codes_ptr,
+        scale_inv_ptr,
+        codes_t_ptr,
+        scale_inv_t_ptr,
+        rows,
+        cols,
+        padded_rows,
+        scale_stride,
+        scale_t_stride,
+        BLOCK,
+        ROWWISE,
+        COLUMNWISE,
+        POW2,
+        NATIVE,
+        WHOLE,
     )
-    SHIFT: tl.constexpr = 16 if x.dtype == tl.bfloat16 else 0
-    if x.dtype == tl.bfloat16:
-        bits = x.to(tl.int16, bitcast=True)
-        magnitude = bits & 0x7FFF
-        # Not a conversion: Triton's interpreter gets subnormals wrong.
-        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        x = x.to(tl.float32)
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    if BLOCK:
-        amax = tl.max(tl.max(magnitude, 1), 0, keep_dims=True).to(tl.int32) << SHIFT
-        scale, scale_inv = _scales(amax, POW2)
-        code = _codes(x, scale[:, None], NATIVE)
-        one = tl.arange(0, 1)
-        if ROWWISE:
-            tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
-            tl.store(scale_inv_ptr + tile_row * scale_stride + tile_col + one, scale_inv)
-        if COLUMNWISE:
-            at = codes_t_ptr + col[:, None] * padded_rows + row[None, :]
-            tl.store(at, tl.trans(code), inside_t)
-            tl.store(scale_inv_t_ptr + tile_col * scale_t_stride + tile_row + one, scale_inv)
-    else:
-        if ROWWISE:
-            amax = _spread(tl.max(magnitude, 1).to(tl.int32) << SHIFT)
-            scale, scale_inv = _scales(amax, POW2)
-            at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128 + row
-            tl.store(at, scale_inv, row_inside)
-            code = _codes(x, scale[:, None], NATIVE)
-            tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
-        if COLUMNWISE:
-            amax = _spread(tl.max(magnitude, 0).to(tl.int32) << SHIFT)
-            scale, scale_inv = _scales(amax, POW2)
-            at = scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128 + col
-            tl.store(at, scale_inv, col_inside)
-            code = _codes(x, scale[None, :], NATIVE)
-            at = codes_t_ptr + col[:, None] * padded_rows + row[None, :]
-            tl.store(at, tl.trans(code), inside_t)
 
 
 def quantize_operand(
