@@ -238,7 +238,8 @@ class BlockGrid:
         self._check_shape(start, rows)
         self._move_in()
         self._incomplete.pop(start, None)
-        self._write(start, lambda lo, hi: rows[lo:hi], writes)
+        whole = (0, rows.shape[0])
+        self._write(start, lambda lo, hi: rows if (lo, hi) == whole else rows[lo:hi], writes)
         self._loaded.add(start)
 
     @torch.no_grad()

@@ -117,6 +117,8 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
             "the whole HF tensor of the model that the engine was started with."
         )
     (row, column) = shard.origin
+    if shard.full == (shard.rows, columns):
+        return tensor
     return tensor[row : row + shard.rows, column : column + columns]
 
 

@@ -18,7 +18,7 @@ import torch
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.kv_scales import Role, check_scale, parse_scale_name, scale_name
-from fp8rl.numerics import FP8_DTYPE, all_finite
+from fp8rl.numerics import FP8_DTYPE, start_finite_check
 from fp8rl.refit import RefitReport
 from vllm_fp8rl.compat import abort_requests, reported_name
 from vllm_fp8rl.grid import SOURCE_DTYPES
@@ -37,6 +37,7 @@ BATCH_BYTES = 16 << 20
 """Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
 REMEDY = "refit the engine with a complete set of tensors before generating"
 _SCAN_ELEMENTS = 1 << 18
+_PLUGINS = "_fp8rl_plugins"
 
 
 class RefitSession:
@@ -116,6 +117,8 @@ class RefitSession:
         from vllm_fp8rl.plan import scalars_on_host
 
         tensors = scalars_on_host(batch)
+        known = [(name, tensor) for name, tensor in tensors if name in self._entries]
+        finite = start_finite_check([tensor for _, tensor in known])  # a GPU reads meanwhile
         arriving: dict[str, torch.dtype] = {}
         covered = set(self._covered)
         for name, tensor in tensors:
@@ -126,7 +129,7 @@ class RefitSession:
             arriving[key] = tensor.dtype
             covered.update(parts)
         self._check_pairs(arriving)
-        self._check_values([(name, t) for name, t in tensors if name in self._entries])
+        self._check_values(known, finite())
         if not tensors:
             return
         if not self.wrote:
@@ -209,8 +212,9 @@ class RefitSession:
             )
         return name
 
-    def _check_values(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        finite = all_finite([tensor for _, tensor in tensors])
+    def _check_values(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], finite: Sequence[bool]
+    ) -> None:
         for (name, tensor), good in zip(tensors, finite, strict=True):
             if not good:
                 raise RefitError(
@@ -418,7 +422,7 @@ def _run(
             "vllm_fp8rl.refit.drop_requests(llm), then refit."
         )
     door, workers = _FrontDoor(llm), Workers(llm)
-    manager = PluginManager() if plugins is None else plugins
+    manager = installed_plugins(llm.llm_engine) if plugins is None else plugins
     started = time.perf_counter()
     try:
         workers.call("begin", expect_kv_scales)
@@ -484,6 +488,14 @@ def lost_worker(step: str, error: Exception) -> RefitError:
         f"Step '{step}' of the refit failed on a worker ({type(error).__name__}: {error}); "
         "if its process has died, restart the engine."
     )
+
+
+def installed_plugins(engine: Any) -> PluginManager:
+    """The installed plugins, looked for once an engine, as every package's metadata is read."""
+    manager = engine.__dict__.get(_PLUGINS)
+    if manager is None:
+        manager = engine.__dict__[_PLUGINS] = PluginManager()
+    return manager
 
 
 class _FrontDoor:
