@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl.errors import Fp8RLError, RefitError
+from vllm_fp8rl.values import PlainValues
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend
@@ -57,6 +58,7 @@ class RefitGuard:
         self._woken = False
         self._discarded: list[tuple[str, torch.Tensor]] = []
         self._ready = False
+        self.values = PlainValues()
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> RefitGuard:
@@ -148,6 +150,7 @@ class RefitGuard:
             self._each("restore")
             self._woken = False
         self._require_loaded()
+        self.values.require_finite()
         self._each("require_ready")
 
     def _require_loaded(self) -> None:

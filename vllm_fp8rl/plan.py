@@ -143,6 +143,10 @@ class LoadPlan:
         Raises:
             UnsupportedError: a loader of another's making wrote past quantization into FP8 storage.
         """
+        guard = RefitGuard.of(self._model)
+        # A session has looked already.
+        if guard.session is None and guard.values.look(weights, self._model):
+            guard.recheck()
         self._wrote = False
         try:
             loaded = self._load(weights, walk)

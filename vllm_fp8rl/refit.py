@@ -168,6 +168,7 @@ class RefitSession:
             received_bytes=self._bytes,
             seconds=time.perf_counter() - self._started,
         )
+        self._guard.values.forget()
         self._guard.open()
 
     def abandon(self, reason: str) -> None:

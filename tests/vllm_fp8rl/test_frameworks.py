@@ -25,6 +25,7 @@ from vllm_fp8rl.worker import has_refit_methods
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
@@ -193,3 +194,25 @@ def test_push_that_ends_too_early(engine, checkpoints, example):
     sender.join()
     with pytest.raises(RefitError, match="mixture"):
         engine.greedy(PROMPTS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_plain_loads_refuse_what_is_not_finite(engine, checkpoints, tokens, value):
+    """An infinite weight would otherwise be clamped to 448 like any large one."""
+    b = load_tensors(checkpoints["b"])
+    b[UP].view(-1)[7] = value
+    with pytest.raises(RefitError, match=f"'{UP}' has NaN or infinite values; it was not loaded"):
+        engine.model.load_weights([(UP, b[UP])])
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+def test_a_reload_marks_what_is_not_finite(engine, checkpoints, tokens):
+    b = load_tensors(checkpoints["b"])
+    broken = b | {UP: torch.full_like(b[UP], torch.nan)}
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": broken.items()})
+    with pytest.raises(RefitError, match=rf"'{UP}' came with NaN .*\(1 such tensors\)"):
+        engine.greedy(PROMPTS)
+    drop_requests(engine.llm)
+    engine.model.load_weights([(UP, b[UP])])
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
