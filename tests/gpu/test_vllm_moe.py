@@ -137,8 +137,8 @@ def test_kernels_equal_float64_on_the_same_operands(engine: GpuEngine, tokens: i
     found, other = error(y), error(truth(layer, x, weights, ids, lambda t: t.double()))
     log.info("%d tokens: median %.5f, max %.5f", tokens, found.median(), found.max())
     log.info("activations not quantized: median %.5f", other.median())
-    # BF16 output leaves 0.0017. Where a kernel rounds the product of gate and up to BF16 too, one of
-    # twenty codes is another: 0.01. Scales that are powers of two would leave 0.03.
+    # BF16 output leaves 0.0017. Where a kernel rounds the product of gate and up to BF16 too, one
+    # of twenty codes is another: 0.01. Scales that are powers of two would leave 0.03.
     assert found.median() < 1.5e-2
     assert found.max() < 4e-2
     assert other.median() > 3e-2
