@@ -28,8 +28,8 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 16}
 """Elements quantized at once, by device type: the CPU reference makes float32 temporaries of about
 20 bytes an element, which must stay small beside a layer of a small model."""
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 27  # a GPU makes none; rows that come from the host are copied
-_LAUNCH_BYTES = 1 << 30
-"""What is put off at most, a few per cent of a model for which it matters."""
+_LAUNCH_BYTES = (1 << 27, 1 << 30)
+"""What is put off at most, at first, so that a GPU soon has work, and in the end."""
 
 _ROWS, _COLS = BLOCK
 Rows = Callable[[int, int], torch.Tensor]
@@ -55,7 +55,7 @@ class Writes:
     """
 
     def __init__(self) -> None:
-        self._bytes = 0
+        self._bytes, self._limit = 0, _LAUNCH_BYTES[0]
         self._blocks: dict[ScaleFormat, dict[int, tuple[torch.Tensor, Quantized]]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._grids: dict[int, BlockGrid] = {}
@@ -68,8 +68,9 @@ class Writes:
             self._grids[id(grid)] = grid
         self._blocks.setdefault(fmt, {})[live.codes.data_ptr()] = (rows, live)
         self._bytes += rows.nbytes
-        if self._bytes >= _LAUNCH_BYTES:
+        if self._bytes >= self._limit:
             self.run()
+            self._limit = min(2 * self._limit, _LAUNCH_BYTES[1])
 
     def copy(self, live: torch.Tensor, value: torch.Tensor) -> None:
         """A small tensor of the same shape, dtype and device."""
