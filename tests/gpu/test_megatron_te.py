@@ -212,8 +212,7 @@ def test_checkpoints_load_both_ways(experts):
         for parameter in plain.parameters():
             parameter.mul_(1.25)
     _convert(ours)
-    saved = {name: value for name, value in plain.state_dict().items()}
-    ours.load_state_dict(saved)
+    ours.load_state_dict(plain.state_dict())
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.equal(a, b)
     plain.load_state_dict(ours.state_dict())
