@@ -34,6 +34,7 @@ from vllm_fp8rl.sizes import Sizes
 
 _LINEARS: tuple[ModuleKind, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts")
 _GIB = 1 << 30
+_NO_FP8_UNITS = "no FP8 units: a float32 product of dequantized codes"
 
 
 def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
@@ -115,7 +116,7 @@ def _linears(
         pinned = sorted({(row.reason, row.layer or 0) for row in mine if row.precision == "bf16"})
         shape, kernel, why = "", "-", ""
         if kind == "experts":
-            kernel, why = "chosen by vLLM's moe_backend", "see the log of an engine's start"
+            kernel, why = _experts_kernel(engine, device) if fp8 else ("-", "")
         else:
             gemm = sizes.linear(kind)
             shape = f"{gemm.out_features} x {gemm.in_features}"
@@ -138,9 +139,18 @@ def _linears(
     )
 
 
+def _experts_kernel(engine: VllmConfig, device: torch.device) -> tuple[str, str]:
+    if device.type != "cuda":
+        return "cpu", _NO_FP8_UNITS
+    asked = engine.kernel_config.moe_backend
+    if asked == "auto":
+        return "triton", "the first choice; vLLM looks at the experts when the engine starts"
+    return asked, "as moe_backend says"
+
+
 def _why(device: torch.device, shape: Any, dtype: torch.dtype) -> str:
     if device.type != "cuda":
-        return "no FP8 units: a float32 product of dequantized codes"
+        return _NO_FP8_UNITS
     from vllm_fp8rl.delegated import obstacles
 
     refused = obstacles(shape, dtype)

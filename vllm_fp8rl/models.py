@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.pinning import dense_module_names, layer_module_names
+from fp8rl.pinning import dense_module_names, has_experts, mixture_module_names
 from vllm_fp8rl import NAME
 
 MIXTURES = ("qwen3_moe",)
@@ -19,27 +19,18 @@ def is_mixture(hf_config: Any) -> bool:
 
 
 def is_mixture_layer(hf_config: Any, layer: int) -> bool:
-    """Whether a decoder layer has experts (``mlp_only_layers``, ``decoder_sparse_step``)."""
-    return (
-        is_mixture(hf_config)
-        and layer not in (getattr(hf_config, "mlp_only_layers", None) or ())
-        and (layer + 1) % getattr(hf_config, "decoder_sparse_step", 1) == 0
-    )
+    """Whether a decoder layer has experts."""
+    return is_mixture(hf_config) and has_experts(vars(hf_config), layer)
 
 
 def module_names(hf_config: Any) -> list[str]:
     """HF names of the modules with weights, in order."""
-    count = hf_config.num_hidden_layers
     if not is_mixture(hf_config):
-        return dense_module_names(count)
-    layers = [
-        f"model.layers.{layer}.{name}"
-        for layer in range(count)
-        for name in layer_module_names(
-            num_experts=hf_config.num_experts if is_mixture_layer(hf_config, layer) else None
-        )
-    ]
-    return ["model.embed_tokens", *layers, "model.norm", "lm_head"]
+        return dense_module_names(hf_config.num_hidden_layers)
+    return mixture_module_names(
+        hf_config.num_experts,
+        [is_mixture_layer(hf_config, layer) for layer in range(hf_config.num_hidden_layers)],
+    )
 
 
 def check_architecture(hf_config: Any, top_config: Any) -> None:

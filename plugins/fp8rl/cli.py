@@ -20,7 +20,14 @@ from fp8rl import PluginManager, Recipe, __version__
 from fp8rl.adapters import Diagnosis, EngineAdapter, Section
 from fp8rl.errors import Fp8RLError, PluginError, UnsupportedError
 from fp8rl.hookspecs import PROJECT
-from fp8rl.pinning import PinPolicy, PinRow, Precision, dense_module_names
+from fp8rl.pinning import (
+    PinPolicy,
+    PinRow,
+    Precision,
+    dense_module_names,
+    has_experts,
+    mixture_module_names,
+)
 
 DEBUG_ENV = "FP8RL_DEBUG"
 
@@ -257,6 +264,10 @@ def _names_in(model: Path) -> list[str]:
         else:
             settings = json.loads(config.read_text(encoding="utf-8"))
             settings = settings.get("text_config", settings)
+            if settings.get("model_type") == "qwen3_moe":
+                layers = range(int(settings["num_hidden_layers"]))
+                mixed = [has_experts(settings, layer) for layer in layers]
+                return mixture_module_names(int(settings["num_experts"]), mixed)
             if any("experts" in key for key in settings):
                 raise UnsupportedError(
                     f"'{model}' is a mixture of experts without weights to take its module names "

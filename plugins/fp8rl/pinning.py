@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from fp8rl.errors import PinError
 from fp8rl.recipe import ModuleKind, Pins
@@ -88,6 +88,29 @@ def layer_module_names(
         names.append("mlp.gate")
         names += ["mlp.shared_expert_gate"] if shared_expert == "shared_expert" else []
     return names + [f"{block}.{part}" for block in blocks for part in mlp]
+
+
+def mixture_module_names(num_experts: int, layers: Sequence[bool]) -> list[str]:
+    """HF names of the modules with weights of a Qwen3-MoE-style model, in order.
+
+    Args:
+        num_experts: of a layer that has experts.
+        layers: whether each decoder layer has.
+    """
+    names = [
+        f"model.layers.{layer}.{name}"
+        for layer, mixture in enumerate(layers)
+        for name in layer_module_names(num_experts=num_experts if mixture else None)
+    ]
+    return ["model.embed_tokens", *names, "model.norm", "lm_head"]
+
+
+def has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a decoder layer of a mixture has experts, by the keys of its ``config.json``."""
+    return (
+        layer not in (config.get("mlp_only_layers") or ())
+        and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+    )
 
 
 @dataclass(frozen=True)

@@ -309,6 +309,16 @@ def test_doctor_takes_the_layers_from_the_config(tmp_path, nested):
     assert {"outside", "0", "1-3"} == set(table_rows(result.stdout))
 
 
+def test_doctor_knows_the_names_of_a_mixture_by_its_config(tmp_path):
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 2}
+    config |= {"mlp_only_layers": [1], "decoder_sparse_step": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(engines(), "doctor", "--model", str(tmp_path))
+    rows = table_rows(result.stdout)
+    assert rows["0-2"] == ("qkv_proj, o_proj, gate_up_proj, down_proj", "")
+    assert rows["3"] == ("qkv_proj, o_proj, experts", "router (always: router)")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -97,6 +97,23 @@ def test_pins_and_rollout_in_bf16(checkpoints: dict[str, Path]) -> None:
     assert rows["qkv_proj"][1:3] == ("-", "0-1 (rollout: false)")
 
 
+def test_a_mixture(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    mixture = changed(
+        checkpoints["a"],
+        tmp_path / "mixture",
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        **MIXTURE,
+    )
+    found = doctor.examine(mixture, Recipe(), 1)
+    assert found.problems == ()
+    rows = table(found, "linear layers")
+    assert rows["gate_up_proj"][1:4] == ("0", "-", "cpu")
+    assert rows["experts"][1:4] == ("1", "-", "cpu")
+
+
 def changed(checkpoint: Path, folder: Path, **changes: Any) -> Path:
     config = json.loads((checkpoint / "config.json").read_text()) | changes
     folder.mkdir()

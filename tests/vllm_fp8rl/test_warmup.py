@@ -12,15 +12,17 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import envs
 
 from vllm_fp8rl import deep_gemm_jit
 from vllm_fp8rl.deep_gemm_jit import Job, Shape, find_nvcc, rows_to_try
-from vllm_fp8rl.warmup import KernelWarmup
+from vllm_fp8rl.warmup import KernelWarmup, deep_gemm_job
 
 # As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,
 # the compiler's version and the flags; a kernel is loaded as soon as it has been made.
@@ -172,6 +174,23 @@ def test_a_failure_is_a_warning_and_leaves_no_kernel(
     assert kernels(job) == []
     assert not job.is_made(Shape(256, 128, 1024))
     assert not list(Path(job.cache).glob("tmp/*"))
+
+
+def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm").propagate = True
+    monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "skip", raising=False)
+    assert deep_gemm_job() is None
+    assert caplog.text == ""
+    monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "relax")
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    assert deep_gemm_job() is None
+    assert "DG_JIT_USE_NVRTC is set" in caplog.text
+    monkeypatch.delenv("DG_JIT_USE_NVRTC")
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "jit")
+    monkeypatch.setenv("CUDA_HOME", "nowhere")
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(__file__="deep_gemm/x.py"))
+    assert deep_gemm_job() is None
+    assert "there is no nvcc; install" in caplog.text
 
 
 @given(st.integers(1, 3000))
