@@ -5,6 +5,7 @@ Arguments: folder with checkpoints ``a`` and ``b``. Prints one JSON object on it
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -20,6 +21,7 @@ import httpx
 import torch
 from live_engine import KV_SCALE, LAYERS, load_tensors
 
+import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from fp8rl.kv_scales import scale_names
@@ -177,6 +179,7 @@ async def cases(engine: Any, root: Path) -> dict[str, object]:
     await engine.resume_generation()
     found["resumed"] = await client.greedy()
 
+    found["doc"] = await as_documented(engine, client, b)
     found["http"] = await over_http(engine, client, str(root / "a"))
     (place,) = await engine.collective_rpc("fp8rl_refit_place")
 
@@ -189,6 +192,15 @@ async def cases(engine: Any, root: Path) -> dict[str, object]:
     killed = refit_async(engine, killing(), expect_kv_scales=False, batch_bytes=1)
     found["killed"] = [await error_of(killed), await error_of(client.greedy())]
     return found
+
+
+async def as_documented(engine: Any, client: Client, weights: object) -> list[list[int]]:
+    """The code block of docs/vllm.md."""
+    text = Path(vllm_fp8rl.__file__).parents[1].joinpath("docs", "vllm.md").read_text("utf-8")
+    code = text.split("\n## `AsyncLLM`\n")[1].split("```")[1].removeprefix("python\n")
+    compiled = compile(code, "docs/vllm.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    await eval(compiled, {"engine": engine, "weights": weights})
+    return await client.greedy()
 
 
 async def over_http(engine: Any, client: Client, folder: str) -> list[object]:

@@ -116,6 +116,10 @@ def test_a_paused_engine_stays_paused(found, truth):
     assert found["resumed"] == truth["b"]
 
 
+def test_documented_code(found, truth):
+    assert found["doc"] == truth["b"]
+
+
 def test_recipe_for_a_server(found, truth):
     tokens, with_other_scales, again, error = found["http"]
     assert tokens == again == truth["a"] != with_other_scales

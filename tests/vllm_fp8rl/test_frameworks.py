@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +25,16 @@ from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
 from vllm_fp8rl.worker import has_refit_methods
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+DOC = (EXAMPLES.parent / "docs" / "vllm.md").read_text(encoding="utf-8")
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
 UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def doc_block(heading: str) -> str:
+    """The first code block below a heading of docs/vllm.md."""
+    section = DOC.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return section.split("```")[1].split("\n", 1)[1].rstrip()
 
 
 @pytest.fixture
@@ -142,6 +151,20 @@ def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path, e
     assert asked.greedy(PROMPTS) == other_engine(checkpoints["b"], recipe).greedy(PROMPTS)
 
 
+def test_overrides_of_the_model_config_ask_too(other_engine, checkpoints):
+    recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
+    asks = {"quant_method": "fp8rl", "recipe": recipe.to_dict()}
+    asked = other_engine(
+        checkpoints["b"],
+        recipe,
+        quantization=None,
+        additional_config={},
+        hf_overrides={"quantization_config": asks},
+    )
+    assert asked.llm.llm_engine.vllm_config.additional_config["fp8rl"] == recipe.to_dict()
+    assert asked.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
+
+
 def test_transformers_ignores_the_request(checkpoints, tmp_path, example):
     """TRL's trainer loads the same folder."""
     from transformers import AutoModelForCausalLM
@@ -161,6 +184,51 @@ def test_recipe_of_the_model_yields_to_that_of_the_engine():
         config.read_recipe({}, {"pin": {}})
     with pytest.raises(UnsupportedError, match="quantized with 'gptq'"):
         config.Fp8RLConfig.from_config({"quant_method": "gptq"})
+
+
+def test_verl_arguments(checkpoints):
+    """verl makes flags of its dictionary: names with underscores, dictionaries as JSON."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    overrides = [
+        line.lstrip("+").removeprefix("actor_rollout_ref.rollout.engine_kwargs.vllm.")
+        for line in doc_block("verl").splitlines()
+    ]
+    assert overrides == ["quantization=fp8rl", "additional_config.fp8rl.kv_cache.dtype=auto"]
+    settings = {
+        "quantization": "fp8rl",
+        "additional_config": {"fp8rl": {"kv_cache": {"dtype": "auto"}}},
+    }
+    flags = ["--model", str(checkpoints["a"]), "--hf_overrides", "{}"]
+    for name, value in settings.items():
+        flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else value]
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
+    arguments = AsyncEngineArgs.from_cli_args(parsed)
+    assert arguments.quantization == "fp8rl"
+    assert config.read_recipe(arguments.additional_config).kv_cache.dtype == "auto"
+
+
+def test_offline_recipe(engine, checkpoints, tokens):
+    space = {
+        "llm": engine.llm,
+        "weights": load_tensors(checkpoints["b"]),
+        "conversations": [[5, 6, 7, 8, 9, 10], list(range(20, 60))],
+    }
+    code = doc_block("Offline `LLM`")
+    first, _, rest = code.partition("calibrate_kv_scales(llm")
+    exec(first, space)
+    assert engine.greedy(PROMPTS) == tokens["b"]
+    exec(f"found = calibrate_kv_scales(llm{rest}", space)
+    assert {name for name in space["found"] if name.endswith(("k_scale", "v_scale"))} == set(SCALES)
+
+
+def test_doc_names_what_there_is():
+    for path in re.findall(r"`(vllm_fp8rl(?:\.\w+)+)`", DOC):
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
+    for file in re.findall(r"\]\(\.\./(\S+?)\)|(?<=python )(examples/\S+)", DOC):
+        assert (EXAMPLES.parent / "".join(file)).is_file(), file
 
 
 def test_push_between_processes(engine, checkpoints, tokens, example):
