@@ -70,9 +70,9 @@ class Conversion:
     def invalidate(self) -> None:
         """Quantize every weight anew at its next use.
 
-        Needed after weights were written through ``parameter.data`` or a buffer they are views of,
-        which leaves no trace; optimizer steps, ``load_state_dict``, in-place operations, moves to
-        another device and ``train()``/``eval()`` are noticed.
+        Needed with ``keep_codes`` alone, after weights were written through ``parameter.data`` or a
+        buffer they are views of, which leaves no trace; optimizer steps, ``load_state_dict``,
+        in-place operations, moves to another device and ``train()``/``eval()`` are noticed.
         """
         for epoch in self._epochs:
             epoch.turn()
@@ -136,8 +136,9 @@ def convert(
         plugins: where pins and GEMM backends come from; the installed plugins by default.
         gemm_backend: name of the backend; by default the fastest measured for each product.
         keep_codes: keep weight codes until the weights change, 2 bytes a parameter on a GPU, which
-            saves their quantization in all micro-batches of a step but the first. By default a CPU
-            keeps them and a GPU does not.
+            saves their quantization in all micro-batches of a step but the first; see
+            :meth:`Conversion.invalidate`. By default stale codes are impossible: a GPU keeps none,
+            a CPU compares each weight with the one its codes were made of.
         report: takes the table of pins, once; by default it is logged.
 
     Raises:
@@ -253,9 +254,9 @@ def conversion_of(model: ModelChunks) -> Conversion:
 def weight_codes_hf(module: Any) -> dict[str, Quantized]:
     """Codes of a converted module's weights as the rollout engine has them.
 
-    They are the ones that the next forward uses, so under DDP's ``overlap_param_gather`` the
-    parameters must have been gathered before (``export_hf`` gathers them, and so does
-    ``start_param_sync(force_sync=True)``).
+    Of the weights as they are in memory: under DDP's ``overlap_param_gather`` those of the last
+    step are gathered by the next forward, by ``export_hf`` or by
+    ``start_param_sync(force_sync=True)``. Nothing is kept, so the next forward is not disturbed.
 
     Returns:
         By global HF module name, this rank's rows (or columns) of each HF tensor on its own grid:
@@ -272,7 +273,7 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
         )
     found: dict[str, Quantized] = {}
     for state, weight in _held(module):
-        name, layout, codes = state.name, state.codes.layout, state.codes.get(weight)
+        name, layout, codes = state.name, state.codes.layout, state.codes.fresh(weight)
         if layout.in_place:
             codes = layout.codes_to_hf(codes)
         if layout.aligned:

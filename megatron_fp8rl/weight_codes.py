@@ -49,8 +49,10 @@ class WeightCodes:
         layout: row order; blocks lie on the HF order.
         scale_format: of the 128x128 blocks.
         epoch: shared by all weights of a conversion.
-        keep: keep the codes until the weight changes; by default a CPU does and a GPU, where they
-            take 2 bytes a parameter and little time, does not.
+        keep: keep the codes until the weight is known to have changed. By default a GPU, where they
+            take 2 bytes a parameter and little time, makes them at each use, and a CPU, where they
+            take long, compares the weight with the one they were made of; so neither can use
+            stale ones.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class WeightCodes:
         self._epoch = epoch
         self._keep = keep
         self._key: tuple[int, int, int] | None = None
+        self._made_of: torch.Tensor | None = None
         self._codes = Operand(None, None)
 
     def get(self, weight: torch.Tensor) -> Quantized:
@@ -74,9 +77,9 @@ class WeightCodes:
     def rowwise(self, weight: torch.Tensor, training: bool = False) -> Quantized:
         """Codes of ``weight`` as it is now, for fprop.
 
-        A change is seen if it bumps ``_version`` (any in-place operation on the parameter,
-        ``load_state_dict``), moves the storage, or comes from an optimizer step. Writing through
-        ``weight.data`` leaves no trace: call ``Conversion.invalidate()`` after it.
+        With ``keep`` a change is seen if it bumps ``_version`` (any in-place operation on the
+        parameter, ``load_state_dict``), moves the storage, or comes from an optimizer step. Writing
+        through ``weight.data`` leaves no trace: call ``Conversion.invalidate()`` after it.
 
         Args:
             weight: ``[layout.rows, K]`` in Megatron's row order.
@@ -108,11 +111,24 @@ class WeightCodes:
             self._codes = Operand(rowwise, columnwise)
         return _present(columnwise)
 
+    def fresh(self, weight: torch.Tensor) -> Quantized:
+        """Codes of ``weight`` as it is now, of which nothing is kept.
+
+        For a look from outside: what a distributed optimizer has not gathered yet must not stay.
+        """
+        return _present(self._make(weight, rowwise=True).rowwise)
+
     def drop(self) -> None:
         """Free the codes; the next call makes them anew."""
-        self._key, self._codes = None, Operand(None, None)
+        self._key = self._made_of = None
+        self._codes = Operand(None, None)
 
     def _forget_if_changed(self, weight: torch.Tensor) -> None:
+        if self._keep is None:
+            if self._made_of is None or not torch.equal(self._made_of, weight):
+                self.drop()
+                self._made_of = weight.detach().clone()
+            return
         key = (weight.data_ptr(), weight._version, self._epoch.value)
         if key != self._key:
             self._key, self._codes = key, Operand(None, None)

@@ -401,10 +401,11 @@ def test_codes_follow_every_optimizer_step_and_no_micro_batch(distributed):
             assert _codes_equal(codes, quantize_block(weights[name])), name
 
 
-def test_loading_weights_is_noticed_and_data_writes_after_invalidate():
+@pytest.mark.parametrize("keep", [None, True])
+def test_loading_weights_is_noticed_and_data_writes_after_invalidate(keep):
     gpt, other = _gpt(seed=1), _gpt(seed=2)
     tokens = _tokens()
-    conversion = _convert(gpt)
+    conversion = _convert(gpt, keep_codes=keep)
     reference = _convert(other)
     expected = _loss(other, tokens)
     assert not torch.equal(_loss(gpt, tokens), expected)
@@ -417,7 +418,9 @@ def test_loading_weights_is_noticed_and_data_writes_after_invalidate():
             parameter.data.copy_(doubled[name])
     reference.drop_codes()
     expected = _loss(other, tokens)
-    conversion.invalidate()
+    if keep:
+        assert not torch.equal(_loss(gpt, tokens), expected)
+        conversion.invalidate()
     assert torch.equal(_loss(gpt, tokens), expected)
 
 

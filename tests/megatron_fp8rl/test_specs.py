@@ -137,10 +137,11 @@ def test_the_table_is_printed_once_and_saved_beside_megatron_lms_checkpoint(
     assert rows["model.layers.3.mlp.up_proj"] == ("bf16", "layers: -1")
     assert rows["model.layers.2.mlp.up_proj"] == ("fp8", "")
     assert Recipe.from_dict(table["recipe"]).pins.layers == (-1,)
-    for module in found.modules.values():
-        before = module.fp8_state.codes.get(module.weight)
-        found.invalidate()  # one epoch for each chunk's config, all of them turned
-        assert module.fp8_state.codes.get(module.weight) is not before
+    epochs = {id(m.fp8_setup): m.fp8_setup.epoch for m in found.modules.values()}
+    assert len(epochs) == 2  # one for each chunk's config
+    before = {key: epoch.value for key, epoch in epochs.items()}
+    found.invalidate()
+    assert all(epoch.value > before[key] for key, epoch in epochs.items())
 
 
 def test_mtp_layers_stay_bf16_behind_the_symbol_and_the_table_says_so(capsys):
@@ -186,10 +187,10 @@ def test_models_of_one_spec_and_one_config_are_apart():
     found = conversion_of(two)
     assert set(found.modules) == DENSE_FP8
     module = found.modules["model.layers.1.mlp.down_proj"]
-    before = module.fp8_state.codes.get(module.weight)
+    before = module.fp8_setup.epoch.value
     module.weight.grad = torch.ones_like(module.weight)
     torch.optim.SGD([module.weight], lr=1.0).step()
-    assert module.fp8_state.codes.get(module.weight) is not before
+    assert module.fp8_setup.epoch.value > before
     with pytest.raises(UnsupportedError, match="No module of this model was converted"):
         conversion_of(build_gpt(DENSE))
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from fp8rl.numerics import dequantize_block, mark_inf, quantize_block
+from fp8rl.numerics import Quantized, dequantize_block, mark_inf, quantize_block
 from megatron_fp8rl.layout import plain_layout, qkv_layout
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
@@ -22,7 +22,7 @@ def _weight(rows: int = 130, columns: int = 70) -> torch.nn.Parameter:
 
 
 def _codes(epoch: WeightEpoch, rows: int = 130) -> WeightCodes:
-    return WeightCodes(plain_layout("o_proj", rows), "fp32", epoch)
+    return WeightCodes(plain_layout("o_proj", rows), "fp32", epoch, keep=True)
 
 
 def _same(codes, weight) -> bool:
@@ -61,6 +61,27 @@ def test_every_noticed_way_to_change_a_weight(epoch, how):
     assert after is not before
     assert _same(after, module.weight)
     assert not _same(before, module.weight)
+
+
+def test_by_default_no_write_at_all_can_go_unseen(epoch):
+    weight, codes = _weight(), WeightCodes(plain_layout("o_proj", 130), "fp32", epoch)
+    first = codes.get(weight)
+    assert codes.get(weight) is first
+    codes.columnwise(weight)
+    for _ in range(3):
+        weight.data.copy_(torch.randn_like(weight))
+        assert _same(codes.get(weight), weight)
+        transposed = codes.columnwise(weight)
+        assert torch.equal(transposed.codes.t().float(), codes.get(weight).codes.float())
+    weight.data[129, 69] += 1.0
+    assert _same(Quantized(codes.columnwise(weight).codes.t(), first.scale_inv), weight)
+
+
+def test_a_look_from_outside_leaves_nothing(epoch):
+    weight, codes = _weight(), _codes(epoch)
+    assert _same(codes.fresh(weight), weight)
+    weight.data.zero_()  # what a late gather does: the next use must see it
+    assert not codes.get(weight).codes.float().any()
 
 
 def test_writing_through_data_is_seen_after_turning_the_epoch(epoch):
