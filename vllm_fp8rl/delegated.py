@@ -13,6 +13,7 @@ import os
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear import (
     CutlassFp8BlockScaledMMKernel,
     DeepGemmFp8BlockScaledMMKernel,
@@ -35,6 +36,8 @@ from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import GPU_CAPABILITIES, require_gpu_supported
 from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
 from vllm_fp8rl.fusion_pass import install as install_fusion
+
+logger = init_logger("vllm.fp8rl")
 
 _KERNELS = {
     "deep_gemm": DeepGemmFp8BlockScaledMMKernel,
@@ -96,6 +99,8 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
         )
     config = _layer_config(shape, dtype)
     backend, reasons = _choose(shape, config)
+    if NO_NVCC in reasons.values():
+        logger.warning_once("fp8rl: DeepGEMM, the fastest FP8 kernel, is left out: %s.", NO_NVCC)
     if backend is not None:
         install_fusion(get_current_vllm_config(), recipe)
         return DelegatedKernel(backend, config, recipe)
