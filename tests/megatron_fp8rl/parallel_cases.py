@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file
@@ -30,13 +33,18 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import Recipe
 from fp8rl.errors import CheckpointError, ScaleError
+from fp8rl.gemm import ReferenceBackend
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl import compat, convert, weight_codes_hf
+from megatron_fp8rl.backends import BackendChoice
 from megatron_fp8rl.export import export_hf, load_hf
+from megatron_fp8rl.layout import plain_layout
+from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 STEPS, MICROBATCHES, BATCH, LENGTH, VOCAB, LAYERS = 3, 2, 2, 32, 94, 4
 PADDED_VOCAB = 96
@@ -179,7 +187,9 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
     """A few FP8 optimizer steps; what this rank saw of them."""
     model_parallel_cuda_manual_seed(1)
     model = build(topology, weights)
-    conversion = convert(model, Recipe.from_dict({"pins": topology.pins}))
+    # Kept codes are the harder case where parameters are gathered late.
+    keep = True if topology.overlap else None
+    conversion = convert(model, Recipe.from_dict({"pins": topology.pins}), keep_codes=keep)
     observer = QKVObserver(model, enabled=False)
     config = model[0].config
     config.finalize_model_grads_func = finalize_model_grads
@@ -226,6 +236,9 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
             result["losses"].append(_mean_loss(seen))
         ok, _, _ = optimizer.step()
         assert ok
+        if topology.overlap:  # a look at weights of which each rank has its own share alone
+            for module in conversion.modules.values():
+                weight_codes_hf(module)
         result["trained"] = dict(export_hf(model, vocab_size=VOCAB))  # a refit after every step
     result["codes"] = {"fp32": _code_mismatches(conversion, result["trained"], "fp32")}
     conversion.close()
@@ -277,6 +290,60 @@ def _nan_on_the_last_rank(observer: QKVObserver) -> str:
     return "no error"
 
 
+def sequence_parallel_bits() -> dict[str, Any]:
+    """One column-parallel layer: gathering codes against gathering the activations first."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    layer = ColumnParallelLinear(
+        200,
+        256,
+        config=build_gpt(hf_config(), dtype=torch.float32).config,
+        init_method=torch.nn.init.xavier_normal_,
+        bias=False,
+    )
+    codes = WeightCodes(plain_layout("o_proj", 128), "fp32", WeightEpoch())
+    backends = BackendChoice({"reference": ReferenceBackend()}, ["fp32"])
+    state = Fp8State("model.layers.0.self_attn.o_proj", codes, backends, "fp32")
+    generator = torch.Generator().manual_seed(9)
+    whole = torch.randn(12, 3, 200, generator=generator)
+    grad = torch.randn(12, 3, 256, generator=generator).chunk(2, -1)[group.rank()]
+    found, sent = [], []
+    for gathered_first in (True, False):
+        layer.weight.grad = None
+        x = whole if gathered_first else whole.chunk(2)[group.rank()]
+        x = x.clone().requires_grad_()
+        call = Call(
+            state=state,
+            fusion=False,
+            training=True,
+            sequence_parallel=not gathered_first,
+            allreduce_dgrad=gathered_first,
+            tp_group=group,
+        )
+        with _counting(sent):
+            y = fp8_linear(x, layer.weight, None, call)
+        y.backward(grad)
+        dx = x.grad.chunk(2)[group.rank()] if gathered_first else x.grad
+        found.append((y.detach(), dx, layer.weight.grad))
+    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    return {"same": same, "sent": sent, "tokens": len(whole) * 3 // 2}
+
+
+@contextmanager
+def _counting(sent: list[tuple[str, int]]) -> Iterator[None]:
+    """Note the dtype and the bytes of each all-gather's input."""
+    original = compat.all_gather
+
+    def count(output, shard, group, *, wait=True):
+        sent.append((str(shard.dtype), shard.numel() * shard.element_size()))
+        return original(output, shard, group, wait=wait)
+
+    compat.all_gather = count
+    try:
+        yield
+    finally:
+        compat.all_gather = original
+
+
 def round_trip_untied(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Load and export with an output layer of its own, and a load that must fail everywhere."""
     untied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].flip(0)}
@@ -310,6 +377,8 @@ def main(out: Path, names: list[str]) -> None:
                 expert_tensor_parallel_size=topology.expert_tp,
             )
             results[name] = train(topology, weights["moe" if topology.moe else "dense"])
+            if name == "tp2-sp":
+                results[name]["bits"] = sequence_parallel_bits()
             if name in ("tp2", "vpp2"):
                 results[name] |= round_trip_untied(topology, weights["dense"])
             parallel_state.destroy_model_parallel()

@@ -141,6 +141,15 @@ def test_export_equals_one_process_bit_for_bit(single, ranks, weights, name):
         assert not torch.equal(tensor, both[0]["exported"][tensor_name]), tensor_name
 
 
+def test_gathering_codes_equals_gathering_activations_first_bit_for_bit(ranks):
+    for rank in ranks:
+        bits = rank["tp2-sp"]["bits"]
+        # dx is a sum over ranks either way, the other two are one product on the same codes.
+        assert bits["same"] == [True, True, True]
+        tokens = bits["tokens"]
+        assert bits["sent"] == [("torch.uint8", tokens * 200), ("torch.float32", tokens * 2 * 4)]
+
+
 @pytest.mark.parametrize("name", ["tp2", "vpp2"])
 def test_untied_head_and_a_load_that_fails_on_every_rank(ranks, weights, name):
     _, both = results(ranks, name)
