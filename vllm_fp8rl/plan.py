@@ -199,12 +199,14 @@ class LoadPlan:
     def _replay(self, weights: Iterable[Named]) -> set[str]:
         writes, loaded = Writes(), set()
         try:
-            for name, tensor in scalars_on_host(weights):
-                route = self._routes[name]
-                route.replay(tensor, writes)
-                self._wrote = True
-                if route.taken:
-                    loaded.add(route.slot.name)
+            # vLLM's parameter classes pass every attribute through Python, to no effect.
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                for name, tensor in scalars_on_host(weights):
+                    route = self._routes[name]
+                    route.replay(tensor, writes)
+                    self._wrote = True
+                    if route.taken:
+                        loaded.add(route.slot.name)
         finally:  # what came before an error is written, as it is without a plan
             writes.run()
         return loaded

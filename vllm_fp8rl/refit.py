@@ -69,6 +69,7 @@ class RefitSession:
         self._guard = RefitGuard.of(model)
         self._entries: dict[str, Entry] = {}
         self._scales: frozenset[str] = frozenset()
+        self._grids: tuple[Any, ...] = ()
         self._dtypes: dict[str, torch.dtype] = {}
         self._covered: set[str] = set()
         self._written: set[str] = set()
@@ -82,7 +83,7 @@ class RefitSession:
             raise RefitError("A refit of this model is already under way; finish it first.")
         self._guard.require_awake()
         index = ModelIndex.of(self.model)
-        self._entries, self._scales = index.entries, index.kv_scales
+        self._entries, self._scales, self._grids = index.entries, index.kv_scales, index.grids
         if self.expect_kv_scales and not self._scales:
             raise RefitError(
                 "KV scales were announced, but the engine has no FP8 KV cache; start it with "
@@ -177,9 +178,7 @@ class RefitSession:
         self._leave_closed(f"a refit broke off ({reason})")
 
     def _begin_writing(self) -> None:
-        from vllm_fp8rl.index import ModelIndex
-
-        for grid in ModelIndex.of(self.model).grids:
+        for grid in self._grids:
             grid.forget_unpaired()
         self.wrote = True
         self._guard.close("a refit is under way")
