@@ -19,7 +19,7 @@ from fp8rl.errors import RefitError
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
 from vllm_fp8rl.grid import BlockGrid, Writes
-from vllm_fp8rl.params import Shard, check_plain_dtype, narrow
+from vllm_fp8rl.params import Shard, check_plain_dtype, count_on_meta, narrow
 
 Slot = Literal["w1", "w3", "w2"]
 SLOTS: dict[Slot, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -29,6 +29,7 @@ FUSED: dict[str, tuple[Slot, ...]] = {"gate_up_proj": ("w1", "w3"), "down_proj":
 
 Storage = Callable[[], Mapping[str, torch.Tensor]]
 """The layer's live tensors by parameter name, asked at each write: an engine may move them."""
+Former = Callable[[], Mapping[str, torch.Tensor] | None]
 
 
 def stack_of(slot: Slot) -> str:
@@ -91,12 +92,9 @@ class ExpertLayout:
         first = 0 if slot == "w1" else self.padded // block
         return stack[local, first : first + cdiv(self.intermediate, block)]
 
-    def target(self, stack: torch.Tensor, local: int, slot: Slot) -> torch.Tensor:
-        """The same with its padding."""
-        if slot == "w2":
-            return stack[local]
-        first = 0 if slot == "w1" else self.padded
-        return stack[local, first : first + self.padded]
+    def elements(self, block: tuple[int, int] = (1, 1)) -> int:
+        """Of any matrix in its stack, padding included; or of its scales."""
+        return cdiv(self.padded, block[0]) * cdiv(self.hidden, block[1])
 
     def clear_padding(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
         """Write zeros to what no weight fills."""
@@ -122,6 +120,7 @@ class ExpertGrids:
         scale_format: ``fp32`` or ``pow2``.
         device: where they lie.
         on_unpaired: called whenever codes or scales begin to wait for their counterparts.
+        former: its tensors before :meth:`moving`, or None.
     """
 
     def __init__(
@@ -131,9 +130,12 @@ class ExpertGrids:
         scale_format: ScaleFormat,
         device: torch.device,
         on_unpaired: Callable[[], None],
+        former: Former = lambda: None,
     ) -> None:
         self.layout = layout
         self._storage = storage
+        self._on_unpaired = on_unpaired
+        self._move = _Move(storage, former)
         self._grids = {
             (expert, slot): BlockGrid(
                 f"{layout.name}.{expert}.{SLOTS[slot]}",
@@ -167,6 +169,14 @@ class ExpertGrids:
         for grid in self._grids.values():
             grid.forget_unpaired()
 
+    def moving(self) -> None:
+        """The next write finds new storage without contents (vLLM's layerwise reload).
+
+        It begins with those of the former: matrices that do not come again stay as they are.
+        """
+        if self._move.begin():
+            self._on_unpaired()
+
     def load(
         self, expert: int, slot: Slot, tensor: torch.Tensor, writes: Writes | None = None
     ) -> None:
@@ -182,6 +192,7 @@ class ExpertGrids:
             UnsupportedError: another dtype.
         """
         part = self.layout.part(tensor, expert, slot)
+        self._move.end()
         if tensor.dtype != FP8_DTYPE:
             self._grids[expert, slot].load_source(0, part, writes)
             return
@@ -206,6 +217,7 @@ class ExpertGrids:
                 f"'{self.layout.hf_name(expert, slot)}_scale_inv' takes scales of shape {expected} "
                 f"(128x128 blocks of a {shard.full} weight), but got {tuple(scale_inv.shape)}."
             )
+        self._move.end()
         if writes is not None:
             writes.run()
         self._grids[expert, slot].load_scales(0, scale_inv, shard.origin)
@@ -230,16 +242,24 @@ class PlainExperts:
     Args:
         layout: of the layer, without padding.
         storage: its live ``w13_weight`` and ``w2_weight``.
+        former: see :class:`ExpertGrids`.
     """
 
-    def __init__(self, layout: ExpertLayout, storage: Storage) -> None:
+    def __init__(
+        self, layout: ExpertLayout, storage: Storage, former: Former = lambda: None
+    ) -> None:
         self.layout = layout
         self._storage = storage
+        self._move = _Move(storage, former)
         self._missing = {(expert, slot) for expert in layout.local for slot in SLOTS}
 
     def missing(self) -> list[str]:
         """HF names of the local matrices that were never written."""
         return [self.layout.hf_name(*key) for key in sorted(self._missing)]
+
+    def moving(self) -> None:
+        """As of :class:`ExpertGrids`."""
+        self._move.begin()
 
     @torch.no_grad()
     def load(
@@ -253,9 +273,33 @@ class PlainExperts:
         """
         check_plain_dtype(tensor, self.layout.hf_name(expert, slot))
         part = self.layout.part(tensor, expert, slot)
+        self._move.end()
         stack = self._storage()[stack_of(slot)]
         self.layout.rows_of(stack, self.layout.local[expert], slot).copy_(part)
         self._missing.discard((expert, slot))
+
+
+class _Move:
+    """From tensors that a layerwise reload has set aside to those that it fills."""
+
+    def __init__(self, storage: Storage, former: Former) -> None:
+        self._storage = storage
+        self._former = former
+        self._open = False
+
+    def begin(self) -> bool:
+        """Whether it had not begun."""
+        begun, self._open = self._open, True
+        return not begun
+
+    def end(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        former = self._former()
+        if former is not None:
+            for name, live in self._storage().items():
+                live.copy_(former[name])
 
 
 class ExpertParameter(torch.nn.Parameter):
@@ -292,14 +336,22 @@ class ExpertParameter(torch.nn.Parameter):
             if expert_id not in layout.local:
                 return False
             if param.is_meta:  # that reload counts elements before it loads any
-                target = layout.target(param.data, layout.local[expert_id], shard_id)
-                target.copy_(torch.empty_like(target))
+                experts.moving()
+                count_on_meta(_reload_count(experts, loaded_weight.dtype))
             else:
                 experts.load(expert_id, shard_id, loaded_weight)
             return True
 
         load.supports_moe_loading = True  # type: ignore[attr-defined] # vLLM asks for it
         return load
+
+
+def _reload_count(experts: ExpertGrids | PlainExperts, dtype: torch.dtype) -> int:
+    """Elements that a matrix counts for in a layerwise reload, as with ``Fp8Weight``."""
+    if dtype == FP8_DTYPE:
+        return experts.layout.elements() - 1
+    scales = experts.layout.elements(BLOCK) if isinstance(experts, ExpertGrids) else 0
+    return experts.layout.elements() + scales
 
 
 class ExpertScale(ExpertParameter):
@@ -323,7 +375,10 @@ class ExpertScale(ExpertParameter):
         ) -> bool:
             if expert_id not in layout.local:
                 return False
-            if not param.is_meta:
+            if param.is_meta:
+                experts.moving()
+                count_on_meta(layout.elements(BLOCK))
+            else:
                 experts.load_scales(expert_id, shard_id, loaded_weight)
             return True
 

@@ -23,6 +23,7 @@ from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from fp8rl.recipe import Recipe
+from vllm_fp8rl.compat import before_reload
 from vllm_fp8rl.experts import (
     ExpertGrids,
     ExpertLayout,
@@ -78,8 +79,11 @@ class _ExpertsMethod(FusedMoEMethodBase):
     def require_ready(self, layer: RoutedExperts) -> None:
         """Raise unless the experts can run."""
 
-    def restore(self, layer: RoutedExperts) -> None:
-        """Put back what no refit brings, after memory was discarded."""
+    def discard(self, layer: RoutedExperts) -> None:
+        """A sleep has discarded the weights: put back what no refit brings."""
+        self._clear_padding(layer)
+
+    def _clear_padding(self, layer: RoutedExperts) -> None:
         self.grids.layout.clear_padding(layer.w13_weight.data, layer.w2_weight.data)
 
     def apply(
@@ -190,7 +194,12 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         device = stacks["w13_weight"].device
         storage = _storage_of(weakref.ref(layer), tuple(stacks))
         self.grids = ExpertGrids(
-            layout, storage, self.recipe.weights.scale_format, device, self._on_unpaired
+            layout,
+            storage,
+            self.recipe.weights.scale_format,
+            device,
+            self._on_unpaired,
+            _former_of(weakref.ref(layer), tuple(stacks)),
         )
         for name, data in stacks.items():
             kind = ExpertScale if name.endswith("_scale_inv") else ExpertParameter
@@ -230,7 +239,9 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         Raises:
             CheckpointError: the checkpoint left out a part of this layer.
         """
-        self.restore(layer)  # vLLM's dummy loader and its layerwise reload leave anything there
+        self._clear_padding(
+            layer
+        )  # vLLM's dummy loader and its layerwise reload leave anything there
         if self.grids.complete:
             return
         if not self._dummy:
@@ -247,6 +258,11 @@ class Fp8RLMoEMethod(_ExpertsMethod):
             return rows.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
 
         self.grids.fill_missing(make)
+
+    def discard(self, layer: RoutedExperts) -> None:
+        """A sleep has discarded the weights: put back what no refit brings."""
+        super().discard(layer)
+        self.grids.forget_unpaired()
 
     def require_ready(self, layer: RoutedExperts) -> None:
         """Raise RefitError while FP8 codes lack their scales."""
@@ -282,7 +298,8 @@ class RefitMoEMethod(_ExpertsMethod):
         width, shapes = layout.padded, {}
         shapes["w13_weight"] = (num_experts, 2 * width, hidden_size)
         shapes["w2_weight"] = (num_experts, hidden_size, width)
-        self.grids = PlainExperts(layout, _storage_of(weakref.ref(layer), tuple(shapes)))
+        names, own = tuple(shapes), weakref.ref(layer)
+        self.grids = PlainExperts(layout, _storage_of(own, names), _former_of(own, names))
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=params_dtype)
             layer.register_parameter(name, ExpertParameter(data, self.grids))
@@ -400,3 +417,16 @@ def _storage_of(
         return {name: getattr(module, name).data for name in names}
 
     return live
+
+
+def _former_of(
+    layer: weakref.ref[torch.nn.Module], names: tuple[str, ...]
+) -> Callable[[], dict[str, torch.Tensor] | None]:
+    def former() -> dict[str, torch.Tensor] | None:
+        module = layer()
+        kept = {name: before_reload(module, name) for name in names} if module else {}
+        if not kept or any(parameter is None for parameter in kept.values()):
+            return None
+        return {name: parameter.data for name, parameter in kept.items()}
+
+    return former

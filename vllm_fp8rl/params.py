@@ -122,7 +122,7 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
     return tensor[row : row + shard.rows, column : column + columns]
 
 
-def _count(elements: int) -> None:
+def count_on_meta(elements: int) -> None:
     """Tell vLLM's layerwise reload how much came: it looks on while copies are made on meta."""
     target = torch.empty(elements, device="meta")
     target.copy_(torch.empty_like(target))
@@ -142,7 +142,7 @@ class Fp8Weight(ShardedParameter):
     def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
         if self.is_meta:
             self.grid.moving()
-            _count(self._reload_count(shard, tensor.dtype))
+            count_on_meta(self._reload_count(shard, tensor.dtype))
             return
         part = narrow(tensor, shard, self.label, self.matrix[1])
         if tensor.dtype != FP8_DTYPE:
@@ -190,7 +190,7 @@ class Fp8Scale(ShardedParameter):
     def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
         if self.is_meta:
             self.grid.moving()
-            _count(tensor.numel())
+            count_on_meta(tensor.numel())
             return
         expected = tuple(map(cdiv, shard.full, BLOCK))
         if tuple(tensor.shape) != expected:
@@ -229,7 +229,7 @@ class PlainWeight(ShardedParameter):
     def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
         if self.is_meta:
             self._moving = True  # the materialized parameter takes this over
-            _count(shard.rows * self.shape[1])
+            count_on_meta(shard.rows * self.shape[1])
             return
         check_plain_dtype(tensor, self.label)
         part = narrow(tensor, shard, self.label, self.matrix[1])

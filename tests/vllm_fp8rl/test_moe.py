@@ -25,6 +25,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
@@ -41,7 +42,8 @@ PINNED = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(kinds=("experts",)))
 EXPERTS, WIDTH = 6, 192
 """Experts of 192 columns: gate and up lie in stacks of 256, and 64 of them are padding."""
 SHORT = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
-DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
+LAYER = "model.layers.1.mlp.experts"
+DOWN = f"{LAYER}.3.down_proj.weight"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -259,6 +261,39 @@ def test_vllms_own_reload_and_any_number_of_processings(moe: Engine, tokens, b: 
     assert all(torch.equal(held[name], found) for name, found in bytes_of(moe).items())
 
 
+def test_reload_of_codes_and_of_a_part(moe: Engine, tokens, a: Tensors, b: Tensors) -> None:
+    wire: Tensors = {}
+    for name, tensor in b.items():
+        wire[name] = tensor
+        if name.endswith("proj.weight"):
+            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
+    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": wire.items()})
+    moe.llm.reset_prefix_cache()
+    assert moe.greedy(SHORT) == tokens["b"]
+    give(moe, a)
+    moe.model.load_weights([(DOWN, b[DOWN])])
+    expected = bytes_of(moe)
+    give(moe, a)
+    some = {name: b[name] if name == DOWN else tensor for name, tensor in a.items()}
+    del some[DOWN.replace("down", "up")], some[DOWN.replace(".3.", ".4.")]
+    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": some.items()})
+    assert all(torch.equal(expected[name], found) for name, found in bytes_of(moe).items())
+
+
+def test_a_layer_is_reloaded_as_soon_as_it_is_there(moe: Engine, tokens, b: Tensors) -> None:
+    done: list[bool] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for first in (True, False):
+            yield from ((n, t) for n, t in b.items() if n.startswith(LAYER) == first)
+            done.append(not get_layerwise_info(experts_of(moe)).can_load())
+
+    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
+    moe.llm.reset_prefix_cache()
+    assert done[0] is True
+    assert moe.greedy(SHORT) == tokens["b"]
+
+
 def test_dummy_weights_then_a_refit(moe_engine, paths, tokens, b: Tensors) -> None:
     engine = moe_engine(paths["a"], RECIPE, load_format="dummy")
     layer = experts_of(engine)
@@ -288,9 +323,6 @@ def test_pinned_experts_are_refitted_too(moe_engine, paths, a: Tensors, b: Tenso
     assert pointers(engine) == before
     with pytest.raises(RefitError, match=f"'{DOWN}' has dtype torch.float8"):
         give(engine, {DOWN: quantize_block(a[DOWN]).codes})
-
-
-LAYER = "model.layers.1.mlp.experts"
 
 
 @contextmanager
