@@ -93,7 +93,7 @@ def main() -> None:
         "rounds": options.rounds,
         "milliseconds": medians,
         "speedup": {
-            kind or "grad": medians[f"BF16{kind}"] / medians[f"fp8rl{kind}"]
+            kind.strip(", ") or "grad": medians[f"BF16{kind}"] / medians[f"fp8rl{kind}"]
             for kind in ("", ", main_grad")
         },
         "peak_bytes_of_a_pass": peaks,

@@ -18,6 +18,8 @@ from fp8rl.numerics._dispatch import (
     quantize_blocks,
     quantize_group,
     quantize_operand,
+    quantize_swiglu,
+    quantize_swiglu_grad,
     quantize_weight,
 )
 from fp8rl.numerics._finite import all_finite, start_finite_check
@@ -40,6 +42,8 @@ __all__ = [
     "quantize_blocks",
     "quantize_group",
     "quantize_operand",
+    "quantize_swiglu",
+    "quantize_swiglu_grad",
     "quantize_weight",
     "start_finite_check",
 ]

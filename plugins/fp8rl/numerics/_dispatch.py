@@ -172,6 +172,80 @@ def quantize_weight(
     return kernels.quantize_weight(w.detach(), scale_format, rowwise, columnwise)
 
 
+def quantize_swiglu(
+    h: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """:func:`quantize_operand` of ``silu(gate) * up``, which is never written to memory.
+
+    The activation is computed in float32 and rounded once to ``h``'s dtype before it is quantized,
+    so the codes are those of the unfused operations up to the last bit of the exponential.
+
+    Args:
+        h: ``[N, 2 K]``, gate and up side by side, rows contiguous, K a multiple of 128.
+        scale_format: as in :func:`quantize_operand`.
+        rowwise: as there.
+        columnwise: as there.
+
+    Returns:
+        As :func:`quantize_operand` of ``[N, K]``.
+
+    Raises:
+        UnsupportedError: another dtype, rank, width, stride or scale format.
+    """
+    check_source(h, ndim=2, scale_format=scale_format)
+    _check_halves(h)
+    kernels = _implementation(h, "triton_two_way")
+    return kernels.quantize_swiglu(h.detach(), scale_format, rowwise, columnwise)
+
+
+def quantize_swiglu_grad(
+    grad: torch.Tensor,
+    h: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """:func:`quantize_operand` of the gradient of ``h``, which is never written to memory.
+
+    Args:
+        grad: ``[N, K]``, the gradient of ``silu(gate) * up``, contiguous, of ``h``'s dtype.
+        h: as in :func:`quantize_swiglu`.
+        scale_format: as in :func:`quantize_operand`.
+        rowwise: as there.
+        columnwise: as there.
+
+    Returns:
+        As :func:`quantize_operand` of ``[N, 2 K]``.
+
+    Raises:
+        UnsupportedError: another dtype, rank, shape, stride or scale format.
+    """
+    check_source(h, ndim=2, scale_format=scale_format)
+    _check_halves(h)
+    if grad.shape != (h.shape[0], h.shape[1] // 2) or grad.dtype != h.dtype:
+        raise UnsupportedError(
+            f"The gradient of an activation of {tuple(h.shape)} {h.dtype} must be "
+            f"{(h.shape[0], h.shape[1] // 2)} of that dtype, not {tuple(grad.shape)} {grad.dtype}."
+        )
+    kernels = _implementation(h, "triton_two_way")
+    return kernels.quantize_swiglu_grad(
+        grad.detach().contiguous(), h.detach(), scale_format, rowwise, columnwise
+    )
+
+
+def _check_halves(h: torch.Tensor) -> None:
+    if h.shape[1] % (2 * GROUP) or (h.shape[1] > 1 and h.stride(1) != 1):
+        raise UnsupportedError(
+            f"Gate and up must be multiples of {GROUP} wide with contiguous rows, not halves of "
+            f"{tuple(h.shape)} with strides {h.stride()}; apply the activation first."
+        )
+
+
 def dequantize_block(
     codes: torch.Tensor,
     scale_inv: torch.Tensor,

@@ -178,77 +178,278 @@ def _two_way_kernel(
     )
 
 
+@triton.jit
+def _sigmoid(x, NATIVE: tl.constexpr):
+    if NATIVE:  # tl.sigmoid takes three times as many instructions, for subnormal results
+        exponential = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1
+        )
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + exponential], tl.float32, True, 1
+        )
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def _swiglu_kernel(
+    h_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    stride_row,
+    padded_rows,
+    scale_stride,
+    scale_t_stride,
+    tile_cols,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Quantize ``silu(gate) * up`` of ``h = [gate, up]``, ``cols`` each, a multiple of 128."""
+    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
+    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    row = tl.arange(0, 128)
+    col = tl.arange(0, 128)
+    inside = _mask(row, col, rows - tile_row * 128, cols)
+    at = h_ptr + tile_row * 128 * stride_row + tile_col * 128
+    at += row[:, None] * stride_row + col[None, :]
+    gate = _load(at, inside, WHOLE).to(tl.float32)
+    up = _load(at + cols, inside, WHOLE).to(tl.float32)
+    x = gate * _sigmoid(gate, NATIVE) * up
+    _write_tile(
+        x.to(h_ptr.dtype.element_ty),  # rounded as if it had been stored
+        tile_row,
+        tile_col,
+        codes_ptr,
+        scale_inv_ptr,
+        codes_t_ptr,
+        scale_inv_t_ptr,
+        rows,
+        cols,
+        padded_rows,
+        scale_stride,
+        scale_t_stride,
+        False,
+        ROWWISE,
+        COLUMNWISE,
+        POW2,
+        NATIVE,
+        WHOLE,
+    )
+
+
+@triton.jit
+def _swiglu_grad_kernel(
+    grad_ptr,
+    h_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    stride_row,
+    padded_rows,
+    scale_stride,
+    scale_t_stride,
+    tile_cols,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Quantize the gradient of ``h`` from that of ``silu(gate) * up``, contiguous."""
+    tile_row = (tl.program_id(0) // (2 * tile_cols)).to(tl.int64)
+    within = tl.program_id(0) % (2 * tile_cols)
+    # The two programs that read the same tiles follow each other.
+    tile_col = (within // 2).to(tl.int64)
+    of_up = within % 2
+    row = tl.arange(0, 128)
+    col = tl.arange(0, 128)
+    inside = _mask(row, col, rows - tile_row * 128, cols)
+    at = h_ptr + tile_row * 128 * stride_row + tile_col * 128
+    at += row[:, None] * stride_row + col[None, :]
+    gate = _load(at, inside, WHOLE).to(tl.float32)
+    sigmoid = _sigmoid(gate, NATIVE)
+    grad_at = grad_ptr + tile_row * 128 * cols + tile_col * 128
+    grad = _load(grad_at + row[:, None] * cols + col[None, :], inside, WHOLE).to(tl.float32)
+    if of_up == 1:
+        x = grad * (gate * sigmoid)
+    else:
+        up = _load(at + cols, inside, WHOLE).to(tl.float32)
+        x = grad * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
+    _write_tile(
+        x.to(h_ptr.dtype.element_ty),
+        tile_row,
+        tile_col + of_up * tile_cols,
+        codes_ptr,
+        scale_inv_ptr,
+        codes_t_ptr,
+        scale_inv_t_ptr,
+        rows,
+        2 * cols,
+        padded_rows,
+        scale_stride,
+        scale_t_stride,
+        False,
+        ROWWISE,
+        COLUMNWISE,
+        POW2,
+        NATIVE,
+        WHOLE,
+    )
+
+
+class _Room:
+    """Memory for both sides of an operand ``[rows, cols]``, and what a kernel must know of it."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        shape: tuple[int, int],
+        scale_format: ScaleFormat,
+        rowwise: bool,
+        columnwise: bool,
+        *,
+        block: bool = False,
+    ) -> None:
+        rows, cols = shape
+        self.padded_rows = rows if block else cdiv(rows, GROUP) * GROUP
+        self._spare = x  # in place of a side that is not wanted
+        self.rowwise = self.columnwise = None
+        if rowwise:
+            codes = torch.empty(rows, cols, dtype=FP8_DTYPE, device=x.device)
+            self.rowwise = Quantized(codes, _scales_room(x, rows, cols, block))
+        if columnwise:
+            codes = torch.empty(cols, self.padded_rows, dtype=FP8_DTYPE, device=x.device)
+            self.columnwise = Quantized(codes, _scales_room(x, cols, rows, block))
+        self.outer = 0 if block else 1  # the dimension of the scales that kernels stride over
+        self.options = {
+            "ROWWISE": rowwise,
+            "COLUMNWISE": columnwise,
+            "POW2": scale_format == "pow2",
+            "NATIVE": has_native_cast(x.device),
+            "WHOLE": rows % 128 == 0 and cols % 128 == 0,
+            "num_warps": 8,
+            "maxnreg": 128,  # so that two programs fit a multiprocessor: one loads, one computes
+            "enable_fp_fusion": False,
+        }
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        sides = (self.rowwise, self.columnwise)
+        return tuple(
+            tensor.view(torch.uint8) if tensor.dtype == FP8_DTYPE else tensor
+            for side in sides
+            for tensor in (side or (self._spare, self._spare))
+        )
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        first, second = (
+            0 if side is None else side.scale_inv.stride(self.outer)
+            for side in (self.rowwise, self.columnwise)
+        )
+        return first, second
+
+    def operand(self) -> Operand:
+        return Operand(self.rowwise, self.columnwise)
+
+
+def _scales_room(x: torch.Tensor, rows: int, cols: int, block: bool) -> torch.Tensor:
+    """``[ceil(rows/128), ceil(cols/128)]`` of blocks; ``[rows, ceil(cols/128)]`` of groups, those
+    outermost in memory."""
+    if block:
+        return x.new_empty(cdiv(rows, GROUP), cdiv(cols, GROUP), dtype=torch.float32)
+    aligned = cdiv(rows, _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
+    return x.new_empty(cdiv(cols, GROUP), aligned, dtype=torch.float32)[:, :rows].t()
+
+
 def quantize_operand(
     x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_operand`."""
-    rows, cols = x.shape
-    padded_rows = cdiv(rows, GROUP) * GROUP
-    along = _group_scales(x, rows, cdiv(cols, GROUP)) if rowwise else None
-    across = _group_scales(x, cols, cdiv(rows, GROUP)) if columnwise else None
-    return _launch(x, scale_format, along, across, padded_rows, block=False)
+    return _quantize(x, _Room(x, (x.shape[0], x.shape[1]), scale_format, rowwise, columnwise))
 
 
 def quantize_weight(
     w: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_weight`."""
-    grid = (cdiv(w.shape[0], GROUP), cdiv(w.shape[1], GROUP))
-    along = w.new_empty(grid, dtype=torch.float32) if rowwise else None
-    across = w.new_empty(grid[::-1], dtype=torch.float32) if columnwise else None
-    return _launch(w, scale_format, along, across, w.shape[0], block=True)
+    shape = (w.shape[0], w.shape[1])
+    return _quantize(w, _Room(w, shape, scale_format, rowwise, columnwise, block=True))
 
 
-def _group_scales(x: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """Room for ``[rows, groups]``, groups outermost."""
-    aligned = cdiv(rows, _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
-    return x.new_empty(groups, aligned, dtype=torch.float32)[:, :rows].t()
-
-
-def _launch(
-    x: torch.Tensor,
-    scale_format: ScaleFormat,
-    scale_inv: torch.Tensor | None,
-    scale_inv_t: torch.Tensor | None,
-    padded_rows: int,
-    *,
-    block: bool,
-) -> Operand:
+def _quantize(x: torch.Tensor, room: _Room) -> Operand:
     rows, cols = x.shape
-    codes = codes_t = None
-    if scale_inv is not None:
-        codes = torch.empty(rows, cols, dtype=FP8_DTYPE, device=x.device)
-    if scale_inv_t is not None:
-        codes_t = torch.empty(cols, padded_rows, dtype=FP8_DTYPE, device=x.device)
     tile_cols = cdiv(cols, 128)
-    outer = 0 if block else 1  # the dimension of the scales that the kernel strides over
     if x.numel():
         with torch.cuda.device_of(x):
             _two_way_kernel[(cdiv(rows, 128) * tile_cols,)](
                 x,
-                x if codes is None else codes.view(torch.uint8),
-                x if scale_inv is None else scale_inv,
-                x if codes_t is None else codes_t.view(torch.uint8),
-                x if scale_inv_t is None else scale_inv_t,
+                *room.pointers,
                 rows,
                 cols,
-                x.stride(0),
-                x.stride(1),
-                padded_rows,
-                0 if scale_inv is None else scale_inv.stride(outer),
-                0 if scale_inv_t is None else scale_inv_t.stride(outer),
+                *x.stride(),
+                room.padded_rows,
+                *room.strides,
                 tile_cols,
-                BLOCK=block,
-                ROWWISE=codes is not None,
-                COLUMNWISE=codes_t is not None,
-                POW2=scale_format == "pow2",
-                NATIVE=has_native_cast(x.device),
-                WHOLE=rows % 128 == 0 and cols % 128 == 0,
-                num_warps=8,
-                maxnreg=128,  # so that two programs fit a multiprocessor: one loads, one computes
-                enable_fp_fusion=False,
+                BLOCK=room.outer == 0,
+                **room.options,
             )
-    return Operand(
-        None if codes is None or scale_inv is None else Quantized(codes, scale_inv),
-        None if codes_t is None or scale_inv_t is None else Quantized(codes_t, scale_inv_t),
-    )
+    return room.operand()
+
+
+def quantize_swiglu(
+    h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_swiglu`."""
+    rows, cols = h.shape[0], h.shape[1] // 2
+    room = _Room(h, (rows, cols), scale_format, rowwise, columnwise)
+    if h.numel():
+        with torch.cuda.device_of(h):
+            _swiglu_kernel[(cdiv(rows, 128) * (cols // 128),)](
+                h,
+                *room.pointers,
+                rows,
+                cols,
+                h.stride(0),
+                room.padded_rows,
+                *room.strides,
+                cols // 128,
+                **room.options,
+            )
+    return room.operand()
+
+
+def quantize_swiglu_grad(
+    grad: torch.Tensor,
+    h: torch.Tensor,
+    scale_format: ScaleFormat,
+    rowwise: bool,
+    columnwise: bool,
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
+    rows, cols = grad.shape
+    room = _Room(h, (rows, 2 * cols), scale_format, rowwise, columnwise)
+    if h.numel():
+        with torch.cuda.device_of(h):
+            _swiglu_grad_kernel[(cdiv(rows, 128) * (cols // 128) * 2,)](
+                grad,
+                h,
+                *room.pointers,
+                rows,
+                cols,
+                h.stride(0),
+                room.padded_rows,
+                *room.strides,
+                cols // 128,
+                **room.options,
+            )
+    return room.operand()
