@@ -1,0 +1,272 @@
+"""Checkpoints with and without the plugin, resumed and offloaded runs, overflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.errors import CheckpointError
+from fp8rl.recipe import Pins
+from megatron_fp8rl import convert
+from megatron_fp8rl.table import FILE_NAME
+from megatron_fp8rl.testing.models import build_gpt
+
+pytestmark = pytest.mark.usefixtures("mcore")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+}
+CONFIGS = {
+    "dense": Qwen3Config(**SMALL),
+    "experts": Qwen3MoeConfig(
+        **SMALL,
+        moe_intermediate_size=128,
+        num_experts=3,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    ),
+}
+each_model = pytest.mark.parametrize("kind", CONFIGS)
+
+
+def _convert(model: Any, **options: Any):
+    return convert(model, Recipe(), plugins=PluginManager(discover=False), **options)
+
+
+def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 64, (2, 33), generator=generator)
+    positions = torch.arange(32).expand(2, -1)
+    out = model(ids[:, :-1].contiguous(), positions, None, labels=ids[:, 1:].contiguous())
+    return out.float().mean()
+
+
+class Run:
+    """A model in DDP with megatron's optimizer; the distributed one saves no Adam of torch's, which
+    is all there is without TransformerEngine."""
+
+    def __init__(
+        self, *, fp8: bool, seed: int, kind: str = "dense", **convert_options: Any
+    ) -> None:
+        self.gpt = build_gpt(CONFIGS[kind], seed=seed)
+        config = self.gpt.config
+        self.ddp = DistributedDataParallel(
+            config=config,
+            ddp_config=DistributedDataParallelConfig(),
+            module=Float16Module(config, self.gpt),
+        )
+        self.conversion = _convert(self.ddp, **convert_options) if fp8 else None
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=2e-3,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                clip_grad=1.0,
+            ),
+            [self.ddp],
+        )
+
+    def step(self, seed: int) -> tuple[float, float]:
+        """Loss and gradient norm."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = _loss(self.ddp, seed)
+        loss.backward()
+        finalize_model_grads([self.ddp])
+        _, norm, _ = self.optimizer.step()
+        return float(loss), float(norm)
+
+    def sharded(self, *, loading: bool) -> dict[str, Any]:
+        model = self.gpt.sharded_state_dict()
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, folder: Path) -> None:
+        dist_checkpointing.save(self.sharded(loading=False), str(folder))
+
+    def load(self, folder: Path) -> None:
+        state = dist_checkpointing.load(self.sharded(loading=True), str(folder))
+        self.gpt.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+# ---- checkpoints
+
+
+@each_model
+@pytest.mark.parametrize("saved_with", [True, False], ids=["from fp8", "from bf16"])
+def test_state_dicts_load_with_and_without_the_plugin(kind, saved_with):
+    source, target = (build_gpt(CONFIGS[kind], seed=seed) for seed in (1, 2))
+    expected = _loss(source)
+    _convert(source if saved_with else target)
+    saved = source.state_dict()
+    assert list(saved) == list(build_gpt(CONFIGS[kind]).state_dict())
+    target.load_state_dict(saved)
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True)
+    )
+    plain = target if saved_with else source
+    assert torch.equal(_loss(plain), expected)
+
+
+@each_model
+@pytest.mark.parametrize("saved_with", [True, False], ids=["from fp8", "from bf16"])
+def test_distributed_checkpoints_load_with_and_without_the_plugin(kind, saved_with, tmp_path):
+    """Model, float32 masters and Adam's moments, in megatron's own format."""
+    source = Run(fp8=saved_with, seed=1, kind=kind)
+    source.step(0)
+    source.save(tmp_path)
+    target = Run(fp8=not saved_with, seed=2, kind=kind)
+    target.load(tmp_path)
+    for a, b in zip(source.gpt.parameters(), target.gpt.parameters(), strict=True):
+        assert torch.equal(a, b)
+    # The saved run itself, changed over to the other precision, is the truth.
+    if source.conversion is not None:
+        source.conversion.close()
+    else:
+        _convert(source.ddp)
+    assert target.step(1) == source.step(1)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    straight = Run(fp8=True, seed=1)
+    first = [straight.step(i) for i in range(2)]
+    straight.save(tmp_path)
+    straight.conversion.save_table(tmp_path)
+    rest = [straight.step(i) for i in range(2, 4)]
+    resumed = Run(fp8=True, seed=2)
+    resumed.step(7)  # codes of other weights, which must not survive
+    resumed.load(tmp_path)
+    assert [resumed.step(i) for i in range(2, 4)] == rest
+    assert rest[0] != first[0]
+    assert resumed.conversion.table_differences(tmp_path) == {}
+
+
+def test_the_table_tells_when_a_run_is_resumed_with_other_pins(tmp_path):
+    gpt = build_gpt(CONFIGS["dense"])
+    _convert(gpt).save_table(tmp_path)
+    pinned = build_gpt(CONFIGS["dense"])
+    conversion = convert(
+        pinned, Recipe(pins=Pins(kinds=("o_proj",))), plugins=PluginManager(discover=False)
+    )
+    assert conversion.table_differences(tmp_path) == {
+        f"model.layers.{layer}.self_attn.o_proj": ("fp8", "bf16") for layer in range(2)
+    }
+    with pytest.raises(CheckpointError, match=r"no readable precision table"):
+        conversion.table_differences(tmp_path / "missing")
+    (tmp_path / FILE_NAME).write_text('{"format": 9}')
+    with pytest.raises(CheckpointError, match="format 9"):
+        conversion.table_differences(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        conversion.save_table(tmp_path / "file")
+
+
+# ---- offload
+
+
+@pytest.mark.parametrize("keep", [None, True], ids=["default", "keep_codes"])
+def test_weights_that_change_while_they_are_offloaded(keep):
+    """Storage released and given back at the same address, written through ``.data``, between
+    ``eval`` and ``train``: nothing on the parameter tells, and old codes would be used."""
+    run, other = Run(fp8=True, seed=1, keep_codes=keep), Run(fp8=True, seed=2)
+    run.step(0)
+    expected, before = _loss(other.ddp), _loss(run.ddp)
+    pointers = [p.data_ptr() for p in run.gpt.parameters()]
+    versions = [p._version for p in run.gpt.parameters()]
+
+    run.ddp.eval()
+    run.conversion.drop_codes()
+    for mine, theirs in zip(run.gpt.parameters(), other.gpt.parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+    run.ddp.train()
+
+    assert pointers == [p.data_ptr() for p in run.gpt.parameters()]
+    assert versions == [p._version for p in run.gpt.parameters()]
+    found = _loss(run.ddp)
+    assert torch.equal(found, expected) and not torch.equal(found, before)
+
+
+@pytest.mark.parametrize("how", ["eval and train", "to another dtype and back", "new storage"])
+def test_kept_codes_go_when_the_model_is_offloaded(how):
+    run, other = Run(fp8=True, seed=1, keep_codes=True), Run(fp8=True, seed=2)
+    _loss(run.ddp)
+    expected = _loss(other.ddp)
+    if how == "eval and train":
+        run.ddp.eval()
+        run.ddp.train()
+    elif how == "to another dtype and back":
+        run.gpt.float().bfloat16()
+    for mine, theirs in zip(run.gpt.parameters(), other.gpt.parameters(), strict=True):
+        if how == "new storage":
+            mine.data = theirs.data.clone()
+        else:
+            mine.data.copy_(theirs.data)
+    assert torch.equal(_loss(run.ddp), expected)
+
+
+def test_the_hazard_that_these_tests_would_see():
+    """With kept codes and none of the moments above, old ones are used, and the loss differs."""
+    run, other = Run(fp8=True, seed=1, keep_codes=True), Run(fp8=True, seed=2)
+    _loss(run.ddp)
+    for mine, theirs in zip(run.gpt.parameters(), other.gpt.parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+    assert not torch.equal(_loss(run.ddp), _loss(other.ddp))
+    run.conversion.invalidate()
+    assert torch.equal(_loss(run.ddp), _loss(other.ddp))
+
+
+# ---- overflow and zeros
+
+
+def test_an_overflow_reaches_the_loss_and_the_gradient_norm():
+    run = Run(fp8=True, seed=1)
+    with torch.no_grad():
+        run.gpt.decoder.layers[0].mlp.linear_fc1.weight.fill_(1e30)
+    loss, norm = run.step(0)
+    assert loss != loss and norm != norm
+
+
+def test_an_overflowing_gradient_reaches_the_gradient_norm():
+    run = Run(fp8=True, seed=1)
+    layer = run.gpt.decoder.layers[1].mlp.linear_fc2
+    layer.register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] * torch.inf,))
+    loss, norm = run.step(0)
+    assert loss == loss and norm != norm
+
+
+def test_blocks_of_zeros_train_on():
+    run, plain = Run(fp8=True, seed=1), Run(fp8=False, seed=1)
+    for each in (run, plain):
+        with torch.no_grad():
+            each.gpt.decoder.layers[0].mlp.linear_fc2.weight.zero_()
+            each.gpt.decoder.layers[1].self_attention.linear_proj.weight[:, :64] = 0
+        each.optimizer.reload_model_params()
+    losses = [(run.step(i), plain.step(i)) for i in range(2)]
+    for (fp8, fp8_norm), (bf16, bf16_norm) in losses:
+        assert fp8 == pytest.approx(bf16, rel=1e-2)
+        assert fp8_norm == pytest.approx(bf16_norm, rel=0.1)
+    assert run.gpt.decoder.layers[0].mlp.linear_fc2.weight.abs().max() > 0
