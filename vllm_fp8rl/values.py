@@ -18,6 +18,8 @@ from fp8rl.numerics import FP8_DTYPE, all_finite, start_finite_check
 _WORTH_ONE_LAUNCH = 8
 """Tensors from which on one kernel for all costs the host less than one for each."""
 
+_SCALES = ("_scale", "_scale_inv")  # their loaders look at the values
+
 
 class PlainValues:
     """What is known of the values that plain loads brought, by HF name."""
@@ -32,8 +34,9 @@ class PlainValues:
         Raises:
             RefitError: one on the host is not finite; none has been loaded.
         """
-        on_gpu = [(n, t) for n, t in weights if t.is_cuda and t.dtype != FP8_DTYPE]
-        on_host = [(name, tensor) for name, tensor in weights if not tensor.is_cuda]
+        checked = [(n, t) for n, t in weights if not n.endswith(_SCALES) and t.dtype != FP8_DTYPE]
+        on_gpu = [(name, tensor) for name, tensor in checked if tensor.is_cuda]
+        on_host = [(name, tensor) for name, tensor in checked if not tensor.is_cuda]
         finite = all_finite([tensor for _, tensor in on_host])
         bad = [name for (name, _), good in zip(on_host, finite, strict=True) if not good]
         if bad and not any(parameter.is_meta for parameter in model.parameters()):
