@@ -80,7 +80,9 @@ def error_of(attempt: Callable[[], object]) -> str:
 
 def run_llm(root: Path, **changes: Any) -> dict[str, object]:
     from vllm import LLM, SamplingParams
+    from vllm.config import WeightTransferConfig
 
+    changes["weight_transfer_config"] = WeightTransferConfig(backend="fp8rl")
     parameters = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
     llm = LLM(str(root / "a"), **ARGUMENTS | vllm_fp8rl.engine_args(Recipe()) | changes)
 
@@ -127,6 +129,18 @@ def run_llm(root: Path, **changes: Any) -> dict[str, object]:
     report = give(near_b.items())
     found["seconds"] = [report.seconds, time.perf_counter() - started]
     found["after_nan"] = greedy()
+    for name in "ab":  # vLLM's own ways
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(root / name)})
+        llm.reset_prefix_cache()
+        found[f"reloaded_{name}"] = greedy()
+    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.start_weight_update()
+    with Sender(places, 1 << 20) as sender:
+        for item in near_a.items():
+            llm.update_weights({"update_info": {"payload": sender.wrap([item])}})
+    llm.finish_weight_update()
+    llm.reset_prefix_cache()
+    found["updated_a"] = greedy()
     return found
 
 

@@ -48,6 +48,8 @@ def test_weights_travel_by_handle(mode: str, tmp_path: Path) -> None:
     assert found["near_a"] == found["one_buffer"] == found["a"]
     assert found["near_b"] == found["after_nan"] == found["b"]
     assert found["kept_bytes"] <= 0
+    assert found["reloaded_a"] == found["updated_a"] == found["a"]
+    assert found["reloaded_b"] == found["b"]
     nan, refused = found["nan"]
     assert nan.startswith("RefitError: 'model.norm.weight' has NaN")
     assert refused.startswith("RefitError: The weights are a mixture")
