@@ -36,6 +36,16 @@ PROMPTS = [[(37 * i + 11 * j * j) % 500 + 5 for j in range(4 + i % 3)] for i in 
 """Short, so that nearly all keys and values come from decode steps, which run in captured graphs"""
 
 
+QUICK = {
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 64],
+    }
+}
+"""For ``start_engine``: decode steps in full graphs, without the minute that compilation takes."""
+
+
 def make_checkpoints(root: Path) -> dict[str, Path]:
     """Two checkpoints of one shape, ``a`` and ``b``."""
     return {name: make_checkpoint(root / name, seed, **SHAPE) for seed, name in enumerate("ab")}

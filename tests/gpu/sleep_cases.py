@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from gpu_engine import make_checkpoints, refit_tensors, start_engine
+from gpu_engine import QUICK, make_checkpoints, refit_tensors, start_engine
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from vllm_fp8rl.kv_cache import kv_scale_state
 from vllm_fp8rl.refit import drop_requests, refit
 
+STARTED = time.perf_counter()
 FINAL_NORM = "model.norm.weight"
 
 
@@ -28,7 +30,7 @@ class Case:
     def __init__(self, root: Path) -> None:
         self.paths = make_checkpoints(root)
         self.recipe = Recipe()
-        self.engine = start_engine(self.paths["a"], self.recipe, enable_sleep_mode=True)
+        self.engine = start_engine(self.paths["a"], self.recipe, enable_sleep_mode=True, **QUICK)
         self.llm = self.engine.llm
         self.tensors = {n: refit_tensors(p, self.recipe) for n, p in self.paths.items()}
         self.tokens = {}
@@ -144,7 +146,7 @@ def main() -> None:
 
 
 def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.write(" ".join(map(str, words)) + f" ({time.perf_counter() - STARTED:.0f} s)\n")
     sys.stdout.flush()
 
 

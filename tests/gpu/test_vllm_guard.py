@@ -1,4 +1,4 @@
-"""Steps that must not run, in engines whose decode steps are full CUDA graphs."""
+"""Engines whose decode steps are full CUDA graphs: steps that must not run, and live KV scales."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("vllm")
 
 from gpu_engine import (
+    PROMPTS,
+    QUICK,
     GpuEngine,
     expected_logprobs,
     kv_scales,
@@ -26,10 +28,11 @@ from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
+from vllm_fp8rl.calibrate import calibrate_kv_scales
 from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.kv_cache import set_kv_scales
+from vllm_fp8rl.kv_cache import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
-from vllm_fp8rl.testing.hf_reference import gap
+from vllm_fp8rl.testing.hf_reference import gap, observed_kv_scales
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -43,7 +46,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def engine(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[GpuEngine]:
     """Started without a checkpoint: it has never had KV scales."""
     started = start_engine(
-        checkpoints["a"], Recipe(), load_format="dummy", attention_backend=request.param
+        checkpoints["a"], Recipe(), load_format="dummy", attention_backend=request.param, **QUICK
     )
     attention = started.model.model.layers[0].self_attn.attn
     assert attention.attn_backend.get_name() == request.param
@@ -56,10 +59,24 @@ def engine(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iter
 def test_no_step_runs_before_scales_come_or_over_a_mixture(
     engine: GpuEngine, checkpoints: dict[str, Path]
 ) -> None:
-    a, b = (refit_tensors(checkpoints[name], engine.recipe) for name in "ab")
+    path, recipe = checkpoints["a"], engine.recipe
+    a, b = (refit_tensors(checkpoints[name], recipe) for name in "ab")
+    weights = {name: tensor for name, tensor in a.items() if not name.endswith("_scale")}
+    refit(engine.llm, weights.items(), expect_kv_scales=False)
     with pytest.raises(ScaleError, match=r"'model\.layers\.0\.self_attn\.\w_scale' was never"):
         engine.greedy()
     drop_requests(engine.llm)
+
+    prompts = [prompt + prompt for prompt in PROMPTS]
+    found = calibrate_kv_scales(engine.llm, prompts)
+    assert len(found) == len(kv_scale_state(engine.model)) == 6  # queries are quantized here
+    for name, value in observed_kv_scales(path, recipe, prompts).items():
+        # BF16, and an FP8 cache before the second layer.
+        assert found[name] == pytest.approx(value, rel=0.1), name
+    rollout = engine.rollout()
+    expected = expected_logprobs(path, recipe, rollout, kv_scales=found)
+    own = expected_logprobs(path, recipe, rollout, kv_scales=found, dtype=torch.bfloat16)
+    assert gap(rollout.logprobs, expected).mean < 2.0 * gap(own, expected).mean
 
     refit(engine.llm, a.items(), expect_kv_scales=True)
     tokens = engine.greedy()
@@ -99,15 +116,15 @@ def test_captured_graphs_see_new_scales(engine: GpuEngine, checkpoints: dict[str
         engine.llm.reset_prefix_cache()
         rollout = engine.rollout()
         new, old = (expected_logprobs(path, recipe, rollout, kv_scales=s) for s in (clipping, fine))
-        assert gap(rollout.logprobs, new).mean < 0.6 * gap(rollout.logprobs, old).mean, role
-        assert slope(rollout.logprobs, new, old) > 0.6, role
+        assert gap(rollout.logprobs, new).mean < 0.75 * gap(rollout.logprobs, old).mean, role
+        assert slope(rollout.logprobs, new, old) > 0.5, role
     set_kv_scales(engine.model, fine)
     engine.llm.reset_prefix_cache()
     assert engine.greedy() == tokens
 
 
 def test_a_mixture_is_refused_without_an_fp8_cache_too(checkpoints: dict[str, Path]) -> None:
-    engine = start_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
+    engine = start_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")), **QUICK)
     tokens = engine.greedy()
     RefitGuard.of(engine.model).close("The weights are a mixture: a test says so")
     with pytest.raises(RefitError, match="mixture"):
