@@ -251,8 +251,8 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved
     )
     _check_weight_transfer(engine.weight_transfer_config)
     _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
-    if is_mixture(hf_config) and recipe.rollout:
-        set_activation_scales(recipe)
+    if engine.device_config.device_type == "cuda" and recipe.rollout:
+        set_activation_scales(recipe, experts=is_mixture(hf_config))
     policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
