@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from transformers import Qwen3Config
 
-from fp8rl import Recipe
+from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import Fp8RLError
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.kv_scales import parse_scale_name, scale_names
@@ -72,8 +72,10 @@ def hf_config(case: Case) -> Qwen3Config:
     )
 
 
-def vllm_model(case: Case, recipe: Recipe, folder: Path, rank: int) -> torch.nn.Module:
-    """The module tree of a vLLM engine on this rank of ``case.tp``."""
+def vllm_model(
+    case: Case, recipe: Recipe, folder: Path, rank: int
+) -> tuple[torch.nn.Module, PinPolicy]:
+    """The module tree of a vLLM engine on this rank of ``case.tp``, and the pins it resolved."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state as groups
     from vllm.engine.arg_utils import EngineArgs
@@ -96,7 +98,8 @@ def vllm_model(case: Case, recipe: Recipe, folder: Path, rank: int) -> torch.nn.
         if not groups.model_parallel_is_initialized():
             groups.init_distributed_environment(2, rank, local_rank=rank, backend="gloo")
             groups.initialize_model_parallel(case.tp, backend="gloo")
-        return initialize_model(config)
+        model = initialize_model(config)
+    return model, config.quant_config._resolved.policy
 
 
 def observed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -171,7 +174,7 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
         trainer = build_gpt(hf_config(case), dtype=torch.float32, seed=3)
         conversion = convert(trainer, recipe)
         scales = observed(trainer)
-    engine = vllm_model(case, recipe, folder, rank)
+    engine, policy = vllm_model(case, recipe, folder, rank)
     with shim.active():
         stream = export_hf(trainer)
         if case.wire == "fp8":
@@ -192,6 +195,10 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
             "error": error,
             "differing": differing(conversion, engine),
             "wrong_products": wrong_products(case, conversion, engine),
+            "tables": [
+                [(row.name, row.precision, row.reason) for row in each.report()]
+                for each in (conversion.policy, policy)
+            ],
             "trainer": sorted(conversion.modules),
             "rollout": sorted(
                 name

@@ -10,8 +10,17 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core import parallel_state
+from transformers import Qwen3MoeConfig
 
+from fp8rl import PinPolicy
+from fp8rl.recipe import Pins
+from megatron_fp8rl.sites import module_names as trainer_names
+from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.launch import launch
+from megatron_fp8rl.testing.models import transformer_config
+from vllm_fp8rl.models import module_names as rollout_names
 
 SCRIPT = Path(__file__).with_name("cross_engine_cases.py")
 # With head size 128 and width 512 each HF tensor has blocks of its own, at TP=2 too. With 64 and
@@ -77,6 +86,44 @@ def test_the_same_modules_are_pinned(ranks: list[dict], name: str):
     for rank in ranks:
         assert rank[name]["trainer"] == FP8_MODULES
         assert rank[name]["rollout"] == FP8_MODULES
+
+
+@each_case
+def test_the_resolved_tables_are_equal(ranks: list[dict], name: str):
+    for rank in ranks:
+        trainer, rollout = rank[name]["tables"]
+        assert trainer == rollout
+        assert ["model.layers.0.mlp.up_proj", "bf16", "first: 1"] in trainer
+        assert ["model.layers.1.mlp.up_proj", "fp8", ""] in trainer
+
+
+@pytest.mark.parametrize("sparse_step", [1, 2])
+def test_a_mixture_has_one_table_in_both_engines(sparse_step):
+    """Both read the model's own config; only megatron's is made of the other."""
+    hf_config = Qwen3MoeConfig(
+        num_hidden_layers=4,
+        num_experts=6,
+        mlp_only_layers=[1],
+        decoder_sparse_step=sparse_step,
+        norm_topk_prob=True,
+    )
+    with CpuShim().active():
+        init_gloo()
+        parallel_state.initialize_model_parallel()
+        try:
+            config = transformer_config(hf_config)
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+    pins = Pins(layers=(-1,), first=1, names=("*.mlp.experts.*.down_proj",), kinds=("o_proj",))
+    trainer, rollout = (
+        PinPolicy(pins, names).report()
+        for names in (trainer_names(config), rollout_names(hf_config))
+    )
+    assert trainer == rollout
+    reasons = {row.reason for row in trainer if row.kind == "experts"}
+    others = {"", "names: *.mlp.experts.*.down_proj"} if sparse_step == 1 else set()
+    assert reasons == {"layers: -1"} | others
 
 
 @each_case
