@@ -2,7 +2,7 @@
 
 vLLM's own ``BaseKVCacheMethod`` deletes its scale parameters after the first load, so that later
 ones are skipped in silence, and falls back to scale 1.0. Here the parameters stay, only a value
-that a loader set counts, and until one has come the scale is NaN and the engine refuses to run
+that a loader set counts, and until one has come the engine refuses to run
 (:class:`~vllm_fp8rl.guard.RefitGuard`).
 """
 
@@ -28,6 +28,10 @@ FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
 
 _STATE = "fp8rl_kv_scales"
+_UNSET = 1.0
+"""Stands for a scale that no loader has set. Only vLLM's trial runs at the start compute with it:
+the guard refuses every other step. A NaN would become token numbers outside the vocabulary there,
+and those an assertion that kills the process's CUDA context."""
 _READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends that read the scales from tensors, or from the layer at each call."""
 _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
@@ -127,7 +131,7 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
             setattr(layer, _STATE, LayerKVScales(extract_layer_index(layer.layer_name)))
         for role in ROLES:
             parameter = torch.nn.Parameter(
-                torch.full((), torch.nan, dtype=torch.float32), requires_grad=False
+                torch.full((), _UNSET, dtype=torch.float32), requires_grad=False
             )
             parameter.weight_loader = _loader(layer, role)  # type: ignore[attr-defined]
             layer.register_parameter(f"{role}_scale", parameter)
@@ -137,7 +141,7 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         """Put the loaded values back wherever vLLM keeps a copy; any number of times.
 
         ``load_format=dummy`` writes random numbers into parameters and buffers alike, so whatever
-        no loader set becomes NaN again.
+        no loader set becomes the placeholder again.
         """
         publish_scales(layer)
 
@@ -244,11 +248,11 @@ def require_kv_scales(*layers: torch.nn.Module) -> None:
 
 
 def publish_scales(layer: Any) -> None:
-    """Put what the loaders have set, and NaN for the rest, where vLLM reads it."""
+    """Put what the loaders have set, and a placeholder for the rest, where vLLM reads it."""
     state = _state_of(layer)
     if state is not None:
         for role in ROLES:
-            _publish(layer, role, state.values.get(role, torch.nan))
+            _publish(layer, role, state.values.get(role, _UNSET))
         layer._prob_scale.fill_(1.0)  # softmax output lies in [0, 1]: nothing to calibrate
 
 

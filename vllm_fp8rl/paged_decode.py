@@ -18,7 +18,17 @@ import triton.language as tl
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 32
+_TILE = 32  # tokens; with one warp a program no barrier is needed, and 8 programs fit
+_STAGES = 4
 _ROWS = 16  # the smallest number of rows that a tensor core multiplies
+
+
+@triton.jit
+def _slots(start, lane, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Page, counted in the sequence, and place in it, of tokens ``start + lane``."""
+    if PAGE % TILE == 0 or TILE % PAGE == 0:  # start is a multiple of TILE: no division per token
+        return start // PAGE + lane // PAGE, start % PAGE + lane % PAGE
+    return (start + lane) // PAGE, (start + lane) % PAGE
 
 
 @triton.jit
@@ -70,7 +80,7 @@ def _attend(
     length = tl.load(lengths_ptr + sequence)
     share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
     first = split * share
-    last = tl.minimum(first + share, length)
+    last = tl.maximum(tl.minimum(first + share, length), first)
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, HEAD)
@@ -91,23 +101,25 @@ def _attend(
 
     table = table_ptr + sequence.to(tl.int64) * stride_table
     lane = tl.arange(0, TILE)
-    inner = (lane % PAGE)[:, None] * stride_slot + dim[None, :] + kv_head * stride_kv_head
+    column = dim[None, :] + kv_head * stride_kv_head
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD], tl.float32)
     # Whole tiles without masks, then the rest: every instruction here counts (see above).
     full = first + (last - first) // TILE * TILE
     for start in tl.range(first, full, TILE, num_stages=STAGES):
-        page = tl.load(table + start // PAGE + lane // PAGE).to(tl.int64) * stride_page
-        slot = (page + start % PAGE * stride_slot)[:, None] + inner
+        number, offset = _slots(start, lane, PAGE, TILE)
+        page = tl.load(table + number).to(tl.int64)
+        slot = (page * stride_page + offset * stride_slot)[:, None] + column
         k = tl.load(k_ptr + slot)
         v = tl.load(v_ptr + slot)
         top, total, acc = _update(q, k, v, factor, lane < TILE, top, total, acc, False)
     if full < last:
         # Slots past the end may hold any bits, NaN among them, which 0 * NaN would let through.
         inside = lane < last - full
-        page = tl.load(table + full // PAGE + lane // PAGE, mask=inside, other=0).to(tl.int64)
-        slot = (page * stride_page + full % PAGE * stride_slot)[:, None] + inner
+        number, offset = _slots(full, lane, PAGE, TILE)
+        page = tl.load(table + number, mask=inside, other=0).to(tl.int64)
+        slot = (page * stride_page + offset * stride_slot)[:, None] + column
         k = tl.load(k_ptr + slot, mask=inside[:, None], other=0.0)
         v = tl.load(v_ptr + slot, mask=inside[:, None], other=0.0)
         top, total, acc = _update(q, k, v, factor, inside, top, total, acc, True)
@@ -182,10 +194,6 @@ def paged_decode(
     v_scale: torch.Tensor,
     out: torch.Tensor,
     splits: int,
-    tile: int = 32,
-    num_warps: int = 1,
-    num_stages: int = 3,
-    maxnreg: int | None = None,
 ) -> torch.Tensor:
     """``softmax(q @ k.T * softmax_scale) @ v`` for one query token a sequence.
 
@@ -232,11 +240,10 @@ def paged_decode(
         ROWS=rows,
         HEAD=size,
         PAGE=page,
-        TILE=tile,
+        TILE=_TILE,
         WHOLE=splits == 1,
-        STAGES=num_stages,
-        num_warps=num_warps,
-        maxnreg=maxnreg,
+        STAGES=_STAGES,
+        num_warps=1,
     )
     if splits > 1:
         _combine[(heads, sequences)](
