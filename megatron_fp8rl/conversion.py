@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 from megatron_fp8rl.grouped import Fp8GroupedState
 from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
+from megatron_fp8rl.swiglu import can_fuse, fuse, separate
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class Setup:
     backends: BackendChoice
     epoch: WeightEpoch
     keep_codes: bool | None
+    mlps: list[Any] = field(default_factory=list)
+    """Gated MLPs whose activation is fused with its quantization."""
 
 
 class Conversion:
@@ -55,11 +58,13 @@ class Conversion:
         policy: PinPolicy,
         modules: Mapping[str, Any],
         epochs: Iterable[WeightEpoch],
+        mlps: Iterable[Any] = (),
     ) -> None:
         self.recipe = recipe
         self.policy = policy
         self._modules = dict(modules)
         self._epochs = list(epochs)
+        self._mlps = list(mlps)
 
     @property
     def modules(self) -> Mapping[str, torch.nn.Module]:
@@ -111,6 +116,9 @@ class Conversion:
         for module in self._modules.values():
             module.__class__ = upstream_class(type(module))
             del module.fp8_state, module.fp8_setup
+        for mlp in self._mlps:
+            separate(mlp)
+        self._mlps.clear()
         self._modules.clear()
         self._epochs.clear()  # their hooks go with the last module of the last model
 
@@ -158,7 +166,7 @@ def convert(
     )
     modules = adopt(setup, chunks)
     (report or logger.info)(describe(setup))
-    return Conversion(recipe, setup.policy, modules, [setup.epoch])
+    return Conversion(recipe, setup.policy, modules, [setup.epoch], setup.mlps)
 
 
 def prepare(
@@ -205,11 +213,15 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> dict[str, Any]:
     Raises:
         As :func:`convert`; nothing has been changed then.
     """
+    roots = list(roots)
     plan = [site for root in roots for site in sites(root) if site.runs_in_fp8(setup.policy)]
     for site in plan:
         _check(site, setup.backends)
     for site in plan:
         _swap(site, setup)
+    for module in [module for root in roots for module in root.modules() if can_fuse(module)]:
+        fuse(module)
+        setup.mlps.append(module)
     _warn_of_ragged_widths(plan)
     return {site.name: site.module for site in plan}
 
@@ -247,7 +259,11 @@ def conversion_of(model: ModelChunks) -> Conversion:
         )
     first = next(iter(setups.values()))
     return Conversion(
-        first.recipe, first.policy, modules, [setup.epoch for setup in setups.values()]
+        first.recipe,
+        first.policy,
+        modules,
+        [setup.epoch for setup in setups.values()],
+        [mlp for setup in setups.values() for mlp in setup.mlps],
     )
 
 
