@@ -8,6 +8,7 @@ own scale tensors, because captured graphs hold the addresses of what it holds.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -15,7 +16,9 @@ from vllm import envs
 from vllm.distributed.parallel_state import get_dp_group
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.deep_gemm_utils import compute_aligned_M_and_alignment
-from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
+from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import (
+    TritonOrDeepGemmExperts,
+)
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import (
     Fp8MoeBackend,
     backend_to_kernel_cls,
@@ -38,6 +41,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK, GROUP
 from fp8rl.recipe import Recipe
+from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
 from vllm_fp8rl.delegated import require_served_gpu
 from vllm_fp8rl.moe_settings import ACTIVATION_SCALES_ENV
 
@@ -45,7 +49,8 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 _BACKENDS = {"triton": Fp8MoeBackend.TRITON, "deep_gemm": Fp8MoeBackend.DEEPGEMM}
-"""By vLLM's ``moe_backend``, the fastest first."""
+"""By vLLM's ``moe_backend``, in vLLM's own order for block FP8 on Hopper. What is called DeepGEMM
+is Triton too below 128 tokens, or for experts of at most 512 columns."""
 
 _Made = tuple[FusedMoEQuantConfig, mk.FusedMoEKernel]
 
@@ -97,7 +102,7 @@ def deep_gemm_rows(kernel: mk.FusedMoEKernel, moe: FusedMoEConfig, tokens: int) 
 
     As vLLM's own warm-up counts them, for the tokens of all data-parallel ranks.
     """
-    if not isinstance(kernel.impl.fused_experts, DeepGemmExperts):
+    if not isinstance(kernel.impl.fused_experts, TritonOrDeepGemmExperts):
         return None
     rows, _ = compute_aligned_M_and_alignment(
         M=tokens * get_dp_group().world_size,
@@ -150,6 +155,8 @@ def _kernel_class(name: str, moe: FusedMoEConfig) -> type[mk.FusedMoEExperts] | 
     """The class of a backend, or why it cannot run the layer."""
     if name == "deep_gemm" and not envs.VLLM_MOE_USE_DEEP_GEMM:
         return "VLLM_MOE_USE_DEEP_GEMM is 0"
+    if name == "deep_gemm" and find_nvcc(os.environ) is None:  # vLLM does not check that
+        return NO_NVCC
     (kind,) = backend_to_kernel_cls(_BACKENDS[name])
     supported, reason = kind.is_supported_config(
         kind,

@@ -1,4 +1,4 @@
-"""Qwen3-MoE with FP8 experts in a captured engine: codes, kernels, refits.
+"""FP8 experts on a GPU: codes, vLLM's kernels against float64, a captured Qwen3-MoE and its refits.
 
 Experts are 600 wide, so that their stacks are padded (to 640), and DeepGEMM takes them from 128
 tokens on. See ``test_vllm_engine`` for how an engine in BF16 is compared with transformers.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,21 +21,206 @@ if not torch.cuda.is_available():
 pytest.importorskip("vllm")
 
 from gpu_engine import SHAPE, GpuEngine, expected_logprobs, refit_tensors, slope, start_engine
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.v1.worker.workspace import init_workspace_manager
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.numerics import dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
+from vllm_fp8rl.experts import SLOTS, ExpertGrids, ExpertLayout, empty_stacks
+from vllm_fp8rl.moe_settings import set_activation_scales
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import gap
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
 log = logging.getLogger(__name__)
 
-EXPERTS, WIDTH = 8, 600
-RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
-PINNED = RECIPE.model_copy(update={"pins": Pins(kinds=("experts",))})
+EXPERTS, WIDTH, PADDED, HIDDEN = 8, 600, 640, 512
+RECIPE = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(names=("model.layers.0.mlp.experts.*",)))
 DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Stacks of one layer, as kernels are given them, and what was written there."""
+
+    layer: Any
+    sources: dict[tuple[int, str], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def experts() -> Experts:
+    numbers = {number: number for number in range(EXPERTS)}
+    layout = ExpertLayout("experts", numbers, EXPERTS, HIDDEN, WIDTH, PADDED, 0, 1)
+    with DEVICE:
+        stacks = empty_stacks(layout)
+    grids = ExpertGrids(layout, lambda: stacks, "fp32", DEVICE, lambda: None)
+    generator = torch.Generator().manual_seed(3)
+    sources = {}
+    for expert in range(EXPERTS):
+        for slot in SLOTS:
+            source = torch.randn(layout.shard(slot).full, generator=generator) * 0.04
+            sources[expert, slot] = source.bfloat16()
+            grids.load(expert, slot, sources[expert, slot].cuda())
+    return Experts(SimpleNamespace(**stacks, _expert_routing_tables=lambda: None), sources)
+
+
+def moe_config(backend: str) -> FusedMoEConfig:
+    config = FusedMoEConfig(
+        num_experts=EXPERTS,
+        experts_per_token=2,
+        hidden_dim=HIDDEN,
+        intermediate_size=WIDTH,
+        num_local_experts=EXPERTS,
+        num_logical_experts=EXPERTS,
+        activation=MoEActivation.SILU,
+        device=DEVICE,
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+        moe_backend=backend,
+        max_num_tokens=512,
+    )
+    config.intermediate_size_per_partition = PADDED
+    return config
+
+
+@pytest.fixture
+def delegated() -> Iterator[Any]:
+    set_activation_scales(RECIPE, experts=True)
+    init_workspace_manager(DEVICE)
+    with set_current_vllm_config(VllmConfig()):
+        yield pytest.importorskip("vllm_fp8rl.delegated_moe")
+
+
+def test_codes_and_scales_are_those_of_the_reference(experts: Experts) -> None:
+    layer = experts.layer
+    for (expert, slot), source in experts.sources.items():
+        codes, scales = quantize_block(source)
+        if slot == "w2":
+            live, held = layer.w2_weight[expert], layer.w2_weight_scale_inv[expert]
+            padding = live[:, WIDTH:]
+            live = live[:, :WIDTH]
+        else:
+            first = PADDED if slot == "w3" else 0
+            live = layer.w13_weight[expert, first : first + WIDTH]
+            padding = layer.w13_weight[expert, first + WIDTH : first + PADDED]
+            held = layer.w13_weight_scale_inv[expert, first // 128 : (first + PADDED) // 128]
+        assert torch.equal(live.cpu().view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(held.cpu(), scales)
+        assert not padding.float().any()
+
+
+def dequantized(stack: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float64, by arithmetic of its own."""
+    factors = scales.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return stack.double() * factors[:, : stack.shape[1], : stack.shape[2]]
+
+
+def fake_quantized(x: torch.Tensor) -> torch.Tensor:
+    return dequantize_group(*quantize_group(x.float().cpu())).double().to(x.device)
+
+
+def truth(
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    quantize: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The experts in float64, rounded to BF16 where every kernel of vLLM's does."""
+    y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(EXPERTS):
+        token, slot = torch.where(ids == expert)
+        if len(token):
+            gate, up = (quantize(x[token]) @ w13[expert].t()).bfloat16().double().chunk(2, -1)
+            hidden = torch.nn.functional.silu(gate) * up
+            part = quantize(hidden) @ w2[expert].t()
+            y.index_add_(0, token, part * weights[token, slot, None].double())
+    return y
+
+
+def run(kernel: Any, layer: Any, tokens: int) -> tuple[torch.Tensor, ...]:
+    """Tokens of very different sizes, their routing, and what a kernel makes of them."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=generator, device=DEVICE).bfloat16()
+    x *= torch.logspace(-2, 1, tokens, device=DEVICE)[:, None].bfloat16()
+    logits = torch.randn(tokens, EXPERTS, generator=generator, device=DEVICE)
+    weights, ids = logits.softmax(-1).topk(2)
+    y = kernel.apply(
+        hidden_states=x.clone(),
+        w1=layer.w13_weight,
+        w2=layer.w2_weight,
+        topk_weights=weights,
+        topk_ids=ids.to(torch.int32),
+        activation=MoEActivation.SILU,
+        apply_router_weight_on_input=False,
+        global_num_experts=EXPERTS,
+        expert_map=None,
+        shared_experts=None,
+        shared_experts_input=None,
+    )
+    return x, weights, ids, y.double()
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (actual - expected).norm(dim=1) / expected.norm(dim=1)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("backend", ["triton", "deep_gemm"])
+def test_kernels_equal_float64_on_the_same_operands(delegated, experts, backend, tokens) -> None:
+    layer = experts.layer
+    _, kernel = delegated.delegate_experts(layer, moe_config(backend), RECIPE)
+    names = {"triton": "TritonExperts", "deep_gemm": "TritonOrDeepGemmExperts"}
+    assert type(kernel.impl.fused_experts).__name__ == names[backend]
+    x, weights, ids, y = run(kernel, layer, tokens)
+    w13 = dequantized(layer.w13_weight, layer.w13_weight_scale_inv)
+    w2 = dequantized(layer.w2_weight, layer.w2_weight_scale_inv)
+    expected = truth(w13, w2, x, weights, ids, fake_quantized)
+    found = error(y, expected)
+    other = error(truth(w13, w2, x, weights, ids, lambda t: t.double()), expected)
+    log.info("%s, %d: median %.5f, max %.5f", backend, tokens, found.median(), found.max())
+    log.info("activations not quantized: median %.5f", other.median())
+    # BF16 output leaves 0.0017. Where a kernel rounds the product of gate and up to BF16 too, one
+    # of twenty codes is another: 0.01. Activations that are not quantized leave 0.04.
+    assert found.median() < 1.5e-2
+    assert found.max() < 4e-2
+    assert other.median() > 2.5e-2
+
+
+def test_plain_kernel_equals_float64(delegated, experts: Experts) -> None:
+    layer = SimpleNamespace(
+        w13_weight=torch.stack(
+            [torch.cat([experts.sources[e, s] for s in ("w1", "w3")]) for e in range(EXPERTS)]
+        ).cuda(),
+        w2_weight=torch.stack([experts.sources[e, "w2"] for e in range(EXPERTS)]).cuda(),
+        _expert_routing_tables=lambda: None,
+    )
+    config = moe_config("auto")
+    config.intermediate_size_per_partition = WIDTH
+    _, kernel = delegated.delegate_plain_experts(layer, config)
+    x, weights, ids, y = run(kernel, layer, 33)
+    w13, w2 = layer.w13_weight.double(), layer.w2_weight.double()
+    expected = truth(w13, w2, x, weights, ids, lambda t: t.double())
+    assert error(y, expected).max() < 1e-2
+
+
+def test_backends_that_repack_are_refused_by_name(delegated, experts: Experts) -> None:
+    for backend in ("marlin", "flashinfer_cutlass"):
+        with pytest.raises(UnsupportedError, match=f"moe_backend='{backend}'"):
+            delegated.delegate_experts(experts.layer, moe_config(backend), RECIPE)
+        with pytest.raises(UnsupportedError, match=f"moe_backend='{backend}'"):
+            delegated.delegate_plain_experts(experts.layer, moe_config(backend))
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +230,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_moe_checkpoint(root / name, seed, **shape) for seed, name in enumerate("ab")}
 
 
-@pytest.fixture(scope="module", params=["triton", "deep_gemm"])
-def started(request, checkpoints: dict[str, Path]) -> Iterator[GpuEngine]:
-    engine = start_engine(checkpoints["a"], RECIPE, moe_backend=request.param)
-    kernel = experts_of(engine).quant_method.moe_kernel.impl.fused_experts
-    names = {"triton": "TritonExperts", "deep_gemm": "TritonOrDeepGemmExperts"}
-    assert type(kernel).__name__ == names[request.param]
+@pytest.fixture(scope="module")
+def started(checkpoints: dict[str, Path]) -> Iterator[GpuEngine]:
+    """Experts of the first layer are pinned to BF16, those of the second are in FP8."""
+    engine = start_engine(checkpoints["a"], RECIPE)
     yield engine
     engine.llm.llm_engine.engine_core.shutdown()
 
@@ -60,88 +245,11 @@ def engine(started: GpuEngine, checkpoints: dict[str, Path]) -> GpuEngine:
 
 
 def give(engine: GpuEngine, path: Path) -> None:
-    tensors = refit_tensors(path, engine.recipe)
-    refit(engine.llm, tensors.items(), expect_kv_scales=False)
+    refit(engine.llm, refit_tensors(path, engine.recipe).items(), expect_kv_scales=False)
 
 
-def experts_of(engine: GpuEngine, layer: int = 1) -> Any:
+def experts_of(engine: GpuEngine, layer: int) -> Any:
     return engine.model.get_submodule(f"model.layers.{layer}.mlp.experts.routed_experts")
-
-
-def test_codes_and_scales_are_those_of_the_reference(
-    engine: GpuEngine, checkpoints: dict[str, Path]
-) -> None:
-    tensors, layer = refit_tensors(checkpoints["a"], RECIPE), experts_of(engine)
-    w13, w2 = layer.w13_weight.cpu(), layer.w2_weight.cpu()
-    s13, s2 = layer.w13_weight_scale_inv.cpu(), layer.w2_weight_scale_inv.cpu()
-    assert w13.shape == (EXPERTS, 1280, 512) and w2.shape == (EXPERTS, 512, 640)
-    for expert in range(EXPERTS):
-        prefix = f"model.layers.1.mlp.experts.{expert}"
-        for first, leaf in ((0, "gate_proj"), (640, "up_proj")):
-            codes, scales = quantize_block(tensors[f"{prefix}.{leaf}.weight"])
-            live = w13[expert, first : first + 640].view(torch.uint8)
-            assert torch.equal(live[:WIDTH], codes.view(torch.uint8))
-            assert not live[WIDTH:].any()
-            assert torch.equal(s13[expert, first // 128 : first // 128 + 5], scales)
-        codes, scales = quantize_block(tensors[f"{prefix}.down_proj.weight"])
-        live = w2[expert].view(torch.uint8)
-        assert torch.equal(live[:, :WIDTH], codes.view(torch.uint8))
-        assert not live[:, WIDTH:].any()
-        assert torch.equal(s2[expert], scales)
-
-
-def dequantized(stack: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float64, by arithmetic of its own."""
-    factors = scales.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
-    return stack.double() * factors[:, : stack.shape[1], : stack.shape[2]]
-
-
-def fake_quantized(x: torch.Tensor) -> torch.Tensor:
-    return dequantize_group(*quantize_group(x.float().cpu())).double().cuda()
-
-
-def truth(
-    layer: Any,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    quantize: Callable[[torch.Tensor], torch.Tensor] = fake_quantized,
-) -> torch.Tensor:
-    """The experts in float64, rounded to BF16 where every kernel of vLLM's does."""
-    w13 = dequantized(layer.w13_weight, layer.w13_weight_scale_inv)
-    w2 = dequantized(layer.w2_weight, layer.w2_weight_scale_inv)
-    y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for expert in range(EXPERTS):
-        token, slot = torch.where(ids == expert)
-        gate, up = (quantize(x[token]) @ w13[expert].t()).bfloat16().double().chunk(2, -1)
-        hidden = torch.nn.functional.silu(gate) * up
-        part = quantize(hidden) @ w2[expert].t()
-        y.index_add_(0, token, part * weights[token, slot, None].double())
-    return y
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 300])
-def test_kernels_equal_float64_on_the_same_operands(engine: GpuEngine, tokens: int) -> None:
-    layer = experts_of(engine)
-    generator = torch.Generator("cuda").manual_seed(tokens)
-    x = torch.randn(tokens, 512, generator=generator, device="cuda").bfloat16()
-    x *= torch.logspace(-2, 1, tokens, device="cuda")[:, None].bfloat16()
-    logits = torch.randn(tokens, EXPERTS, generator=generator, device="cuda")
-    weights, ids = logits.softmax(-1).topk(2)
-    y = layer.quant_method.apply(layer, x.clone(), weights, ids.to(torch.int32), None, None)
-    expected = truth(layer, x, weights, ids)
-
-    def error(actual: torch.Tensor) -> torch.Tensor:
-        return (actual.double() - expected).norm(dim=1) / expected.norm(dim=1)
-
-    found, other = error(y), error(truth(layer, x, weights, ids, lambda t: t.double()))
-    log.info("%d tokens: median %.5f, max %.5f", tokens, found.median(), found.max())
-    log.info("activations not quantized: median %.5f", other.median())
-    # BF16 output leaves 0.0017. Where a kernel rounds the product of gate and up to BF16 too, one
-    # of twenty codes is another: 0.01. Scales that are powers of two would leave 0.03.
-    assert found.median() < 1.5e-2
-    assert found.max() < 4e-2
-    assert other.median() > 3e-2
 
 
 def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(
@@ -153,7 +261,11 @@ def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(
 
     mode = engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
     assert mode.decode_mode().name == "FULL", mode
-    before, kernel, tokens = places(), experts_of(engine).quant_method.moe_kernel, []
+    layers = [experts_of(engine, number) for number in (0, 1)]
+    assert [layer.w13_weight.dtype for layer in layers] == [torch.bfloat16, torch.float8_e4m3fn]
+    assert layers[1].w2_weight.shape == (EXPERTS, HIDDEN, PADDED)
+    kernels = [layer.quant_method.moe_kernel for layer in layers]
+    before, tokens = places(), []
     for name in ("a", "b", "a"):
         path = checkpoints[name]
         give(engine, path)
@@ -167,10 +279,10 @@ def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(
         log.info("%s: floor %.4f, engine %.4f nats", name, floor.mean, found.mean)
         log.info("unquantized %.4f; slopes %.3f, %.3f", gap(plain, expected).mean, best, share)
         assert found.mean < 2.0 * floor.mean
-        assert share > 0.75 * best
+        assert share > 0.6 * best
     assert tokens[0] == tokens[2] != tokens[1]
     assert places() == before
-    assert experts_of(engine).quant_method.moe_kernel is kernel
+    assert [layer.quant_method.moe_kernel for layer in layers] == kernels
 
 
 def test_broken_streams_close_the_engine_until_the_next_refit(
@@ -188,29 +300,6 @@ def test_broken_streams_close_the_engine_until_the_next_refit(
         engine.greedy()
     give(engine, checkpoints["a"])
     assert engine.greedy() == tokens
-
-
-def test_pinned_experts_are_refitted_too(checkpoints: dict[str, Path]) -> None:
-    engine = start_engine(checkpoints["a"], PINNED)
-    assert experts_of(engine).w13_weight.dtype == torch.bfloat16
-    place, tokens = experts_of(engine).w2_weight.data_ptr(), []
-    for name in "aba":
-        refit(engine.llm, refit_tensors(checkpoints[name], PINNED).items(), expect_kv_scales=False)
-        tokens.append(engine.greedy())
-        rollout = engine.rollout()
-        expected = expected_logprobs(checkpoints[name], PINNED, rollout)
-        own = expected_logprobs(checkpoints[name], PINNED, rollout, dtype=torch.bfloat16)
-        floor, found = gap(own, expected), gap(rollout.logprobs, expected)
-        log.info("pinned, %s: floor %.4f, engine %.4f nats", name, floor.mean, found.mean)
-        assert found.mean < 2.0 * floor.mean
-    assert tokens[0] == tokens[2] != tokens[1]
-    assert experts_of(engine).w2_weight.data_ptr() == place
-    engine.llm.llm_engine.engine_core.shutdown()
-
-
-def test_backends_that_repack_are_refused_by_name(checkpoints: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedError, match="moe_backend='marlin'"):
-        start_engine(checkpoints["a"], RECIPE, moe_backend="marlin", enforce_eager=True)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="expert parallel needs two GPUs")
