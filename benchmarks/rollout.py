@@ -1,11 +1,13 @@
 """Rollout speed, start and refit of vLLM on one GPU: BF16, vLLM's own block FP8, and fp8rl.
 
-    python benchmarks/rollout.py [--variants fp8rl-kv,stock-kv,bf16] [--prompts 256]
-                                 [--input 512] [--output 1024] [--refits 5] [--out FILE.json]
+    python benchmarks/rollout.py [--variants fp8rl-kv,stock-kv,bf16] [--repeats 3] [--refits 50]
+                                 [--loads 256x512x1024,64x1024x5000] [--out FILE.json]
 
 The model has the shape of Qwen3-8B and random weights (``load_format="dummy"``), so that nothing is
-downloaded; each variant runs in a process of its own. Tokens per second count output tokens of one
-``generate`` call, after a shorter one of the same shape. A refit sends every tensor of the model,
+downloaded; each variant runs in a process of its own. A load is requests x tokens in x tokens out;
+tokens per second count output tokens of one ``generate`` call, after a shorter one of the same
+shape, and the median of ``--repeats`` calls is given. With ``--after`` the first load is measured
+again after the refits. A refit sends every tensor of the model,
 already on the GPU, through ``vllm_fp8rl.refit.refit``; all layers share the same tensors, so the
 sender takes little memory. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in all variants:
 kernels are then compiled when first met, here before anything is timed.
@@ -16,11 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +119,11 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
     seconds = [
         refit(llm, iter(tensors), expect_kv_scales=with_scales).seconds for _ in range(count)
     ]
+    torch.cuda.synchronize()
     return {
         "refit_seconds": seconds,
+        "refit_seconds_median": statistics.median(seconds),
+        "refit_memory_growth_mib": (torch.cuda.memory_allocated() - held) / 2**20,
         "refit_peak_extra_mib": (torch.cuda.max_memory_allocated() - held) / 2**20,
         "refit_bytes": sum(tensor.nbytes for _, tensor in tensors),
     }
@@ -125,6 +132,7 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
 def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     """One engine, from start to the last refit."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
     from vllm import LLM, SamplingParams
 
     folder = Path(tempfile.mkdtemp())
@@ -134,14 +142,15 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
-        max_model_len=options.input + options.output,
-        max_num_seqs=options.prompts,
+        max_model_len=max(i + o for _, i, o in options.loads),
+        max_num_seqs=max(prompts for prompts, _, _ in options.loads),
         gpu_memory_utilization=options.memory,
         enable_prefix_caching=False,
         seed=0,
         **engine_arguments(variant),
     )
     result: dict[str, Any] = {"variant": variant, "start_seconds": time.perf_counter() - began}
+    result["gpu"] = torch.cuda.get_device_name()
     fp8rl = variant.startswith("fp8rl")
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     if variant == "fp8rl-kv":
@@ -151,34 +160,49 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     elif variant.startswith("stock"):
         give_weights(model)
 
-    def generate(tokens: int) -> float:
-        prompts = [
-            {"prompt_token_ids": [(i * 7919 + j * 104729) % 150000 for j in range(options.input)]}
-            for i in range(options.prompts)
+    def generate(load: tuple[int, int, int], tokens: int) -> float:
+        prompts, length, _ = load
+        inputs = [
+            {"prompt_token_ids": [(i * 7919 + j * 104729) % 150000 for j in range(length)]}
+            for i in range(prompts)
         ]
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
         return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
 
-    began = time.perf_counter()
-    generate(options.warm)
-    result["warm_seconds"] = time.perf_counter() - began
-    result["tokens_per_second"] = [generate(options.output) for _ in range(options.repeats)]
+    result["loads"] = {}
+    for load in options.loads:
+        began = time.perf_counter()
+        generate(load, options.warm)
+        warm = time.perf_counter() - began
+        speeds = [generate(load, load[2]) for _ in range(options.repeats)]
+        result["loads"]["x".join(map(str, load))] = {
+            "warm_seconds": warm,
+            "tokens_per_second": speeds,
+            "median": statistics.median(speeds),
+        }
     if fp8rl and options.refits:
         result |= measure_refits(llm, options.refits, with_scales=variant == "fp8rl-kv")
         if options.after:
-            result["tokens_per_second_after_refits"] = generate(options.output)
+            first = options.loads[0]
+            speeds = [generate(first, first[2]) for _ in range(options.repeats)]
+            result["tokens_per_second_after_refits"] = speeds
     return result
+
+
+def parse_load(text: str) -> tuple[int, int, int]:
+    prompts, length, tokens = (int(part) for part in text.split("x"))
+    return prompts, length, tokens
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Rollout speed on one GPU")
     parser.add_argument("--variants", default="fp8rl-kv,stock-kv,bf16")
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--input", type=int, default=512)
-    parser.add_argument("--output", type=int, default=1024)
+    parser.add_argument(
+        "--loads", default="256x512x1024", help="requests x tokens in x tokens out, comma separated"
+    )
     parser.add_argument("--warm", type=int, default=64, help="output tokens of the warm-up")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--refits", type=int, default=5)
@@ -188,7 +212,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON; changes config.json")
     parser.add_argument("--out", type=Path, default=Path("rollout.json"))
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.loads = [parse_load(text) for text in options.loads.split(",")]
+    return options
 
 
 def main() -> None:
@@ -196,7 +222,9 @@ def main() -> None:
     if options.child:
         options.out.write_text(json.dumps(run_variant(options.child, options)))
         return
-    results = []
+    packages = {package: version(package) for package in ("torch", "vllm", "triton")}
+    results: list[dict[str, Any]] = []
+    found = {"versions": packages, "results": results}
     environment = os.environ | {"VLLM_DEEP_GEMM_WARMUP": options.warmup}
     for variant in options.variants.split(","):
         part = options.out.with_suffix(f".{variant}.part")
@@ -207,7 +235,7 @@ def main() -> None:
         else:
             results.append(json.loads(part.read_text()))
             part.unlink()
-        options.out.write_text(json.dumps(results, indent=1))  # what is there so far
+        options.out.write_text(json.dumps(found, indent=1))  # what is there so far
         sys.stdout.write(json.dumps(results[-1]) + "\n")
         sys.stdout.flush()
 
