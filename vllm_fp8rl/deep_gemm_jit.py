@@ -166,19 +166,27 @@ class Lister:
         Raises:
             RuntimeError: DeepGEMM refuses the shape.
         """
-        refusal: Exception | None = None
         with _gpu_context():
-            product = self._product(shape)
-            for rows in rows_to_try(shape, full=self._job.full):
-                try:
-                    product(rows)
-                except RuntimeError as error:  # the empty file cannot be loaded; or an assertion
-                    refusal = error
-        fresh = {path.name for path in self._found.glob("kernel.*")} - self._seen
+            fresh, refusal = self._ask(shape)
+        if not fresh and self._torch.cuda.is_available():  # in case a driver wants its own memory
+            with self._torch.device("cuda"):
+                fresh, refusal = self._ask(shape)
+            self._torch.cuda.empty_cache()
         if not fresh:
             raise RuntimeError(f"DeepGEMM has no kernel for {shape}: {refusal}")
         self._seen |= fresh
         return [self._found / name for name in sorted(fresh)]
+
+    def _ask(self, shape: Shape) -> tuple[set[str], Exception | None]:
+        """Names of kernels that were not asked for before, and the last refusal."""
+        refusal: Exception | None = None
+        product = self._product(shape)
+        for rows in rows_to_try(shape, full=self._job.full):
+            try:
+                product(rows)
+            except RuntimeError as error:  # the empty file cannot be loaded; or an assertion
+                refusal = error
+        return {path.name for path in self._found.glob("kernel.*")} - self._seen, refusal
 
     def _product(self, shape: Shape) -> Callable[[int], None]:
         """A product as :mod:`vllm_fp8rl` calls it, over memory that only has addresses."""
