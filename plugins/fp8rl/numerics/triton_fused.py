@@ -34,7 +34,8 @@ def _codes(y, POW2: tl.constexpr):
     return code | ((source >> 24) & 0x80).to(tl.uint8), scale_inv
 
 
-@triton.jit
+# Batches have any number of rows: one kernel for all, so that none is compiled in a step.
+@triton.jit(do_not_specialize=["rows", "stride_scale"])
 def _rows_kernel(
     x_ptr,
     codes_ptr,
@@ -64,7 +65,7 @@ def _rows_kernel(
     tl.store(scale_ptr + group * stride_scale + row, scale_inv, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_scale"])
 def _norm_kernel(
     x_ptr,
     residual_ptr,
