@@ -29,6 +29,7 @@ from fp8rl import PluginManager, Recipe
 from megatron_fp8rl import convert
 
 GPU = torch.device("cuda")
+MODES = ("BF16", "fp8rl", "fp8rl, codes kept")
 
 
 class Trainer:
@@ -137,13 +138,14 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--no-keep", dest="keep", action="store_false", help="leave that mode out")
     parser.add_argument("--out", type=Path, default=here / "results" / "megatron_step.json")
     options = parser.parse_args()
     shape = SimpleNamespace(**{**vars(QWEN3_1_7B), "num_hidden_layers": options.layers})
 
     rows = {}
     with single_process():
-        for mode in ("BF16", "fp8rl", "fp8rl, codes kept"):
+        for mode in MODES[: 3 if options.keep else 2]:
             rows[mode] = measure(shape, options, mode)
             gc.collect()
             torch.cuda.empty_cache()
