@@ -35,7 +35,6 @@ from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import GPU_CAPABILITIES, require_gpu_supported
 from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
-from vllm_fp8rl.fusion_pass import install as install_fusion
 
 logger = init_logger("vllm.fp8rl")
 
@@ -102,7 +101,10 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
     if NO_NVCC in reasons.values():
         logger.warning_once("fp8rl: DeepGEMM, the fastest FP8 kernel, is left out: %s.", NO_NVCC)
     if backend is not None:
-        install_fusion(get_current_vllm_config(), recipe)
+        # Here, because it needs Triton, and without a GPU the sentences above are the better answer.
+        from vllm_fp8rl.fusion_pass import install
+
+        install(get_current_vllm_config(), recipe)
         return DelegatedKernel(backend, config, recipe)
     raise UnsupportedError(
         f"No FP8 kernel takes a weight of shape [{shape.out_features}, {shape.in_features}] in "
