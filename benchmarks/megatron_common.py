@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -48,16 +49,16 @@ def single_process() -> Iterator[None]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.cuda.set_device(0)
-    torch.distributed.init_process_group(
-        "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1234)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        store = torch.distributed.FileStore(f"{folder}/store", 1)
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        model_parallel_cuda_manual_seed(1234)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
 
 
 def build(shape: SimpleNamespace, **overrides: Any) -> Any:

@@ -64,6 +64,7 @@ class Trainer:
                 clip_grad=1.0,
             ),
             [self.ddp],
+            use_gloo_process_groups=False,
         )
         self.linear_bytes = sum(
             p.numel() * p.element_size() for n, p in model.named_parameters() if ".linear_" in n
