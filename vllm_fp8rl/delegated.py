@@ -101,7 +101,7 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
     if NO_NVCC in reasons.values():
         logger.warning_once("fp8rl: DeepGEMM, the fastest FP8 kernel, is left out: %s.", NO_NVCC)
     if backend is not None:
-        # Here, because it needs Triton, and without a GPU the sentences above are the better answer.
+        # Here, because it needs Triton: without a GPU the sentences above are the better answer.
         from vllm_fp8rl.fusion_pass import install
 
         install(get_current_vllm_config(), recipe)
