@@ -49,14 +49,14 @@ def _quantize_many_kernel(
     NATIVE: tl.constexpr,
 ):
     entry = table_ptr + tl.program_id(1) * 3
-    x_ptr = tl.load(entry)
-    codes_ptr = tl.load(entry + 1)
-    if ALIGNED:
+    x_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
+    codes_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
+    if ALIGNED:  # a hint that a conversion would drop; without it every access is a scalar
         x_ptr = tl.multiple_of(x_ptr, 16)
         codes_ptr = tl.multiple_of(codes_ptr, 16)
     _quantize_tile(
-        x_ptr.to(tl.pointer_type(DTYPE)),
-        codes_ptr.to(tl.pointer_type(tl.uint8)),
+        x_ptr,
+        codes_ptr,
         tl.load(entry + 2).to(tl.pointer_type(tl.float32)),
         rows,
         cols,
@@ -82,16 +82,20 @@ def _finite_kernel(
     STEP: tl.constexpr,
 ):
     entry = table_ptr + tl.program_id(0) * 3
-    address = tl.load(entry)
+    x_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    x_ptr = address.to(tl.pointer_type(DTYPE))
-    count = tl.load(entry + 1)
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    count = tl.load(entry + 1).to(tl.int32)
     found = tl.zeros((STEP,), tl.int32)
-    for first in range(0, SEGMENT, STEP):
-        at = first + tl.arange(0, STEP)
-        x = tl.load(x_ptr + at, at < count, other=0).to(tl.int32)
-        found |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
+    if count == SEGMENT:  # without a mask, which would make every access a scalar
+        for first in range(0, SEGMENT, STEP):
+            x = tl.load(x_ptr + first + tl.arange(0, STEP)).to(tl.int32)
+            found |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
+    else:
+        for first in range(0, count, STEP):
+            at = first + tl.arange(0, STEP)
+            x = tl.load(x_ptr + at, at < count, other=0).to(tl.int32)
+            found |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
     if tl.max(found, 0) > 0:
         tl.store(bad_ptr + tl.load(entry + 2), 1)
 
