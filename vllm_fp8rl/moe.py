@@ -239,9 +239,9 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         Raises:
             CheckpointError: the checkpoint left out a part of this layer.
         """
-        self._clear_padding(
-            layer
-        )  # vLLM's dummy loader and its layerwise reload leave anything there
+        self._warmup.close()  # every layer has been built
+        # vLLM's dummy loader and its layerwise reload leave anything there.
+        self._clear_padding(layer)
         if self.grids.complete:
             return
         if not self._dummy:
