@@ -17,31 +17,47 @@ from torch import Tensor
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import ROLES, scales_from_amax
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
+from megatron_fp8rl.peaks import LargestPeak, Peaks, PercentilePeak
 
 
 class QKVObserver:
-    """Running maximum of ``|q|``, ``|k|``, ``|v|`` per global decoder layer.
+    """Largest ``|q|``, ``|k|``, ``|v|`` per global decoder layer, or a percentile of them.
 
-    Nothing here synchronises the device until :meth:`amax` or :meth:`scales` is called. A maximum
-    is idempotent, so activations that are recomputed do no harm. Padding tokens are observed like
+    Nothing here synchronises the device until :meth:`amax` or :meth:`scales` is called, and
+    activations that are recomputed do no harm. Padding tokens are observed like
     any other token, as in NeMo RL; they can only raise a scale. Multi-token-prediction layers are
     left out, they have no KV scale.
 
     Args:
         model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
         enabled: observe from the start; see :meth:`observing` for a switch.
+        percentile: of the largest magnitude of each head of each token, e.g. 99.9, so that few
+            outliers do not cost all others their resolution (they are clamped then); the maximum
+            by default.
 
     Raises:
-        UnsupportedError: multi-latent attention, or a layer without ``core_attention``.
+        UnsupportedError: multi-latent attention, a layer without ``core_attention``, or a
+            percentile that is none.
     """
 
-    def __init__(self, model_chunks: ModelChunks, *, enabled: bool = True) -> None:
+    def __init__(
+        self, model_chunks: ModelChunks, *, enabled: bool = True, percentile: float | None = None
+    ) -> None:
+        if percentile is not None and not 0.0 < percentile <= 100.0:
+            raise UnsupportedError(
+                f"percentile={percentile} is not within (0, 100]; give e.g. 99.9, or leave it out "
+                "for the maximum."
+            )
         chunks = unwrap_chunks(model_chunks)
         attentions = dict(_core_attentions(chunks))
         self.enabled = enabled
         self.num_layers: int = chunks[0].config.num_layers
         device = next(p.device for chunk in chunks for p in chunk.parameters())
-        self._table = torch.zeros(self.num_layers, len(ROLES), device=device)
+        self._peaks: Peaks = (
+            LargestPeak(self.num_layers, device)
+            if percentile is None
+            else PercentilePeak(self.num_layers, device, percentile)
+        )
         self._handles = [
             module.register_forward_pre_hook(self._hook(layer))
             for layer, module in attentions.items()
@@ -66,16 +82,10 @@ class QKVObserver:
             group: the ranks of this model; the world by default.
 
         Returns:
-            float32 ``[num_layers, 3]`` on the model's device, columns q, k, v. NaN where any rank
-            saw a NaN, 0 where no rank saw a token.
+            float32 ``[num_layers, 3]`` on the model's device, columns q, k, v: the maximum, or the
+            percentile. NaN where any rank saw a NaN, 0 where no rank saw a token.
         """
-        if not torch.distributed.is_initialized():
-            return self._table.clone()
-        # The backends disagree on max(NaN, x), so NaN travels as a flag of its own.
-        is_nan = self._table.isnan()
-        both = torch.stack([self._table.masked_fill(is_nan, 0.0), is_nan.float()])
-        torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
-        return both[0].masked_fill(both[1] > 0, torch.nan)
+        return self._peaks.reduced(group)
 
     def scales(
         self, margin: float, group: torch.distributed.ProcessGroup | None = None
@@ -95,7 +105,7 @@ class QKVObserver:
 
     def reset(self) -> None:
         """Forget everything seen, e.g. after an optimizer step has changed the activations."""
-        self._table.zero_()
+        self._peaks.table.zero_()
 
     def close(self) -> None:
         """Remove the hooks; what was seen stays readable."""
@@ -104,12 +114,13 @@ class QKVObserver:
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's table, ``{"amax": float32 [num_layers, 3]}`` on the CPU.
+        """This rank's table on the CPU: ``{"amax": float32 [num_layers, 3]}``, with a percentile
+        ``{"counts": int64 [num_layers, 3, bins]}``.
 
         A pipeline or tensor-parallel rank saw its own part only: a checkpoint that one rank writes
         for all stores :meth:`amax` under the same key instead.
         """
-        return {"amax": self._table.cpu().clone()}
+        return {self._peaks.key: self._peaks.table.cpu().clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a saved table, in place of what was seen so far.
@@ -117,22 +128,22 @@ class QKVObserver:
         Raises:
             CheckpointError: not the state of an observer of this model.
         """
-        table = state.get("amax")
-        if set(state) != {"amax"} or not isinstance(table, Tensor):
+        own, key = self._peaks.table, self._peaks.key
+        table = state.get(key)
+        if set(state) != {key} or not isinstance(table, Tensor):
             raise CheckpointError(
-                f"The observer's state has keys {sorted(state)}, it needs 'amax' alone; give what "
-                "state_dict() returned."
+                f"The observer's state has keys {sorted(state)}, it needs '{key}' alone; give what "
+                "state_dict() of an observer with the same percentile returned."
             )
-        if table.shape != self._table.shape or table.dtype != torch.float32:
+        if table.shape != own.shape or table.dtype != own.dtype:
             raise CheckpointError(
-                f"The observer's 'amax' is {table.dtype} {tuple(table.shape)}, it must be float32 "
-                f"{tuple(self._table.shape)}; the checkpoint is of another model."
+                f"The observer's '{key}' is {table.dtype} {tuple(table.shape)}, it must be "
+                f"{str(own.dtype).removeprefix('torch.')} {tuple(own.shape)}; the checkpoint is of "
+                "another model."
             )
-        self._table.copy_(table)
+        own.copy_(table)
 
     def _hook(self, layer: int) -> Any:
-        row = self._table[layer]  # a view: updates land in the table
-
         @torch.no_grad()
         def observe(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             if not self.enabled:
@@ -144,9 +155,7 @@ class QKVObserver:
                 )
             for column, tensor in enumerate(args[: len(ROLES)]):
                 if tensor.numel():
-                    low, high = torch.aminmax(tensor.detach())  # keeps NaN, needs no |x| copy
-                    peak = torch.maximum(-low, high).float()
-                    row[column] = torch.maximum(row[column], peak)
+                    self._peaks.add(layer, column, tensor.detach())
 
         return observe
 

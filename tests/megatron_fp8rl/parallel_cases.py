@@ -191,6 +191,7 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
     keep = True if topology.overlap else None
     conversion = convert(model, Recipe.from_dict({"pins": topology.pins}), keep_codes=keep)
     observer = QKVObserver(model, enabled=False)
+    percentiles = QKVObserver(model, enabled=False, percentile=90.0)
     config = model[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if topology.overlap:
@@ -219,7 +220,7 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         data = batches(step)
-        with observer.observing(step == 0):
+        with observer.observing(step == 0), percentiles.observing(step == 0):
             seen = get_forward_backward_func()(
                 forward_step_func=_forward_step,
                 # Interleaving wants an iterator for each chunk.
@@ -232,6 +233,7 @@ def train(topology: Topology, weights: dict[str, torch.Tensor]) -> dict[str, Any
             )
         if step == 0:
             result["scales"] = observer.scales(margin=1.0)
+            result["percentiles"] = percentiles.scales(margin=1.0)
         if seen:
             result["losses"].append(_mean_loss(seen))
         ok, _, _ = optimizer.step()

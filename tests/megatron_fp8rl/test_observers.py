@@ -193,3 +193,79 @@ def test_attention_without_a_core_is_refused(model):
     model.decoder.layers[2].self_attention = torch.nn.Identity()
     with pytest.raises(UnsupportedError, match=r"Layer 2 has no core_attention \(Identity\)"):
         QKVObserver(model)
+
+
+# ---- percentile
+
+
+def _spied(
+    model, seeds: range, **options
+) -> tuple[QKVObserver, dict[tuple[int, int], torch.Tensor]]:
+    """An observer, and the peaks of every head and token, taken beside it."""
+    seen: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def spy(layer):
+        def hook(module, args):
+            for column, x in enumerate(args[:3]):
+                seen.setdefault((layer, column), []).append(x.detach().abs().amax(-1).flatten())
+
+        return hook
+
+    for number, layer in enumerate(model.decoder.layers):
+        layer.self_attention.core_attention.register_forward_pre_hook(spy(number))
+    observer = QKVObserver(model, **options)
+    with torch.no_grad():
+        for seed in seeds:
+            run(model, seed)
+    return observer, {key: torch.cat(parts) for key, parts in seen.items()}
+
+
+@pytest.mark.parametrize("percentile", [50.0, 99.0, 99.9, 100.0])
+def test_a_percentile_is_that_of_the_peaks_of_heads_and_tokens(model, percentile):
+    observer, peaks = _spied(model, range(3), percentile=percentile)
+    table = observer.amax()
+    for (layer, column), values in peaks.items():
+        exact = values.sort().values[int(-(-len(values) * percentile // 100)) - 1]
+        assert exact <= table[layer, column] <= exact * 2 ** (1 / 16) * 1.0001
+    largest = QKVObserver(model)
+    with torch.no_grad():
+        run(model)
+    scale = "model.layers.0.self_attn.k_scale"
+    if percentile == 50.0:
+        assert observer.scales(1.05)[scale] < largest.scales(1.05)[scale]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_broken_token_is_no_outlier_to_ignore(model, bad):
+    observer = QKVObserver(model, percentile=50.0)
+    core = model.decoder.layers[1].self_attention.core_attention
+    shape = (16, 2, 4, 64)
+    q = torch.randn(shape)
+    q[3, 1, 2, 5] = bad
+    observer._hook(1)(core, (q, q, torch.randn(shape)))
+    table = observer.amax()
+    assert table[1].isnan().tolist() == [True, True, False]
+    assert table[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_extreme_magnitudes_stay_in_the_outer_bins(model):
+    observer = QKVObserver(model, percentile=100.0)
+    for column, value in enumerate((0.0, 1e-30, 1e30)):
+        args = [torch.zeros(1, 1, 1, 4)] * 3
+        args[column] = torch.full((1, 1, 1, 4), value)
+        observer._hook(0)(None, tuple(args))
+    low, _, high = observer.amax()[0].tolist()
+    assert low == pytest.approx(2**-32, rel=0.05) and high == pytest.approx(2**32, rel=0.05)
+
+
+def test_state_of_a_percentile_survives_a_checkpoint(model):
+    observer, _ = _spied(model, range(2), percentile=99.0)
+    resumed = QKVObserver(model, percentile=99.0)
+    resumed.load_state_dict(observer.state_dict())
+    assert torch.equal(resumed.amax(), observer.amax())
+    with pytest.raises(CheckpointError, match=r"needs 'amax' alone.*same percentile"):
+        QKVObserver(model).load_state_dict(observer.state_dict())
+    observer.reset()
+    assert not observer.amax().any()
+    with pytest.raises(UnsupportedError, match=r"percentile=0\.0 is not within"):
+        QKVObserver(model, percentile=0.0)

@@ -1,0 +1,100 @@
+"""How observers remember magnitudes: the largest, or a histogram to take a percentile of.
+
+Both are one tensor on the device that is updated without a synchronisation and reduced over all
+ranks at once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fp8rl.kv_scales import ROLES
+
+_LOWEST_OCTAVE, _OCTAVES, _PER_OCTAVE = -32, 64, 16
+_BINS = _OCTAVES * _PER_OCTAVE
+
+
+class Peaks(Protocol):
+    """Magnitudes of q, k and v of every layer."""
+
+    key: str
+    """Of :attr:`table` in a checkpoint."""
+    table: Tensor
+    """``[num_layers, 3, ..]`` of this rank."""
+
+    def add(self, layer: int, column: int, x: Tensor) -> None:
+        """Take the magnitudes of ``x`` ``[.., head_dim]``, which has elements, into account."""
+
+    def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
+        """float32 ``[num_layers, 3]`` over all ranks: NaN where any saw a NaN, 0 where none saw a
+        token; a collective."""
+
+
+class LargestPeak:
+    """Running maximum."""
+
+    key = "amax"
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self.table = torch.zeros(num_layers, len(ROLES), device=device)
+
+    def add(self, layer: int, column: int, x: Tensor) -> None:
+        low, high = torch.aminmax(x)  # keeps NaN, needs no |x| copy
+        row = self.table[layer]
+        row[column] = torch.maximum(row[column], torch.maximum(-low, high).float())
+
+    def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
+        if not torch.distributed.is_initialized():
+            return self.table.clone()
+        # The backends disagree on max(NaN, x), so NaN travels as a flag of its own.
+        is_nan = self.table.isnan()
+        both = torch.stack([self.table.masked_fill(is_nan, 0.0), is_nan.float()])
+        torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
+        return both[0].masked_fill(both[1] > 0, torch.nan)
+
+
+class PercentilePeak:
+    """Percentile of the largest magnitude of each head of each token.
+
+    Counts are kept in bins of a sixteenth of an octave, from 2**-32 to 2**32, beside one for what
+    is not finite. The upper edge of a bin is reported: at most 4.5% above the percentile, never
+    below it. Tokens that recomputation shows twice count twice, in all bins alike.
+
+    Args:
+        num_layers: of the whole model.
+        device: of the model.
+        percentile: within (0, 100]; 100 is the maximum.
+    """
+
+    key = "counts"
+
+    def __init__(self, num_layers: int, device: torch.device, percentile: float) -> None:
+        self.percentile = percentile
+        self.table = torch.zeros(
+            num_layers, len(ROLES), _BINS + 1, dtype=torch.int64, device=device
+        )
+
+    def add(self, layer: int, column: int, x: Tensor) -> None:
+        low, high = torch.aminmax(x, dim=-1)
+        peaks = torch.maximum(-low, high).float().flatten()
+        steps = (peaks.log2() - _LOWEST_OCTAVE) * _PER_OCTAVE
+        # Of an infinity or a NaN the step is no number that fits an integer.
+        finite = peaks.isfinite()
+        index = steps.nan_to_num(0.0, 0.0, 0.0).clamp_(0, _BINS - 1).long()
+        index = torch.where(finite, index, _BINS)
+        self.table[layer, column].scatter_add_(0, index, torch.ones_like(index))
+
+    def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
+        counts = self.table.clone()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(counts, group=group)
+        seen = counts[..., :_BINS].cumsum(-1)
+        total = seen[..., -1:]
+        enough = seen.double() >= total.double() * (self.percentile / 100.0)
+        index = enough.int().argmax(-1)
+        edge = torch.exp2((index + 1).double() / _PER_OCTAVE + _LOWEST_OCTAVE).float()
+        edge = edge.masked_fill(total[..., 0] == 0, 0.0)
+        return edge.masked_fill(counts[..., _BINS] > 0, torch.nan)
