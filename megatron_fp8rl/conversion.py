@@ -18,7 +18,7 @@ from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
-from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.backends import BackendChoice, Timings
 from megatron_fp8rl.classes import check_module, fp8_class, upstream_class
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 from megatron_fp8rl.grouped import Fp8GroupedState
@@ -59,12 +59,14 @@ class Conversion:
         modules: Mapping[str, Any],
         epochs: Iterable[WeightEpoch],
         mlps: Iterable[Any] = (),
+        backends: BackendChoice | None = None,
     ) -> None:
         self.recipe = recipe
         self.policy = policy
         self._modules = dict(modules)
         self._epochs = list(epochs)
         self._mlps = list(mlps)
+        self._backends = backends
 
     @property
     def modules(self) -> Mapping[str, torch.nn.Module]:
@@ -86,6 +88,26 @@ class Conversion:
         """Free the weight codes that are kept, e.g. before offloading."""
         for module in self._modules.values():
             module.drop_codes()
+
+    def tune(self, tokens: int) -> Timings:
+        """Time the GEMM backends on this model's shapes; all ranks must call it.
+
+        One process does so by itself when it meets a shape. Several choose by a fixed order until
+        this was called, because they must choose alike.
+
+        Args:
+            tokens: of a micro-batch on this rank.
+
+        Returns:
+            Milliseconds by direction, shape and backend, of all ranks.
+        """
+        if self._backends is None:
+            return {}
+        weights = [w for module in self._modules.values() for w in weights_of(module)]
+        shapes = [GemmShape(tokens, *weight.shape) for weight in weights]
+        device = weights[0].device if weights else torch.device("cpu")
+        self._backends.tune(shapes, device)
+        return self._backends.timings
 
     def save_table(self, folder: str | os.PathLike[str]) -> Path | None:
         """Write the resolved pins to ``folder/fp8rl_precision.json``, beside a checkpoint.
@@ -166,7 +188,7 @@ def convert(
     )
     modules = adopt(setup, chunks)
     (report or logger.info)(describe(setup))
-    return Conversion(recipe, setup.policy, modules, [setup.epoch], setup.mlps)
+    return Conversion(recipe, setup.policy, modules, [setup.epoch], setup.mlps, setup.backends)
 
 
 def prepare(
@@ -264,6 +286,7 @@ def conversion_of(model: ModelChunks) -> Conversion:
         modules,
         [setup.epoch for setup in setups.values()],
         [mlp for setup in setups.values() for mlp in setup.mlps],
+        first.backends,
     )
 
 

@@ -91,3 +91,9 @@ def test_doctor_lists_every_backend_and_why_it_does_not_serve_here():
     assert {"reference: ready", "own: ready"} <= set(listed)
     if not torch.cuda.is_available():
         assert "scaled_mm: needs a GPU" in listed and list(facts) == ["GEMM backends"]
+
+
+def test_measuring_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    _choice(_Slow("a")).tune([SHAPE], CPU)
+    assert torch.equal(torch.get_rng_state(), before)

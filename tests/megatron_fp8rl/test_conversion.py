@@ -541,3 +541,24 @@ def test_loss_curves_stay_with_bf16():
         assert abs(sum(fp8[-10:]) - sum(bf16[-10:])) / 10 < 0.02, scale_format
         assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.1, scale_format
         assert fp8 != bf16
+
+
+def test_tuning_times_the_shapes_of_the_model():
+    class Other(ReferenceBackend):
+        name = "other"
+
+    class Plugin:
+        @hookimpl
+        def register_gemm_backends(self):
+            return [Other()]
+
+    plugins = PluginManager(discover=False)
+    plugins.register(Plugin())
+    gpt = _gpt()
+    conversion = convert(gpt, Recipe(), plugins=plugins)
+    timings = conversion.tune(tokens=64)
+    shapes = {(64, *module.weight.shape) for module in conversion.modules.values()}
+    assert set(timings) == {"fprop", "dgrad", "wgrad", "wgrad_add"}
+    for by_shape in timings.values():
+        assert set(by_shape) == shapes
+        assert all(set(times) == {"other", "reference"} for times in by_shape.values())

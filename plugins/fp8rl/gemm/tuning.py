@@ -95,25 +95,29 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
 def _operands(
     direction: Direction, shape: GemmShape, device: torch.device
 ) -> tuple[Quantized, Quantized]:
+    # A generator of its own: a model that is trained meanwhile must not lose random numbers.
+    generator = torch.Generator(device).manual_seed(0)
+
+    def codes(rows: int, cols: int) -> torch.Tensor:
+        raw = torch.randint(
+            0, 256, (rows, cols), dtype=torch.uint8, device=device, generator=generator
+        )
+        return raw.masked_fill_(raw & 0x7F == 0x7F, 0).view(FP8_DTYPE)  # the two NaNs
+
+    def groups(rows: int, cols: int) -> Quantized:
+        size = (cdiv(cols, GROUP), cdiv(rows, 4) * 4)
+        scale_inv = torch.rand(size, device=device, generator=generator) * 1e-3
+        return Quantized(codes(rows, cols), scale_inv[:, :rows].t())
+
+    def blocks(rows: int, cols: int) -> Quantized:
+        size = (cdiv(rows, GROUP), cdiv(cols, GROUP))
+        scale_inv = torch.rand(size, device=device, generator=generator) * 1e-3
+        return Quantized(codes(rows, cols), scale_inv)
+
     tokens, out_features, in_features = shape
     if direction == "fprop":
-        return _groups(tokens, in_features, device), _blocks(out_features, in_features, device)
+        return groups(tokens, in_features), blocks(out_features, in_features)
     if direction == "dgrad":
-        return _groups(tokens, out_features, device), _blocks(in_features, out_features, device)
+        return groups(tokens, out_features), blocks(in_features, out_features)
     padded = cdiv(tokens, GROUP) * GROUP
-    return _groups(out_features, padded, device), _groups(in_features, padded, device)
-
-
-def _codes(rows: int, cols: int, device: torch.device) -> torch.Tensor:
-    codes = torch.randint(0, 256, (rows, cols), dtype=torch.uint8, device=device)
-    return codes.masked_fill_(codes & 0x7F == 0x7F, 0).view(FP8_DTYPE)  # the two NaNs
-
-
-def _groups(rows: int, cols: int, device: torch.device) -> Quantized:
-    scale_inv = torch.rand(cdiv(cols, GROUP), cdiv(rows, 4) * 4, device=device) * 1e-3
-    return Quantized(_codes(rows, cols, device), scale_inv[:, :rows].t())
-
-
-def _blocks(rows: int, cols: int, device: torch.device) -> Quantized:
-    scale_inv = torch.rand(cdiv(rows, GROUP), cdiv(cols, GROUP), device=device) * 1e-3
-    return Quantized(_codes(rows, cols, device), scale_inv)
+    return groups(out_features, padded), groups(in_features, padded)
