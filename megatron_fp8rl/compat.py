@@ -12,7 +12,8 @@ from fp8rl.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-SUPPORTED_VERSIONS = ("0.16.1",)
+SUPPORTED_VERSIONS = ("0.16.1", "0.20.0")
+"""A release, and the commit that Megatron-Bridge and NeMo RL pin (Megatron-LM 2a75ac1)."""
 
 BRIDGE_TYPES = {
     "column": (

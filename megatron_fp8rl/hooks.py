@@ -22,11 +22,11 @@ def diagnose() -> Diagnosis:
 
     from megatron_fp8rl.backends import survey
 
-    found = installed_version()
+    found, transformer_engine = installed_version(), _version("transformer-engine")
     problems = []
     if found is None:
         problems.append("megatron-core is not installed; install fp8rl[megatron].")
-    elif found not in SUPPORTED_VERSIONS:
+    elif found.partition("+")[0] not in SUPPORTED_VERSIONS:
         problems.append(
             f"megatron-core {found} is untested; install megatron-core "
             f"{' or '.join(SUPPORTED_VERSIONS)}."
@@ -35,8 +35,13 @@ def diagnose() -> Diagnosis:
         problems.append("This torch has no torch.distributed; install a build that has.")
     facts = {
         "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "transformer-engine": _version("transformer-engine") or "not installed (not needed)",
-        "FP8 linears": "ColumnParallelLinear, RowParallelLinear",
+        "torch": torch.__version__,
+        "transformer-engine": transformer_engine or "not installed (not needed)",
+        "megatron-bridge": _version("megatron-bridge") or "not installed (not needed)",
+        "FP8 linears": f"local layers, {'' if transformer_engine else 'not '}TransformerEngine's; "
+        "dense, experts, multi-token prediction",
+        "doors": "convert(model, recipe); --spec megatron_fp8rl.specs gpt_layer; "
+        "megatron_fp8rl.bridge",
         **survey(PluginManager(strict=False).gemm_backends()),
     }
     return Diagnosis(found, SUPPORTED_VERSIONS, facts, tuple(problems))
