@@ -101,6 +101,21 @@ def by_kernel(load: Callable[[], object]) -> dict[str, float]:
     return {kind: round(value, 3) for kind, value in found.items()}
 
 
+def by_function(load: Callable[[], object], count: int = 30) -> dict[str, list[float]]:
+    """Where the host is in one load: function -> milliseconds in all, and in itself; profiled."""
+    import cProfile
+    import pstats
+
+    profiler = cProfile.Profile()
+    profiler.runcall(load)
+    rows = pstats.Stats(profiler).stats.items()  # type: ignore[attr-defined]
+    top = sorted(rows, key=lambda row: -row[1][3])[:count]
+    return {
+        f"{Path(file).name}:{line}:{name}": [round(1e3 * stats[3], 2), round(1e3 * stats[2], 2)]
+        for (file, line, name), stats in top
+    }
+
+
 def chunks(tensors: list[Any], limit: int) -> Iterator[list[Any]]:
     from vllm_fp8rl.refit import batches
 
@@ -110,13 +125,16 @@ def chunks(tensors: list[Any], limit: int) -> Iterator[list[Any]]:
 def run_fp8rl(llm: Any, model: Any, tensors: list[Any], repeats: int) -> dict[str, Any]:
     import torch
 
-    from fp8rl.numerics import all_finite
+    from fp8rl.numerics import Quantized, all_finite, quantize_blocks
     from vllm_fp8rl.kv_cache import required_kv_scales
     from vllm_fp8rl.refit import BATCH_BYTES, refit
     from vllm_fp8rl.transport import GPU_BATCH_FACTOR
 
     scales = [(n, torch.tensor(KV_SCALE, device="cuda")) for n in sorted(required_kv_scales(model))]
     stream, whole = tensors + scales, 1 << 40
+
+    def listed() -> None:
+        refit(llm, stream, expect_kv_scales=True)
 
     def by_refit(size: int) -> Callable[[], object]:
         return lambda: refit(llm, iter(stream), expect_kv_scales=True, batch_bytes=size)
@@ -129,19 +147,27 @@ def run_fp8rl(llm: Any, model: Any, tensors: list[Any], repeats: int) -> dict[st
 
     default = BATCH_BYTES * GPU_BATCH_FACTOR
     bf16 = [tensor for _, tensor in tensors]
+    jobs = []
+    for name, tensor in tensors:
+        if name.endswith("_proj.weight"):
+            blocks = [-(-side // 128) for side in tensor.shape]
+            codes = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn, device="cuda")
+            jobs.append((tensor, Quantized(codes, torch.empty(blocks, device="cuda"))))
     return {
         "tensors": len(stream),
         "default_batch_mib": default // MIB,
-        "refit, default batches": measure(by_refit(BATCH_BYTES), repeats),
+        "refit of a list": measure(listed, repeats),
+        "refit of an iterator": measure(by_refit(BATCH_BYTES), repeats),
         "refit, batches of 1 GiB": measure(by_refit((1 << 30) // GPU_BATCH_FACTOR), repeats),
-        "refit, one batch": measure(by_refit(whole), repeats),
         "load_weights, batches of 256 MiB": measure(plain(256 * MIB), repeats),
         "load_weights, batches of 1 GiB": measure(plain(1 << 30), repeats),
         "load_weights, one batch": measure(plain(whole), repeats),
         "load_weights without a plan": measure(walk, max(3, repeats // 3)),
         "check alone": measure(lambda: all_finite(bf16), repeats),
-        "GPU ms, refit in one batch": by_kernel(by_refit(whole)),
+        "quantization alone": measure(lambda: quantize_blocks(jobs), repeats),
+        "GPU ms, refit of a list": by_kernel(listed),
         "GPU ms, load_weights in one batch": by_kernel(plain(whole)),
+        "host ms, refit of a list": by_function(listed),
     }
 
 

@@ -117,7 +117,7 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     seconds = [
-        refit(llm, iter(tensors), expect_kv_scales=with_scales).seconds for _ in range(count)
+        refit(llm, tensors, expect_kv_scales=with_scales).seconds for _ in range(count)
     ]
     torch.cuda.synchronize()
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,6 +38,7 @@ BATCH_BYTES = 16 << 20
 REMEDY = "refit the engine with a complete set of tensors before generating"
 _SCAN_ELEMENTS = 1 << 18
 _PLUGINS = "_fp8rl_plugins"
+_NO_LIMIT = 1 << 62  # as the factor by which batches of GPU tensors are larger
 
 
 class RefitSession:
@@ -333,7 +334,7 @@ def refit(
     tensors: Tensors,
     *,
     expect_kv_scales: bool,
-    batch_bytes: int = BATCH_BYTES,
+    batch_bytes: int | None = None,
     plugins: PluginManager | None = None,
 ) -> RefitReport:
     """Put new weights, and KV scales if announced, into a live engine.
@@ -348,7 +349,10 @@ def refit(
         tensors: HF-named tensors, each once, in any order; read one batch at a time. A sender that
             reuses the memory of a tensor for the next one needs ``batch_bytes=1``.
         expect_kv_scales: whether k and v scales of every layer are among them.
-        batch_bytes: bytes handed over at once; ``GPU_BATCH_FACTOR`` times that for tensors on a
+        batch_bytes: bytes handed over at once, ``BATCH_BYTES`` by default. Without it all GPU
+            tensors of a list, dict view or other collection go at once where they stay in this
+            process, so that all are checked before the first is written; otherwise, and from an
+            iterator, which may make them, ``GPU_BATCH_FACTOR`` times the bytes for tensors on a
             GPU that the workers see.
         plugins: whose ``refit_finished`` hooks to call; the installed ones by default.
 
@@ -539,13 +543,16 @@ class Workers:
                 "VLLM_ENABLE_V1_MULTIPROCESSING=0."
             )
 
-    def load(self, tensors: Tensors, batch_bytes: int) -> None:
+    def load(self, tensors: Tensors, batch_bytes: int | None) -> None:
+        limit = BATCH_BYTES if batch_bytes is None else batch_bytes
         if self._in_process:
-            for batch in batches(tensors, batch_bytes, gpu_factor=GPU_BATCH_FACTOR):
+            held = batch_bytes is None and isinstance(tensors, Collection)
+            factor = _NO_LIMIT if held else GPU_BATCH_FACTOR
+            for batch in batches(tensors, limit, gpu_factor=factor):
                 self.call("load_batch", batch)
             return
-        with Sender(self.call("place"), batch_bytes * GPU_BATCH_FACTOR) as sender:
-            for batch in batches(tensors, batch_bytes, gpu_factor=sender.gpu_factor):
+        with Sender(self.call("place"), limit * GPU_BATCH_FACTOR) as sender:
+            for batch in batches(tensors, limit, gpu_factor=sender.gpu_factor):
                 self.call("load_batch", sender.wrap(batch))
 
     def call(self, step: str, *args: object) -> list[Any]:
