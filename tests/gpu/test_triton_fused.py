@@ -1,4 +1,4 @@
-"""Fused quantization kernels against the separate operations in float64 and the reference's codes."""
+"""Fused quantization kernels against the separate operations and the codes of the reference."""
 
 from __future__ import annotations
 
