@@ -155,27 +155,72 @@ def _two_way_kernel(
     col = tl.arange(0, 128)
     inside = _mask(row, col, rows - tile_row * 128, cols - tile_col * 128)
     x_ptr += tile_row * 128 * stride_row + tile_col * 128 * stride_col
-    x = _load(x_ptr + row[:, None] * stride_row + col[None, :] * stride_col, inside, WHOLE)
-    _write_tile(
-        x,
-        tile_row,
-        tile_col,
-        codes_ptr,
-        scale_inv_ptr,
-        codes_t_ptr,
-        scale_inv_t_ptr,
-        rows,
-        cols,
-        padded_rows,
-        scale_stride,
-        scale_t_stride,
-        BLOCK,
-        ROWWISE,
-        COLUMNWISE,
-        POW2,
-        NATIVE,
-        WHOLE,
-    )
+    at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
+    x = _load(at, inside, WHOLE)
+    if BLOCK or not (ROWWISE and COLUMNWISE):
+        _write_tile(
+            x,
+            tile_row,
+            tile_col,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            BLOCK,
+            ROWWISE,
+            COLUMNWISE,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
+    else:
+        _write_tile(
+            x,
+            tile_row,
+            tile_col,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            BLOCK,
+            True,
+            False,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
+        # Read again, now from the cache: kept, the tile would take too many registers.
+        x = _load(at, inside, WHOLE)
+        _write_tile(
+            x,
+            tile_row,
+            tile_col,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            BLOCK,
+            False,
+            True,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
 
 
 @triton.jit
@@ -337,7 +382,7 @@ class _Room:
             "NATIVE": has_native_cast(x.device),
             "WHOLE": rows % 128 == 0 and cols % 128 == 0,
             "num_warps": 8,
-            "maxnreg": 128,  # so that two programs fit a multiprocessor: one loads, one computes
+            "maxnreg": 80,  # so that three programs fit a multiprocessor: some load, some compute
             "enable_fp_fusion": False,
         }
 
