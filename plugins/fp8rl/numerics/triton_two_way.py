@@ -17,6 +17,8 @@ from fp8rl.numerics.triton_kernels import _encode, _scales, has_native_cast
 from fp8rl.recipe import ScaleFormat
 
 _SCALE_ALIGNMENT = 4  # float32 values; TMA wants 16 bytes between groups
+# Of a thread, so that several programs fit a multiprocessor: some load, some compute.
+_REGISTERS, _SWIGLU_REGISTERS = 80, 128
 
 
 @triton.jit
@@ -236,6 +238,17 @@ def _sigmoid(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _anew(x, NATIVE: tl.constexpr):
+    """``x``, opaque to the compiler, which would keep what it derived from ``x`` in registers."""
+    if NATIVE and x.dtype == tl.bfloat16:
+        bits = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x.to(tl.int16, bitcast=True)], tl.int16, False, 2
+        )
+        return bits.to(tl.bfloat16, bitcast=True)
+    return x
+
+
+@triton.jit
 def _swiglu_kernel(
     h_ptr,
     codes_ptr,
@@ -266,26 +279,50 @@ def _swiglu_kernel(
     gate = _load(at, inside, WHOLE).to(tl.float32)
     up = _load(at + cols, inside, WHOLE).to(tl.float32)
     x = gate * _sigmoid(gate, NATIVE) * up
-    _write_tile(
-        x.to(h_ptr.dtype.element_ty),  # rounded as if it had been stored
-        tile_row,
-        tile_col,
-        codes_ptr,
-        scale_inv_ptr,
-        codes_t_ptr,
-        scale_inv_t_ptr,
-        rows,
-        cols,
-        padded_rows,
-        scale_stride,
-        scale_t_stride,
-        False,
-        ROWWISE,
-        COLUMNWISE,
-        POW2,
-        NATIVE,
-        WHOLE,
-    )
+    x = x.to(h_ptr.dtype.element_ty)  # rounded as if it had been stored
+    if ROWWISE:
+        _write_tile(
+            x,
+            tile_row,
+            tile_col,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            False,
+            True,
+            False,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
+    if COLUMNWISE:
+        x = _anew(x, NATIVE)
+        _write_tile(
+            x,
+            tile_row,
+            tile_col,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            False,
+            False,
+            True,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
 
 
 @triton.jit
@@ -329,26 +366,50 @@ def _swiglu_grad_kernel(
     else:
         up = _load(at + cols, inside, WHOLE).to(tl.float32)
         x = grad * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
-    _write_tile(
-        x.to(h_ptr.dtype.element_ty),
-        tile_row,
-        tile_col + of_up * tile_cols,
-        codes_ptr,
-        scale_inv_ptr,
-        codes_t_ptr,
-        scale_inv_t_ptr,
-        rows,
-        2 * cols,
-        padded_rows,
-        scale_stride,
-        scale_t_stride,
-        False,
-        ROWWISE,
-        COLUMNWISE,
-        POW2,
-        NATIVE,
-        WHOLE,
-    )
+    x = x.to(h_ptr.dtype.element_ty)  # rounded as if it had been stored
+    if ROWWISE:
+        _write_tile(
+            x,
+            tile_row,
+            tile_col + of_up * tile_cols,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            2 * cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            False,
+            True,
+            False,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
+    if COLUMNWISE:
+        x = _anew(x, NATIVE)
+        _write_tile(
+            x,
+            tile_row,
+            tile_col + of_up * tile_cols,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            2 * cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            False,
+            False,
+            True,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
 
 
 class _Room:
@@ -363,6 +424,7 @@ class _Room:
         columnwise: bool,
         *,
         block: bool = False,
+        registers: int = _REGISTERS,
     ) -> None:
         rows, cols = shape
         self.padded_rows = rows if block else cdiv(rows, GROUP) * GROUP
@@ -382,7 +444,7 @@ class _Room:
             "NATIVE": has_native_cast(x.device),
             "WHOLE": rows % 128 == 0 and cols % 128 == 0,
             "num_warps": 8,
-            "maxnreg": 80,  # so that three programs fit a multiprocessor: some load, some compute
+            "maxnreg": registers,
             "enable_fp_fusion": False,
         }
 
@@ -461,7 +523,7 @@ def quantize_swiglu(
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_swiglu`."""
     rows, cols = h.shape[0], h.shape[1] // 2
-    room = _Room(h, (rows, cols), scale_format, rowwise, columnwise)
+    room = _Room(h, (rows, cols), scale_format, rowwise, columnwise, registers=_SWIGLU_REGISTERS)
     if h.numel():
         with torch.cuda.device_of(h):
             _swiglu_kernel[(cdiv(rows, 128) * (cols // 128),)](
@@ -487,7 +549,9 @@ def quantize_swiglu_grad(
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
     rows, cols = grad.shape
-    room = _Room(h, (rows, 2 * cols), scale_format, rowwise, columnwise)
+    room = _Room(
+        h, (rows, 2 * cols), scale_format, rowwise, columnwise, registers=_SWIGLU_REGISTERS
+    )
     if h.numel():
         with torch.cuda.device_of(h):
             _swiglu_grad_kernel[(cdiv(rows, 128) * (cols // 128) * 2,)](
