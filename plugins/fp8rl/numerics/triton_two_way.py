@@ -159,7 +159,7 @@ def _two_way_kernel(
     x_ptr += tile_row * 128 * stride_row + tile_col * 128 * stride_col
     at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
     x = _load(at, inside, WHOLE)
-    if BLOCK or not (ROWWISE and COLUMNWISE):
+    if not (ROWWISE and COLUMNWISE):
         _write_tile(
             x,
             tile_row,
