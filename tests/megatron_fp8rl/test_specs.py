@@ -91,6 +91,7 @@ def test_a_model_of_the_spec_is_a_converted_model(hf_config, door, recipe, capsy
     assert set(found.modules) == set(expected.modules)
     assert found.policy.report() == expected.policy.report()
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert list(ours.sharded_state_dict()) == list(plain.sharded_state_dict())
     loss = _loss(ours)
     assert torch.equal(loss, _loss(plain)) and not torch.equal(loss, bf16)
     loss.backward()
