@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 from megatron_fp8rl.grouped import Fp8GroupedState
 from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
-from megatron_fp8rl.swiglu import can_fuse, fuse, separate
+from megatron_fp8rl.swiglu import can_fuse, fuse, is_fused, separate
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,6 @@ class Setup:
     backends: BackendChoice
     epoch: WeightEpoch
     keep_codes: bool | None
-    mlps: list[Any] = field(default_factory=list)
-    """Gated MLPs whose activation is fused with its quantization."""
 
 
 class Conversion:
@@ -188,7 +186,8 @@ def convert(
     )
     modules = adopt(setup, chunks)
     (report or logger.info)(describe(setup))
-    return Conversion(recipe, setup.policy, modules, [setup.epoch], setup.mlps, setup.backends)
+    mlps = [mlp for chunk in chunks for mlp in chunk.modules() if is_fused(mlp)]
+    return Conversion(recipe, setup.policy, modules, [setup.epoch], mlps, setup.backends)
 
 
 def prepare(
@@ -243,7 +242,6 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> dict[str, Any]:
         _swap(site, setup)
     for module in [module for root in roots for module in root.modules() if can_fuse(module)]:
         fuse(module)
-        setup.mlps.append(module)
     _warn_of_ragged_widths(plan)
     return {site.name: site.module for site in plan}
 
@@ -266,6 +264,7 @@ def conversion_of(model: ModelChunks) -> Conversion:
         UnsupportedError: no module of the model was converted.
     """
     modules: dict[str, Any] = {}
+    mlps: list[Any] = []
     setups: dict[int, Setup] = {}
     for chunk in unwrap_chunks(model):
         for module in chunk.modules():
@@ -274,6 +273,8 @@ def conversion_of(model: ModelChunks) -> Conversion:
                 setups[id(setup)] = setup
                 if _is_fp8(module):
                     modules[module.fp8_state.name] = module
+            if is_fused(module):
+                mlps.append(module)
     if not setups:
         raise UnsupportedError(
             "No module of this model was converted to FP8; call convert(model, recipe) or build it "
@@ -285,7 +286,7 @@ def conversion_of(model: ModelChunks) -> Conversion:
         first.policy,
         modules,
         [setup.epoch for setup in setups.values()],
-        [mlp for setup in setups.values() for mlp in setup.mlps],
+        mlps,
         first.backends,
     )
 

@@ -61,6 +61,11 @@ def fuse(module: Any) -> None:
     module.__class__ = Fp8SwigluMLP
 
 
+def is_fused(module: Any) -> bool:
+    """Whether :func:`fuse` was called on ``module``."""
+    return type(module) is Fp8SwigluMLP
+
+
 def separate(module: Any) -> None:
     """Give a fused MLP its upstream class back."""
     module.__class__ = MLP
