@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
-from fp8rl.gemm import GemmBackend, GemmShape, ReferenceBackend
+from fp8rl.gemm import (
+    DeepGemmBackend,
+    GemmBackend,
+    GemmShape,
+    ReferenceBackend,
+    builtin_backends,
+)
+from fp8rl.gemm.deep_gemm import load_deep_gemm
 from fp8rl.numerics import Quantized, cdiv, quantize_block, quantize_group
 from fp8rl.testing.numeric import relative_error
 
@@ -79,3 +90,54 @@ def test_reference_serves_every_case():
     assert isinstance(backend, GemmBackend)
     assert backend.name == "reference"
     assert backend.supports(torch.device("cpu"), GemmShape(1, 7, 3), "pow2") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "shape", "reason"),
+    [
+        ("scaled_mm", (9, 0), GemmShape(8, 48, 64), None),
+        ("scaled_mm", (9, 0), GemmShape(8, 40, 64), "multiples of 16"),
+        ("scaled_mm", (9, 0), GemmShape(7, 48, 64), "multiple of 4 tokens"),
+        ("scaled_mm", (10, 0), GemmShape(8, 48, 64), "Hopper alone, this GPU is sm_100"),
+        ("deep_gemm", (9, 0), GemmShape(7, 128, 256), None),
+        ("deep_gemm", (9, 0), GemmShape(7, 64, 256), "multiples of 128"),
+        ("deep_gemm", (8, 9), GemmShape(7, 128, 256), "Hopper alone"),
+        ("triton", (8, 0), GemmShape(1, 3, 5), "sm_80 has no E4M3"),
+    ],
+)
+def test_what_gpu_backends_serve(name, capability, shape, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    library = ModuleType("deep_gemm")
+    backends = {b.name: b for b in (*builtin_backends(), DeepGemmBackend(lambda: library))}
+    if name == "triton":
+        monkeypatch.setattr("fp8rl.gemm.triton_gemm.find_spec", lambda name: object())
+    found = backends[name].supports(torch.device("cuda"), shape, "fp32")
+    assert found is None if reason is None else reason in found
+
+
+def test_a_library_that_does_not_start_is_a_reason(monkeypatch):
+    def load() -> ModuleType:
+        raise AssertionError("no CUDA toolkit")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    backend = DeepGemmBackend(load)
+    found = backend.supports(torch.device("cuda"), GemmShape(8, 128, 128), "fp32")
+    assert found == "cannot be imported (AssertionError: no CUDA toolkit)"
+
+
+def test_the_vendored_library_is_loaded_without_vllm(tmp_path, monkeypatch):
+    folder = tmp_path / "vllm" / "third_party" / "deep_gemm"
+    folder.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (folder / "__init__.py").write_text("from . import inner\nvalue = inner.value\n")
+    (folder / "inner.py").write_text("value = 7\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("vllm", "deep_gemm")]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    assert load_deep_gemm().value == 7
+    for name in [n for n in sys.modules if n.startswith("fp8rl.gemm._vendored")]:
+        del sys.modules[name]  # for good: it is not the real one
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ImportError, match="neither deep_gemm nor a vLLM wheel"):
+        load_deep_gemm()
