@@ -1,0 +1,243 @@
+"""Megatron-Core in FP8 on one GPU, local layers: training, experts, offload, observers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.numerics import quantize_block
+from fp8rl.recipe import Pins
+from fp8rl.testing.numeric import relative_error
+from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl.export import export_hf
+from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.testing.models import build_gpt
+
+VOCAB, LENGTH, BATCH = 512, 256, 4
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
+}
+CONFIGS = {
+    "dense": Qwen3Config(**SIZES),
+    "experts": Qwen3MoeConfig(
+        **SIZES,
+        moe_intermediate_size=256,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
+}
+each_model = pytest.mark.parametrize("kind", CONFIGS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29537")
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def _gpt(kind: str = "dense", seed: int = 0, **more: Any):
+    return build_gpt(CONFIGS[kind], seed=seed, **more).cuda()
+
+
+def _convert(model: Any, **options: Any):
+    return convert(model, Recipe(), plugins=PluginManager(), **options)
+
+
+def _loss(model: torch.nn.Module, seed: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(0, 3, (BATCH, LENGTH + 1), generator=generator)
+    ids = (steps.cumsum(1) % VOCAB).cuda()
+    positions = torch.arange(LENGTH, device="cuda").expand(BATCH, -1)
+    labels = ids[:, 1:].contiguous()
+    mask = torch.ones_like(labels, dtype=torch.float32)
+    out = model(ids[:, :-1].contiguous(), positions, None, labels=labels, loss_mask=mask)
+    return out.float().mean()
+
+
+class Run:
+    """DDP with the distributed optimizer; ``convert`` unless ``fp8`` is off."""
+
+    def __init__(self, kind: str = "dense", *, fp8: bool = True, seed: int = 0, **options: Any):
+        self.gpt = _gpt(kind, seed)
+        config = self.gpt.config
+        self.ddp = DistributedDataParallel(
+            config=config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True
+            ),
+            module=Float16Module(config, self.gpt),
+        )
+        self.conversion = _convert(self.ddp, **options) if fp8 else None
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-3,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=True,
+                clip_grad=1.0,
+            ),
+            [self.ddp],
+        )
+
+    def step(self, seed: int) -> float:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = _loss(self.ddp, seed)
+        loss.backward()
+        finalize_model_grads([self.ddp])
+        ok, norm, _ = self.optimizer.step()
+        assert ok and norm > 0
+        return float(loss)
+
+
+@each_model
+def test_losses_stay_with_bf16(kind):
+    bf16, fp8 = Run(kind, fp8=False), Run(kind)
+    losses = [(bf16.step(i), fp8.step(i)) for i in range(12)]
+    assert losses[-1][0] < 0.8 * losses[0][0]
+    for plain, ours in losses:
+        assert ours == pytest.approx(plain, rel=0.05)
+    assert any(plain != ours for plain, ours in losses)
+
+
+@each_model
+def test_gradients_are_near_those_of_bf16(kind):
+    gpt = _gpt(kind)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        gpt.zero_grad()
+        _loss(gpt).backward()
+        return {name: p.grad.clone() for name, p in gpt.named_parameters()}
+
+    expected = gradients()
+    _convert(gpt)
+    for name, grad in gradients().items():
+        # Routed tokens may change their expert.
+        limit = 0.3 if kind == "dense" else 0.7
+        assert relative_error(grad.float(), expected[name].float()) < limit, name
+
+
+def test_codes_are_those_of_the_exported_weights_after_training():
+    run = Run("experts")
+    for step in range(2):
+        run.step(step)
+    exported = dict(export_hf(run.ddp))
+    count = 0
+    for module in run.conversion.modules.values():
+        for name, codes in weight_codes_hf(module).items():
+            expected = quantize_block(exported[f"{name}.weight"])
+            assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(codes.scale_inv, expected.scale_inv)
+            count += 1
+    assert count == 4 * 2 + 3 + 4 * 3
+
+
+def test_multi_token_prediction():
+    gpt = _gpt(mtp_num_layers=1)
+    bf16 = _loss(gpt)
+    conversion = _convert(gpt)
+    assert "mtp.layers.0.mlp.down_proj" in conversion.modules
+    loss = _loss(gpt)
+    assert float(loss) == pytest.approx(float(bf16), rel=0.02)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
+
+
+@pytest.mark.parametrize("keep", [None, True], ids=["default", "keep_codes"])
+def test_buffers_offloaded_by_megatron_and_changed_meanwhile(keep):
+    """DDP's own offload gives parameters their address and version back; old codes would fit."""
+    one = {"gemm_backend": "triton"}  # the same for both, whatever is faster
+    run, other = Run(keep_codes=keep, **one), Run(seed=5, **one)
+    run.step(0)
+    before, expected = _loss(run.ddp), _loss(other.ddp)
+    run.ddp.eval()
+    for mine, theirs in zip(run.ddp.buffers, other.ddp.buffers, strict=True):
+        mine.offload_to_cpu(move_params=True, move_grads=True)
+        mine.param_data_cpu.copy_(theirs.param_data)
+        mine.reload_from_cpu()
+    run.ddp.train()
+    torch.cuda.synchronize()
+    found = _loss(run.ddp)
+    assert torch.equal(found, expected) and not torch.equal(found, before)
+
+
+def test_by_default_no_codes_stay_in_memory():
+    def weights_and_more(fp8: bool) -> int:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        gpt = _gpt()
+        conversion = _convert(gpt) if fp8 else None
+        with torch.no_grad():
+            _loss(gpt)
+        used = torch.cuda.memory_allocated() - before
+        del gpt, conversion
+        return used
+
+    weights_and_more(True)  # kernels' own buffers
+    assert weights_and_more(True) <= 1.05 * weights_and_more(False)
+
+
+@pytest.mark.parametrize("percentile", [None, 99.9])
+def test_observers_do_not_synchronise(percentile):
+    gpt = _gpt()
+    observer = QKVObserver(gpt, percentile=percentile)
+    q = torch.randn(LENGTH, BATCH, 4, 128, device="cuda", dtype=torch.bfloat16)
+    observer._hook(0)(None, (q, q * 2, q * 4))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        observer._hook(1)(None, (q, q * 2, q * 4))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    table = observer.amax()
+    assert torch.equal(table[0], table[1])
+    peaks = q.abs().amax(-1).float().flatten()
+    expected = peaks.max() if percentile is None else peaks.quantile(0.999)
+    assert 0.97 * expected <= table[0, 0] <= 1.06 * expected
+
+
+def test_a_pinned_layer_keeps_its_class_and_its_result():
+    gpt = _gpt()
+    before = _loss(gpt)
+    pins = Pins(first=2)
+    conversion = convert(gpt, Recipe(pins=pins), plugins=PluginManager())
+    assert not conversion.modules
+    assert torch.equal(_loss(gpt), before)
