@@ -28,6 +28,18 @@ from megatron_fp8rl.specs import say
 Chunks = list[torch.nn.Module]
 
 
+def register() -> None:
+    """Make the FP8 classes known to Bridge, and this package to its saved configs.
+
+    The doors here do so themselves; a ``run_config.yaml`` that names
+    ``megatron_fp8rl.specs.layer_spec`` needs it before it is loaded. May be called again.
+
+    Raises:
+        UnsupportedError: Bridge cannot be imported.
+    """
+    compat.register_with_bridge()
+
+
 def pre_wrap_hook(
     recipe: Recipe | None = None,
     *,
@@ -47,7 +59,7 @@ def pre_wrap_hook(
     """
 
     def hook(model: Chunks) -> Chunks:
-        compat.register_with_bridge()
+        register()
         conversion = convert(model, recipe or Recipe.from_env() or Recipe(), report=report)
         if table_folder is not None:
             conversion.save_table(table_folder)
@@ -83,7 +95,7 @@ def export_hf_weights(
     """
     if precision not in ("bf16", "fp8"):
         raise UnsupportedError(f"precision '{precision}' is not served; use 'bf16' or 'fp8'.")
-    compat.register_with_bridge()
+    register()
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     stream = ((name, tensor) for name, tensor in bridge.export_hf_weights(chunks, **options))
     if precision == "bf16":

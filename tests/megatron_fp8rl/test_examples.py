@@ -34,9 +34,12 @@ def run(script: str, *arguments: str | Path, recipe: dict) -> str:
     if done.returncode and missing:
         pytest.skip(f"{script} needs more than its source: {missing.group(1)}")
     assert done.returncode == 0, done.stderr[-4000:]
-    losses = [float(loss) for loss in LOSS.findall(done.stdout)]
-    assert losses[-1] < losses[0]
     return done.stdout
+
+
+def losses_fall(printed: str) -> bool:
+    losses = [float(loss) for loss in LOSS.findall(printed)]
+    return losses[-1] < losses[0]
 
 
 def source(name: str) -> None:
@@ -67,6 +70,7 @@ def test_standalone(tmp_path):
     pins = {"layers": [-1], "kinds": ["o_proj"]}
     printed = run("megatron_standalone.py", tmp_path, recipe={"pins": pins})
     assert "model.layers.*.self_attn.q_proj [layers 2]: bf16 (layers: -1)" in printed
+    assert losses_fall(printed)
     check_export(tmp_path, PinPolicy.for_dense_model(Pins(**pins), 3))
     checkpoint = torch.load(tmp_path / "model.pt")
     assert not any("fp8" in name for name in checkpoint)
@@ -77,7 +81,7 @@ def test_megatron_lm(tmp_path):
     pins = {"layers": [0], "kinds": ["o_proj"]}
     arguments = ["--save", tmp_path, "--save-interval", "4"]
     printed = run("megatron_lm.py", *arguments, recipe={"pins": pins})
-    assert "6 modules in FP8" in printed
+    assert "6 modules in FP8" in printed and losses_fall(printed)
     table = json.loads((tmp_path / FILE_NAME).read_text())
     assert Recipe.from_dict(table["recipe"]).pins == Pins(**pins)
     rows = {row["name"]: row["precision"] for row in table["modules"]}
@@ -85,9 +89,33 @@ def test_megatron_lm(tmp_path):
     assert rows["model.layers.1.mlp.up_proj"] == "fp8"
 
 
+RELOAD = """
+import os, sys
+from pathlib import Path
+for name, folder in (("MEGATRON_BRIDGE_SRC", "src"), ("MEGATRON_LM_SRC", "")):
+    if name in os.environ:
+        sys.path.insert(0, str(Path(os.environ[name], folder)))
+import yaml
+from megatron_fp8rl import bridge, specs
+bridge.register()
+from megatron.bridge.utils.instantiate_utils import instantiate
+from megatron.bridge.utils.yaml_utils import safe_yaml_representers
+with safe_yaml_representers():
+    text = yaml.safe_dump({"transformer_layer_spec": specs.layer_spec})
+assert instantiate(yaml.safe_load(text))["transformer_layer_spec"] is specs.layer_spec
+"""
+
+
+def test_a_config_of_bridge_that_names_the_spec_loads_again(tmp_path):
+    source("MEGATRON_BRIDGE_SRC")
+    script = tmp_path / "reload.py"
+    script.write_text(RELOAD)
+    run(str(script), recipe={})
+
+
 @pytest.mark.parametrize("door", ["spec", "hook"])
 def test_megatron_bridge(tmp_path, door):
     source("MEGATRON_BRIDGE_SRC")
     pins = {"layers": [0], "kinds": ["o_proj"]}
-    run("megatron_bridge.py", door, tmp_path, recipe={"pins": pins})
+    assert losses_fall(run("megatron_bridge.py", door, tmp_path, recipe={"pins": pins}))
     check_export(tmp_path, PinPolicy.for_dense_model(Pins(**pins), 3))
