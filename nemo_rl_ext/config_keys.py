@@ -1,0 +1,390 @@
+"""The ``fp8rl`` keys of a NeMo RL config: read, compared with upstream's own keys, spread.
+
+One block, a :class:`fp8rl.Recipe`, stands at up to three places (interpolated from one): with
+``policy.generation.vllm_cfg.fp8rl`` the rollouts run by it, with ``policy.megatron_cfg.fp8rl`` the
+Megatron trainer, with ``loss_fn.fp8rl`` the loss. ``loss_fn.fp8rl_guard`` is a
+:class:`nemo_rl_ext.guard.GuardConfig`.
+
+The block says what runs in FP8. Upstream's own keys keep their meaning and add to it where it is
+silent; where both speak and differ, or where fp8rl has no counterpart, the key is refused by its
+full path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp8rl import Recipe
+from fp8rl.errors import RecipeError, UnsupportedError
+from nemo_rl_ext.guard import GuardConfig
+
+logger = logging.getLogger(__name__)
+
+VLLM = "policy.generation.vllm_cfg"
+MEGATRON = "policy.megatron_cfg"
+LOSS = "loss_fn"
+BLOCK = "fp8rl"
+GUARD = "fp8rl_guard"
+DRIVER = "fp8rl_driver"
+"""Written into ``loss_fn``: which loop calls, for the process that corrects batches."""
+
+QUANTIZATION = "fp8rl"
+"""``vllm_fp8rl.NAME``; this package must not import an engine's to read a config."""
+
+_MODES = {"tis": "truncate", "icepop": "mask"}
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a config asks for, after comparison with upstream's keys."""
+
+    recipe: Recipe
+    places: tuple[str, ...]
+    """Paths at which the block stands, the first one for messages."""
+    guard: GuardConfig | None
+    notes: tuple[str, ...]
+    """Sentences for the log."""
+
+
+def read(config: Mapping[str, Any], driver: str) -> Keys | None:
+    """Read and check the keys; nothing is changed.
+
+    Args:
+        config: sections of NeMo RL's config as plain mappings.
+        driver: ``grpo``, ``ppo`` or ``single_controller``.
+
+    Returns:
+        None where the config has no ``fp8rl`` key at all.
+
+    Raises:
+        RecipeError: an unknown key, a bad value, or one that contradicts upstream's key.
+        UnsupportedError: an upstream key that fp8rl does not serve.
+    """
+    policy = config.get("policy") or {}
+    generation = policy.get("generation") or {}
+    sections = {
+        VLLM: generation.get("vllm_cfg") or {},
+        MEGATRON: policy.get("megatron_cfg") or {},
+        LOSS: config.get("loss_fn") or {},
+    }
+    blocks = {path: s[BLOCK] for path, s in sections.items() if s.get(BLOCK) is not None}
+    if not blocks:
+        for path in (f"{LOSS}.{GUARD}", BLOCK):
+            section = sections[LOSS] if path != BLOCK else config
+            if section.get(path.rpartition(".")[2]) is not None:
+                raise RecipeError(
+                    f"'{path}' is set, but no section uses it; interpolate the recipe into "
+                    f"'{VLLM}.{BLOCK}', '{MEGATRON}.{BLOCK}' and '{LOSS}.{BLOCK}'."
+                )
+        return None
+    first = f"{next(iter(blocks))}.{BLOCK}"
+    block = next(iter(blocks.values()))
+    Recipe.from_dict(block, where=first)
+    for path, other in blocks.items():
+        if other != block:
+            Recipe.from_dict(other, where=f"{path}.{BLOCK}")
+            keys = sorted(k for k in {*block, *other} if block.get(k) != other.get(k))
+            raise RecipeError(
+                f"'{path}.{BLOCK}' differs from '{first}' in {', '.join(keys)}; interpolate all "
+                "of them from one block."
+            )
+    merged = _Merge(block, first)
+    notes: list[str] = []
+    _rollout(merged, sections, generation, VLLM in blocks)
+    _training(merged, sections, policy, MEGATRON in blocks, notes)
+    _loss(merged, sections[LOSS], LOSS in blocks)
+    recipe = Recipe.from_dict(merged.data, where=first)
+    _refuse_unserved(recipe, config, sections, driver, LOSS in blocks)
+    guard = None
+    if sections[LOSS].get(GUARD) is not None:
+        if LOSS not in blocks:
+            raise RecipeError(f"'{LOSS}.{GUARD}' needs '{LOSS}.{BLOCK}'; set both or neither.")
+        guard = GuardConfig.from_dict(sections[LOSS][GUARD], where=f"{LOSS}.{GUARD}")
+    return Keys(recipe, tuple(f"{p}.{BLOCK}" for p in blocks), guard, tuple(notes))
+
+
+def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
+    """Check a ``MasterConfig`` and turn its keys into what the workers read; in place.
+
+    Upstream's own FP8 paths are switched off (``precision: bfloat16``, ``fp8_cfg.enabled: false``),
+    the engine gets ``vllm_kwargs.quantization: fp8rl``, which an installation without the plugin
+    refuses, and every block becomes the merged recipe.
+
+    Args:
+        config: a ``MasterConfig``, whose ``policy`` is a dict and whose ``loss_fn`` is a model.
+        driver: see :func:`read`.
+        require: called with a key's path when there is a block; raises where a seam does not fit.
+
+    Raises:
+        RecipeError, UnsupportedError: see :func:`read`; nothing has been changed then.
+    """
+    keys = read(_plain(config), driver)
+    if keys is None:
+        return
+    require(keys.places[0])
+    recipe, block = keys.recipe, keys.recipe.to_dict()
+    generation = config.policy["generation"]
+    if f"{VLLM}.{BLOCK}" in keys.places:
+        vllm = generation["vllm_cfg"]
+        vllm[BLOCK] = block
+        vllm["precision"] = "bfloat16"
+        vllm["kv_cache_dtype"] = "auto"  # until announce_kv_cache
+        if recipe.rollout:
+            arguments = generation.get("vllm_kwargs") or {}
+            generation["vllm_kwargs"] = {
+                **arguments,
+                "quantization": QUANTIZATION,
+                "kv_cache_dtype": recipe.kv_cache.dtype,
+                "additional_config": {
+                    **(arguments.get("additional_config") or {}),
+                    BLOCK: block,
+                },
+            }
+    if f"{MEGATRON}.{BLOCK}" in keys.places:
+        megatron = config.policy["megatron_cfg"]
+        megatron[BLOCK] = block
+        if megatron.get("fp8_cfg"):
+            megatron["fp8_cfg"] = {**megatron["fp8_cfg"], "enabled": False}
+    if f"{LOSS}.{BLOCK}" in keys.places:
+        setattr(config.loss_fn, BLOCK, block)
+        setattr(config.loss_fn, DRIVER, driver)
+    logger.info("fp8rl: recipe of this run: %s", block)
+    for note in keys.notes:
+        logger.warning("fp8rl: %s", note)
+
+
+def announce_kv_cache(policy: Mapping[str, Any]) -> None:
+    """Let the driver and the policy workers send KV scales, where the recipe has an FP8 cache."""
+    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
+    block = vllm.get(BLOCK)
+    if block is None:
+        return
+    recipe = Recipe.from_dict(block, where=f"{VLLM}.{BLOCK}")
+    if _fp8_kv(recipe):
+        vllm["kv_cache_dtype"] = "fp8"
+
+
+class _Merge:
+    """A block, and what upstream's keys add to it."""
+
+    def __init__(self, block: Mapping[str, Any], path: str) -> None:
+        self.data: dict[str, Any] = {
+            k: dict(v) if isinstance(v, Mapping) else v for k, v in block.items()
+        }
+        self.path = path
+
+    def add(self, ours: str, value: Any, theirs: str) -> None:
+        """Set ``ours`` (dotted) because ``theirs`` says so, unless the block says otherwise."""
+        *sections, key = ours.split(".")
+        place = self.data
+        for section in sections:
+            place = place.setdefault(section, {})
+        if key in place and place[key] != value:
+            raise RecipeError(
+                f"'{theirs}' asks for {ours}={value!r}, but '{self.path}.{ours}' is "
+                f"{place[key]!r}; remove one of them."
+            )
+        place[key] = value
+
+    def extend_pins(self, key: str, value: Any) -> None:
+        pins = self.data.setdefault("pins", {})
+        if isinstance(value, int):
+            pins[key] = max(pins.get(key, 0), value)
+        else:
+            pins[key] = list(dict.fromkeys([*pins.get(key, ()), *value]))
+
+
+def _rollout(
+    merged: _Merge,
+    sections: Mapping[str, Mapping[str, Any]],
+    generation: Mapping[str, Any],
+    ours: bool,
+) -> None:
+    vllm = sections[VLLM]
+    fp8 = vllm.get("precision") == "fp8"
+    if not ours:
+        if fp8:
+            raise RecipeError(
+                f"'{VLLM}.precision' is fp8 without '{VLLM}.{BLOCK}'; rollouts and training must "
+                "run by one recipe, so interpolate the block there as well."
+            )
+        merged.data["rollout"] = False
+        return
+    if generation.get("backend", "vllm") != "vllm":
+        raise UnsupportedError(
+            f"'{VLLM}.{BLOCK}' needs 'policy.generation.backend' vllm, not "
+            f"'{generation['backend']}'."
+        )
+    for path, value in (
+        (f"{VLLM}.is_mx", vllm.get("is_mx")),
+        ("policy.generation.quant_cfg", generation.get("quant_cfg")),
+    ):
+        if value:
+            raise UnsupportedError(
+                f"'{path}' is another number format than fp8rl's; remove it or '{VLLM}.{BLOCK}'."
+            )
+    quantization = (generation.get("vllm_kwargs") or {}).get("quantization")
+    if quantization not in (None, QUANTIZATION):
+        raise RecipeError(
+            f"'policy.generation.vllm_kwargs.quantization' is '{quantization}', which contradicts "
+            f"'{VLLM}.{BLOCK}'; remove one of them."
+        )
+    if fp8:
+        merged.add("rollout", True, f"{VLLM}.precision")
+    if str(vllm.get("kv_cache_dtype", "auto")).startswith("fp8"):
+        merged.add("kv_cache.dtype", "fp8_e4m3", f"{VLLM}.kv_cache_dtype")
+    for key, target in (
+        ("pow2_weight_scaling_factors", "weights.scale_format"),
+        ("pow2_activation_scaling_factors", "activations.scale_format"),
+    ):
+        if vllm.get(key):
+            merged.add(target, "pow2", f"{VLLM}.{key}")
+    for key, pin in (("num_first_layers_in_bf16", "first"), ("num_last_layers_in_bf16", "last")):
+        if vllm.get(key):
+            merged.extend_pins(pin, int(vllm[key]))
+    if vllm.get("quantization_ignored_layer_kws"):
+        merged.extend_pins("names", [f"*{w}*" for w in vllm["quantization_ignored_layer_kws"]])
+
+
+def _training(
+    merged: _Merge,
+    sections: Mapping[str, Mapping[str, Any]],
+    policy: Mapping[str, Any],
+    ours: bool,
+    notes: list[str],
+) -> None:
+    megatron = sections[MEGATRON]
+    fp8 = megatron.get("fp8_cfg") or {}
+    if not megatron.get("enabled"):
+        merged.data["training"] = False
+        notes.append("the DTensor trainer runs in BF16; only the rollouts run in FP8.")
+        return
+    if not ours:
+        if fp8.get("enabled"):
+            raise RecipeError(
+                f"'{MEGATRON}.fp8_cfg.enabled' is true without '{MEGATRON}.{BLOCK}'; rollouts and "
+                "training must run by one recipe, so interpolate the block there as well."
+            )
+        merged.data["training"] = False
+        return
+    overrides = megatron.get("model_overrides") or {}
+    if fp8.get("enabled"):
+        for key, wanted in (("fp8", "e4m3"), ("fp8_recipe", "blockwise"), ("fp8_param", False)):
+            if fp8.get(key, wanted) != wanted:
+                raise UnsupportedError(
+                    f"'{MEGATRON}.fp8_cfg.{key}' is {fp8[key]!r}; with '{MEGATRON}.{BLOCK}' it "
+                    f"can only be {wanted!r}."
+                )
+        merged.add("training", True, f"{MEGATRON}.fp8_cfg.enabled")
+    for key in ("fp8", "fp8_recipe", "fp8_quantizer_factory"):
+        if overrides.get(key) is not None:
+            raise UnsupportedError(
+                f"'{MEGATRON}.model_overrides.{key}' switches Transformer Engine's FP8 on beside "
+                f"'{MEGATRON}.{BLOCK}'; remove one of them."
+            )
+    if overrides.get("first_last_layers_bf16"):
+        # Megatron-Core's defaults of both numbers are 1.
+        merged.extend_pins("first", int(overrides.get("num_layers_at_start_in_bf16", 1)))
+        merged.extend_pins("last", int(overrides.get("num_layers_at_end_in_bf16", 1)))
+
+
+def _loss(merged: _Merge, loss: Mapping[str, Any], ours: bool) -> None:
+    if not ours:
+        return
+    kind = loss.get("truncated_importance_sampling_type")
+    if kind is not None:
+        theirs = f"{LOSS}.truncated_importance_sampling_type"
+        if kind not in _MODES:
+            raise UnsupportedError(
+                f"'{theirs}' is '{kind}'; with '{LOSS}.{BLOCK}' write it as "
+                "importance_sampling.rejection with level 'geometric' and remove the key."
+            )
+        low = loss.get("truncated_importance_sampling_ratio_min")
+        mode = "clip" if kind == "tis" and low else _MODES[kind]
+        merged.add("importance_sampling.mode", mode, theirs)
+        for target, key in (("high", "ratio"), ("low", "ratio_min")):
+            path = f"{LOSS}.truncated_importance_sampling_{key}"
+            if value := loss.get(f"truncated_importance_sampling_{key}"):
+                merged.add(f"importance_sampling.{target}", float(value), path)
+    if loss.get("sequence_level_importance_ratios"):
+        merged.add(
+            "importance_sampling.level", "sequence", f"{LOSS}.sequence_level_importance_ratios"
+        )
+
+
+def _refuse_unserved(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]],
+    driver: str,
+    corrected: bool,
+) -> None:
+    policy = config.get("policy") or {}
+    loss = sections[LOSS]
+    transport = (policy.get("generation") or {}).get("refit_transport")
+    if recipe.rollout and transport is not None:
+        raise UnsupportedError(
+            f"'policy.generation.refit_transport' is '{transport}', which writes past vLLM's "
+            "weight loaders; FP8 rollouts are served with null (CUDA IPC or NCCL broadcast)."
+        )
+    if recipe.rollout and not corrected and not loss.get("use_importance_sampling_correction"):
+        raise RecipeError(
+            f"FP8 rollouts need a correction of their logprobs: set '{LOSS}.{BLOCK}' or "
+            f"'{LOSS}.use_importance_sampling_correction'."
+        )
+    if _fp8_kv(recipe):
+        _refuse_fp8_kv(config, sections, driver)
+    if corrected:
+        _refuse_split_batches(recipe, config, driver)
+
+
+def _refuse_fp8_kv(
+    config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], driver: str
+) -> None:
+    grpo = config.get("grpo") or {}
+    reason = None
+    if not sections[MEGATRON].get("enabled"):
+        reason = f"'{MEGATRON}.enabled' true: DTensor workers send no KV scales"
+    elif driver == "ppo":
+        reason = "a GRPO driver: PPO's guards are tied to 'precision: fp8'"
+    elif sections[VLLM].get("async_engine"):
+        reason = f"'{VLLM}.async_engine' false: asynchronous rollouts get no KV scales"
+    elif (grpo.get("async_grpo") or {}).get("enabled"):
+        reason = "'grpo.async_grpo.enabled' false: its refits send no KV scales"
+    elif grpo.get("val_at_start"):
+        reason = "'grpo.val_at_start' false: the refit before it sends no KV scales"
+    if reason:
+        raise UnsupportedError(
+            f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to auto."
+        )
+
+
+def _refuse_split_batches(recipe: Recipe, config: Mapping[str, Any], driver: str) -> None:
+    settings = recipe.importance_sampling
+    path = f"{LOSS}.{BLOCK}.importance_sampling"
+    data_plane = driver == "single_controller" or (config.get("data_plane") or {}).get("enabled")
+    if not data_plane:
+        return
+    if settings.self_normalize:
+        raise UnsupportedError(
+            f"'{path}.self_normalize' needs 'data_plane.enabled' false: the data plane carries no "
+            "weights to the workers."
+        )
+    if settings.rejection is not None and settings.rejection.level == "token":
+        raise UnsupportedError(
+            f"'{path}.rejection.level' token needs 'data_plane.enabled' false, where single tokens "
+            "cannot leave the batch; use mode 'mask', or level 'sequence' or 'geometric'."
+        )
+
+
+def _fp8_kv(recipe: Recipe) -> bool:
+    return recipe.rollout and recipe.kv_cache.dtype != "auto"
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Sections as mappings; those we do not read stay as they are."""
+    sections = {**dict(config), **(getattr(config, "model_extra", None) or {})}
+    return {k: v.model_dump() if hasattr(v, "model_dump") else v for k, v in sections.items()}

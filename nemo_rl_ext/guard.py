@@ -1,0 +1,111 @@
+"""`MismatchGuard`: tighten, skip a step, then go back to BF16 rollouts, with hysteresis.
+
+None of the frameworks read (verl, slime, NeMo RL) falls back by itself; where FP8 rollouts drift
+away from the trainer, the correction's variance grows first and the reward falls later.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fp8rl.errors import RecipeError
+
+logger = logging.getLogger(__name__)
+
+Level = Literal["normal", "tight", "skip", "bf16"]
+LEVELS: tuple[Level, ...] = ("normal", "tight", "skip", "bf16")
+Above = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
+
+
+class GuardConfig(BaseModel):
+    """``loss_fn.fp8rl_guard``; bounds are on ``token_mult_prob_error``, 1 is perfect."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tighten_above: Above = 1.1
+    """From here on sequences outside ``geometric`` are rejected."""
+    skip_above: Above = 1.5
+    """From here on a step is left out."""
+    release_below: Above = 1.05
+    """A step below this counts towards going back to normal."""
+    release_after: Annotated[int, Field(ge=1)] = 5
+    """Steps in a row below ``release_below``."""
+    fallback_after: Annotated[int, Field(ge=1)] = 3
+    """Skipped steps in a row after which rollouts go back to BF16."""
+    geometric: Above = 1.05
+    """While tight, a sequence stays if its geometric mean ratio is within this factor of 1."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> GuardConfig:
+        if not self.release_below <= self.tighten_above <= self.skip_above:
+            raise ValueError("release_below <= tighten_above <= skip_above must hold")
+        return self
+
+    @classmethod
+    def from_dict(cls, data: Any, *, where: str) -> GuardConfig:
+        """Validate a plain mapping.
+
+        Raises:
+            RecipeError: with the full path of every bad key.
+        """
+        if not isinstance(data, Mapping):
+            raise RecipeError(f"'{where}' must be a mapping, not {type(data).__name__}.")
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            parts = [
+                f"'{'.'.join([where, *map(str, e['loc'])])}': {e['msg']}" for e in error.errors()
+            ]
+            raise RecipeError(f"Bad guard: {'; '.join(parts)}.") from None
+
+
+@dataclass
+class MismatchGuard:
+    """The guard's state over the steps of a run.
+
+    It rises at once and falls only after ``release_after`` good steps in a row, so that it does not
+    flap around a bound; ``bf16`` is not left again in a run.
+    """
+
+    config: GuardConfig
+    level: Level = "normal"
+    good: int = 0
+    skipped: int = 0
+
+    def observe(self, error: float) -> Level:
+        """The level for the step whose batch has this ``token_mult_prob_error``."""
+        before = self.level
+        if before != "bf16":
+            self.level = self._next(error)
+        if self.level != before:
+            logger.warning(
+                "fp8rl guard: %s -> %s: token_mult_prob_error is %.4f (tighten above %g, skip "
+                "above %g; %d skipped, %d good steps in a row).",
+                before,
+                self.level,
+                error,
+                self.config.tighten_above,
+                self.config.skip_above,
+                self.skipped,
+                self.good,
+            )
+        return self.level
+
+    def _next(self, error: float) -> Level:
+        config = self.config
+        self.good = self.good + 1 if error < config.release_below else 0
+        if not math.isfinite(error) or error > config.skip_above:
+            self.skipped += 1
+            return "bf16" if self.skipped > config.fallback_after else "skip"
+        self.skipped = 0
+        if error > config.tighten_above:
+            return "tight"
+        if self.level == "normal" or self.good >= config.release_after:
+            return "normal"
+        return "tight"

@@ -1,0 +1,122 @@
+"""`Run`: what one training run does with each batch, in the process that has all of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8rl import PluginManager
+from fp8rl.errors import UnsupportedError
+from fp8rl.recipe import ImportanceSampling, Rejection
+from nemo_rl_ext.guard import LEVELS, MismatchGuard
+from nemo_rl_ext.loss import GRPOConfig, GRPOLoss
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = "fp8rl_is_weights"
+"""Key in ``train_data``: float32 ``[B, S]``, the whole batch's importance weights."""
+
+
+@dataclass
+class Run:
+    """Correction of whole batches.
+
+    Args:
+        settings: section ``importance_sampling`` of the recipe.
+        guard: or None.
+        masks_to_skip: leave a step out by masking its samples, where the loop trains in pieces
+            and cannot leave out the optimizer (single controller).
+    """
+
+    settings: ImportanceSampling
+    guard: MismatchGuard | None = None
+    masks_to_skip: bool = False
+    _skip: bool = False
+
+    def __post_init__(self) -> None:
+        self._plugins = PluginManager()
+
+    def correct(self, train_data: MutableMapping[str, Any]) -> dict[str, float]:
+        """Correct a batch in place and say what was done.
+
+        ``sample_mask`` loses rejected sequences, ``token_mask`` rejected tokens, and
+        :data:`WEIGHTS` is added. Positions are upstream's: column ``t`` of a logprob belongs to
+        token ``t``, the first column is empty.
+
+        Args:
+            train_data: ``token_mask``, ``prev_logprobs``, ``generation_logprobs`` ``[B, S]``,
+                ``sample_mask`` ``[B]``.
+
+        Returns:
+            Metrics of :func:`nemo_rl_ext.correct` as ``fp8rl/...``, and the guard's level.
+
+        Raises:
+            BatchError: a counted logprob is NaN.
+            UnsupportedError: the guard gives FP8 rollouts up.
+        """
+        token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
+        counts = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)) != 0
+        if not counts.any():
+            return {}
+        rollout = train_data["generation_logprobs"][:, 1:]
+        trainer = train_data["prev_logprobs"][:, 1:]
+        result = self._loss(self.settings).correct(rollout, trainer, counts)
+        metrics = dict(result.metrics)
+        skip = False
+        if self.guard is not None:
+            level = self.guard.observe(metrics["token_mult_prob_error"])
+            metrics["guard_level"] = float(LEVELS.index(level))
+            if level == "bf16":
+                raise UnsupportedError(
+                    "The guard gives FP8 rollouts up: token_mult_prob_error was above "
+                    f"loss_fn.fp8rl_guard.skip_above={self.guard.config.skip_above} for "
+                    f"{self.guard.skipped} steps in a row; resume the last checkpoint with "
+                    "policy.generation.vllm_cfg.fp8rl.rollout=false."
+                )
+            if level == "tight":
+                bound = self.guard.config.geometric
+                tight = Rejection(level="geometric", low=1 / bound, high=bound)
+                settings = self.settings.model_copy(update={"rejection": tight})
+                extra = self._loss(settings).correct(rollout, trainer, result.mask)
+                result = extra if extra.mask.any() else result
+                metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
+            skip = level == "skip"
+        kept = result.mask
+        if not kept.any():
+            logger.warning("fp8rl: every token of the batch was rejected; the step is left out.")
+            skip = True
+        if skip and not self.masks_to_skip:
+            self._skip = True
+            kept = counts  # the loops cannot take an empty batch
+        elif skip:
+            kept = torch.zeros_like(counts)
+        metrics["step_skipped"] = float(skip)
+        self._write(train_data, kept, result.weights)
+        return {f"fp8rl/{name}": float(value) for name, value in metrics.items()}
+
+    def take_skip(self) -> bool:
+        """Whether the step at hand is to be left out; asked once per step."""
+        skip, self._skip = self._skip, False
+        return skip
+
+    def _loss(self, settings: ImportanceSampling) -> GRPOLoss:
+        return GRPOLoss(GRPOConfig(), settings, self._plugins)
+
+    @staticmethod
+    def _write(
+        train_data: MutableMapping[str, Any], kept: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
+        rows = kept.any(dim=1)
+        train_data["sample_mask"] = sample_mask * rows.to(sample_mask.dtype)
+        tokens = token_mask.clone()
+        # A dropped row keeps its tokens: upstream tells it by its sample mask.
+        tokens[:, 1:] *= torch.where(rows[:, None], kept, True).to(tokens.dtype)
+        train_data["token_mask"] = tokens
+        full = torch.zeros(token_mask.shape, dtype=torch.float32, device=weights.device)
+        full[:, 1:] = weights
+        train_data[WEIGHTS] = full

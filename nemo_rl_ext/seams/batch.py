@@ -1,0 +1,41 @@
+"""The drivers' look at a whole batch before advantages: correction, rejection, guard.
+
+Why: with sequence packing the loss is called for one sequence at a time; rejection must leave the
+denominators, and self-normalisation, ESS and the guard need the whole batch.
+How: wraps ``compute_and_apply_seq_logprob_error_masking``, which the synchronous, asynchronous and
+single-controller loops all call with masks and both engines' logprobs; what it returns is logged.
+Upstream: ``nemo_rl/algorithms/grpo.py``.
+Goes: when NeMo RL has a hook for a batch before its advantages.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from nemo_rl_ext.activation import Seams
+from nemo_rl_ext.seams.upstream import Upstream, resolve
+
+UPSTREAM = (
+    Upstream(
+        "nemo_rl.algorithms.grpo",
+        "compute_and_apply_seq_logprob_error_masking",
+        ("train_data", "rewards", "seq_logprob_error_threshold"),
+    ),
+)
+
+
+def apply(module: ModuleType, seams: Seams) -> None:
+    masking = resolve(module, UPSTREAM[0])
+
+    @wrapt.decorator
+    def correcting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        metrics = wrapped(*args, **kwargs)
+        if seams.run is not None:
+            train_data = kwargs["train_data"] if "train_data" in kwargs else args[0]
+            metrics.update(seams.run.correct(train_data))
+        return metrics
+
+    setattr(module, UPSTREAM[0].name, correcting(masking))

@@ -1,0 +1,45 @@
+"""KV scales from the forwards of the step, in the place of a forward of their own.
+
+Why: upstream runs one more forward over the whole batch each step, with a device synchronisation
+per layer and micro-batch, and calls layers by their local numbers, so that it refuses pipeline
+parallelism.
+How: wraps the worker's ``calibrate_qkv_fp8_scales``: the observers' maximum if they have seen
+tokens since the last call, else one forward over the given batch with the observers on.
+Upstream: ``nemo_rl/models/policy/workers/megatron_policy_worker.py``.
+Goes: when the method of calibration is a key.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from nemo_rl_ext.activation import Seams
+from nemo_rl_ext.seams.upstream import Upstream, resolve
+
+_MODULE = "nemo_rl.models.policy.workers.megatron_policy_worker"
+UPSTREAM = (
+    Upstream(
+        _MODULE,
+        "MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales",
+        ("self", "data", "micro_batch_size", "percentile", "margin", "include_q"),
+    ),
+)
+
+
+def apply(module: ModuleType, seams: Seams) -> None:
+    calibrate = resolve(module, UPSTREAM[0])
+
+    @wrapt.decorator
+    def observing(wrapped: Any, worker: Any, args: Any, kwargs: Any) -> Any:
+        from nemo_rl_ext import training
+
+        recipe = training.recipe_of(worker.cfg)
+        if recipe is None:
+            return wrapped(*args, **kwargs)
+        return training.kv_scales(worker, recipe, **kwargs)
+
+    worker_class = module.MegatronPolicyWorkerImpl
+    worker_class.calibrate_qkv_fp8_scales = observing(calibrate)

@@ -1,0 +1,63 @@
+"""Megatron workers: the model is converted to FP8 linears before it is wrapped.
+
+Why: NeMo RL's FP8 training is Transformer Engine's, which cannot pin single layers from YAML and
+whose codes are not the rollout engine's.
+How: ``setup_model_and_optimizer`` takes pre-wrap hooks as an argument that nothing fills; ours is
+added where ``policy.megatron_cfg.fp8rl`` asks for FP8 training. Observers of q, k and v are put on
+the finished model where the rollouts have an FP8 KV cache.
+Upstream: ``nemo_rl/models/megatron/setup.py``.
+Goes: when ``policy.megatron_cfg`` takes pre-wrap hooks.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from nemo_rl_ext.activation import Seams
+from nemo_rl_ext.seams.upstream import Upstream, resolve
+
+UPSTREAM = (
+    Upstream(
+        "nemo_rl.models.megatron.setup",
+        "setup_model_and_optimizer",
+        (
+            "policy_cfg",
+            "megatron_cfg",
+            "load_optimizer",
+            "get_embedding_ranks",
+            "get_position_embedding_ranks",
+            "pre_load_checkpoint_hook",
+            "additional_pre_wrap_hooks",
+            "load_weights",
+        ),
+    ),
+)
+
+
+def apply(module: ModuleType, seams: Seams) -> None:
+    setup = resolve(module, UPSTREAM[0])
+
+    @wrapt.decorator
+    def converting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        from nemo_rl_ext import training
+
+        policy = kwargs["policy_cfg"] if "policy_cfg" in kwargs else args[0]
+        recipe = training.recipe_of(policy)
+        if recipe is None:
+            return wrapped(*args, **kwargs)
+        seams.require(training.KEY)
+        if recipe.training:
+            hooks = list(kwargs.get("additional_pre_wrap_hooks") or ())
+            kwargs = {
+                **kwargs,
+                "additional_pre_wrap_hooks": [*hooks, training.pre_wrap_hook(recipe)],
+            }
+        state = wrapped(*args, **kwargs)
+        if training.sends_kv_scales(policy):
+            training.observe(state.model)
+        return state
+
+    setattr(module, UPSTREAM[0].name, converting(setup))
