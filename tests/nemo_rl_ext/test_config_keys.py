@@ -1,0 +1,351 @@
+"""The fp8rl keys of a NeMo RL config, on plain mappings of the shape that NeMo RL gives."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
+from nemo_rl_ext.config_keys import announce_kv_cache, prepare, read
+
+
+def config(block: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A Megatron GRPO config with the block at all three places; changes by dotted path."""
+    value: dict[str, Any] = {
+        "policy": {
+            "generation": {
+                "backend": "vllm",
+                "vllm_cfg": {
+                    "precision": "bfloat16",
+                    "kv_cache_dtype": "auto",
+                    "async_engine": False,
+                },
+            },
+            "megatron_cfg": {"enabled": True, "fp8_cfg": {"enabled": False, "fp8": "e4m3"}},
+        },
+        "loss_fn": {"use_importance_sampling_correction": True},
+        "grpo": {"val_at_start": False},
+    }
+    if block is not None:
+        value["policy"]["generation"]["vllm_cfg"]["fp8rl"] = block
+        value["policy"]["megatron_cfg"]["fp8rl"] = block
+        value["loss_fn"]["fp8rl"] = block
+    for path, new in changes.items():
+        *sections, key = path.split("__")
+        place = value
+        for section in sections:
+            place = place.setdefault(section, {})
+        if new is None:
+            place.pop(key, None)
+        else:
+            place[key] = new
+    return value
+
+
+VLLM = "policy__generation__vllm_cfg__"
+MEGATRON = "policy__megatron_cfg__"
+
+
+def recipe(block: dict[str, Any], **changes: Any) -> Recipe:
+    keys = read(config(block, **changes), "grpo")
+    assert keys is not None
+    return keys.recipe
+
+
+def test_without_a_block_nothing_is_read() -> None:
+    upstream = config(None, **{VLLM + "precision": "fp8", VLLM + "is_mx": True})
+    assert read(upstream, "grpo") is None
+
+
+def test_the_empty_block_is_the_default_recipe() -> None:
+    assert recipe({}) == Recipe()
+
+
+def test_upstreams_keys_add_to_the_block() -> None:
+    got = recipe(
+        {"pins": {"layers": [3], "last": 2}},
+        **{
+            VLLM + "precision": "fp8",
+            VLLM + "kv_cache_dtype": "fp8",
+            VLLM + "num_first_layers_in_bf16": 1,
+            VLLM + "num_last_layers_in_bf16": 1,
+            VLLM + "pow2_weight_scaling_factors": True,
+            VLLM + "pow2_activation_scaling_factors": True,
+            VLLM + "quantization_ignored_layer_kws": ["a_proj"],
+            MEGATRON + "fp8_cfg": {"enabled": True, "fp8": "e4m3", "fp8_recipe": "blockwise"},
+            "loss_fn__truncated_importance_sampling_type": "icepop",
+            "loss_fn__truncated_importance_sampling_ratio": 5,
+            "loss_fn__truncated_importance_sampling_ratio_min": 0.5,
+        },
+    )
+    assert got.pins.model_dump() == {
+        "layers": (3,),
+        "first": 1,
+        "last": 2,
+        "names": ("*a_proj*",),
+        "kinds": (),
+    }
+    assert (got.weights.scale_format, got.activations.scale_format) == ("pow2", "pow2")
+    correction = got.importance_sampling
+    assert (correction.mode, correction.low, correction.high) == ("mask", 0.5, 5.0)
+
+
+def test_megatrons_first_and_last_layers_are_pins() -> None:
+    overrides = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
+    pins = recipe({}, **{MEGATRON + "model_overrides": overrides}).pins
+    assert (pins.first, pins.last) == (2, 1)
+
+
+def test_gspo_corrects_by_the_sequence() -> None:
+    got = recipe({}, loss_fn__sequence_level_importance_ratios=True)
+    assert got.importance_sampling.level == "sequence"
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], type[Fp8RLError], str]] = [
+    ({"weight": {}}, {}, RecipeError, "unknown key 'policy.generation.vllm_cfg.fp8rl.weight'"),
+    (
+        {"kv_cache": {"margin": 0.5}},
+        {},
+        RecipeError,
+        "'policy.generation.vllm_cfg.fp8rl.kv_cache.margin'",
+    ),
+    (
+        {"rollout": False},
+        {VLLM + "precision": "fp8"},
+        RecipeError,
+        "'policy.generation.vllm_cfg.precision' asks for rollout=True",
+    ),
+    (
+        {"kv_cache": {"dtype": "auto"}},
+        {VLLM + "kv_cache_dtype": "fp8_e4m3"},
+        RecipeError,
+        "'policy.generation.vllm_cfg.kv_cache_dtype' asks for kv_cache.dtype='fp8_e4m3'",
+    ),
+    (
+        {"weights": {"scale_format": "fp32"}},
+        {VLLM + "pow2_weight_scaling_factors": True},
+        RecipeError,
+        "'policy.generation.vllm_cfg.pow2_weight_scaling_factors'",
+    ),
+    (
+        {"training": False},
+        {MEGATRON + "fp8_cfg": {"enabled": True}},
+        RecipeError,
+        "'policy.megatron_cfg.fp8_cfg.enabled' asks for training=True",
+    ),
+    (
+        {},
+        {MEGATRON + "fp8_cfg": {"enabled": True, "fp8": "hybrid"}},
+        UnsupportedError,
+        "'policy.megatron_cfg.fp8_cfg.fp8' is 'hybrid'",
+    ),
+    (
+        {},
+        {MEGATRON + "fp8_cfg": {"enabled": True, "fp8_param": True}},
+        UnsupportedError,
+        "'policy.megatron_cfg.fp8_cfg.fp8_param' is True",
+    ),
+    (
+        {},
+        {MEGATRON + "fp8_cfg": {"enabled": True, "fp8_recipe": "tensorwise"}},
+        UnsupportedError,
+        "'policy.megatron_cfg.fp8_cfg.fp8_recipe'",
+    ),
+    (
+        {},
+        {MEGATRON + "model_overrides": {"fp8": "e4m3"}},
+        UnsupportedError,
+        "'policy.megatron_cfg.model_overrides.fp8'",
+    ),
+    ({}, {VLLM + "is_mx": True}, UnsupportedError, "'policy.generation.vllm_cfg.is_mx'"),
+    (
+        {},
+        {"policy__generation__quant_cfg": "NVFP4"},
+        UnsupportedError,
+        "'policy.generation.quant_cfg'",
+    ),
+    (
+        {},
+        {"policy__generation__backend": "sglang"},
+        UnsupportedError,
+        "'policy.generation.backend' vllm, not 'sglang'",
+    ),
+    (
+        {},
+        {"policy__generation__refit_transport": "nccl_reshard"},
+        UnsupportedError,
+        "'policy.generation.refit_transport' is 'nccl_reshard'",
+    ),
+    (
+        {},
+        {"policy__generation__vllm_kwargs": {"quantization": "fp8"}},
+        RecipeError,
+        "'policy.generation.vllm_kwargs.quantization' is 'fp8'",
+    ),
+    (
+        {},
+        {MEGATRON + "fp8rl": {"training": False}},
+        RecipeError,
+        "'policy.megatron_cfg.fp8rl' differs from 'policy.generation.vllm_cfg.fp8rl' in training",
+    ),
+    (
+        {},
+        {VLLM + "fp8rl": None, VLLM + "precision": "fp8"},
+        RecipeError,
+        "'policy.generation.vllm_cfg.precision' is fp8 without",
+    ),
+    (
+        {},
+        {MEGATRON + "fp8rl": None, MEGATRON + "fp8_cfg": {"enabled": True}},
+        RecipeError,
+        "'policy.megatron_cfg.fp8_cfg.enabled' is true without",
+    ),
+    (
+        {},
+        {"loss_fn__fp8rl": None, "loss_fn__use_importance_sampling_correction": False},
+        RecipeError,
+        "set 'loss_fn.fp8rl' or 'loss_fn.use_importance_sampling_correction'",
+    ),
+    (
+        {},
+        {"loss_fn__truncated_importance_sampling_type": "seq-mask-tis"},
+        UnsupportedError,
+        "'loss_fn.truncated_importance_sampling_type' is 'seq-mask-tis'",
+    ),
+    (
+        {},
+        {"loss_fn__fp8rl_guard": {"tighten": 2}},
+        RecipeError,
+        "'loss_fn.fp8rl_guard.tighten'",
+    ),
+    ({}, {MEGATRON + "enabled": False}, UnsupportedError, "'policy.megatron_cfg.enabled' true"),
+    (
+        {},
+        {VLLM + "async_engine": True},
+        UnsupportedError,
+        "'policy.generation.vllm_cfg.async_engine' false",
+    ),
+    ({}, {"grpo__async_grpo": {"enabled": True}}, UnsupportedError, "'grpo.async_grpo.enabled'"),
+    ({}, {"grpo__val_at_start": True}, UnsupportedError, "'grpo.val_at_start' false"),
+    (
+        {"importance_sampling": {"self_normalize": True}},
+        {"data_plane": {"enabled": True}},
+        UnsupportedError,
+        "'loss_fn.fp8rl.importance_sampling.self_normalize' needs 'data_plane.enabled' false",
+    ),
+    (
+        {"importance_sampling": {"rejection": {"level": "token", "high": 2}}},
+        {"data_plane": {"enabled": True}},
+        UnsupportedError,
+        "'loss_fn.fp8rl.importance_sampling.rejection.level' token",
+    ),
+]
+
+
+@pytest.mark.parametrize(("block", "changes", "kind", "message"), BAD)
+def test_a_wrong_config_is_refused_by_its_path(
+    block: dict[str, Any], changes: dict[str, Any], kind: type[Fp8RLError], message: str
+) -> None:
+    with pytest.raises(kind) as raised:
+        read(config(block, **changes), "grpo")
+    assert message in str(raised.value)
+
+
+def test_a_block_that_no_section_uses_is_refused() -> None:
+    with pytest.raises(RecipeError, match="'fp8rl' is set, but no section uses it"):
+        read(config(None, fp8rl={}), "grpo")
+    with pytest.raises(RecipeError, match=r"'loss_fn\.fp8rl_guard' is set, but no section"):
+        read(config(None, loss_fn__fp8rl_guard={}), "grpo")
+
+
+def test_ppo_has_no_fp8_cache() -> None:
+    with pytest.raises(UnsupportedError, match="a GRPO driver"):
+        read(config({}), "ppo")
+    keys = read(config({"kv_cache": {"dtype": "auto"}}), "ppo")
+    assert keys is not None
+    assert keys.recipe.rollout
+
+
+def test_pipeline_parallel_trainers_are_served() -> None:
+    assert recipe({}, **{MEGATRON + "pipeline_model_parallel_size": 4}) == Recipe()
+
+
+def test_dtensor_trainers_run_in_bf16_and_say_so() -> None:
+    keys = read(config({"kv_cache": {"dtype": "auto"}}, **{MEGATRON + "enabled": False}), "grpo")
+    assert keys is not None
+    assert not keys.recipe.training
+    assert keys.notes == ("the DTensor trainer runs in BF16; only the rollouts run in FP8.",)
+
+
+def master(value: dict[str, Any]) -> Any:
+    """As much of a MasterConfig as is read: sections as attributes, the loss as an object."""
+
+    class Loss(SimpleNamespace):
+        def model_dump(self) -> dict[str, Any]:
+            return dict(vars(self))
+
+    class Master(SimpleNamespace):
+        def __iter__(self) -> Any:
+            return iter(vars(self).items())
+
+    return Master(**{**value, "loss_fn": Loss(**value["loss_fn"])})
+
+
+def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
+    value = config(
+        {"pins": {"first": 1}},
+        **{
+            VLLM + "precision": "fp8",
+            VLLM + "kv_cache_dtype": "fp8",
+            VLLM + "num_last_layers_in_bf16": 2,
+            MEGATRON + "fp8_cfg": {"enabled": True, "fp8": "e4m3"},
+            "policy__generation__vllm_kwargs": {"additional_config": {"mine": 1}, "seed": 3},
+        },
+    )
+    run = master(value)
+    asked: list[str] = []
+    prepare(run, "grpo", asked.append)
+
+    expected = Recipe.from_dict({"pins": {"first": 1, "last": 2}}).to_dict()
+    vllm = run.policy["generation"]["vllm_cfg"]
+    assert asked == ["policy.generation.vllm_cfg.fp8rl"]
+    assert (vllm["precision"], vllm["kv_cache_dtype"]) == ("bfloat16", "auto")
+    assert vllm["fp8rl"] == run.policy["megatron_cfg"]["fp8rl"] == run.loss_fn.fp8rl == expected
+    assert run.policy["megatron_cfg"]["fp8_cfg"] == {"enabled": False, "fp8": "e4m3"}
+    from vllm_fp8rl import engine_args
+
+    arguments = run.policy["generation"]["vllm_kwargs"]
+    ours = engine_args(Recipe.from_dict(expected))
+    ours["additional_config"]["mine"] = 1
+    assert arguments == {**ours, "seed": 3}
+
+    announce_kv_cache(run.policy)
+    assert vllm["kv_cache_dtype"] == "fp8"
+
+
+def test_preparing_twice_changes_nothing_more() -> None:
+    run = master(config({}, **{VLLM + "precision": "fp8"}))
+    prepare(run, "grpo", lambda key: None)
+    once = copy.deepcopy((run.policy, vars(run.loss_fn)))
+    prepare(run, "grpo", lambda key: None)
+    assert (run.policy, vars(run.loss_fn)) == once
+
+
+def test_a_config_without_keys_is_left_as_it_is() -> None:
+    run = master(config(None, **{VLLM + "precision": "fp8", VLLM + "kv_cache_dtype": "fp8"}))
+    before = copy.deepcopy((run.policy, vars(run.loss_fn)))
+    prepare(run, "grpo", lambda key: pytest.fail("no key asks for fp8rl"))
+    announce_kv_cache(run.policy)
+    assert (run.policy, vars(run.loss_fn)) == before
+
+
+def test_bf16_rollouts_keep_upstreams_engine() -> None:
+    run = master(config({"rollout": False}))
+    prepare(run, "grpo", lambda key: None)
+    assert "vllm_kwargs" not in run.policy["generation"]
+    announce_kv_cache(run.policy)
+    assert run.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == "auto"

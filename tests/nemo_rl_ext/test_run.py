@@ -1,0 +1,120 @@
+"""Whole batches in the driver: correction, rejection, skipped steps, the guard."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8rl.errors import BatchError, RecipeError, UnsupportedError
+from fp8rl.recipe import ImportanceSampling, Rejection
+from nemo_rl_ext import correct
+from nemo_rl_ext.guard import GuardConfig, MismatchGuard
+from nemo_rl_ext.run import WEIGHTS, Run
+
+
+def batch(gaps: list[float], tokens: int = 4) -> dict[str, torch.Tensor]:
+    """One sequence per gap, the log ratio of each of its tokens; column 0 is the prompt's."""
+    rows = len(gaps)
+    rollout = torch.full((rows, tokens + 1), -1.0)
+    trainer = rollout + torch.tensor(gaps)[:, None]
+    mask = torch.ones(rows, tokens + 1)
+    mask[:, 0] = 0
+    return {
+        "token_mask": mask,
+        "sample_mask": torch.ones(rows),
+        "prev_logprobs": trainer,
+        "generation_logprobs": rollout,
+    }
+
+
+def test_weights_are_those_of_the_whole_batch_at_upstreams_positions() -> None:
+    settings = ImportanceSampling(self_normalize=True)
+    data = batch([0.1, -0.3, 2.0])
+    metrics = Run(settings).correct(data)
+    expected = correct(
+        data["generation_logprobs"][:, 1:],
+        data["prev_logprobs"][:, 1:],
+        torch.ones(3, 4),
+        settings,
+    )
+    assert torch.equal(data[WEIGHTS][:, 1:], expected.weights)
+    assert not data[WEIGHTS][:, 0].any()
+    assert metrics["fp8rl/is_weight_ess"] == expected.metrics["is_weight_ess"]
+    assert metrics["fp8rl/step_skipped"] == 0
+
+
+def test_rejected_sequences_leave_the_sample_mask_and_tokens_the_token_mask() -> None:
+    data = batch([0.0, 1.0])
+    Run(ImportanceSampling(rejection=Rejection(level="geometric", high=2.0))).correct(data)
+    assert data["sample_mask"].tolist() == [1.0, 0.0]
+
+    data = batch([0.0, 0.0])
+    data["prev_logprobs"][0, 2] += 1.0
+    Run(ImportanceSampling(rejection=Rejection(level="token", high=2.0))).correct(data)
+    assert data["sample_mask"].tolist() == [1.0, 1.0]
+    assert data["token_mask"].tolist() == [[0, 1, 0, 1, 1], [0, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_batch_that_is_rejected_whole_leaves_the_step_out(masks: bool) -> None:
+    data = batch([1.0, 1.0])
+    rejection = Rejection(level="sequence", high=1.5)
+    run = Run(ImportanceSampling(rejection=rejection), masks_to_skip=masks)
+    metrics = run.correct(data)
+    assert metrics["fp8rl/all_rejected"] == metrics["fp8rl/step_skipped"] == 1.0
+    assert data["sample_mask"].tolist() == ([0.0, 0.0] if masks else [1.0, 1.0])
+    assert run.take_skip() is not masks
+    assert not run.take_skip()
+
+
+def test_an_empty_batch_is_left_alone_and_nan_is_told() -> None:
+    data = batch([0.0])
+    data["sample_mask"].zero_()
+    assert Run(ImportanceSampling()).correct(data) == {}
+    data = batch([float("nan")])
+    with pytest.raises(BatchError, match="NaN"):
+        Run(ImportanceSampling()).correct(data)
+
+
+def test_the_guard_rises_at_once_and_falls_after_good_steps_in_a_row() -> None:
+    guard = MismatchGuard(GuardConfig(release_after=2))
+    seen = [guard.observe(e) for e in (1.01, 1.2, 1.01, 1.07, 1.01, 1.01, 1.01)]
+    assert seen == ["normal", "tight", "tight", "tight", "tight", "normal", "normal"]
+
+
+def test_the_guard_gives_up_after_skips_in_a_row() -> None:
+    guard = MismatchGuard(GuardConfig(fallback_after=2))
+    seen = [guard.observe(e) for e in (1.6, 1.6, 1.2, 1.6, float("inf"), 1.6, 1.0)]
+    assert seen == ["skip", "skip", "tight", "skip", "skip", "bf16", "bf16"]
+
+
+def test_each_change_of_the_guard_is_logged_with_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    MismatchGuard(GuardConfig()).observe(1.2)
+    assert "normal -> tight: token_mult_prob_error is 1.2000" in caplog.text
+
+
+def test_a_tight_step_rejects_what_is_far_off() -> None:
+    data = batch([0.2, 0.0, 0.0, 0.2])  # mean exp(|gap|) = 1.11
+    metrics = Run(ImportanceSampling(), MismatchGuard(GuardConfig())).correct(data)
+    assert metrics["fp8rl/guard_level"] == 1.0
+    assert metrics["fp8rl/guard_rejected_share"] == 0.5
+    assert data["sample_mask"].tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_a_step_far_off_is_left_out_and_then_the_run_ends() -> None:
+    run = Run(ImportanceSampling(), MismatchGuard(GuardConfig(fallback_after=1)))
+    assert run.correct(batch([1.0]))["fp8rl/step_skipped"] == 1.0
+    assert run.take_skip()
+    with pytest.raises(UnsupportedError, match=r"vllm_cfg\.fp8rl\.rollout=false"):
+        run.correct(batch([1.0]))
+
+
+def test_the_guards_settings_are_checked() -> None:
+    with pytest.raises(RecipeError, match=r"'loss_fn\.fp8rl_guard\.skip'"):
+        GuardConfig.from_dict({"skip": 2}, where="loss_fn.fp8rl_guard")
+    with pytest.raises(RecipeError, match="release_below <= tighten_above"):
+        GuardConfig.from_dict({"tighten_above": 2.0}, where="loss_fn.fp8rl_guard")
+    with pytest.raises(RecipeError, match="must be a mapping"):
+        GuardConfig.from_dict(3, where="loss_fn.fp8rl_guard")
