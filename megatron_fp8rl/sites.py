@@ -209,11 +209,12 @@ def _mlp(mlp: Any, path: str, name: str) -> Iterator[Site]:
 def _grouped(experts: Any, path: str, name: str, numbers: list[int]) -> Iterator[Site]:
     fc1, fc2 = getattr(experts, "linear_fc1", None), getattr(experts, "linear_fc2", None)
     for linear, leaf in ((fc1, "linear_fc1"), (fc2, "linear_fc2")):
-        if linear is None or not hasattr(linear, "num_gemms"):
+        if linear is None or not hasattr(linear, "num_gemms") or not hasattr(linear, "weight0"):
             raise UnsupportedError(
-                f"'{path}' is a {type(experts).__name__}, whose experts FP8 linears do not know; "
-                "use SequentialMLP (moe_grouped_gemm off) or TransformerEngine's grouped layers, "
-                "without moe_use_legacy_grouped_gemm."
+                f"'{path}' is a {type(experts).__name__} without a matrix for each expert, which "
+                "FP8 linears do not know; use SequentialMLP (moe_grouped_gemm off) or "
+                "TransformerEngine's grouped layers, without moe_use_legacy_grouped_gemm and "
+                "without one parameter for all experts."
             )
         if linear.num_gemms != len(numbers):
             raise UnsupportedError(
