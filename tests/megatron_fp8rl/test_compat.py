@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from megatron.core.tensor_parallel import layers
 
 from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl import compat, hooks
+from megatron_fp8rl import classes, compat, hooks
+from megatron_fp8rl.classes import fp8_class, upstream_class
+from megatron_fp8rl.linear import FP8_CLASSES
 
 
 def test_the_installed_version_has_the_seam():
@@ -24,6 +27,28 @@ def test_a_megatron_built_differently_is_named(monkeypatch):
     )
     with pytest.raises(UnsupportedError, match=r"tp_group.*RowParallelLinear\._forward_impl"):
         compat.check_forward_impl()
+
+
+@pytest.mark.skipif(compat.has_transformer_engine(), reason="TransformerEngine is here")
+def test_without_transformer_engine_its_classes_are_not_served():
+    """megatron-core defines their names all the same, over a stand-in."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    assert fp8_class(extension.TEColumnParallelLinear) is None
+    assert fp8_class(layers.ColumnParallelLinear) is FP8_CLASSES[layers.ColumnParallelLinear]
+    assert upstream_class(FP8_CLASSES[layers.RowParallelLinear]) is layers.RowParallelLinear
+    assert upstream_class(layers.RowParallelLinear) is None
+    facts = hooks.diagnose().facts
+    assert facts["transformer-engine"].startswith("not installed")
+    assert "not TransformerEngine's" in facts["FP8 linears"]
+
+
+def test_every_fp8_class_has_its_parallelism_for_bridge():
+    """By name, also those of TransformerEngine, which are not importable everywhere."""
+    names = {name for kind in compat.BRIDGE_TYPES.values() for name in kind}
+    source = Path(classes.__file__).with_name("te_classes.py").read_text()
+    defined = set(re.findall(r"^class (Fp8\w+)\(", source, re.M))
+    assert names == defined | {cls.__name__ for cls in FP8_CLASSES.values()}
 
 
 def test_doctor_finds_megatron():
