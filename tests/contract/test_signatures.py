@@ -1,0 +1,106 @@
+"""What the seams rely on, read in the sources: nothing needs to be importable."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+from sources import ROOT, parameters, source
+
+from nemo_rl_ext.activation import SEAMS
+from nemo_rl_ext.seams.upstream import Upstream
+
+SEAM_NAMES = sorted({seam for seams in SEAMS.values() for seam in seams})
+RELIED_ON = [
+    pytest.param(upstream, id=f"{seam}-{upstream.name}-{upstream.module.rpartition('.')[2]}")
+    for seam in SEAM_NAMES
+    for upstream in importlib.import_module(f"nemo_rl_ext.seams.{seam}").UPSTREAM
+]
+
+
+def file_of(module: str, root: Path) -> Path:
+    return root.joinpath(*module.split(".")).with_suffix(".py")
+
+
+@pytest.mark.parametrize("upstream", RELIED_ON)
+def test_upstream_has_what_a_seam_relies_on(upstream: Upstream) -> None:
+    found = parameters(file_of(upstream.module, source("NEMO_RL_SRC")), upstream.name)
+    assert found is not None, "it does not exist"
+    if upstream.parameters is not None:
+        assert found == upstream.parameters
+
+
+@pytest.mark.parametrize("seam", SEAM_NAMES)
+def test_the_files_a_seam_names_are_there(seam: str) -> None:
+    module = importlib.import_module(f"nemo_rl_ext.seams.{seam}")
+    for upstream in module.UPSTREAM:
+        assert file_of(upstream.module, source("NEMO_RL_SRC")).is_file()
+
+
+def calls(file: Path, function: str) -> list[tuple[int, str]]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    body = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
+    found = []
+    for node in ast.walk(body):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found.append((node.lineno, node.func.id))
+        elif isinstance(node, ast.Assert):
+            found.append((node.lineno, f"assert {ast.unparse(node.test)}"))
+    return sorted(found)
+
+
+def test_the_cache_is_announced_after_the_guards_and_before_the_workers() -> None:
+    order = calls(file_of("nemo_rl.algorithms.grpo", source("NEMO_RL_SRC")), "setup")
+    announced = [line for line, what in order if what == "configure_vllm_for_router_replay"]
+    guards = [line for line, what in order if "precision'] == 'fp8'" in what]
+    made = [line for line, what in order if what == "VllmGeneration"]
+    assert len(announced) == 1
+    assert guards
+    assert max(guards) < announced[0]
+    assert any(line > announced[0] for line in made)
+
+
+def test_every_loop_calls_the_batch_hook_and_logs_what_it_returns() -> None:
+    name = "compute_and_apply_seq_logprob_error_masking"
+    root = source("NEMO_RL_SRC") / "nemo_rl" / "algorithms"
+    for file, times in (("grpo.py", 3), ("grpo_sync.py", 2), ("single_controller.py", 2)):
+        assert (root / file).read_text(encoding="utf-8").count(name) == times, file
+    assert (root / "grpo.py").read_text(encoding="utf-8").count(
+        "metrics.update(seq_logprob_error_metrics)"
+    ) == 2
+
+
+def test_the_refit_lifecycle_serves_all_full_transports() -> None:
+    text = file_of(
+        "nemo_rl.models.generation.vllm.vllm_backend", source("NEMO_RL_SRC")
+    ).read_text(encoding="utf-8")
+    for transport in ("ipc", "collective", "nccl_reshard"):
+        assert f'self._weight_update_lifecycle("{transport}")' in text
+
+
+def test_bridge_takes_a_list_of_pre_wrap_hooks() -> None:
+    bridge = source("MEGATRON_BRIDGE_SRC") / "src"
+    file = file_of("megatron.bridge.models.model_provider", bridge)
+    found = parameters(file, "get_model")
+    assert found is not None
+    assert "pre_wrap_hook" in found
+    assert parameters(file, "ModelProviderMixin.register_pre_wrap_hook") is not None
+
+
+def test_megatron_lm_has_the_linears_that_are_converted() -> None:
+    layers = source("MEGATRON_LM_SRC") / "megatron" / "core"
+    for file, name in (
+        ("tensor_parallel/layers.py", "ColumnParallelLinear"),
+        ("tensor_parallel/layers.py", "RowParallelLinear"),
+        ("extensions/transformer_engine.py", "TELayerNormColumnParallelLinear"),
+        ("extensions/transformer_engine.py", "TERowParallelLinear"),
+    ):
+        text = (layers / file).read_text(encoding="utf-8")
+        assert f"class {name}(" in text, name
+
+
+def test_no_source_of_upstream_is_in_this_repository() -> None:
+    for file in (ROOT / "nemo_rl_ext").rglob("*.py"):
+        assert "NVIDIA CORPORATION" not in file.read_text(encoding="utf-8"), file
