@@ -168,10 +168,6 @@ class Lister:
         """
         with _gpu_context():
             fresh, refusal = self._ask(shape)
-        if not fresh and self._torch.cuda.is_available():  # in case a driver wants its own memory
-            with self._torch.device("cuda"):
-                fresh, refusal = self._ask(shape)
-            self._torch.cuda.empty_cache()
         if not fresh:
             raise RuntimeError(f"DeepGEMM has no kernel for {shape}: {refusal}")
         self._seen |= fresh

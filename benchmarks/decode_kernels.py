@@ -1,0 +1,205 @@
+"""The kernels of a decode step that fp8rl replaces, beside vLLM's, on one GPU.
+
+    python benchmarks/decode_kernels.py [--out FILE.json]
+
+Attention: one token a request over a paged cache with 32 query and 8 KV heads of 128,
+FlashAttention 3 over BF16 and E4M3, and ours over E4M3; single launches with a cold L2 cache.
+Quantization: SiLU or RMS norm with the quantization after it, vLLM's fused kernels and ours; twenty
+launches in a CUDA graph, as a decode step runs them. Medians; GB/s count what must be read and
+written once, the share is of a device-to-device copy in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+from fp8rl.numerics import FP8_DTYPE, GROUP
+from fp8rl.numerics.triton_fused import quantize_rows, rms_norm_quantize
+from vllm_fp8rl.paged_decode import paged_decode, splits_for
+
+HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
+REPEATS = 20
+ATTENTION = ((256, 1024), (64, 3500), (16, 3000))  # requests, longest context
+HIDDEN, INNER = 4096, 12288
+
+
+def cold(run: Callable[[], Any]) -> float:
+    """Median microseconds of single launches after the L2 cache was overwritten."""
+    flush = torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
+    run()
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def in_graph(run: Callable[[], Any]) -> float:
+    """Median microseconds of a launch in a graph of twenty."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            run()
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / 20)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a device-to-device copy, read and write counted."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / cold(lambda: target.copy_(source)) / 1e3
+
+
+def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
+    """Microseconds and bytes of the cache read, by kernel."""
+    torch.manual_seed(0)
+    lengths = (longest * (1 - 0.2 * torch.rand(requests))).int().cuda()
+    pages = -(-longest // PAGE)
+    shape = (requests * pages, 2, PAGE, KV_HEADS, SIZE)
+    plain = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    cache = plain.mul(40).clamp(-448, 448).to(FP8_DTYPE)
+    table = torch.randperm(requests * pages).view(requests, pages).int().cuda()
+    query = torch.randn(requests, HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    scale = torch.tensor(0.02, device="cuda")
+    starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32)
+
+    def flash(q: torch.Tensor, kv: torch.Tensor, descale: torch.Tensor | None) -> Any:
+        return flash_attn_varlen_func(
+            q=q,
+            k=kv[:, 0],
+            v=kv[:, 1],
+            out=out,
+            cu_seqlens_q=starts,
+            max_seqlen_q=1,
+            seqused_k=lengths,
+            max_seqlen_k=longest,
+            softmax_scale=SIZE**-0.5,
+            causal=True,
+            block_table=table,
+            fa_version=3,
+            q_descale=descale,
+            k_descale=descale,
+            v_descale=descale,
+        )
+
+    processors = torch.cuda.get_device_properties().multi_processor_count
+
+    def ours() -> torch.Tensor:
+        return paged_decode(
+            query,
+            cache[:, 0],
+            cache[:, 1],
+            table,
+            lengths,
+            softmax_scale=SIZE**-0.5,
+            k_scale=scale,
+            v_scale=scale,
+            out=out,
+            splits=splits_for(requests, KV_HEADS, processors),
+        )
+
+    codes = query.to(FP8_DTYPE)
+    expanded = scale.expand(requests, KV_HEADS)
+    elements = int(lengths.sum()) * 2 * KV_HEADS * SIZE
+    return {
+        "FlashAttention 3, BF16": (cold(lambda: flash(query, plain, None)), 2 * elements),
+        "FlashAttention 3, E4M3": (cold(lambda: flash(codes, cache, expanded)), elements),
+        "fp8rl, E4M3": (cold(ours), elements),
+    }
+
+
+def quantization(rows: int) -> dict[str, tuple[float, int]]:
+    """Microseconds and bytes, by kernel."""
+    gate_up = torch.randn(rows, 2 * INNER, device="cuda", dtype=torch.bfloat16)
+    x, residual = (torch.randn(rows, HIDDEN, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    silu_bytes = gate_up.nbytes + rows * INNER + rows * INNER // GROUP * 4
+    norm_bytes = 3 * x.nbytes + rows * HIDDEN + rows * HIDDEN // GROUP * 4
+    return {
+        "SiLU, vLLM": (
+            in_graph(
+                lambda: ops.silu_and_mul_per_block_quant(
+                    gate_up, GROUP, FP8_DTYPE, is_scale_transposed=True
+                )
+            ),
+            silu_bytes,
+        ),
+        "SiLU, fp8rl": (
+            in_graph(lambda: quantize_rows(gate_up, "fp32", silu_and_mul=True)),
+            silu_bytes,
+        ),
+        "norm, vLLM": (
+            in_graph(
+                lambda: ops.rms_norm_per_block_quant(
+                    x, weight, 1e-6, FP8_DTYPE, [1, GROUP], None, residual, True
+                )
+            ),
+            norm_bytes,
+        ),
+        "norm, fp8rl": (
+            in_graph(lambda: rms_norm_quantize(x, residual, weight, 1e-6, "fp32")),
+            norm_bytes,
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kernels of a decode step")
+    parser.add_argument("--out", type=Path, default=Path("decode_kernels.json"))
+    options = parser.parse_args()
+    copied = copy_bandwidth()
+    measured: dict[str, Any] = {}
+    for requests, longest in ATTENTION:
+        measured[f"attention {requests} x {longest}"] = attention(requests, longest)
+    for rows in (64, 256):
+        measured[f"quantization {rows} rows"] = quantization(rows)
+    table = {
+        case: {
+            kernel: {"us": us, "gb_s": count / us / 1e3, "share": count / us / 1e3 / copied}
+            for kernel, (us, count) in kernels.items()
+        }
+        for case, kernels in measured.items()
+    }
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {package: version(package) for package in ("torch", "vllm", "triton")},
+        "copy_gb_s": copied,
+        "cases": table,
+    }
+    options.out.write_text(json.dumps(result, indent=1))
+    for case, kernels in table.items():
+        for kernel, row in kernels.items():
+            line = f"{row['us']:8.1f} us {row['gb_s']:6.0f} GB/s ({row['share']:.0%})"
+            sys.stdout.write(f"{case:26} {kernel:24} {line}\n")
+
+
+if __name__ == "__main__":
+    main()
