@@ -3,11 +3,12 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test contract lint format clean
 
 help:
 	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
 	@echo "make test    the tests"
+	@echo "make contract the seams into NeMo RL against its sources (docs/nemo_rl.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code and fix what it can"
 	@echo "make clean   remove .venv and caches; results in out/ stay"
@@ -22,6 +23,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
+
+contract: install
+	$(BIN)/python -m pytest -v -rsP -p no:warnings tests/contract $(ARGS)
 
 lint: install
 	$(BIN)/ruff check

@@ -73,9 +73,9 @@ def test_every_loop_calls_the_batch_hook_and_logs_what_it_returns() -> None:
 
 
 def test_the_refit_lifecycle_serves_all_full_transports() -> None:
-    text = file_of(
-        "nemo_rl.models.generation.vllm.vllm_backend", source("NEMO_RL_SRC")
-    ).read_text(encoding="utf-8")
+    text = file_of("nemo_rl.models.generation.vllm.vllm_backend", source("NEMO_RL_SRC")).read_text(
+        encoding="utf-8"
+    )
     for transport in ("ipc", "collective", "nccl_reshard"):
         assert f'self._weight_update_lifecycle("{transport}")' in text
 

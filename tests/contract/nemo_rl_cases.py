@@ -1,0 +1,348 @@
+"""Real NeMo RL on a CPU: test_nemo_rl.py runs this file in a process that can import it."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("nemo_rl.algorithms.grpo", exc_type=ImportError)
+
+from nemo_rl.algorithms import grpo, loss
+from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
+from nemo_rl.utils import config as nemo_config
+from omegaconf import OmegaConf
+from sources import ROOT, source
+
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError
+from fp8rl.kv_scales import scale_names
+from nemo_rl_ext import GRPOConfig, GRPOLoss
+from nemo_rl_ext.activation import SEAMS, install
+from nemo_rl_ext.config_keys import announce_kv_cache
+from nemo_rl_ext.nemo_loss import CorrectedPGLossFn
+from nemo_rl_ext.run import WEIGHTS
+
+seams = install()
+seams.complete()
+
+CPU_MODULES = sorted(
+    m for m in SEAMS if "megatron.setup" not in m and "megatron_policy_worker" not in m
+)
+
+
+@pytest.mark.parametrize("module", CPU_MODULES)
+def test_every_seam_goes_in(module: str) -> None:
+    __import__(module)
+    assert not seams.failures
+    assert {(module, seam) for seam in SEAMS[module]} <= seams.applied
+
+
+# --- config ---
+
+
+def master_config(
+    name: str, overrides: list[str], keys: dict[str, Any] | None, cls: Any = None
+) -> Any:
+    """The config as a driver makes it, of an upstream YAML and our keys."""
+    nemo_config.register_omegaconf_resolvers()
+    file = source("NEMO_RL_SRC") / "examples" / "configs" / name
+    value = nemo_config.load_config(str(file))
+    if keys is not None:
+        value = nemo_config.merge_with_override(value, OmegaConf.create(keys))
+    if overrides:
+        value = nemo_config.parse_hydra_overrides(value, overrides)
+    return (cls or grpo.MasterConfig)(**OmegaConf.to_container(value, resolve=True))
+
+
+def block(**recipe: Any) -> dict[str, Any]:
+    return {
+        "fp8rl": recipe,
+        "policy": {
+            "megatron_cfg": {"fp8rl": "${fp8rl}"},
+            "generation": {"vllm_cfg": {"fp8rl": "${fp8rl}"}},
+        },
+        "loss_fn": {"fp8rl": "${fp8rl}"},
+    }
+
+
+E2E = "recipes/llm/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
+KV = "recipes/llm/grpo-qwen3-8b-base-1n8g-fp8-kvcache-megatron.yaml"
+
+
+def test_an_upstream_recipe_with_the_block_runs_ours() -> None:
+    config = master_config(KV, [], block(pins={"layers": [18]}, training=False))
+    vllm = config.policy["generation"]["vllm_cfg"]
+    recipe = Recipe.from_dict({"pins": {"layers": [18]}, "training": False})
+    assert vllm["fp8rl"] == config.loss_fn.fp8rl == recipe.to_dict()
+    assert (vllm["precision"], vllm["kv_cache_dtype"]) == ("bfloat16", "auto")
+    assert config.policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
+    announce_kv_cache(config.policy)
+    assert vllm["kv_cache_dtype"] == "fp8"
+
+
+def test_without_the_block_the_config_is_upstreams() -> None:
+    config = master_config(KV, [], None)
+    seen = config.model_dump()
+    plain = grpo.MasterConfig.__pydantic_validator__.validate_python(seen).model_dump()
+    assert seen == plain
+    assert config.policy["generation"]["vllm_cfg"]["precision"] == "fp8"
+
+
+def test_the_single_controllers_config_is_served() -> None:
+    from nemo_rl.algorithms.single_controller_utils import MasterConfig
+
+    name = "grpo_math_1B_megatron_single_controller.yaml"
+    keys = block(kv_cache={"dtype": "auto"})
+    config = master_config(name, [], keys, MasterConfig)
+    assert config.loss_fn.fp8rl_driver == "single_controller"
+    assert config.policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["++fp8rl.weight=1"], "policy.generation.vllm_cfg.fp8rl.weight"),
+        (["++policy.megatron_cfg.fp8_cfg.fp8_recipe=tensorwise"], "fp8_cfg.fp8_recipe"),
+        (["++grpo.val_at_start=true", "++fp8rl.kv_cache.dtype=fp8_e4m3"], "grpo.val_at_start"),
+        (
+            ["policy.megatron_cfg.enabled=false", "policy.megatron_cfg.fp8_cfg.enabled=false"],
+            "vllm_cfg.fp8rl.kv_cache.dtype",
+        ),
+    ],
+)
+def test_a_wrong_config_is_refused_when_it_is_made(overrides: list[str], message: str) -> None:
+    with pytest.raises(Fp8RLError) as raised:
+        master_config(E2E, overrides, block())
+    assert message in str(raised.value)
+
+
+# --- loss ---
+
+ROWS, LENGTH = 6, 12
+
+
+def batch(seed: int = 0, gap: float = 0.1) -> BatchedDataDict:
+    """A batch as the drivers make it: column 0 of every tensor belongs to the prompt."""
+    noise = torch.Generator().manual_seed(seed)
+
+    def random(scale: float) -> torch.Tensor:
+        return scale * torch.randn(ROWS, LENGTH, generator=noise)
+
+    previous = -1.0 + random(0.3)
+    token_mask = (torch.rand(ROWS, LENGTH, generator=noise) > 0.3).float()
+    token_mask[:, 0] = 0
+    return BatchedDataDict(
+        {
+            "input_ids": torch.ones(ROWS, LENGTH, dtype=torch.long),
+            "token_mask": token_mask,
+            "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
+            "prev_logprobs": previous,
+            "generation_logprobs": previous + random(gap),
+            "reference_policy_logprobs": previous + random(0.2),
+            "advantages": random(1.0),
+        }
+    )
+
+
+def current(data: BatchedDataDict) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(9)
+    start = data["prev_logprobs"][:, 1:]
+    return (start + 0.2 * torch.randn(start.shape, generator=noise)).requires_grad_()
+
+
+def totals(data: BatchedDataDict) -> dict[str, torch.Tensor]:
+    tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+    return {"global_valid_seqs": data["sample_mask"].sum(), "global_valid_toks": tokens}
+
+
+def make(section: dict[str, Any] | None, **settings: Any) -> Any:
+    keys = {"reference_policy_kl_penalty": 0.0, **settings}
+    if section is not None:
+        keys["fp8rl"] = {"importance_sampling": section}
+    return loss.ClippedPGLossFn(ClippedPGLossConfig(**keys))
+
+
+def test_without_the_key_the_loss_is_upstreams_class() -> None:
+    seams.run = None
+    made = make(None, use_importance_sampling_correction=True)
+    assert type(made) is ClippedPGLossFn
+    assert made.use_importance_sampling_correction
+    assert seams.run is None
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"mode": "off"},
+        {"mode": "mask", "low": 0.9, "high": 1.1},
+        {"level": "sequence", "high": 1.5},
+        {"level": "geometric", "mode": "clip", "low": 0.9, "high": 1.1},
+    ],
+)
+def test_the_loss_is_that_of_our_own_grpo(section: dict[str, Any]) -> None:
+    """Truth: GRPOLoss, which shares no line of upstream's policy term."""
+    data = batch()
+    fn = make(section, ratio_clip_c=3.0)
+    assert type(fn) is CorrectedPGLossFn
+    logprobs = current(data)
+    value, metrics = fn(logprobs, data, **totals(data))
+    value.backward()
+
+    mine = current(data)
+    plain = GRPOLoss(GRPOConfig(dual_clip=3.0), fn.recipe.importance_sampling)
+    expected, ours = plain(
+        mine,
+        data["prev_logprobs"][:, 1:],
+        data["generation_logprobs"][:, 1:],
+        data["advantages"][:, 1:],
+        data["token_mask"][:, 1:] * data["sample_mask"][:, None],
+    )
+    expected.backward()
+    torch.testing.assert_close(value, expected, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(logprobs.grad, mine.grad, rtol=2e-6, atol=1e-7)
+    assert metrics["token_mult_prob_error"] == pytest.approx(ours["token_mult_prob_error"])
+    upstream = make(None, ratio_clip_c=3.0)(current(data), data, **totals(data))[1]
+    assert set(upstream) | {"fp8rl_is_weight_mean"} == set(metrics)
+
+
+def test_truncated_weights_are_upstreams_tis() -> None:
+    data = batch(gap=0.5)
+    ours = make({"mode": "truncate", "high": 1.2}, reference_policy_kl_penalty=0.1)
+    theirs = make(
+        None,
+        reference_policy_kl_penalty=0.1,
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type="tis",
+        truncated_importance_sampling_ratio=1.2,
+    )
+    a, b = current(data), current(data)
+    first, _ = ours(a, data, **totals(data))
+    second, _ = theirs(b, data, **totals(data))
+    first.backward()
+    second.backward()
+    torch.testing.assert_close(first, second, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(a.grad, b.grad, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_cispo": True},
+        {"sequence_level_importance_ratios": True, "token_level_loss": False},
+        {"force_on_policy_ratio": True},
+        {"disable_ppo_ratio": True},
+    ],
+)
+def test_every_form_of_upstreams_loss_is_corrected(settings: dict[str, Any]) -> None:
+    """Weight 1 is upstream's own value; with equal policies the weights are 1."""
+    data = batch(gap=0.0)
+    value, _ = make({}, **settings)(current(data), data, **totals(data))
+    plain, _ = make(None, **settings)(current(data), data, **totals(data))
+    if settings.get("force_on_policy_ratio"):  # there the trainer's policy is the current one
+        assert value != plain
+    else:
+        torch.testing.assert_close(value, plain)
+
+
+def test_packed_sequences_one_by_one_add_up_to_the_batch() -> None:
+    data = batch()
+    fn = make({"level": "geometric", "high": 1.1})
+    whole, metrics = fn(current(data), data, **totals(data))
+    parts, sums = torch.zeros(()), 0.0
+    for row in range(ROWS):
+        piece = data.slice(row, row + 1)
+        value, found = fn(current(data)[row : row + 1], piece, **totals(data))
+        parts = parts + value
+        sums += found["fp8rl_is_weight_mean"]
+    torch.testing.assert_close(parts, whole)
+    assert sums == pytest.approx(metrics["fp8rl_is_weight_mean"])
+
+
+def test_the_batch_hook_corrects_and_the_loss_takes_its_weights() -> None:
+    data = batch(gap=0.3)
+    seams.run = None
+    fn = make({"self_normalize": True, "rejection": {"level": "geometric", "high": 1.15}})
+    metrics = grpo.compute_and_apply_seq_logprob_error_masking(
+        train_data=data, rewards=torch.ones(ROWS), seq_logprob_error_threshold=None
+    )
+    assert "max_seq_mult_prob_error" in metrics
+    assert metrics["fp8rl/rejected_sequence_share"] > 0
+    assert data["sample_mask"].sum() < 5
+    value, _ = fn(current(data), data, **totals(data))
+    correction = GRPOLoss(GRPOConfig(), fn.recipe.importance_sampling)
+    clean = batch(gap=0.3)
+    expected, _ = correction(
+        current(clean),
+        clean["prev_logprobs"][:, 1:],
+        clean["generation_logprobs"][:, 1:],
+        clean["advantages"][:, 1:],
+        clean["token_mask"][:, 1:] * clean["sample_mask"][:, None],
+    )
+    torch.testing.assert_close(value, expected, rtol=2e-6, atol=1e-7)
+    assert WEIGHTS in data.slice(0, 2)
+    seams.run = None
+
+
+def test_upstreams_threshold_still_masks() -> None:
+    seams.run = None
+    data = batch(gap=0.3)
+    before = grpo.compute_and_apply_seq_logprob_error_masking.__wrapped__(
+        batch(gap=0.3), torch.ones(ROWS), 1.2
+    )
+    after = grpo.compute_and_apply_seq_logprob_error_masking(data, torch.ones(ROWS), 1.2)
+    assert after == before
+
+
+def test_the_loss_travels_and_names_the_package_where_it_is_missing(tmp_path: Path) -> None:
+    fn = make({"high": 1.3})
+    clone = pickle.loads(pickle.dumps(fn))
+    data = batch()
+    first, _ = fn(current(data), data, **totals(data))
+    assert clone(current(data), data, **totals(data))[0] == first
+
+    file = tmp_path / "loss.pkl"
+    file.write_bytes(pickle.dumps(fn))
+    code = (
+        "import pickle, sys; sys.modules['nemo_rl_ext'] = None  # as where it is not installed\n"
+        f"pickle.loads(open({str(file)!r}, 'rb').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "ModuleNotFoundError" in done.stderr
+    assert "nemo_rl_ext" in done.stderr.splitlines()[-1]
+
+
+# --- names ---
+
+
+def test_kv_scales_have_upstreams_names() -> None:
+    theirs = {name for layer in range(3) for name in get_vllm_qkv_scale_names(layer).values()}
+    assert theirs == set(scale_names(3))
+
+
+# --- recipes ---
+
+RECIPES = sorted(f for f in (ROOT / "recipes").glob("*.yaml") if f.stem != "keys")
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
+def test_a_recipe_of_ours_resolves_on_the_real_configs(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_RL_CONFIGS", str(source("NEMO_RL_SRC") / "examples" / "configs"))
+    nemo_config.register_omegaconf_resolvers()
+    value = nemo_config.load_config(str(file))
+    config = grpo.MasterConfig(**OmegaConf.to_container(value, resolve=True))
+    vllm = config.policy["generation"]["vllm_cfg"]
+    recipe = Recipe.from_dict(vllm["fp8rl"])
+    assert recipe.rollout
+    assert config.loss_fn.fp8rl == vllm["fp8rl"] == config.policy["megatron_cfg"]["fp8rl"]
+    assert not (config.policy["megatron_cfg"].get("fp8_cfg") or {}).get("enabled")
