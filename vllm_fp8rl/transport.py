@@ -27,8 +27,8 @@ Payload = bytes | dict[str, Any]
 (each: process -> handle) and ``bytes`` for what does not lie on a GPU."""
 
 GPU_BATCH_FACTOR = 16
-"""How much larger batches of GPU tensors are that need not pass the host: each costs about 0.6 ms of
-waiting for its check, in which a layer of an 8B model quantizes twice."""
+"""How much larger batches of GPU tensors are that need not pass the host: each costs about 0.6 ms
+of waiting for its check, in which a layer of an 8B model quantizes twice."""
 _ALIGNMENT = 256
 
 
