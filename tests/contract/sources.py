@@ -42,6 +42,8 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(folders),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
 

@@ -13,7 +13,8 @@ HERE = Path(__file__).parent
 CONFIG = "recipes/llm/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
 
 
-def test_seams_config_and_loss_on_the_real_modules() -> None:
+@pytest.mark.parametrize("cases", ["nemo_rl_cases.py", "vllm_cases.py"])
+def test_on_the_real_modules(cases: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -22,7 +23,7 @@ def test_seams_config_and_loss_on_the_real_modules() -> None:
         "-ra",
         "-p",
         "no:cacheprovider",
-        "nemo_rl_cases.py",
+        cases,
     ]
     done = subprocess.run(
         command, cwd=HERE, env=environment(), capture_output=True, text=True, timeout=500

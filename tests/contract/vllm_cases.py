@@ -1,0 +1,123 @@
+"""Real NeMo RL's vLLM worker extension on a live vLLM: test_nemo_rl.py runs this file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
+from live_engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
+
+pytest.importorskip("nemo_rl.models.generation.vllm.vllm_backend", exc_type=ImportError)
+from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError, RefitError
+from fp8rl.kv_scales import scale_names
+from nemo_rl_ext.activation import install
+from vllm_fp8rl.guard import RefitGuard
+
+install()
+PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2]]
+SCALE = 0.05
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    started = start_engine(make_checkpoint(folder / "a", 0), Recipe(), load_format="dummy")
+    yield started
+    started.llm.llm_engine.engine_core.shutdown()
+
+
+def extension(engine: Engine) -> Any:
+    """Upstream's extension over the engine's worker, as vLLM mixes it in."""
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    mixed: Any = VllmInternalWorkerExtension()
+    mixed.model_runner = worker.model_runner
+    mixed.model_config = worker.model_config
+    mixed.device = worker.device
+    return mixed
+
+
+def stream(path: Path, scale: float = SCALE) -> list[tuple[str, torch.Tensor]]:
+    """What a policy worker sends: HF tensors, then float32 scales of one element."""
+    scales = [(name, torch.full((1,), scale)) for name in scale_names(LAYERS)]
+    return [*load_tensors(path).items(), *scales]
+
+
+def refit(engine: Engine, tensors: list[tuple[str, torch.Tensor]], size: int = 3) -> None:
+    worker = extension(engine)
+    with worker._weight_update_lifecycle("collective") as finalize:
+        for start in range(0, len(tensors), size):
+            worker._load_weights(tensors[start : start + size])
+        finalize()
+    engine.llm.reset_prefix_cache()
+
+
+def test_the_engine_of_dummy_weights_is_not_ready(engine: Engine) -> None:
+    with pytest.raises(Fp8RLError, match="scale"):  # a failed step would stay in vLLM's queue
+        RefitGuard.of(engine.model).require_ready()
+
+
+def test_a_refit_through_upstreams_extension_is_a_refit(engine: Engine, folder: Path) -> None:
+    refit(engine, stream(folder / "a"))
+    first = engine.greedy(PROMPTS)
+    other = make_checkpoint(folder / "b", 1)
+    refit(engine, stream(other))
+    second = engine.greedy(PROMPTS)
+    assert second != first
+    refit(engine, stream(folder / "a"), size=7)
+    assert engine.greedy(PROMPTS) == first
+
+
+def test_an_incomplete_refit_is_refused_and_a_complete_one_heals(
+    engine: Engine, folder: Path
+) -> None:
+    refit(engine, stream(folder / "a"))
+    before = engine.greedy(PROMPTS)
+    tensors = stream(folder / "a")
+    with pytest.raises(RefitError):
+        refit(engine, [t for t in tensors if "layers.1.mlp.down_proj" not in t[0]])
+    assert RefitGuard.of(engine.model).closed
+    with pytest.raises(RefitError):
+        refit(engine, [t for t in tensors if not t[0].endswith("k_scale")])
+    refit(engine, tensors)
+    assert engine.greedy(PROMPTS) == before
+
+
+def test_a_sender_that_breaks_off_leaves_the_engine_closed(engine: Engine, folder: Path) -> None:
+    worker = extension(engine)
+    tensors = stream(folder / "a")
+    with pytest.raises(OSError, match="gone"), worker._weight_update_lifecycle("ipc"):
+        worker._load_weights(tensors[:3])
+        raise OSError("gone")
+    assert RefitGuard.of(engine.model).closed
+    refit(engine, tensors)
+    assert engine.greedy(PROMPTS)
+
+
+def test_other_engines_go_upstreams_way() -> None:
+    class Model(torch.nn.Module):
+        loaded: list[str] = []
+
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            self.loaded += [name for name, _ in weights]
+
+    worker: Any = VllmInternalWorkerExtension()
+    worker.model_runner = SimpleNamespace(
+        model=Model(),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(quantization=None)),
+    )
+    worker._load_hf_weights([("a.weight", torch.ones(1))])
+    assert worker.model_runner.model.loaded == ["a.weight"]
