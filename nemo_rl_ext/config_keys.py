@@ -19,9 +19,9 @@ from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from nemo_rl_ext.guard import GuardConfig
+from nemo_rl_ext.guard import LOGGER, GuardConfig
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER)
 
 VLLM = "policy.generation.vllm_cfg"
 MEGATRON = "policy.megatron_cfg"

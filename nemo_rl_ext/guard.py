@@ -16,7 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fp8rl.errors import RecipeError
 
-logger = logging.getLogger(__name__)
+LOGGER = "nemo_rl.fp8rl"
+"""Below NeMo RL's own logger, whose level (``NRL_LOG_LEVEL``) lets INFO through."""
+
+logger = logging.getLogger(LOGGER)
 
 Level = Literal["normal", "tight", "skip", "bf16"]
 LEVELS: tuple[Level, ...] = ("normal", "tight", "skip", "bf16")

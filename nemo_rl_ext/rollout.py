@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from nemo_rl_ext.guard import LOGGER
+
+logger = logging.getLogger(LOGGER)
 
 
 def is_ours(vllm_config: Any) -> bool:

@@ -12,10 +12,10 @@ import torch
 from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
-from nemo_rl_ext.guard import LEVELS, MismatchGuard
+from nemo_rl_ext.guard import LEVELS, LOGGER, MismatchGuard
 from nemo_rl_ext.loss import GRPOConfig, GRPOLoss
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER)
 
 WEIGHTS = "fp8rl_is_weights"
 """Key in ``train_data``: float32 ``[B, S]``, the whole batch's importance weights."""

@@ -10,8 +10,9 @@ import torch
 
 from fp8rl import Recipe
 from fp8rl.kv_scales import scales_from_amax
+from nemo_rl_ext.guard import LOGGER
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER)
 
 KEY = "policy.megatron_cfg.fp8rl"
 OBSERVER = "fp8rl_qkv_observer"
