@@ -320,6 +320,41 @@ def test_the_loss_travels_and_names_the_package_where_it_is_missing(tmp_path: Pa
     assert "nemo_rl_ext" in done.stderr.splitlines()[-1]
 
 
+# --- skipped steps ---
+
+
+def test_a_skipped_step_runs_without_the_optimizer_once() -> None:
+    """`Policy.train` itself; the worker group records what the workers would get."""
+    from types import SimpleNamespace
+
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    asked: list[bool] = []
+
+    class Workers:
+        def run_all_workers_sharded_data(self, method: str, **given: Any) -> None:
+            asked.append(given["common_kwargs"]["eval_mode"])
+
+        def get_all_worker_results(self, futures: None) -> list[dict[str, Any]]:
+            return [{"global_loss": torch.zeros(1), "grad_norm": None, "all_mb_metrics": {}}]
+
+    policy = object.__new__(Policy)
+    policy.cfg = {"train_global_batch_size": 4, "train_micro_batch_size": 1}
+    policy.flops_tracker = None
+    policy.worker_group = Workers()
+    policy._shard_for_train = lambda data, size: [data]
+    policy._report_sharded_payload = lambda data, name: None
+    seams.run = None
+    fn = make({"rejection": {"level": "sequence", "high": 1e-9}})
+    data = batch()
+    metrics = grpo.compute_and_apply_seq_logprob_error_masking(data, torch.ones(ROWS), None)
+    assert metrics["fp8rl/step_skipped"] == 1.0
+    assert SimpleNamespace(**policy.train(data, fn)).grad_norm.tolist() == [0.0]
+    policy.train(data, fn)
+    assert asked == [True, False]
+    seams.run = None
+
+
 # --- names ---
 
 
