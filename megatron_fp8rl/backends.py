@@ -13,7 +13,7 @@ from fp8rl.recipe import ScaleFormat
 
 _NEAR = 1.03  # a backend within this factor of the fastest counts as equally fast
 _SURVEYED = GemmShape(tokens=8192, out_features=4096, in_features=4096)
-_Key = tuple[Direction, int, int, int]
+_Key = tuple[Direction, int, int, int, torch.dtype]
 Timings = Mapping[Direction, Mapping[GemmShape, Mapping[str, float]]]
 
 
@@ -181,12 +181,13 @@ def survey(offered: Mapping[str, GemmBackend]) -> dict[str, str]:
                 f"{name} {flops(shape) / times[name] / 1e9:,.0f} TFLOPS"
                 for name in sorted(times, key=times.__getitem__)
             ]
-            facts[f"{direction}, {' x '.join(map(str, shape))}"] = ", ".join(speeds)
+            facts[f"{direction}, {' x '.join(map(str, shape[:3]))}"] = ", ".join(speeds)
     return facts
 
 
 def _key(direction: Direction, shape: GemmShape) -> _Key:
-    return direction, shape.tokens.bit_length(), shape.out_features, shape.in_features
+    tokens = shape.tokens.bit_length()
+    return direction, tokens, shape.out_features, shape.in_features, shape.dtype
 
 
 def _may_measure() -> bool:

@@ -102,7 +102,7 @@ class Conversion:
         if self._backends is None:
             return {}
         weights = [w for module in self._modules.values() for w in weights_of(module)]
-        shapes = [GemmShape(tokens, *weight.shape) for weight in weights]
+        shapes = [GemmShape(tokens, w.shape[0], w.shape[1], w.dtype) for w in weights]
         device = weights[0].device if weights else torch.device("cpu")
         self._backends.tune(shapes, device)
         return self._backends.timings
@@ -364,7 +364,8 @@ def _check(site: Site, backends: BackendChoice) -> None:
             )
         # A model that is built on the meta device gets its memory, and its device, later.
         if weight.device.type != "meta":
-            backends.check(weight.device, GemmShape(GROUP, out_features, in_features), site.name)
+            shape = GemmShape(GROUP, out_features, in_features, weight.dtype)
+            backends.check(weight.device, shape, site.name)
 
 
 def _swap(site: Site, setup: Setup) -> None:

@@ -214,7 +214,7 @@ class Call:
         )
 
     def backend(self, direction: Direction, weight: torch.Tensor, tokens: int) -> GemmBackend:
-        shape = GemmShape(tokens, *weight.shape)
+        shape = GemmShape(tokens, weight.shape[0], weight.shape[1], weight.dtype)
         return self.state.backends.pick(weight.device, shape, self.state.name, direction)
 
 

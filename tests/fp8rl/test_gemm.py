@@ -102,6 +102,7 @@ def test_reference_serves_every_case():
         ("deep_gemm", (9, 0), GemmShape(7, 128, 256), None),
         ("deep_gemm", (9, 0), GemmShape(7, 64, 256), "multiples of 128"),
         ("deep_gemm", (8, 9), GemmShape(7, 128, 256), "Hopper alone"),
+        ("deep_gemm", (9, 0), GemmShape(7, 128, 256, torch.float32), "round to bfloat16"),
         ("triton", (8, 0), GemmShape(1, 3, 5), "sm_80 has no E4M3"),
     ],
 )

@@ -560,5 +560,5 @@ def test_tuning_times_the_shapes_of_the_model():
     shapes = {(64, *module.weight.shape) for module in conversion.modules.values()}
     assert set(timings) == {"fprop", "dgrad", "wgrad", "wgrad_add"}
     for by_shape in timings.values():
-        assert set(by_shape) == shapes
+        assert {shape[:3] for shape in by_shape} == shapes
         assert all(set(times) == {"other", "reference"} for times in by_shape.values())

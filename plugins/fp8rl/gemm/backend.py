@@ -19,6 +19,8 @@ class GemmShape(NamedTuple):
     tokens: int
     out_features: int
     in_features: int
+    dtype: torch.dtype = torch.bfloat16
+    """Of activations and their gradients: what fprop and dgrad return."""
 
 
 @runtime_checkable

@@ -85,6 +85,8 @@ class DeepGemmBackend:
             return f"needs multiples of {GROUP} out and in features"
         if not shape.tokens:
             return "needs tokens"
+        if shape.dtype != torch.bfloat16:
+            return f"its kernels round to bfloat16, activations are {shape.dtype}"
         return self._library if isinstance(self._library, str) else None
 
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
@@ -112,8 +114,9 @@ class DeepGemmBackend:
 
     def _by_blocks(self, a: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(len(a.codes), len(w.codes), dtype=torch.bfloat16, device=a.codes.device)
+        assert dtype == out.dtype  # supports() came first
         self._call(_side(a), (w.codes, w.scale_inv.contiguous()), out)
-        return out.to(dtype)
+        return out
 
     def _call(self, a: tuple, b: tuple, out: torch.Tensor, **options: object) -> None:
         assert isinstance(self._library, ModuleType)  # supports() came first

@@ -24,7 +24,6 @@ def measure(
     direction: Direction,
     shape: GemmShape,
     device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, float]:
     """Median milliseconds of each backend that can do it, by name, over operands made up here.
 
@@ -35,7 +34,9 @@ def measure(
     out = None
     if direction == "wgrad_add":
         out = torch.zeros(shape.out_features, shape.in_features, device=device)
-    times = {backend.name: _median(backend, direction, a, b, dtype, out) for backend in backends}
+    times = {
+        backend.name: _median(backend, direction, a, b, shape.dtype, out) for backend in backends
+    }
     return {name: milliseconds for name, milliseconds in times.items() if milliseconds is not None}
 
 
@@ -114,7 +115,7 @@ def _operands(
         scale_inv = torch.rand(size, device=device, generator=generator) * 1e-3
         return Quantized(codes(rows, cols), scale_inv)
 
-    tokens, out_features, in_features = shape
+    tokens, out_features, in_features, _ = shape
     if direction == "fprop":
         return groups(tokens, in_features), blocks(out_features, in_features)
     if direction == "dgrad":
