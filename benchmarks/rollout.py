@@ -116,9 +116,7 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    seconds = [
-        refit(llm, tensors, expect_kv_scales=with_scales).seconds for _ in range(count)
-    ]
+    seconds = [refit(llm, tensors, expect_kv_scales=with_scales).seconds for _ in range(count)]
     torch.cuda.synchronize()
     return {
         "refit_seconds": seconds,
