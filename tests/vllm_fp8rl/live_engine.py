@@ -23,6 +23,10 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from vllm_fp8rl.testing.tiny import make_checkpoint as make_checkpoint
 
+# Where another test has imported torch already, the variable above comes too late, and an engine in
+# a process of its own, which reads it, would sum in another order.
+torch.set_num_threads(1)
+
 LAYERS = 2
 VOCAB = 512
 KV_SCALE = 0.05
