@@ -56,6 +56,7 @@ class RefitGuard:
         self._reason: str | None = None
         self._asleep: set[str] = set()
         self._woken = False
+        self._lost: dict[str, torch.Tensor] = {}
         self._discarded: list[tuple[str, torch.Tensor]] = []
         self._ready = False
         self.values = PlainValues()
@@ -96,7 +97,7 @@ class RefitGuard:
             discarded: parameters whose contents will not come back by themselves.
         """
         self._asleep.update(tags)
-        self._discarded = list({**dict(self._discarded), **discarded}.items())
+        self._lost.update(discarded)
         self.recheck()
 
     def wake(self, tags: Sequence[str] | None) -> None:
@@ -105,10 +106,13 @@ class RefitGuard:
         self._asleep.difference_update(self._asleep if tags is None else tags)
         self._woken = True
         if was_asleep and "weights" not in self._asleep:
-            for _, tensor in self._discarded:
+            # Not what an earlier sleep discarded: that came back as it was, new or still NaN.
+            for tensor in self._lost.values():
                 _fill_with_nan(tensor)
-            if self._discarded:
+            if self._lost:
                 self._each("discard")
+            self._discarded = list({**dict(self._discarded), **self._lost}.items())
+            self._lost = {}
         self.recheck()
 
     def require_awake(self) -> None:

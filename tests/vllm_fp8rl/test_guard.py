@@ -216,6 +216,23 @@ def test_level_2_then_a_refit(engine: Engine, guard: RefitGuard, a: dict) -> Non
     assert engine.greedy(PROMPTS) == tokens
 
 
+def test_level_1_keeps_what_came_after_level_2_without_a_step_between(
+    engine: Engine, guard: RefitGuard, a: dict
+) -> None:
+    tokens = engine.greedy(PROMPTS)
+    guard.sleep(TAGS, dict(discardable(engine.model)))
+    guard.wake(None)
+    engine.model.load_weights(item for item in a.items() if item[0] != DOWN)
+    guard.sleep(TAGS, {})
+    guard.wake(None)
+    refuses(engine, RefitError, rf"discarded '{DOWN}' and no refit")
+    engine.model.load_weights([(DOWN, a[DOWN])])
+    guard.sleep(TAGS, {})
+    guard.wake(None)
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens
+
+
 @pytest.mark.parametrize(("columns", "width"), [(128, 128), (200, 256)])
 def test_a_block_that_shards_share_is_discarded_until_all_came(columns: int, width: int) -> None:
     codes, scale_inv = empty_storage(256, width)
