@@ -16,6 +16,10 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.utils.torch_utils import (
+    canonicalize_singleton_dim_strides,  # FA3 wants aligned strides of one KV head too
+    is_quantized_kv_cache,
+)
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 from vllm.v1.attention.backends.flash_attn import (
@@ -57,12 +61,12 @@ class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
     ) -> AttentionCGSupport:
-        if _asked_for(vllm_config):
+        if _decodes(vllm_config):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        return not _asked_for(self.vllm_config) and super().use_cascade_attention(*args, **kwargs)
+        return not _decodes(self.vllm_config) and super().use_cascade_attention(*args, **kwargs)
 
 
 class Fp8RLFlashImpl(FlashAttentionImpl):
@@ -89,6 +93,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             and self.alibi_slopes is None
             and self.sinks is None
             and self.dcp_world_size == 1
+            and not self.batch_invariant_enabled  # splits follow the size of the batch
         )
 
     def forward(
@@ -116,6 +121,8 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
                 output_scale,
                 output_block_scale,
             )
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("FlashAttention does not quantize its output.")
         keys, values = kv_cache.view(FP8_DTYPE).unbind(1)
         tokens = attn_metadata.num_actual_tokens
         if attn_metadata.max_query_len == 1:
@@ -138,8 +145,8 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         codes, _ = ops.scaled_fp8_quant(query[:tokens].flatten(1), layer._q_scale)
         flash_attn_varlen_func(
             q=codes.view(tokens, self.num_heads, self.head_size),
-            k=keys,
-            v=values,
+            k=canonicalize_singleton_dim_strides(keys),
+            v=canonicalize_singleton_dim_strides(values),
             out=output[:tokens],
             cu_seqlens_q=starts,
             max_seqlen_q=attn_metadata.max_query_len,
@@ -159,4 +166,10 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
 
 
 def _asked_for(engine: VllmConfig | None) -> bool:
-    return engine is not None and engine.model_config.quantization == NAME
+    model = engine.model_config if engine is not None else None
+    return model is not None and model.quantization == NAME
+
+
+def _decodes(engine: VllmConfig) -> bool:
+    """Whether layers of an engine may hold our kernel in their graphs."""
+    return _asked_for(engine) and is_quantized_kv_cache(engine.cache_config.cache_dtype)
