@@ -8,6 +8,7 @@ the two kernels apart, with the same result.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm.compilation.passes.vllm_inductor_pass import (
 )
 from vllm.config import CompilationMode, VllmConfig
 
-from fp8rl.numerics import GROUP
+from fp8rl.numerics import GROUP, triton_fused
 from fp8rl.recipe import Recipe
 from vllm_fp8rl import fused_ops as fused_ops  # registers the operations named below
 
@@ -127,8 +128,10 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
         return self  # vLLM copies the dictionary it finds this in; patterns do not change
 
     def uuid(self) -> str:
-        """For Inductor's cache: patterns and format."""
-        return self.hash_source(super().uuid(), str(self._pow2))
+        """For vLLM's and Inductor's caches: patterns, format, and what compiled code assumes of the
+        operations (shapes, strides), whose files Dynamo does not trace."""
+        operations = (inspect.getsource(module) for module in (fused_ops, triton_fused))
+        return self.hash_source(super().uuid(), str(self._pow2), *operations)
 
 
 def install(engine: VllmConfig, recipe: Recipe) -> None:
