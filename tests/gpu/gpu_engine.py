@@ -120,6 +120,7 @@ def start_engine(path: Path, recipe: Recipe, **changes: Any) -> GpuEngine:
         "max_model_len": 256,
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 1 << 30,
+        "gpu_memory_utilization": 0.4,  # must be free, with what an earlier engine still holds
         "skip_tokenizer_init": True,
         "seed": 0,
     }
