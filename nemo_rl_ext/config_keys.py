@@ -34,6 +34,9 @@ DRIVER = "fp8rl_driver"
 QUANTIZATION = "fp8rl"
 """``vllm_fp8rl.NAME``; this package must not import an engine's to read a config."""
 
+KV_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER")
+"""Attention backends that ``vllm_fp8rl.kv_cache.check_backend`` knows."""
+
 _MODES = {"tis": "truncate", "icepop": "mask"}
 
 
@@ -71,6 +74,8 @@ def read(config: Mapping[str, Any], driver: str) -> Keys | None:
         LOSS: config.get("loss_fn") or {},
     }
     blocks = {path: s[BLOCK] for path, s in sections.items() if s.get(BLOCK) is not None}
+    if config.get(GUARD) is not None:
+        raise RecipeError(f"'{GUARD}' has no effect at the top of a config; move it to '{LOSS}'.")
     if not blocks:
         for path in (f"{LOSS}.{GUARD}", BLOCK):
             section = sections[LOSS] if path != BLOCK else config
@@ -98,6 +103,8 @@ def read(config: Mapping[str, Any], driver: str) -> Keys | None:
     _loss(merged, sections[LOSS], LOSS in blocks)
     recipe = Recipe.from_dict(merged.data, where=first)
     _refuse_unserved(recipe, config, sections, driver, LOSS in blocks)
+    if LOSS in blocks:
+        _refuse_unseen_batches(recipe, config, sections[LOSS], driver)
     guard = None
     if sections[LOSS].get(GUARD) is not None:
         if LOSS not in blocks:
@@ -119,12 +126,14 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
         require: called with a key's path when there is a block; raises where a seam does not fit.
 
     Raises:
+        RecipeError: also for a pinned layer that the model has not.
         RecipeError, UnsupportedError: see :func:`read`; nothing has been changed then.
     """
     keys = read(_plain(config), driver)
     if keys is None:
         return
     require(keys.places[0])
+    _refuse_missing_layers(keys, config.policy)
     recipe, block = keys.recipe, keys.recipe.to_dict()
     generation = config.policy["generation"]
     if f"{VLLM}.{BLOCK}" in keys.places:
@@ -226,7 +235,8 @@ def _rollout(
             raise UnsupportedError(
                 f"'{path}' is another number format than fp8rl's; remove it or '{VLLM}.{BLOCK}'."
             )
-    quantization = (generation.get("vllm_kwargs") or {}).get("quantization")
+    arguments = generation.get("vllm_kwargs") or {}
+    quantization = arguments.get("quantization")
     if quantization not in (None, QUANTIZATION):
         raise RecipeError(
             f"'policy.generation.vllm_kwargs.quantization' is '{quantization}', which contradicts "
@@ -234,8 +244,17 @@ def _rollout(
         )
     if fp8:
         merged.add("rollout", True, f"{VLLM}.precision")
-    if str(vllm.get("kv_cache_dtype", "auto")).startswith("fp8"):
-        merged.add("kv_cache.dtype", "fp8_e4m3", f"{VLLM}.kv_cache_dtype")
+    for path, value in (
+        (f"{VLLM}.kv_cache_dtype", vllm.get("kv_cache_dtype")),
+        ("policy.generation.vllm_kwargs.kv_cache_dtype", arguments.get("kv_cache_dtype")),
+    ):
+        if value in ("fp8", "fp8_e4m3"):
+            merged.add("kv_cache.dtype", "fp8_e4m3", path)
+        elif value not in (None, "auto"):
+            raise UnsupportedError(
+                f"'{path}' is {value!r}; with '{VLLM}.{BLOCK}' it can only be 'fp8' (E4M3) or "
+                "'auto'."
+            )
     for key, target in (
         ("pow2_weight_scaling_factors", "weights.scale_format"),
         ("pow2_activation_scaling_factors", "activations.scale_format"),
@@ -360,6 +379,37 @@ def _refuse_fp8_kv(
         raise UnsupportedError(
             f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to auto."
         )
+    arguments = ((config.get("policy") or {}).get("generation") or {}).get("vllm_kwargs") or {}
+    backend = arguments.get("attention_backend")
+    if backend is not None and str(backend).upper() not in KV_BACKENDS:
+        raise UnsupportedError(
+            f"'policy.generation.vllm_kwargs.attention_backend' is '{backend}', which is not known "
+            f"to read the KV scales of each refit; choose one of {', '.join(KV_BACKENDS)}, or set "
+            f"'{VLLM}.{BLOCK}.kv_cache.dtype' to auto."
+        )
+
+
+def _refuse_unseen_batches(
+    recipe: Recipe, config: Mapping[str, Any], loss: Mapping[str, Any], driver: str
+) -> None:
+    """Without ``prev_logprobs`` the loops skip the call that shows us the whole batch."""
+    threshold = (config.get("grpo") or {}).get("seq_logprob_error_threshold")
+    if driver == "ppo" or not loss.get("force_on_policy_ratio") or threshold is not None:
+        return
+    settings = recipe.importance_sampling
+    path = f"{LOSS}.{BLOCK}.importance_sampling"
+    for key, value in (
+        (f"{path}.self_normalize", settings.self_normalize),
+        (f"{path}.rejection", settings.rejection),
+        (f"{path}.token_veto", settings.token_veto),
+        (f"{LOSS}.{GUARD}", loss.get(GUARD)),
+    ):
+        if value not in (None, False):
+            raise UnsupportedError(
+                f"'{key}' needs the trainer's logprobs of the whole batch, which "
+                f"'{LOSS}.force_on_policy_ratio' leaves out; set it to false, or set "
+                "'grpo.seq_logprob_error_threshold'."
+            )
 
 
 def _refuse_split_batches(recipe: Recipe, config: Mapping[str, Any], driver: str) -> None:
@@ -384,7 +434,48 @@ def _fp8_kv(recipe: Recipe) -> bool:
     return recipe.rollout and recipe.kv_cache.dtype != "auto"
 
 
+def _refuse_missing_layers(keys: Keys, policy: Mapping[str, Any]) -> None:
+    """Globs and kinds are matched where the modules are, in the workers."""
+    pins = keys.recipe.pins
+    if not (pins.layers or pins.first or pins.last):
+        return
+    count = _decoder_layers(policy)
+    if count is None:
+        logger.warning(
+            "fp8rl: the config of '%s' could not be read here; pins are checked by the workers.",
+            policy.get("model_name"),
+        )
+        return
+    path = f"{keys.places[0]}.pins"
+    for key, wanted in (
+        ("layers", [n for n in pins.layers if not -count <= n < count]),
+        ("first", pins.first if pins.first > count else None),
+        ("last", pins.last if pins.last > count else None),
+    ):
+        if wanted:
+            raise RecipeError(
+                f"'{path}.{key}' asks for {wanted}, but '{policy['model_name']}' has {count} "
+                "decoder layers; remove what matches nothing."
+            )
+
+
+def _decoder_layers(policy: Mapping[str, Any]) -> int | None:
+    """Of the model's own config; None where it cannot be read."""
+    from transformers import PretrainedConfig
+
+    try:
+        data, _ = PretrainedConfig.get_config_dict(policy["model_name"])
+    except (OSError, KeyError):
+        return None
+    data = {**data, **(policy.get("hf_config_overrides") or {})}
+    return data.get("num_hidden_layers") or (data.get("text_config") or {}).get("num_hidden_layers")
+
+
 def _plain(config: Any) -> dict[str, Any]:
-    """Sections as mappings; those we do not read stay as they are."""
+    """The sections that :func:`read` looks at, as mappings."""
     sections = {**dict(config), **(getattr(config, "model_extra", None) or {})}
-    return {k: v.model_dump() if hasattr(v, "model_dump") else v for k, v in sections.items()}
+    return {
+        k: v.model_dump() if hasattr(v, "model_dump") else v
+        for k, v in sections.items()
+        if k in ("policy", "loss_fn", "grpo", "data_plane", BLOCK, GUARD)
+    }

@@ -35,7 +35,8 @@ class Run:
     settings: ImportanceSampling
     guard: MismatchGuard | None = None
     masks_to_skip: bool = False
-    _skip: bool = False
+    skips: bool = False
+    """Whether the step of the last batch is to be left out, in every pass over it."""
 
     def __post_init__(self) -> None:
         self._plugins = PluginManager()
@@ -59,6 +60,7 @@ class Run:
             UnsupportedError: the guard gives FP8 rollouts up.
         """
         token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
+        self.skips = False
         counts = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)) != 0
         if not counts.any():
             return {}
@@ -75,7 +77,8 @@ class Run:
                     "The guard gives FP8 rollouts up: token_mult_prob_error was above "
                     f"loss_fn.fp8rl_guard.skip_above={self.guard.config.skip_above} for "
                     f"{self.guard.skipped} steps in a row; resume the last checkpoint with "
-                    "policy.generation.vllm_cfg.fp8rl.rollout=false."
+                    "rollout=false in the fp8rl block and "
+                    "policy.generation.vllm_cfg.precision=bfloat16."
                 )
             if level == "tight":
                 bound = self.guard.config.geometric
@@ -90,18 +93,13 @@ class Run:
             logger.warning("fp8rl: every token of the batch was rejected; the step is left out.")
             skip = True
         if skip and not self.masks_to_skip:
-            self._skip = True
+            self.skips = True
             kept = counts  # the loops cannot take an empty batch
         elif skip:
             kept = torch.zeros_like(counts)
         metrics["step_skipped"] = float(skip)
         self._write(train_data, kept, result.weights)
         return {f"fp8rl/{name}": float(value) for name, value in metrics.items()}
-
-    def take_skip(self) -> bool:
-        """Whether the step at hand is to be left out; asked once per step."""
-        skip, self._skip = self._skip, False
-        return skip
 
     def _loss(self, settings: ImportanceSampling) -> GRPOLoss:
         return GRPOLoss(GRPOConfig(), settings, self._plugins)

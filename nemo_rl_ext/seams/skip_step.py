@@ -46,7 +46,7 @@ def apply(module: ModuleType, seams: Seams) -> None:
 
     @wrapt.decorator
     def skipping(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if seams.run is not None and len(args) < 3 and seams.run.take_skip():
+        if seams.run is not None and len(args) < 3 and seams.run.skips:
             result = wrapped(*args, **{**kwargs, "eval_mode": True})
             if result.get("grad_norm") is None:  # DTensor workers; the driver logs it as a tensor
                 result["grad_norm"] = torch.zeros(1)

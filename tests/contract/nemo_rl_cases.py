@@ -111,6 +111,11 @@ def test_the_single_controllers_config_is_served() -> None:
     [
         (["++fp8rl.weight=1"], "policy.generation.vllm_cfg.fp8rl.weight"),
         (["++policy.megatron_cfg.fp8_cfg.fp8_recipe=tensorwise"], "fp8_cfg.fp8_recipe"),
+        (["policy.generation.vllm_cfg.kv_cache_dtype=fp8_e5m2"], "vllm_cfg.kv_cache_dtype"),
+        (
+            ["++loss_fn.force_on_policy_ratio=true", "++loss_fn.fp8rl_guard.geometric=1.1"],
+            "loss_fn.fp8rl_guard",
+        ),
         (["++grpo.val_at_start=true", "++fp8rl.kv_cache.dtype=fp8_e4m3"], "grpo.val_at_start"),
         (
             ["policy.megatron_cfg.enabled=false", "policy.megatron_cfg.fp8_cfg.enabled=false"],
@@ -323,7 +328,7 @@ def test_the_loss_travels_and_names_the_package_where_it_is_missing(tmp_path: Pa
 # --- skipped steps ---
 
 
-def test_a_skipped_step_runs_without_the_optimizer_once() -> None:
+def test_a_skipped_step_runs_without_the_optimizer_in_every_epoch() -> None:
     """`Policy.train` itself; the worker group records what the workers would get."""
     from types import SimpleNamespace
 
@@ -350,8 +355,13 @@ def test_a_skipped_step_runs_without_the_optimizer_once() -> None:
     metrics = grpo.compute_and_apply_seq_logprob_error_masking(data, torch.ones(ROWS), None)
     assert metrics["fp8rl/step_skipped"] == 1.0
     assert SimpleNamespace(**policy.train(data, fn)).grad_norm.tolist() == [0.0]
+    policy.train(data, fn)  # PPO trains several epochs on a batch
+    run = seams.run
+    assert run is not None
+    run.settings = Recipe().importance_sampling
+    grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), None)
     policy.train(data, fn)
-    assert asked == [True, False]
+    assert asked == [True, True, False]
     seams.run = None
 
 

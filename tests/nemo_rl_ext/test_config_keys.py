@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext.config_keys import announce_kv_cache, prepare, read
+from nemo_rl_ext.config_keys import KV_BACKENDS, announce_kv_cache, prepare, read
 
 
 def config(block: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -243,6 +244,37 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Fp8RLError], str]] = [
         UnsupportedError,
         "'loss_fn.fp8rl.importance_sampling.rejection.level' token",
     ),
+    (
+        {},
+        {VLLM + "kv_cache_dtype": "fp8_e5m2"},
+        UnsupportedError,
+        "'policy.generation.vllm_cfg.kv_cache_dtype' is 'fp8_e5m2'",
+    ),
+    (
+        {},
+        {"policy__generation__vllm_kwargs": {"kv_cache_dtype": "fp8_e5m2"}},
+        UnsupportedError,
+        "'policy.generation.vllm_kwargs.kv_cache_dtype' is 'fp8_e5m2'",
+    ),
+    (
+        {},
+        {"policy__generation__vllm_kwargs": {"attention_backend": "FLASHMLA"}},
+        UnsupportedError,
+        "'policy.generation.vllm_kwargs.attention_backend' is 'FLASHMLA'",
+    ),
+    (
+        {"importance_sampling": {"rejection": {"high": 2}}},
+        {"loss_fn__force_on_policy_ratio": True},
+        UnsupportedError,
+        "'loss_fn.fp8rl.importance_sampling.rejection' needs the trainer's logprobs",
+    ),
+    (
+        {},
+        {"loss_fn__force_on_policy_ratio": True, "loss_fn__fp8rl_guard": {}},
+        UnsupportedError,
+        "'loss_fn.fp8rl_guard' needs the trainer's logprobs",
+    ),
+    ({}, {"fp8rl_guard": {}}, RecipeError, "'fp8rl_guard' has no effect"),
 ]
 
 
@@ -349,3 +381,44 @@ def test_bf16_rollouts_keep_upstreams_engine() -> None:
     assert "vllm_kwargs" not in run.policy["generation"]
     announce_kv_cache(run.policy)
     assert run.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"layers": [0, -2]}, None),
+        ({"first": 1, "last": 2}, None),
+        ({"layers": [1, 2]}, r"vllm_cfg\.fp8rl\.pins\.layers' asks for \[2\]"),
+        ({"layers": [-3]}, r"vllm_cfg\.fp8rl\.pins\.layers' asks for \[-3\]"),
+        ({"last": 3}, r"vllm_cfg\.fp8rl\.pins\.last' asks for 3"),
+    ],
+)
+def test_a_pinned_layer_that_the_model_has_not_is_refused(
+    pins: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
+    made = master(config({"pins": pins}, policy__model_name=str(tmp_path)))
+    if message is None:
+        prepare(made, "grpo", lambda key: None)
+        return
+    before = copy.deepcopy(made.policy)
+    with pytest.raises(RecipeError, match=message):
+        prepare(made, "grpo", lambda key: None)
+    assert made.policy == before
+
+
+def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = config({"pins": {"layers": [9]}}, policy__model_name=str(tmp_path / "none"))
+    prepare(master(missing), "grpo", lambda key: None)
+    assert "pins are checked by the workers" in caplog.text
+
+
+def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
+    from vllm.config import CompilationConfig
+
+    from vllm_fp8rl.kv_cache import check_backend
+
+    for name in KV_BACKENDS:
+        check_backend(name, CompilationConfig(cudagraph_mode="NONE"))

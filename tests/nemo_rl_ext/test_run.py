@@ -63,8 +63,9 @@ def test_a_batch_that_is_rejected_whole_leaves_the_step_out(masks: bool) -> None
     metrics = run.correct(data)
     assert metrics["fp8rl/all_rejected"] == metrics["fp8rl/step_skipped"] == 1.0
     assert data["sample_mask"].tolist() == ([0.0, 0.0] if masks else [1.0, 1.0])
-    assert run.take_skip() is not masks
-    assert not run.take_skip()
+    assert run.skips is not masks
+    run.correct(batch([0.0, 0.0]))
+    assert not run.skips
 
 
 def test_an_empty_batch_is_left_alone_and_nan_is_told() -> None:
@@ -106,8 +107,8 @@ def test_a_tight_step_rejects_what_is_far_off() -> None:
 def test_a_step_far_off_is_left_out_and_then_the_run_ends() -> None:
     run = Run(ImportanceSampling(), MismatchGuard(GuardConfig(fallback_after=1)))
     assert run.correct(batch([1.0]))["fp8rl/step_skipped"] == 1.0
-    assert run.take_skip()
-    with pytest.raises(UnsupportedError, match=r"vllm_cfg\.fp8rl\.rollout=false"):
+    assert run.skips
+    with pytest.raises(UnsupportedError, match="rollout=false in the fp8rl block"):
         run.correct(batch([1.0]))
 
 
