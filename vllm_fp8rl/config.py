@@ -251,6 +251,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved
     )
     _check_weight_transfer(engine.weight_transfer_config)
     _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
+    check_scale_source(engine.cache_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
         set_activation_scales(recipe, experts=is_mixture(hf_config))
     policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))
@@ -319,6 +320,20 @@ def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype)
             f"The recipe has kv_cache.dtype '{wanted}', but the engine was started with "
             f"kv_cache_dtype '{engine_dtype}'; make them equal, e.g. with "
             "LLM(..., **vllm_fp8rl.engine_args(recipe))."
+        )
+
+
+def check_scale_source(cache: Any) -> None:
+    """Raise UnsupportedError where vLLM would make KV scales from whatever runs first.
+
+    Args:
+        cache: vLLM's ``CacheConfig``; 0.32 has no such setting any more.
+    """
+    if getattr(cache, "calculate_kv_scales", False):
+        raise UnsupportedError(
+            "calculate_kv_scales overwrites the KV scales that a checkpoint or a refit brought "
+            "with those of the first batch; leave it off, and use "
+            "vllm_fp8rl.calibrate.calibrate_kv_scales."
         )
 
 

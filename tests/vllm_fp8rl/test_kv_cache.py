@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
+from vllm_fp8rl.config import check_scale_source
 from vllm_fp8rl.kv_cache import (
     kv_scale_state,
     missing_kv_scales,
@@ -295,3 +297,10 @@ def test_an_engine_that_cannot_work_does_not_start(
     (tmp_path / "config.json").write_text(json.dumps(original | config))
     with pytest.raises(error, match=message):
         start(tmp_path, Recipe(), load_format="dummy", **arguments)
+
+
+def test_scales_that_vllm_would_make_of_the_first_batch_are_refused() -> None:
+    check_scale_source(SimpleNamespace())  # vLLM 0.32
+    check_scale_source(SimpleNamespace(calculate_kv_scales=False))
+    with pytest.raises(UnsupportedError, match=r"calculate_kv_scales.*calibrate_kv_scales"):
+        check_scale_source(SimpleNamespace(calculate_kv_scales=True))
