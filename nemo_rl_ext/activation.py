@@ -32,6 +32,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
 }
 """Upstream module -> the modules of :mod:`nemo_rl_ext.seams` that act on it."""
 
+WORKERS = (
+    "nemo_rl.models.generation.vllm.vllm_backend",
+    "nemo_rl.models.megatron.setup",
+    "nemo_rl.models.policy.workers.megatron_policy_worker",
+)
+"""Those that a driver never imports; it reads their source."""
+
 
 class Seams:
     """A finder for ``sys.meta_path``, and what this process knows of its run.
@@ -86,15 +93,16 @@ class Seams:
                 self.imported(module)
 
     def require(self, key: str) -> None:
-        """Raise unless every seam met so far is in place.
+        """Raise unless every seam met so far is in place, and those of the workers will fit.
 
         Args:
             key: full path of the config key that asks for fp8rl.
 
         Raises:
-            UnsupportedError: a seam could not be put in, with the reason.
+            UnsupportedError: a seam could not or will not go in, with the reason.
         """
         self.complete()
+        self._read_workers()
         if not self.failures:
             return
         from fp8rl.errors import UnsupportedError
@@ -104,6 +112,22 @@ class Seams:
             f"'{key}' is set, but fp8rl's seam '{seam}' does not fit {module}: {error} Install the "
             "NeMo RL that docs/nemo_rl.md names, or remove the key."
         ) from error
+
+    def _read_workers(self) -> None:
+        package = sys.modules.get("nemo_rl")
+        if package is None:
+            return
+        from nemo_rl_ext.seams.upstream import compare_source
+
+        for module in WORKERS:
+            if module in sys.modules:
+                continue
+            for seam in SEAMS[module]:
+                try:
+                    for upstream in importlib.import_module(f"nemo_rl_ext.seams.{seam}").UPSTREAM:
+                        compare_source(package.__path__[0], upstream)
+                except Exception as error:  # told by require, like the others
+                    self.failures.setdefault((module, seam), error)
 
     def take_up(self) -> None:
         """Look at modules imported before the hooks were installed."""

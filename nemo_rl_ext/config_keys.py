@@ -367,6 +367,14 @@ def _refuse_fp8_kv(
     reason = None
     if not sections[MEGATRON].get("enabled"):
         reason = f"'{MEGATRON}.enabled' true: DTensor workers send no KV scales"
+    elif (
+        sections[MEGATRON].get("pipeline_model_parallel_size", 1) > 1
+        and sections[MEGATRON].get(BLOCK) is None
+    ):
+        reason = (
+            f"'{MEGATRON}.{BLOCK}' where '{MEGATRON}.pipeline_model_parallel_size' is above 1: "
+            "NeMo RL's own calibration numbers the layers of a stage from 0"
+        )
     elif driver == "ppo":
         reason = "a GRPO driver: PPO's guards are tied to 'precision: fp8'"
     elif sections[VLLM].get("async_engine"):

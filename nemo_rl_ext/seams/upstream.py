@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,10 +39,37 @@ def resolve(module: ModuleType, upstream: Upstream) -> Any:
                 f"{upstream.module}.{upstream.name} does not exist; NeMo RL {KNOWN} has it."
             )
     if upstream.parameters is not None:
-        actual = tuple(inspect.signature(found).parameters)
-        if actual != upstream.parameters:
-            raise UnsupportedError(
-                f"{upstream.module}.{upstream.name} takes ({', '.join(actual)}), not "
-                f"({', '.join(upstream.parameters)}) as in NeMo RL {KNOWN}."
-            )
+        _compare(upstream, tuple(inspect.signature(found).parameters))
     return found
+
+
+def compare_source(package: str, upstream: Upstream) -> None:
+    """:func:`resolve` by reading, for a module that this process cannot or need not import.
+
+    Args:
+        package: folder of ``nemo_rl``.
+        upstream: a function or method.
+
+    Raises:
+        UnsupportedError: as :func:`resolve`.
+    """
+    file = Path(package, *upstream.module.split(".")[1:]).with_suffix(".py")
+    node: Any = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
+    for part in upstream.name.split("."):
+        members = [n for n in getattr(node, "body", ()) if getattr(n, "name", None) == part]
+        if not members:
+            raise UnsupportedError(
+                f"{upstream.module}.{upstream.name} does not exist; NeMo RL {KNOWN} has it."
+            )
+        node = members[-1]
+    given = node.args
+    actual = (*given.posonlyargs, *given.args, *filter(None, [given.vararg]), *given.kwonlyargs)
+    _compare(upstream, tuple(a.arg for a in (*actual, *filter(None, [given.kwarg]))))
+
+
+def _compare(upstream: Upstream, actual: tuple[str, ...]) -> None:
+    if actual != upstream.parameters:
+        raise UnsupportedError(
+            f"{upstream.module}.{upstream.name} takes ({', '.join(actual)}), not "
+            f"({', '.join(upstream.parameters or ())}) as in NeMo RL {KNOWN}."
+        )

@@ -175,6 +175,30 @@ def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> No
     )
 
 
+def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
+    path = package(
+        tmp_path,
+        {
+            "nemo_rl/utils/config.py": LOAD_CONFIG,
+            "nemo_rl/models/generation/vllm/vllm_backend.py": """
+                import not_in_the_drivers_environment
+
+                class VllmInternalWorkerExtension:
+                    def _weight_update_lifecycle(self, transport): ...
+                    def _load_hf_weights(self, policy_weights, strict): ...
+            """,
+        },
+    )
+    code = """
+        import torch, nemo_rl.utils.config
+        from nemo_rl_ext.activation import installed
+        installed().require("policy.megatron_cfg.fp8rl")
+    """
+    last = run(code, path).stderr.strip().splitlines()[-1]
+    assert "seam 'refit' does not fit nemo_rl.models.generation.vllm.vllm_backend" in last
+    assert "_load_hf_weights takes (self, policy_weights, strict)" in last
+
+
 def test_an_import_error_of_the_module_is_its_own(tmp_path: Path) -> None:
     path = package(tmp_path, {"nemo_rl/utils/config.py": "import nothing_of_that_name\n"})
     done = run("import torch, nemo_rl.utils.config", path)

@@ -275,6 +275,12 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Fp8RLError], str]] = [
         "'loss_fn.fp8rl_guard' needs the trainer's logprobs",
     ),
     ({}, {"fp8rl_guard": {}}, RecipeError, "'fp8rl_guard' has no effect"),
+    (
+        {},
+        {MEGATRON + "fp8rl": None, MEGATRON + "pipeline_model_parallel_size": 2},
+        UnsupportedError,
+        "needs 'policy.megatron_cfg.fp8rl' where",
+    ),
 ]
 
 
