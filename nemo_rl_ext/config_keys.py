@@ -13,12 +13,14 @@ full path.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
+from nemo_rl_ext.autoload import SWITCH
 from nemo_rl_ext.guard import LOGGER, GuardConfig
 
 logger = logging.getLogger(LOGGER)
@@ -134,6 +136,7 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
         return
     require(keys.places[0])
     _refuse_missing_layers(keys, config.policy)
+    _refuse_closed_workers(keys.recipe, config.policy)
     recipe, block = keys.recipe, keys.recipe.to_dict()
     generation = config.policy["generation"]
     if f"{VLLM}.{BLOCK}" in keys.places:
@@ -464,6 +467,19 @@ def _refuse_missing_layers(keys: Keys, policy: Mapping[str, Any]) -> None:
             raise RecipeError(
                 f"'{path}.{key}' asks for {wanted}, but '{policy['model_name']}' has {count} "
                 "decoder layers; remove what matches nothing."
+            )
+
+
+def _refuse_closed_workers(recipe: Recipe, policy: Mapping[str, Any]) -> None:
+    """Ray hands the driver's environment on; a vLLM worker without hooks refits unchecked."""
+    if not recipe.rollout:
+        return
+    own = policy["generation"]["vllm_cfg"].get("env_vars") or {}
+    for variable in (SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        if str(own.get(variable, os.environ.get(variable))) == "0":
+            raise UnsupportedError(
+                f"'{VLLM}.{BLOCK}' needs torch's autoload in the vLLM workers, which {variable}=0 "
+                f"switches off; set '{VLLM}.env_vars.{variable}' to \"1\"."
             )
 
 

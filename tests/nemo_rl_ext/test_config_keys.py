@@ -421,6 +421,17 @@ def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     assert "pins are checked by the workers" in caplog.text
 
 
+@pytest.mark.parametrize("variable", ["FP8RL_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_workers_that_would_get_no_hooks_are_refused(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(UnsupportedError, match=rf"vllm_cfg\.env_vars\.{variable}'"):
+        prepare(master(config({})), "grpo", lambda key: None)
+    opened = config({}, **{VLLM + "env_vars": {variable: "1"}})
+    prepare(master(opened), "grpo", lambda key: None)
+
+
 def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
     from vllm.config import CompilationConfig
 
