@@ -58,8 +58,8 @@ def test_sizes_count_every_parameter_of_transformers_model(name: str) -> None:
 
 def test_sizes_of_ranks() -> None:
     sizes = Sizes(Qwen3Config(**SHAPE, head_dim=64), 4)
-    assert sizes.linear("qkv_proj")[1:] == ((2 + 2 * 1) * 64, 256)  # a KV head on two ranks each
-    assert sizes.linear("down_proj")[1:] == (256, 384 // 4)
+    assert sizes.linear("qkv_proj")[1:3] == ((2 + 2 * 1) * 64, 256)  # a KV head on two ranks each
+    assert sizes.linear("down_proj")[1:3] == (256, 384 // 4)
     assert sizes.split_problem() is None
     assert "num_attention_heads=8" in str(Sizes(CONFIGS["llama"], 3).split_problem())
     assert "num_attention_heads=8" in str(Sizes(CONFIGS["llama"], 16).split_problem())
