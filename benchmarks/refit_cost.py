@@ -138,13 +138,11 @@ def _config(size: str) -> dict[str, Any]:
     }
 
 
-def _trainer_tensors(shape: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    queries = shape["num_attention_heads"] * HEAD_SIZE
-    keys = shape["num_key_value_heads"] * HEAD_SIZE
-    sizes: dict[str, tuple[int, ...]] = {
+def tensor_shapes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every HF tensor of a Qwen3 with such a ``config.json``, in the order of a checkpoint."""
+    hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    queries, keys = (shape[f"num_{kind}_heads"] * size for kind in ("attention", "key_value"))
+    layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),
@@ -154,20 +152,27 @@ def _trainer_tensors(shape: dict[str, Any]) -> dict[str, Any]:
         "mlp.down_proj": (hidden, inner),
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
-        "self_attn.q_norm": (HEAD_SIZE,),
-        "self_attn.k_norm": (HEAD_SIZE,),
+        "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,),
     }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (shape["vocab_size"], hidden)}
+    for index in range(shape["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": dims for name, dims in layer.items()}
+    shapes["model.norm"] = (hidden,)
+    if not shape["tie_word_embeddings"]:
+        shapes["lm_head"] = (shape["vocab_size"], hidden)
+    return {f"{name}.weight": dims for name, dims in shapes.items()}
+
+
+def _trainer_tensors(shape: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+    def draw(dims: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(dims, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
 
-    tensors = {"model.embed_tokens.weight": draw(VOCABULARY, hidden)}
-    for layer in range(shape["num_hidden_layers"]):
-        for name, size in sizes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = draw(*size)
-    tensors["model.norm.weight"] = draw(hidden)
-    return tensors
+    return {name: draw(dims) for name, dims in tensor_shapes(shape).items()}
 
 
 def _generate(llm: Any) -> None:

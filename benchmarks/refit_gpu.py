@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from refit_cost import tensor_shapes
 from rollout import KV_SCALE, QWEN3_8B, engine_arguments
 
 VARIANTS = ("fp8rl", "bf16", "stock")
@@ -33,34 +34,14 @@ MIB = 1 << 20
 
 
 def trainer_tensors(shape: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Every HF tensor of a Qwen3, in the order of a checkpoint."""
+    """Every HF tensor of a Qwen3, on the GPU."""
     import torch
-
-    hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    queries, keys = (shape[f"num_{kind}_heads"] * size for kind in ("attention", "key_value"))
-    layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_norm": (size,),
-        "self_attn.k_norm": (size,),
-    }
-    shapes = {"model.embed_tokens": (shape["vocab_size"], hidden)}
-    for index in range(shape["num_hidden_layers"]):
-        shapes |= {f"model.layers.{index}.{name}": dims for name, dims in layer.items()}
-    shapes |= {"model.norm": (hidden,), "lm_head": (shape["vocab_size"], hidden)}
 
     def draw(dims: tuple[int, ...]) -> torch.Tensor:
         made = torch.empty(dims, dtype=torch.bfloat16, device="cuda")
         return made.normal_(0, 0.02) if len(dims) > 1 else made.uniform_(0.5, 1.5)
 
-    return [(f"{name}.weight", draw(dims)) for name, dims in shapes.items()]
+    return [(name, draw(dims)) for name, dims in tensor_shapes(shape).items()]
 
 
 def measure(load: Callable[[], object], repeats: int) -> dict[str, Any]:

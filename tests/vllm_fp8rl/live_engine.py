@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,3 +78,25 @@ def start_engine(path: Path, recipe: Recipe, **changes: Any) -> Engine:
     }
     arguments |= vllm_fp8rl.engine_args(recipe) | changes
     return Engine(LLM(str(path), **arguments), recipe)
+
+
+def found_by(script: Path, root: Path, *, timeout: float, beside: Path | None = None) -> Any:
+    """What a script of cases, in a process of its own, prints as JSON in its last line.
+
+    Args:
+        script: with the folder of checkpoints as its argument.
+        root: that folder.
+        timeout: seconds.
+        beside: a folder that it imports from, besides its own.
+    """
+    folders = [str(script.parent), *([str(beside)] if beside is not None else [])]
+    done = subprocess.run(
+        [sys.executable, str(script), str(root)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])

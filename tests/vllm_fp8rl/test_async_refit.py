@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from live_engine import LAYERS, Engine, load_tensors
+from live_engine import LAYERS, Engine, found_by, load_tensors
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
@@ -30,16 +26,7 @@ LONG, LENGTH = [7, 8, 9], 200
 
 @pytest.fixture(scope="module")
 def found(checkpoints: dict[str, Path]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(checkpoints["a"].parent)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"PYTHONPATH": f"{SCRIPT.parent}:{EXAMPLES}"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by(SCRIPT, checkpoints["a"].parent, timeout=240, beside=EXAMPLES)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from live_engine import found_by
 
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
@@ -19,16 +16,7 @@ SCRIPT = Path(__file__).with_name("tp_moe.py")
 def test_two_ranks(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         make_moe_checkpoint(tmp_path / name, 40 + seed, moe_intermediate_size=192)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by(SCRIPT, tmp_path, timeout=540)
     assert found["codes"] is True
     assert found["there_and_back"] is True
     assert found["recovered"] is True

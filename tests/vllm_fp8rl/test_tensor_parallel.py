@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from live_engine import load_tensors, make_checkpoint
+from live_engine import found_by, load_tensors, make_checkpoint
 
 from fp8rl import Recipe
 from fp8rl.numerics import dequantize_block, quantize_block
@@ -31,16 +27,7 @@ def test_two_ranks(tmp_path):
     # 328 columns of gate and up make 164 a rank: their boundary lies within a block.
     for seed, name in enumerate("ab"):
         make_checkpoint(tmp_path / name, 40 + seed, intermediate_size=328)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=540,
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by(SCRIPT, tmp_path, timeout=540)
     assert found["codes"] is True
     assert found["there_and_back"] is True
     assert found["recovered"] is True
