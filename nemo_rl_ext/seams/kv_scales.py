@@ -3,18 +3,19 @@
 Why: upstream runs one more forward over the whole batch each step, with a device synchronisation
 per layer and micro-batch, and calls layers by their local numbers, so that it refuses pipeline
 parallelism.
-How: wraps the worker's ``calibrate_qkv_fp8_scales``: the observers' maximum if they have seen
-tokens since the last call, else one forward over the given batch with the observers on.
+How: replaces the worker's ``calibrate_qkv_fp8_scales``: the observers' maximum if they have seen
+tokens since the last call, else one forward over the given batch with the observers on. Ray has
+copied the method into the class that it makes an actor of by the time the module is imported, so it
+is replaced there as well; under upstream's name, by which Ray sends it to the actor's process.
 Upstream: ``nemo_rl/models/policy/workers/megatron_policy_worker.py``.
 Goes: when the method of calibration is a key.
 """
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 from nemo_rl_ext.activation import Seams
 from nemo_rl_ext.seams.upstream import Upstream, resolve
@@ -31,15 +32,17 @@ UPSTREAM = (
 
 def apply(module: ModuleType, seams: Seams) -> None:
     calibrate = resolve(module, UPSTREAM[0])
+    actor_class = module.MegatronPolicyWorker.__ray_metadata__.modified_class
 
-    @wrapt.decorator
-    def observing(wrapped: Any, worker: Any, args: Any, kwargs: Any) -> Any:
+    @functools.wraps(calibrate)
+    def observing(worker: Any, **kwargs: Any) -> Any:
         from nemo_rl_ext import training
 
+        kwargs.pop("_ray_trace_ctx", None)  # comes with Ray's tracing
         recipe = training.recipe_of(worker.cfg)
         if recipe is None:
-            return wrapped(*args, **kwargs)
+            return calibrate(worker, **kwargs)
         return training.kv_scales(worker, recipe, **kwargs)
 
-    worker_class = module.MegatronPolicyWorkerImpl
-    worker_class.calibrate_qkv_fp8_scales = observing(calibrate)
+    for owner in (module.MegatronPolicyWorkerImpl, actor_class):
+        owner.calibrate_qkv_fp8_scales = observing

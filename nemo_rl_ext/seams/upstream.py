@@ -14,6 +14,9 @@ from fp8rl.errors import UnsupportedError
 KNOWN = "7ea279a (22 August 2026)"
 """Commit of NeMo RL's main branch that the seams were written for."""
 
+_OF_RAY = "_ray_trace_ctx"
+"""Parameter that Ray adds to the signatures of an actor's methods, inherited ones too."""
+
 
 @dataclass(frozen=True)
 class Upstream:
@@ -39,7 +42,8 @@ def resolve(module: ModuleType, upstream: Upstream) -> Any:
                 f"{upstream.module}.{upstream.name} does not exist; NeMo RL {KNOWN} has it."
             )
     if upstream.parameters is not None:
-        _compare(upstream, tuple(inspect.signature(found).parameters))
+        parameters = inspect.signature(found).parameters
+        _compare(upstream, tuple(name for name in parameters if name != _OF_RAY))
     return found
 
 

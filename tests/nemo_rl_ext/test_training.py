@@ -117,7 +117,13 @@ def modules() -> tuple[Any, Any]:
     class Impl(MegatronPolicyWorkerImpl):
         calibrate_qkv_fp8_scales = MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales
 
+    class Actor(Impl):  # Ray copies methods into the class that it makes an actor of
+        calibrate_qkv_fp8_scales = MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales
+
     worker.MegatronPolicyWorkerImpl = Impl  # type: ignore[attr-defined]
+    worker.MegatronPolicyWorker = SimpleNamespace(  # type: ignore[attr-defined]
+        __ray_metadata__=SimpleNamespace(modified_class=Actor)
+    )
     kv_scales.apply(worker, seams)
     return setup, worker
 
@@ -161,7 +167,8 @@ def test_scales_come_from_the_steps_forwards_and_change_with_them(modules: Any) 
     setup, worker_module = modules
     cfg = policy({"training": False, "kv_cache": {"margin": 2.0}})
     model = setup.setup_model_and_optimizer(cfg, None).model
-    worker = worker_module.MegatronPolicyWorkerImpl(cfg, model)
+    actor_class = worker_module.MegatronPolicyWorker.__ray_metadata__.modified_class
+    worker = actor_class(cfg, model)
 
     first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"]
     assert worker.forwards == 1  # nothing had been seen
