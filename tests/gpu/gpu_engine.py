@@ -65,7 +65,8 @@ def kv_scales(path: Path, recipe: Recipe) -> dict[str, float]:
         return {}
     # A normed query has length sqrt(128) times at most 1.5, the largest norm weight.
     queries = {scale_name(i, "q"): 1.5 * math.sqrt(128) / 448 for i in range(LAYERS)}
-    return observed_kv_scales(path, recipe, [p + p for p in PROMPTS[:16]]) | queries
+    prompts = [p + p for p in PROMPTS[:16]]
+    return observed_kv_scales(path, recipe, prompts, device="cuda") | queries
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def start_engine(path: Path, recipe: Recipe, **changes: Any) -> GpuEngine:
 def expected_logprobs(path: Path, recipe: Recipe, rollout: Rollout, **options: Any) -> torch.Tensor:
     """Of a rollout's tokens, by transformers with fake quantization (``load_reference``)."""
     sequences = [p + t for p, t in zip(PROMPTS, rollout.tokens, strict=True)]
-    logprobs = load_reference(path, recipe, **options).many(sequences)
+    logprobs = load_reference(path, recipe, device="cuda", **options).many(sequences)
     rows = logprobs.split([len(sequence) - 1 for sequence in sequences])
     return torch.cat([r[-len(t) :] for r, t in zip(rows, rollout.tokens, strict=True)])
 

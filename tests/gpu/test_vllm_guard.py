@@ -70,7 +70,7 @@ def test_no_step_runs_before_scales_come_or_over_a_mixture(
     prompts = [prompt + prompt for prompt in PROMPTS]
     found = calibrate_kv_scales(engine.llm, prompts)
     assert len(found) == len(kv_scale_state(engine.model)) == 6  # queries are quantized here
-    for name, value in observed_kv_scales(path, recipe, prompts).items():
+    for name, value in observed_kv_scales(path, recipe, prompts, device="cuda").items():
         # BF16, and an FP8 cache before the second layer.
         assert found[name] == pytest.approx(value, rel=0.1), name
     rollout = engine.rollout()

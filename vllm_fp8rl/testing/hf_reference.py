@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from fp8rl import PinPolicy, Recipe
 from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import (
+    BLOCK,
     E4M3_MAX,
     FP8_DTYPE,
+    GROUP,
     dequantize_block,
     dequantize_group,
-    quantize_block,
-    quantize_group,
 )
+from fp8rl.numerics.reference import quantize_block, quantize_group  # no kernel, on a GPU too
 from fp8rl.recipe import ScaleFormat
 from vllm_fp8rl.models import module_names
 
@@ -52,12 +53,13 @@ class Reference:
             token_ids: int64 ``[prompts, tokens]``, prompts of one length.
 
         Returns:
-            float32 ``[prompts, tokens - 1]``.
+            float32 ``[prompts, tokens - 1]``, on the CPU.
         """
+        token_ids = token_ids.to(self.model.device)
         cache = None if self.kv_scales is None else _FakeQuantCache(self.kv_scales)
         logits = self.model(token_ids, past_key_values=cache, use_cache=cache is not None).logits
         logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
-        return logprobs.gather(2, token_ids[:, 1:, None])[..., 0]
+        return logprobs.gather(2, token_ids[:, 1:, None])[..., 0].cpu()
 
     def many(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """The same of prompts of any lengths, one after the other in one vector."""
@@ -110,6 +112,7 @@ def load_reference(
     attention: Attention = "eager",
     unquantized: Iterable[str] = (),
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Reference:
     """A BF16 checkpoint with the recipe's fake quantization.
 
@@ -120,10 +123,12 @@ def load_reference(
         attention: transformers' implementation.
         unquantized: names of further modules to leave alone, for negative controls.
         dtype: of everything else; bfloat16 tells what an engine's own rounding does.
+        device: where it runs; values are quantized by the reference formulas on any.
     """
-    model = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         os.fspath(path), dtype=dtype, attn_implementation=attention
-    ).eval()
+    )
+    model.to(device).eval()  # type: ignore[arg-type]
     policy = PinPolicy(recipe.pins, module_names(model.config))
     left_alone = set(unquantized)
     for name, module in list(model.named_modules()):
@@ -152,16 +157,22 @@ def noise_floor(
 
 
 def observed_kv_scales(
-    path: str | os.PathLike[str], recipe: Recipe, prompts: Sequence[Sequence[int]]
+    path: str | os.PathLike[str],
+    recipe: Recipe,
+    prompts: Sequence[Sequence[int]],
+    *,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """Scales from the largest |K| and |V| that the model makes of the prompts, with the margin."""
-    model = load_reference(path, recipe).model
+    model = load_reference(path, recipe, device=device).model
     roles: tuple[Role, ...] = ("k", "v")
     amax = {(layer, role): 0.0 for layer in range(model.config.num_hidden_layers) for role in roles}
     for prompt in prompts:
         cache = DynamicCache()
         with torch.no_grad():
-            model(torch.tensor([list(prompt)]), past_key_values=cache, use_cache=True)
+            model(
+                torch.tensor([list(prompt)], device=device), past_key_values=cache, use_cache=True
+            )
         for layer, stored in enumerate(cache.layers):
             for role, tensor in zip(roles, (stored.keys, stored.values), strict=True):
                 amax[layer, role] = max(amax[layer, role], tensor.abs().max().item())
@@ -193,7 +204,7 @@ def _fake_quantize_tensor(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
-    codes, scale_inv = quantize_block(linear.weight.data, scale_format=recipe.weights.scale_format)
+    codes, scale_inv = quantize_block(linear.weight.data, BLOCK, recipe.weights.scale_format)
     dtype = linear.weight.dtype
     linear.weight.data = dequantize_block(codes, scale_inv, dtype=dtype)
     group_format: ScaleFormat = recipe.activations.scale_format
@@ -201,7 +212,7 @@ def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
     def fake_quantize_input(
         module: torch.nn.Module, args: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        quantized = quantize_group(args[0], scale_format=group_format)
+        quantized = quantize_group(args[0], GROUP, group_format)
         return (dequantize_group(*quantized, dtype=dtype), *args[1:])
 
     linear.register_forward_pre_hook(fake_quantize_input)
@@ -220,7 +231,7 @@ class _FakeQuantExperts(torch.nn.Module):
         self._format: ScaleFormat = recipe.activations.scale_format
 
         def of_expert(matrix: torch.Tensor) -> torch.Tensor:
-            codes, scale_inv = quantize_block(matrix, scale_format=recipe.weights.scale_format)
+            codes, scale_inv = quantize_block(matrix, BLOCK, recipe.weights.scale_format)
             return dequantize_block(codes, scale_inv, dtype=matrix.dtype)
 
         self._weights = [
@@ -245,4 +256,4 @@ class _FakeQuantExperts(torch.nn.Module):
     def _quantize(self, x: torch.Tensor) -> torch.Tensor:
         if not len(x):
             return x
-        return dequantize_group(*quantize_group(x, scale_format=self._format), dtype=x.dtype)
+        return dequantize_group(*quantize_group(x, GROUP, self._format), dtype=x.dtype)
