@@ -129,7 +129,7 @@ def profiled(label: str) -> Iterator[None]:
         torch.cuda.synchronize()
     console = Console(width=130)
     console.print(label)
-    for event in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:14]:
+    for event in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:30]:
         console.print(
             f"  {event.self_device_time_total / 1e3:8.3f} ms {event.count:4d}x {event.key[:90]}"
         )

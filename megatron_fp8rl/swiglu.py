@@ -21,7 +21,8 @@ class Fp8SwigluMLP(MLP):
     """``MLP`` with both linears in FP8; made by ``convert``, never built directly."""
 
     def forward(self, hidden_states: torch.Tensor, per_token_scale: Any = None, **kwargs: Any):
-        if per_token_scale is not None or kwargs:
+        # A layer names arguments that say nothing (``padding_mask=None``).
+        if any(value is not None for value in (per_token_scale, *kwargs.values())):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         link = Link()
         gate_up, _ = _call(self.linear_fc1, link, hidden_states)

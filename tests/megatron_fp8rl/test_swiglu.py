@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl import convert
+from megatron_fp8rl import convert, linear
 from megatron_fp8rl.linear import Link
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
@@ -21,6 +21,11 @@ pytestmark = pytest.mark.usefixtures("mcore")
 
 
 def _mlp(dtype: torch.dtype = torch.bfloat16, width: int = 256, **overrides: Any) -> Any:
+    conversion, gpt = _gpt(dtype, width, **overrides)
+    return conversion, gpt.decoder.layers[0].mlp
+
+
+def _gpt(dtype: torch.dtype = torch.bfloat16, width: int = 256, **overrides: Any) -> Any:
     config = Qwen3Config(
         vocab_size=64,
         hidden_size=128,
@@ -32,7 +37,7 @@ def _mlp(dtype: torch.dtype = torch.bfloat16, width: int = 256, **overrides: Any
         max_position_embeddings=32,
     )
     gpt = build_gpt(config, dtype=dtype, **{"bias_activation_fusion": True, **overrides})
-    return convert(gpt, Recipe(), plugins=PluginManager(discover=False)), gpt.decoder.layers[0].mlp
+    return convert(gpt, Recipe(), plugins=PluginManager(discover=False)), gpt
 
 
 def _separate(mlp: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,6 +68,31 @@ def test_results_and_gradients_are_those_of_the_separate_operations(dtype):
     tolerance = 5e-3 if dtype is torch.bfloat16 else 1e-3
     for got, expected in zip(fused, separate, strict=True):
         assert relative_error(got, expected) < tolerance
+
+
+def test_a_layer_that_megatron_calls_goes_through_the_fused_kernels(monkeypatch):
+    """As part of a model: a layer gives its MLP arguments that a bare call does not have."""
+    shapes: list[tuple[str, torch.Size]] = []
+
+    def spy(name: str) -> None:
+        function = getattr(linear, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            shapes.append((name, args[-2].shape))
+            return function(*args, **options)
+
+        monkeypatch.setattr(linear, name, call)
+
+    _, gpt = _gpt()
+    spy("quantize_swiglu")
+    spy("quantize_swiglu_grad")
+    ids = torch.arange(33).expand(2, -1)
+    positions = torch.arange(32).expand(2, -1)
+    loss = gpt(ids[:, :-1].contiguous(), positions, None, labels=ids[:, 1:].contiguous())
+    loss.float().mean().backward()
+    h = torch.Size((64, 512))  # gate and up of all tokens
+    assert shapes == [("quantize_swiglu", h), ("quantize_swiglu_grad", h)]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
 
 
 def test_weights_that_are_frozen_get_no_gradient():
