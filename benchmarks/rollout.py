@@ -1,12 +1,13 @@
 """Rollout speed, start and refit of vLLM on one GPU: BF16, vLLM's own block FP8, and fp8rl.
 
-    python benchmarks/rollout.py [--variants fp8rl-kv,stock-kv,bf16] [--repeats 3] [--refits 50]
+    python benchmarks/rollout.py [--variants fp8rl-kv,stock-kv,bf16] [--repeats 3,1] [--refits 50]
                                  [--loads 256x512x1024,64x1024x5000] [--out FILE.json]
 
 The model has the shape of Qwen3-8B and random weights (``load_format="dummy"``), so that nothing is
 downloaded; each variant runs in a process of its own. A load is requests x tokens in x tokens out;
 tokens per second count output tokens of one ``generate`` call, after a shorter one of the same
-shape, and the median of ``--repeats`` calls is given. With ``--after`` the first load is measured
+shape, and the median of ``--repeats`` calls (a number for each load, the last for the rest) is
+given. With ``--after`` the first load is measured
 again after the refits. A refit sends every tensor of the model,
 already on the GPU, through ``vllm_fp8rl.refit.refit``; all layers share the same tensors, so the
 sender takes little memory. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in all variants:
@@ -171,11 +172,12 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
 
     result["loads"] = {}
-    for load in options.loads:
+    for index, load in enumerate(options.loads):
+        repeats = options.repeats[min(index, len(options.repeats) - 1)]
         began = time.perf_counter()
         generate(load, options.warm)
         warm = time.perf_counter() - began
-        speeds = [generate(load, load[2]) for _ in range(options.repeats)]
+        speeds = [generate(load, load[2]) for _ in range(repeats)]
         result["loads"]["x".join(map(str, load))] = {
             "warm_seconds": warm,
             "tokens_per_second": speeds,
@@ -185,7 +187,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         result |= measure_refits(llm, options.refits, with_scales=variant == "fp8rl-kv")
         if options.after:
             first = options.loads[0]
-            speeds = [generate(first, first[2]) for _ in range(options.repeats)]
+            speeds = [generate(first, first[2]) for _ in range(options.repeats[0])]
             result["tokens_per_second_after_refits"] = speeds
     return result
 
@@ -202,7 +204,7 @@ def parse() -> argparse.Namespace:
         "--loads", default="256x512x1024", help="requests x tokens in x tokens out, comma separated"
     )
     parser.add_argument("--warm", type=int, default=64, help="output tokens of the warm-up")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", default="1")
     parser.add_argument("--refits", type=int, default=5)
     parser.add_argument("--after", action="store_true", help="measure speed again after refits")
     parser.add_argument("--memory", type=float, default=0.9, help="gpu_memory_utilization")
@@ -211,6 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("rollout.json"))
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.repeats = [int(text) for text in options.repeats.split(",")]
     options.loads = [parse_load(text) for text in options.loads.split(",")]
     return options
 
