@@ -202,6 +202,20 @@ def test_block_sides_that_are_no_power_of_two_are_refused():
         triton_kernels.quantize_block(torch.zeros(8, 8, device=DEVICE), (128, 96), "fp32")
 
 
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_whole_tiles_of_bfloat16(scale_format, cast):
+    """What has a kernel of its own: also with rows further apart, and repeated ones."""
+    wide = heavy_tailed((384, 400), torch.bfloat16, 3)
+    wide[:128, :128] = 0.0
+    wide[130, 140], wide[260, 7], wide[383, 255] = torch.inf, torch.nan, -torch.inf
+    wide[::3, 128:] *= 0.0  # zeros of both signs
+    moved = wide.to(DEVICE)
+    for x, y in ((wide, moved), (wide[1:2].expand(128, -1), moved[1:2].expand(128, -1))):
+        check_two_way(x[:, :256], y[:, :256], scale_format)
+        check_two_way(x[:, 4:132], y[:, 4:132], scale_format)
+        check_two_way(x[:, 1:129], y[:, 1:129], scale_format)  # unaligned: the general kernel
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA GPU")
 def test_dispatch_takes_the_kernels():
     x = torch.randn(130, 140)

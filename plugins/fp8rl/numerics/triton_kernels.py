@@ -53,6 +53,26 @@ def _encode(magnitude, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _codes(x, scale, NATIVE: tl.constexpr):
+    """E4M3 bits of ``x * scale``, NaN where ``x`` is not finite."""
+    scaled = x * scale
+    scaled = tl.fma(scaled, 0.0, scaled)  # infinity times zero is NaN; others stay as they are
+    if NATIVE:  # saturates, keeps the sign of zeros, drops that of NaNs
+        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    code = _encode(tl.minimum(magnitude.to(tl.float32, bitcast=True), 448.0), NATIVE)
+    code |= ((bits >> 24) & 0x80).to(tl.uint8)
+    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def _spread(amax):
+    """One value a thread: a reduction leaves many copies, and each would be divided by."""
+    return tl.gather(amax, tl.arange(0, 128), 0)
+
+
+@triton.jit
 def _quantize_tile(
     x_ptr,
     codes_ptr,

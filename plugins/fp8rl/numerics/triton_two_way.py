@@ -13,32 +13,13 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics._format import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
-from fp8rl.numerics.triton_kernels import _encode, _scales, has_native_cast
+from fp8rl.numerics.triton_kernels import _codes, _scales, _spread, has_native_cast
+from fp8rl.numerics.triton_quads import QUADS_REGISTERS, fits_quads, quads_kernel
 from fp8rl.recipe import ScaleFormat
 
 _SCALE_ALIGNMENT = 4  # float32 values; TMA wants 16 bytes between groups
 # Of a thread, so that several programs fit a multiprocessor: some load, some compute.
 _REGISTERS, _SWIGLU_REGISTERS = 80, 128
-
-
-@triton.jit
-def _codes(x, scale, NATIVE: tl.constexpr):
-    """E4M3 bits of ``x * scale``, NaN where ``x`` is not finite."""
-    scaled = x * scale
-    scaled = tl.fma(scaled, 0.0, scaled)  # infinity times zero is NaN; others stay as they are
-    if NATIVE:  # saturates, keeps the sign of zeros, drops that of NaNs
-        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = scaled.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    code = _encode(tl.minimum(magnitude.to(tl.float32, bitcast=True), 448.0), NATIVE)
-    code |= ((bits >> 24) & 0x80).to(tl.uint8)
-    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
-
-
-@triton.jit
-def _spread(amax):
-    """One value a thread: a reduction leaves many copies, and each would be divided by."""
-    return tl.gather(amax, tl.arange(0, 128), 0)
 
 
 @triton.jit
@@ -501,7 +482,22 @@ def quantize_weight(
 def _quantize(x: torch.Tensor, room: _Room) -> Operand:
     rows, cols = x.shape
     tile_cols = cdiv(cols, 128)
-    if x.numel():
+    if x.numel() and fits_quads(x):
+        options = {**room.options, "maxnreg": QUADS_REGISTERS}
+        del options["WHOLE"]
+        with torch.cuda.device_of(x):
+            quads_kernel[(rows // 128 * tile_cols,)](
+                x,
+                *room.pointers,
+                rows,
+                cols,
+                x.stride(0),
+                *room.strides,
+                tile_cols,
+                BLOCK=room.outer == 0,
+                **options,
+            )
+    elif x.numel():
         with torch.cuda.device_of(x):
             _two_way_kernel[(cdiv(rows, 128) * tile_cols,)](
                 x,
