@@ -18,12 +18,17 @@ from fp8rl.numerics._dispatch import (
     quantize_blocks,
     quantize_group,
     quantize_operand,
+    quantize_segments,
     quantize_swiglu,
     quantize_swiglu_grad,
     quantize_weight,
+    quantize_weights,
+    row_alignment,
+    unpad,
 )
 from fp8rl.numerics._finite import all_finite, start_finite_check
 from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments
 from fp8rl.numerics.reference import mark_inf
 
 __all__ = [
@@ -31,8 +36,11 @@ __all__ = [
     "E4M3_MAX",
     "FP8_DTYPE",
     "GROUP",
+    "ColumnSegments",
     "Operand",
     "Quantized",
+    "RowSegments",
+    "Segments",
     "all_finite",
     "cdiv",
     "dequantize_block",
@@ -42,8 +50,12 @@ __all__ = [
     "quantize_blocks",
     "quantize_group",
     "quantize_operand",
+    "quantize_segments",
     "quantize_swiglu",
     "quantize_swiglu_grad",
     "quantize_weight",
+    "quantize_weights",
+    "row_alignment",
     "start_finite_check",
+    "unpad",
 ]

@@ -21,6 +21,7 @@ from fp8rl.numerics._format import (
     check_scale_shape,
     check_source,
 )
+from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments
 from fp8rl.recipe import ScaleFormat
 
 
@@ -170,6 +171,93 @@ def quantize_weight(
     check_source(w, ndim=2, scale_format=scale_format)
     kernels = _implementation(w, "triton_two_way")
     return kernels.quantize_weight(w.detach(), scale_format, rowwise, columnwise)
+
+
+def row_alignment(device: torch.device) -> int:
+    """What :func:`quantize_segments` pads the rows of each expert to on this device."""
+    return _implementation(torch.empty(0, device=device), "triton_grouped").ALIGNMENT
+
+
+def quantize_segments(
+    x: torch.Tensor,
+    segments: Segments,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> tuple[RowSegments | None, ColumnSegments | None]:
+    """:func:`quantize_operand` of each expert's rows, in one launch.
+
+    Args:
+        x: ``[tokens, K]``, bfloat16, float16 or float32, the rows of expert 0 first.
+        segments: whose rows are which; its alignment is :func:`row_alignment` of the device.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        rowwise: make the codes in groups along K.
+        columnwise: make the codes in groups along each expert's rows.
+
+    Returns:
+        The sides that were asked for; each expert's part has the codes and scales of
+        :func:`quantize_operand` of its rows alone, padded ones zeros.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format, or segments of another tensor.
+    """
+    check_source(x, ndim=2, scale_format=scale_format)
+    kernels = _implementation(x, "triton_grouped")
+    if segments.tokens != len(x) or segments.alignment != kernels.ALIGNMENT:
+        raise UnsupportedError(
+            f"{len(x)} rows on {x.device} cannot be cut into segments of {segments.tokens} rows, "
+            f"aligned to {segments.alignment}; make the segments for this tensor with an alignment "
+            f"of {kernels.ALIGNMENT}."
+        )
+    return kernels.quantize_segments(x.detach(), segments, scale_format, rowwise, columnwise)
+
+
+def quantize_weights(
+    weights: Sequence[torch.Tensor],
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """:func:`quantize_weight` of the weights of many experts into one stack, in one launch a side.
+
+    Args:
+        weights: at least one, ``[N, K]`` each, all of one shape, dtype and device.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        rowwise: make codes ``[E, N, K]``.
+        columnwise: make codes ``[E, K, N]``; a CPU returns views of the rowwise ones.
+
+    Returns:
+        rowwise: codes ``float8_e4m3fn [E, N, K]``, scale_inv ``float32 [E, ceil(N/128),
+        ceil(K/128)]``; columnwise: both with the last two dimensions transposed.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format, or weights that differ in shape.
+    """
+    if len({(w.shape, w.dtype, w.device) for w in weights}) != 1:
+        shapes = sorted({f"{tuple(w.shape)} {w.dtype} on {w.device}" for w in weights})
+        raise UnsupportedError(
+            f"Weights of experts must have one shape, dtype and device, not {shapes}; quantize "
+            "them one by one."
+        )
+    check_source(weights[0], ndim=2, scale_format=scale_format)
+    kernels = _implementation(weights[0], "triton_grouped")
+    return kernels.quantize_weights(
+        [w.detach() for w in weights], scale_format, rowwise, columnwise
+    )
+
+
+def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """``[segments.tokens, K]``, contiguous: the rows of ``x`` that are no padding.
+
+    Args:
+        x: ``[segments.rows, K]``, contiguous; returned as it is where nothing is padded.
+        segments: where each expert's rows lie.
+    """
+    if not segments.padded:
+        return x
+    return _implementation(x, "triton_grouped").unpad(x, segments)
 
 
 def quantize_swiglu(

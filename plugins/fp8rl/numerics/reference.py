@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments
 from fp8rl.recipe import ScaleFormat
 
 
@@ -124,6 +125,54 @@ def quantize_weight(
         Quantized(codes, scale_inv) if rowwise else None,
         Quantized(codes.t(), scale_inv.t()) if columnwise else None,
     )
+
+
+ALIGNMENT = 1
+"""Rows of an expert need no padding here."""
+
+
+def quantize_segments(
+    x: torch.Tensor,
+    segments: Segments,
+    scale_format: ScaleFormat,
+    rowwise: bool,
+    columnwise: bool,
+) -> tuple[RowSegments | None, ColumnSegments | None]:
+    """See :func:`fp8rl.numerics.quantize_segments`."""
+    x = mark_inf(x)
+    by_rows = by_columns = None
+    if rowwise:
+        by_rows = RowSegments(*quantize_group(x, GROUP, scale_format), segments)
+    if columnwise:
+        runs = x.split(segments.splits)
+        made = [
+            quantize_group(runs[expert].t().contiguous(), GROUP, scale_format)
+            for expert in segments.order
+        ]
+        # Bytes, because E4M3 has no cat kernel.
+        raw = [q.codes.view(torch.uint8).flatten() for q in made] or [x.new_empty(0).byte()]
+        scales = [q.scale_inv.t() for q in made] or [x.new_empty(0, x.shape[1]).float()]
+        by_columns = ColumnSegments(torch.cat(raw).view(FP8_DTYPE), torch.cat(scales), segments)
+    return by_rows, by_columns
+
+
+def quantize_weights(
+    weights: Sequence[torch.Tensor], scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_weights`."""
+    made = [quantize_block(mark_inf(w), BLOCK, scale_format) for w in weights]
+    codes = torch.stack([q.codes.view(torch.uint8) for q in made]).view(FP8_DTYPE)
+    scale_inv = torch.stack([q.scale_inv for q in made])
+    return Operand(
+        Quantized(codes, scale_inv) if rowwise else None,
+        Quantized(codes.mT, scale_inv.mT) if columnwise else None,
+    )
+
+
+def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """See :func:`fp8rl.numerics.unpad`."""
+    runs = zip(segments.starts, segments.splits, strict=True)
+    return torch.cat([x[start : start + rows] for start, rows in runs])
 
 
 def swiglu(h: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics._format import FP8_DTYPE, Quantized, cdiv
+from fp8rl.numerics._segments import on_device
 from fp8rl.numerics.triton_kernels import _quantize_tile, has_native_cast
 from fp8rl.recipe import ScaleFormat
 
@@ -121,7 +122,7 @@ def quantize_blocks(
         for pointer in (x.data_ptr(), codes.data_ptr(), scale_inv.data_ptr())
     ]
     with torch.cuda.device_of(jobs[0][0]):
-        addresses, first = _on_device(torch.tensor(table, dtype=torch.int64), device), 0
+        addresses, first = on_device(torch.tensor(table, dtype=torch.int64), device), 0
         for group in groups.values():
             x = group[0][0]
             (rows, cols), end = x.shape, first + 3 * len(group)
@@ -166,7 +167,7 @@ def start_finite_check(tensors: Sequence[torch.Tensor]) -> Callable[[], list[boo
             table = _segments([tensors[n] for n in numbers], numbers)
             kind, exponent = _EXPONENTS[dtype]
             _finite_kernel[(table.shape[0],)](
-                _on_device(table, device),
+                on_device(table, device),
                 bad,
                 DTYPE=kind,
                 EXPONENT=exponent,
@@ -192,7 +193,3 @@ def _segments(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.
 
 def _aligned(addresses: Iterable[int]) -> bool:
     return all(address % _ALIGNMENT == 0 for address in addresses)
-
-
-def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
