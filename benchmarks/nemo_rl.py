@@ -2,13 +2,14 @@
 
     python benchmarks/nemo_rl.py --source NEMO_RL --folder OUT [--trainer dtensor|megatron]
                                  [--variants bf16,upstream,fp8rl] [--steps 20] [--model HF_FOLDER]
-                                 [--write-only]
+                                 [--graphs] [--write-only]
 
-Makes a small Qwen3 with a tokenizer of characters (or takes ``--model``), data of sums as JSONL and
+Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
 a YAML for each variant on top of upstream's ``grpo_math_1B.yaml``, runs the driver untouched, and
-prints for each variant what its tensorboard has of the reward, the mismatch and the seconds by
-phase. ``--write-only`` stops before the driver. On one machine without NeMo RL's own virtual
-environments set ``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray first
+prints for each variant what its tensorboard has: the reward and the mismatch of every step, and the
+seconds by phase. ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
+driver. On one machine without NeMo RL's own virtual environments set
+``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray first
 (``ray start --head --include-dashboard=false``).
 """
 
@@ -24,63 +25,55 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from sums_model import make_model
+
+from nemo_rl_ext.demo.tasks import load_problems
 
 VARIANTS = ("bf16", "upstream", "fp8rl")
-TAGS = (
+CURVES = (
     "train/reward",
     "train/token_mult_prob_error",
     "train/gen_kl_error",
     "train/fp8rl/is_weight_ess",
-    "timing/train/generation",
-    "timing/train/policy_training",
-    "timing/train/recompute_kv_scales",
-    "timing/train/prepare_for_generation/total",
-    "timing/train/total_step_time",
 )
+"""Printed step by step."""
+SECONDS = (
+    "generation",
+    "policy_and_reference_logprobs",
+    "policy_training",
+    "recompute_kv_scales",
+    "prepare_for_generation/total",
+    "prepare_for_generation/transfer_and_update_weights",
+    "total_step_time",
+)
+"""Phases (``timing/train/...``); printed are the first step, which warms up, and the median."""
+LEARNING_RATE = 4e-5
+WARMUP_STEPS = 5
 
 
-def make_model(folder: Path) -> Path:
-    """A random Qwen3 that reads characters."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from vllm_fp8rl.testing.tiny import make_checkpoint
-
-    make_checkpoint(folder, 0)
-    special = ["<pad>", "<eos>", "<unk>"]
-    words = [*special, *(chr(code) for code in range(32, 127))]
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
-    ).save_pretrained(folder)
-    return folder
-
-
-def make_data(file: Path, rows: int = 512) -> Path:
-    lines = (
-        {"input": f"{i % 32}+{i // 32}=", "output": str(i % 32 + i // 32)} for i in range(rows)
-    )
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+def make_data(file: Path) -> Path:
+    """The sums that the model was trained on, once each, with the right answer."""
+    rows = (json.dumps({"input": p.prompt, "output": p.answer}) for p in load_problems("train"))
+    file.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return file
 
 
 def config(
-    source: Path, model: Path, data: Path, logs: Path, variant: str, trainer: str, steps: int
+    options: argparse.Namespace, model: Path, data: Path, logs: Path, variant: str
 ) -> dict[str, Any]:
     """One variant's YAML; FP8 KV cache and training where the trainer has Megatron."""
-    megatron = trainer == "megatron"
-    vllm: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.3}
+    source, megatron = options.source.resolve(), options.trainer == "megatron"
+    vllm: dict[str, Any] = {
+        "enforce_eager": not options.graphs,
+        "gpu_memory_utilization": 0.3,
+        "use_tqdm": False,
+    }
     value: dict[str, Any] = {
         "defaults": [str(source / "examples" / "configs" / "grpo_math_1B.yaml")],
         "grpo": {
-            "num_prompts_per_step": 8,
-            "num_generations_per_prompt": 8,
-            "max_num_steps": steps,
+            "num_prompts_per_step": 32,
+            "num_generations_per_prompt": 16,
+            "max_num_steps": options.steps,
             "val_period": 0,
             "val_at_start": False,
             "seed": 42,
@@ -88,13 +81,35 @@ def config(
         "policy": {
             "model_name": str(model),
             "max_total_sequence_length": 64,
-            "train_global_batch_size": 64,
+            "train_global_batch_size": 128,
+            "train_micro_batch_size": 128,
             "sequence_packing": {"enabled": False},
             "dtensor_cfg": {"enabled": not megatron, "_v2": False},
-            "megatron_cfg": {"enabled": megatron},
+            "optimizer": {"kwargs": {"lr": LEARNING_RATE}},
+            "scheduler": [
+                {
+                    "name": "torch.optim.lr_scheduler.LinearLR",
+                    "kwargs": {"start_factor": 0.2, "total_iters": WARMUP_STEPS},
+                },
+                {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0}},
+                {"milestones": [WARMUP_STEPS]},
+            ],
+            "megatron_cfg": {
+                "enabled": megatron,
+                "optimizer": {
+                    "lr": LEARNING_RATE,
+                    "min_lr": LEARNING_RATE,
+                    "use_precision_aware_optimizer": False,  # as in upstream's FP8 recipes
+                },
+                "scheduler": {"lr_warmup_iters": WARMUP_STEPS},
+            },
             "generation": {"vllm_cfg": vllm},
         },
-        "loss_fn": {"use_importance_sampling_correction": True},
+        "loss_fn": {
+            "use_importance_sampling_correction": True,
+            "truncated_importance_sampling_type": "tis",
+            "truncated_importance_sampling_ratio": 2.0,
+        },
         "data": {
             "max_input_seq_length": 32,
             "num_workers": 0,
@@ -108,7 +123,7 @@ def config(
             "validation": None,
             "default": {"prompt_file": None, "system_prompt_file": None},
         },
-        "env": {"math": {"num_workers": 1}},
+        "env": {"math": {"num_workers": 8}},
         "checkpointing": {"enabled": False},
         "logger": {
             "log_dir": str(logs),
@@ -122,7 +137,10 @@ def config(
     }
     if variant == "upstream":
         vllm |= {"precision": "fp8", "kv_cache_dtype": "fp8" if megatron else "auto"}
-        value["policy"]["megatron_cfg"]["fp8_cfg"] = {"enabled": megatron}
+        value["policy"]["megatron_cfg"] |= {
+            "fp8_cfg": {"enabled": megatron},
+            "env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"},
+        }
     if variant == "fp8rl":
         value["defaults"].append(str(Path(__file__).resolve().parents[1] / "recipes" / "keys.yaml"))
         value["fp8rl"] = {
@@ -133,19 +151,26 @@ def config(
     return value
 
 
-def summary(logs: Path) -> dict[str, dict[str, float]]:
-    """First, last and median value of each tag that the run's tensorboard has."""
+def summary(logs: Path) -> dict[str, Any]:
+    """What the run's tensorboard has: ``steps``, each of CURVES, and ``seconds``."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found: dict[str, dict[str, float]] = {}
+    values: dict[str, list[float]] = {}
     for file in sorted(logs.rglob("events.out.tfevents.*")):
         events = EventAccumulator(str(file))
         events.Reload()
-        for tag in set(TAGS) & set(events.Tags()["scalars"]):
-            values = [event.value for event in events.Scalars(tag)]
-            middle = statistics.median(values)
-            found[tag] = {"first": values[0], "last": values[-1], "median": middle}
-    return found
+        for tag in events.Tags()["scalars"]:
+            values.setdefault(tag, []).extend(event.value for event in events.Scalars(tag))
+    seconds = {name: values.get(f"timing/train/{name}", []) for name in SECONDS}
+    return {
+        "steps": len(values.get("train/reward", [])),
+        "curves": {tag: [round(x, 6) for x in values[tag]] for tag in CURVES if tag in values},
+        "seconds": {
+            name: {"first": round(taken[0], 3), "median": round(statistics.median(taken), 3)}
+            for name, taken in seconds.items()
+            if taken
+        },
+    }
 
 
 def main() -> int:
@@ -156,6 +181,7 @@ def main() -> int:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")
     options = parser.parse_args()
     folder = options.folder.resolve()
@@ -166,7 +192,7 @@ def main() -> int:
     for variant in options.variants.split(","):
         name = f"{options.trainer}-{variant}"
         logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
-        value = config(options.source, model, data, logs, variant, options.trainer, options.steps)
+        value = config(options, model, data, logs, variant)
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")
         if options.write_only:
             continue
@@ -180,7 +206,7 @@ def main() -> int:
             ).returncode
         failed += code != 0
         found = summary(logs) if logs.is_dir() else {}
-        sys.stdout.write(json.dumps({"run": name, "exit": code, "metrics": found}) + "\n")
+        sys.stdout.write(json.dumps({"run": name, "exit": code, **found}) + "\n")
     return int(failed > 0)
 
 
