@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -100,16 +101,18 @@ def interleaved(
 ) -> dict[str, float]:
     """Median milliseconds of one call of each variant.
 
-    The variants take turns, ``calls`` at a time, so that a GPU that gets warm and slows down does
-    so for all of them.
+    The variants take turns, ``calls`` at a time after one that does not count, in another order
+    each round. So a GPU that gets warm slows down for all of them, and the clock that the power of
+    one variant leaves to the next is not always that of the same.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for call in variants.values():
         for _ in range(3):
             call()
     torch.cuda.synchronize()
+    shuffled = random.Random(0)
     for _ in range(rounds):
-        for name, call in variants.items():
+        for name, call in shuffled.sample(list(variants.items()), len(variants)):
             call()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

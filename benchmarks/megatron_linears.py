@@ -1,6 +1,6 @@
 """The linear layers of one Qwen3-8B layer, forward and backward, on one Hopper GPU.
 
-    python benchmarks/megatron_linears.py [--tokens 8192] [--rounds 15] [--out FILE.json]
+    python benchmarks/megatron_linears.py [--tokens 8192] [--rounds 25] [--out FILE.json]
 
 Real megatron-core layers: as they are (BF16), converted by ``megatron_fp8rl`` with each GEMM
 backend and with the measured choice, and TransformerEngine's with its blockwise recipe where it can
@@ -237,7 +237,7 @@ def main() -> None:
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--backends", default="scaled_mm,deep_gemm,measured")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=here / "results" / "megatron_linears.json")

@@ -4,8 +4,13 @@
 
 megatron-core's own GPTModel (local spec), DistributedDataParallel with float32 gradients and
 distributed optimizer (Adam), random weights and tokens, 8,192 tokens a micro-batch; in BF16, and
-converted by ``megatron_fp8rl``, each in its turn. Memory: what the model, its gradients and its
-optimizer hold between steps, what weight codes add, and the peak of a step.
+converted by ``megatron_fp8rl``, each in its turn.
+
+- Memory: what is held between steps, and with the parameters offloaded as DDP does, over the BF16
+  model in units of the linear layers' BF16 weights; and the peak of a step.
+- Calibration: steps with and without observers of |q|, |k| and |v| take turns; the difference is
+  the median of pairs, with its standard error. The GPU time of the observers' kernels, replayed as
+  a graph, resolves what that does not.
 """
 
 from __future__ import annotations
@@ -15,18 +20,20 @@ import gc
 import itertools
 import json
 import platform
+import random
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron_common import QWEN3_1_7B, build, single_process
+from megatron_common import QWEN3_1_7B, build, interleaved, single_process
 from rich.console import Console
 from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
 from megatron_fp8rl import convert
+from megatron_fp8rl.observers import QKVObserver
 
 GPU = torch.device("cuda")
 MODES = ("BF16", "fp8rl", "fp8rl, codes kept")
@@ -44,6 +51,7 @@ class Trainer:
         from megatron.core.transformer.module import Float16Module
 
         self.options = options
+        self.shape = shape
         model = build(shape)
         config = model.config
         self.ddp = DistributedDataParallel(
@@ -113,6 +121,18 @@ class Trainer:
             parts[name] = parts.get(name, 0.0) + begun.elapsed_time(ended)
         return {**parts, "total": sum(parts.values()), "loss": loss.item()}
 
+    def offloaded_bytes(self) -> int:
+        """What the GPU holds while DDP has its parameters on the host."""
+        self.ddp.eval()
+        for buffer in self.ddp.buffers:
+            buffer.offload_to_cpu(move_params=True, move_grads=False)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        for buffer in self.ddp.buffers:
+            buffer.reload_from_cpu(move_params=True, move_grads=False)
+        self.ddp.train()
+        return held
+
 
 def measure(shape: SimpleNamespace, options: argparse.Namespace, mode: str) -> dict[str, Any]:
     torch.manual_seed(0)
@@ -122,13 +142,77 @@ def measure(shape: SimpleNamespace, options: argparse.Namespace, mode: str) -> d
     torch.cuda.reset_peak_memory_stats()
     steps = [trainer.step() for _ in range(options.steps)]
     keys = ("forward", "backward", "optimizer", "total")
-    return {
+    row = {
         "milliseconds": {key: statistics.median(step[key] for step in steps) for key in keys},
         "losses": [step["loss"] for step in steps],
         "resident_bytes": torch.cuda.memory_allocated(),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "linear_weight_bytes": trainer.linear_bytes,
     }
+    if mode == "fp8rl":
+        row["calibration"] = calibration(trainer)
+    row["offloaded_bytes"] = trainer.offloaded_bytes()
+    return row
+
+
+def calibration(trainer: Trainer) -> dict[str, float]:
+    """What observing every micro-batch adds to a step, in milliseconds and as a share of it."""
+    observer = QKVObserver(trainer.ddp, enabled=False)
+
+    def step(observed: bool) -> float:
+        with observer.observing(observed):
+            return trainer.step()["total"]
+
+    step(True)
+    order = random.Random(0)
+    pairs = []
+    for _ in range(trainer.options.pairs):
+        first = order.random() < 0.5
+        times = {observed: step(observed) for observed in (first, not first)}
+        pairs.append((times[False], times[True]))
+    observer.amax()
+    plain = statistics.median(off for off, _ in pairs)
+    differences = [on - off for off, on in pairs]
+    observer.close()
+    kernels, of_percentile = (
+        len(trainer.batches) * observer_kernels(trainer, percentile) for percentile in (None, 99.9)
+    )
+    return {
+        "step_milliseconds": plain,
+        "added_milliseconds": statistics.median(differences),
+        "standard_error": statistics.stdev(differences) / len(differences) ** 0.5,
+        "kernel_milliseconds": kernels,
+        "percentile_kernel_milliseconds": of_percentile,
+        "added_share": statistics.median(differences) / plain,
+        "kernel_share": kernels / plain,
+    }
+
+
+def observer_kernels(trainer: Trainer, percentile: float | None) -> float:
+    """GPU milliseconds of what an observer runs in one forward, without waits for the host."""
+    observer = QKVObserver(trainer.ddp, percentile=percentile)
+    observer.close()  # of the model; its hooks are called here
+    heads = (trainer.shape.num_attention_heads, *[trainer.shape.num_key_value_heads] * 2)
+    rows = trainer.options.tokens // trainer.options.sequence
+    size = (trainer.options.sequence, rows)
+    layers = range(trainer.shape.num_hidden_layers)
+    # Of several layers, so that the L2 cache does not hold them.
+    inputs = [
+        tuple(torch.randn(*size, h, 128, device=GPU, dtype=torch.bfloat16) for h in heads)
+        for _ in range(4)
+    ]
+    hooks = [observer._hook(layer) for layer in layers]
+
+    def forward() -> None:
+        for layer, hook in zip(layers, hooks, strict=True):
+            hook(None, inputs[layer % len(inputs)])
+
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    return interleaved({"observers": graph.replay}, 5, 5)["observers"]
 
 
 def main() -> None:
@@ -139,6 +223,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=10, help="of steps with and without observers")
     parser.add_argument("--no-keep", dest="keep", action="store_false", help="leave that mode out")
     parser.add_argument("--out", type=Path, default=here / "results" / "megatron_step.json")
     options = parser.parse_args()
@@ -157,6 +242,7 @@ def main() -> None:
         }
         extra = row["resident_bytes"] - base["resident_bytes"]
         row["linear_weights_over_bf16"] = 1 + extra / base["linear_weight_bytes"]
+        row["offloaded_over_bf16_bytes"] = row["offloaded_bytes"] - base["offloaded_bytes"]
 
     report = {
         "device": torch.cuda.get_device_name(),
@@ -182,7 +268,17 @@ def main() -> None:
             f"{row['linear_weights_over_bf16']:.2f}",
             f"{row['peak_bytes'] / 2**30:.1f}",
         )
-    Console(width=110).print(table, {mode: row["losses"][-1] for mode, row in rows.items()})
+    console = Console(width=110)
+    console.print(table, {mode: row["losses"][-1] for mode, row in rows.items()})
+    extra = {mode: row["offloaded_over_bf16_bytes"] / 2**20 for mode, row in rows.items()}
+    console.print("MiB over BF16 while offloaded:", extra)
+    cost = rows["fp8rl"]["calibration"]
+    step = cost["step_milliseconds"]
+    console.print(
+        f"observers: {cost['added_share']:+.2%} of a step of {step:.1f} ms (standard error "
+        f"{cost['standard_error'] / step:.2%}), kernels alone {cost['kernel_share']:.2%}, of a "
+        f"percentile {cost['percentile_kernel_milliseconds'] / step:.2%}"
+    )
 
 
 if __name__ == "__main__":
