@@ -2,8 +2,15 @@
 
 from collections.abc import Mapping
 
-from fp8rl.gemm.backend import Direction, GemmBackend, GemmShape
+from fp8rl.gemm.backend import (
+    Direction,
+    GemmBackend,
+    GemmShape,
+    GroupedBackend,
+    GroupedShape,
+)
 from fp8rl.gemm.deep_gemm import DeepGemmBackend
+from fp8rl.gemm.loop import LoopBackend
 from fp8rl.gemm.reference import ReferenceBackend
 from fp8rl.gemm.scaled_mm import ScaledMmBackend
 from fp8rl.gemm.triton_gemm import TritonBackend
@@ -14,6 +21,9 @@ __all__ = [
     "Direction",
     "GemmBackend",
     "GemmShape",
+    "GroupedBackend",
+    "GroupedShape",
+    "LoopBackend",
     "ReferenceBackend",
     "ScaledMmBackend",
     "TritonBackend",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from fp8rl.numerics import Quantized
+from fp8rl.numerics import ColumnSegments, Quantized, RowSegments
 from fp8rl.recipe import ScaleFormat
 
 Direction = Literal["fprop", "dgrad", "wgrad", "wgrad_add"]
@@ -21,6 +22,22 @@ class GemmShape(NamedTuple):
     in_features: int
     dtype: torch.dtype = torch.bfloat16
     """Of activations and their gradients: what fprop and dgrad return."""
+
+
+class GroupedShape(NamedTuple):
+    """The linear layers of this rank's experts, all of one shape, each over its own tokens."""
+
+    sizes: tuple[int, ...]
+    """Tokens of each expert, padded as :class:`fp8rl.numerics.Segments` does."""
+    out_features: int
+    in_features: int
+    dtype: torch.dtype = torch.bfloat16
+    """As in :class:`GemmShape`."""
+
+    @property
+    def tokens(self) -> int:
+        """Padded ones of all experts."""
+        return sum(self.sizes)
 
 
 @runtime_checkable
@@ -62,4 +79,40 @@ class GemmBackend(Protocol):
 
         With ``out``, a tensor of the result's shape and dtype, the product is added to it and
         ``out`` is returned.
+        """
+
+
+@runtime_checkable
+class GroupedBackend(Protocol):
+    """The products of :class:`GemmBackend` for many experts at once.
+
+    A :class:`GemmBackend` may have these too. One that has not serves experts all the same, one
+    after the other, through :class:`fp8rl.gemm.LoopBackend`. Weights are stacks: codes
+    ``[experts, ...]`` and scale_inv likewise, contiguous on a GPU.
+    """
+
+    name: str
+
+    def supports_grouped(
+        self, device: torch.device, shape: GroupedShape, scale_format: ScaleFormat
+    ) -> str | None:
+        """None if the backend serves the case, otherwise the reason why not."""
+
+    def grouped_fprop(self, x: RowSegments, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """``[segments.rows, out]``: of each expert ``[tokens, in] x [out, in]``."""
+
+    def grouped_dgrad(self, grad: RowSegments, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """``[segments.rows, in]``: of each expert ``[tokens, out] x [in, out]``."""
+
+    def grouped_wgrad(
+        self,
+        grad_t: ColumnSegments,
+        x_t: ColumnSegments,
+        dtype: torch.dtype,
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> Sequence[torch.Tensor]:
+        """Of the expert at each position ``[out, tokens] x [in, tokens] -> [out, in]``.
+
+        With ``out``, tensors of the results' shape and dtype, the products are added to them.
+        Experts without tokens have a product of zeros.
         """

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from fp8rl.gemm.backend import GemmShape
+from fp8rl.gemm.backend import GemmShape, GroupedShape
 from fp8rl.gemm.scaled_mm import groups_outermost
-from fp8rl.numerics import GROUP, Quantized
+from fp8rl.numerics import GROUP, ColumnSegments, Quantized, RowSegments
 from fp8rl.recipe import ScaleFormat
 
 _HOPPER = (9, 0)
+_BY_ROWS = "m_grouped_fp8_gemm_nt_contiguous"
+_BY_COLUMNS = "k_grouped_fp8_gemm_nt_contiguous"
 
 
 def load_deep_gemm() -> ModuleType:
@@ -56,6 +59,10 @@ def load_deep_gemm() -> ModuleType:
 
 class DeepGemmBackend:
     """``fp8_gemm_nt``: blocks in fprop and dgrad, 1x128 groups on both sides in wgrad.
+
+    Of many experts ``m_grouped_fp8_gemm_nt_contiguous``, whose tiles must not reach over an
+    expert's end, and ``k_grouped_fp8_gemm_nt_contiguous``, which adds to a stack of float32
+    matrices and is compiled for each number of experts.
 
     Args:
         load: what imports the library, at the first question whether it serves a case.
@@ -112,6 +119,83 @@ class DeepGemmBackend:
             return total.to(dtype)
         return out if direct else out.add_(total)
 
+    def supports_grouped(
+        self, device: torch.device, shape: GroupedShape, scale_format: ScaleFormat
+    ) -> str | None:
+        alone = GemmShape(GROUP, shape.out_features, shape.in_features, shape.dtype)
+        reason = self.supports(device, alone, scale_format)
+        if reason is not None:
+            return reason
+        library = self._library
+        for function in (_BY_ROWS, _BY_COLUMNS):
+            if not hasattr(library, function):
+                return f"this copy of the library has no {function}"
+        if any(tokens % GROUP for tokens in shape.sizes):
+            return f"needs multiples of {GROUP} tokens of each expert"
+        alignment = library.get_mk_alignment_for_contiguous_layout()  # type: ignore[union-attr]
+        if GROUP % alignment:
+            return f"its tiles were set to {alignment} rows, which reach over an expert's end"
+        return None
+
+    def grouped_fprop(self, x: RowSegments, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        return self._by_rows(x, w, dtype)
+
+    def grouped_dgrad(self, grad: RowSegments, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        return self._by_rows(grad, w_t, dtype)
+
+    def grouped_wgrad(
+        self,
+        grad_t: ColumnSegments,
+        x_t: ColumnSegments,
+        dtype: torch.dtype,
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> Sequence[torch.Tensor]:
+        positions = len(x_t.segments.order)
+        m, n = grad_t.scale_inv.shape[1], x_t.scale_inv.shape[1]
+        if out is None or out[0].dtype != torch.float32:
+            total = x_t.scale_inv.new_zeros(positions, m, n)
+            self._by_columns(grad_t, x_t, 0, total)
+            if out is None:
+                return total.to(dtype).unbind()
+            return [old.add_(new) for old, new in zip(out, total.unbind(), strict=True)]
+        for first, stack in _stacks(out):
+            if len(stack) > 1:
+                self._by_columns(grad_t, x_t, first, stack)
+            elif x_t.segments.column_sizes[first]:
+                self.wgrad(grad_t.at(first), x_t.at(first), dtype, out[first])
+        return out
+
+    def _by_rows(self, a: RowSegments, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        rows, features = a.segments.rows, w.codes.shape[1]
+        out = torch.empty(rows, features, dtype=torch.bfloat16, device=a.codes.device)
+        assert dtype == out.dtype  # supports_grouped() came first
+        experts = a.segments.experts(out.device)
+        scaled = (a.codes, groups_outermost(a.scale_inv))
+        getattr(self._library, _BY_ROWS)(
+            scaled, (w.codes, w.scale_inv), out, experts, disable_ue8m0_cast=True
+        )
+        return out
+
+    def _by_columns(
+        self, a: ColumnSegments, b: ColumnSegments, first: int, total: torch.Tensor
+    ) -> None:
+        """Add the products at the positions from ``first`` on to ``total``, one for each matrix."""
+        segments, end = b.segments, first + len(total)
+        rows = segments.column_starts[first], segments.column_starts[end]
+        if rows[0] == rows[1]:
+            return
+        groups = slice(segments.group_starts[first], segments.group_starts[end])
+
+        def part(side: ColumnSegments) -> tuple[torch.Tensor, torch.Tensor]:
+            features = side.scale_inv.shape[1]
+            codes = side.codes[rows[0] * features : rows[1] * features]
+            return codes, side.scale_inv[groups].t()
+
+        sizes = segments.column_sizes_on(total.device)[first:end]
+        getattr(self._library, _BY_COLUMNS)(
+            part(a), part(b), total, list(segments.column_sizes[first:end]), sizes, total
+        )
+
     def _by_blocks(self, a: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(len(a.codes), len(w.codes), dtype=torch.bfloat16, device=a.codes.device)
         assert dtype == out.dtype  # supports() came first
@@ -125,3 +209,21 @@ class DeepGemmBackend:
 
 def _side(operand: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     return operand.codes, groups_outermost(operand.scale_inv)
+
+
+def _stacks(matrices: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    """Runs of contiguous matrices that follow each other in memory: the number of the first one,
+    and ``[matrices, rows, columns]`` over all of them. One that is not contiguous is alone."""
+    starts = [0]
+    for i, (before, after) in enumerate(pairwise(matrices), start=1):
+        end = before.data_ptr() + before.numel() * before.element_size()
+        same = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        whole = before.is_contiguous() and after.is_contiguous()
+        if not (whole and same and after.data_ptr() == end):
+            starts.append(i)
+    stacks = []
+    for first, end in pairwise([*starts, len(matrices)]):
+        matrix = matrices[first]
+        shape, strides = (end - first, *matrix.shape), (matrix.numel(), *matrix.stride())
+        stacks.append((first, matrix.as_strided(shape, strides)))
+    return stacks

@@ -5,25 +5,36 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
-from fp8rl.gemm.backend import Direction, GemmBackend, GemmShape
-from fp8rl.numerics import FP8_DTYPE, GROUP, Quantized, cdiv
+from fp8rl.gemm.backend import Direction, GemmBackend, GemmShape, GroupedBackend, GroupedShape
+from fp8rl.numerics import (
+    FP8_DTYPE,
+    GROUP,
+    ColumnSegments,
+    Quantized,
+    RowSegments,
+    Segments,
+    cdiv,
+    row_alignment,
+)
 
 _WARM_UP, _REPEATS = 2, 7
 _CALLS = 5  # between two events, so that the GPU does not wait for the host's work of a call
 
 
-def flops(shape: GemmShape) -> int:
-    """Of one direction."""
+def flops(shape: GemmShape | GroupedShape) -> int:
+    """Of one direction; of experts with their padding."""
     return 2 * shape.tokens * shape.out_features * shape.in_features
 
 
 def measure(
-    backends: Sequence[GemmBackend],
+    backends: Sequence[GemmBackend] | Sequence[GroupedBackend],
     direction: Direction,
-    shape: GemmShape,
+    shape: GemmShape | GroupedShape,
     device: torch.device,
 ) -> dict[str, float]:
     """Median milliseconds of each backend that can do it, by name, over operands made up here.
@@ -31,14 +42,35 @@ def measure(
     The operands are random, because zeros draw less power and so run faster. The first call, which
     may compile, is not counted. A backend that raises is left out.
     """
-    a, b = _operands(direction, shape, device)
-    out = None
-    if direction == "wgrad_add":
-        out = torch.zeros(shape.out_features, shape.in_features, device=device)
-    times = {
-        backend.name: _median(backend, direction, a, b, shape.dtype, out) for backend in backends
-    }
+    calls = _calls(backends, direction, shape, device)
+    times = {name: _median(call, device) for name, call in calls.items()}
     return {name: milliseconds for name, milliseconds in times.items() if milliseconds is not None}
+
+
+def _calls(
+    backends: Sequence[GemmBackend] | Sequence[GroupedBackend],
+    direction: Direction,
+    shape: GemmShape | GroupedShape,
+    device: torch.device,
+) -> dict[str, Callable[[], object]]:
+    a: Any
+    b: Any
+    out: Any = None
+    if isinstance(shape, GroupedShape):
+        a, b = _grouped_operands(direction, shape, device)
+        product: Callable = run_grouped
+        stack = (len(shape.sizes), shape.out_features, shape.in_features)
+        if direction == "wgrad_add":
+            out = torch.zeros(stack, device=device).unbind()
+    else:
+        a, b = _operands(direction, shape, device)
+        product = run
+        if direction == "wgrad_add":
+            out = torch.zeros(shape.out_features, shape.in_features, device=device)
+    return {
+        backend.name: partial(product, backend, direction, a, b, shape.dtype, out)
+        for backend in backends
+    }
 
 
 def run(
@@ -57,21 +89,29 @@ def run(
     return backend.wgrad(a, b, dtype if out is None else out.dtype, out)
 
 
-def _median(
-    backend: GemmBackend,
+def run_grouped(
+    backend: GroupedBackend,
     direction: Direction,
-    a: Quantized,
-    b: Quantized,
+    a: RowSegments | ColumnSegments,
+    b: Quantized | ColumnSegments,
     dtype: torch.dtype,
-    out: torch.Tensor | None,
-) -> float | None:
+    out: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor | Sequence[torch.Tensor]:
+    """:func:`run` for experts."""
+    if isinstance(a, ColumnSegments):
+        assert isinstance(b, ColumnSegments)
+        return backend.grouped_wgrad(a, b, dtype if out is None else out[0].dtype, out)
+    assert isinstance(b, Quantized)
+    if direction == "fprop":
+        return backend.grouped_fprop(a, b, dtype)
+    return backend.grouped_dgrad(a, b, dtype)
+
+
+def _median(call: Callable[[], object], device: torch.device) -> float | None:
     try:
         for _ in range(_WARM_UP):
-            run(backend, direction, a, b, dtype, out)
-        times = [
-            _milliseconds(lambda: run(backend, direction, a, b, dtype, out), a.codes.device)
-            for _ in range(_REPEATS)
-        ]
+            call()
+        times = [_milliseconds(call, device) for _ in range(_REPEATS)]
     except torch.OutOfMemoryError:
         raise
     except (
@@ -95,32 +135,61 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     return start.elapsed_time(end) / _CALLS
 
 
-def _operands(
-    direction: Direction, shape: GemmShape, device: torch.device
-) -> tuple[Quantized, Quantized]:
-    # A generator of its own: a model that is trained meanwhile must not lose random numbers.
-    generator = torch.Generator(device).manual_seed(0)
+class _Random:
+    """Operands of random codes. It has a generator of its own: a model that is trained meanwhile
+    must not lose random numbers."""
 
-    def codes(rows: int, cols: int) -> torch.Tensor:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def codes(self, *shape: int) -> torch.Tensor:
         raw = torch.randint(
-            0, 256, (rows, cols), dtype=torch.uint8, device=device, generator=generator
+            0, 256, shape, dtype=torch.uint8, device=self._device, generator=self._generator
         )
         return raw.masked_fill_(raw & 0x7F == 0x7F, 0).view(FP8_DTYPE)  # the two NaNs
 
-    def groups(rows: int, cols: int) -> Quantized:
-        size = (cdiv(cols, GROUP), cdiv(rows, 4) * 4)
-        scale_inv = torch.rand(size, device=device, generator=generator) * 1e-3
-        return Quantized(codes(rows, cols), scale_inv[:, :rows].t())
+    def scales(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=self._device, generator=self._generator) * 1e-3
 
-    def blocks(rows: int, cols: int) -> Quantized:
-        size = (cdiv(rows, GROUP), cdiv(cols, GROUP))
-        scale_inv = torch.rand(size, device=device, generator=generator) * 1e-3
-        return Quantized(codes(rows, cols), scale_inv)
+    def groups(self, rows: int, cols: int) -> Quantized:
+        scale_inv = self.scales(cdiv(cols, GROUP), cdiv(rows, 4) * 4)
+        return Quantized(self.codes(rows, cols), scale_inv[:, :rows].t())
 
+    def blocks(self, *shape: int) -> Quantized:
+        *stack, rows, cols = shape
+        grid = self.scales(*stack, cdiv(rows, GROUP), cdiv(cols, GROUP))
+        return Quantized(self.codes(*shape), grid)
+
+
+def _operands(
+    direction: Direction, shape: GemmShape, device: torch.device
+) -> tuple[Quantized, Quantized]:
+    random = _Random(device)
     tokens, out_features, in_features, _ = shape
     if direction == "fprop":
-        return groups(tokens, in_features), blocks(out_features, in_features)
+        return random.groups(tokens, in_features), random.blocks(out_features, in_features)
     if direction == "dgrad":
-        return groups(tokens, out_features), blocks(in_features, out_features)
+        return random.groups(tokens, out_features), random.blocks(in_features, out_features)
     padded = cdiv(tokens, GROUP) * GROUP
-    return groups(out_features, padded), groups(in_features, padded)
+    return random.groups(out_features, padded), random.groups(in_features, padded)
+
+
+def _grouped_operands(
+    direction: Direction, shape: GroupedShape, device: torch.device
+) -> tuple[RowSegments | ColumnSegments, Quantized | ColumnSegments]:
+    random = _Random(device)
+    segments = Segments(shape.sizes, row_alignment(device))
+    experts, out_features, in_features = len(shape.sizes), shape.out_features, shape.in_features
+
+    def columns(features: int) -> ColumnSegments:
+        scale_inv = random.scales(segments.group_starts[-1], features)
+        return ColumnSegments(random.codes(shape.tokens * features), scale_inv, segments)
+
+    if direction == "fprop":
+        x = random.groups(shape.tokens, in_features)
+        return RowSegments(*x, segments), random.blocks(experts, out_features, in_features)
+    if direction == "dgrad":
+        grad = random.groups(shape.tokens, out_features)
+        return RowSegments(*grad, segments), random.blocks(experts, in_features, out_features)
+    return columns(out_features), columns(in_features)
