@@ -18,9 +18,8 @@ Leaving the region restores everything, so another engine of the same process (v
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fp8rl.errors import UnsupportedError
+from megatron_fp8rl.testing.local_spec import Patch, apply, local_spec_patches
 
 CPU_CONFIG: Mapping[str, Any] = {
     "use_cpu_initialization": True,
@@ -42,7 +42,6 @@ CPU_CONFIG: Mapping[str, Any] = {
 """``TransformerConfig`` fields for a CPU: no CUDA kernels, and nothing that calls torch.compile."""
 
 _CPU = torch.device("cpu")
-_MISSING = object()
 
 
 class CpuShim:
@@ -69,8 +68,7 @@ class CpuShim:
         """
         with ExitStack() as stack:
             if self._depth == 0:
-                for owner, name, value in _patches():
-                    _patch(stack, owner, name, value)
+                apply(stack, _patches())
                 stack.enter_context(_CudaMeansCpu())
             self._depth += 1
             stack.callback(self._leave)
@@ -108,21 +106,10 @@ def init_gloo(rank: int = 0, world_size: int = 1, *, file: str | None = None) ->
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
-def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    # vars() keeps a staticmethod a staticmethod; a class may also only inherit the name.
-    old = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-    if old is _MISSING:
-        stack.callback(delattr, owner, name)
-    else:
-        stack.callback(setattr, owner, name, old)
-
-
-def _patches() -> list[tuple[Any, str, Any]]:
+def _patches() -> list[Patch]:
     import megatron.core.fusions.fused_softmax as fused_softmax
     import megatron.core.tensor_parallel.random as mcore_random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.moe import token_dispatcher
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -137,7 +124,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
         torch.default_generator.manual_seed(value)
 
     cuda = torch.cuda
-    patches: list[tuple[Any, str, Any]] = [
+    return [
         (cuda, "current_device", lambda: _CPU),
         (cuda, "get_rng_state", get_rng),
         (cuda, "set_rng_state", set_rng),
@@ -155,12 +142,8 @@ def _patches() -> list[tuple[Any, str, Any]]:
         # Splits that are on the CPU already would stay tensors, which all_to_all does not take.
         (token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu),
         (fused_softmax, "get_default_causal_mask", _causal_mask),
-        (WrappedTorchNorm, "__new__", _norm_for_sequence_parallel(WrappedTorchNorm.__new__)),
+        *local_spec_patches(),
     ]
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # Without TransformerEngine the router reads a name that its module never defines.
-        patches.append((moe_utils, "te_general_gemm", None))
-    return patches
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -169,25 +152,6 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 def _causal_mask(length: int) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
-
-
-def _norm_for_sequence_parallel(build: Callable[..., torch.nn.Module]) -> Callable:
-    """torch's norms refuse sequence parallel, though all they lack is the tag on their parameters.
-
-    ``finalize_model_grads`` sums the gradients of tagged parameters over the TP group.
-    """
-
-    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel:
-            return build(cls, config, *args, **kwargs)
-        local = copy.copy(config)
-        local.sequence_parallel = False
-        norm = build(cls, local, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True  # type: ignore[attr-defined]
-        return norm
-
-    return __new__
 
 
 class _Stream:

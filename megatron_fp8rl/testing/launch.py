@@ -1,4 +1,4 @@
-"""Run a Python script in several processes of one gloo world, and never hang on it."""
+"""Run a Python script in several processes of one world, and never hang on it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from fp8rl.errors import Fp8RLError
 from megatron_fp8rl.testing.cpu_shim import init_gloo
@@ -80,10 +82,19 @@ def launch(
         return [(base / f"{rank}.out").read_text() for rank in range(world_size)]
 
 
-def join() -> tuple[int, int]:
-    """Join the world of :func:`launch`; returns rank and world size."""
+def join(device: str = "cpu") -> tuple[int, int]:
+    """Join the world of :func:`launch`; returns rank and world size.
+
+    Args:
+        device: "cpu" for gloo, "cuda" for NCCL with one GPU a process.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    init_gloo(rank, world_size, file=os.environ[RENDEZVOUS])
+    if device == "cpu":
+        init_gloo(rank, world_size, file=os.environ[RENDEZVOUS])
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        store = torch.distributed.FileStore(os.environ[RENDEZVOUS], world_size)
+        torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
     return rank, world_size
 
 

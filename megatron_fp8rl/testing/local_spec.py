@@ -1,0 +1,71 @@
+"""What megatron's local layers lack where TransformerEngine is not installed, on any device.
+
+For the demo and the tests alone; on GPUs that train, TransformerEngine is there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+Patch = tuple[Any, str, Any]
+"""Owner, attribute, and its value while the patch is in place."""
+
+_MISSING = object()
+
+
+@contextmanager
+def completed_local_spec() -> Iterator[None]:
+    """A region in which norms accept sequence parallelism and routers run without
+    TransformerEngine; leaving it restores everything."""
+    with ExitStack() as stack:
+        apply(stack, local_spec_patches())
+        yield
+
+
+def local_spec_patches() -> list[Patch]:
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    patches: list[Patch] = [
+        (WrappedTorchNorm, "__new__", _norm_for_sequence_parallel(WrappedTorchNorm.__new__)),
+    ]
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Without TransformerEngine the router reads a name that its module never defines.
+        patches.append((moe_utils, "te_general_gemm", None))
+    return patches
+
+
+def apply(stack: ExitStack, patches: Iterable[Patch]) -> None:
+    """Put the patches in place until ``stack`` closes."""
+    for owner, name, value in patches:
+        # vars() keeps a staticmethod a staticmethod; a class may also only inherit the name.
+        old = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+        if old is _MISSING:
+            stack.callback(delattr, owner, name)
+        else:
+            stack.callback(setattr, owner, name, old)
+
+
+def _norm_for_sequence_parallel(build: Callable[..., torch.nn.Module]) -> Callable:
+    """torch's norms refuse sequence parallel, though all they lack is the tag on their parameters.
+
+    ``finalize_model_grads`` sums the gradients of tagged parameters over the TP group.
+    """
+
+    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return build(cls, config, *args, **kwargs)
+        local = copy.copy(config)
+        local.sequence_parallel = False
+        norm = build(cls, local, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        return norm
+
+    return __new__

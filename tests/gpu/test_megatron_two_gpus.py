@@ -1,0 +1,156 @@
+"""Two GPUs of one host against one: what tests/megatron_fp8rl/test_parallel.py asks of two
+processes on a CPU, over NCCL and on FP8 tensor cores.
+
+Models in BF16 run on DeepGEMM where it is installed, those in float32, which tell more, on
+cuBLASLt and mixtures on Triton. All three backends add a 128-element group at a time, so topologies
+differ by the order of float32 sums alone, as on a CPU: the tolerances are those of the CPU, where
+``parallel_checks.LOSS_TOLERANCE`` says why FP8 codes make more of it than float32 would.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+if torch.cuda.device_count() < 2:
+    pytest.skip("needs two CUDA GPUs", allow_module_level=True)
+pytest.importorskip("megatron.core")
+import parallel_cases as cases
+import parallel_checks as checks
+from parallel_run import SINGLES, TOPOLOGIES, random_weights
+from safetensors.torch import save_file
+
+from fp8rl.gemm import DeepGemmBackend, GemmShape, ScaledMmBackend
+from megatron_fp8rl.testing.launch import LaunchError, launch
+
+TIMEOUT = 75.0
+NAMES = (
+    "tp2",
+    "tp2-sp",
+    "pp2",
+    "vpp2",
+    "dp2",
+    "dp2-overlap",
+    "tp2-bf16",
+    "pp2-bf16",
+    "dp2-bf16",
+    "moe-ep2",
+    "moe-tp2",
+)
+SINGLE_OF = {(topology.kind, topology.dtype): name for name, topology in SINGLES.items()}
+each_topology = pytest.mark.parametrize("name", NAMES)
+
+
+def _backend(name: str) -> str:
+    """Pinned, because one process would measure and two would not."""
+    topology = checks.topology_of(name)
+    if topology.moe:
+        return "triton"  # serves any number of tokens of an expert, in float32
+    shape, gpu = GemmShape(64, 256, 256, topology.dtype), torch.device("cuda", 0)
+    for backend in (DeepGemmBackend(), ScaledMmBackend()):
+        if backend.supports(gpu, shape, "fp32") is None:
+            return backend.name
+    return "triton"
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, dict[str, torch.Tensor]]:
+    return {kind: random_weights(kind == "moe") for kind in ("dense", "moe")}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, weights) -> checks.Results:
+    """One process on one GPU goes through the truth while two go through the topologies."""
+    out = tmp_path_factory.mktemp("parallel")
+    for kind, tensors in weights.items():
+        save_file(tensors, out / f"{kind}.safetensors")
+
+    def world(size: int, backends: Mapping[str, str]) -> None:
+        launch(
+            cases.__file__,
+            size,
+            [str(out), json.dumps(backends), "cuda"],
+            timeout=TIMEOUT,
+            # What megatron asks for where it overlaps collectives with products.
+            env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        )
+
+    errors = []
+    with ThreadPoolExecutor(2) as pool:
+        worlds = [
+            pool.submit(world, 1, {name: _backend(name) for name in SINGLES}),
+            pool.submit(world, 2, {name: _backend(name) for name in NAMES}),
+        ]
+        for future in worlds:
+            try:
+                future.result()
+            except LaunchError as error:  # what was written before it can still be compared
+                errors.append(error)
+    return checks.Results(out, errors[0] if errors else None)
+
+
+def single(ranks: checks.Results, name: str) -> dict:
+    topology = TOPOLOGIES[name]
+    return ranks.of(SINGLE_OF[topology.kind, topology.dtype])[0]
+
+
+def _same_products(name: str) -> bool:
+    """Every matrix product of a forward is one that the single process computes, too."""
+    return TOPOLOGIES[name].tp == TOPOLOGIES[name].ep == 1
+
+
+@each_topology
+def test_losses_equal_one_gpu(ranks, name, record_property):
+    expected = single(ranks, name)["losses"]
+    found = next(rank["losses"] for rank in reversed(ranks.of(name)) if rank["losses"])
+    off = [abs(a / b - 1) for a, b in zip(found, expected, strict=True)]
+    record_property(f"{name}, {_backend(name)}", ", ".join(f"{x:.1e}" for x in off))
+    checks.check_losses(name, ranks.of(name), expected, exact=_same_products(name))
+
+
+@each_topology
+def test_pins_follow_global_layer_numbers(ranks, name):
+    checks.check_modules(name, ranks.of(name), single(ranks, name))
+
+
+@each_topology
+def test_export_equals_one_gpu_bit_for_bit(ranks, weights, name):
+    checks.check_export(name, ranks.of(name), single(ranks, name), weights)
+
+
+def test_gathering_codes_equals_gathering_activations_first_bit_for_bit(ranks):
+    checks.check_gathered_codes(ranks.of("tp2-sp"))
+
+
+@pytest.mark.parametrize("name", ["tp2", "vpp2"])
+def test_untied_head_and_a_load_that_fails_on_every_rank(ranks, weights, name):
+    checks.check_untied(ranks.of(name), weights)
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("name", [*SINGLES, *NAMES])
+def test_trainer_codes_equal_codes_of_the_exported_weights(ranks, name, scale_format):
+    checks.check_codes(name, ranks.of(name), scale_format)
+
+
+@each_topology
+@pytest.mark.parametrize("kind", ["scales", "percentiles"])
+def test_kv_scales_equal_one_gpu(ranks, name, kind):
+    exact = "" if _same_products(name) else None
+    checks.check_kv_scales(name, ranks.of(name), single(ranks, name), kind, exact)
+
+
+@each_topology
+def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
+    checks.check_nan(ranks.of(name))
+
+
+@pytest.mark.parametrize("saved_with", ["from fp8", "from bf16"])
+def test_checkpoints_of_the_distributed_optimizer_load_with_and_without_the_plugin(
+    ranks, saved_with
+):
+    checks.check_checkpoints(ranks.of("dp2-bf16"), saved_with)
