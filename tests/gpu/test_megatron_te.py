@@ -98,7 +98,9 @@ def _gpt(experts: int | None = None, spec: Any = None, **more: Any) -> GPTModel:
 
 
 def _convert(model: Any, **pins: Any):
-    return convert(model, Recipe(pins=Pins(**pins)), plugins=PluginManager())
+    # The measured choice compiles DeepGEMM for each of these small shapes, seconds each.
+    recipe = Recipe(pins=Pins(**pins))
+    return convert(model, recipe, plugins=PluginManager(), gemm_backend="triton")
 
 
 def _loss(model: torch.nn.Module) -> torch.Tensor:
@@ -200,7 +202,7 @@ def _swap_alone(layer: Any, kind: str) -> None:
 
     layout = plain_layout("o_proj", 768)
     site = Site(("model.layers.0.self_attn.o_proj",), kind, layer, layout, {"o_proj": 512})
-    setup = prepare(_config(), Recipe())
+    setup = prepare(_config(), Recipe(), gemm_backend="triton")
     _check(site, setup.backends)
     _swap(site, setup)
 
