@@ -90,7 +90,9 @@ def kv_scales(
     observer.reset()
     scales = scales_from_amax(amax, recipe.kv_cache.margin)
     logger.info(
-        "fp8rl: KV scales from %s", "a calibration forward" if forward else "the step's forwards"
+        "fp8rl: KV scales from %s: %s",
+        "a calibration forward" if forward else "the step's forwards",
+        ", ".join(f"{name} {float(scale):.6g}" for name, scale in _extremes(scales)),
     )
     return {
         "format": "fp8",
@@ -102,3 +104,9 @@ def kv_scales(
             if include_q or not name.endswith("q_scale")
         },
     }
+
+
+def _extremes(scales: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Smallest and largest, for the log."""
+    ordered = sorted(scales.items(), key=lambda item: float(item[1]))
+    return [ordered[0], ordered[-1]]

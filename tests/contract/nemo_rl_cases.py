@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from nemo_rl_ext.activation import SEAMS, install
 from nemo_rl_ext.config_keys import announce_kv_cache
 from nemo_rl_ext.nemo_loss import CorrectedPGLossFn
 from nemo_rl_ext.run import WEIGHTS
+from nemo_rl_ext.seams import kv_scales
 
 seams = install()
 seams.complete()
@@ -391,3 +393,36 @@ def test_a_recipe_of_ours_resolves_on_the_real_configs(
     assert recipe.rollout
     assert config.loss_fn.fp8rl == vllm["fp8rl"] == config.policy["megatron_cfg"]["fp8rl"]
     assert not (config.policy["megatron_cfg"].get("fp8_cfg") or {}).get("enabled")
+
+
+def test_calibration_is_ours_in_the_class_that_ray_makes_an_actor_of() -> None:
+    """Ray copies methods and changes their signatures; real worker's module needs a GPU."""
+    import ray
+    from ray import cloudpickle
+
+    name, method = kv_scales.UPSTREAM[0].module, "calibrate_qkv_fp8_scales"
+    module = ModuleType(name)
+    source_of_impl = f"""
+class MegatronPolicyWorkerImpl:
+    def {method}(
+        self, *, data, micro_batch_size=None, percentile=99.9, margin=1.05, include_q=False
+    ):
+        return "upstream's"
+
+class Worker(MegatronPolicyWorkerImpl):
+    pass
+"""
+    exec(source_of_impl, vars(module))
+    module.MegatronPolicyWorker = ray.remote(module.Worker)  # type: ignore[attr-defined]
+    kv_scales.apply(module, seams)
+    actor_class = module.MegatronPolicyWorker.__ray_metadata__.modified_class
+    ours = module.MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales
+    assert getattr(actor_class, method) is ours
+    sys.modules[name] = module
+    try:  # by name, so that the actor's process takes its own
+        assert cloudpickle.loads(cloudpickle.dumps(ours)) is ours
+    finally:
+        del sys.modules[name]
+    worker = actor_class()
+    worker.cfg = {"megatron_cfg": {}}
+    assert getattr(worker, method)(data=0, _ray_trace_ctx=None) == "upstream's"
