@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import PREFERENCE, Direction, GemmBackend, GemmShape, ReferenceBackend
+from fp8rl.gemm import (
+    PREFERENCE,
+    Direction,
+    GemmBackend,
+    GemmShape,
+    GroupedBackend,
+    GroupedShape,
+    LoopBackend,
+    ReferenceBackend,
+)
 from fp8rl.gemm.tuning import flops, measure
 from fp8rl.recipe import ScaleFormat
 
 _NEAR = 1.03  # a backend within this factor of the fastest counts as equally fast
 _SURVEYED = GemmShape(tokens=8192, out_features=4096, in_features=4096)
-_Key = tuple[Direction, int, int, int, torch.dtype]
-Timings = Mapping[Direction, Mapping[GemmShape, Mapping[str, float]]]
+_SURVEYED_EXPERTS = GroupedShape(sizes=(512,) * 16, out_features=1536, in_features=2048)
+Shape = GemmShape | GroupedShape
+_Key = tuple[Direction, int, int, int, int, torch.dtype]
+Timings = Mapping[Direction, Mapping[Shape, Mapping[str, float]]]
 
 
 class BackendChoice:
@@ -24,7 +36,7 @@ class BackendChoice:
     power of two count as one). Several processes take the order of :meth:`tune`, or else the fixed
     one: backends of plugins first, then :data:`fp8rl.gemm.PREFERENCE`, so that all choose alike.
     The reference backend multiplies in float32, so it serves a GPU only when it is asked for by
-    name.
+    name. Experts are served by backends that have grouped products, and by a loop over each.
 
     Args:
         offered: all backends by name.
@@ -48,8 +60,10 @@ class BackendChoice:
         self._offered = dict(offered) if name is None else {name: offered[name]}
         self._named = name is not None
         self._formats = tuple(dict.fromkeys(formats))
-        self._orders: dict[_Key, list[GemmBackend]] = {}
-        self._timings: dict[Direction, dict[GemmShape, dict[str, float]]] = {}
+        self._grouped = [b for b in self._offered.values() if isinstance(b, GroupedBackend)]
+        self._loops = [LoopBackend(b) for b in self._offered.values()]
+        self._orders: dict[_Key, list[Any]] = {}
+        self._timings: dict[Direction, dict[Shape, dict[str, float]]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -73,20 +87,29 @@ class BackendChoice:
         Raises:
             UnsupportedError: none does; the message has the reason of each.
         """
+        return self._pick(device, shape, module, direction)
+
+    def pick_grouped(
+        self, device: torch.device, shape: GroupedShape, module: str, direction: Direction
+    ) -> GroupedBackend:
+        """:meth:`pick` for the experts of one module."""
+        return self._pick(device, shape, module, direction)
+
+    def _pick(self, device: torch.device, shape: Shape, module: str, direction: Direction) -> Any:
         order = self._orders.get(_key(direction, shape))
         if order is None:
             if device.type == "cuda" and shape.tokens and _may_measure():
                 self._rank(direction, shape, self._times(direction, shape, device))
-            order = self._orders.setdefault(_key(direction, shape), self._preferred(direction))
+            order = self._orders.setdefault(
+                _key(direction, shape), self._candidates(direction, shape)
+            )
         return self._first(order, device, shape, module)
 
     def check(self, device: torch.device, shape: GemmShape, module: str) -> None:
         """Like :meth:`pick`, for the error alone: nothing is measured."""
         self._first(self._preferred("fprop"), device, shape, module)
 
-    def _first(
-        self, order: Sequence[GemmBackend], device: torch.device, shape: GemmShape, module: str
-    ) -> GemmBackend:
+    def _first(self, order: Sequence[Any], device: torch.device, shape: Shape, module: str) -> Any:
         reasons = []
         for backend in order:
             reason = self._objection(backend, device, shape)
@@ -99,7 +122,7 @@ class BackendChoice:
             "module to BF16 or install a backend that does."
         )
 
-    def tune(self, shapes: Iterable[GemmShape], device: torch.device) -> None:
+    def tune(self, shapes: Iterable[Shape], device: torch.device) -> None:
         """Time the candidates on these shapes now; all ranks must call it, with their own shapes.
 
         For a shape that several ranks have, all use the times of the lowest of them, so that the
@@ -119,12 +142,10 @@ class BackendChoice:
                 for shape, times in by_shape.items():
                     self._rank(direction, shape, times)
 
-    def _times(
-        self, direction: Direction, shape: GemmShape, device: torch.device
-    ) -> dict[str, float]:
+    def _times(self, direction: Direction, shape: Shape, device: torch.device) -> dict[str, float]:
         usable = [
             backend
-            for backend in self._preferred(direction)
+            for backend in self._candidates(direction, shape)
             if self._objection(backend, device, shape) is None
         ]
         if len(usable) < 2:
@@ -134,8 +155,8 @@ class BackendChoice:
         except torch.OutOfMemoryError:  # no room to compare: not worth failing a training run
             return {}
 
-    def _rank(self, direction: Direction, shape: GemmShape, times: Mapping[str, float]) -> None:
-        order = self._preferred(direction)
+    def _rank(self, direction: Direction, shape: Shape, times: Mapping[str, float]) -> None:
+        order = self._candidates(direction, shape)
         if times:
             self._timings.setdefault(direction, {})[shape] = dict(times)
             limit = min(times.values()) * _NEAR
@@ -145,20 +166,26 @@ class BackendChoice:
         self._orders[_key(direction, shape)] = order
 
     def _preferred(self, direction: Direction) -> list[GemmBackend]:
-        builtin = PREFERENCE[direction]
+        return sorted(self._offered.values(), key=lambda b: _place(b.name, direction))
 
-        def rank(backend: GemmBackend) -> int:
-            return builtin.index(backend.name) if backend.name in builtin else -1
+    def _candidates(self, direction: Direction, shape: Shape) -> list[Any]:
+        if isinstance(shape, GemmShape):
+            return list(self._preferred(direction))
+        return [
+            *sorted(self._grouped, key=lambda b: _place(b.name, direction)),
+            *sorted(self._loops, key=lambda b: _place(b.plain.name, direction)),
+        ]
 
-        return sorted(self._offered.values(), key=rank)
-
-    def _objection(
-        self, backend: GemmBackend, device: torch.device, shape: GemmShape
-    ) -> str | None:
-        if backend.name == ReferenceBackend.name and device.type != "cpu" and not self._named:
+    def _objection(self, backend: Any, device: torch.device, shape: Shape) -> str | None:
+        plain = backend.plain if isinstance(backend, LoopBackend) else backend
+        if plain.name == ReferenceBackend.name and device.type != "cpu" and not self._named:
             return "multiplies in float32, so it is used off the CPU only by name"
         for scale_format in self._formats:
-            reason = backend.supports(device, shape, scale_format)
+            reason = (
+                backend.supports(device, shape, scale_format)
+                if isinstance(shape, GemmShape)
+                else backend.supports_grouped(device, shape, scale_format)
+            )
             if reason is not None:
                 return reason
         return None
@@ -169,25 +196,49 @@ def survey(offered: Mapping[str, GemmBackend]) -> dict[str, str]:
     of each product, fastest first."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reasons = {b.name: b.supports(device, _SURVEYED, "fp32") for b in offered.values()}
-    states = [f"{name}: {reason or 'ready'}" for name, reason in reasons.items()]
-    facts = {"GEMM backends": "; ".join(states)}
+    grouped = {
+        b.name: b.supports_grouped(device, _SURVEYED_EXPERTS, "fp32")
+        for b in offered.values()
+        if isinstance(b, GroupedBackend)
+    }
+    facts = {
+        "GEMM backends": _states(reasons),
+        "GEMM backends for experts at once": _states(grouped)
+        + "; one after the other: every backend",
+    }
     if device.type != "cuda":
         return facts
     choice = BackendChoice(offered, ["fp32"])
-    choice.tune([_SURVEYED], device)
+    choice.tune([_SURVEYED, _SURVEYED_EXPERTS], device)
     for direction, by_shape in choice.timings.items():
         for shape, times in by_shape.items():
             speeds = [
                 f"{name} {flops(shape) / times[name] / 1e9:,.0f} TFLOPS"
                 for name in sorted(times, key=times.__getitem__)
             ]
-            facts[f"{direction}, {' x '.join(map(str, shape[:3]))}"] = ", ".join(speeds)
+            facts[f"{direction}, {_text(shape)}"] = ", ".join(speeds)
     return facts
 
 
-def _key(direction: Direction, shape: GemmShape) -> _Key:
+def _states(reasons: Mapping[str, str | None]) -> str:
+    return "; ".join(f"{name}: {reason or 'ready'}" for name, reason in reasons.items()) or "none"
+
+
+def _text(shape: Shape) -> str:
+    text = f"{shape.tokens} x {shape.out_features} x {shape.in_features}"
+    return text if isinstance(shape, GemmShape) else f"{text}, {len(shape.sizes)} experts"
+
+
+def _place(name: str, direction: Direction) -> int:
+    """Among the built-in backends; those of plugins come before them."""
+    builtin = PREFERENCE[direction]
+    return builtin.index(name) if name in builtin else -1
+
+
+def _key(direction: Direction, shape: Shape) -> _Key:
+    experts = 0 if isinstance(shape, GemmShape) else len(shape.sizes)
     tokens = shape.tokens.bit_length()
-    return direction, tokens, shape.out_features, shape.in_features, shape.dtype
+    return direction, experts, tokens, shape.out_features, shape.in_features, shape.dtype
 
 
 def _may_measure() -> bool:

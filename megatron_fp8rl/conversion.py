@@ -18,10 +18,10 @@ from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
-from megatron_fp8rl.backends import BackendChoice, Timings
+from megatron_fp8rl.backends import BackendChoice, Shape, Timings
 from megatron_fp8rl.classes import check_module, fp8_class, upstream_class
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
-from megatron_fp8rl.grouped import Fp8GroupedState
+from megatron_fp8rl.grouped import Fp8GroupedState, even_shape
 from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
 from megatron_fp8rl.swiglu import can_fuse, fuse, is_fused, separate
@@ -101,9 +101,16 @@ class Conversion:
         """
         if self._backends is None:
             return {}
-        weights = [w for module in self._modules.values() for w in weights_of(module)]
-        shapes = [GemmShape(tokens, w.shape[0], w.shape[1], w.dtype) for w in weights]
-        device = weights[0].device if weights else torch.device("cpu")
+        shapes: list[Shape] = []
+        device = torch.device("cpu")
+        for module in self._modules.values():
+            weights = weights_of(module)
+            device = weights[0].device
+            if isinstance(module.fp8_state, Fp8GroupedState):
+                # Ranks exchange tokens: each gets as many as its own go to experts.
+                shapes.append(even_shape(weights, tokens * module.config.moe_router_topk))
+            else:
+                shapes += [GemmShape(tokens, w.shape[0], w.shape[1], w.dtype) for w in weights]
         self._backends.tune(shapes, device)
         return self._backends.timings
 

@@ -2,18 +2,39 @@
 
 The operands of a weight gradient have groups along tokens, which begin with each expert's first
 token; quantization pads the ragged last group of each with zeros, so that token dispatchers need
-not pad.
+not pad. All experts share one quantization of the activation, of the gradient and of the weights,
+and where a backend has grouped kernels one product in each direction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl.linear import Call, Fp8Module, Fp8State, check_weight, fp8_linear
+from fp8rl.gemm import Direction, GroupedBackend, GroupedShape
+from fp8rl.numerics import (
+    ColumnSegments,
+    RowSegments,
+    Segments,
+    cdiv,
+    quantize_segments,
+    row_alignment,
+    unpad,
+)
+from megatron_fp8rl.linear import (
+    Call,
+    Fp8Module,
+    Fp8State,
+    check_main_grad,
+    check_weight,
+    hand_over,
+)
+from megatron_fp8rl.weight_codes import StackedCodes
 
 
 @dataclass(frozen=True)
@@ -24,6 +45,11 @@ class Fp8GroupedState:
     """Global HF module name without the experts' numbers."""
     experts: tuple[Fp8State, ...]
     """One for each local expert, in the order of the weights."""
+    codes: StackedCodes = field(init=False)
+    """Of all experts; what the products use."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "codes", self.experts[0].codes.stacked())
 
 
 class Fp8Grouped(Fp8Module):
@@ -32,8 +58,20 @@ class Fp8Grouped(Fp8Module):
     fp8_state: Fp8GroupedState
 
     def drop_codes(self) -> None:
-        for expert in self.fp8_state.experts:
-            expert.codes.drop()
+        self.fp8_state.codes.drop()
+
+
+def even_shape(weights: Sequence[torch.Tensor], tokens: int) -> GroupedShape:
+    """What experts with these weights multiply when as many tokens go to each.
+
+    Args:
+        weights: ``[out, in]`` each.
+        tokens: of all experts.
+    """
+    first = weights[0]
+    alone = cdiv(tokens, len(weights))
+    splits = Segments([alone] * len(weights), row_alignment(first.device))
+    return GroupedShape(splits.sizes, first.shape[0], first.shape[1], first.dtype)
 
 
 def grouped_linear(
@@ -66,11 +104,175 @@ def grouped_linear(
             f"'{state.name}' got {len(x)} tokens in {len(splits)} runs of {sum(splits)} for "
             f"{len(weights)} experts; give one run for each expert."
         )
-    runs = []
-    for i, run in enumerate(x.split(list(splits))):
-        expert, weight = state.experts[i], weights[i]
+    for expert, weight in zip(state.experts, weights, strict=True):
         check_weight(expert.name, weight)
-        training = torch.is_grad_enabled() and weight.requires_grad
-        call = Call(state=expert, fusion=fusion, training=training)
-        runs.append(fp8_linear(run, weight, biases[i] if biases is not None else None, call))
-    return torch.cat(runs)
+    calls = tuple(
+        Call(
+            state=expert,
+            fusion=fusion,
+            training=torch.is_grad_enabled() and weight.requires_grad,
+        )
+        for expert, weight in zip(state.experts, weights, strict=True)
+    )
+    call = _GroupedCall(state, calls, tuple(splits))
+    return _Fp8GroupedFunction.apply(x, call, *weights, *(biases or ()))
+
+
+@dataclass(frozen=True)
+class _GroupedCall:
+    """Everything of one forward that is no tensor with a gradient."""
+
+    state: Fp8GroupedState
+    experts: tuple[Call, ...]
+    splits: tuple[int, ...]
+
+    def quantize(
+        self, x: torch.Tensor, segments: Segments, *, rowwise: bool = False, columnwise: bool
+    ) -> tuple[RowSegments | None, ColumnSegments | None]:
+        scale_format = self.state.experts[0].activation_format
+        return quantize_segments(x, segments, scale_format, rowwise=rowwise, columnwise=columnwise)
+
+    def backend(
+        self, direction: Direction, weight: torch.Tensor, segments: Segments
+    ) -> GroupedBackend:
+        shape = GroupedShape(segments.sizes, weight.shape[0], weight.shape[1], weight.dtype)
+        backends = self.state.experts[0].backends
+        return backends.pick_grouped(weight.device, shape, self.state.name, direction)
+
+
+class _Fp8GroupedFunction(torch.autograd.Function):
+    """:func:`grouped_linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, call: _GroupedCall, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        experts = len(call.experts)
+        weights, biases = tensors[:experts], tensors[experts:]
+        ctx.call = call
+        ctx.use_bias = bool(biases)
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.main_grads = [c.main_grad(w) for c, w in zip(call.experts, weights, strict=True)]
+        if not x.numel():
+            ctx.save_for_backward(*weights)
+            return x.new_zeros(len(x), len(weights[0]))
+
+        trained = [expert for expert, c in enumerate(call.experts) if c.training]
+        # In the order of the gradients in memory, so that a kernel can add to all of them as one
+        # stack: megatron's buffers hold the last parameter first.
+        trained.sort(key=lambda expert: _address(ctx.main_grads[expert]))
+        ctx.segments = segments = Segments(call.splits, row_alignment(x.device), trained)
+        operand, for_wgrad = call.quantize(x, segments, rowwise=True, columnwise=bool(trained))
+        assert operand is not None
+        kept = () if for_wgrad is None else for_wgrad[:2]
+        ctx.save_for_backward(*weights, *kept)
+        codes = call.state.codes
+        backend = call.backend("fprop", weights[0], segments)
+        y = backend.grouped_fprop(operand, codes.rowwise(weights, bool(trained)), x.dtype)
+        y = unpad(y, segments)
+        if not codes.layout.in_place:
+            y = codes.layout.from_hf(y, -1)
+        if biases:
+            runs = zip(y.split(call.splits), biases, strict=True)
+            y = torch.cat([run + bias for run, bias in runs])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _GroupedCall = ctx.call
+        experts, grad = len(call.experts), grads[0]
+        weights, saved = ctx.saved_tensors[:experts], ctx.saved_tensors[experts:]
+        need_x, _, *needed = ctx.needs_input_grad
+        wanted = [expert for expert in range(experts) if needed[expert]]
+        for expert in wanted:
+            check_main_grad(call.experts[expert], ctx.main_grads[expert])
+        grad_biases: list[torch.Tensor | None] = []
+        if ctx.use_bias:
+            grad_biases = [run.sum(0) for run in grad.split(call.splits)]
+        if not grad.numel():
+            grad_x = grad.new_zeros(ctx.x_shape, dtype=ctx.x_dtype) if need_x else None
+            zeros = {
+                expert: torch.zeros_like(weights[expert])
+                for expert in wanted
+                if ctx.main_grads[expert] is None
+            }
+            return grad_x, None, *_hand_over(ctx.main_grads, weights, wanted, zeros), *grad_biases
+
+        codes, segments = call.state.codes, ctx.segments
+        in_place = codes.layout.in_place
+        operand, grad_t = call.quantize(
+            grad, segments, rowwise=need_x and in_place, columnwise=bool(wanted)
+        )
+        grad_x = None
+        if need_x:
+            if operand is None:
+                reordered = codes.layout.to_hf(grad, -1)
+                operand, _ = call.quantize(reordered, segments, rowwise=True, columnwise=False)
+            assert operand is not None
+            backend = call.backend("dgrad", weights[0], segments)
+            grad_x = backend.grouped_dgrad(operand, codes.columnwise(weights), ctx.x_dtype)
+            grad_x = unpad(grad_x, segments)
+        products: dict[int, torch.Tensor] = {}
+        if wanted:
+            assert grad_t is not None
+            codes_t, scale_inv_t = saved
+            x_t = ColumnSegments(codes_t, scale_inv_t, segments)
+            products = _weight_grads(call, grad_t, x_t, wanted, weights, ctx.main_grads)
+        handed = _hand_over(ctx.main_grads, weights, wanted, products)
+        return grad_x, None, *handed, *grad_biases
+
+
+def _weight_grads(
+    call: _GroupedCall,
+    grad_t: ColumnSegments,
+    x_t: ColumnSegments,
+    wanted: Sequence[int],
+    weights: Sequence[torch.Tensor],
+    main_grads: Sequence[torch.Tensor | None],
+) -> dict[int, torch.Tensor]:
+    """Gradients of the experts without a ``main_grad``; those of the others have been added."""
+    order = x_t.segments.order
+    totals = [main_grads[expert] for expert in order]
+    dtypes = {None if total is None else total.dtype for total in totals}
+    alike = len(dtypes) == 1 and len(wanted) == len(order)
+    out = [t for t in totals if t is not None] if alike and None not in dtypes else None
+    direction: Direction = "wgrad_add" if out and out[0].dtype == torch.float32 else "wgrad"
+    backend = call.backend(direction, weights[0], x_t.segments)
+    if out is not None:
+        backend.grouped_wgrad(grad_t, x_t, out[0].dtype, out)
+        return {}
+    # Not alike: some gradients are added and some returned, or some are not asked for now.
+    made = backend.grouped_wgrad(grad_t, x_t, weights[0].dtype if alike else torch.float32)
+    products = {}
+    for expert, product in zip(order, made, strict=True):
+        total = main_grads[expert]
+        if total is None:
+            products[expert] = product.to(weights[expert].dtype)
+        elif expert in wanted:
+            total.add_(product)
+    return products
+
+
+def _hand_over(
+    main_grads: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor],
+    wanted: Sequence[int],
+    products: dict[int, torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """What autograd gets for each weight."""
+    handed: list[torch.Tensor | None] = [None] * len(weights)
+    placeholder = None
+    for expert in wanted:
+        weight, main_grad = weights[expert], main_grads[expert]
+        if main_grad is None:
+            handed[expert] = products[expert]
+            continue
+        if placeholder is None and hasattr(weight, "grad_added_to_main_grad"):
+            placeholder = torch.empty_like(weight)
+        handed[expert] = hand_over(weight, main_grad, placeholder)
+    return handed
+
+
+def _address(main_grad: torch.Tensor | None) -> int:
+    return 0 if main_grad is None else main_grad.data_ptr()

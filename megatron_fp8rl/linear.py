@@ -387,21 +387,46 @@ def _give(
     that starts its reduction (tensor_parallel/layers.py,
     LinearWithGradAccumulationAndAsyncCommunication).
     """
-    if main_grad is None and not call.fusion:
-        return compute(weight.dtype, None) if compute else torch.zeros_like(weight)
+    check_main_grad(call, main_grad)
     if main_grad is None:
+        return compute(weight.dtype, None) if compute else torch.zeros_like(weight)
+    if compute:
+        compute(main_grad.dtype, main_grad)
+    return hand_over(weight, main_grad)
+
+
+def check_main_grad(call: Call, main_grad: torch.Tensor | None) -> None:
+    """Refuse fusion without ``main_grad``.
+
+    Raises:
+        UnsupportedError: naming the module.
+    """
+    if call.fusion and main_grad is None:
         raise UnsupportedError(
             f"'{call.state.name}' has gradient_accumulation_fusion on, but its weight has no "
             "main_grad; wrap the model in megatron's DistributedDataParallel first."
         )
-    if compute:
-        compute(main_grad.dtype, main_grad)
+
+
+def hand_over(
+    weight: torch.Tensor, main_grad: torch.Tensor, placeholder: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """What autograd gets for a weight whose gradient has been added to ``main_grad``.
+
+    Args:
+        weight: its owner.
+        main_grad: of the weight.
+        placeholder: memory of the weight's shape for a gradient of any content, which may serve
+            many weights: the hook frees it at once.
+    """
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    zeros = getattr(weight, "zero_out_wgrad", False)
-    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    # Detached, because autograd would copy a tensor that somebody else holds too.
+    return torch.empty_like(weight) if placeholder is None else placeholder.detach()
 
 
 def _gather_codes(operand: Quantized, group: Any) -> Quantized:

@@ -8,12 +8,13 @@ turns :class:`WeightEpoch`, and the next forward, which comes after any paramete
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8rl.numerics import Operand, Quantized, quantize_weight
+from fp8rl.numerics import Operand, Quantized, quantize_weight, quantize_weights
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.layout import RowLayout
 
@@ -42,18 +43,8 @@ class WeightEpoch:
         self.value += 1
 
 
-class WeightCodes:
-    """The codes of one weight in HF row order, or in Megatron's where the blocks are the same.
-
-    Args:
-        layout: row order; blocks lie on the HF order.
-        scale_format: of the 128x128 blocks.
-        epoch: shared by all weights of a conversion.
-        keep: keep the codes until the weight is known to have changed. By default a GPU, where they
-            take 2 bytes a parameter and little time, makes them at each use, and a CPU, where they
-            take long, compares the weight with the one they were made of; so neither can use
-            stale ones.
-    """
+class _Codes:
+    """When the codes of one or more weights are made anew; see :class:`WeightCodes`."""
 
     def __init__(
         self,
@@ -66,9 +57,76 @@ class WeightCodes:
         self.scale_format = scale_format
         self._epoch = epoch
         self._keep = keep
-        self._key: tuple[int, int, int] | None = None
-        self._made_of: torch.Tensor | None = None
+        self._key: tuple[tuple[int, int, int], ...] | None = None
+        self._made_of: list[torch.Tensor] = []
         self._codes = Operand(None, None)
+
+    def drop(self) -> None:
+        """Free the codes; the next call makes them anew."""
+        self._key, self._made_of = None, []
+        self._codes = Operand(None, None)
+
+    def _rowwise_of(self, weights: Sequence[torch.Tensor], training: bool) -> Quantized:
+        if not self._keeps(weights[0]):
+            return _present(self._make(weights, rowwise=True).rowwise)
+        self._forget_if_changed(weights)
+        if self._codes.rowwise is None:
+            both = training and self._codes.columnwise is None
+            made = self._make(weights, rowwise=True, columnwise=both)
+            self._codes = Operand(made.rowwise, made.columnwise or self._codes.columnwise)
+        return _present(self._codes.rowwise)
+
+    def _columnwise_of(self, weights: Sequence[torch.Tensor]) -> Quantized:
+        if not self._keeps(weights[0]):
+            return _present(self._make(weights, columnwise=True).columnwise)
+        self._forget_if_changed(weights)
+        rowwise, columnwise = self._codes
+        if columnwise is None:
+            if rowwise is not None and not weights[0].is_cuda:
+                return Quantized(rowwise.codes.mT, rowwise.scale_inv.mT)
+            columnwise = self._make(weights, columnwise=True).columnwise
+            self._codes = Operand(rowwise, columnwise)
+        return _present(columnwise)
+
+    def _forget_if_changed(self, weights: Sequence[torch.Tensor]) -> None:
+        if self._keep is None:
+            same = len(self._made_of) == len(weights) and all(
+                torch.equal(a, b) for a, b in zip(self._made_of, weights, strict=True)
+            )
+            if not same:
+                self.drop()
+                self._made_of = [weight.detach().clone() for weight in weights]
+            return
+        epoch = self._epoch.value
+        key = tuple((weight.data_ptr(), weight._version, epoch) for weight in weights)
+        if key != self._key:
+            self._key, self._codes = key, Operand(None, None)
+
+    def _keeps(self, weight: torch.Tensor) -> bool:
+        return not weight.is_cuda if self._keep is None else self._keep
+
+    def _in_hf_order(self, weight: torch.Tensor) -> torch.Tensor:
+        rows = weight.detach()
+        return rows if self.layout.in_place else self.layout.to_hf(rows)
+
+    def _make(
+        self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False
+    ) -> Operand:
+        raise NotImplementedError
+
+
+class WeightCodes(_Codes):
+    """The codes of one weight in HF row order, or in Megatron's where the blocks are the same.
+
+    Args:
+        layout: row order; blocks lie on the HF order.
+        scale_format: of the 128x128 blocks.
+        epoch: shared by all weights of a conversion.
+        keep: keep the codes until the weight is known to have changed. By default a GPU, where they
+            take 2 bytes a parameter and little time, makes them at each use, and a CPU, where they
+            take long, compares the weight with the one they were made of; so neither can use
+            stale ones.
+    """
 
     def get(self, weight: torch.Tensor) -> Quantized:
         """See :meth:`rowwise`."""
@@ -89,60 +147,48 @@ class WeightCodes:
             codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``. A
             non-finite weight gives a NaN code.
         """
-        if not self._keeps(weight):
-            return _present(self._make(weight, rowwise=True).rowwise)
-        self._forget_if_changed(weight)
-        if self._codes.rowwise is None:
-            both = training and self._codes.columnwise is None
-            made = self._make(weight, rowwise=True, columnwise=both)
-            self._codes = Operand(made.rowwise, made.columnwise or self._codes.columnwise)
-        return _present(self._codes.rowwise)
+        return self._rowwise_of((weight,), training)
 
     def columnwise(self, weight: torch.Tensor) -> Quantized:
         """The same codes transposed, ``[K, layout.rows]``, and their scales, for dgrad."""
-        if not self._keeps(weight):
-            return _present(self._make(weight, columnwise=True).columnwise)
-        self._forget_if_changed(weight)
-        rowwise, columnwise = self._codes
-        if columnwise is None:
-            if rowwise is not None and not weight.is_cuda:
-                return Quantized(rowwise.codes.t(), rowwise.scale_inv.t())
-            columnwise = self._make(weight, columnwise=True).columnwise
-            self._codes = Operand(rowwise, columnwise)
-        return _present(columnwise)
+        return self._columnwise_of((weight,))
 
     def fresh(self, weight: torch.Tensor) -> Quantized:
         """Codes of ``weight`` as it is now, of which nothing is kept.
 
         For a look from outside: what a distributed optimizer has not gathered yet must not stay.
         """
-        return _present(self._make(weight, rowwise=True).rowwise)
+        return _present(self._make((weight,), rowwise=True).rowwise)
 
-    def drop(self) -> None:
-        """Free the codes; the next call makes them anew."""
-        self._key = self._made_of = None
-        self._codes = Operand(None, None)
-
-    def _forget_if_changed(self, weight: torch.Tensor) -> None:
-        if self._keep is None:
-            if self._made_of is None or not torch.equal(self._made_of, weight):
-                self.drop()
-                self._made_of = weight.detach().clone()
-            return
-        key = (weight.data_ptr(), weight._version, self._epoch.value)
-        if key != self._key:
-            self._key, self._codes = key, Operand(None, None)
-
-    def _keeps(self, weight: torch.Tensor) -> bool:
-        return not weight.is_cuda if self._keep is None else self._keep
+    def stacked(self) -> StackedCodes:
+        """The same for the weights of many experts at once."""
+        return StackedCodes(self.layout, self.scale_format, self._epoch, self._keep)
 
     def _make(
-        self, weight: torch.Tensor, *, rowwise: bool = False, columnwise: bool = False
+        self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False
     ) -> Operand:
-        rows = weight.detach()
-        if not self.layout.in_place:
-            rows = self.layout.to_hf(rows)
+        rows = self._in_hf_order(weights[0])
         return quantize_weight(rows, self.scale_format, rowwise=rowwise, columnwise=columnwise)
+
+
+class StackedCodes(_Codes):
+    """:class:`WeightCodes` of all experts of a module, in one stack; if one weight has changed all
+    are made anew, in one launch."""
+
+    def rowwise(self, weights: Sequence[torch.Tensor], training: bool = False) -> Quantized:
+        """codes ``[experts, layout.rows, K]``, scale_inv ``[experts, ceil(rows/128),
+        ceil(K/128)]``; see :meth:`WeightCodes.rowwise`."""
+        return self._rowwise_of(weights, training)
+
+    def columnwise(self, weights: Sequence[torch.Tensor]) -> Quantized:
+        """The same codes and scales with their last two dimensions transposed, for dgrad."""
+        return self._columnwise_of(weights)
+
+    def _make(
+        self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False
+    ) -> Operand:
+        rows = [self._in_hf_order(weight) for weight in weights]
+        return quantize_weights(rows, self.scale_format, rowwise=rowwise, columnwise=columnwise)
 
 
 def _present(side: Quantized | None) -> Quantized:

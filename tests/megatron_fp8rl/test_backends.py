@@ -90,7 +90,10 @@ def test_doctor_lists_every_backend_and_why_it_does_not_serve_here():
     listed = facts["GEMM backends"].split("; ")
     assert {"reference: ready", "own: ready"} <= set(listed)
     if not torch.cuda.is_available():
-        assert "scaled_mm: needs a GPU" in listed and list(facts) == ["GEMM backends"]
+        assert "scaled_mm: needs a GPU" in listed
+        experts = facts.pop("GEMM backends for experts at once")
+        assert experts == "deep_gemm: needs a GPU; one after the other: every backend"
+        assert list(facts) == ["GEMM backends"]
 
 
 def test_measuring_leaves_the_random_state_alone():
