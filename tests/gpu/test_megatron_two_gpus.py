@@ -71,7 +71,7 @@ def ranks(tmp_path_factory, weights) -> checks.Results:
 
     def world(size: int, backends: Mapping[str, str]) -> None:
         launch(
-            cases.__file__,
+            cases.WORKER,
             size,
             [str(out), json.dumps(backends), "cuda"],
             timeout=TIMEOUT,

@@ -1,13 +1,12 @@
 """What test_parallel.py compares: one small FP8 training run on any topology.
 
-Run as a script (see ``launch``) it goes through topologies in one world of processes, and each rank
+:data:`WORKER` goes through topologies in one world of processes (see ``launch``), and each rank
 writes what it saw of one to ``OUT/<topology>.<rank>.pt``. On a CPU test_parallel.py runs
 :func:`train` in its own process for the truth; on GPUs a world of one process does.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Iterator
@@ -48,6 +47,8 @@ from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.local_spec import completed_local_spec
 from megatron_fp8rl.testing.models import build_gpt
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+
+WORKER = Path(__file__).with_name("parallel_worker.py")
 
 
 def train(
@@ -235,7 +236,3 @@ def main(out: Path, backends: dict[str, str | None], device_type: str) -> None:
                 )
             parallel_state.destroy_model_parallel()
             torch.save(result, out / f"{name}.{rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

@@ -14,10 +14,11 @@ from megatron_fp8rl.testing.launch import LaunchError
 
 # Relative, one a step. Pipeline and data parallel forwards compute what one process does, bit for
 # bit; tensor parallelism sums in another order. FP8 turns a relative difference e into one of about
-# sqrt(e), by codes that flip, so runs part within a few steps: seen up to 4e-5, 5e-4, 1e-3 in
-# float32. With FP8 switched off the losses would be off by 3e-4, 4e-3, 1e-2, with pins taken for
-# stage-local numbers by 2e-4, 3e-3, 2e-3.
-LOSS_TOLERANCE = {torch.float32: (2e-4, 2e-3, 1e-2), torch.bfloat16: (5e-3, 1e-2, 2e-2)}
+# sqrt(e), by codes that flip, so runs part within a few steps: seen on a CPU up to 5e-5, 6e-4, 2e-3
+# in float32. With FP8 switched off the losses of a dense model would be off by 2e-4, 4e-3, 4e-3,
+# with pins taken for stage-local numbers by 8e-4, 3e-4, 2e-3, those of a mixture by more than 9e-4
+# in the first step.
+LOSS_TOLERANCE = {torch.float32: (1.5e-4, 2e-3, 5e-3), torch.bfloat16: (5e-3, 1e-2, 2e-2)}
 SCALE_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
 FP8_MODULES = {
     f"model.layers.{layer}.{leaf}"

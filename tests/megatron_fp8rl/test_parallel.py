@@ -47,7 +47,7 @@ def ranks(tmp_path_factory, weights) -> checks.Results:
     out = tmp_path_factory.mktemp("parallel")
     for kind, tensors in weights.items():
         save_file(tensors, out / f"{kind}.safetensors")
-    launch(cases.__file__, 2, [str(out), json.dumps(dict.fromkeys(TOPOLOGIES)), "cpu"], timeout=180)
+    launch(cases.WORKER, 2, [str(out), json.dumps(dict.fromkeys(TOPOLOGIES)), "cpu"], timeout=180)
     return checks.Results(out)
 
 
