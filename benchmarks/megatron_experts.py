@@ -1,0 +1,182 @@
+"""Experts of one mixture-of-experts layer, forward and backward, on one Hopper GPU.
+
+    python benchmarks/megatron_experts.py [--experts 128] [--hidden 2048] [--intermediate 768]
+        [--tokens 8192] [--top 8] [--rounds 9] [--out FILE.json]
+
+The two grouped linears of a layer of Qwen3-30B-A3B (gate and up, down), without what lies between
+them: in BF16 as one grouped product (``torch._grouped_mm``) and expert by expert, in FP8 as one
+grouped linear and expert by expert. FP8 times include the quantization of activations, gradients
+and weights; with "codes kept" that of the weights is left out. All add weight gradients to a
+float32 ``main_grad`` in one buffer, last expert first, as megatron's DDP has them. Tokens are
+shared out unevenly, the same for all. Prints the times of each product by backend too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from megatron_common import interleaved, profiled
+from rich.console import Console
+from rich.table import Table
+
+from fp8rl import PluginManager
+from fp8rl.gemm.tuning import flops
+from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
+from megatron_fp8rl.layout import plain_layout
+from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+
+GPU = torch.device("cuda")
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Linear:
+    """Weights of one grouped linear, shared by all variants, with an input and a gradient."""
+
+    def __init__(self, splits: Sequence[int], out_features: int, in_features: int) -> None:
+        experts, tokens = len(splits), sum(splits)
+        self.splits = tuple(splits)
+        like = {"device": GPU, "dtype": torch.bfloat16}
+        self.stack = (
+            torch.randn(experts, out_features, in_features, **like) * 0.02
+        ).requires_grad_()
+        self.weights = [torch.nn.Parameter(w.detach()) for w in self.stack.detach().unbind()]
+        self.main_grad = torch.zeros_like(self.stack, dtype=torch.float32)
+        self.x = torch.randn(tokens, in_features, **like).requires_grad_()
+        self.grad = torch.randn(tokens, out_features, **like) * 1e-3
+        self.ends = torch.tensor(splits, device=GPU).cumsum(0).int()
+        for i, weight in enumerate(self.weights):
+            weight.main_grad = self.main_grad[experts - 1 - i]  # type: ignore[attr-defined]
+
+    def state(self, backends: BackendChoice, keep: bool) -> Fp8GroupedState:
+        epoch, layout = WeightEpoch(), plain_layout("x", self.stack.shape[1])
+        return Fp8GroupedState(
+            "experts",
+            tuple(
+                Fp8State(f"experts.{i}", WeightCodes(layout, "fp32", epoch, keep), backends, "fp32")
+                for i in range(len(self.weights))
+            ),
+        )
+
+    def bf16_grouped(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.stack.mT, offs=self.ends)
+
+    def bf16_loop(self, x: torch.Tensor) -> torch.Tensor:
+        runs = zip(x.split(self.splits), self.weights, strict=True)
+        return torch.cat([torch.nn.functional.linear(run, w) for run, w in runs])
+
+    def fp8_grouped(self, state: Fp8GroupedState) -> Forward:
+        return lambda x: grouped_linear(x, self.splits, self.weights, None, state, fusion=True)
+
+    def fp8_loop(self, state: Fp8GroupedState) -> Forward:
+        calls = [Call(expert, fusion=True, training=True) for expert in state.experts]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            runs = zip(x.split(self.splits), self.weights, calls, strict=True)
+            return torch.cat([fp8_linear(run, w, None, call) for run, w, call in runs])
+
+        return forward
+
+    def step(self, forward: Forward) -> None:
+        """Forward, backward, and what DDP adds to ``main_grad`` where the linear did not."""
+        forward(self.x).backward(self.grad)
+        if self.stack.grad is not None:
+            self.main_grad.add_(self.stack.grad)
+        grads = [(w, w.grad) for w in self.weights if w.grad is not None]
+        if grads:
+            torch._foreach_add_([w.main_grad for w, _ in grads], [g for _, g in grads])
+        self.x.grad = self.stack.grad = None
+        for weight in self.weights:
+            weight.grad = None
+
+
+def shares(experts: int, tokens: int) -> list[int]:
+    """Tokens of each expert, from a router that likes some more than others (seeded)."""
+    torch.manual_seed(0)
+    chosen = torch.multinomial(torch.randn(experts).mul(0.3).exp(), tokens, replacement=True)
+    return chosen.bincount(minlength=experts).tolist()
+
+
+def variants(linears: Sequence[Linear], backends: BackendChoice) -> dict[str, Callable[[], None]]:
+    def all_of(forwards: Sequence[Forward]) -> Callable[[], None]:
+        def call() -> None:
+            for linear, forward in zip(linears, forwards, strict=True):
+                linear.step(forward)
+
+        return call
+
+    every = [linear.state(backends, keep=False) for linear in linears]
+    kept = [linear.state(backends, keep=True) for linear in linears]
+    return {
+        "BF16, torch._grouped_mm": all_of([x.bf16_grouped for x in linears]),
+        "BF16, each expert": all_of([x.bf16_loop for x in linears]),
+        "fp8rl, grouped": all_of([x.fp8_grouped(s) for x, s in zip(linears, every, strict=True)]),
+        "fp8rl, grouped, codes kept": all_of(
+            [x.fp8_grouped(s) for x, s in zip(linears, kept, strict=True)]
+        ),
+        "fp8rl, each expert": all_of([x.fp8_loop(s) for x, s in zip(linears, every, strict=True)]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=768)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--top", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    splits = shares(options.experts, options.tokens * options.top)
+    linears = [
+        Linear(splits, 2 * options.intermediate, options.hidden),
+        Linear(splits, options.hidden, options.intermediate),
+    ]
+    backends = BackendChoice(PluginManager(discover=False).gemm_backends(), ["fp32"])
+    calls = variants(linears, backends)
+    times = interleaved(calls, options.rounds, calls=2)
+    console = Console(width=110)
+    table = Table("experts, forward + backward", "ms", "over torch._grouped_mm")
+    first = next(iter(times.values()))
+    for name, milliseconds in times.items():
+        table.add_row(name, f"{milliseconds:.2f}", f"{first / milliseconds:.2f}x")
+    console.print(table)
+    products = {
+        f"{direction} {shape.out_features}x{shape.in_features}": {
+            name: {"ms": ms, "tflops": flops(shape) / ms / 1e9} for name, ms in by_name.items()
+        }
+        for direction, by_shape in backends.timings.items()
+        for shape, by_name in by_shape.items()
+        if len(getattr(shape, "sizes", ())) == options.experts
+    }
+    for product, by_name in products.items():
+        texts = [f"{n} {v['ms']:.2f} ms, {v['tflops']:.0f} TFLOPS" for n, v in by_name.items()]
+        console.print(f"{product}: {'; '.join(texts)}")
+    if options.profile:
+        for name in ("fp8rl, grouped", "BF16, torch._grouped_mm"):
+            with profiled(name):
+                calls[name]()
+    if options.out:
+        facts = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "splits": {"smallest": min(splits), "largest": max(splits), "sum": sum(splits)},
+            "options": {k: v for k, v in vars(options).items() if k != "out"},
+            "milliseconds": times,
+            "products": products,
+        }
+        options.out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Grouped products of experts: kernels made for it and loops against float64, ragged and empty
+runs; the operands' kernels against the torch reference.
+
+With ``TRITON_INTERPRET=1`` and triton installed the operands' part runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fp8rl.gemm import GroupedShape, LoopBackend, builtin_backends
+from fp8rl.gemm.tuning import measure
+from fp8rl.numerics import (
+    Quantized,
+    RowSegments,
+    Segments,
+    quantize_segments,
+    quantize_weights,
+    reference,
+)
+from fp8rl.testing.numeric import relative_error
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed")
+kernels = importlib.import_module("fp8rl.numerics.triton_grouped")
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+FLOAT32, BFLOAT16 = 2e-3, 2**-8  # as in test_gemm_backends.py
+# As many experts each time, and one shape: DeepGEMM compiles for both.
+SPLITS = [(130, 0, 128, 5, 300), (0, 0, 1, 0, 0), (256, 128, 128, 384, 128), (0, 777, 0, 40, 0)]
+OUT, IN = 256, 640
+PLAIN = [b for b in builtin_backends() if b.name != "reference"]
+GROUPED = {b.name: b for b in [*PLAIN, *map(LoopBackend, PLAIN)] if hasattr(b, "grouped_fprop")}
+on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA GPU")
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.shape == b.shape
+    a, b = (t.cpu().flatten().clone().view(torch.uint8) for t in (a, b))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("order", [None, "backwards"])
+@pytest.mark.parametrize("cols", [256, 200])
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_expert_has_the_codes_it_would_have_alone(splits, cols, order, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(sum(splits), cols).mul(torch.rand(cols).mul(6).exp()).to(dtype)
+    x[0, 3] = torch.inf
+    left_out = [e for e in reversed(range(len(splits))) if e != 1] if order else None
+    segments = Segments(splits, kernels.ALIGNMENT, left_out)
+    rows, columns = kernels.quantize_segments(x.to(DEVICE), segments, "fp32", True, True)
+    only_rows, _ = kernels.quantize_segments(x.to(DEVICE), segments, "pow2", True, False)
+    for scale_format, by_rows in (("fp32", rows), ("pow2", only_rows)):
+        for expert, run in enumerate(x.split(splits)):
+            n, alone = len(run), reference.quantize_operand(run, scale_format, True, True)
+            got = by_rows.of(expert)
+            _equal(got.codes[:n], alone.rowwise.codes)
+            _equal(got.scale_inv[:n], alone.rowwise.scale_inv)
+            assert not got.codes[n:].float().any()
+            if scale_format == "fp32" and expert in segments.order:
+                got = columns.at(segments.order.index(expert))
+                _equal(got.codes[:, :n], alone.columnwise.codes)
+                _equal(got.scale_inv, alone.columnwise.scale_inv)
+                assert not got.codes[:, n:].float().any()
+    padded = torch.randn(segments.rows, cols, device=DEVICE)
+    parts = zip(segments.starts, splits, strict=True)
+    _equal(kernels.unpad(padded, segments), torch.cat([padded[s : s + n] for s, n in parts]))
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 130)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_stack_has_the_codes_of_each_weight(shape, dtype):
+    torch.manual_seed(0)
+    weights = [torch.randn(shape).to(dtype) for _ in range(3)]
+    weights[1][5, 7] = torch.nan
+    made = kernels.quantize_weights([w.to(DEVICE) for w in weights], "fp32", True, True)
+    for side, expected in zip(
+        made, reference.quantize_weights(weights, "fp32", True, True), strict=True
+    ):
+        _equal(side.codes, expected.codes)
+        _equal(side.scale_inv, expected.scale_inv)
+
+
+def _exact(q: Quantized, blocks: bool = False) -> torch.Tensor:
+    factors = q.scale_inv.double().repeat_interleave(128, 1)[:, : q.codes.shape[1]]
+    if blocks:
+        factors = factors.repeat_interleave(128, 0)[: len(q.codes)]
+    return q.codes.double() * factors
+
+
+def _of_rows(a: RowSegments, w: Quantized) -> torch.Tensor:
+    experts = range(len(a.segments.splits))
+    stack = [Quantized(w.codes[e], w.scale_inv[e]) for e in experts]
+    return torch.cat([_exact(a.of(e)) @ _exact(stack[e], True).t() for e in experts])
+
+
+@on_a_gpu
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [(n, s) for n in GROUPED for s in (SPLITS[:1] if n.endswith("loop") else SPLITS)],
+    ids=str,
+)
+def test_every_direction(name, splits):
+    backend = GROUPED[name]
+    order = list(reversed(range(len(splits))))
+    segments = Segments(splits, kernels.ALIGNMENT, order)
+    shape = GroupedShape(segments.sizes, OUT, IN)
+    reason = backend.supports_grouped(DEVICE, shape, "fp32")
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    torch.manual_seed(0)
+    x = torch.randn(sum(splits), IN, device=DEVICE).bfloat16()
+    grad = (torch.randn(sum(splits), OUT, device=DEVICE) * 1e-5).bfloat16()
+    weights = [torch.randn(OUT, IN, device=DEVICE).bfloat16() for _ in splits]
+    by_rows, by_columns = quantize_segments(x, segments)
+    grad_rows, grad_columns = quantize_segments(grad, segments)
+    w, w_t = quantize_weights(weights)
+    y = backend.grouped_fprop(by_rows, w, torch.bfloat16)
+    assert relative_error(y, _of_rows(by_rows, w)) < BFLOAT16
+    dx = backend.grouped_dgrad(grad_rows, w_t, torch.bfloat16)
+    assert relative_error(dx, _of_rows(grad_rows, w_t)) < BFLOAT16
+
+    dw = [_exact(grad_columns.at(p)) @ _exact(by_columns.at(p)).t() for p in range(len(order))]
+    for dtype, tolerance in ((torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32)):
+        for got, expected in zip(
+            backend.grouped_wgrad(grad_columns, by_columns, dtype), dw, strict=True
+        ):
+            assert got.dtype == dtype
+            _near(got, expected, tolerance)
+        for memory in (_apart, _together):
+            totals = memory([3 * d.to(dtype) for d in dw])
+            backend.grouped_wgrad(grad_columns, by_columns, dtype, totals)
+            for total, expected in zip(totals, dw, strict=True):
+                _near(total, 4 * expected, tolerance)
+
+
+def _near(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    if expected.any():
+        assert relative_error(got, expected) < tolerance
+    else:
+        assert not got.any()
+
+
+def _apart(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [m.clone() for m in matrices]
+
+
+def _together(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Behind something else, as gradients are in megatron's buffers."""
+    buffer = torch.cat([matrices[0].new_zeros(64), *(m.flatten() for m in matrices)])
+    return list(buffer[64:].view(len(matrices), *matrices[0].shape).unbind())
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_nan_shows_in_its_row_alone(name):
+    segments = Segments((100, 0, 200, 0, 0), kernels.ALIGNMENT)
+    if GROUPED[name].supports_grouped(DEVICE, GroupedShape(segments.sizes, OUT, IN), "fp32"):
+        pytest.skip(f"{name} does not serve this")
+    torch.manual_seed(0)
+    x = torch.randn(300, IN, device=DEVICE).bfloat16()
+    x[117, 5] = torch.inf
+    rows, _ = quantize_segments(x, segments, columnwise=False)
+    weights = [torch.randn(OUT, IN, device=DEVICE).bfloat16() for _ in range(5)]
+    w, _ = quantize_weights(weights, columnwise=False)
+    y = kernels.unpad(GROUPED[name].grouped_fprop(rows, w, torch.bfloat16), segments)
+    assert y.isnan().all(1).nonzero().flatten().tolist() == [117]
+    assert y.isnan().any(1).sum() == 1
+
+
+@on_a_gpu
+def test_timing_finds_every_backend():
+    shape = GroupedShape((128, 0, 384, 128, 128), OUT, IN)
+    usable = [b for b in GROUPED.values() if b.supports_grouped(DEVICE, shape, "fp32") is None]
+    for direction in ("fprop", "dgrad", "wgrad", "wgrad_add"):
+        times = measure(usable, direction, shape, DEVICE)
+        assert times.keys() == {b.name for b in usable}
+        assert all(0 < t < 100 for t in times.values())
+
+
+@on_a_gpu
+@pytest.mark.parametrize("together", [False, True])
+def test_a_module_of_experts_is_that_of_each_expert(together):
+    """Against the product of each expert alone, gradients added to a buffer like megatron's."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from fp8rl import PluginManager
+    from megatron_fp8rl.backends import BackendChoice
+    from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
+    from megatron_fp8rl.layout import plain_layout
+    from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
+    from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+
+    torch.manual_seed(0)
+    splits, shape = (70, 0, 513, 128, 0), (OUT, IN)
+    backends = BackendChoice(PluginManager(discover=False).gemm_backends(), ["fp32"])
+    epoch = WeightEpoch()
+    states = tuple(
+        Fp8State(
+            f"e.{i}", WeightCodes(plain_layout("x", shape[0]), "fp32", epoch), backends, "fp32"
+        )
+        for i in range(len(splits))
+    )
+    source = torch.randn(len(splits), *shape, device=DEVICE).bfloat16()
+    x = torch.randn(sum(splits), shape[1], device=DEVICE).bfloat16()
+    grad = torch.randn(sum(splits), shape[0], device=DEVICE).bfloat16()
+
+    def run(experts: Callable) -> list[torch.Tensor]:
+        weights = [torch.nn.Parameter(w.clone()) for w in source]
+        memory = _together if together else _apart
+        totals = memory([torch.ones(shape, device=DEVICE) for _ in weights])
+        for weight, total in zip(weights, reversed(totals), strict=True):
+            weight.main_grad, weight.grad_added_to_main_grad = total, False
+        leaf = x.clone().requires_grad_()
+        y = experts(leaf, weights)
+        y.backward(grad)
+        assert all(w.grad_added_to_main_grad and w.grad is not None for w in weights)
+        return [y, leaf.grad, *(w.main_grad - 1 for w in weights)]
+
+    def each(leaf: torch.Tensor, weights: list) -> torch.Tensor:
+        calls = [Call(state, fusion=True, training=True) for state in states]
+        runs = zip(leaf.split(splits), weights, calls, strict=True)
+        return torch.cat([fp8_linear(part, w, None, call) for part, w, call in runs])
+
+    state = Fp8GroupedState("e", states)
+
+    def at_once(leaf: torch.Tensor, weights: list) -> torch.Tensor:
+        return grouped_linear(leaf, splits, weights, None, state, fusion=True)
+
+    alone = run(each)
+    run(at_once)  # measures its backends
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grouped = run(at_once)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    for got, expected in zip(grouped, alone, strict=True):
+        _near(got.double(), expected.double(), 2 * BFLOAT16)
