@@ -218,7 +218,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
             assert grad_t is not None
             codes_t, scale_inv_t = saved
             x_t = ColumnSegments(codes_t, scale_inv_t, segments)
-            products = _weight_grads(call, grad_t, x_t, wanted, weights, ctx.main_grads)
+            products = _weight_grads(call, grad_t, x_t, weights, ctx.main_grads)
         handed = _hand_over(ctx.main_grads, weights, wanted, products)
         return grad_x, None, *handed, *grad_biases
 
@@ -227,7 +227,6 @@ def _weight_grads(
     call: _GroupedCall,
     grad_t: ColumnSegments,
     x_t: ColumnSegments,
-    wanted: Sequence[int],
     weights: Sequence[torch.Tensor],
     main_grads: Sequence[torch.Tensor | None],
 ) -> dict[int, torch.Tensor]:
@@ -235,21 +234,21 @@ def _weight_grads(
     order = x_t.segments.order
     totals = [main_grads[expert] for expert in order]
     dtypes = {None if total is None else total.dtype for total in totals}
-    alike = len(dtypes) == 1 and len(wanted) == len(order)
-    out = [t for t in totals if t is not None] if alike and None not in dtypes else None
+    # One kernel adds to gradients of one dtype; where only some experts have any, none is added to.
+    out = [t for t in totals if t is not None] if len(dtypes) == 1 and None not in dtypes else None
     direction: Direction = "wgrad_add" if out and out[0].dtype == torch.float32 else "wgrad"
     backend = call.backend(direction, weights[0], x_t.segments)
     if out is not None:
         backend.grouped_wgrad(grad_t, x_t, out[0].dtype, out)
         return {}
-    # Not alike: some gradients are added and some returned, or some are not asked for now.
-    made = backend.grouped_wgrad(grad_t, x_t, weights[0].dtype if alike else torch.float32)
+    made = backend.grouped_wgrad(
+        grad_t, x_t, weights[0].dtype if dtypes == {None} else torch.float32
+    )
     products = {}
-    for expert, product in zip(order, made, strict=True):
-        total = main_grads[expert]
+    for expert, product, total in zip(order, made, totals, strict=True):
         if total is None:
             products[expert] = product.to(weights[expert].dtype)
-        elif expert in wanted:
+        else:
             total.add_(product)
     return products
 

@@ -1,0 +1,173 @@
+"""Operands of many experts, and their products in a loop, against each expert alone and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import (
+    DeepGemmBackend,
+    GroupedBackend,
+    GroupedShape,
+    LoopBackend,
+    ReferenceBackend,
+    ScaledMmBackend,
+)
+from fp8rl.gemm.deep_gemm import _stacks
+from fp8rl.gemm.tuning import measure
+from fp8rl.numerics import (
+    Quantized,
+    Segments,
+    quantize_operand,
+    quantize_segments,
+    quantize_weight,
+    quantize_weights,
+    row_alignment,
+    unpad,
+)
+from fp8rl.testing.numeric import relative_error
+
+CPU = torch.device("cpu")
+OUT, IN = 136, 200
+runs = st.lists(st.integers(0, 150), min_size=1, max_size=4)
+orders = st.randoms(use_true_random=False)
+quick = settings(max_examples=25, deadline=None)
+
+
+def _same(a: Quantized, b: Quantized) -> None:
+    assert torch.equal(
+        a.codes.contiguous().view(torch.uint8), b.codes.contiguous().view(torch.uint8)
+    )
+    assert torch.equal(a.scale_inv, b.scale_inv)
+
+
+def _exact(q: Quantized, blocks: bool = False) -> torch.Tensor:
+    factors = q.scale_inv.double().repeat_interleave(128, 1)[:, : q.codes.shape[1]]
+    if blocks:
+        factors = factors.repeat_interleave(128, 0)[: len(q.codes)]
+    return q.codes.double() * factors
+
+
+def _at(stack: Quantized, expert: int) -> Quantized:
+    return Quantized(stack.codes[expert], stack.scale_inv[expert])
+
+
+@quick
+@given(runs, orders, st.sampled_from(["fp32", "pow2"]))
+def test_each_part_is_that_of_the_expert_alone(splits, random, scale_format):
+    torch.manual_seed(sum(splits))
+    x = torch.randn(sum(splits), IN, dtype=torch.bfloat16)
+    order = random.sample(range(len(splits)), random.randint(0, len(splits)))
+    segments = Segments(splits, row_alignment(CPU), order)
+    rows, columns = quantize_segments(x, segments, scale_format)
+    assert rows is not None and columns is not None
+    for expert, run in enumerate(x.split(splits)):
+        alone = quantize_operand(run, scale_format)
+        _same(rows.of(expert), alone.rowwise)
+        if expert in order:
+            _same(columns.at(order.index(expert)), alone.columnwise)
+    assert unpad(x, segments) is x
+    assert quantize_segments(x, segments, rowwise=False, columnwise=False) == (None, None)
+
+
+def test_a_stack_is_that_of_each_weight():
+    weights = [torch.randn(OUT, IN) for _ in range(3)]
+    weights[2][0, 0] = torch.inf
+    rowwise, columnwise = quantize_weights(weights, "pow2")
+    for expert, weight in enumerate(weights):
+        alone = quantize_weight(weight, "pow2")
+        _same(_at(rowwise, expert), alone.rowwise)
+        _same(_at(columnwise, expert), alone.columnwise)
+    with pytest.raises(UnsupportedError, match="must have one shape"):
+        quantize_weights([weights[0], weights[1][:5]])
+
+
+@quick
+@given(runs, orders)
+def test_the_loop_gives_products_of_each_expert(splits, random):
+    """Against float64; a columnwise operand may hold the experts in any order, or some of them."""
+    backend = LoopBackend(ReferenceBackend())
+    assert isinstance(backend, GroupedBackend)
+    shape = GroupedShape(tuple(splits), OUT, IN, torch.float32)
+    assert backend.supports_grouped(CPU, shape, "fp32") is None
+    torch.manual_seed(sum(splits))
+    order = random.sample(range(len(splits)), random.randint(1, len(splits)))
+    segments = Segments(splits, 1, order)
+    x, x_t = quantize_segments(torch.randn(sum(splits), IN), segments)
+    grad, grad_t = quantize_segments(torch.randn(sum(splits), OUT), segments)
+    w, w_t = quantize_weights([torch.randn(OUT, IN) for _ in splits])
+    every = range(len(splits))
+    y = torch.cat([_exact(x.of(e)) @ _exact(_at(w, e), True).t() for e in every])
+    dx = torch.cat([_exact(grad.of(e)) @ _exact(_at(w_t, e), True).t() for e in every])
+    for got, expected in (
+        (backend.grouped_fprop(x, w, torch.float32), y),
+        (backend.grouped_dgrad(grad, w_t, torch.float32), dx),
+    ):
+        assert got.shape == expected.shape
+        assert not sum(splits) or relative_error(got, expected) < 1e-6
+    totals = [torch.ones(OUT, IN) for _ in order]
+    fresh = backend.grouped_wgrad(grad_t, x_t, torch.bfloat16)
+    added = backend.grouped_wgrad(grad_t, x_t, torch.float32, totals)
+    for position, expert in enumerate(order):
+        dw = _exact(grad_t.at(position)) @ _exact(x_t.at(position)).t()
+        assert added[position] is totals[position] and fresh[position].dtype == torch.bfloat16
+        if splits[expert]:
+            assert relative_error(totals[position] - 1, dw) < 1e-5
+            assert relative_error(fresh[position], dw) < 4e-3
+        else:
+            assert torch.equal(totals[position], torch.ones(OUT, IN))
+            assert not fresh[position].any()
+
+
+def test_what_does_not_fit_is_refused():
+    for order in ((0, 0), (2,), (-1,)):
+        with pytest.raises(UnsupportedError, match="name each at most once"):
+            Segments((3, 4), 1, order)
+    for segments in (Segments((3, 4), 1), Segments((4, 4), 128)):
+        with pytest.raises(UnsupportedError, match="8 rows on cpu cannot be cut into segments"):
+            quantize_segments(torch.randn(8, 4), segments)
+
+
+def test_tiles_tell_where_rows_come_from_and_go_to():
+    segments = Segments((130, 0, 5, 256), 128, (3, 0))
+    assert segments.sizes == (256, 0, 128, 256) and segments.starts == (0, 256, 256, 384)
+    assert segments.column_starts == (0, 256, 512) and segments.padded
+    assert segments.table(CPU).tolist() == [
+        # source row, rows, expert, first tile in columnwise memory, tiles there, number
+        [0, 128, 0, 2, 2, 0],
+        [128, 2, 0, 2, 2, 1],
+        [130, 5, 2, 0, 0, 0],
+        [135, 128, 3, 0, 2, 0],
+        [263, 128, 3, 0, 2, 1],
+    ]
+    assert segments.experts(CPU).tolist() == [0] * 256 + [2] * 128 + [3] * 256
+    assert segments.column_sizes_on(CPU).tolist() == [256, 256]
+
+
+def test_a_loop_serves_what_its_backend_serves_for_each_expert():
+    shape = GroupedShape((256, 0, 128), 256, 256)
+    assert LoopBackend(ScaledMmBackend()).name == "scaled_mm loop"
+    for backend in (LoopBackend(ScaledMmBackend()), DeepGemmBackend()):
+        assert backend.supports_grouped(CPU, shape, "fp32") == "needs a GPU"
+
+
+def test_every_direction_is_measured():
+    backends = [LoopBackend(ReferenceBackend())]
+    for direction in ("fprop", "dgrad", "wgrad", "wgrad_add"):
+        times = measure(backends, direction, GroupedShape((5, 0, 130), OUT, IN), CPU)
+        assert set(times) == {"reference loop"}
+
+
+def test_gradients_that_follow_each_other_are_one_stack():
+    buffer = torch.arange(5 * 6.0)
+    a, b, c = buffer[6:24].view(3, 2, 3).unbind()
+    other = torch.zeros(2, 3)
+    found = _stacks([a, b, other, c, buffer[24:].view(2, 3)])
+    assert [(first, len(stack)) for first, stack in found] == [(0, 2), (2, 1), (3, 2)]
+    assert torch.equal(found[0][1], buffer[6:18].view(2, 2, 3))
+    assert found[2][1].data_ptr() == c.data_ptr() and found[2][1].is_contiguous()
+    assert [first for first, _ in _stacks([b, a])] == [0, 1]  # not in the order of memory
+    assert [len(s) for _, s in _stacks([a.t(), b.t()])] == [1, 1]

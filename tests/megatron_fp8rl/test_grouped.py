@@ -1,0 +1,219 @@
+"""All experts of a module in one autograd function, against one function for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import (
+    GemmBackend,
+    GroupedShape,
+    LoopBackend,
+    ReferenceBackend,
+    builtin_backends,
+)
+from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.grouped import Fp8GroupedState, even_shape, grouped_linear
+from megatron_fp8rl.layout import RowLayout, plain_layout
+from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+
+OUT, IN = 96, 160
+INTERLEAVED = RowLayout(("a", "b"), (16, 32), groups=2)  # another order than HF's, blocks parted
+CPU = torch.device("cpu")
+
+
+def _state(
+    experts: int, layout: RowLayout | None = None, *backends: GemmBackend, keep: bool | None = None
+) -> Fp8GroupedState:
+    choice = BackendChoice({b.name: b for b in backends or (ReferenceBackend(),)}, ["fp32"])
+    epoch, layout = WeightEpoch(), layout or plain_layout("x", OUT)
+    return Fp8GroupedState(
+        "experts.x",
+        tuple(
+            Fp8State(f"experts.{i}.x", WeightCodes(layout, "fp32", epoch, keep), choice, "fp32")
+            for i in range(experts)
+        ),
+    )
+
+
+def _weights(
+    experts: int, fusion: str, frozen: Sequence[int] = (), dtype: torch.dtype = torch.bfloat16
+) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        torch.nn.Parameter(
+            torch.randn(OUT, IN, generator=generator).to(dtype), requires_grad=i not in frozen
+        )
+        for i in range(experts)
+    ]
+    buffer = torch.ones(experts, OUT, IN)
+    for i, weight in enumerate(weights):
+        if fusion == "ddp" or (fusion == "some" and i % 2):  # last expert first, as DDP has them
+            weight.main_grad = buffer[experts - 1 - i]
+            weight.grad_added_to_main_grad = False
+        elif fusion == "apex":
+            weight.main_grad = torch.ones(OUT, IN, dtype=dtype)
+    return weights
+
+
+def _each(
+    x: torch.Tensor,
+    splits: Sequence[int],
+    weights: Sequence[torch.nn.Parameter],
+    biases: Sequence[torch.Tensor] | None,
+    state: Fp8GroupedState,
+    *,
+    fusion: bool,
+) -> torch.Tensor:
+    outputs = []
+    for i, run in enumerate(x.split(list(splits))):
+        training = torch.is_grad_enabled() and weights[i].requires_grad
+        call = Call(state=state.experts[i], fusion=fusion, training=training)
+        outputs.append(fp8_linear(run, weights[i], None if biases is None else biases[i], call))
+    return torch.cat(outputs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 140), min_size=1, max_size=4),
+    st.sampled_from(["none", "ddp", "apex", "some"]),
+    st.sampled_from([(), (1,), (0, 1, 2, 3)]),
+    st.booleans(),
+    st.sampled_from([plain_layout("x", OUT), INTERLEAVED]),
+    st.booleans(),
+)
+def test_results_are_those_of_each_expert_bit_for_bit(
+    splits, fusion, frozen, bias, layout, x_needs_grad
+):
+    generator = torch.Generator().manual_seed(sum(splits))
+    x = torch.randn(sum(splits), IN, generator=generator).bfloat16()
+    grad = torch.randn(sum(splits), OUT, generator=generator).bfloat16()
+
+    def run(function: Callable) -> list[torch.Tensor | None]:
+        weights = _weights(len(splits), fusion, frozen)
+        biases = [torch.ones(OUT).bfloat16().mul(i).requires_grad_() for i in range(len(splits))]
+        leaf = x.clone().requires_grad_(x_needs_grad)
+        state = _state(len(splits), layout)
+        y = function(
+            leaf, splits, weights, biases if bias else None, state, fusion=fusion == "apex"
+        )
+        if y.requires_grad:
+            y.backward(grad)
+        results = [y.detach(), leaf.grad, *(b.grad for b in biases)]
+        for weight in weights:
+            added = getattr(weight, "grad_added_to_main_grad", None)
+            # What autograd holds beside main_grad is of any content.
+            own = weight.grad if added is None else torch.tensor(weight.grad is not None)
+            results += [own, getattr(weight, "main_grad", None), torch.tensor(bool(added))]
+        return results
+
+    for got, expected in zip(run(grouped_linear), run(_each), strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+def test_experts_of_one_module_share_the_memory_of_what_autograd_wants():
+    weights = _weights(3, "ddp")
+    x = torch.randn(30, IN).bfloat16()
+    grouped_linear(x, (10, 0, 20), weights, None, _state(3), fusion=False).sum().backward()
+    assert len({w.grad.data_ptr() for w in weights}) == 1
+
+
+def test_fusion_needs_main_grads_before_anything_is_added():
+    weights = _weights(2, "apex")
+    del weights[1].main_grad
+    y = grouped_linear(torch.randn(9, IN).bfloat16(), (4, 5), weights, None, _state(2), fusion=True)
+    with pytest.raises(UnsupportedError, match=r"'experts\.1\.x' has gradient_accumulation_fusion"):
+        y.sum().backward()
+    assert torch.equal(weights[0].main_grad, torch.ones(OUT, IN).bfloat16())
+
+
+@pytest.mark.parametrize("keep", [None, True])
+def test_a_change_of_one_expert_is_seen(keep):
+    state, weights = _state(2, keep=keep), _weights(2, "none")
+    x = torch.randn(9, IN).bfloat16()
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return grouped_linear(x, (4, 5), weights, None, state, fusion=False)
+
+    before = run()
+    assert torch.equal(run(), before)
+    codes = state.codes.rowwise(weights).codes
+    assert codes.shape == (2, OUT, IN)
+    assert state.codes.rowwise(weights).codes.data_ptr() == codes.data_ptr()  # kept
+    with torch.no_grad():
+        weights[1].mul_(3)
+    after = run()
+    assert torch.equal(after[:4], before[:4]) and not torch.equal(after[4:], before[4:])
+    state.codes.drop()
+    assert torch.equal(run(), after)
+
+
+class _AtOnce(LoopBackend):
+    """A backend with grouped products of its own, which counts them."""
+
+    def __init__(self, name: str = "at_once", reason: str | None = None) -> None:
+        super().__init__(ReferenceBackend())
+        self.name, self.reason, self.calls = name, reason, []
+
+    def supports(self, *args):
+        return "only experts"
+
+    def fprop(self, *args):
+        raise AssertionError
+
+    dgrad = wgrad = fprop
+
+    def supports_grouped(self, *args):
+        return self.reason
+
+    def grouped_fprop(self, *args):
+        self.calls.append("fprop")
+        return super().grouped_fprop(*args)
+
+    def grouped_dgrad(self, *args):
+        self.calls.append("dgrad")
+        return super().grouped_dgrad(*args)
+
+    def grouped_wgrad(self, *args):
+        self.calls.append("wgrad")
+        return super().grouped_wgrad(*args)
+
+
+def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():
+    own = _AtOnce()
+    state, weights = _state(3, None, own, ReferenceBackend()), _weights(3, "ddp")
+    x = torch.randn(30, IN).bfloat16().requires_grad_()
+    grouped_linear(x, (10, 0, 20), weights, None, state, fusion=False).sum().backward()
+    assert own.calls == ["fprop", "dgrad", "wgrad"]
+
+
+def test_grouped_kernels_come_first_then_loops_in_the_order_of_their_backends():
+    shape = GroupedShape((5, 0, 7), OUT, IN)
+    offered = {b.name: b for b in (*builtin_backends(), _AtOnce(reason="not today"))}
+    choice = BackendChoice(offered, ["fp32"])
+    assert choice.pick_grouped(CPU, shape, "m", "fprop").name == "reference loop"
+    named = BackendChoice(offered, ["fp32"], "deep_gemm")
+    with pytest.raises(
+        UnsupportedError, match=r"serves 'm' \(12 .*deep_gemm: needs a GPU; deep_gemm loop: needs"
+    ):
+        named.pick_grouped(CPU, shape, "m", "wgrad_add")
+
+
+def test_tuning_times_experts_apart_from_single_linears():
+    fast, slow = _AtOnce("fast"), _AtOnce("slow")
+    choice = BackendChoice({b.name: b for b in (slow, fast, ReferenceBackend())}, ["fp32"])
+    shape = even_shape(_weights(3, "none"), 100)
+    assert shape == GroupedShape((34, 34, 34), OUT, IN, torch.bfloat16)
+    choice.tune([shape], CPU)
+    assert set(choice.timings) == {"fprop", "dgrad", "wgrad", "wgrad_add"}
+    for by_shape in choice.timings.values():
+        assert set(by_shape[shape]) == {"fast", "slow", "reference loop"}
