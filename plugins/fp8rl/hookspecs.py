@@ -31,7 +31,8 @@ def register_pins(module_names: Sequence[str]) -> Pins | None:
 
 @hookspec
 def register_gemm_backends() -> Sequence[GemmBackend]:
-    """GEMM backends to offer beside the built-in ones; names must be unique."""
+    """GEMM backends to offer beside the built-in ones; names must be unique. One may have the
+    products of :class:`fp8rl.gemm.GroupedBackend` too."""
 
 
 @hookspec
