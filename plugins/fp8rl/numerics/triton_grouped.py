@@ -7,6 +7,7 @@ the source its tile holds, since every expert starts a tile of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from fp8rl.numerics._format import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
 from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments, on_device
 from fp8rl.numerics.triton_kernels import has_native_cast
 from fp8rl.numerics.triton_many import _TRITON_DTYPES, _aligned
+from fp8rl.numerics.triton_quads import QUADS_REGISTERS, fits_quads, quads_tile
 from fp8rl.numerics.triton_two_way import _write_tile
 from fp8rl.recipe import ScaleFormat
 
@@ -30,13 +32,8 @@ def _load_rows(at, left, inside_cols, WHOLE: tl.constexpr):
     """128 rows of which ``left`` are there; the others are zeros."""
     row = tl.arange(0, 128)
     if WHOLE:
-        if left == 128:  # noqa: SIM108 - without a mask, which costs instructions
-            x = tl.load(at)
-        else:
-            x = tl.load(at, (row < left)[:, None], other=0.0)
-    else:
-        x = tl.load(at, (row < left)[:, None] & inside_cols[None, :], other=0.0)
-    return x
+        return tl.load(at, (row < left)[:, None], other=0.0)
+    return tl.load(at, (row < left)[:, None] & inside_cols[None, :], other=0.0)
 
 
 @triton.jit
@@ -59,6 +56,7 @@ def _segments_kernel(
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
     WHOLE: tl.constexpr,
+    QUADS: tl.constexpr,
 ):
     tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
     tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
@@ -69,9 +67,154 @@ def _segments_kernel(
     x_ptr += tl.load(entry).to(tl.int64) * stride_row + tile_col * 128 * stride_col
     at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
     inside_cols = col < cols - tile_col * 128
+    codes_at = codes_ptr + (tile_row * cols + tile_col) * 128
+    scale_at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128
     if ROWWISE:
+        if QUADS:
+            quads_tile(
+                x_ptr,
+                stride_row,
+                left,
+                codes_at,
+                scale_at,
+                cols,
+                codes_t_ptr,
+                scale_inv_t_ptr,
+                rows,
+                False,
+                True,
+                False,
+                True,
+                POW2,
+                NATIVE,
+            )
+        else:
+            _write_tile(
+                _load_rows(at, left, inside_cols, WHOLE),
+                tile_row,
+                tile_col,
+                codes_ptr,
+                scale_inv_ptr,
+                codes_t_ptr,
+                scale_inv_t_ptr,
+                rows,
+                cols,
+                rows,
+                scale_stride,
+                scale_t_stride,
+                False,
+                True,
+                False,
+                POW2,
+                NATIVE,
+                WHOLE,
+            )
+    if COLUMNWISE:
+        tiles = tl.load(entry + 4).to(tl.int64)
+        if tiles > 0:
+            # The expert's own [cols, 128 * tiles], as if it were alone.
+            first = tl.load(entry + 3).to(tl.int64)
+            within = tl.load(entry + 5).to(tl.int64)
+            codes_t_ptr += first * 128 * cols
+            scale_inv_t_ptr += first * scale_t_stride
+            if QUADS:
+                quads_tile(
+                    x_ptr,
+                    stride_row,
+                    left,
+                    codes_at,
+                    scale_at,
+                    cols,
+                    codes_t_ptr + (tile_col * 128 * tiles + within) * 128,
+                    scale_inv_t_ptr + within * scale_t_stride + tile_col * 128,
+                    tiles * 128,
+                    False,
+                    False,
+                    True,
+                    True,
+                    POW2,
+                    NATIVE,
+                )
+            else:
+                _write_tile(
+                    _load_rows(at, left, inside_cols, WHOLE),
+                    within,
+                    tile_col,
+                    codes_ptr,
+                    scale_inv_ptr,
+                    codes_t_ptr,
+                    scale_inv_t_ptr,
+                    tiles * 128,
+                    cols,
+                    tiles * 128,
+                    scale_stride,
+                    scale_t_stride,
+                    False,
+                    False,
+                    True,
+                    POW2,
+                    NATIVE,
+                    WHOLE,
+                )
+
+
+@triton.jit
+def _weights_kernel(
+    table_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    tile_rows,
+    tile_cols,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    QUADS: tl.constexpr,
+):
+    """Codes of one 128x128 block, of the expert of the second program axis."""
+    expert = tl.program_id(1).to(tl.int64)
+    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
+    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    x_ptr = tl.load(table_ptr + expert).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    x_ptr += (tile_row * cols + tile_col) * 128
+    codes_ptr += expert * rows * cols
+    codes_t_ptr += expert * rows * cols
+    scale_inv_ptr += expert * tile_rows * tile_cols
+    scale_inv_t_ptr += expert * tile_rows * tile_cols
+    if QUADS:
+        quads_tile(
+            x_ptr,
+            cols,
+            128,
+            codes_ptr + (tile_row * cols + tile_col) * 128,
+            scale_inv_ptr + tile_row * tile_cols + tile_col,
+            cols,
+            codes_t_ptr + (tile_col * rows + tile_row) * 128,
+            scale_inv_t_ptr + tile_col * tile_rows + tile_row,
+            rows,
+            True,
+            ROWWISE,
+            COLUMNWISE,
+            False,
+            POW2,
+            NATIVE,
+        )
+    else:
+        row = tl.arange(0, 128)
+        col = tl.arange(0, 128)
+        at = x_ptr + row[:, None] * cols + col[None, :]
+        left = tl.minimum(rows - tile_row * 128, 128)
         _write_tile(
-            _load_rows(at, left, inside_cols, WHOLE),
+            _load_rows(at, left, col < cols - tile_col * 128, WHOLE),
             tile_row,
             tile_col,
             codes_ptr,
@@ -81,94 +224,15 @@ def _segments_kernel(
             rows,
             cols,
             rows,
-            scale_stride,
-            scale_t_stride,
-            False,
+            tile_cols,
+            tile_rows,
             True,
-            False,
+            ROWWISE,
+            COLUMNWISE,
             POW2,
             NATIVE,
             WHOLE,
         )
-    if COLUMNWISE:
-        tiles = tl.load(entry + 4).to(tl.int64)
-        if tiles > 0:
-            # The expert's own [cols, 128 * tiles], as if it were alone.
-            first = tl.load(entry + 3).to(tl.int64)
-            _write_tile(
-                _load_rows(at, left, inside_cols, WHOLE),
-                tl.load(entry + 5).to(tl.int64),
-                tile_col,
-                codes_ptr,
-                scale_inv_ptr,
-                codes_t_ptr + first * 128 * cols,
-                scale_inv_t_ptr + first * scale_t_stride,
-                tiles * 128,
-                cols,
-                tiles * 128,
-                scale_stride,
-                scale_t_stride,
-                False,
-                False,
-                True,
-                POW2,
-                NATIVE,
-                WHOLE,
-            )
-
-
-@triton.jit
-def _weights_kernel(
-    table_ptr,
-    codes_ptr,
-    scale_inv_ptr,
-    rows,
-    cols,
-    tile_cols,
-    scale_rows,
-    scale_cols,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Codes of one 128x128 block, of the expert of the second program axis."""
-    expert = tl.program_id(1).to(tl.int64)
-    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
-    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
-    x_ptr = tl.load(table_ptr + expert).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        x_ptr = tl.multiple_of(x_ptr, 16)
-    row = tl.arange(0, 128)
-    col = tl.arange(0, 128)
-    at = x_ptr + tile_row * 128 * cols + tile_col * 128 + row[:, None] * cols + col[None, :]
-    inside_cols = col < cols - tile_col * 128
-    x = _load_rows(at, tl.minimum(rows - tile_row * 128, 128), inside_cols, WHOLE)
-    codes_ptr += expert * rows * cols
-    scale_inv_ptr += expert * scale_rows * scale_cols
-    _write_tile(
-        x,
-        tile_row,
-        tile_col,
-        codes_ptr,
-        scale_inv_ptr,
-        codes_ptr,
-        scale_inv_ptr,
-        rows,
-        cols,
-        rows,
-        scale_cols,
-        scale_cols,
-        True,
-        ROWWISE,
-        COLUMNWISE,
-        POW2,
-        NATIVE,
-        WHOLE,
-    )
 
 
 @triton.jit
@@ -194,8 +258,8 @@ def quantize_segments(
     columnwise: bool,
 ) -> tuple[RowSegments | None, ColumnSegments | None]:
     """See :func:`fp8rl.numerics.quantize_segments`."""
-    cols, spare = x.shape[1], x
-    rows, groups = segments.rows, cdiv(x.shape[1], GROUP)
+    rows, cols = segments.rows, x.shape[1]
+    groups = cdiv(cols, GROUP)
     by_rows = by_columns = None
     if rowwise:
         scales = x.new_empty(groups, rows, dtype=torch.float32)
@@ -210,14 +274,15 @@ def quantize_segments(
             segments,
         )
     if rows and cols:
+        sides = [None if side is None else Quantized(*side[:2]) for side in (by_rows, by_columns)]
+        # Rows of a tile that are not there are masked, so their number does not matter.
+        quads = fits_quads(x[: len(x) // GROUP * GROUP]) and x.data_ptr() % 8 == 0
         with torch.cuda.device_of(x):
             _segments_kernel[(rows // GROUP * groups,)](
                 x,
                 segments.table(x.device),
-                by_rows.codes.view(torch.uint8) if by_rows else spare,
-                by_rows.scale_inv if by_rows else spare,
-                by_columns.codes.view(torch.uint8) if by_columns else spare,
-                by_columns.scale_inv if by_columns else spare,
+                *_pointers(sides[0], x),
+                *_pointers(sides[1], x),
                 rows,
                 cols,
                 *x.stride(),
@@ -226,12 +291,8 @@ def quantize_segments(
                 groups,
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
-                POW2=scale_format == "pow2",
-                NATIVE=has_native_cast(x.device),
                 WHOLE=cols % GROUP == 0,
-                num_warps=8,
-                maxnreg=_REGISTERS,
-                enable_fp_fusion=False,
+                **_options(x, scale_format, quads),
             )
     return by_rows, by_columns
 
@@ -241,42 +302,57 @@ def quantize_weights(
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_weights`."""
     weights = [w.contiguous() for w in weights]
-    first = weights[0]
+    first, experts = weights[0], len(weights)
     addresses = [w.data_ptr() for w in weights]
-    table = on_device(torch.tensor(addresses, dtype=torch.int64), first.device)
-    aligned = _aligned(addresses)
+    quads = fits_quads(first) and _aligned(addresses)
+    if rowwise and columnwise and not quads:
+        # Both sides in one launch are for quads alone: see triton_two_way.quantize_weight.
+        (by_rows, _), (_, by_columns) = (
+            quantize_weights(weights, scale_format, one, not one) for one in (True, False)
+        )
+        return Operand(by_rows, by_columns)
+    rows, cols = first.shape
+    blocks = cdiv(rows, GROUP), cdiv(cols, GROUP)
 
-    def side(transposed: bool) -> Quantized:
-        (rows, cols) = first.shape
-        blocks = cdiv(rows, GROUP), cdiv(cols, GROUP)
-        shape, grid = ((cols, rows), blocks[::-1]) if transposed else ((rows, cols), blocks)
-        codes = torch.empty(len(weights), *shape, dtype=FP8_DTYPE, device=first.device)
-        scale_inv = first.new_empty(len(weights), *grid, dtype=torch.float32)
-        if first.numel():
-            with torch.cuda.device_of(first):
-                _weights_kernel[(blocks[0] * blocks[1], len(weights))](
-                    table,
-                    codes.view(torch.uint8),
-                    scale_inv,
-                    rows,
-                    cols,
-                    blocks[1],
-                    *grid,
-                    DTYPE=_TRITON_DTYPES[first.dtype],
-                    ALIGNED=aligned,
-                    ROWWISE=not transposed,
-                    COLUMNWISE=transposed,
-                    POW2=scale_format == "pow2",
-                    NATIVE=has_native_cast(first.device),
-                    WHOLE=rows % GROUP == 0 and cols % GROUP == 0,
-                    num_warps=8,
-                    maxnreg=_REGISTERS,
-                    enable_fp_fusion=False,
-                )
-        return Quantized(codes, scale_inv)
+    def side(shape: tuple[int, int], grid: tuple[int, int]) -> Quantized:
+        codes = torch.empty(experts, *shape, dtype=FP8_DTYPE, device=first.device)
+        return Quantized(codes, first.new_empty(experts, *grid, dtype=torch.float32))
 
-    # One launch for each side: both in one would hold the tile in registers twice.
-    return Operand(side(False) if rowwise else None, side(True) if columnwise else None)
+    made = side((rows, cols), blocks) if rowwise else None
+    made_t = side((cols, rows), (blocks[1], blocks[0])) if columnwise else None
+    if first.numel():
+        with torch.cuda.device_of(first):
+            _weights_kernel[(blocks[0] * blocks[1], experts)](
+                on_device(torch.tensor(addresses, dtype=torch.int64), first.device),
+                *_pointers(made, first),
+                *_pointers(made_t, first),
+                rows,
+                cols,
+                *blocks,
+                DTYPE=_TRITON_DTYPES[first.dtype],
+                ALIGNED=_aligned(addresses),
+                ROWWISE=rowwise,
+                COLUMNWISE=columnwise,
+                WHOLE=rows % GROUP == 0 and cols % GROUP == 0,
+                **_options(first, scale_format, quads),
+            )
+    return Operand(made, made_t)
+
+
+def _pointers(side: Quantized | None, spare: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel writes to; ``spare`` in place of a side that is not wanted."""
+    return (spare, spare) if side is None else (side.codes.view(torch.uint8), side.scale_inv)
+
+
+def _options(x: torch.Tensor, scale_format: ScaleFormat, quads: bool) -> dict[str, Any]:
+    return {
+        "POW2": scale_format == "pow2",
+        "NATIVE": has_native_cast(x.device),
+        "QUADS": quads,
+        "num_warps": 8,
+        "maxnreg": QUADS_REGISTERS if quads else _REGISTERS,
+        "enable_fp_fusion": False,
+    }
 
 
 def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:

@@ -201,40 +201,46 @@ def _every_fourth(x, FIRST: tl.constexpr):
 
 
 @triton.jit
-def quads_kernel(
+def _load_quads(at, line, left, MASKED: tl.constexpr):
+    """Words of every fourth row of a tile; zeros from row ``left`` on."""
+    if MASKED:
+        return tl.load(at, (line < left)[:, None], other=0)
+    return tl.load(at)
+
+
+@triton.jit
+def quads_tile(
     x_ptr,
+    stride_row,
+    left,
     codes_ptr,
     scale_inv_ptr,
+    cols,
     codes_t_ptr,
     scale_inv_t_ptr,
     rows,
-    cols,
-    stride_row,
-    scale_stride,
-    scale_t_stride,
-    tile_cols,
     BLOCK: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
+    MASKED: tl.constexpr,
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """One 128x128 tile of a bfloat16 ``[rows, cols]`` source; see :func:`fits_quads`."""
-    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
-    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    """One 128x128 tile of a bfloat16 source; see :func:`fits_quads`.
+
+    Every pointer is that of the tile's first element, ``cols`` and ``rows`` are what rows of codes
+    and of transposed codes are apart. With ``MASKED`` the tile has ``left`` rows, others are zeros.
+    """
     word = tl.arange(0, 32)
     line = tl.arange(0, 128)
-    x_ptr += tile_row * 128 * stride_row + tile_col * 128
     step = stride_row // 4
     at = x_ptr.to(tl.pointer_type(tl.int64)) + (word * 4)[:, None] * step + word[None, :]
-    x0 = tl.load(at)
-    x1 = tl.load(at + step)
-    x2 = tl.load(at + 2 * step)
-    x3 = tl.load(at + 3 * step)
-    codes_ptr += tile_row * 128 * cols + tile_col * 128
+    x0 = _load_quads(at, word * 4, left, MASKED)
+    x1 = _load_quads(at + step, word * 4 + 1, left, MASKED)
+    x2 = _load_quads(at + 2 * step, word * 4 + 2, left, MASKED)
+    x3 = _load_quads(at + 3 * step, word * 4 + 3, left, MASKED)
     width = cols // 4
     codes_at = codes_ptr.to(tl.pointer_type(tl.int32)) + (word * 4)[:, None] * width + word[None, :]
-    codes_t_ptr += tile_col * 128 * rows + tile_row * 128
     height = rows // 4
     codes_t_at = codes_t_ptr.to(tl.pointer_type(tl.int32))
     codes_t_at += (word * 4)[:, None] * height + word[None, :]
@@ -256,10 +262,10 @@ def quads_kernel(
         one = tl.arange(0, 1)
         if ROWWISE:
             _store_rows(codes_at, width, c0, c1, c2, c3)
-            tl.store(scale_inv_ptr + tile_row * scale_stride + tile_col + one, scale_inv)
+            tl.store(scale_inv_ptr + one, scale_inv)
         if COLUMNWISE:
             _store_columns(codes_t_at, height, c0, c1, c2, c3, NATIVE)
-            tl.store(scale_inv_t_ptr + tile_col * scale_t_stride + tile_row + one, scale_inv)
+            tl.store(scale_inv_t_ptr + one, scale_inv)
     else:
         if ROWWISE:
             amax = _interleave(
@@ -269,7 +275,7 @@ def quads_kernel(
                 _one_of(_largest(_of_row(x3, NATIVE), 1, False, NATIVE)),
             )
             scale, scale_inv = _scales(amax, POW2)
-            tl.store(scale_inv_ptr + tile_col * scale_stride + tile_row * 128 + line, scale_inv)
+            tl.store(scale_inv_ptr + line, scale_inv)
             s0 = _every_fourth(scale, 0)[:, None]
             s1 = _every_fourth(scale, 1)[:, None]
             s2 = _every_fourth(scale, 2)[:, None]
@@ -280,17 +286,11 @@ def quads_kernel(
             c3 = _encode_quad(x3, s3, s3, s3, s3, NATIVE)
             _store_rows(codes_at, width, c0, c1, c2, c3)
         if COLUMNWISE:
-            if ROWWISE:
-                # Again, now from the cache: kept, the tile would take too many registers.
-                x0 = tl.load(at)
-                x1 = tl.load(at + step)
-                x2 = tl.load(at + 2 * step)
-                x3 = tl.load(at + 3 * step)
             low = _of_columns(_low(x0), _low(x1), _low(x2), _low(x3), NATIVE)
             high = _of_columns(_high(x0), _high(x1), _high(x2), _high(x3), NATIVE)
             amax = _interleave(low << 16, low & 0x7FFF0000, high << 16, high & 0x7FFF0000)
             scale, scale_inv = _scales(amax, POW2)
-            tl.store(scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128 + line, scale_inv)
+            tl.store(scale_inv_t_ptr + line, scale_inv)
             s0 = _every_fourth(scale, 0)[None, :]
             s1 = _every_fourth(scale, 1)[None, :]
             s2 = _every_fourth(scale, 2)[None, :]
@@ -300,3 +300,87 @@ def quads_kernel(
             c2 = _encode_quad(x2, s0, s1, s2, s3, NATIVE)
             c3 = _encode_quad(x3, s0, s1, s2, s3, NATIVE)
             _store_columns(codes_t_at, height, c0, c1, c2, c3, NATIVE)
+
+
+@triton.jit
+def quads_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    stride_row,
+    scale_stride,
+    scale_t_stride,
+    tile_cols,
+    BLOCK: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """A bfloat16 ``[rows, cols]`` source, one tile a program; see :func:`fits_quads`."""
+    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
+    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    x_ptr += tile_row * 128 * stride_row + tile_col * 128
+    codes_ptr += tile_row * 128 * cols + tile_col * 128
+    codes_t_ptr += tile_col * 128 * rows + tile_row * 128
+    if BLOCK:
+        quads_tile(
+            x_ptr,
+            stride_row,
+            128,
+            codes_ptr,
+            scale_inv_ptr + tile_row * scale_stride + tile_col,
+            cols,
+            codes_t_ptr,
+            scale_inv_t_ptr + tile_col * scale_t_stride + tile_row,
+            rows,
+            True,
+            ROWWISE,
+            COLUMNWISE,
+            False,
+            POW2,
+            NATIVE,
+        )
+    else:
+        # One side after the other, the second from the cache: kept, the tile would take too many
+        # registers.
+        if ROWWISE:
+            quads_tile(
+                x_ptr,
+                stride_row,
+                128,
+                codes_ptr,
+                scale_inv_ptr + tile_col * scale_stride + tile_row * 128,
+                cols,
+                codes_t_ptr,
+                scale_inv_t_ptr,
+                rows,
+                False,
+                True,
+                False,
+                False,
+                POW2,
+                NATIVE,
+            )
+        if COLUMNWISE:
+            quads_tile(
+                x_ptr,
+                stride_row,
+                128,
+                codes_ptr,
+                scale_inv_ptr,
+                cols,
+                codes_t_ptr,
+                scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128,
+                rows,
+                False,
+                False,
+                True,
+                False,
+                POW2,
+                NATIVE,
+            )
