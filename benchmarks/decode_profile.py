@@ -93,8 +93,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
 
         set_uncalibrated_kv_scales(model, KV_SCALE)
-    elif variant.startswith("stock"):
-        give_weights(model)
+    give_weights(model, codes=variant.startswith("stock"))
 
     def add(tokens: int) -> None:
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)

@@ -1,17 +1,16 @@
 """Rollout speed, start and refit of vLLM on one GPU: BF16, vLLM's own block FP8, and fp8rl.
 
-    python benchmarks/rollout.py [--variants fp8rl-kv,stock-kv,bf16] [--repeats 3,1] [--refits 50]
-                                 [--loads 256x512x1024,64x1024x5000] [--out FILE.json]
+    python benchmarks/rollout.py [--variants fp8rl-kv,stock-kv,bf16] [--repeats 1,3] [--refits 50]
+                                 [--loads 64x1024x5000,256x512x1024] [--out FILE.json]
 
 The model has the shape of Qwen3-8B and random weights (``load_format="dummy"``), so that nothing is
 downloaded; each variant runs in a process of its own. A load is requests x tokens in x tokens out;
 tokens per second count output tokens of one ``generate`` call, after a shorter one of the same
 shape, and the median of ``--repeats`` calls (a number for each load, the last for the rest) is
-given. With ``--after`` the first load is measured
-again after the refits. A refit sends every tensor of the model,
-already on the GPU, through ``vllm_fp8rl.refit.refit``; all layers share the same tensors, so the
-sender takes little memory. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in all variants:
-kernels are then compiled when first met, here before anything is timed.
+given. With ``--after`` the last load is measured again after the refits. A refit sends every tensor
+of the model, already on the GPU, through ``vllm_fp8rl.refit.refit``; all layers share the same
+tensors, so the sender takes little memory. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in
+all variants: kernels are then compiled when first met, here before anything is timed.
 """
 
 from __future__ import annotations
@@ -91,15 +90,20 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
             yield name, torch.tensor(KV_SCALE, device="cuda")
 
 
-def give_weights(model: Any) -> None:
-    """Codes of every size to vLLM's own FP8 layers.
+def give_weights(model: Any, codes: bool) -> None:
+    """Norms of 1, and with ``codes`` FP8 codes of every size.
 
-    Its dummy loader leaves mostly zeros there, on which a GPU multiplies faster than on weights.
+    vLLM's dummy loader leaves near nothing in norms and mostly zeros in its own FP8 layers; on such
+    activations and weights a GPU draws less power and runs faster than on a model's.
     """
     import torch
 
     for name, parameter in model.named_parameters():
-        if parameter.dtype == torch.float8_e4m3fn:
+        if name.endswith("norm.weight"):
+            parameter.data.fill_(1.0)
+        elif not codes:
+            continue
+        elif parameter.dtype == torch.float8_e4m3fn:
             made = torch.empty(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
             parameter.data.copy_(made.uniform_(-448, 448))
         elif name.endswith("weight_scale_inv"):
@@ -156,8 +160,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
 
         set_uncalibrated_kv_scales(model, KV_SCALE)
-    elif variant.startswith("stock"):
-        give_weights(model)
+    give_weights(model, codes=variant.startswith("stock"))
 
     def generate(load: tuple[int, int, int], tokens: int) -> float:
         prompts, length, _ = load
@@ -186,8 +189,8 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     if fp8rl and options.refits:
         result |= measure_refits(llm, options.refits, with_scales=variant == "fp8rl-kv")
         if options.after:
-            first = options.loads[0]
-            speeds = [generate(first, first[2]) for _ in range(options.repeats[0])]
+            # The load that ran just before: a GPU that has warmed up is slower than a cold one.
+            speeds = [generate(load, load[2]) for _ in range(repeats)]
             result["tokens_per_second_after_refits"] = speeds
     return result
 

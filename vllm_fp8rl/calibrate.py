@@ -20,7 +20,7 @@ from vllm_fp8rl.refit import Workers, drop_requests
 if TYPE_CHECKING:
     from vllm import LLM
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, or token numbers."""
 
 _PASSES = 2
@@ -56,7 +56,8 @@ def calibrate_kv_scales(
 
     Args:
         llm: an idle engine started with ``quantization="fp8rl"`` and an FP8 KV cache.
-        prompts: of at least two tokens each, and short enough for one more.
+        prompts: text, token numbers, or vLLM's dicts of either; of at least two tokens each, and
+            short enough for one more.
         margin: factor on the magnitudes; the recipe's ``kv_cache.margin`` by default.
 
     Returns:
@@ -121,7 +122,7 @@ def _run(llm: LLM, prompts: Sequence[Prompt]) -> int:
     from vllm import SamplingParams
 
     requests: Any = [
-        prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+        prompt if isinstance(prompt, str | Mapping) else {"prompt_token_ids": list(prompt)}
         for prompt in prompts
     ]
     sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)

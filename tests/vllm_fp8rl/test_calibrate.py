@@ -108,7 +108,8 @@ def test_the_margin_and_more_prompts(engine: Engine, fresh: Engine) -> None:
 def test_starts_from_scales_before_it_neither_nan_nor_far_off(fresh: Engine) -> None:
     found = calibrate_kv_scales(fresh.llm, PROMPTS)
     set_kv_scales(fresh.model, dict.fromkeys(NAMES, 1e-6))  # clips everything
-    assert calibrate_kv_scales(fresh.llm, PROMPTS) == found
+    as_dicts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    assert calibrate_kv_scales(fresh.llm, as_dicts) == found
 
 
 def test_a_failure_leaves_the_engine_as_it_was(
