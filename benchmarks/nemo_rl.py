@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from sums_model import make_model
-
-from nemo_rl_ext.demo.tasks import load_problems
+from sums_model import make_model, problems
 
 VARIANTS = ("bf16", "upstream", "fp8rl")
 CURVES = (
@@ -53,7 +51,7 @@ WARMUP_STEPS = 5
 
 def make_data(file: Path) -> Path:
     """The sums that the model was trained on, once each, with the right answer."""
-    rows = (json.dumps({"input": p.prompt, "output": p.answer}) for p in load_problems("train"))
+    rows = (json.dumps({"input": p.prompt, "output": p.answer}) for p in problems())
     file.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return file
 

@@ -2,7 +2,8 @@
 
 GRPO learns nothing from a random model, whose reward is always 0. So the model is first trained to
 imitate sums (seconds on a GPU), in half of which a zero too many follows the answer: a policy that
-is right about half of the time, and a habit that GRPO can drop within tens of steps.
+is right about half of the time, and a habit that GRPO can drop within tens of steps. The sums are
+made here, so that no data file is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl_ext.demo.tasks import load_problems, sample_batch
+from nemo_rl_ext.demo.tasks import Problem, sample_batch
 from nemo_rl_ext.demo.tokenizer import CharTokenizer
 
 SHAPE = {
@@ -27,6 +28,17 @@ SHAPE = {
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 IGNORED = -100
 """The label that cross-entropy leaves out."""
+
+
+def problems() -> tuple[Problem, ...]:
+    """Every sum and difference of a number below 100 and a digit that is not negative: 1955."""
+    rows = []
+    for a in range(100):
+        for b in range(10):
+            rows.append(Problem(f"{a}+{b}=", str(a + b)))
+            if a >= b:
+                rows.append(Problem(f"{a}-{b}=", str(a - b)))
+    return tuple(rows)
 
 
 def make_model(
@@ -48,12 +60,13 @@ def make_model(
     )
     model = Qwen3ForCausalLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    sums = problems()
     for step in range(steps):
         # Linear warm-up, then linear decay to a tenth.
         ramp = min(1.0, (step + 1) / 20) * (1.0 - 0.9 * step / steps)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * ramp
-        tokens, labels = (part.to(device) for part in _demonstrations(batch_size, step))
+        tokens, labels = (part.to(device) for part in _demonstrations(sums, batch_size, step))
         # Causal, so the padding on the right is seen by nobody who counts.
         loss = model(input_ids=tokens, labels=labels).loss
         loss.backward()
@@ -67,11 +80,13 @@ def make_model(
     return folder
 
 
-def _demonstrations(size: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _demonstrations(
+    sums: tuple[Problem, ...], size: int, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels, both ``[size, length]`` int64, of one batch of sums with answers."""
     tokenizer, coin = CharTokenizer(), random.Random(f"sums/{step}")
     rows = []
-    for problem in sample_batch(load_problems("train"), size, seed=0, step=step):
+    for problem in sample_batch(sums, size, seed=0, step=step):
         answer = problem.answer if coin.random() < 0.5 else f"{problem.answer}0"
         prompt = tokenizer.encode(problem.prompt, add_bos=False)
         rows.append((prompt, [*tokenizer.encode(answer, add_bos=False), tokenizer.eos_id]))
