@@ -2,7 +2,7 @@
 
 NeMo RL calibrates FP8 KV scales with an extra full forward a step and a device synchronisation per
 layer and micro-batch. A pre-hook on ``core_attention`` sees the same tensors, after QK norm and
-rotary embedding, in any log-probability or training forward, for the price of one reduction each.
+rotary embedding, in any log-probability or training forward, for the price of one read.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class QKVObserver:
                 f"{str(own.dtype).removeprefix('torch.')} {tuple(own.shape)}; the checkpoint is of "
                 "another model."
             )
-        own.copy_(table)
+        own.copy_(table.abs())  # of a NaN too: kernels compare the bits of magnitudes
 
     def _hook(self, layer: int) -> Any:
         @torch.no_grad()
@@ -153,9 +153,7 @@ class QKVObserver:
                     f"core_attention of layer {layer} was called with {len(args)} positional "
                     "arguments, so q, k and v cannot be observed; this attention is not served."
                 )
-            for column, tensor in enumerate(args[: len(ROLES)]):
-                if tensor.numel():
-                    self._peaks.add(layer, column, tensor.detach())
+            self._peaks.add(layer, args[: len(ROLES)])
 
         return observe
 

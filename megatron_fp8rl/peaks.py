@@ -6,15 +6,14 @@ ranks at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fp8rl.kv_scales import ROLES
-
-_LOWEST_OCTAVE, _OCTAVES, _PER_OCTAVE = -32, 64, 16
-_BINS = _OCTAVES * _PER_OCTAVE
+from fp8rl.numerics import PEAK_BINS, amax_into, count_peaks, peak_edges
 
 
 class Peaks(Protocol):
@@ -25,8 +24,8 @@ class Peaks(Protocol):
     table: Tensor
     """``[num_layers, 3, ..]`` of this rank."""
 
-    def add(self, layer: int, column: int, x: Tensor) -> None:
-        """Take the magnitudes of ``x`` ``[.., head_dim]``, which has elements, into account."""
+    def add(self, layer: int, qkv: Sequence[Tensor]) -> None:
+        """Take the magnitudes of q, k and v, each ``[.., head_dim]``, into account."""
 
     def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
         """float32 ``[num_layers, 3]`` over all ranks: NaN where any saw a NaN, 0 where none saw a
@@ -41,10 +40,8 @@ class LargestPeak:
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.table = torch.zeros(num_layers, len(ROLES), device=device)
 
-    def add(self, layer: int, column: int, x: Tensor) -> None:
-        cell = self.table[layer, column]
-        # Two kernels; the norm keeps NaN and needs no |x| copy.
-        torch.maximum(cell, torch.linalg.vector_norm(x, torch.inf), out=cell)
+    def add(self, layer: int, qkv: Sequence[Tensor]) -> None:
+        amax_into(self.table[layer], qkv)
 
     def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
         if not torch.distributed.is_initialized():
@@ -59,9 +56,9 @@ class LargestPeak:
 class PercentilePeak:
     """Percentile of the largest magnitude of each head of each token.
 
-    Counts are kept in bins of a sixteenth of an octave, from 2**-32 to 2**32, beside one for what
-    is not finite. The upper edge of a bin is reported: at most 4.5% above the percentile, never
-    below it. Tokens that recomputation shows twice count twice, in all bins alike.
+    Counts are kept in bins, 32 to an octave from 2**-32 to 2**32, beside one for what is not
+    finite. The upper edge of a bin is reported: at most 1/32 above the percentile, never below it.
+    Tokens that recomputation shows twice count twice, in all bins alike.
 
     Args:
         num_layers: of the whole model.
@@ -74,27 +71,19 @@ class PercentilePeak:
     def __init__(self, num_layers: int, device: torch.device, percentile: float) -> None:
         self.percentile = percentile
         self.table = torch.zeros(
-            num_layers, len(ROLES), _BINS + 1, dtype=torch.int64, device=device
+            num_layers, len(ROLES), PEAK_BINS + 1, dtype=torch.int64, device=device
         )
 
-    def add(self, layer: int, column: int, x: Tensor) -> None:
-        low, high = torch.aminmax(x, dim=-1)
-        peaks = torch.maximum(-low, high).float().flatten()
-        steps = (peaks.log2() - _LOWEST_OCTAVE) * _PER_OCTAVE
-        # Of an infinity or a NaN the step is no number that fits an integer.
-        finite = peaks.isfinite()
-        index = steps.nan_to_num(0.0, 0.0, 0.0).clamp_(0, _BINS - 1).long()
-        index = torch.where(finite, index, _BINS)
-        self.table[layer, column].scatter_add_(0, index, torch.ones_like(index))
+    def add(self, layer: int, qkv: Sequence[Tensor]) -> None:
+        count_peaks(self.table[layer], qkv)
 
     def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
         counts = self.table.clone()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts, group=group)
-        seen = counts[..., :_BINS].cumsum(-1)
+        seen = counts[..., :PEAK_BINS].cumsum(-1)
         total = seen[..., -1:]
         enough = seen.double() >= total.double() * (self.percentile / 100.0)
         index = enough.int().argmax(-1)
-        edge = torch.exp2((index + 1).double() / _PER_OCTAVE + _LOWEST_OCTAVE).float()
-        edge = edge.masked_fill(total[..., 0] == 0, 0.0)
-        return edge.masked_fill(counts[..., _BINS] > 0, torch.nan)
+        edge = peak_edges(index).masked_fill(total[..., 0] == 0, 0.0)
+        return edge.masked_fill(counts[..., PEAK_BINS] > 0, torch.nan)

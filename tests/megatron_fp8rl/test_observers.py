@@ -181,6 +181,9 @@ def test_state_survives_a_checkpoint(model):
         with pytest.raises(CheckpointError, match=message):
             resumed.load_state_dict(bad)
     assert torch.equal(resumed.amax(), observer.amax())
+    # A NaN's sign, which processors set as they like, would make it the smallest integer.
+    resumed.load_state_dict({"amax": -(state["amax"] * torch.nan).abs()})
+    assert not resumed.state_dict()["amax"].signbit().any()
 
 
 def test_multi_latent_attention_is_refused(model):
@@ -226,7 +229,7 @@ def test_a_percentile_is_that_of_the_peaks_of_heads_and_tokens(model, percentile
     table = observer.amax()
     for (layer, column), values in peaks.items():
         exact = values.sort().values[int(-(-len(values) * percentile // 100)) - 1]
-        assert exact <= table[layer, column] <= exact * 2 ** (1 / 16) * 1.0001
+        assert exact < table[layer, column] <= exact * (1 + 1 / 32)
     largest = QKVObserver(model)
     with torch.no_grad():
         run(model)

@@ -27,25 +27,39 @@ from fp8rl.numerics._dispatch import (
     unpad,
 )
 from fp8rl.numerics._finite import all_finite, start_finite_check
-from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics._format import (
+    BLOCK,
+    E4M3_MAX,
+    FP8_DTYPE,
+    GROUP,
+    PEAK_BINS,
+    Operand,
+    Quantized,
+    cdiv,
+)
+from fp8rl.numerics._peaks import amax_into, count_peaks
 from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments
-from fp8rl.numerics.reference import mark_inf
+from fp8rl.numerics.reference import mark_inf, peak_edges
 
 __all__ = [
     "BLOCK",
     "E4M3_MAX",
     "FP8_DTYPE",
     "GROUP",
+    "PEAK_BINS",
     "ColumnSegments",
     "Operand",
     "Quantized",
     "RowSegments",
     "Segments",
     "all_finite",
+    "amax_into",
     "cdiv",
+    "count_peaks",
     "dequantize_block",
     "dequantize_group",
     "mark_inf",
+    "peak_edges",
     "quantize_block",
     "quantize_blocks",
     "quantize_group",

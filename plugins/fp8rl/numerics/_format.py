@@ -15,6 +15,11 @@ BLOCK = (128, 128)
 GROUP = 128
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+# Histograms of magnitudes: a bin is what the float32 bits of its members begin with, sign left out.
+PEAK_SHIFT = 23 - 5
+PEAK_FIRST = (127 - 32) << 5
+PEAK_BINS = 64 << 5
+
 
 class Quantized(NamedTuple):
     """FP8 codes with the factors that multiply them back.

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8rl.numerics._format import BLOCK, E4M3_MAX, FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics._format import (
+    BLOCK,
+    E4M3_MAX,
+    FP8_DTYPE,
+    GROUP,
+    PEAK_BINS,
+    PEAK_FIRST,
+    PEAK_SHIFT,
+    Operand,
+    Quantized,
+    cdiv,
+)
 from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments
 from fp8rl.recipe import ScaleFormat
 
@@ -222,3 +233,30 @@ def dequantize_group(
     """See :func:`fp8rl.numerics.dequantize_group`."""
     factors = scale_inv.repeat_interleave(group, -1)[..., : codes.shape[-1]]
     return _decode(codes).mul_(factors).to(dtype)
+
+
+def amax_into(slots: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """See :func:`fp8rl.numerics.amax_into`."""
+    for slot, x in zip(slots, tensors, strict=True):
+        if x.numel():
+            # The norm keeps NaN and needs no |x| copy.
+            torch.maximum(slot, torch.linalg.vector_norm(x, torch.inf), out=slot)
+
+
+def count_peaks(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """See :func:`fp8rl.numerics.count_peaks`."""
+    for row, x in zip(counts, tensors, strict=True):
+        if x.numel():
+            low, high = torch.aminmax(x, dim=-1)
+            peaks = torch.maximum(low.abs(), high.abs()).float().flatten()
+            bins = (peaks.view(torch.int32) >> PEAK_SHIFT) - PEAK_FIRST
+            bins = bins.clamp_(0, PEAK_BINS - 1).masked_fill_(~peaks.isfinite(), PEAK_BINS).long()
+            row.scatter_add_(0, bins, torch.ones_like(bins))
+
+
+def peak_edges(bins: torch.Tensor) -> torch.Tensor:
+    """float32: the number that a bin of :func:`fp8rl.numerics.count_peaks` ends below.
+
+    At most 1/32 above its members, but for those outside of the range.
+    """
+    return ((bins + 1 + PEAK_FIRST) << PEAK_SHIFT).int().view(torch.float32)
