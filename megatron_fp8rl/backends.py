@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,11 @@ from fp8rl.gemm import (
     LoopBackend,
     ReferenceBackend,
 )
+from fp8rl.gemm.checking import fault
 from fp8rl.gemm.tuning import flops, measure
 from fp8rl.recipe import ScaleFormat
+
+logger = logging.getLogger(__name__)
 
 _NEAR = 1.03  # a backend within this factor of the fastest counts as equally fast
 _SURVEYED = GemmShape(tokens=8192, out_features=4096, in_features=4096)
@@ -37,6 +41,9 @@ class BackendChoice:
     one: backends of plugins first, then :data:`fp8rl.gemm.PREFERENCE`, so that all choose alike.
     The reference backend multiplies in float32, so it serves a GPU only when it is asked for by
     name. Experts are served by backends that have grouped products, and by a loop over each.
+
+    The first product of each kind is checked (:mod:`fp8rl.gemm.checking`), whoever chose: a backend
+    whose result is wrong is not used for it, which is logged as an error.
 
     Args:
         offered: all backends by name.
@@ -64,6 +71,7 @@ class BackendChoice:
         self._loops = [LoopBackend(b) for b in self._offered.values()]
         self._orders: dict[_Key, list[Any]] = {}
         self._timings: dict[Direction, dict[Shape, dict[str, float]]] = {}
+        self._faults: dict[tuple[str, _Key], str | None] = {}
 
     @property
     def names(self) -> list[str]:
@@ -96,23 +104,48 @@ class BackendChoice:
         return self._pick(device, shape, module, direction)
 
     def _pick(self, device: torch.device, shape: Shape, module: str, direction: Direction) -> Any:
-        order = self._orders.get(_key(direction, shape))
+        key = _key(direction, shape)
+        order = self._orders.get(key)
         if order is None:
             if device.type == "cuda" and shape.tokens and _may_measure():
                 self._rank(direction, shape, self._times(direction, shape, device))
-            order = self._orders.setdefault(
-                _key(direction, shape), self._candidates(direction, shape)
-            )
-        return self._first(order, device, shape, module)
+            order = self._orders.setdefault(key, self._candidates(direction, shape))
+        while True:
+            backend = self._first(order, device, shape, module, direction)
+            if not shape.tokens or (backend.name, key) in self._faults or _capturing():
+                return backend
+            self._faults[backend.name, key] = self._fault(backend, direction, shape, device)
+
+    def _fault(
+        self, backend: Any, direction: Direction, shape: Shape, device: torch.device
+    ) -> str | None:
+        if isinstance(_plain(backend), ReferenceBackend):
+            return None
+        what = f"{direction} of {_text(shape)} by GEMM backend '{backend.name}'"
+        try:
+            reason = fault(backend, direction, shape, device)
+        except torch.OutOfMemoryError:
+            logger.warning("fp8rl: %s is used unchecked: there is no memory for a check", what)
+            return None
+        if reason is not None:
+            logger.error("fp8rl: %s is not used: %s", what, reason)
+        return reason
 
     def check(self, device: torch.device, shape: GemmShape, module: str) -> None:
         """Like :meth:`pick`, for the error alone: nothing is measured."""
-        self._first(self._preferred("fprop"), device, shape, module)
+        self._first(self._preferred("fprop"), device, shape, module, "fprop")
 
-    def _first(self, order: Sequence[Any], device: torch.device, shape: Shape, module: str) -> Any:
+    def _first(
+        self,
+        order: Sequence[Any],
+        device: torch.device,
+        shape: Shape,
+        module: str,
+        direction: Direction,
+    ) -> Any:
         reasons = []
         for backend in order:
-            reason = self._objection(backend, device, shape)
+            reason = self._objection(backend, device, shape, direction)
             if reason is None:
                 return backend
             reasons.append(f"{backend.name}: {reason}")
@@ -146,7 +179,7 @@ class BackendChoice:
         usable = [
             backend
             for backend in self._candidates(direction, shape)
-            if self._objection(backend, device, shape) is None
+            if self._objection(backend, device, shape, direction) is None
         ]
         if len(usable) < 2:
             return {}
@@ -176,8 +209,10 @@ class BackendChoice:
             *sorted(self._loops, key=lambda b: _place(b.plain.name, direction)),
         ]
 
-    def _objection(self, backend: Any, device: torch.device, shape: Shape) -> str | None:
-        plain = backend.plain if isinstance(backend, LoopBackend) else backend
+    def _objection(
+        self, backend: Any, device: torch.device, shape: Shape, direction: Direction
+    ) -> str | None:
+        plain = _plain(backend)
         if plain.name == ReferenceBackend.name and device.type != "cpu" and not self._named:
             return "multiplies in float32, so it is used off the CPU only by name"
         for scale_format in self._formats:
@@ -188,7 +223,7 @@ class BackendChoice:
             )
             if reason is not None:
                 return reason
-        return None
+        return self._faults.get((backend.name, _key(direction, shape)))
 
 
 def survey(offered: Mapping[str, GemmBackend]) -> dict[str, str]:
@@ -241,7 +276,15 @@ def _key(direction: Direction, shape: Shape) -> _Key:
     return direction, experts, tokens, shape.out_features, shape.in_features, shape.dtype
 
 
+def _plain(backend: Any) -> Any:
+    return backend.plain if isinstance(backend, LoopBackend) else backend
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _may_measure() -> bool:
-    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_available() or _capturing():
         return False
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmShape, ReferenceBackend, builtin_backends
+from fp8rl.gemm import GemmShape, GroupedShape, ReferenceBackend, builtin_backends
 from megatron_fp8rl.backends import BackendChoice, survey
 
 CPU = torch.device("cpu")
@@ -77,6 +77,64 @@ def test_a_backend_that_fails_while_it_is_timed_is_not_chosen():
     choice.tune([SHAPE], CPU)
     assert choice.pick(CPU, SHAPE, "m", "fprop").name == "reference"
     assert set(choice.timings["fprop"][SHAPE]) == {"reference"}
+
+
+class _Wrong:
+    """Not a subclass of the reference, which is not checked."""
+
+    name = "wrong"
+
+    def __init__(self) -> None:
+        self._right, self.calls = ReferenceBackend(), 0
+
+    def supports(self, *args):
+        return None
+
+    def fprop(self, *args):
+        self.calls += 1
+        return self._right.fprop(*args) * 1.05
+
+    def dgrad(self, *args):
+        return self._right.dgrad(*args)
+
+    def wgrad(self, *args):
+        return self._right.wgrad(*args)
+
+
+def test_a_backend_whose_product_is_wrong_is_found_at_its_first_pick(caplog):
+    wrong = _Wrong()
+    choice = _choice(wrong)
+    for _ in range(2):
+        assert choice.pick(CPU, SHAPE, "m", "fprop").name == "reference"
+        assert choice.pick(CPU, SHAPE, "m", "dgrad").name == "wrong"
+    assert wrong.calls == 1
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "fprop of 8 x 16 x 32 by GEMM backend 'wrong' is not used" in record.getMessage()
+    choice.tune([SHAPE], CPU)
+    assert wrong.calls == 1 and "wrong" in choice.timings["dgrad"][SHAPE]
+    assert choice.pick(CPU, SHAPE, "m", "fprop").name == "reference"
+
+    named = BackendChoice({"wrong": wrong}, ["fp32"], "wrong")
+    with pytest.raises(UnsupportedError, match=r"wrong: its product was off by 0\.05"):
+        named.pick(CPU, SHAPE, "m", "fprop")
+    assert named.pick(CPU, SHAPE, "m", "wgrad").name == "wrong"
+
+
+def test_experts_in_a_loop_over_a_wrong_backend_are_found():
+    shape = GroupedShape((5, 0, 7), 16, 32)
+    choice = _choice(_Wrong())
+    assert choice.pick_grouped(CPU, shape, "m", "fprop").name == "reference loop"
+    assert choice.pick_grouped(CPU, shape, "m", "dgrad").name == "wrong loop"
+
+
+def test_without_memory_for_a_check_a_backend_is_used_unchecked(caplog, monkeypatch):
+    def no_room(*args):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("megatron_fp8rl.backends.fault", no_room)
+    assert _choice(_Wrong()).pick(CPU, SHAPE, "m", "fprop").name == "wrong"
+    assert "is used unchecked" in caplog.text
 
 
 def test_the_gpu_backends_say_why_they_do_not_serve_a_cpu():

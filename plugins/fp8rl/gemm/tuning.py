@@ -53,24 +53,27 @@ def _calls(
     shape: GemmShape | GroupedShape,
     device: torch.device,
 ) -> dict[str, Callable[[], object]]:
-    a: Any
-    b: Any
-    out: Any = None
-    if isinstance(shape, GroupedShape):
-        a, b = _grouped_operands(direction, shape, device)
-        product: Callable = run_grouped
-        stack = (len(shape.sizes), shape.out_features, shape.in_features)
-        if direction == "wgrad_add":
-            out = torch.zeros(stack, device=device).unbind()
-    else:
-        a, b = _operands(direction, shape, device)
-        product = run
-        if direction == "wgrad_add":
-            out = torch.zeros(shape.out_features, shape.in_features, device=device)
+    a, b, out = operands(direction, shape, device)
+    product: Callable = run_grouped if isinstance(shape, GroupedShape) else run
     return {
         backend.name: partial(product, backend, direction, a, b, shape.dtype, out)
         for backend in backends
     }
+
+
+def operands(
+    direction: Direction, shape: GemmShape | GroupedShape, device: torch.device
+) -> tuple[Any, Any, Any]:
+    """Random operands of one product, as :func:`run` and :func:`run_grouped` take them, and for
+    ``wgrad_add`` zeros to add to."""
+    if isinstance(shape, GroupedShape):
+        stack = (len(shape.sizes), shape.out_features, shape.in_features)
+        out = torch.zeros(stack, device=device).unbind() if direction == "wgrad_add" else None
+        return *_grouped_operands(direction, shape, device), out
+    single = None
+    if direction == "wgrad_add":
+        single = torch.zeros(shape.out_features, shape.in_features, device=device)
+    return *_operands(direction, shape, device), single
 
 
 def run(

@@ -1,0 +1,117 @@
+"""Products are checked against float64: right ones pass, and each way to be wrong is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8rl.gemm import GemmShape, GroupedShape, LoopBackend, ReferenceBackend
+from fp8rl.gemm.checking import fault
+from fp8rl.numerics import Quantized, RowSegments
+
+CPU = torch.device("cpu")
+DIRECTIONS = ("fprop", "dgrad", "wgrad", "wgrad_add")
+SHAPES = [
+    GemmShape(300, 136, 200),
+    GemmShape(1, 16, 520, torch.float32),
+    GroupedShape((130, 0, 5), 136, 200),
+]
+
+
+def _backend(shape: Any, plain: Any = None) -> Any:
+    plain = plain or ReferenceBackend()
+    return LoopBackend(plain) if isinstance(shape, GroupedShape) else plain
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_right_products_pass(shape, direction):
+    assert fault(_backend(shape), direction, shape, CPU) is None
+
+
+class _Wrong(ReferenceBackend):
+    """``change`` is done to the first operand of each product."""
+
+    def __init__(self, change: Callable[[Quantized], Quantized]) -> None:
+        self._change = change
+
+    def fprop(self, x, w, dtype):
+        return super().fprop(self._change(x), w, dtype)
+
+    def dgrad(self, grad, w_t, dtype):
+        return super().dgrad(self._change(grad), w_t, dtype)
+
+    def wgrad(self, grad_t, x_t, dtype, out=None):
+        return super().wgrad(self._change(grad_t), x_t, dtype, out)
+
+
+def _scales_of_the_next_row(q: Quantized) -> Quantized:
+    return Quantized(q.codes, q.scale_inv.roll(1, 0))
+
+
+def _scales_in_another_order(q: Quantized) -> Quantized:
+    rows, groups = q.scale_inv.shape
+    return Quantized(q.codes, q.scale_inv.reshape(groups, rows).t())
+
+
+def _last_row_lost(q: Quantized) -> Quantized:
+    codes = q.codes.clone()
+    codes[-1] = 0
+    return Quantized(codes, q.scale_inv)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
+@pytest.mark.parametrize(
+    "change", [_scales_of_the_next_row, _scales_in_another_order, _last_row_lost]
+)
+def test_wrong_products_are_found(change, shape, direction):
+    backend = _backend(shape, _Wrong(change))
+    assert "relative to the same in float64" in fault(backend, direction, shape, CPU)
+
+
+class _Overwrites(ReferenceBackend):
+    def wgrad(self, grad_t, x_t, dtype, out=None):
+        product = super().wgrad(grad_t, x_t, dtype)
+        return product if out is None else out.copy_(product)
+
+
+class _WeightsOfOneExpert(LoopBackend):
+    def grouped_fprop(self, x, w, dtype):
+        first = Quantized(*(t[:1].expand_as(t) for t in w))
+        return super().grouped_fprop(x, first, dtype)
+
+
+class _Unwritten(LoopBackend):
+    def grouped_fprop(self, x: RowSegments, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        y = super().grouped_fprop(x, w, dtype)
+        y[-1, -1] = torch.nan
+        return y
+
+
+class _Raises(ReferenceBackend):
+    def fprop(self, x, w, dtype):
+        raise RuntimeError("no kernel image")
+
+
+@pytest.mark.parametrize(
+    ("backend", "direction", "shape", "reason"),
+    [
+        (_Overwrites(), "wgrad_add", SHAPES[0], "off by 0.5"),
+        (_WeightsOfOneExpert(ReferenceBackend()), "fprop", SHAPES[2], "off by"),
+        (_Unwritten(ReferenceBackend()), "fprop", SHAPES[2], "off by nan"),
+        (_Raises(), "fprop", SHAPES[0], "failed when it was tried (RuntimeError: no kernel image)"),
+    ],
+)
+def test_each_way_to_be_wrong_is_told(backend, direction, shape, reason):
+    assert fault(backend, "dgrad", shape, CPU) is None  # what it does right
+    assert reason in fault(backend, direction, shape, CPU)
+
+
+def test_the_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    fault(ReferenceBackend(), "fprop", SHAPES[0], CPU)
+    assert torch.equal(torch.get_rng_state(), before)
