@@ -162,12 +162,14 @@ def test_every_direction_is_measured():
 
 
 def test_gradients_that_follow_each_other_are_one_stack():
-    buffer = torch.arange(5 * 6.0)
-    a, b, c = buffer[6:24].view(3, 2, 3).unbind()
-    other = torch.zeros(2, 3)
-    found = _stacks([a, b, other, c, buffer[24:].view(2, 3)])
+    buffer = torch.arange(5 * 8.0)
+    a, b, c = buffer[8:32].view(3, 2, 4).unbind()
+    other = torch.zeros(2, 4)
+    found = _stacks([a, b, other, c, buffer[32:].view(2, 4)])
     assert [(first, len(stack)) for first, stack in found] == [(0, 2), (2, 1), (3, 2)]
-    assert torch.equal(found[0][1], buffer[6:18].view(2, 2, 3))
+    assert torch.equal(found[0][1], buffer[8:24].view(2, 2, 4))
     assert found[2][1].data_ptr() == c.data_ptr() and found[2][1].is_contiguous()
     assert [first for first, _ in _stacks([b, a])] == [0, 1]  # not in the order of memory
     assert [len(s) for _, s in _stacks([a.t(), b.t()])] == [1, 1]
+    # Where TMA cannot write each is alone, and gets a sum made elsewhere.
+    assert [len(s) for _, s in _stacks(buffer[7:31].view(3, 2, 4).unbind())] == [1, 1, 1]

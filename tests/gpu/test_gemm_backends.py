@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8rl.gemm import GemmShape, builtin_backends
+from fp8rl.gemm.checking import fault
 from fp8rl.gemm.tuning import measure
 from fp8rl.numerics import Operand, Quantized, quantize_operand, quantize_weight
 from fp8rl.testing.numeric import relative_error
@@ -82,6 +83,17 @@ def test_every_direction(name, shape, scale_format):
         assert relative_error(out, 4 * dw) < tolerance
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_sum_that_does_not_start_where_tma_can_write(name):
+    backend = _backend(name, SHAPES[0], "fp32")
+    x, _, grad = _operands(SHAPES[0], "fp32")
+    rows, cols = SHAPES[0].out_features, SHAPES[0].in_features
+    total = torch.zeros(rows * cols + 1, device=GPU)[1:].view(rows, cols)
+    product = backend.wgrad(grad.columnwise, x.columnwise, torch.float32)
+    assert backend.wgrad(grad.columnwise, x.columnwise, torch.float32, total) is total
+    assert relative_error(total, product) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["scaled_mm", "triton"])
 def test_float32_results(name):
     shape = SHAPES[1]
@@ -114,10 +126,11 @@ def test_scales_with_groups_innermost(name):
     )
 
 
-def test_timing_finds_every_backend():
+def test_timing_finds_every_backend_and_the_check_passes_it():
     shape = GemmShape(512, 512, 512)
     usable = [b for b in BACKENDS.values() if b.supports(GPU, shape, "fp32") is None]
-    for direction in ("fprop", "dgrad", "wgrad"):
+    for direction in ("fprop", "dgrad", "wgrad", "wgrad_add"):
+        assert [fault(b, direction, shape, GPU) for b in usable] == [None] * len(usable)
         times = measure(usable, direction, shape, GPU)
         assert times.keys() == {b.name for b in usable}
         assert all(0 < t < 100 for t in times.values())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fp8rl.gemm import GroupedShape, LoopBackend, builtin_backends
+from fp8rl.gemm.checking import fault
 from fp8rl.gemm.tuning import measure
 from fp8rl.numerics import (
     Quantized,
@@ -178,10 +179,11 @@ def test_a_nan_shows_in_its_row_alone(name):
 
 
 @on_a_gpu
-def test_timing_finds_every_backend():
+def test_timing_finds_every_backend_and_the_check_passes_it():
     shape = GroupedShape((128, 0, 384, 128, 128), OUT, IN)
     usable = [b for b in GROUPED.values() if b.supports_grouped(DEVICE, shape, "fp32") is None]
     for direction in ("fprop", "dgrad", "wgrad", "wgrad_add"):
+        assert [fault(b, direction, shape, DEVICE) for b in usable] == [None] * len(usable)
         times = measure(usable, direction, shape, DEVICE)
         assert times.keys() == {b.name for b in usable}
         assert all(0 < t < 100 for t in times.values())

@@ -19,8 +19,11 @@ from fp8rl.numerics import GROUP, ColumnSegments, Quantized, RowSegments
 from fp8rl.recipe import ScaleFormat
 
 _HOPPER = (9, 0)
+# Bytes. A matrix in a buffer of gradients may start elsewhere, behind a vector of an odd size.
+_TMA_ALIGNMENT = 16
 _BY_ROWS = "m_grouped_fp8_gemm_nt_contiguous"
 _BY_COLUMNS = "k_grouped_fp8_gemm_nt_contiguous"
+_TILE_ROWS = "get_mk_alignment_for_contiguous_layout"
 
 
 def load_deep_gemm() -> ModuleType:
@@ -111,7 +114,7 @@ class DeepGemmBackend:
     ) -> torch.Tensor:
         shape = (len(grad_t.codes), len(x_t.codes))
         # The kernel always adds to a float32 matrix.
-        direct = out is not None and out.dtype == torch.float32 and out.is_contiguous()
+        direct = out is not None and out.dtype == torch.float32 and _is_whole(out)
         total = out if direct else grad_t.scale_inv.new_zeros(shape)
         assert total is not None
         self._call(_side(grad_t), _side(x_t), total, c=total, recipe=(1, 1, GROUP))
@@ -127,12 +130,12 @@ class DeepGemmBackend:
         if reason is not None:
             return reason
         library = self._library
-        for function in (_BY_ROWS, _BY_COLUMNS):
+        for function in (_BY_ROWS, _BY_COLUMNS, _TILE_ROWS):
             if not hasattr(library, function):
                 return f"this copy of the library has no {function}"
         if any(tokens % GROUP for tokens in shape.sizes):
             return f"needs multiples of {GROUP} tokens of each expert"
-        alignment = library.get_mk_alignment_for_contiguous_layout()  # type: ignore[union-attr]
+        alignment = getattr(library, _TILE_ROWS)()
         if GROUP % alignment:
             return f"its tiles were set to {alignment} rows, which reach over an expert's end"
         return None
@@ -211,14 +214,19 @@ def _side(operand: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     return operand.codes, groups_outermost(operand.scale_inv)
 
 
+def _is_whole(matrix: torch.Tensor) -> bool:
+    """Whether TMA can write to it as it is."""
+    return matrix.is_contiguous() and matrix.data_ptr() % _TMA_ALIGNMENT == 0
+
+
 def _stacks(matrices: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Runs of contiguous matrices that follow each other in memory: the number of the first one,
-    and ``[matrices, rows, columns]`` over all of them. One that is not contiguous is alone."""
+    """Runs of whole matrices that follow each other in memory: the number of the first one, and
+    ``[matrices, rows, columns]`` over all of them. One that is not whole is alone."""
     starts = [0]
     for i, (before, after) in enumerate(pairwise(matrices), start=1):
         end = before.data_ptr() + before.numel() * before.element_size()
         same = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-        whole = before.is_contiguous() and after.is_contiguous()
+        whole = _is_whole(before) and _is_whole(after)
         if not (whole and same and after.data_ptr() == end):
             starts.append(i)
     stacks = []
