@@ -140,6 +140,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from transformers import Qwen3ForCausalLM
 
     from fp8rl.mismatch import mismatch_metrics
+    from vllm_fp8rl.compat import installed_version
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = options.variants.split(",")
@@ -166,7 +167,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             metrics = mismatch_metrics(rollout, trainer, torch.ones_like(rollout))
             result[variant] = {"what": VARIANTS[variant][0]} | metrics.to_dict()
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    packages = {package: version(package) for package in ("torch", "vllm", "transformers")}
+    packages = {package: version(package) for package in ("torch", "transformers")}
+    packages["vllm"] = installed_version() or "none"
     return {"gpu": gpu, "versions": packages, "layers": options.layers, "variants": result}
 
 
