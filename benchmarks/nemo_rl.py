@@ -2,13 +2,14 @@
 
     python benchmarks/nemo_rl.py --source NEMO_RL --folder OUT [--trainer dtensor|megatron]
                                  [--variants bf16,upstream,fp8rl] [--steps 20] [--model HF_FOLDER]
-                                 [--graphs] [--write-only]
+                                 [--limit SECONDS] [--graphs] [--write-only]
 
 Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
 a YAML for each variant on top of upstream's ``grpo_math_1B.yaml``, runs the driver untouched, and
 prints for each variant what its tensorboard has: the reward and the mismatch of every step, and the
-seconds by phase. ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
-driver. On one machine without NeMo RL's own virtual environments set
+seconds by phase. ``--limit`` ends a variant's driver after so many seconds, and prints the steps it
+has made (its exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops
+before the driver. On one machine without NeMo RL's own virtual environments set
 ``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray first
 (``ray start --head --include-dashboard=false``).
 """
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from sums_model import make_model, problems
@@ -154,7 +155,8 @@ def summary(logs: Path) -> dict[str, Any]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     values: dict[str, list[float]] = {}
-    for file in sorted(logs.rglob("events.out.tfevents.*")):
+    last = max(logs.glob("exp_*"), default=logs)  # NeMo RL makes a new one for each run
+    for file in sorted(last.rglob("events.out.tfevents.*")):
         events = EventAccumulator(str(file))
         events.Reload()
         for tag in events.Tags()["scalars"]:
@@ -171,6 +173,20 @@ def summary(logs: Path) -> dict[str, Any]:
     }
 
 
+def run(command: list[str], log: TextIO, limit: float | None) -> int | None:
+    """The driver's exit code; None where it was ended after ``limit`` seconds."""
+    try:
+        return subprocess.run(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            timeout=limit,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True)
@@ -179,6 +195,7 @@ def main() -> int:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")
     options = parser.parse_args()
@@ -196,12 +213,7 @@ def main() -> int:
             continue
         command = [sys.executable, str(options.source / "examples" / "run_grpo.py")]
         with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
-            code = subprocess.run(
-                [*command, "--config", str(file)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            ).returncode
+            code = run([*command, "--config", str(file)], log, options.limit)
         failed += code != 0
         found = summary(logs) if logs.is_dir() else {}
         sys.stdout.write(json.dumps({"run": name, "exit": code, **found}) + "\n")
