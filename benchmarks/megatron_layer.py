@@ -23,16 +23,9 @@ from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
 from megatron_fp8rl import convert
-from megatron_fp8rl.swiglu import separate
 
 GPU = torch.device("cuda")
-LABELS = (
-    "BF16",
-    "fp8rl",
-    "fp8rl, SwiGLU apart",
-    "BF16, main_grad",
-    "fp8rl, main_grad",
-)
+LABELS = ("BF16", "fp8rl", "BF16, main_grad", "fp8rl, main_grad")
 
 
 class Pass:
@@ -78,8 +71,6 @@ def main() -> None:
             model = build(QWEN3_8B)
             if label.startswith("fp8rl"):
                 convert(model, Recipe(), plugins=PluginManager(discover=False))
-            if "apart" in label:
-                separate(model.decoder.layers[0].mlp)
             call = Pass(model, options.tokens, options.sequence, "main_grad" in label)
             call()
             torch.cuda.synchronize()

@@ -20,8 +20,6 @@ from fp8rl.numerics import (
     quantize_block,
     quantize_group,
     quantize_operand,
-    quantize_swiglu,
-    quantize_swiglu_grad,
     quantize_weight,
 )
 
@@ -413,33 +411,3 @@ def test_operands_must_be_matrices_of_a_known_dtype(function):
         function(torch.zeros(2, 3, 4))
     with pytest.raises(UnsupportedError, match=r"torch\.float64"):
         function(torch.zeros(3, 4, dtype=torch.float64))
-
-
-def test_swiglu_is_quantized_as_if_it_had_been_stored():
-    h = (torch.randn(70, 512) * 3).bfloat16().requires_grad_()
-    grad = torch.randn(70, 256).bfloat16()
-    wide = h.double()
-    y = torch.nn.functional.silu(wide[:, :256]) * wide[:, 256:]
-    (of_h,) = torch.autograd.grad(y, h, grad.double())
-    for got, exact in (
-        (quantize_swiglu(h), y.detach()),
-        (quantize_swiglu_grad(grad, h), of_h),
-    ):
-        expected = quantize_operand(exact.bfloat16())
-        for side, wanted in zip(got, expected, strict=True):
-            assert side is not None and wanted is not None
-            assert side.codes.shape == wanted.codes.shape
-            # Float32 and float64 round to different bfloat16 values once in a while.
-            differ = side.codes.view(torch.uint8) != wanted.codes.view(torch.uint8)
-            assert differ.float().mean() < 2e-3
-            torch.testing.assert_close(side.scale_inv, wanted.scale_inv, rtol=2**-7, atol=0)
-    assert quantize_swiglu(h, rowwise=False).rowwise is None
-
-
-def test_swiglu_operands_that_do_not_fit_are_refused():
-    with pytest.raises(UnsupportedError, match="multiples of 128 wide"):
-        quantize_swiglu(torch.zeros(4, 2 * 96))
-    with pytest.raises(UnsupportedError, match="contiguous rows"):
-        quantize_swiglu(torch.zeros(256, 4).t())
-    with pytest.raises(UnsupportedError, match=r"must be \(4, 128\)"):
-        quantize_swiglu_grad(torch.zeros(4, 256), torch.zeros(4, 256))

@@ -19,7 +19,7 @@ from fp8rl.recipe import ScaleFormat
 
 _SCALE_ALIGNMENT = 4  # float32 values; TMA wants 16 bytes between groups
 # Of a thread, so that several programs fit a multiprocessor: some load, some compute.
-_REGISTERS, _SWIGLU_REGISTERS = 80, 128
+_REGISTERS = 80
 
 
 @triton.jit
@@ -206,208 +206,19 @@ def _two_way_kernel(
         )
 
 
-@triton.jit
-def _sigmoid(x, NATIVE: tl.constexpr):
-    if NATIVE:  # tl.sigmoid takes three times as many instructions, for subnormal results
-        exponential = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1
-        )
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + exponential], tl.float32, True, 1
-        )
-    return tl.sigmoid(x)
-
-
-@triton.jit
-def _anew(x, NATIVE: tl.constexpr):
-    """``x``, opaque to the compiler, which would keep what it derived from ``x`` in registers."""
-    if NATIVE and x.dtype == tl.bfloat16:
-        bits = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x.to(tl.int16, bitcast=True)], tl.int16, False, 2
-        )
-        return bits.to(tl.bfloat16, bitcast=True)
-    return x
-
-
-@triton.jit
-def _swiglu_kernel(
-    h_ptr,
-    codes_ptr,
-    scale_inv_ptr,
-    codes_t_ptr,
-    scale_inv_t_ptr,
-    rows,
-    cols,
-    stride_row,
-    padded_rows,
-    scale_stride,
-    scale_t_stride,
-    tile_cols,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Quantize ``silu(gate) * up`` of ``h = [gate, up]``, ``cols`` each, a multiple of 128."""
-    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
-    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
-    row = tl.arange(0, 128)
-    col = tl.arange(0, 128)
-    inside = _mask(row, col, rows - tile_row * 128, cols)
-    at = h_ptr + tile_row * 128 * stride_row + tile_col * 128
-    at += row[:, None] * stride_row + col[None, :]
-    gate = _load(at, inside, WHOLE).to(tl.float32)
-    up = _load(at + cols, inside, WHOLE).to(tl.float32)
-    x = gate * _sigmoid(gate, NATIVE) * up
-    x = x.to(h_ptr.dtype.element_ty)  # rounded as if it had been stored
-    if ROWWISE:
-        _write_tile(
-            x,
-            tile_row,
-            tile_col,
-            codes_ptr,
-            scale_inv_ptr,
-            codes_t_ptr,
-            scale_inv_t_ptr,
-            rows,
-            cols,
-            padded_rows,
-            scale_stride,
-            scale_t_stride,
-            False,
-            True,
-            False,
-            POW2,
-            NATIVE,
-            WHOLE,
-        )
-    if COLUMNWISE:
-        x = _anew(x, NATIVE)
-        _write_tile(
-            x,
-            tile_row,
-            tile_col,
-            codes_ptr,
-            scale_inv_ptr,
-            codes_t_ptr,
-            scale_inv_t_ptr,
-            rows,
-            cols,
-            padded_rows,
-            scale_stride,
-            scale_t_stride,
-            False,
-            False,
-            True,
-            POW2,
-            NATIVE,
-            WHOLE,
-        )
-
-
-@triton.jit
-def _swiglu_grad_kernel(
-    grad_ptr,
-    h_ptr,
-    codes_ptr,
-    scale_inv_ptr,
-    codes_t_ptr,
-    scale_inv_t_ptr,
-    rows,
-    cols,
-    stride_row,
-    padded_rows,
-    scale_stride,
-    scale_t_stride,
-    tile_cols,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Quantize the gradient of ``h`` from that of ``silu(gate) * up``, contiguous."""
-    tile_row = (tl.program_id(0) // (2 * tile_cols)).to(tl.int64)
-    within = tl.program_id(0) % (2 * tile_cols)
-    # The two programs that read the same tiles follow each other.
-    tile_col = (within // 2).to(tl.int64)
-    of_up = within % 2
-    row = tl.arange(0, 128)
-    col = tl.arange(0, 128)
-    inside = _mask(row, col, rows - tile_row * 128, cols)
-    at = h_ptr + tile_row * 128 * stride_row + tile_col * 128
-    at += row[:, None] * stride_row + col[None, :]
-    gate = _load(at, inside, WHOLE).to(tl.float32)
-    sigmoid = _sigmoid(gate, NATIVE)
-    grad_at = grad_ptr + tile_row * 128 * cols + tile_col * 128
-    grad = _load(grad_at + row[:, None] * cols + col[None, :], inside, WHOLE).to(tl.float32)
-    if of_up == 1:
-        x = grad * (gate * sigmoid)
-    else:
-        up = _load(at + cols, inside, WHOLE).to(tl.float32)
-        x = grad * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
-    x = x.to(h_ptr.dtype.element_ty)  # rounded as if it had been stored
-    if ROWWISE:
-        _write_tile(
-            x,
-            tile_row,
-            tile_col + of_up * tile_cols,
-            codes_ptr,
-            scale_inv_ptr,
-            codes_t_ptr,
-            scale_inv_t_ptr,
-            rows,
-            2 * cols,
-            padded_rows,
-            scale_stride,
-            scale_t_stride,
-            False,
-            True,
-            False,
-            POW2,
-            NATIVE,
-            WHOLE,
-        )
-    if COLUMNWISE:
-        x = _anew(x, NATIVE)
-        _write_tile(
-            x,
-            tile_row,
-            tile_col + of_up * tile_cols,
-            codes_ptr,
-            scale_inv_ptr,
-            codes_t_ptr,
-            scale_inv_t_ptr,
-            rows,
-            2 * cols,
-            padded_rows,
-            scale_stride,
-            scale_t_stride,
-            False,
-            False,
-            True,
-            POW2,
-            NATIVE,
-            WHOLE,
-        )
-
-
 class _Room:
-    """Memory for both sides of an operand ``[rows, cols]``, and what a kernel must know of it."""
+    """Memory for both sides of an operand, and what a kernel must know of it."""
 
     def __init__(
         self,
         x: torch.Tensor,
-        shape: tuple[int, int],
         scale_format: ScaleFormat,
         rowwise: bool,
         columnwise: bool,
         *,
         block: bool = False,
-        registers: int = _REGISTERS,
     ) -> None:
-        rows, cols = shape
+        rows, cols = x.shape
         self.padded_rows = rows if block else cdiv(rows, GROUP) * GROUP
         self._spare = x  # in place of a side that is not wanted
         self.rowwise = self.columnwise = None
@@ -425,7 +236,7 @@ class _Room:
             "NATIVE": has_native_cast(x.device),
             "WHOLE": rows % 128 == 0 and cols % 128 == 0,
             "num_warps": 8,
-            "maxnreg": registers,
+            "maxnreg": _REGISTERS,
             "enable_fp_fusion": False,
         }
 
@@ -463,20 +274,19 @@ def quantize_operand(
     x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_operand`."""
-    return _quantize(x, _Room(x, (x.shape[0], x.shape[1]), scale_format, rowwise, columnwise))
+    return _quantize(x, _Room(x, scale_format, rowwise, columnwise))
 
 
 def quantize_weight(
     w: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_weight`."""
-    shape = (w.shape[0], w.shape[1])
     if rowwise and columnwise and w.dtype == torch.float32:
         # Triton 3.6 miscompiles the transposed store of codes that are stored as they are too.
         first, _ = quantize_weight(w, scale_format, True, False)
         _, second = quantize_weight(w, scale_format, False, True)
         return Operand(first, second)
-    return _quantize(w, _Room(w, shape, scale_format, rowwise, columnwise, block=True))
+    return _quantize(w, _Room(w, scale_format, rowwise, columnwise, block=True))
 
 
 def _quantize(x: torch.Tensor, room: _Room) -> Operand:
@@ -509,57 +319,6 @@ def _quantize(x: torch.Tensor, room: _Room) -> Operand:
                 *room.strides,
                 tile_cols,
                 BLOCK=room.outer == 0,
-                **room.options,
-            )
-    return room.operand()
-
-
-def quantize_swiglu(
-    h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
-) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_swiglu`."""
-    rows, cols = h.shape[0], h.shape[1] // 2
-    room = _Room(h, (rows, cols), scale_format, rowwise, columnwise, registers=_SWIGLU_REGISTERS)
-    if h.numel():
-        with torch.cuda.device_of(h):
-            _swiglu_kernel[(cdiv(rows, 128) * (cols // 128),)](
-                h,
-                *room.pointers,
-                rows,
-                cols,
-                h.stride(0),
-                room.padded_rows,
-                *room.strides,
-                cols // 128,
-                **room.options,
-            )
-    return room.operand()
-
-
-def quantize_swiglu_grad(
-    grad: torch.Tensor,
-    h: torch.Tensor,
-    scale_format: ScaleFormat,
-    rowwise: bool,
-    columnwise: bool,
-) -> Operand:
-    """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
-    rows, cols = grad.shape
-    room = _Room(
-        h, (rows, 2 * cols), scale_format, rowwise, columnwise, registers=_SWIGLU_REGISTERS
-    )
-    if h.numel():
-        with torch.cuda.device_of(h):
-            _swiglu_grad_kernel[(cdiv(rows, 128) * (cols // 128) * 2,)](
-                grad,
-                h,
-                *room.pointers,
-                rows,
-                cols,
-                h.stride(0),
-                room.padded_rows,
-                *room.strides,
-                cols // 128,
                 **room.options,
             )
     return room.operand()
