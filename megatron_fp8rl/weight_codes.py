@@ -128,10 +128,6 @@ class WeightCodes(_Codes):
             stale ones.
     """
 
-    def get(self, weight: torch.Tensor) -> Quantized:
-        """See :meth:`rowwise`."""
-        return self.rowwise(weight)
-
     def rowwise(self, weight: torch.Tensor, training: bool = False) -> Quantized:
         """Codes of ``weight`` as it is now, for fprop.
 

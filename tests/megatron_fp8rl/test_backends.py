@@ -72,11 +72,12 @@ class _Broken(ReferenceBackend):
         raise RuntimeError("no kernel image")
 
 
-def test_a_backend_that_fails_while_it_is_timed_is_not_chosen():
+def test_a_backend_that_fails_while_it_is_timed_is_not_chosen(caplog):
     choice = _choice(_Broken())
     choice.tune([SHAPE], CPU)
     assert choice.pick(CPU, SHAPE, "m", "fprop").name == "reference"
     assert set(choice.timings["fprop"][SHAPE]) == {"reference"}
+    assert "'broken' failed while it was timed: no kernel image" in caplog.text
 
 
 class _Wrong:

@@ -32,11 +32,11 @@ def _same(codes, weight) -> bool:
 
 def test_made_once_while_the_weight_stays(epoch):
     weight, codes = _weight(), _codes(epoch)
-    first = codes.get(weight)
-    assert codes.get(weight) is first
+    first = codes.rowwise(weight)
+    assert codes.rowwise(weight) is first
     assert _same(first, weight)
     codes.drop()
-    again = codes.get(weight)
+    again = codes.rowwise(weight)
     assert again is not first
     assert torch.equal(again.scale_inv, first.scale_inv)
 
@@ -45,7 +45,7 @@ def test_made_once_while_the_weight_stays(epoch):
 def test_every_noticed_way_to_change_a_weight(epoch, how):
     module = torch.nn.Linear(70, 130, bias=False, dtype=torch.bfloat16)
     codes = _codes(epoch)
-    before = codes.get(module.weight)
+    before = codes.rowwise(module.weight)
     new = torch.randn_like(module.weight)
     if how == "copy_":
         with torch.no_grad():
@@ -57,7 +57,7 @@ def test_every_noticed_way_to_change_a_weight(epoch, how):
     else:
         module.weight.grad = new
         torch.optim.SGD(module.parameters(), lr=1.0).step()
-    after = codes.get(module.weight)
+    after = codes.rowwise(module.weight)
     assert after is not before
     assert _same(after, module.weight)
     assert not _same(before, module.weight)
@@ -65,14 +65,14 @@ def test_every_noticed_way_to_change_a_weight(epoch, how):
 
 def test_by_default_no_write_at_all_can_go_unseen(epoch):
     weight, codes = _weight(), WeightCodes(plain_layout("o_proj", 130), "fp32", epoch)
-    first = codes.get(weight)
-    assert codes.get(weight) is first
+    first = codes.rowwise(weight)
+    assert codes.rowwise(weight) is first
     codes.columnwise(weight)
     for _ in range(3):
         weight.data.copy_(torch.randn_like(weight))
-        assert _same(codes.get(weight), weight)
+        assert _same(codes.rowwise(weight), weight)
         transposed = codes.columnwise(weight)
-        assert torch.equal(transposed.codes.t().float(), codes.get(weight).codes.float())
+        assert torch.equal(transposed.codes.t().float(), codes.rowwise(weight).codes.float())
     weight.data[129, 69] += 1.0
     assert _same(Quantized(codes.columnwise(weight).codes.t(), first.scale_inv), weight)
 
@@ -81,27 +81,27 @@ def test_a_look_from_outside_leaves_nothing(epoch):
     weight, codes = _weight(), _codes(epoch)
     assert _same(codes.fresh(weight), weight)
     weight.data.zero_()  # what a late gather does: the next use must see it
-    assert not codes.get(weight).codes.float().any()
+    assert not codes.rowwise(weight).codes.float().any()
 
 
 def test_writing_through_data_is_seen_after_turning_the_epoch(epoch):
     weight, codes = _weight(), _codes(epoch)
-    codes.get(weight)
+    codes.rowwise(weight)
     weight.data.copy_(torch.randn_like(weight))
-    assert not _same(codes.get(weight), weight)  # the documented hazard
+    assert not _same(codes.rowwise(weight), weight)  # the documented hazard
     epoch.turn()
-    assert _same(codes.get(weight), weight)
+    assert _same(codes.rowwise(weight), weight)
 
 
 def test_a_step_hook_that_runs_before_the_write_only_marks(epoch):
     """megatron copies masters to the model after torch's hook has run."""
     weight, master = _weight(), torch.zeros(130, 70, requires_grad=True)
     codes = _codes(epoch)
-    codes.get(weight)
+    codes.rowwise(weight)
     master.grad = torch.randn(130, 70)
     torch.optim.SGD([master], lr=1.0).step()
     weight.data.copy_(master.detach())
-    assert _same(codes.get(weight), weight)
+    assert _same(codes.rowwise(weight), weight)
 
 
 def test_rows_are_quantized_in_hf_order(epoch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from fp8rl.numerics import (
     row_alignment,
 )
 
+logger = logging.getLogger(__name__)
+
 _WARM_UP, _REPEATS = 2, 7
 _CALLS = 5  # between two events, so that the GPU does not wait for the host's work of a call
 
@@ -40,10 +43,10 @@ def measure(
     """Median milliseconds of each backend that can do it, by name, over operands made up here.
 
     The operands are random, because zeros draw less power and so run faster. The first call, which
-    may compile, is not counted. A backend that raises is left out.
+    may compile, is not counted. A backend that raises is left out, with a warning in the log.
     """
     calls = _calls(backends, direction, shape, device)
-    times = {name: _median(call, device) for name, call in calls.items()}
+    times = {name: _median(name, call, device) for name, call in calls.items()}
     return {name: milliseconds for name, milliseconds in times.items() if milliseconds is not None}
 
 
@@ -110,16 +113,15 @@ def run_grouped(
     return backend.grouped_dgrad(a, b, dtype)
 
 
-def _median(call: Callable[[], object], device: torch.device) -> float | None:
+def _median(name: str, call: Callable[[], object], device: torch.device) -> float | None:
     try:
         for _ in range(_WARM_UP):
             call()
         times = [_milliseconds(call, device) for _ in range(_REPEATS)]
     except torch.OutOfMemoryError:
         raise
-    except (
-        Exception
-    ):  # a compiler, a library or an argument check: whatever it is, do not choose it
+    except Exception as error:  # of a compiler, a library or an argument check
+        logger.warning("fp8rl: GEMM backend '%s' failed while it was timed: %s", name, error)
         return None
     return statistics.median(times)
 
