@@ -23,6 +23,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "nemo_rl.algorithms.ppo": ("config",),
     "nemo_rl.algorithms.single_controller_utils.config": ("config",),
     "nemo_rl.models.generation.vllm.vllm_backend": ("refit",),
+    "nemo_rl.models.generation.vllm.vllm_worker": ("self_calibration",),
     "nemo_rl.models.megatron.router_replay": ("kv_cache",),
     "nemo_rl.models.megatron.setup": ("megatron",),
     "nemo_rl.models.policy.lm_policy": ("skip_step",),

@@ -104,6 +104,8 @@ def read(config: Mapping[str, Any], driver: str) -> Keys | None:
     _training(merged, sections, policy, MEGATRON in blocks, notes)
     _loss(merged, sections[LOSS], LOSS in blocks)
     recipe = Recipe.from_dict(merged.data, where=first)
+    if _fp8_kv(recipe) and not _sends_kv_scales(policy):
+        notes.append("it sends no KV scales either; vLLM calibrates them itself after each refit.")
     _refuse_unserved(recipe, config, sections, driver, LOSS in blocks)
     if LOSS in blocks:
         _refuse_unseen_batches(recipe, config, sections[LOSS], driver)
@@ -169,13 +171,16 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
 
 
 def announce_kv_cache(policy: Mapping[str, Any]) -> None:
-    """Let the driver and the policy workers send KV scales, where the recipe has an FP8 cache."""
+    """Let the driver and the policy workers send KV scales, where the recipe has an FP8 cache.
+
+    Not where the trainer has none to send: the driver must not ask it to.
+    """
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     block = vllm.get(BLOCK)
     if block is None:
         return
     recipe = Recipe.from_dict(block, where=f"{VLLM}.{BLOCK}")
-    if _fp8_kv(recipe):
+    if _fp8_kv(recipe) and _sends_kv_scales(policy):
         vllm["kv_cache_dtype"] = "fp8"
 
 
@@ -357,6 +362,11 @@ def _refuse_unserved(
             f"FP8 rollouts need a correction of their logprobs: set '{LOSS}.{BLOCK}' or "
             f"'{LOSS}.use_importance_sampling_correction'."
         )
+    if recipe.rollout and sections[VLLM].get("pipeline_parallel_size", 1) > 1:
+        raise UnsupportedError(
+            f"'{VLLM}.pipeline_parallel_size' is {sections[VLLM]['pipeline_parallel_size']}, but "
+            f"FP8 rollouts are served with 1; use '{VLLM}.tensor_parallel_size'."
+        )
     if _fp8_kv(recipe):
         _refuse_fp8_kv(config, sections, driver)
     if corrected:
@@ -366,12 +376,12 @@ def _refuse_unserved(
 def _refuse_fp8_kv(
     config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], driver: str
 ) -> None:
-    grpo = config.get("grpo") or {}
+    grpo, vllm = config.get("grpo") or {}, sections[VLLM]
+    sent = _sends_kv_scales(config.get("policy") or {})
     reason = None
-    if not sections[MEGATRON].get("enabled"):
-        reason = f"'{MEGATRON}.enabled' true: DTensor workers send no KV scales"
-    elif (
-        sections[MEGATRON].get("pipeline_model_parallel_size", 1) > 1
+    if (
+        sent
+        and sections[MEGATRON].get("pipeline_model_parallel_size", 1) > 1
         and sections[MEGATRON].get(BLOCK) is None
     ):
         reason = (
@@ -380,12 +390,18 @@ def _refuse_fp8_kv(
         )
     elif driver == "ppo":
         reason = "a GRPO driver: PPO's guards are tied to 'precision: fp8'"
-    elif sections[VLLM].get("async_engine"):
+    elif vllm.get("async_engine"):
         reason = f"'{VLLM}.async_engine' false: asynchronous rollouts get no KV scales"
     elif (grpo.get("async_grpo") or {}).get("enabled"):
         reason = "'grpo.async_grpo.enabled' false: its refits send no KV scales"
-    elif grpo.get("val_at_start"):
-        reason = "'grpo.val_at_start' false: the refit before it sends no KV scales"
+    elif vllm.get("expert_parallel_size", 1) > vllm.get("tensor_parallel_size", 1) and (
+        not sent or grpo.get("val_at_start")
+    ):
+        who = "'grpo.val_at_start' false" if sent else f"'{MEGATRON}.enabled' true"
+        reason = (
+            f"{who} or '{VLLM}.expert_parallel_size' up to '{VLLM}.tensor_parallel_size': engines "
+            "that share experts cannot calibrate themselves one by one"
+        )
     if reason:
         raise UnsupportedError(
             f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to auto."
@@ -439,6 +455,11 @@ def _refuse_split_batches(recipe: Recipe, config: Mapping[str, Any], driver: str
             f"'{path}.rejection.level' token needs 'data_plane.enabled' false, where single tokens "
             "cannot leave the batch; use mode 'mask', or level 'sequence' or 'geometric'."
         )
+
+
+def _sends_kv_scales(policy: Mapping[str, Any]) -> bool:
+    """Whether the trainer can; DTensor workers cannot."""
+    return bool((policy.get("megatron_cfg") or {}).get("enabled"))
 
 
 def _fp8_kv(recipe: Recipe) -> bool:

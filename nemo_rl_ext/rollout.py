@@ -13,6 +13,11 @@ from nemo_rl_ext.guard import LOGGER
 logger = logging.getLogger(LOGGER)
 
 
+def has_fp8_kv(vllm_config: Any) -> bool:
+    """Whether an engine keeps its KV cache in FP8."""
+    return "fp8" in str(vllm_config.cache_config.cache_dtype)
+
+
 def is_ours(vllm_config: Any) -> bool:
     """Whether an engine runs with ``quantization="fp8rl"``."""
     from vllm_fp8rl import NAME
@@ -20,18 +25,27 @@ def is_ours(vllm_config: Any) -> bool:
     return getattr(getattr(vllm_config, "model_config", None), "quantization", None) == NAME
 
 
+NOT_SENT = 1.0
+"""What NeMo RL's Megatron worker sends in the place of a KV scale that the driver has not."""
+
+
 class FencedSession:
     """A refit session whose batches may come on different CUDA streams.
 
+    With an FP8 cache either all KV scales come or none. None come from a DTensor trainer, and none
+    but placeholders with a refit before the driver's first calibration. The old scales then go, so
+    that the engine refuses to run until it has calibrated itself
+    (:class:`nemo_rl_ext.self_calibration.CalibratingLLM`).
+
     Args:
         model: the worker's model.
-        expect_kv_scales: whether the engine's cache is in FP8.
+        fp8_kv: whether the engine's cache is in FP8.
     """
 
-    def __init__(self, model: torch.nn.Module, expect_kv_scales: bool) -> None:
+    def __init__(self, model: torch.nn.Module, fp8_kv: bool) -> None:
         from vllm_fp8rl.refit import RefitSession
 
-        self._session = RefitSession(model, expect_kv_scales=expect_kv_scales)
+        self._session = RefitSession(model, expect_kv_scales=None if fp8_kv else False)
         self._finished = False
         self._written: torch.cuda.Event | None = None
 
@@ -58,7 +72,16 @@ class FencedSession:
         if torch.cuda.is_available() and self._written is not None:
             self._written.wait()
         self._session.__exit__(None, None, None)
+        self._forget_unless_sent()
         logger.info("fp8rl: %s", self._session.report)
+
+    def _forget_unless_sent(self) -> None:
+        from vllm_fp8rl.kv_cache import forget_kv_scales, kv_scale_state
+
+        model, report = self._session.model, self._session.report
+        assert report is not None
+        if not report.kv_scales or set(kv_scale_state(model).values()) == {NOT_SENT}:
+            forget_kv_scales(model)
 
     def __exit__(
         self,

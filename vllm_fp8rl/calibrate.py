@@ -26,6 +26,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 _PASSES = 2
 """The first runs with scale 1, the second with what the first found, which is as in service."""
 _MOST_PASSES = 5
+_COVERED = 1 + 1 / 16
+"""Values up to this factor beyond a scale's range lose no more than rounding does anyway."""
 
 
 def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
@@ -45,8 +47,21 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
     _forget_prefixes(llm)
 
 
+def lacks_kv_scales(llm: LLM) -> bool:
+    """Whether a worker has an FP8 KV cache without all the scales that generation needs.
+
+    Raises:
+        UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
+    """
+    return any(Workers(llm).call("missing_kv_scales"))
+
+
 def calibrate_kv_scales(
-    llm: LLM, prompts: Sequence[Prompt], *, margin: float | None = None
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    *,
+    margin: float | None = None,
+    start: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Set scales from the largest magnitudes that the engine's own weights make of prompts.
 
@@ -59,6 +74,8 @@ def calibrate_kv_scales(
         prompts: text, token numbers, or vLLM's dicts of either; of at least two tokens each, and
             short enough for one more.
         margin: factor on the magnitudes; the recipe's ``kv_cache.margin`` by default.
+        start: scales of weights that differ little from these, such as those of the last
+            calibration; then one run is enough, unless it clips.
 
     Returns:
         The scales by their names on the wire: ``margin * amax / 448``. Those of queries that are
@@ -75,15 +92,19 @@ def calibrate_kv_scales(
         raise ScaleError(f"The margin of KV scales is {margin}; set it to 1 or a little more.")
     _require_idle(llm)
     workers = Workers(llm)
-    scales: dict[str, float] = {}
+    scales = dict(start or {})
+    enough = 1 if scales else _PASSES
     try:
         for number in range(1, _MOST_PASSES + 1):
             workers.call("observe_kv", scales)
             _forget_prefixes(llm)
             tokens = _run(llm, prompts)
             seen = workers.call("observed_kv")
-            scales = _scales(seen, tokens, margin)
-            if number >= _PASSES and not any(rank["clipped"] for rank in seen):
+            before, scales = scales, _scales(seen, tokens, margin)
+            clipped = any(rank["clipped"] for rank in seen) or any(
+                scale > before.get(name, 1.0) * margin * _COVERED for name, scale in scales.items()
+            )
+            if number >= enough and not clipped:
                 break
     except BaseException:
         drop_requests(llm)
@@ -118,16 +139,24 @@ def _scales(seen: Sequence[Mapping[str, Any]], tokens: int, margin: float) -> di
 
 
 def _run(llm: LLM, prompts: Sequence[Prompt]) -> int:
-    """Run prompts alone; the number of their tokens."""
+    """Run prompts alone; how many of their tokens no full CUDA graph takes.
+
+    It may take the last token of a prompt that ends in a step of its own.
+    """
     from vllm import SamplingParams
 
     requests: Any = [
         prompt if isinstance(prompt, str | Mapping) else {"prompt_token_ids": list(prompt)}
         for prompt in prompts
     ]
-    sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        detokenize=False,
+        skip_reading_prefix_cache=True,  # or a prefix that prompts share is seen only once
+    )
     outputs = llm.generate(requests, sampling, use_tqdm=False)
-    return sum(len(output.prompt_token_ids or ()) for output in outputs)
+    return sum(len(output.prompt_token_ids or ()) - 1 for output in outputs)
 
 
 def _margin(llm: LLM) -> float:

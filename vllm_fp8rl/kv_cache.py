@@ -205,6 +205,14 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
     set_kv_scales(model, {scale_name(i, role): value for i in indices for role in ROLES})
 
 
+def forget_kv_scales(model: torch.nn.Module) -> None:
+    """Take all scales away, as those of older weights; the engine waits for others to run."""
+    for layer, state in fp8_layers(model):
+        state.values.clear()
+        publish_scales(layer)
+        getattr(layer, GUARD).recheck()
+
+
 def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
     """(global layer number, role) -> value, for every scale that a loader has set."""
     return {

@@ -120,6 +120,12 @@ def set_kv_scales(model: torch.nn.Module, scales: dict[str, float]) -> None:
 
 
 @_answers
+def missing_kv_scales(model: torch.nn.Module) -> list[str]:
+    """See :func:`vllm_fp8rl.kv_cache.missing_kv_scales`."""
+    return kv_cache.missing_kv_scales(model)
+
+
+@_answers
 def observe_kv(model: torch.nn.Module, provisional: dict[str, float]) -> None:
     """See :func:`vllm_fp8rl.kv_observer.start_observing`."""
     kv_observer.start_observing(model, provisional)
@@ -146,6 +152,7 @@ STEPS: dict[str, Callable[..., Answer]] = {
     "abort": abort,
     "check": check,
     "set_kv_scales": set_kv_scales,
+    "missing_kv_scales": missing_kv_scales,
     "observe_kv": observe_kv,
     "observed_kv": observed_kv,
     "stop_observing_kv": stop_observing_kv,
@@ -182,6 +189,9 @@ class RefitMixin:
 
     def fp8rl_set_kv_scales(self, scales: dict[str, float]) -> Answer:
         return set_kv_scales(self, scales)
+
+    def fp8rl_missing_kv_scales(self) -> Answer:
+        return missing_kv_scales(self)
 
     def fp8rl_observe_kv(self, provisional: dict[str, float]) -> Answer:
         return observe_kv(self, provisional)

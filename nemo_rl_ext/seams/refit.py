@@ -1,7 +1,7 @@
 """vLLM workers: every transport's weights go through a refit session of the vLLM plugin.
 
 Why: plain ``load_weights`` cannot know whether a set is complete; a session refuses a mixture of
-old and new weights, a missing KV scale, and NaN.
+old and new weights, some of the KV scales, and NaN.
 How: the session opens and ends with ``_weight_update_lifecycle``, which the CUDA-IPC and collective
 transports share, and ``_load_hf_weights`` loads into it. Batches of the collective transport come
 on alternating CUDA streams; each waits for the one before. Engines without ``fp8rl`` go upstream's

@@ -118,11 +118,8 @@ def test_the_single_controllers_config_is_served() -> None:
             ["++loss_fn.force_on_policy_ratio=true", "++loss_fn.fp8rl_guard.geometric=1.1"],
             "loss_fn.fp8rl_guard",
         ),
-        (["++grpo.val_at_start=true", "++fp8rl.kv_cache.dtype=fp8_e4m3"], "grpo.val_at_start"),
-        (
-            ["policy.megatron_cfg.enabled=false", "policy.megatron_cfg.fp8_cfg.enabled=false"],
-            "vllm_cfg.fp8rl.kv_cache.dtype",
-        ),
+        (["policy.generation.vllm_cfg.async_engine=true"], "vllm_cfg.fp8rl.kv_cache.dtype"),
+        (["policy.generation.vllm_cfg.pipeline_parallel_size=2"], "pipeline_parallel_size"),
     ],
 )
 def test_a_wrong_config_is_refused_when_it_is_made(overrides: list[str], message: str) -> None:

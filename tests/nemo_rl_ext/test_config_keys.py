@@ -223,7 +223,30 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Fp8RLError], str]] = [
         RecipeError,
         "'loss_fn.fp8rl_guard.tighten'",
     ),
-    ({}, {MEGATRON + "enabled": False}, UnsupportedError, "'policy.megatron_cfg.enabled' true"),
+    (
+        {},
+        {MEGATRON + "enabled": False, VLLM + "async_engine": True},
+        UnsupportedError,
+        "'policy.generation.vllm_cfg.async_engine' false",
+    ),
+    (
+        {},
+        {MEGATRON + "enabled": False, VLLM + "expert_parallel_size": 2},
+        UnsupportedError,
+        "'policy.megatron_cfg.enabled' true or 'policy.generation.vllm_cfg.expert_parallel_size'",
+    ),
+    (
+        {},
+        {"grpo__val_at_start": True, VLLM + "expert_parallel_size": 2},
+        UnsupportedError,
+        "'grpo.val_at_start' false or 'policy.generation.vllm_cfg.expert_parallel_size'",
+    ),
+    (
+        {"kv_cache": {"dtype": "auto"}},
+        {VLLM + "pipeline_parallel_size": 2},
+        UnsupportedError,
+        "'policy.generation.vllm_cfg.pipeline_parallel_size' is 2",
+    ),
     (
         {},
         {VLLM + "async_engine": True},
@@ -231,7 +254,6 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Fp8RLError], str]] = [
         "'policy.generation.vllm_cfg.async_engine' false",
     ),
     ({}, {"grpo__async_grpo": {"enabled": True}}, UnsupportedError, "'grpo.async_grpo.enabled'"),
-    ({}, {"grpo__val_at_start": True}, UnsupportedError, "'grpo.val_at_start' false"),
     (
         {"importance_sampling": {"self_normalize": True}},
         {"data_plane": {"enabled": True}},
@@ -301,8 +323,9 @@ def test_a_block_that_no_section_uses_is_refused() -> None:
 
 
 def test_ppo_has_no_fp8_cache() -> None:
-    with pytest.raises(UnsupportedError, match="a GRPO driver"):
-        read(config({}), "ppo")
+    for megatron in (True, False):
+        with pytest.raises(UnsupportedError, match="a GRPO driver"):
+            read(config({}, **{MEGATRON + "enabled": megatron}), "ppo")
     keys = read(config({"kv_cache": {"dtype": "auto"}}), "ppo")
     assert keys is not None
     assert keys.recipe.rollout
@@ -317,6 +340,30 @@ def test_dtensor_trainers_run_in_bf16_and_say_so() -> None:
     assert keys is not None
     assert not keys.recipe.training
     assert keys.notes == ("the DTensor trainer runs in BF16; only the rollouts run in FP8.",)
+
+
+def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
+    value = config({}, **{MEGATRON + "enabled": False, "grpo__val_at_start": True})
+    keys = read(value, "grpo")
+    assert keys is not None
+    assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
+    assert "vLLM calibrates them itself" in keys.notes[-1]
+    run = master(value)
+    prepare(run, "grpo", lambda key: None)
+    announce_kv_cache(run.policy)
+    generation = run.policy["generation"]
+    assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
+
+
+def test_validation_at_the_start_is_served() -> None:
+    keys = read(config({}, grpo__val_at_start=True), "grpo")
+    assert keys is not None
+    assert keys.notes == ()
+
+
+def test_engines_that_share_experts_are_served_where_every_refit_brings_scales() -> None:
+    assert recipe({}, **{VLLM + "expert_parallel_size": 2}) == Recipe()
 
 
 def master(value: dict[str, Any]) -> Any:
