@@ -107,7 +107,7 @@ def test_a_step_hook_that_runs_before_the_write_only_marks(epoch):
 def test_rows_are_quantized_in_hf_order(epoch):
     layout = qkv_layout(4, 2, 96)
     weight = torch.randn(layout.rows, 140)
-    got = WeightCodes(layout, "pow2", epoch).get(weight)
+    got = WeightCodes(layout, "pow2", epoch).rowwise(weight)
     expected = quantize_block(layout.to_hf(weight), scale_format="pow2")
     assert torch.equal(dequantize_block(*got), dequantize_block(*expected))
 
@@ -131,7 +131,7 @@ def test_a_broken_weight_is_not_hidden(epoch):
     weight = _weight()
     with torch.no_grad():
         weight[3, 5], weight[129, 69] = float("inf"), float("nan")
-    values = dequantize_block(*_codes(epoch).get(weight))
+    values = dequantize_block(*_codes(epoch).rowwise(weight))
     assert values.isnan().nonzero().tolist() == [[3, 5], [129, 69]]
 
 
