@@ -73,7 +73,7 @@ class CalibratingLLM(wrapt.ObjectProxy):
         logger.info(
             "fp8rl: KV scales calibrated from %d %s (%d tokens) in %.2f s: %s",
             len(chosen),
-            "sequences of the last rollout" if self._self_seen else "prompts",
+            "sequences of the latest rollouts" if self._self_seen else "prompts",
             sum(map(_length, chosen)),
             time.perf_counter() - started,
             ", ".join(f"{name} {scale:.6g}" for name, scale in (ordered[0], ordered[-1])),

@@ -18,13 +18,12 @@ from fp8rl.recipe import KVCache
 pytest.importorskip("vllm")
 from live_engine import KV_SCALE, LAYERS, VOCAB, load_tensors
 
-from vllm_fp8rl.calibrate import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.calibrate import calibrate_kv_scales, lacks_kv_scales, send_kv_scales
 from vllm_fp8rl.kv_cache import (
+    forget_kv_scales,
     fp8_layers,
     kv_scale_state,
     missing_kv_scales,
-    publish_scales,
     set_kv_scales,
     set_uncalibrated_kv_scales,
 )
@@ -68,10 +67,7 @@ class Observing:
 @pytest.fixture
 def fresh(engine: Engine) -> Iterator[Engine]:
     """The session's engine as if it had never had scales."""
-    for layer, state in fp8_layers(engine.model):
-        state.values.clear()
-        publish_scales(layer)
-    RefitGuard.of(engine.model).recheck()
+    forget_kv_scales(engine.model)
     yield engine
     drop_requests(engine.llm)
     set_uncalibrated_kv_scales(engine.model, KV_SCALE)
@@ -110,6 +106,34 @@ def test_starts_from_scales_before_it_neither_nan_nor_far_off(fresh: Engine) -> 
     set_kv_scales(fresh.model, dict.fromkeys(NAMES, 1e-6))  # clips everything
     as_dicts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     assert calibrate_kv_scales(fresh.llm, as_dicts) == found
+
+
+def test_prompts_with_a_common_prefix(fresh: Engine) -> None:
+    """As a GRPO group has; the prefix cache would skip it."""
+    prefix = [(11 * j) % (VOCAB - 5) + 5 for j in range(200)]
+    found = calibrate_kv_scales(fresh.llm, [[*prefix, i] for i in range(5, 9)])
+    assert calibrate_kv_scales(fresh.llm, [[*prefix, i] for i in range(5, 9)]) == found
+
+
+def test_one_run_where_the_scales_are_nearly_known(
+    fresh: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    generate = fresh.llm.generate
+
+    def counting(prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        runs.append(len(prompts))
+        return generate(prompts, *args, **kwargs)
+
+    monkeypatch.setattr(fresh.llm, "generate", counting)
+    found = calibrate_kv_scales(fresh.llm, PROMPTS)
+    assert len(runs) == 2
+    near = {name: scale * 1.2 for name, scale in found.items()}
+    assert calibrate_kv_scales(fresh.llm, PROMPTS, start=near) == pytest.approx(found, rel=0.02)
+    assert len(runs) == 3
+    clipping = {name: scale / 2 for name, scale in found.items()}
+    assert calibrate_kv_scales(fresh.llm, PROMPTS, start=clipping) == pytest.approx(found, rel=0.01)
+    assert len(runs) == 5
 
 
 def test_a_failure_leaves_the_engine_as_it_was(
@@ -169,6 +193,15 @@ def test_sent_scales_are_in_effect_and_empty_the_prefix_cache(fresh: Engine) -> 
         send_kv_scales(fresh.llm, scales | {scale_name(7, "k"): 1.0})
     send_kv_scales(fresh.llm, scales)
     assert fresh.greedy(PROMPTS) == tokens
+
+
+def test_an_engine_says_that_it_lacks_scales(fresh: Engine) -> None:
+    assert lacks_kv_scales(fresh.llm)
+    calibrate_kv_scales(fresh.llm, PROMPTS[:1])
+    assert not lacks_kv_scales(fresh.llm)
+    forget_kv_scales(fresh.model)
+    with pytest.raises(ScaleError, match="never loaded"):
+        fresh.greedy(PROMPTS)
 
 
 def test_by_name_on_a_worker(fresh: Engine) -> None:
