@@ -1,0 +1,185 @@
+"""Real NeMo RL's synchronous vLLM worker on a CPU: test_nemo_rl.py runs this file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
+from live_engine import LAYERS, Engine, load_tensors, make_checkpoint
+
+pytest.importorskip("nemo_rl.models.generation.vllm.vllm_worker", exc_type=ImportError)
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.vllm import vllm_worker
+from ray import cloudpickle
+from vllm import SamplingParams
+from vllm_cases import extension
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from fp8rl.errors import ScaleError
+from fp8rl.kv_scales import scale_name, scale_names
+from nemo_rl_ext.activation import install
+from nemo_rl_ext.guard import LOGGER
+from vllm_fp8rl.kv_cache import kv_scale_state, missing_kv_scales
+
+install()
+PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2, 44], [5, 9, 13, 200]]
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path) -> Iterator[Any]:
+    """The class that Ray makes an actor of; its engine as `_load_model` makes it, but for a CPU."""
+    actor_class = vllm_worker.VllmGenerationWorker.__ray_metadata__.modified_class
+    made = object.__new__(actor_class)
+    made.cfg = {
+        "vllm_cfg": {"async_engine": False, "use_tqdm": False},
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "max_new_tokens": TOKENS,
+        "stop_token_ids": None,
+        "ignore_eos": True,
+        "_pad_token_id": 0,
+    }
+    made.SamplingParams = SamplingParams
+    made.routed_experts_dtype = torch.int16
+    made._create_engine(
+        {
+            "model": str(make_checkpoint(folder / "a", 0)),
+            "load_format": "dummy",
+            "dtype": "float32",
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 32 << 20,
+            "skip_tokenizer_init": True,
+            "seed": 0,
+            **vllm_fp8rl.engine_args(Recipe()),
+        }
+    )
+    make_checkpoint(folder / "b", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
+        patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+        yield made
+    made.llm.llm_engine.engine_core.shutdown()
+
+
+def model(worker: Any) -> torch.nn.Module:
+    return worker.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def refit(worker: Any, path: Path, scales: dict[str, float] | None = None) -> None:
+    """As a transport does it in vLLM's worker."""
+    sent = [(name, torch.full((1,), value)) for name, value in (scales or {}).items()]
+    tensors = [*load_tensors(path).items(), *sent]
+    mixed = extension(Engine(worker.llm, Recipe()))
+    with mixed._weight_update_lifecycle("collective") as finalize:
+        for start in range(0, len(tensors), 5):
+            mixed._load_weights(tensors[start : start + 5])
+        finalize()
+    worker.llm.llm_engine.reset_prefix_cache()
+
+
+def generate(worker: Any) -> torch.Tensor:
+    """Greedy; (prompts, tokens) with padding."""
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([p + [0] * (longest - len(p)) for p in PROMPTS])
+    data = BatchedDataDict(
+        {"input_ids": ids, "input_lengths": torch.tensor([len(p) for p in PROMPTS])}
+    )
+    return worker.generate(data, greedy=True)["output_ids"]
+
+
+def teacher_forced(worker: Any) -> list[float]:
+    """Log-probabilities of given tokens, each after the right ones."""
+    outputs = worker.llm.generate(
+        [{"prompt_token_ids": list(range(5, 105))}],
+        SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+    )
+    return [
+        entry[token].logprob
+        for token, entry in zip(range(6, 105), outputs[0].prompt_logprobs[1:], strict=True)
+    ]
+
+
+def scales_of(worker: Any) -> dict[str, float]:
+    return {scale_name(*key): value for key, value in kv_scale_state(model(worker)).items()}
+
+
+def calibrations(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if "KV scales calibrated from" in message]
+
+
+def test_the_engine_calibrates_itself_after_each_refit_without_scales(
+    worker: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    refit(worker, folder / "a")
+    assert missing_kv_scales(model(worker))
+    first = generate(worker)
+    assert len(calibrations(caplog)) == 1
+    assert "from 2 prompts (10 tokens)" in calibrations(caplog)[0]
+    found = scales_of(worker)
+    generate(worker)
+    assert len(calibrations(caplog)) == 1
+
+    refit(worker, folder / "b")
+    second = generate(worker)
+    assert not torch.equal(first, second)
+    assert len(calibrations(caplog)) == 2
+    assert "sequences of the latest rollouts" in calibrations(caplog)[1]
+    again = scales_of(worker)
+    assert again.keys() == found.keys()
+    assert all(again[name] != found[name] for name in found)
+
+
+def test_generation_is_as_with_the_same_scales_from_a_trainer(worker: Any, folder: Path) -> None:
+    refit(worker, folder / "a")
+    tokens, logprobs, found = generate(worker), teacher_forced(worker), scales_of(worker)
+    refit(worker, folder / "a", found)
+    assert scales_of(worker) == found
+    assert torch.equal(generate(worker), tokens)
+    assert teacher_forced(worker) == logprobs
+    refit(worker, folder / "a", {name: 16 * scale for name, scale in found.items()})
+    assert teacher_forced(worker) != logprobs
+
+
+def test_placeholders_of_the_first_refit_are_no_scales(worker: Any, folder: Path) -> None:
+    """What a Megatron worker sends before `grpo.val_at_start`."""
+    refit(worker, folder / "a", dict.fromkeys(scale_names(LAYERS), 1.0))
+    assert missing_kv_scales(model(worker))
+    generate(worker)
+    assert 1.0 not in scales_of(worker).values()
+
+
+def test_a_calibration_that_fails_stops_the_rollout(worker: Any, folder: Path) -> None:
+    refit(worker, folder / "a")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensor = load_tensors(folder / "a")[name]
+    model(worker).load_weights([(name, torch.zeros_like(tensor))])
+    with pytest.raises(ScaleError, match=r"could not calibrate .*layers\.1\..*v_scale"):
+        generate(worker)
+    model(worker).load_weights([(name, tensor)])
+    generate(worker)
+
+
+def test_the_seam_travels_by_upstreams_name(worker: Any) -> None:
+    ours = vllm_worker.VllmGenerationWorkerImpl._create_engine
+    assert type(worker)._create_engine is ours
+    assert cloudpickle.loads(cloudpickle.dumps(ours)) is ours
