@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,10 +42,18 @@ def resolve(module: ModuleType, upstream: Upstream) -> Any:
             raise UnsupportedError(
                 f"{upstream.module}.{upstream.name} does not exist; NeMo RL {KNOWN} has it."
             )
-    if upstream.parameters is not None:
+    if _hidden(found):
+        compare_source(sys.modules[upstream.module.split(".")[0]].__path__[0], upstream)
+    elif upstream.parameters is not None:
         parameters = inspect.signature(found).parameters
         _compare(upstream, tuple(name for name in parameters if name != _OF_RAY))
     return found
+
+
+def _hidden(function: Any) -> bool:
+    """Whether a decorator's function stands here that does not say what it wraps (``nsys.py``)."""
+    name = getattr(function, "__qualname__", "")
+    return "<locals>" in name and not hasattr(function, "__wrapped__")
 
 
 def compare_source(package: str, upstream: Upstream) -> None:

@@ -175,6 +175,31 @@ def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize("parameter", ["config_path", "path"])
+def test_a_decorated_function_is_compared_by_its_source(tmp_path: Path, parameter: str) -> None:
+    """NeMo RL's NVTX decorator hides the parameters of the functions that it wraps."""
+    decorated = f"""
+        def named(f):
+            def wrapper(*args, **kwargs):
+                return f(*args, **kwargs)
+            return wrapper
+
+        @named
+        def load_config({parameter}):
+            return {parameter}
+    """
+    path = package(tmp_path, {"nemo_rl/utils/config.py": decorated})
+    code = """
+        import torch
+        from nemo_rl.utils import config
+        from nemo_rl_ext.activation import installed
+        print(*installed().failures.values())
+    """
+    message = run(code, path).stdout.strip()
+    assert ("load_config takes (path), not (config_path)" in message) == (parameter == "path")
+    assert parameter == "path" or not message
+
+
 def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
     path = package(
         tmp_path,
