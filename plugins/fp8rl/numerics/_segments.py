@@ -87,10 +87,11 @@ class Segments:
         return self._tables[device]
 
     def experts(self, device: torch.device) -> torch.Tensor:
-        """Int32 ``[rows]``: the expert of each padded row. Needs ``alignment`` 128."""
+        """Int32 ``[rows]``, contiguous: the expert of each padded row. Needs ``alignment`` 128."""
         if device not in self._experts:
             of_tile = self.table(device)[:, 2:3]
-            self._experts[device] = of_tile.expand(-1, GROUP).reshape(-1)
+            # One tile alone would stay a view with a stride of 0.
+            self._experts[device] = of_tile.expand(-1, GROUP).reshape(-1).contiguous()
         return self._experts[device]
 
     def column_sizes_on(self, device: torch.device) -> torch.Tensor:
