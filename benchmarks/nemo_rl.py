@@ -60,7 +60,7 @@ def make_data(file: Path) -> Path:
 def config(
     options: argparse.Namespace, model: Path, data: Path, logs: Path, variant: str
 ) -> dict[str, Any]:
-    """One variant's YAML; FP8 KV cache and training where the trainer has Megatron."""
+    """One variant's YAML; FP8 training and upstream's FP8 KV cache where Megatron trains."""
     source, megatron = options.source.resolve(), options.trainer == "megatron"
     vllm: dict[str, Any] = {
         "enforce_eager": not options.graphs,
@@ -144,7 +144,7 @@ def config(
         value["defaults"].append(str(Path(__file__).resolve().parents[1] / "recipes" / "keys.yaml"))
         value["fp8rl"] = {
             "training": megatron,
-            "kv_cache": {"dtype": "fp8_e4m3" if megatron else "auto"},
+            "kv_cache": {"dtype": "fp8_e4m3"},
             "pins": {"layers": [1]} if megatron else {},
         }
     return value

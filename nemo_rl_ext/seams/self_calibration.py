@@ -19,16 +19,17 @@ from typing import Any
 from nemo_rl_ext.activation import Seams
 from nemo_rl_ext.seams.upstream import Upstream, resolve
 
-_MODULE = "nemo_rl.models.generation.vllm.vllm_worker"
 UPSTREAM = (
-    Upstream(_MODULE, "VllmGenerationWorkerImpl._create_engine", ("self", "llm_kwargs")),
-    Upstream(_MODULE, "VllmGenerationWorkerImpl.generate", ("self", "data", "greedy")),
-    Upstream(_MODULE, "VllmGenerationWorkerImpl.generate_text", ("self", "data", "greedy")),
+    Upstream(
+        "nemo_rl.models.generation.vllm.vllm_worker",
+        "VllmGenerationWorkerImpl._create_engine",
+        ("self", "llm_kwargs"),
+    ),
 )
 
 
 def apply(module: ModuleType, seams: Seams) -> None:
-    create, *_ = (resolve(module, upstream) for upstream in UPSTREAM)
+    create = resolve(module, UPSTREAM[0])
     actor_class = module.VllmGenerationWorker.__ray_metadata__.modified_class
 
     @functools.wraps(create)

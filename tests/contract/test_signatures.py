@@ -80,6 +80,17 @@ def test_the_refit_lifecycle_serves_all_full_transports() -> None:
         assert f'self._weight_update_lifecycle("{transport}")' in text
 
 
+def test_the_synchronous_worker_generates_through_its_engine_alone() -> None:
+    file = file_of("nemo_rl.models.generation.vllm.vllm_worker", source("NEMO_RL_SRC"))
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    worker = next(n for n in tree.body if getattr(n, "name", None) == "VllmGenerationWorkerImpl")
+    assert isinstance(worker, ast.ClassDef)
+    for name in ("generate", "generate_text"):
+        method = next(n for n in worker.body if getattr(n, "name", None) == name)
+        used = {ast.unparse(n.func) for n in ast.walk(method) if isinstance(n, ast.Call)}
+        assert {call for call in used if call.startswith("self.llm")} == {"self.llm.generate"}
+
+
 def test_bridge_takes_a_list_of_pre_wrap_hooks() -> None:
     bridge = source("MEGATRON_BRIDGE_SRC") / "src"
     file = file_of("megatron.bridge.models.model_provider", bridge)
