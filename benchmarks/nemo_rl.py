@@ -7,7 +7,8 @@
 Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
 a YAML for each variant on top of upstream's ``grpo_math_1B.yaml``, runs the driver untouched, and
 prints for each variant what its tensorboard has: the reward and the mismatch of every step, and the
-seconds by phase. ``--limit`` ends a variant's driver after so many seconds, and prints the steps it
+seconds by phase, with those of vLLM's own calibrations, which are part of ``generation``, from the
+log. ``--limit`` ends a variant's driver after so many seconds, and prints the steps it
 has made (its exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops
 before the driver. On one machine without NeMo RL's own virtual environments set
 ``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray first
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -46,6 +48,8 @@ SECONDS = (
     "total_step_time",
 )
 """Phases (``timing/train/...``); printed are the first step, which warms up, and the median."""
+CALIBRATION = re.compile(r"KV scales calibrated from .* in ([0-9.]+) s:")
+"""A line of ``nemo_rl_ext.self_calibration``."""
 LEARNING_RATE = 4e-5
 WARMUP_STEPS = 5
 
@@ -150,8 +154,8 @@ def config(
     return value
 
 
-def summary(logs: Path) -> dict[str, Any]:
-    """What the run's tensorboard has: ``steps``, each of CURVES, and ``seconds``."""
+def summary(logs: Path, log: Path) -> dict[str, Any]:
+    """What the run's tensorboard and log have: ``steps``, each of CURVES, and ``seconds``."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     values: dict[str, list[float]] = {}
@@ -162,6 +166,8 @@ def summary(logs: Path) -> dict[str, Any]:
         for tag in events.Tags()["scalars"]:
             values.setdefault(tag, []).extend(event.value for event in events.Scalars(tag))
     seconds = {name: values.get(f"timing/train/{name}", []) for name in SECONDS}
+    told = CALIBRATION.findall(log.read_text(encoding="utf-8", errors="replace"))
+    seconds["engine_calibration"] = [float(taken) for taken in told]
     return {
         "steps": len(values.get("train/reward", [])),
         "curves": {tag: [round(x, 6) for x in values[tag]] for tag in CURVES if tag in values},
@@ -215,7 +221,7 @@ def main() -> int:
         with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
             code = run([*command, "--config", str(file)], log, options.limit)
         failed += code != 0
-        found = summary(logs) if logs.is_dir() else {}
+        found = summary(logs, Path(log.name)) if logs.is_dir() else {}
         sys.stdout.write(json.dumps({"run": name, "exit": code, **found}) + "\n")
     return int(failed > 0)
 
