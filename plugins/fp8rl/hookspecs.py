@@ -32,7 +32,8 @@ def register_pins(module_names: Sequence[str]) -> Pins | None:
 @hookspec
 def register_gemm_backends() -> Sequence[GemmBackend]:
     """GEMM backends to offer beside the built-in ones; names must be unique. One may have the
-    products of :class:`fp8rl.gemm.GroupedBackend` too."""
+    products of :class:`fp8rl.gemm.GroupedBackend` too. The first product of each kind is checked
+    (:mod:`fp8rl.gemm.checking`)."""
 
 
 @hookspec
