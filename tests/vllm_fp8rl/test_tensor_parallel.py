@@ -32,6 +32,7 @@ def test_two_ranks(tmp_path):
     assert found["there_and_back"] is True
     assert found["recovered"] is True
     assert found["pointers"] is True
+    assert found["lacks scales"] == [True, False]
     assert found["held"] == [found["calibrated"]] * 2
     for name, value in observed_kv_scales(tmp_path / "a", Recipe(), PROMPTS).items():
         # Each rank sees half of the heads; transformers keeps K and V of layer 0 as they are.

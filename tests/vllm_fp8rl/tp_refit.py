@@ -82,7 +82,7 @@ def error_of(attempt: Callable[[], object]) -> str:
 
 def main(root: Path) -> dict[str, object]:
     from vllm_fp8rl import worker
-    from vllm_fp8rl.calibrate import calibrate_kv_scales, send_kv_scales
+    from vllm_fp8rl.calibrate import calibrate_kv_scales, lacks_kv_scales, send_kv_scales
     from vllm_fp8rl.refit import refit, refit_from_files
 
     scales = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
@@ -93,8 +93,10 @@ def main(root: Path) -> dict[str, object]:
     llm = engine.llm
     before = llm.collective_rpc(pointers)
     found: dict[str, object] = {}
+    lacking = lacks_kv_scales(llm)
     refit(llm, (a | scales).items(), expect_kv_scales=True)
     first = engine.greedy(PROMPTS)
+    found["lacks scales"] = [lacking, lacks_kv_scales(llm)]
     found["calibrated"] = calibrate_kv_scales(llm, PROMPTS)
     found["held"] = llm.collective_rpc(kv_scales)
     send_kv_scales(llm, {name: scale.item() for name, scale in scales.items()})
