@@ -16,12 +16,14 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from nemo_rl_ext.autoload import SWITCH
 from nemo_rl_ext.guard import LOGGER, GuardConfig
+from nemo_rl_ext.model_pins import check_pins
 
 logger = logging.getLogger(LOGGER)
 
@@ -75,6 +77,7 @@ def read(config: Mapping[str, Any], driver: str) -> Keys | None:
         MEGATRON: policy.get("megatron_cfg") or {},
         LOSS: config.get("loss_fn") or {},
     }
+    _refuse_misspelled({"": config, "policy": policy, "policy.generation": generation} | sections)
     blocks = {path: s[BLOCK] for path, s in sections.items() if s.get(BLOCK) is not None}
     if config.get(GUARD) is not None:
         raise RecipeError(f"'{GUARD}' has no effect at the top of a config; move it to '{LOSS}'.")
@@ -130,14 +133,14 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
         require: called with a key's path when there is a block; raises where a seam does not fit.
 
     Raises:
-        RecipeError: also for a pinned layer that the model has not.
+        RecipeError: also for a pin that matches nothing of the model.
         RecipeError, UnsupportedError: see :func:`read`; nothing has been changed then.
     """
     keys = read(_plain(config), driver)
     if keys is None:
         return
     require(keys.places[0])
-    _refuse_missing_layers(keys, config.policy)
+    check_pins(keys.recipe, keys.places[0], config.policy)
     _refuse_closed_workers(keys.recipe, config.policy)
     recipe, block = keys.recipe, keys.recipe.to_dict()
     generation = config.policy["generation"]
@@ -466,31 +469,6 @@ def _fp8_kv(recipe: Recipe) -> bool:
     return recipe.rollout and recipe.kv_cache.dtype != "auto"
 
 
-def _refuse_missing_layers(keys: Keys, policy: Mapping[str, Any]) -> None:
-    """Globs and kinds are matched where the modules are, in the workers."""
-    pins = keys.recipe.pins
-    if not (pins.layers or pins.first or pins.last):
-        return
-    count = _decoder_layers(policy)
-    if count is None:
-        logger.warning(
-            "fp8rl: the config of '%s' could not be read here; pins are checked by the workers.",
-            policy.get("model_name"),
-        )
-        return
-    path = f"{keys.places[0]}.pins"
-    for key, wanted in (
-        ("layers", [n for n in pins.layers if not -count <= n < count]),
-        ("first", pins.first if pins.first > count else None),
-        ("last", pins.last if pins.last > count else None),
-    ):
-        if wanted:
-            raise RecipeError(
-                f"'{path}.{key}' asks for {wanted}, but '{policy['model_name']}' has {count} "
-                "decoder layers; remove what matches nothing."
-            )
-
-
 def _refuse_closed_workers(recipe: Recipe, policy: Mapping[str, Any]) -> None:
     """Ray hands the driver's environment on; a vLLM worker without hooks refits unchecked."""
     if not recipe.rollout:
@@ -504,16 +482,22 @@ def _refuse_closed_workers(recipe: Recipe, policy: Mapping[str, Any]) -> None:
             )
 
 
-def _decoder_layers(policy: Mapping[str, Any]) -> int | None:
-    """Of the model's own config; None where it cannot be read."""
-    from transformers import PretrainedConfig
+def _meant(key: Any) -> str | None:
+    """Which of our keys somebody means by ``key``; upstream ignores what it does not know."""
+    plain = "".join(filter(str.isalnum, str(key).lower()))
+    ours = {"".join(filter(str.isalnum, name)): name for name in (BLOCK, GUARD, DRIVER)}
+    return next((ours[near] for near in get_close_matches(plain, ours, n=1, cutoff=0.8)), None)
 
-    try:
-        data, _ = PretrainedConfig.get_config_dict(policy["model_name"])
-    except (OSError, KeyError):
-        return None
-    data = {**data, **(policy.get("hf_config_overrides") or {})}
-    return data.get("num_hidden_layers") or (data.get("text_config") or {}).get("num_hidden_layers")
+
+def _refuse_misspelled(sections: Mapping[str, Mapping[str, Any]]) -> None:
+    for path, section in sections.items():
+        for key in section:
+            meant = _meant(key)
+            if meant not in (None, key):
+                raise RecipeError(
+                    f"'{path}{'.' if path else ''}{key}' is no key of NeMo RL or fp8rl; write "
+                    f"'{meant}'."
+                )
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -522,5 +506,5 @@ def _plain(config: Any) -> dict[str, Any]:
     return {
         k: v.model_dump() if hasattr(v, "model_dump") else v
         for k, v in sections.items()
-        if k in ("policy", "loss_fn", "grpo", "data_plane", BLOCK, GUARD)
+        if k in ("policy", "loss_fn", "grpo", "data_plane") or _meant(k)
     }

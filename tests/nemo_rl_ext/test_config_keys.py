@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -441,12 +442,15 @@ def test_bf16_rollouts_keep_upstreams_engine() -> None:
     [
         ({"layers": [0, -2]}, None),
         ({"first": 1, "last": 2}, None),
-        ({"layers": [1, 2]}, r"vllm_cfg\.fp8rl\.pins\.layers' asks for \[2\]"),
-        ({"layers": [-3]}, r"vllm_cfg\.fp8rl\.pins\.layers' asks for \[-3\]"),
-        ({"last": 3}, r"vllm_cfg\.fp8rl\.pins\.last' asks for 3"),
+        ({"names": ["model.layers.1.mlp.*"], "kinds": ["qkv_proj"]}, None),
+        ({"layers": [1, 2]}, r"vllm_cfg\.fp8rl\.pins\.layers: 2 matches nothing"),
+        ({"layers": [-3]}, r"vllm_cfg\.fp8rl\.pins\.layers: -3 matches nothing"),
+        ({"last": 3}, r"vllm_cfg\.fp8rl\.pins\.last: 3 is more than the model's 2 layers"),
+        ({"names": ["model.layer.1.*"]}, r"fp8rl\.pins\.names: model\.layer\.1\.\* matches no"),
+        ({"names": ["*.q_proj"]}, r"fp8rl\.pins\.names: .* but not all parts of the fused"),
     ],
 )
-def test_a_pinned_layer_that_the_model_has_not_is_refused(
+def test_a_pin_that_does_not_fit_the_model_is_refused(
     pins: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
@@ -466,6 +470,39 @@ def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     missing = config({"pins": {"layers": [9]}}, policy__model_name=str(tmp_path / "none"))
     prepare(master(missing), "grpo", lambda key: None)
     assert "pins are checked by the workers" in caplog.text
+
+
+def test_pins_of_experts_are_matched_too(tmp_path: Path) -> None:
+    model = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "mlp_only_layers": [0],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    for layer, fits in ((1, True), (0, False)):
+        pins = {"names": [f"model.layers.{layer}.mlp.experts.*"]}
+        made = master(config({"pins": pins}, policy__model_name=str(tmp_path)))
+        if fits:
+            prepare(made, "grpo", lambda key: None)
+        else:
+            with pytest.raises(RecipeError, match="matches no module"):
+                prepare(made, "grpo", lambda key: None)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        (VLLM + "fp8_rl", "fp8rl"),
+        (VLLM + "fp8lr", "fp8rl"),
+        ("policy__megatron_cfg__FP8RL", "fp8rl"),
+        ("loss_fn__fp8rl_gard", "fp8rl_guard"),
+        ("policy__fp8-rl", "fp8rl"),
+    ],
+)
+def test_misspelled_keys_are_named_with_what_was_meant(path: str, meant: str) -> None:
+    with pytest.raises(RecipeError, match=rf"'{path.replace('__', '.')}' is no key.*'{meant}'"):
+        prepare(master(config(None, **{path: {}})), "grpo", lambda key: None)
 
 
 @pytest.mark.parametrize("variable", ["FP8RL_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])

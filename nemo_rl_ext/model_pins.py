@@ -1,0 +1,63 @@
+"""Pins of a run against its model, in the driver, before Ray has workers that would refuse them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.errors import PinError, RecipeError
+from fp8rl.pinning import dense_module_names, has_experts, mixture_module_names
+from nemo_rl_ext.guard import LOGGER
+
+logger = logging.getLogger(LOGGER)
+
+_MIXTURE = "qwen3_moe"
+"""The one whose modules' names are known; the engines' plugins refuse others."""
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
+    """Refuse pins that match nothing of the model, or half of a fused module.
+
+    Where the model's config cannot be read here, or its modules are not known, the workers check.
+
+    Args:
+        recipe: of the run.
+        where: full path of the key that holds it.
+        policy: NeMo RL's section, with ``model_name`` and perhaps ``hf_config_overrides``.
+
+    Raises:
+        RecipeError: with the path of the pin.
+    """
+    names = _module_names(policy)
+    if names is None:
+        logger.warning(
+            "fp8rl: the modules of '%s' cannot be told here; pins are checked by the workers.",
+            policy.get("model_name"),
+        )
+        return
+    try:
+        PluginManager().pin_policy(recipe.pins, names)
+    except PinError as error:
+        raise RecipeError(f"{where}.{error} ('{policy['model_name']}')") from error
+
+
+def _module_names(policy: Mapping[str, Any]) -> list[str] | None:
+    from transformers import PretrainedConfig
+
+    try:
+        data, _ = PretrainedConfig.get_config_dict(policy["model_name"])
+    except (OSError, KeyError):
+        return None
+    data = {**data, **(policy.get("hf_config_overrides") or {})}
+    data = data.get("text_config") or data
+    layers = data.get("num_hidden_layers")
+    if layers is None:
+        return None
+    if not any(data.get(key) for key in _EXPERT_KEYS):
+        return dense_module_names(layers)
+    if data.get("model_type") != _MIXTURE:
+        return None
+    return mixture_module_names(data["num_experts"], [has_experts(data, i) for i in range(layers)])
