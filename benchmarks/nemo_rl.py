@@ -2,17 +2,17 @@
 
     python benchmarks/nemo_rl.py --source NEMO_RL --folder OUT [--trainer dtensor|megatron]
                                  [--variants bf16,upstream,fp8rl] [--steps 20] [--model HF_FOLDER]
-                                 [--limit SECONDS] [--graphs] [--write-only]
+                                 [--limit SECONDS] [--graphs] [--write-only] [--set KEY=VALUE]...
 
 Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
 a YAML for each variant on top of upstream's ``grpo_math_1B.yaml``, runs the driver untouched, and
 prints for each variant what its tensorboard has: the reward and the mismatch of every step, and the
 seconds by phase, with those of vLLM's own calibrations, which are part of ``generation``, from the
-log. ``--limit`` ends a variant's driver after so many seconds, and prints the steps it
-has made (its exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops
-before the driver. On one machine without NeMo RL's own virtual environments set
-``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray first
-(``ray start --head --include-dashboard=false``).
+log. ``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made
+(its exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before
+the driver; each ``--set`` is an override that the driver is given. On one machine without NeMo RL's
+own virtual environments set ``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray first (``ray start
+--head --include-dashboard=false``).
 """
 
 from __future__ import annotations
@@ -204,6 +204,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,7 @@ def main() -> int:
             continue
         command = [sys.executable, str(options.source / "examples" / "run_grpo.py")]
         with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
-            code = run([*command, "--config", str(file)], log, options.limit)
+            code = run([*command, "--config", str(file), *options.set], log, options.limit)
         failed += code != 0
         found = summary(logs, Path(log.name)) if logs.is_dir() else {}
         sys.stdout.write(json.dumps({"run": name, "exit": code, **found}) + "\n")

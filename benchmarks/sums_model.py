@@ -9,6 +9,7 @@ made here, so that no data file is needed.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -42,9 +43,21 @@ def problems() -> tuple[Problem, ...]:
 
 
 def make_model(
-    folder: Path, steps: int = 600, batch_size: int = 64, learning_rate: float = 1e-3
+    folder: Path,
+    steps: int = 600,
+    batch_size: int = 64,
+    learning_rate: float = 1e-3,
+    sums: Sequence[Problem] | None = None,
 ) -> Path:
-    """Train the model and write it to ``folder`` with its tokenizer, in BF16 safetensors."""
+    """Train the model and write it to ``folder`` with its tokenizer, in BF16 safetensors.
+
+    Args:
+        folder: to write.
+        steps: of AdamW.
+        batch_size: demonstrations a step.
+        learning_rate: at its highest.
+        sums: what it learns; by default all of :func:`problems`.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -60,7 +73,7 @@ def make_model(
     )
     model = Qwen3ForCausalLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    sums = problems()
+    sums = tuple(problems() if sums is None else sums)
     for step in range(steps):
         # Linear warm-up, then linear decay to a tenth.
         ramp = min(1.0, (step + 1) / 20) * (1.0 - 0.9 * step / steps)

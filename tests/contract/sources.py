@@ -28,6 +28,16 @@ def source(variable: str) -> Path:
     return path
 
 
+def python(variable: str) -> Path:
+    """The interpreter that a variable names; skips where it is unset."""
+    value = os.environ.get(variable)
+    if not value:
+        pytest.skip(f"{variable} is not set; give an interpreter (docs/nemo_rl.md)")
+    path = Path(value)
+    assert path.is_file(), f"{variable}={value} is no interpreter"
+    return path.absolute()  # not resolved: a virtual environment is found by its link
+
+
 def environment() -> dict[str, str]:
     """Variables of a process that imports NeMo RL from its checkout."""
     folders = [

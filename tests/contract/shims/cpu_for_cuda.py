@@ -1,0 +1,204 @@
+"""Lets NeMo RL's DTensor and vLLM workers run where there is no GPU: for test_drivers.py alone.
+
+Ray runs :func:`setup` at the start of every worker process. It changes nothing by itself; it waits
+for the modules of NeMo RL below and, as each is imported, replaces the few things in it that only
+CUDA can do:
+
+==================  ============================================================================
+emulated            by
+==================  ============================================================================
+the CUDA device     the CPU: ``"cuda"`` is read as ``"cpu"`` in every call of torch that the
+                    trainer makes, its mesh and process group are those of gloo
+``torch.cuda``      counters of memory that stand at 0, a device with a name and a capability,
+                    waits that return at once
+CUDA IPC handles    files that two processes map: the trainer copies its buffer into one, the engine
+                    reads it there, with no copy in between, as it would on a GPU
+NVML                one device's UUID (the two workers must agree on it), and little free memory, so
+                    that a refit has to go in several groups over reused buffers
+sleep mode of vLLM  said to be there; vLLM's CPU worker itself takes sleeping and waking as no-ops
+==================  ============================================================================
+
+All else is real: Ray, its actors and placement groups, the driver and its loop, the ZMQ protocol
+and the packing of a refit, vLLM's engine and CPU kernels, FSDP on one rank, the optimizer, the
+loss, and all of fp8rl. (One attribute has nothing to do with CUDA: ``Attention.isa``, which fp8rl's
+attention for CPUs, written for vLLM 0.32, misses in 0.25.1, the version NeMo RL runs with.)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import wrapt
+from torch.overrides import TorchFunctionMode
+
+FOLDER = "CPU_FOR_CUDA_FOLDER"
+"""Environment variable: where the files that stand for device memory are made."""
+FREE_BYTES = 40 << 20
+"""What NVML reports; NeMo RL sizes the buffers of a refit by it."""
+DEVICE_UUID = "GPU-00000000-0000-0000-0000-000000000000"
+NO_OPS = ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device")
+ZEROS = (
+    "memory_allocated",
+    "memory_reserved",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "current_device",
+)
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """While it is entered, what torch is asked to put on CUDA it puts on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("cuda", "pin_memory"):
+            return args[0]
+        named = {name: self._on_cpu(value) for name, value in (kwargs or {}).items()}
+        if named.get("pin_memory"):
+            del named["pin_memory"]
+        return func(*map(self._on_cpu, args), **named)
+
+    @staticmethod
+    def _on_cpu(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("cuda"):
+            return "cpu"
+        if isinstance(value, torch.device) and value.type == "cuda":
+            return torch.device("cpu")
+        return value
+
+
+class EveryThread(threading.local):
+    """Enters :class:`CudaMeansCpu` for good, once in each thread: modes belong to a thread."""
+
+    entered = False
+
+    def enter(self, *_: Any) -> None:
+        if not self.entered:
+            self.entered = True
+            CudaMeansCpu().__enter__()
+
+
+class SharedBuffers:
+    """Files in the place of CUDA IPC handles: ``((path, bytes),)``, one for each buffer address."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[int, Path] = {}
+
+    def handle(self, buffer: torch.Tensor) -> tuple[tuple[str, int]]:
+        """Copy a uint8 buffer ``[bytes]`` into its file; as ``get_handle_from_tensor``."""
+        name = f"buffer-{os.getpid()}-{len(self._files)}"
+        file = self._files.setdefault(buffer.data_ptr(), self._folder / name)
+        if not file.exists() or file.stat().st_size != buffer.numel():
+            with file.open("wb") as made:
+                made.truncate(buffer.numel())
+        self._map(str(file), buffer.numel()).copy_(buffer)
+        return ((str(file), buffer.numel()),)
+
+    def rebuild(self, handle: tuple[tuple[str, int]], device_id: int) -> torch.Tensor:
+        """The buffer behind a handle, in this process; as ``rebuild_cuda_tensor_from_ipc``."""
+        return self._map(*handle[0])
+
+    @staticmethod
+    def _map(path: str, size: int) -> torch.Tensor:
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+
+class Stream:
+    """A CUDA stream on which all is done as soon as it is asked for."""
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+class CpuForCuda:
+    """The replacements of one process; each method takes the module that was imported."""
+
+    def __init__(self, folder: Path) -> None:
+        self._buffers = SharedBuffers(folder)
+        self._threads = EveryThread()
+
+    def install(self) -> None:
+        waiting: dict[str, Callable[[Any], None]] = {
+            "nemo_rl.utils.nvml": self.nvml,
+            "nemo_rl.models.policy.utils": self.handles,
+            "nemo_rl.models.policy.workers.dtensor_policy_worker": self.trainer,
+            "nemo_rl.models.generation.vllm.vllm_worker": self.rollouts,
+            "nemo_rl.models.generation.vllm.vllm_backend": self.engine,
+        }
+        for name, replace in waiting.items():
+            wrapt.register_post_import_hook(replace, name)
+
+    def nvml(self, module: Any) -> None:
+        module.get_device_uuid = lambda device_idx: DEVICE_UUID
+        module.get_free_memory_bytes = lambda device_idx: float(FREE_BYTES)
+
+    def handles(self, module: Any) -> None:
+        module.get_handle_from_tensor = self._buffers.handle
+        module.rebuild_cuda_tensor_from_ipc = self._buffers.rebuild
+
+    def trainer(self, module: ModuleType) -> None:
+        from nemo_rl.distributed import numa_utils
+
+        self._torch_cuda()
+        distributed: Any = torch.distributed
+        make_group, make_mesh = distributed.init_process_group, distributed.init_device_mesh
+        autocast: Any = torch.autocast
+
+        def gloo(backend: Any = None, **options: Any) -> Any:
+            return make_group("gloo", **options)
+
+        def cpu_mesh(device_type: str, *args: Any, **options: Any) -> Any:
+            return make_mesh("cpu", *args, **options)
+
+        distributed.init_process_group = gloo
+        distributed.device_mesh.init_device_mesh = cpu_mesh
+        torch.autocast = lambda device_type, **options: autocast("cpu", **options)  # type: ignore[assignment,misc]
+        # The worker binds its process first of all, and every public method opens an NVTX range:
+        # between them the places that each of its threads passes before it touches a tensor.
+        numa_utils.bind_to_gpu_numa = self._threads.enter
+        nvtx: Any = torch.cuda.nvtx
+        nvtx.range_push = self._threads.enter
+        nvtx.range_pop = lambda: None
+
+    def rollouts(self, module: ModuleType) -> None:
+        import vllm.device_allocator as allocator
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.platforms import current_platform
+
+        self._torch_cuda()
+        # fp8rl's attention for CPUs reads it where vLLM 0.32 has it; 0.25.1 has it one below.
+        Attention.isa = property(lambda layer: layer.impl.isa)
+        type(current_platform).is_sleep_mode_available = lambda platform: True
+        allocator.is_sleep_mode_available = lambda *_: True
+
+    def engine(self, module: Any) -> None:
+        # It waits for a stream, for which vLLM on a CPU has a placeholder without that method.
+        extension = module.VllmInternalWorkerExtension
+        extension._synchronize_before_ipc_data_ack = lambda worker: None
+
+    @staticmethod
+    def _torch_cuda() -> None:
+        cuda: Any = torch.cuda
+        for name in NO_OPS:
+            setattr(cuda, name, lambda *_, **__: None)
+        for name in ZEROS:
+            setattr(cuda, name, lambda *_: 0)
+        cuda.is_available = lambda: False
+        cuda.mem_get_info = lambda *_: (8 << 30, 16 << 30)
+        cuda.get_device_name = lambda *_: "cpu"
+        cuda.get_device_capability = lambda *_: (9, 0)
+        cuda.current_stream = lambda *_: Stream()
+
+
+def setup() -> None:
+    """Called by Ray in each worker process before any module of NeMo RL is imported."""
+    CpuForCuda(Path(os.environ[FOLDER])).install()

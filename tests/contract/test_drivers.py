@@ -1,0 +1,276 @@
+"""NeMo RL's own ``run_grpo.py``, whole: real Ray, real vLLM, FP8 rollouts and an FP8 KV cache.
+
+Only CUDA is emulated (``shims/cpu_for_cuda.py``). The run has an interpreter and a Ray of its own;
+docs/nemo_rl.md says what the interpreter's environment must hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sources import ROOT, python, source
+
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the run
+STEPS = 3
+SUMS = 20
+"""The first of the benchmark's sums: few enough that seconds of training get some of them right."""
+OVERRIDES = {
+    "grpo.num_prompts_per_step": 4,
+    "grpo.num_generations_per_prompt": 4,
+    "policy.train_global_batch_size": 16,
+    "policy.train_micro_batch_size": 16,
+    "policy.logprob_batch_size": 16,
+    "policy.optimizer.kwargs.lr": 1e-3,  # so that three steps move the KV scales
+    "env.math.num_workers": 1,
+}
+MODEL = f"""
+import json, pathlib
+from sums_model import make_model, problems
+sums = problems()[:{SUMS}]
+make_model(pathlib.Path("model"), steps=40, batch_size=16, sums=sums)
+rows = (json.dumps({{"input": p.prompt, "output": p.answer}}) for p in sums)
+pathlib.Path("few.jsonl").write_text("\\n".join(rows) + "\\n", encoding="utf-8")
+"""
+MODULES = (
+    "accelerate",
+    "datasets",
+    "hydra",
+    "math_verify",
+    "matplotlib",
+    "nemo_rl",
+    "omegaconf",
+    "pluggy",
+    "prettytable",
+    "pydantic",
+    "ray",
+    "scipy",
+    "soundfile",
+    "tensorboard",
+    "tensordict",
+    "torchdata",
+    "transformers",
+    "vllm",
+    "wandb",
+    "wrapt",
+    "zmq",
+)
+LIMIT_S = 240
+MISMATCH = 1.05
+"""Below this the guard counts rollouts as healthy (``release_below``); 1 would be no FP8 at all."""
+WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker"
+SCALE = r"(\S+_scale) ([0-9.e-]+)"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of the driver leaves behind."""
+
+    result: dict[str, Any]
+    log: str
+    source_changed: bool
+
+
+def digest(root: Path) -> str:
+    """Of the driver and all of NeMo RL's Python."""
+    files = [root / "examples" / "run_grpo.py", *sorted((root / "nemo_rl").rglob("*.py"))]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def environment(folder: Path, interpreter: Path) -> dict[str, str]:
+    """Variables of the driver, of Ray and so of all workers; makes what they name in ``folder``."""
+    ours = metadata.distribution("fp8rl")
+    site = folder / "site" / f"fp8rl-{ours.version}.dist-info"
+    site.mkdir(parents=True)
+    for name in ("METADATA", "entry_points.txt"):  # this checkout counts as installed
+        (site / name).write_text(ours.read_text(name) or "", encoding="utf-8")
+    stand_in = folder / "venvs" / WORKER / "bin" / "python"
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text(f'#!/bin/sh\nexec {interpreter} "$@"\n', encoding="utf-8")
+    stand_in.chmod(0o755)
+    (folder / "buffers").mkdir()
+    extra = os.environ.get("NEMO_RL_PYTHON_SITE")
+    path = [
+        str(site.parent),
+        str(ROOT / "tests" / "contract" / "shims"),
+        str(source("NEMO_RL_SRC")),
+        *([extra] if extra else []),
+        str(ROOT),
+        str(ROOT / "plugins"),
+    ]
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        "PATH": os.pathsep.join([str(interpreter.parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+        "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
+        "NEMO_RL_VENV_DIR": str(folder / "venvs"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_prestart_worker_first_driver": "0",  # a process for each of the CPUs told below
+        # Ray's own name for the hook of `runtime_env`, which the driver fills in itself.
+        "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "cpu_for_cuda.setup",
+        "CPU_FOR_CUDA_FOLDER": str(folder / "buffers"),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def ray_cluster(interpreter: Path, env: dict[str, str]) -> Iterator[str]:
+    """The address of a Ray of this test alone, whose processes end with the block."""
+    address = f"127.0.0.1:{free_port()}"
+    # Short, because Ray's sockets lie below it and their names are limited to 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ray") as temporary:
+        command = [
+            *(str(interpreter), "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            "--include-dashboard=false",
+            "--disable-usage-stats",
+            "--node-ip-address=127.0.0.1",
+            f"--port={address.rpartition(':')[2]}",
+            f"--temp-dir={temporary}",
+            "--min-worker-port=0",  # any free port, for there may be another Ray on this machine
+            "--max-worker-port=0",
+            "--num-gpus=1",
+            "--num-cpus=8",
+            "--object-store-memory=500000000",
+        ]
+        log = Path(temporary) / "start.log"
+        with log.open("w", encoding="utf-8") as file:
+            head = subprocess.Popen(
+                command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            for _ in range(120):
+                if "Ray runtime started" in log.read_text(encoding="utf-8"):
+                    break
+                assert head.poll() is None, log.read_text(encoding="utf-8")[-3000:]
+                time.sleep(0.5)
+            else:
+                raise AssertionError(f"Ray did not start: {log.read_text(encoding='utf-8')}")
+            yield address
+        finally:
+            head.terminate()  # with --block it ends what it started
+            try:
+                head.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(head.pid, signal.SIGKILL)
+                head.wait()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    interpreter, root = python("NEMO_RL_PYTHON"), source("NEMO_RL_SRC")
+    folder = tmp_path_factory.mktemp("driver")
+    env = environment(folder, interpreter)
+    probe = f"import importlib.util as u; print(*[m for m in {MODULES} if not u.find_spec(m)])"
+    found = subprocess.run(
+        [interpreter, "-c", probe], env=env, cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert not found.stdout.strip(), f"NEMO_RL_PYTHON lacks {found.stdout}(docs/nemo_rl.md)"
+    before = digest(root)
+    made = subprocess.run(
+        [interpreter, "-c", MODEL],
+        env={**env, "PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{env['PYTHONPATH']}"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert made.returncode == 0, made.stderr[-3000:]
+    overrides = OVERRIDES | {"data.train.data_path": folder / "few.jsonl"}
+    command = [
+        *(interpreter, ROOT / "benchmarks" / "nemo_rl.py", "--source", root, "--folder", folder),
+        *("--variants", "fp8rl", "--model", folder / "model", "--steps", STEPS),
+        *("--limit", LIMIT_S),
+        *(part for key, value in overrides.items() for part in ("--set", f"{key}={value}")),
+    ]
+    with ray_cluster(interpreter, env) as address:
+        done = subprocess.run(
+            [str(part) for part in command],
+            env={**env, "RAY_ADDRESS": address},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S + 40,
+        )
+    log = folder / "dtensor-fp8rl.log"
+    said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    assert done.stdout, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["exit"] == 0, f"exit {result['exit']}: {said[-6000:]}{done.stderr[-2000:]}"
+    return Run(result, said, digest(root) != before)
+
+
+def test_the_driver_ends_well_and_nothing_of_nemo_rl_is_changed(run: Run) -> None:
+    assert run.result["steps"] == STEPS
+    assert not run.source_changed
+
+
+def test_vllm_runs_quantized_by_fp8rl(run: Run) -> None:
+    (engine,) = re.findall(r"Initializing a V1 LLM engine .*", run.log)
+    assert "quantization=fp8rl" in engine
+    assert "kv_cache_dtype=fp8_e4m3" in engine
+    assert re.search(r"fp8rl: 28 of 28 linear modules in FP8", run.log)
+
+
+def test_each_step_refits_all_and_then_calibrates(run: Run) -> None:
+    events = re.findall(r"fp8rl: (RefitReport\(|KV scales calibrated)", run.log)
+    assert events == ["RefitReport(", "KV scales calibrated"] * STEPS
+    reports = re.findall(r"RefitReport\(parameters=(\d+), kv_scales=0, tensors=(\d+),", run.log)
+    (counts,) = set(reports)
+    assert len(reports) == STEPS
+    assert int(counts[1]) > int(counts[0]) > 0  # the engine fuses some of what it gets
+    groups = {int(n) for n in re.findall(r"Packed (\d+) groups of tensors", run.log)}
+    assert min(groups) > 1
+
+
+def test_kv_scales_follow_the_weights(run: Run) -> None:
+    told = re.findall(rf"KV scales calibrated from .*: {SCALE}, {SCALE}", run.log)
+    assert len(told) == STEPS
+    assert all(0 < float(line[value]) < math.inf for line in told for value in (1, 3))
+    assert len(set(told)) == STEPS
+    assert "KV scales calibrated from 4 prompts" in run.log
+    assert run.log.count("sequences of the latest rollouts") == STEPS - 1
+
+
+def test_rollouts_agree_with_the_trainer(run: Run) -> None:
+    """``token_mult_prob_error``, the mean of exp|log p - log q|: 1 is equality."""
+    errors = run.result["curves"]["train/token_mult_prob_error"]
+    assert len(errors) == STEPS
+    assert all(1 < error < MISMATCH for error in errors), errors
+    rewards = run.result["curves"]["train/reward"]
+    assert len(rewards) == STEPS
+    assert all(0 <= reward <= 1 for reward in rewards)
+    print(f"mismatch {errors}, reward {rewards}")  # noqa: T201 - said with -rP
