@@ -147,46 +147,57 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def stop(head: subprocess.Popen[bytes]) -> None:
+    """End a Ray: with ``--block`` its head ends what it started."""
+    head.terminate()
+    try:
+        head.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(head.pid, signal.SIGKILL)
+        head.wait()
+
+
+def started(head: subprocess.Popen[bytes], log: Path) -> bool:
+    """Wait until Ray runs; False where it has given up."""
+    while head.poll() is None:
+        if "Ray runtime started" in log.read_text(encoding="utf-8"):
+            return True
+        time.sleep(0.5)
+    return False
+
+
 @contextmanager
 def ray_cluster(interpreter: Path, env: dict[str, str]) -> Iterator[str]:
     """The address of a Ray of this test alone, whose processes end with the block."""
-    address = f"127.0.0.1:{free_port()}"
     # Short, because Ray's sockets lie below it and their names are limited to 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="ray") as temporary:
-        command = [
-            *(str(interpreter), "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-            "--include-dashboard=false",
-            "--disable-usage-stats",
-            "--node-ip-address=127.0.0.1",
-            f"--port={address.rpartition(':')[2]}",
-            f"--temp-dir={temporary}",
-            "--min-worker-port=0",  # any free port, for there may be another Ray on this machine
-            "--max-worker-port=0",
-            "--num-gpus=1",
-            "--num-cpus=8",
-            "--object-store-memory=500000000",
-        ]
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as temporary:
         log = Path(temporary) / "start.log"
-        with log.open("w", encoding="utf-8") as file:
-            head = subprocess.Popen(
-                command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        try:
-            for _ in range(120):
-                if "Ray runtime started" in log.read_text(encoding="utf-8"):
-                    break
-                assert head.poll() is None, log.read_text(encoding="utf-8")[-3000:]
-                time.sleep(0.5)
-            else:
-                raise AssertionError(f"Ray did not start: {log.read_text(encoding='utf-8')}")
-            yield address
-        finally:
-            head.terminate()  # with --block it ends what it started
+        for _ in range(2):  # Ray gives its own processes 30 s, too few on a busy machine
+            port = free_port()
+            command = [
+                *(str(interpreter), "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+                "--include-dashboard=false",
+                "--disable-usage-stats",
+                "--node-ip-address=127.0.0.1",
+                f"--port={port}",
+                f"--temp-dir={temporary}",
+                "--min-worker-port=0",  # any that is free: there may be another Ray here
+                "--max-worker-port=0",
+                "--num-gpus=1",
+                "--num-cpus=8",
+                "--object-store-memory=500000000",
+            ]
+            with log.open("w", encoding="utf-8") as file:
+                head = subprocess.Popen(
+                    command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
             try:
-                head.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(head.pid, signal.SIGKILL)
-                head.wait()
+                if started(head, log):
+                    yield f"127.0.0.1:{port}"
+                    return
+            finally:
+                stop(head)
+        raise AssertionError(f"Ray did not start: {log.read_text(encoding='utf-8')[-3000:]}")
 
 
 @pytest.fixture(scope="module")
