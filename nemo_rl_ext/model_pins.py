@@ -8,14 +8,10 @@ from typing import Any
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import PinError, RecipeError
-from fp8rl.pinning import dense_module_names, has_experts, mixture_module_names
+from fp8rl.pinning import config_module_names
 from nemo_rl_ext.guard import LOGGER
 
 logger = logging.getLogger(LOGGER)
-
-_MIXTURE = "qwen3_moe"
-"""The one whose modules' names are known; the engines' plugins refuse others."""
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
@@ -49,15 +45,6 @@ def _module_names(policy: Mapping[str, Any]) -> list[str] | None:
 
     try:
         data, _ = PretrainedConfig.get_config_dict(policy["model_name"])
+        return config_module_names({**data, **(policy.get("hf_config_overrides") or {})})
     except (OSError, KeyError):
         return None
-    data = {**data, **(policy.get("hf_config_overrides") or {})}
-    data = data.get("text_config") or data
-    layers = data.get("num_hidden_layers")
-    if layers is None:
-        return None
-    if not any(data.get(key) for key in _EXPERT_KEYS):
-        return dense_module_names(layers)
-    if data.get("model_type") != _MIXTURE:
-        return None
-    return mixture_module_names(data["num_experts"], [has_experts(data, i) for i in range(layers)])

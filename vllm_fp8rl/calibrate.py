@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, or token numbers."""
+"""Text, token numbers, or vLLM's dict of either."""
 
 _PASSES = 2
 """The first runs with scale 1, the second with what the first found, which is as in service."""

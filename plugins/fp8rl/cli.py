@@ -24,9 +24,8 @@ from fp8rl.pinning import (
     PinPolicy,
     PinRow,
     Precision,
+    config_module_names,
     dense_module_names,
-    has_experts,
-    mixture_module_names,
 )
 
 DEBUG_ENV = "FP8RL_DEBUG"
@@ -262,24 +261,19 @@ def _names_in(model: Path) -> list[str]:
             with single.open("rb") as file:  # 8 bytes of length, then a JSON header
                 tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         else:
-            settings = json.loads(config.read_text(encoding="utf-8"))
-            settings = settings.get("text_config", settings)
-            if settings.get("model_type") == "qwen3_moe":
-                layers = range(int(settings["num_hidden_layers"]))
-                mixed = [has_experts(settings, layer) for layer in layers]
-                return mixture_module_names(int(settings["num_experts"]), mixed)
-            if any("experts" in key for key in settings):
+            names = config_module_names(json.loads(config.read_text(encoding="utf-8")))
+            if names is None:
                 raise UnsupportedError(
                     f"'{model}' is a mixture of experts without weights to take its module names "
                     "from; point --model at a folder with safetensors."
                 )
-            return dense_module_names(int(settings["num_hidden_layers"]))
+            return names
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedError(
             f"'{model}' is no readable Hugging Face model folder ({type(error).__name__}: {error})."
         ) from None
-    names = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
-    return sorted(names, key=_natural)
+    modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
+    return sorted(modules, key=_natural)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -113,6 +113,26 @@ def has_experts(config: Mapping[str, Any], layer: int) -> bool:
     )
 
 
+def config_module_names(config: Mapping[str, Any]) -> list[str] | None:
+    """HF names of the modules with weights, in order, as far as a ``config.json`` tells.
+
+    Returns:
+        None of a mixture of experts other than Qwen3-MoE.
+
+    Raises:
+        KeyError: the config lacks a number that they follow from.
+    """
+    config = config.get("text_config") or config
+    layers = range(int(config["num_hidden_layers"]))
+    if config.get("model_type") == "qwen3_moe":
+        key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        experts = int(config[key])  # transformers 5 writes the first
+        return mixture_module_names(experts, [has_experts(config, layer) for layer in layers])
+    if any("experts" in key for key in config):
+        return None
+    return dense_module_names(len(layers))
+
+
 @dataclass(frozen=True)
 class PinRow:
     """One module of the resolved table."""

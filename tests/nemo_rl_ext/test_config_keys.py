@@ -472,11 +472,12 @@ def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     assert "pins are checked by the workers" in caplog.text
 
 
-def test_pins_of_experts_are_matched_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_pins_of_experts_are_matched_too(key: str, tmp_path: Path) -> None:
     model = {
         "model_type": "qwen3_moe",
         "num_hidden_layers": 2,
-        "num_experts": 4,
+        key: 4,  # the hub's files have the first name, transformers 5 writes the second
         "mlp_only_layers": [0],
     }
     (tmp_path / "config.json").write_text(json.dumps(model))
