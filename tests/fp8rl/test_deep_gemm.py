@@ -49,7 +49,14 @@ def _is_aligned(*tensors: torch.Tensor) -> None:
 
 
 def fp8_gemm_nt(
-    a: Side, b: Side, d: torch.Tensor, c=None, recipe=None, *, disable_ue8m0_cast: bool
+    a: Side,
+    b: Side,
+    d: torch.Tensor,
+    c=None,
+    recipe=None,
+    *,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool,
 ) -> None:
     (m, k), (n, k_) = a[0].shape, b[0].shape
     assert k == k_ and d.shape == (m, n) and d.stride(-1) == 1 and disable_ue8m0_cast
@@ -58,9 +65,11 @@ def fp8_gemm_nt(
     left = a[0].float() * _groups(_mn_major(a[1], m, -(-k // 128)), k)
     if recipe is None:
         assert d.dtype == torch.bfloat16 and c is None
+        assert compiled_dims == "nk", "tokens, which change, are m"
         d.copy_(left @ (b[0].float() * _blocks(b[1], n, k)).t())
         return
     assert recipe == (1, 1, 128) and d.dtype == torch.float32 and c.data_ptr() == d.data_ptr()
+    assert compiled_dims == "mn", "tokens, which change, are k"
     _is_aligned(b[1])
     d.add_(left @ (b[0].float() * _groups(_mn_major(b[1], n, -(-k // 128)), k)).t())
 

@@ -117,7 +117,11 @@ class DeepGemmBackend:
         direct = out is not None and out.dtype == torch.float32 and _is_whole(out)
         total = out if direct else grad_t.scale_inv.new_zeros(shape)
         assert total is not None
-        self._call(_side(grad_t), _side(x_t), total, c=total, recipe=(1, 1, GROUP))
+        # Tokens are the inner dimension here: compiled in, as by default, each new number of them
+        # would cost seconds.
+        self._call(
+            _side(grad_t), _side(x_t), total, c=total, recipe=(1, 1, GROUP), compiled_dims="mn"
+        )
         if out is None:
             return total.to(dtype)
         return out if direct else out.add_(total)
