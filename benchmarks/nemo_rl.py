@@ -1,18 +1,23 @@
-"""NeMo RL's own ``run_grpo.py`` on one GPU: BF16, upstream's FP8, and fp8rl, on one seed.
+"""NeMo RL's own ``run_grpo.py``: BF16, upstream's FP8, and fp8rl, on one seed.
 
     python benchmarks/nemo_rl.py --source NEMO_RL --folder OUT [--trainer dtensor|megatron]
-                                 [--variants bf16,upstream,fp8rl] [--steps 20] [--model HF_FOLDER]
-                                 [--limit SECONDS] [--graphs] [--write-only] [--set KEY=VALUE]...
+                                 [--variants bf16,upstream,fp8rl] [--steps 20] [--gpus 1]
+                                 [--model HF_FOLDER] [--limit SECONDS] [--graphs] [--write-only]
+                                 [--curves FILE.svg] [--set KEY=VALUE]...
 
 Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
 a YAML for each variant on top of upstream's ``grpo_math_1B.yaml``, runs the driver untouched, and
 prints for each variant what its tensorboard has: the reward and the mismatch of every step, and the
 seconds by phase, with those of vLLM's own calibrations, which are part of ``generation``, from the
-log. ``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made
-(its exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before
-the driver; each ``--set`` is an override that the driver is given. On one machine without NeMo RL's
-own virtual environments set ``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray first (``ray start
---head --include-dashboard=false``).
+log, and those before the first step. ``fp8rl-bf16kv`` is a fourth variant, with FP8 rollouts over a
+BF16 KV cache, as upstream's FP8 path has it with a DTensor trainer. ``--gpus 2`` makes rollouts
+tensor-parallel and training data-parallel over two GPUs. ``--limit`` ends a variant's driver after
+so many seconds, and prints the steps it has made (its exit is then null). ``--graphs`` lets vLLM
+capture CUDA graphs; ``--write-only`` stops before the driver; ``--curves`` draws the variants
+(``nemo_rl_curves.py``); each ``--set`` is an override that the driver is given. On one machine
+without NeMo RL's own virtual environments set ``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray
+first (``RAY_prestart_worker_first_driver=0 ray start --head --include-dashboard=false``; without
+the variable Ray starts a process for each core, none of which is used).
 """
 
 from __future__ import annotations
@@ -28,9 +33,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
+from nemo_rl_curves import draw
 from sums_model import make_model, problems
 
-VARIANTS = ("bf16", "upstream", "fp8rl")
+VARIANTS = ("bf16", "upstream", "fp8rl", "fp8rl-bf16kv")
 CURVES = (
     "train/reward",
     "train/token_mult_prob_error",
@@ -47,7 +53,12 @@ SECONDS = (
     "prepare_for_generation/transfer_and_update_weights",
     "total_step_time",
 )
-"""Phases (``timing/train/...``); printed are the first step, which warms up, and the median."""
+"""Phases (``timing/train/...``); printed are the first step, which warms up, and the median of the
+others."""
+SETUP = re.compile(r"^ +(Generation init|Policy init|Total setup): ([0-9.]+)s", re.MULTILINE)
+"""Lines of the driver's."""
+BATCH = 128
+"""Sequences of an optimizer step, in one micro-batch on each GPU."""
 CALIBRATION = re.compile(r"KV scales calibrated from .* in ([0-9.]+) s:")
 """A line of ``nemo_rl_ext.self_calibration``."""
 LEARNING_RATE = 4e-5
@@ -67,6 +78,7 @@ def config(
     """One variant's YAML; FP8 training and upstream's FP8 KV cache where Megatron trains."""
     source, megatron = options.source.resolve(), options.trainer == "megatron"
     vllm: dict[str, Any] = {
+        "tensor_parallel_size": options.gpus,
         "enforce_eager": not options.graphs,
         "gpu_memory_utilization": 0.3,
         "use_tqdm": False,
@@ -84,8 +96,8 @@ def config(
         "policy": {
             "model_name": str(model),
             "max_total_sequence_length": 64,
-            "train_global_batch_size": 128,
-            "train_micro_batch_size": 128,
+            "train_global_batch_size": BATCH,
+            "train_micro_batch_size": BATCH // options.gpus,
             "sequence_packing": {"enabled": False},
             "dtensor_cfg": {"enabled": not megatron, "_v2": False},
             "optimizer": {"kwargs": {"lr": LEARNING_RATE}},
@@ -126,7 +138,7 @@ def config(
             "validation": None,
             "default": {"prompt_file": None, "system_prompt_file": None},
         },
-        "env": {"math": {"num_workers": 8}},
+        "env": {"math": {"num_workers": 2}},  # each imports torch while vLLM starts
         "checkpointing": {"enabled": False},
         "logger": {
             "log_dir": str(logs),
@@ -136,7 +148,7 @@ def config(
             "tensorboard_enabled": True,
             "monitor_gpus": False,
         },
-        "cluster": {"gpus_per_node": 1, "num_nodes": 1},
+        "cluster": {"gpus_per_node": options.gpus, "num_nodes": 1},
     }
     if variant == "upstream":
         vllm |= {"precision": "fp8", "kv_cache_dtype": "fp8" if megatron else "auto"}
@@ -144,18 +156,18 @@ def config(
             "fp8_cfg": {"enabled": megatron},
             "env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"},
         }
-    if variant == "fp8rl":
+    if variant.startswith("fp8rl"):
         value["defaults"].append(str(Path(__file__).resolve().parents[1] / "recipes" / "keys.yaml"))
         value["fp8rl"] = {
             "training": megatron,
-            "kv_cache": {"dtype": "fp8_e4m3"},
+            "kv_cache": {"dtype": "fp8_e4m3" if variant == "fp8rl" else "auto"},
             "pins": {"layers": [1]} if megatron else {},
         }
     return value
 
 
 def summary(logs: Path, log: Path) -> dict[str, Any]:
-    """What the run's tensorboard and log have: ``steps``, each of CURVES, and ``seconds``."""
+    """``steps``, each of CURVES, ``seconds`` and ``setup``, from the run's tensorboard and log."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     values: dict[str, list[float]] = {}
@@ -166,17 +178,22 @@ def summary(logs: Path, log: Path) -> dict[str, Any]:
         for tag in events.Tags()["scalars"]:
             values.setdefault(tag, []).extend(event.value for event in events.Scalars(tag))
     seconds = {name: values.get(f"timing/train/{name}", []) for name in SECONDS}
-    told = CALIBRATION.findall(log.read_text(encoding="utf-8", errors="replace"))
-    seconds["engine_calibration"] = [float(taken) for taken in told]
+    text = log.read_text(encoding="utf-8", errors="replace")
+    seconds["engine_calibration"] = [float(taken) for taken in CALIBRATION.findall(text)]
     return {
         "steps": len(values.get("train/reward", [])),
         "curves": {tag: [round(x, 6) for x in values[tag]] for tag in CURVES if tag in values},
-        "seconds": {
-            name: {"first": round(taken[0], 3), "median": round(statistics.median(taken), 3)}
-            for name, taken in seconds.items()
-            if taken
-        },
+        "seconds": {name: first_and_median(taken) for name, taken in seconds.items() if taken},
+        "setup": {name: float(taken) for name, taken in SETUP.findall(text)},
     }
+
+
+def first_and_median(taken: list[float]) -> dict[str, float]:
+    """``first``, and ``median`` of what follows it, if anything does."""
+    told = {"first": round(taken[0], 3)}
+    if len(taken) > 1:
+        told["median"] = round(statistics.median(taken[1:]), 3)
+    return told
 
 
 def run(command: list[str], log: TextIO, limit: float | None) -> int | None:
@@ -198,21 +215,29 @@ def main() -> int:
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--trainer", choices=("dtensor", "megatron"), default="dtensor")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default=",".join(VARIANTS[:3]))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")
+    parser.add_argument("--curves", type=Path, metavar="FILE.svg")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
+    variants = options.variants.split(",")
+    if unknown := sorted(set(variants) - set(VARIANTS)):
+        parser.error(f"--variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+    if options.gpus < 1 or BATCH % options.gpus:
+        parser.error(f"--gpus {options.gpus} does not divide {BATCH} sequences")
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     model = (options.model or make_model(folder / "model")).resolve()
     data = make_data(folder / "sums.jsonl")
     failed = 0
-    for variant in options.variants.split(","):
-        name = f"{options.trainer}-{variant}"
+    runs = []
+    for variant in variants:
+        name = f"{options.trainer}-{variant}" + (f"-{options.gpus}" if options.gpus > 1 else "")
         logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
         value = config(options, model, data, logs, variant)
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")
@@ -223,7 +248,10 @@ def main() -> int:
             code = run([*command, "--config", str(file), *options.set], log, options.limit)
         failed += code != 0
         found = summary(logs, Path(log.name)) if logs.is_dir() else {}
-        sys.stdout.write(json.dumps({"run": name, "exit": code, **found}) + "\n")
+        runs.append({"run": name, "exit": code, **found})
+        sys.stdout.write(json.dumps(runs[-1]) + "\n")
+    if options.curves is not None:
+        draw(runs, options.curves)
     return int(failed > 0)
 
 

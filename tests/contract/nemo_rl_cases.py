@@ -392,6 +392,47 @@ def test_a_recipe_of_ours_resolves_on_the_real_configs(
     assert not (config.policy["megatron_cfg"].get("fp8_cfg") or {}).get("enabled")
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("trainer", ["dtensor", "megatron"])
+def test_the_benchmarks_configs_are_accepted(trainer: str, gpus: int, tmp_path: Path) -> None:
+    """On one GPU, and with rollouts and training over two."""
+    from transformers import Qwen3Config
+
+    megatron = trainer == "megatron"
+    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    command = [
+        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only"),
+        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--model", tmp_path / "model"),
+        *("--variants", "bf16,upstream,fp8rl,fp8rl-bf16kv"),
+        *("--trainer", trainer, "--gpus", gpus),
+    ]
+    subprocess.run([str(part) for part in command], check=True)
+    nemo_config.register_omegaconf_resolvers()
+    caches = {}
+    for file in tmp_path.glob("*.yaml"):
+        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
+        config = grpo.MasterConfig(**loaded)
+        announce_kv_cache(config.policy)
+        policy, vllm = config.policy, config.policy["generation"]["vllm_cfg"]
+        variant = file.stem.removeprefix(f"{trainer}-").removesuffix("-2")
+        ours = (vllm.get("fp8rl") or {}).get("kv_cache")
+        caches[variant] = vllm["kv_cache_dtype"] if ours is None else ours["dtype"]
+        # Rollouts take all GPUs together, and each has a trainer of its own.
+        assert config.cluster["gpus_per_node"] == vllm["tensor_parallel_size"] == gpus
+        assert policy["megatron_cfg"]["enabled"] == megatron != policy["dtensor_cfg"]["enabled"]
+        assert policy["megatron_cfg"]["tensor_model_parallel_size"] == 1
+        assert policy["dtensor_cfg"]["tensor_parallel_size"] == 1
+        assert policy["logprob_batch_size"] == policy["train_micro_batch_size"]
+        assert policy["train_global_batch_size"] == policy["train_micro_batch_size"] * gpus
+    theirs = "fp8" if megatron else "auto"
+    assert caches == {
+        "bf16": "auto",
+        "upstream": theirs,
+        "fp8rl": "fp8_e4m3",
+        "fp8rl-bf16kv": "auto",
+    }
+
+
 def test_calibration_is_ours_in_the_class_that_ray_makes_an_actor_of() -> None:
     """Ray copies methods and changes their signatures; real worker's module needs a GPU."""
     import ray

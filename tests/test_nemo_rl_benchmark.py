@@ -1,0 +1,73 @@
+"""What ``benchmarks/nemo_rl.py`` prints and draws; its configs have a contract test."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def call(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, BENCHMARKS / program, *arguments]
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True)
+
+
+def run(name: str, reward: list[float]) -> dict[str, Any]:
+    errors = [1.001 + step / 1000 for step in range(len(reward))]
+    return {
+        "run": name,
+        "curves": {"train/reward": reward, "train/token_mult_prob_error": errors},
+    }
+
+
+def test_medians_leave_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    # Not under its own name, which is NeMo RL's.
+    spec = importlib.util.spec_from_file_location("benchmark", BENCHMARKS / "nemo_rl.py")
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+
+    assert benchmark.first_and_median([9.0, 1.0, 3.0, 2.0]) == {"first": 9.0, "median": 2.0}
+    assert benchmark.first_and_median([9.0]) == {"first": 9.0}
+    told = "▶ Worker Initialization Timing:\n  Generation init: 80.5s\n  Policy init: 32.8s\n"
+    assert benchmark.SETUP.findall(told) == [("Generation init", "80.5"), ("Policy init", "32.8")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--variants", "bf16,fp8"], "fp8; there are bf16"), (["--gpus", 3], "does not divide 128")],
+)
+def test_what_cannot_be_run_is_refused(arguments: list[Any], message: str, tmp_path: Path) -> None:
+    done = call("nemo_rl.py", "--source", tmp_path, "--folder", tmp_path / "out", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lines", [False, True], ids=["one object", "a run a line"])
+def test_curves(lines: bool, tmp_path: Path) -> None:
+    """A row of panels for each trainer; a run without steps is left out."""
+    pytest.importorskip("matplotlib")
+    runs = [
+        run("dtensor-bf16", [0.5, 0.6]),
+        run("dtensor-fp8rl", [0.5, 0.7, 0.8]),
+        run("megatron-fp8rl", [0.4]),
+        {"run": "megatron-upstream", "steps": 0, "curves": {}},
+    ]
+    results, figure = tmp_path / "results.json", tmp_path / "curves.svg"
+    text = "\n".join(map(json.dumps, runs)) if lines else json.dumps({"runs": runs})
+    results.write_text(text, encoding="utf-8")
+    done = call("nemo_rl_curves.py", results, "--out", figure)
+    assert done.returncode == 0, done.stderr
+    drawn = figure.read_text(encoding="utf-8")
+    for comment in ("dtensor: reward", "megatron: token_mult_prob_error", "bf16", "fp8rl"):
+        assert f"<!-- {comment}" in drawn
+    assert "upstream" not in drawn
