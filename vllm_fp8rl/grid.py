@@ -28,8 +28,9 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 16}
 """Elements quantized at once, by device type: the CPU reference makes float32 temporaries of about
 20 bytes an element, which must stay small beside a layer of a small model."""
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 27  # a GPU makes none; rows that come from the host are copied
-_LAUNCH_BYTES = (1 << 27, 1 << 30)
-"""What is put off at most, at first, so that a GPU soon has work, and in the end."""
+_LAUNCH_BYTES = (1 << 27, 1 << 32)
+"""What is put off at most, at first, so that a GPU soon has work, and in the end: a launch costs
+the host as much as a layer's checks do."""
 
 _ROWS, _COLS = BLOCK
 Rows = Callable[[int, int], torch.Tensor]
@@ -58,6 +59,7 @@ class Writes:
         self._bytes, self._limit = 0, _LAUNCH_BYTES[0]
         self._blocks: dict[ScaleFormat, dict[int, tuple[torch.Tensor, Quantized]]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._fills: dict[int, tuple[torch.Tensor, float]] = {}
         self._grids: dict[int, BlockGrid] = {}
 
     def quantize(
@@ -76,6 +78,10 @@ class Writes:
         """A small tensor of the same shape, dtype and device."""
         self._copies[live.data_ptr()] = (live, value)
 
+    def fill(self, live: torch.Tensor, value: float) -> None:
+        """A float32 tensor, each element with one value."""
+        self._fills[live.data_ptr()] = (live, value)
+
     def before(self, live: torch.Tensor) -> None:
         """A tensor is about to be written at once: do what would come too late."""
         if live.data_ptr() in self._copies:
@@ -88,8 +94,10 @@ class Writes:
 
     @torch.no_grad()
     def run(self) -> None:
-        blocks, copies, grids = self._blocks, self._copies, self._grids
-        self._blocks, self._copies, self._grids, self._bytes = {}, {}, {}, 0
+        blocks, copies, fills, grids = self._blocks, self._copies, self._fills, self._grids
+        self._blocks, self._copies, self._fills, self._grids, self._bytes = {}, {}, {}, {}, 0
+        if fills:
+            _fill(list(fills.values()))
         if copies:
             live, values = zip(*copies.values(), strict=True)
             torch._foreach_copy_(live, values)
@@ -97,6 +105,22 @@ class Writes:
             quantize_blocks(list(jobs.values()), BLOCK, fmt)
         for grid in grids.values():
             grid.written()
+
+
+def _fill(jobs: Sequence[tuple[torch.Tensor, float]]) -> None:
+    """Numbers into tensors, with one copy and one launch a device."""
+    by_device: dict[torch.device, list[tuple[torch.Tensor, float]]] = {}
+    for job in jobs:
+        by_device.setdefault(job[0].device, []).append(job)
+    for device, together in by_device.items():
+        values = torch.tensor([value for _, value in together], dtype=torch.float32)
+        if device.type == "cuda":  # from pageable memory the host would wait for the GPU
+            values = values.pin_memory()
+        numbers = values.to(device, non_blocking=True).unbind()
+        live = [tensor for tensor, _ in together]
+        torch._foreach_copy_(
+            live, [number.expand_as(tensor) for tensor, number in zip(live, numbers, strict=True)]
+        )
 
 
 class BlockGrid:
@@ -218,14 +242,14 @@ class BlockGrid:
             kept.fill_(torch.nan)
         self._storage()[0][:, self.columns :].view(torch.uint8).zero_()
 
-    @torch.no_grad()
     def load_source(self, start: int, rows: torch.Tensor, writes: Writes | None = None) -> None:
         """Quantize a shard into place.
 
         Args:
             start: first row of the shard on the local grid.
             rows: bfloat16, float16 or float32 ``[n, K]``, already narrowed to this rank.
-            writes: takes the quantization of what lies on this grid's device, to be done later.
+            writes: takes the quantization of what lies on this grid's device, to be done later;
+                its owner has switched autograd off.
 
         Raises:
             UnsupportedError: another dtype.
@@ -237,10 +261,21 @@ class BlockGrid:
                 "float32, or float8_e4m3fn with its 'weight_scale_inv'."
             )
         self._check_shape(start, rows)
-        self._move_in()
+        if writes is None:
+            with torch.no_grad():
+                self._take_source(start, rows, None)
+        else:
+            self._take_source(start, rows, writes)
+
+    def _take_source(self, start: int, rows: torch.Tensor, writes: Writes | None) -> None:
+        if self._moving:
+            self._move_in()
         self._incomplete.pop(start, None)
-        whole = (0, rows.shape[0])
-        self._write(start, lambda lo, hi: rows if (lo, hi) == whole else rows[lo:hi], writes)
+        if not self._shared and rows.numel() <= self._chunk:
+            self._put(start, rows, writes)
+        else:
+            whole = (0, rows.shape[0])
+            self._write(start, lambda lo, hi: rows if (lo, hi) == whole else rows[lo:hi], writes)
         self._loaded.add(start)
 
     @torch.no_grad()
@@ -325,7 +360,7 @@ class BlockGrid:
 
     def _check_shape(self, start: int, rows: torch.Tensor) -> None:
         expected = (self._rows[start], self.columns)
-        if tuple(rows.shape) != expected:
+        if rows.shape != expected:
             raise RefitError(
                 f"'{self.name}' needs a shard of shape {expected} at local row {start}, but got "
                 f"{tuple(rows.shape)}; send the tensor with the shape of the HF checkpoint."
@@ -400,7 +435,9 @@ class BlockGrid:
     def _put(self, first: int, rows: torch.Tensor, writes: Writes | None) -> None:
         codes, scales = self._storage()
         last, top = first + rows.shape[0], first // _ROWS
-        live = Quantized(codes[first:last], scales[top : cdiv(last, _ROWS)])
+        live = Quantized(codes, scales)
+        if rows.shape[0] != codes.shape[0]:
+            live = Quantized(codes[first:last], scales[top : cdiv(last, _ROWS)])
         here = rows.device == codes.device
         padding = codes.shape[1] - self.columns
         if padding:

@@ -117,12 +117,20 @@ class RefitGuard:
 
     def require_awake(self) -> None:
         """Raise RefitError while there is no memory to write weights or scales to."""
-        if any(p.is_meta for layer in self.layers.values() for p in layer.parameters(False)):
+        if self._half_reloaded():
             raise RefitError("A reload of weights broke off half way; restart the engine.")
         if "weights" in self._asleep:
             raise RefitError(
                 "The engine's weights sleep; wake them first, e.g. with "
                 "llm.wake_up(tags=['weights'])."
+            )
+
+    def _half_reloaded(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters would answer in Python
+            return any(
+                parameter is not None and parameter.is_meta
+                for layer in self.layers.values()
+                for parameter in layer._parameters.values()
             )
 
     def check(self) -> None:

@@ -61,9 +61,11 @@ class ModelIndex:
             UnsupportedError: see :func:`vllm_fp8rl.inventory.inventory`.
         """
         known = model.__dict__.get(cls._ATTRIBUTE)
-        if known is None or not all(slot.live for slot in known.slots):
-            known = model.__dict__[cls._ATTRIBUTE] = cls._make(model)
-        return known
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters would answer in Python
+            if known is not None and all(slot.live for slot in known.slots):
+                return known
+        made = model.__dict__[cls._ATTRIBUTE] = cls._make(model)
+        return made
 
     @classmethod
     def _make(cls, model: torch.nn.Module) -> ModelIndex:

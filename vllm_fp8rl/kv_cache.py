@@ -27,6 +27,11 @@ from vllm_fp8rl.guard import GUARD, RefitGuard, guarded
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
 
+Fill = Callable[[torch.Tensor, float], object]
+"""Writes a number into a float32 tensor, perhaps later."""
+TAKES_FILL = "fp8rl_takes_fill"
+"""Mark of a weight loader with an argument ``fill``."""
+
 _STATE = "fp8rl_kv_scales"
 _UNSET = 1.0
 """Stands for a scale that no loader has set. Only vLLM's trial runs at the start compute with it:
@@ -288,31 +293,35 @@ def _checked(name: str, scale: torch.Tensor | float) -> float:
     return check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
 
 
-def _commit(layer: torch.nn.Module, role: Role, value: float) -> None:
+def _commit(
+    layer: torch.nn.Module, role: Role, value: float, fill: Fill = torch.Tensor.fill_
+) -> None:
     state = _state_of(layer)
     assert state is not None
     state.values[role] = value
-    _publish(layer, role, value)
+    _publish(layer, role, value, fill)
 
 
-def _publish(layer: Any, role: Role, value: float) -> None:
+def _publish(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fill_) -> None:
     """Write one scale to the parameter and to every copy that attention backends read."""
-    getattr(layer, f"{role}_scale").data.fill_(value)
-    getattr(layer, f"_{role}_scale").fill_(value)
+    fill(getattr(layer, f"{role}_scale").data, value)
+    fill(getattr(layer, f"_{role}_scale"), value)
     setattr(layer, f"_{role}_scale_float", value)
     host = getattr(layer, f"_{role}_scale_cpu", None)  # vLLM 0.32, for k and v
     if host is not None:
-        host.fill_(value)
+        fill(host, value)
     for cached in ("bmm1_scale", "bmm2_scale"):  # FlashInfer caches products of the scales
         if getattr(layer.impl, cached, None) is not None:
             setattr(layer.impl, cached, None)
 
 
-def _loader(layer: torch.nn.Module, role: Role) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _loader(layer: torch.nn.Module, role: Role) -> Callable[..., None]:
     # Weak, because vLLM keeps loaders in a table that must not keep the model alive.
     reference = weakref.ref(layer)
 
-    def load_kv_scale(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    def load_kv_scale(
+        param: torch.Tensor, loaded_weight: torch.Tensor, fill: Fill = torch.Tensor.fill_
+    ) -> None:
         owner = reference()
         assert owner is not None, "a weight loader outlived its layer"
         state = _state_of(owner)
@@ -321,6 +330,7 @@ def _loader(layer: torch.nn.Module, role: Role) -> Callable[[torch.Tensor, torch
         if param.is_meta:  # a layerwise reload counts first and loads later
             param.data.copy_(loaded_weight.reshape(()))
             return
-        _commit(owner, role, value)
+        _commit(owner, role, value, fill)
 
+    setattr(load_kv_scale, TAKES_FILL, True)
     return load_kv_scale

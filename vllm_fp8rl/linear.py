@@ -223,7 +223,8 @@ def _former(layer: weakref.ref[torch.nn.Module], name: str) -> torch.Tensor | No
 
 
 def _storage_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return layer.weight.data, layer.weight_scale_inv.data
+    parameters = layer._parameters  # asked for each shard of a refit: not through __getattr__
+    return parameters["weight"].data, parameters["weight_scale_inv"].data
 
 
 @register_weight_loader_v2_supported_method

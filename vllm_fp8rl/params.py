@@ -111,7 +111,7 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
     Raises:
         RefitError: the tensor has not the HF shape.
     """
-    if tuple(tensor.shape) != shard.full:
+    if tensor.shape != shard.full:
         raise RefitError(
             f"'{name}' takes a tensor of shape {shard.full}, but got {tuple(tensor.shape)}; send "
             "the whole HF tensor of the model that the engine was started with."

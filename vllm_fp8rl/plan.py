@@ -34,6 +34,7 @@ from vllm_fp8rl.experts import (
 from vllm_fp8rl.grid import Writes
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.index import ModelIndex, Slot, slots_of
+from vllm_fp8rl.kv_cache import TAKES_FILL
 from vllm_fp8rl.params import Fp8Scale, Fp8Weight, Shard, ShardedParameter
 
 Named = tuple[str, torch.Tensor]
@@ -66,6 +67,8 @@ class Route:
             parameter.store(tensor, self.shard, writes)
         elif self.loader is default_weight_loader and _alike(parameter, tensor):
             writes.copy(parameter.data, tensor)
+        elif hasattr(self.loader, TAKES_FILL):
+            self.loader(parameter, tensor, fill=writes.fill)
         else:
             writes.before(parameter.data)
             self.loader(parameter, tensor, *self.args, **self.kwargs)
@@ -119,14 +122,18 @@ class LoadPlan:
 
     def covers(self, names: Iterable[str]) -> bool:
         """Whether a batch of these names needs no walk through the model."""
-        return not any(self._strange(names))
+        return not self._strange(names)
 
-    def _strange(self, names: Iterable[str]) -> Iterator[str]:
+    def _strange(self, names: Iterable[str]) -> list[str]:
         """Names without a route that leads to a parameter of this moment."""
-        for name in names:
-            route = self._routes.get(name)
-            if route is None or not route.live:
-                yield name
+        # vLLM's parameter classes pass every attribute through Python, to no effect.
+        with torch._C.DisableTorchFunctionSubclass():
+            strange = []
+            for name in names:
+                route = self._routes.get(name)
+                if route is None or not route.live:
+                    strange.append(name)
+            return strange
 
     def load(
         self, weights: Collection[Named], walk: Callable[[Iterable[Named]], set[str]]
@@ -199,8 +206,7 @@ class LoadPlan:
     def _replay(self, weights: Iterable[Named]) -> set[str]:
         writes, loaded = Writes(), set()
         try:
-            # vLLM's parameter classes pass every attribute through Python, to no effect.
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # as above
                 for name, tensor in scalars_on_host(weights):
                     route = self._routes[name]
                     route.replay(tensor, writes)

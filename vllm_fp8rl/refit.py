@@ -17,7 +17,7 @@ import torch
 
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
-from fp8rl.kv_scales import Role, check_scale, parse_scale_name, scale_name
+from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import FP8_DTYPE, start_finite_check
 from fp8rl.refit import RefitReport
 from vllm_fp8rl.compat import abort_requests, reported_name
@@ -36,6 +36,7 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 BATCH_BYTES = 16 << 20
 """Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
 REMEDY = "refit the engine with a complete set of tensors before generating"
+_SCALES = "_scale_inv"
 _SCAN_ELEMENTS = 1 << 18
 _PLUGINS = "_fp8rl_plugins"
 _NO_LIMIT = 1 << 62  # as the factor by which batches of GPU tensors are larger
@@ -73,6 +74,7 @@ class RefitSession:
         self._grids: tuple[Any, ...] = ()
         self._dtypes: dict[str, torch.dtype] = {}
         self._covered: set[str] = set()
+        self._scaled: set[str] = set()
         self._written: set[str] = set()
         self._bytes = 0
         self._started = 0.0
@@ -123,13 +125,19 @@ class RefitSession:
         finite = start_finite_check([tensor for _, tensor in known])  # a GPU reads meanwhile
         arriving: dict[str, torch.dtype] = {}
         covered = set(self._covered)
+        seen = (arriving, self._dtypes, covered)
         for name, tensor in tensors:
-            key = self._check(name, tensor)
-            parts = self._entries[key].covers if key in self._entries else ()
-            if any(n in seen for seen in (arriving, self._dtypes, covered) for n in (key, *parts)):
-                raise RefitError(f"'{name}' arrived twice in one refit; send each tensor once.")
+            entry = self._entries.get(name)
+            key = self._check_kv_scale(name, tensor) if entry is None else name
+            if entry is not None:
+                self._check(name, tensor, entry)
+            if key in arriving or key in self._dtypes or key in covered:
+                raise _twice(name)
             arriving[key] = tensor.dtype
-            covered.update(parts)
+            if entry is not None and entry.covers:
+                if any(part in names for names in seen for part in entry.covers):
+                    raise _twice(name)
+                covered.update(entry.covers)
         self._check_pairs(arriving)
         self._check_values(known, finite())
         if not tensors:
@@ -188,18 +196,9 @@ class RefitSession:
         if self.wrote:
             self._guard.close(f"The weights are a mixture: {what}")
 
-    def _check(self, name: str, tensor: torch.Tensor) -> str:
-        """Check one tensor by itself, but for its values; its canonical name."""
-        scale = parse_scale_name(name)
-        if scale is not None:
-            return self._check_kv_scale(name, scale, tensor)
-        entry = self._entries.get(name)
-        if entry is None:
-            raise RefitError(
-                f"The engine's model has no tensor '{name}'; send the HF names of the checkpoint "
-                "that it was started with."
-            )
-        if tuple(tensor.shape) != entry.shape:
+    def _check(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
+        """Check one tensor by itself, but for its values."""
+        if tensor.shape != entry.shape:
             raise RefitError(
                 f"'{name}' has shape {tuple(tensor.shape)}, but the engine's model has "
                 f"{entry.shape}; send the whole HF tensor."
@@ -211,7 +210,6 @@ class RefitSession:
             raise RefitError(
                 f"'{name}' has dtype {tensor.dtype}; send bfloat16, float16 or float32{also}."
             )
-        return name
 
     def _check_values(
         self, tensors: Sequence[tuple[str, torch.Tensor]], finite: Sequence[bool]
@@ -224,7 +222,14 @@ class RefitSession:
             if self._entries[name].kind == "scales" and not bool((tensor > 0).all()):
                 raise RefitError(f"'{name}' has a scale that is not positive; quantize it again.")
 
-    def _check_kv_scale(self, name: str, parsed: tuple[int, Role], tensor: torch.Tensor) -> str:
+    def _check_kv_scale(self, name: str, tensor: torch.Tensor) -> str:
+        """Check a tensor that is no weight of the model; its canonical name."""
+        parsed = parse_scale_name(name)
+        if parsed is None:
+            raise RefitError(
+                f"The engine's model has no tensor '{name}'; send the HF names of the checkpoint "
+                "that it was started with."
+            )
         canonical = scale_name(*parsed)
         if self.expect_kv_scales is False:
             raise RefitError(
@@ -237,17 +242,19 @@ class RefitSession:
         return canonical
 
     def _check_pairs(self, arriving: dict[str, torch.dtype]) -> None:
-        known = self._dtypes | arriving
-        for name in arriving:
-            weight = name.removesuffix("_scale_inv")
-            if weight != name and known.get(weight, FP8_DTYPE) != FP8_DTYPE:
+        self._scaled.update(name for name in arriving if name.endswith(_SCALES))
+        for scales in self._scaled:
+            weight = scales.removesuffix(_SCALES)
+            dtype = arriving.get(weight, self._dtypes.get(weight, FP8_DTYPE))
+            if dtype == FP8_DTYPE:
+                continue
+            if scales in arriving:
                 raise RefitError(
-                    f"'{name}' came with '{weight}' in {known[weight]}; scales belong to FP8 codes."
+                    f"'{scales}' came with '{weight}' in {dtype}; scales belong to FP8 codes."
                 )
-            if f"{name}_scale_inv" in known and arriving[name] != FP8_DTYPE:
-                raise RefitError(
-                    f"'{name}' came in {arriving[name]} after its scales; they belong to FP8 codes."
-                )
+            raise RefitError(
+                f"'{weight}' came in {dtype} after its scales; they belong to FP8 codes."
+            )
 
     def _untied(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """The stream with tied tensors under their first name, and each of them once.
@@ -290,9 +297,9 @@ class RefitSession:
         here = received.keys() | self._covered
         missing = [n for n, entry in self._entries.items() if entry.required and n not in here]
         missing += [
-            f"{name}_scale_inv"
+            name + _SCALES
             for name, dtype in received.items()
-            if dtype == FP8_DTYPE and f"{name}_scale_inv" not in received
+            if dtype == FP8_DTYPE and name + _SCALES not in received
         ]
         if self.expect_kv_scales or (
             self.expect_kv_scales is None and self._scales & received.keys()
@@ -303,6 +310,10 @@ class RefitSession:
                 f"The refit lacks {len(missing)} of the model's tensors: {_some(missing)}; "
                 f"{REMEDY}."
             )
+
+
+def _twice(name: str) -> RefitError:
+    return RefitError(f"'{name}' arrived twice in one refit; send each tensor once.")
 
 
 def _equals_live(model: torch.nn.Module, entry: Entry, tensor: torch.Tensor) -> bool:
@@ -471,7 +482,7 @@ def batches(
     size = 0
     for name, tensor in tensors:
         if name in seen:
-            raise RefitError(f"'{name}' arrived twice in one refit; send each tensor once.")
+            raise _twice(name)
         seen.add(name)
         cost = tensor.nbytes // gpu_factor if tensor.is_cuda else tensor.nbytes
         if batch and size + cost > limit:

@@ -14,6 +14,7 @@ E4M3_MAX = 448.0
 BLOCK = (128, 128)
 GROUP = 128
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SCALE_FORMATS = get_args(ScaleFormat)
 
 # Histograms of magnitudes: a bin is what the float32 bits of its members begin with, sign left out.
 PEAK_SHIFT = 23 - 5
@@ -60,9 +61,9 @@ def check_source(x: torch.Tensor, *, ndim: int | None, scale_format: ScaleFormat
             f"Cannot quantize a tensor of shape {tuple(x.shape)}; expected "
             f"{'at least 1' if ndim is None else ndim} dimension(s)."
         )
-    if scale_format not in get_args(ScaleFormat):
+    if scale_format not in _SCALE_FORMATS:
         raise UnsupportedError(
-            f"Unknown scale_format '{scale_format}'; use one of {', '.join(get_args(ScaleFormat))}."
+            f"Unknown scale_format '{scale_format}'; use one of {', '.join(_SCALE_FORMATS)}."
         )
 
 
@@ -77,7 +78,7 @@ def check_codes(codes: torch.Tensor, *, ndim: int | None) -> None:
 
 def check_scale_shape(scale_inv: torch.Tensor, expected: tuple[int, ...]) -> None:
     """Raise UnsupportedError unless ``scale_inv`` is float32 of the ``expected`` shape."""
-    if scale_inv.dtype != torch.float32 or tuple(scale_inv.shape) != expected:
+    if scale_inv.dtype != torch.float32 or scale_inv.shape != expected:
         raise UnsupportedError(
             f"scale_inv must be float32 of shape {expected}, not {scale_inv.dtype} of shape "
             f"{tuple(scale_inv.shape)}."
@@ -86,9 +87,12 @@ def check_scale_shape(scale_inv: torch.Tensor, expected: tuple[int, ...]) -> Non
 
 def check_out(out: Quantized, w: torch.Tensor, block: tuple[int, int]) -> None:
     """Raise UnsupportedError unless ``out`` can take the codes and scales of ``w``."""
-    check_scale_shape(out.scale_inv, (cdiv(w.shape[0], block[0]), cdiv(w.shape[1], block[1])))
-    fits = out.codes.shape == w.shape and out.codes.dtype == FP8_DTYPE
-    if not (fits and all(t.is_contiguous() and t.device == w.device for t in out)):
+    codes, scale_inv = out
+    shape, device = w.shape, w.device
+    check_scale_shape(scale_inv, (cdiv(shape[0], block[0]), cdiv(shape[1], block[1])))
+    fits = codes.shape == shape and codes.dtype == FP8_DTYPE
+    contiguous = codes.is_contiguous() and scale_inv.is_contiguous()
+    if not (fits and contiguous and codes.device == scale_inv.device == device):
         raise UnsupportedError(
             f"out.codes must be contiguous {FP8_DTYPE} of shape {tuple(w.shape)} and, like "
             f"out.scale_inv, on {w.device}."
