@@ -43,7 +43,10 @@ def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "fp8rl"  # so that the same runs give the same file
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text, which is smaller than its outlines
+    matplotlib.rcParams["font.sans-serif"] = ["DejaVu Sans"]
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     drawn = [run for run in runs if run.get("curves")]
     rows: dict[str, list[Mapping[str, Any]]] = {}
@@ -64,6 +67,7 @@ def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
                 panel.plot(steps, values, ".-", color=colour, label=variant, lw=1, ms=3)
             panel.set_title(f"{trainer}: {title}", fontsize=9)
             panel.tick_params(labelsize=8)
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
             panel.grid(alpha=0.3)
         panels[0].legend(fontsize=8)
     for panel in axes[-1]:
