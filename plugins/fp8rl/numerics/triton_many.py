@@ -72,29 +72,40 @@ def _quantize_many_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def _finite_kernel(
     table_ptr,
     bad_ptr,
+    tensors,
     DTYPE: tl.constexpr,
     EXPONENT: tl.constexpr,
     ALIGNED: tl.constexpr,
     SEGMENT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    entry = table_ptr + tl.program_id(0) * 3
+    segment = tl.program_id(0)
+    low, high = 0, tensors  # whose segment this is: the first that ends behind it
+    while low < high:
+        middle = (low + high) // 2
+        before = tl.load(table_ptr + middle * 4 + 3) <= segment
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    entry = table_ptr + low * 4
+    elements = tl.load(entry + 1)
+    first = (segment - tl.load(entry + 3) + (elements + SEGMENT - 1) // SEGMENT) * SEGMENT
     x_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         x_ptr = tl.multiple_of(x_ptr, 16)
-    count = tl.load(entry + 1).to(tl.int32)
+    x_ptr += first
+    count = tl.minimum(elements - first, SEGMENT).to(tl.int32)
     found = tl.zeros((STEP,), tl.int32)
     if count == SEGMENT:  # without a mask, which would make every access a scalar
-        for first in range(0, SEGMENT, STEP):
-            x = tl.load(x_ptr + first + tl.arange(0, STEP)).to(tl.int32)
+        for step in range(0, SEGMENT, STEP):
+            x = tl.load(x_ptr + step + tl.arange(0, STEP)).to(tl.int32)
             found |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
     else:
-        for first in range(0, count, STEP):
-            at = first + tl.arange(0, STEP)
+        for step in range(0, count, STEP):
+            at = step + tl.arange(0, STEP)
             x = tl.load(x_ptr + at, at < count, other=0).to(tl.int32)
             found |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
     if tl.max(found, 0) > 0:
@@ -164,31 +175,25 @@ def start_finite_check(tensors: Sequence[torch.Tensor]) -> Callable[[], list[boo
     with torch.cuda.device_of(tensors[0]):
         bad = torch.zeros(len(tensors), dtype=torch.int32, device=device)
         for dtype, numbers in groups.items():
-            table = _segments([tensors[n] for n in numbers], numbers)
+            table: list[int] = []
+            segments = 0
+            for n in numbers:
+                count = tensors[n].numel()
+                segments += cdiv(count, _SEGMENT)
+                table += (tensors[n].data_ptr(), count, n, segments)
             kind, exponent = _EXPONENTS[dtype]
-            _finite_kernel[(table.shape[0],)](
-                on_device(table, device),
+            _finite_kernel[(segments,)](
+                on_device(torch.tensor(table, dtype=torch.int64), device),
                 bad,
+                len(numbers),
                 DTYPE=kind,
                 EXPONENT=exponent,
-                ALIGNED=_aligned(tensors[n].data_ptr() for n in numbers),
+                ALIGNED=_aligned(table[::4]),
                 SEGMENT=_SEGMENT,
                 STEP=_STEP,
                 num_warps=8,
             )
     return lambda: [flag == 0 for flag in bad.tolist()]
-
-
-def _segments(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-    """Rows of (address, elements, number of the tensor), without a Python loop over them."""
-    rows = [(x.data_ptr(), x.numel(), n) for x, n in zip(tensors, numbers, strict=True)]
-    address, count, number = torch.tensor(rows, dtype=torch.int64).unbind(1)
-    segments = (count + _SEGMENT - 1) // _SEGMENT
-    ends = segments.cumsum(0)
-    offset = torch.arange(int(ends[-1])) - (ends - segments).repeat_interleave(segments)
-    address, count, number = (t.repeat_interleave(segments) for t in (address, count, number))
-    address += offset * (_SEGMENT * tensors[0].element_size())
-    return torch.stack([address, (count - offset * _SEGMENT).clamp_(max=_SEGMENT), number], 1)
 
 
 def _aligned(addresses: Iterable[int]) -> bool:
