@@ -110,8 +110,21 @@ def give_weights(model: Any, codes: bool) -> None:
             parameter.data.fill_(1e-3 / 448)
 
 
+def host_loop() -> float:
+    """Milliseconds that a hundred thousand rounds of Python take on this host at the moment."""
+    began, total = time.perf_counter(), 0
+    for number in range(100_000):
+        total += number
+    return (time.perf_counter() - began) * 1e3
+
+
 def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]:
-    """Seconds of each refit and the memory that one takes beside the sender's tensors."""
+    """Seconds of each refit and the memory that one takes beside the sender's tensors.
+
+    ``refit_cpu_seconds`` are those in which this thread ran, which it also does while it waits for
+    the GPU: far fewer than the wall's mean that others had its core. ``host_loop_ms`` are a fixed
+    loop's, one before each refit: more than on another machine mean a slower host.
+    """
     import torch
 
     from vllm_fp8rl.refit import refit
@@ -121,11 +134,19 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    seconds = [refit(llm, tensors, expect_kv_scales=with_scales).seconds for _ in range(count)]
+    seconds, cpu, loop = [], [], []
+    for _ in range(count):
+        loop.append(host_loop())
+        began = time.thread_time()
+        seconds.append(refit(llm, tensors, expect_kv_scales=with_scales).seconds)
+        cpu.append(time.thread_time() - began)
     torch.cuda.synchronize()
     return {
         "refit_seconds": seconds,
         "refit_seconds_median": statistics.median(seconds),
+        "refit_cpu_seconds": cpu,
+        "refit_cpu_seconds_median": statistics.median(cpu),
+        "host_loop_ms": loop,
         "refit_memory_growth_mib": (torch.cuda.memory_allocated() - held) / 2**20,
         "refit_peak_extra_mib": (torch.cuda.max_memory_allocated() - held) / 2**20,
         "refit_bytes": sum(tensor.nbytes for _, tensor in tensors),
