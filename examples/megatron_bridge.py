@@ -6,7 +6,8 @@
 A small Qwen3 with random weights is made by Bridge, trained for two steps and exported to OUT as
 Hugging Face tensors: bf16.safetensors, fp8.safetensors, and the table of what ran in which
 precision. Sources that are not installed can be named by MEGATRON_BRIDGE_SRC and MEGATRON_LM_SRC
-(the commit that Bridge pins). Without a GPU the layers are megatron's local ones.
+(the commit that Bridge pins); they import TransformerEngine and triton and need Python 3.12.
+Without a GPU the layers are megatron's local ones.
 """
 
 import json

@@ -6,7 +6,8 @@ On GPUs nothing of this file is needed, it is Megatron-LM's own command line:
         --spec megatron_fp8rl.specs gpt_layer --transformer-impl transformer_engine ...
 
 Here a model of such arguments is built by Megatron-LM's own parser and builder and trained for a
-few steps in one process on a CPU, which needs its source alone; more arguments may follow:
+few steps in one process on a CPU, which needs its source, triton, and for the commit that
+Megatron-Bridge pins Python 3.12; more arguments may follow:
 
     MEGATRON_LM_SRC=path/to/Megatron-LM python examples/megatron_lm.py --save OUT --save-interval 4
 """

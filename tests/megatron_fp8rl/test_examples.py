@@ -1,4 +1,4 @@
-"""The examples of the three doors, run as a user runs them.
+"""The examples of the doors, run as a user runs them.
 
 Megatron-LM's and Megatron-Bridge's sources come from MEGATRON_LM_SRC and MEGATRON_BRIDGE_SRC; what
 they import besides must be installed or on PYTHONPATH.
@@ -24,15 +24,16 @@ from megatron_fp8rl.table import FILE_NAME
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LOSS = re.compile(r"^step \d+ loss ([\d.]+)$", re.M)
+MISSING = re.compile(r"(?:ModuleNotFoundError|ImportError): (.*)$|cannot be imported \((.*)\)", re.M)
 
 
 def run(script: str, *arguments: str | Path, recipe: dict) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "FP8RL_RECIPE": json.dumps(recipe)}
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / script), *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    missing = re.search(r"^.*(?:ModuleNotFoundError|ImportError): (.*)$", done.stderr, re.M)
+    missing = MISSING.search(done.stderr)
     if done.returncode and missing:
-        pytest.skip(f"{script} needs more than its source: {missing.group(1)}")
+        pytest.skip(f"{script} needs more than its source: {missing.group(1) or missing.group(2)}")
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
