@@ -24,7 +24,9 @@ from megatron_fp8rl.table import FILE_NAME
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LOSS = re.compile(r"^step \d+ loss ([\d.]+)$", re.M)
-MISSING = re.compile(r"(?:ModuleNotFoundError|ImportError): (.*)$|cannot be imported \((.*)\)", re.M)
+MISSING = re.compile(
+    r"(?:ModuleNotFoundError|ImportError): (.*)$|cannot be imported \((.*)\)", re.M
+)
 
 
 def run(script: str, *arguments: str | Path, recipe: dict) -> str:
