@@ -34,6 +34,7 @@ def test_two_ranks(tmp_path):
     assert found["pointers"] is True
     assert found["lacks scales"] == [True, False]
     assert found["held"] == [found["calibrated"]] * 2
+    assert found["calibrated_by_functions"] == found["calibrated"]
     for name, value in observed_kv_scales(tmp_path / "a", Recipe(), PROMPTS).items():
         # Each rank sees half of the heads; transformers keeps K and V of layer 0 as they are.
         tolerance = 1e-3 if ".layers.0." in name else 0.05

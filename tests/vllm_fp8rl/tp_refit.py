@@ -108,6 +108,8 @@ def main(root: Path) -> dict[str, object]:
     # The other transport: the same steps as functions, for engines without our extension.
     worker.has_refit_methods = lambda extension: False
     refit(llm, (a | scales).items(), expect_kv_scales=True)
+    found["calibrated_by_functions"] = calibrate_kv_scales(llm, PROMPTS)
+    send_kv_scales(llm, {name: scale.item() for name, scale in scales.items()})
     found["there_and_back"] = engine.greedy(PROMPTS) == first != second
 
     name = "model.layers.1.mlp.up_proj.weight"
