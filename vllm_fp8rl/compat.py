@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -60,13 +61,37 @@ def gpu_supported(release: str) -> bool:
     return release.split("+")[0] in GPU_TESTED
 
 
-def require_gpu_supported() -> None:
-    """Raise UnsupportedError for a vLLM whose GPU kernels this package was not run with."""
+def why_unserved(capability: Sequence[int] | None, *, rocm: bool) -> str | None:
+    """What FP8 layers lack on a GPU; None where they run.
+
+    Args:
+        capability: of compute.
+        rocm: AMD's, whose capabilities are other numbers.
+    """
+    served = " and ".join(f"{major}.{minor}" for major, minor in GPU_CAPABILITIES)
+    if rocm:
+        return f"FP8 layers are served on NVIDIA's GPUs of compute capability {served}, not by ROCm"
+    if capability is not None and tuple(capability[:2]) in GPU_CAPABILITIES:
+        return None
+    shown = "an unknown one" if capability is None else ".".join(map(str, capability[:2]))
+    why = ""
+    if capability is not None:
+        old = tuple(capability[:2]) < GPU_CAPABILITIES[0]
+        why = ": it has no FP8 units" if old else ": from Blackwell on kernels want packed scales"
+    return f"FP8 layers are served on compute capability {served}, not on {shown}{why}"
+
+
+def require_gpu_supported(instead: str = "use recipe.rollout=false") -> None:
+    """Raise UnsupportedError for a vLLM whose GPU kernels this package was not run with.
+
+    Args:
+        instead: what else to do about it.
+    """
     release = installed_version() or ""
     if not gpu_supported(release):
         raise UnsupportedError(
             f"On a GPU vllm_fp8rl serves vLLM {', '.join(GPU_TESTED)}, but {release} is installed; "
-            "install that version, or use recipe.rollout=false."
+            f"install that version, or {instead}."
         )
 
 

@@ -33,7 +33,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import GPU_CAPABILITIES, require_gpu_supported
+from vllm_fp8rl.compat import require_gpu_supported, why_unserved
 from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
 
 logger = init_logger("vllm.fp8rl")
@@ -148,11 +148,9 @@ def require_served_gpu() -> None:
     """Raise UnsupportedError for a GPU or a vLLM whose kernels are not used here."""
     require_gpu_supported()
     capability = current_platform.get_device_capability()
-    if capability is None or tuple(capability) not in GPU_CAPABILITIES:
-        raise UnsupportedError(
-            f"vllm_fp8rl serves GPUs of compute capability 8.9 and 9.0, not {capability}; later "
-            "ones need packed scales. Use recipe.rollout=false here."
-        )
+    why = why_unserved(capability, rocm=current_platform.is_rocm())
+    if why is not None:
+        raise UnsupportedError(f"{why}; use recipe.rollout=false here.")
 
 
 def _backends() -> tuple[str, ...]:

@@ -41,6 +41,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK, GROUP
 from fp8rl.recipe import Recipe
+from vllm_fp8rl.compat import require_gpu_supported
 from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
 from vllm_fp8rl.delegated import require_served_gpu
 from vllm_fp8rl.moe_settings import ACTIVATION_SCALES_ENV
@@ -118,9 +119,9 @@ def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> _Made:
     """Triton over unquantized experts: vLLM's other kernels need repacked weights.
 
     Raises:
-        UnsupportedError: the GPU, vLLM's version, the backend asked for, or the layer.
+        UnsupportedError: vLLM's version, the backend asked for, or the layer.
     """
-    require_served_gpu()
+    require_gpu_supported("start the engine without quantization='fp8rl'")
     if moe.moe_backend not in ("auto", *_BACKENDS):
         _refuse(moe.moe_backend)
     kind = plain_backend_to_kernel_cls(UnquantizedMoeBackend.TRITON)

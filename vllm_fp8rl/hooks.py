@@ -13,13 +13,13 @@ from fp8rl.adapters import Diagnosis, EngineAdapter
 from fp8rl.hookspecs import hookimpl
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import (
-    GPU_CAPABILITIES,
     GPU_TESTED,
     TESTED,
     built_for_cpus,
     gpu_supported,
     installed_version,
     supported,
+    why_unserved,
 )
 from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
 
@@ -70,12 +70,9 @@ def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
             f"vLLM {release} is not served on a GPU; install {', '.join(GPU_TESTED)}, or run with "
             "recipe.rollout=false."
         )
-    if capability not in GPU_CAPABILITIES:
-        served = " and ".join(f"{major}.{minor}" for major, minor in GPU_CAPABILITIES)
-        problems.append(
-            f"FP8 layers are served on compute capability {served}, not on {name}: from Blackwell "
-            "on kernels want packed scales; run with recipe.rollout=false there."
-        )
+    why = why_unserved(capability, rocm=torch.version.hip is not None)
+    if why is not None:
+        problems.append(f"{torch.cuda.get_device_name()}: {why}; run with recipe.rollout=false.")
     nvcc = find_nvcc(os.environ)
     if nvcc is None:
         problems.append(f"DeepGEMM, the fastest FP8 kernel, compiles its kernels, but {NO_NVCC}.")

@@ -117,15 +117,23 @@ class Sender:
                 large.append((name, tensor))
                 continue
             if device not in self._staging:
-                self._staging[device] = torch.empty(
-                    self._staging_bytes, dtype=torch.uint8, device=device
-                )
+                self._staging[device] = self._make_staging(device)
             copy = self._staging[device][used:end].view(tensor.dtype).view(tensor.shape)
             sent["tensors"][name] = _position(len(sent["storages"]), copy.copy_(tensor))
             used = -(-end // _ALIGNMENT) * _ALIGNMENT
         if used:  # after the copies: a handle has an event that its reader waits for
             sent["storages"].append(self._handles(self._staging[device]))
         return large
+
+    def _make_staging(self, device: torch.device) -> torch.Tensor:
+        try:
+            return torch.empty(self._staging_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise RefitError(
+                f"No memory was left on {device} for a staging buffer of "
+                f"{self._staging_bytes >> 20} MiB, {GPU_BATCH_FACTOR} times batch_bytes; free some "
+                "of the sender's, refit with smaller batch_bytes, or send from the CPU."
+            ) from error
 
     def _send_in_place(self, name: str, tensor: torch.Tensor, sent: dict[str, Any]) -> None:
         try:

@@ -158,7 +158,7 @@ def test_problems_are_sentences_with_a_remedy(
             (10, 0),
             "0.25.1",
             "/cuda/bin/nvcc",
-            ["not on B200, compute capability 10.0: from Blackwell"],
+            ["B200: FP8 layers are served on compute capability 8.9 and 9.0, not on 10.0: from Bl"],
         ),
         ((9, 0), "0.32.0", None, ["0.32.0 is not served on a GPU", "there is no nvcc; install"]),
     ],

@@ -6,6 +6,7 @@ import importlib
 import json
 import multiprocessing
 import re
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, RefitError, UnsupportedError
 from fp8rl.kv_scales import scale_names
-from vllm_fp8rl import config
+from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS, config
 from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
 from vllm_fp8rl.worker import has_refit_methods
 
@@ -207,6 +208,26 @@ def test_verl_arguments(checkpoints):
     arguments = AsyncEngineArgs.from_cli_args(parsed)
     assert arguments.quantization == "fp8rl"
     assert config.read_recipe(arguments.additional_config).kv_cache.dtype == "auto"
+
+
+def test_serve_command(checkpoints):
+    """The flags of docs/vllm.md, as the server reads them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command = doc_block("`vllm serve`").split("\npython ")[0]
+    mode, *words = shlex.split(command.replace("\\\n", ""))
+    assert [mode, *words[:3]] == ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "my-model"]
+    example = (EXAMPLES / "vllm_serve_refit.py").read_text(encoding="utf-8")
+    assert all(line.strip(" \\") in example for line in command.splitlines())
+    flags = ["--model", str(checkpoints["a"]), *words[3:]]
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
+    arguments = AsyncEngineArgs.from_cli_args(parsed)
+    assert arguments.quantization == "fp8rl"
+    assert config.read_recipe(arguments.additional_config).pins.last == 1
+    assert arguments.kv_cache_dtype == config.read_recipe({}).kv_cache.dtype
+    assert arguments.weight_transfer_config.backend in WEIGHT_TRANSFER_BACKENDS
+    assert has_refit_methods(arguments.worker_extension_cls)
 
 
 def test_offline_recipe(engine, checkpoints, tokens):

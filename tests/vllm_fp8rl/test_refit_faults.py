@@ -17,6 +17,7 @@ from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import scale_names
 from vllm_fp8rl import grid as grid_module
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
+from vllm_fp8rl.transport import Sender, place
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
@@ -95,6 +96,27 @@ def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr("vllm_fp8rl.refit.start_finite_check", failing)
         with pytest.raises(RefitError, match="No memory was left"):
+            refit(engine.llm, b.items(), expect_kv_scales=True)
+    assert same(before, state(engine))
+    assert engine.greedy(PROMPTS) == tokens
+
+
+def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch):
+    """A sender stages GPU tensors for workers in other processes: here, those of a CPU."""
+    tokens, before = engine.greedy(PROMPTS), state(engine)
+    name, tensor = next(iter(b.items()))
+
+    def staging(workers, tensors, batch_bytes):
+        with Sender([place()], 256 << 20) as sender:
+            sender._stage(torch.device("cpu"), [(name, tensor)], {"tensors": {}, "storages": []})
+
+    def failing(*shape, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_fp8rl.refit.Workers.load", staging)
+        patch.setattr("vllm_fp8rl.transport.torch.empty", failing)
+        with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
     assert same(before, state(engine))
     assert engine.greedy(PROMPTS) == tokens
