@@ -36,7 +36,7 @@ def _load_rows(at, left, inside_cols, WHOLE: tl.constexpr):
     return tl.load(at, (row < left)[:, None] & inside_cols[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride", "scale_t_stride", "tile_cols"])
 def _segments_kernel(
     x_ptr,
     table_ptr,
@@ -158,7 +158,7 @@ def _segments_kernel(
                 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_rows", "tile_cols"])
 def _weights_kernel(
     table_ptr,
     codes_ptr,

@@ -118,7 +118,7 @@ def _quantize_tile(
     tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_cols"])
 def _quantize_kernel(
     x_ptr,
     codes_ptr,

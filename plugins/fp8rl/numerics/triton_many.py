@@ -34,7 +34,8 @@ _STEP = 1 << 13
 _ALIGNMENT = 16  # bytes: the widest load of a thread
 
 
-@triton.jit
+# Every group of tensors has its part of the table, aligned or not.
+@triton.jit(do_not_specialize=["table_ptr", "tile_cols"])
 def _quantize_many_kernel(
     table_ptr,
     rows,

@@ -302,7 +302,7 @@ def quads_tile(
             _store_columns(codes_t_at, height, c0, c1, c2, c3, NATIVE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride", "scale_t_stride", "tile_cols"])
 def quads_kernel(
     x_ptr,
     codes_ptr,

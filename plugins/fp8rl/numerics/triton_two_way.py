@@ -110,7 +110,8 @@ def _write_tile(
             _store(codes_t_at, tl.trans(_codes(x, scale[None, :], NATIVE)), inside_t, WHOLE)
 
 
-@triton.jit
+# Tokens differ from step to step: what follows from them is no reason to compile again.
+@triton.jit(do_not_specialize=["rows", "scale_stride", "scale_t_stride", "tile_cols"])
 def _two_way_kernel(
     x_ptr,
     codes_ptr,
