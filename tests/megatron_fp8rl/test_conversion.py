@@ -197,7 +197,14 @@ def test_pins_are_global_under_virtual_pipeline_stages():
     assert conversion.policy.num_layers == 4
     # A pin on a layer of another rank alone is no error here.
     conversion.close()
-    assert len(_convert(chunks, _recipe(layers=(3,))).modules) == 8
+    conversion = _convert(chunks, _recipe(layers=(3,), names=("*.1.mlp.down_proj",)))
+    assert len(conversion.modules) == 8
+    conversion.close()
+    # One that no rank has is, whatever the rank.
+    for pins in ({"layers": (-5,)}, {"names": ("*.4.mlp.down_proj",)}, {"kinds": ("experts",)}):
+        with pytest.raises(PinError, match="match"):
+            _convert(chunks, _recipe(**pins))
+    assert not any(hasattr(m, "fp8_state") for chunk in chunks for m in chunk.modules())
 
 
 def test_pins_of_plugins_join_those_of_the_recipe():
@@ -306,7 +313,14 @@ def _fsdp(gpt: Any) -> None:
         (_break(enable_autocast=True), "enable_autocast"),
         (_break(tp_comm_overlap=True), "tp_comm_overlap=True: user buffers"),
         (_break(cuda_graph_impl="local"), "cuda_graph_impl='local': a replayed graph"),
-        (_break(delay_wgrad_compute=True), "delay_wgrad_compute"),
+        (_break(enable_cuda_graph=True), "enable_cuda_graph=True: a replayed graph"),
+        (_break(external_cuda_graph=True), "external_cuda_graph=True: a replayed graph"),
+        (_break(delay_wgrad_compute=True), "delay_wgrad_compute=True: FP8 linears compute"),
+        (_break(fp4="e2m1"), r"config\.fp4='e2m1': megatron's own FP4"),
+        (_break(attention_output_gate=True), "attention_output_gate=True: the HF layout"),
+        (_break(multi_latent_attention=True), "multi_latent_attention=True: multi-latent"),
+        (_break(heterogeneous_block_specs=True), "heterogeneous_block_specs=True: its layers"),
+        (_break(moe_latent_size=64), "moe_latent_size=64: latent projections"),
         (_fsdp, r"linear_fc2' is sharded by Megatron-FSDP"),
         (_te_like, r"decoder\.layers\.1\.mlp\.linear_fc1' is a TELinear"),
         (_few_groups, r"linear_qkv' spreads one query group over several ranks \(2 groups, TP 4\)"),

@@ -18,7 +18,7 @@ from fp8rl.gemm import (
     builtin_backends,
 )
 from megatron_fp8rl.backends import BackendChoice
-from megatron_fp8rl.grouped import Fp8GroupedState, even_shape, grouped_linear
+from megatron_fp8rl.grouped import Fp8Grouped, Fp8GroupedState, even_shape, grouped_linear
 from megatron_fp8rl.layout import RowLayout, plain_layout
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
@@ -155,6 +155,66 @@ def test_a_change_of_one_expert_is_seen(keep):
     assert torch.equal(after[:4], before[:4]) and not torch.equal(after[4:], before[4:])
     state.codes.drop()
     assert torch.equal(run(), after)
+
+
+class _Experts(Fp8Grouped, torch.nn.Module):
+    def __init__(self, keep: bool | None) -> None:
+        super().__init__()
+        self.fp8_state = _state(2, keep=keep)
+        self.weights = torch.nn.ParameterList(_weights(2, "none"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return grouped_linear(x, (4, 5), list(self.weights), None, self.fp8_state, fusion=False)
+
+
+@pytest.mark.parametrize("moment", ["eval and train", "drop_codes", "to another dtype and back"])
+def test_kept_codes_go_when_experts_are_offloaded(moment):
+    """Written through ``.data`` meanwhile, which leaves no trace on the weight."""
+    module, x = _Experts(keep=True), torch.randn(9, IN).bfloat16()
+    before = module(x)
+    if moment == "eval and train":
+        module.eval().train()
+    elif moment == "drop_codes":
+        module.drop_codes()
+    else:
+        module.float().bfloat16()
+    for weight in module.weights:
+        weight.data.mul_(3)
+    after, fresh = module(x), _Experts(keep=None)
+    fresh.load_state_dict(module.state_dict())
+    assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_an_overflow_stays_with_its_token_and_its_expert(value):
+    weights, splits = _weights(2, "none", dtype=torch.float32), (4, 5)
+    x, grad = torch.randn(9, IN), torch.randn(9, OUT)
+    x[2, 7] = float(value)  # an activation of the first expert
+    grad[6, 3] = float(value)  # a gradient of the second
+    x.requires_grad_()
+    y = grouped_linear(x, splits, weights, None, _state(2), fusion=False)
+    y.backward(grad)
+    assert y.isnan().all(1).nonzero().flatten().tolist() == [2]
+    assert y.isnan().any(1).sum() == 1
+    assert x.grad.isnan().all(1).nonzero().flatten().tolist() == [6]
+    assert x.grad.isnan().any(1).sum() == 1
+    assert weights[0].grad.isnan().all(0).nonzero().flatten().tolist() == [7]
+    assert weights[1].grad.isnan().all(1).nonzero().flatten().tolist() == [3]
+
+
+def test_experts_of_zeros_give_zeros():
+    weights = _weights(2, "none", dtype=torch.float32)
+    with torch.no_grad():
+        weights[0].zero_()
+    x = torch.randn(9, IN)
+    x[4:] = 0
+    x.requires_grad_()
+    y = grouped_linear(x, (4, 5), weights, None, _state(2), fusion=False)
+    y.backward(torch.ones(9, OUT))
+    assert torch.equal(y, torch.zeros(9, OUT))
+    assert torch.equal(x.grad[:4], torch.zeros(4, IN)) and x.grad[4:].abs().min() > 0
+    assert torch.equal(weights[1].grad, torch.zeros(OUT, IN))
+    assert weights[0].grad.abs().min() > 0
 
 
 class _AtOnce(LoopBackend):
