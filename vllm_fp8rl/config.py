@@ -238,8 +238,10 @@ def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = Non
 
 def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved:
     from vllm_fp8rl.plan import install as install_load_plans
+    from vllm_fp8rl.reload import install as refuse_unseen_reloads
 
     install_load_plans()
+    refuse_unseen_reloads()
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config

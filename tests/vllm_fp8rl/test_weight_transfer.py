@@ -134,6 +134,19 @@ def test_reload_from_a_folder(receiver, checkpoints, tokens):
     assert {name: p.data_ptr() for name, p in receiver.model.named_parameters()} == before
 
 
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_reload_past_the_loaders_is_refused(receiver, checkpoints, tokens, positional):
+    """vLLM would cast BF16 to FP8 under the old scales."""
+    items = list(load_tensors(checkpoints["b"]).items())
+    arguments = {"args": (items, None, False)}
+    if not positional:
+        arguments = {"kwargs": {"weights_iterator": items, "is_checkpoint_format": False}}
+    with pytest.raises(UnsupportedError, match=r"is_checkpoint_format=False.* send HF tensors"):
+        receiver.llm.collective_rpc("reload_weights", **arguments)
+    receiver.llm.reset_prefix_cache()
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
 @pytest.mark.parametrize("scales_first", [False, True])
 def test_reload_of_fp8_codes(receiver, checkpoints, tokens, scales_first):
     wire: dict[str, torch.Tensor] = {}
