@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 16,
     "kv_cache_memory_bytes": 1 << 28,
-    "gpu_memory_utilization": 0.3,  # this process has its share of the GPU too
+    "gpu_memory_utilization": 0.1,  # must be free at the start; the line above is what counts
     "skip_tokenizer_init": True,
     "seed": 0,
     "worker_extension_cls": EXTENSION,

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# vLLM reads these at import: the engine in this process, no downloads, and torch's own sampler.
+# vLLM reads these at import, or once for all engines of a process: the engine in this process, its
+# workers, if any, spawned (CUDA is in use here), no downloads, and torch's own sampler.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -121,7 +123,7 @@ def start_engine(path: Path, recipe: Recipe, **changes: Any) -> GpuEngine:
         "max_model_len": 256,
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 1 << 30,
-        "gpu_memory_utilization": 0.4,  # must be free, with what an earlier engine still holds
+        "gpu_memory_utilization": 0.1,  # must be free at the start; the line above is what counts
         "skip_tokenizer_init": True,
         "seed": 0,
     }

@@ -314,11 +314,14 @@ def test_expert_parallel_says_the_same(engine: GpuEngine, checkpoints: dict[str,
         enable_expert_parallel=True,
         worker_extension_cls="vllm_fp8rl.worker.RefitWorker",
     )
-    give(split, checkpoints["a"])
+    try:
+        give(split, checkpoints["a"])
+        found = split.greedy()
+    finally:
+        split.llm.llm_engine.engine_core.shutdown()
     agreeing = sum(
         a == b
-        for one, two in zip(tokens, split.greedy(), strict=True)
+        for one, two in zip(tokens, found, strict=True)
         for a, b in zip(one, two, strict=True)
     )
     assert agreeing > 0.5 * sum(map(len, tokens))  # another order of additions flips codes
-    split.llm.llm_engine.engine_core.shutdown()
