@@ -5,7 +5,6 @@ Needs megatron-core 0.16.1 and TransformerEngine 2.12.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,10 +37,9 @@ VOCAB, LENGTH, BATCH = 256, 128, 2
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29533")
     torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    free_port = "tcp://127.0.0.1:0"
+    torch.distributed.init_process_group("nccl", init_method=free_port, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     yield
