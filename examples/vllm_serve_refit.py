@@ -12,6 +12,7 @@ The folder holds safetensors files with HF names, KV scales included, where ever
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,12 @@ def refit_over_http(post: Post, folder: str) -> None:
     weights may be a mixture: call this again with a complete folder."""
     post("/pause", params={"mode": "keep"})
     post("/init_weight_transfer_engine", json={"init_info": {}})
-    post("/start_weight_update")
+    try:
+        post("/start_weight_update")
+    except Exception:  # one that failed at its end, or whose sender died, is still under way
+        with contextlib.suppress(Exception):
+            post("/update_weights", json={"update_info": {}})  # an error, which breaks it off
+        post("/start_weight_update")
     post("/update_weights", json={"update_info": {"path": folder}})
     post("/finish_weight_update")
     # Requests that wait start over with the new weights, and no cached prefix is of the old ones.
@@ -47,7 +53,8 @@ def set_kv_scales(post: Post, scales: dict[str, float]) -> None:
 def poster(server: str) -> Post:
     def post(path: str, **arguments: Any) -> requests.Response:
         answer = requests.post(f"{server}{path}", timeout=600, **arguments)
-        answer.raise_for_status()
+        if not answer.ok:
+            raise requests.HTTPError(f"{path} failed: {answer.text}", response=answer)
         return answer
 
     return post

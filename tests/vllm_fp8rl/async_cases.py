@@ -20,6 +20,7 @@ os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 import httpx
 import torch
 from live_engine import KV_SCALE, LAYERS, load_tensors
+from safetensors.torch import save_file
 
 import vllm_fp8rl
 from fp8rl import Recipe
@@ -221,8 +222,18 @@ async def over_http(engine: Any, client: Client, folder: str) -> list[object]:
 
         def post(path: str, **arguments: Any) -> httpx.Response:
             sent = asyncio.run_coroutine_threadsafe(http.post(path, **arguments), loop)
-            return sent.result().raise_for_status()
+            answer = sent.result()
+            if not answer.is_success:
+                raise RuntimeError(answer.text)
+            return answer
 
+        half = Path(folder).parent / "half"
+        half.mkdir()
+        tensors = load_tensors(Path(folder))
+        del tensors[NORM]
+        save_file(tensors, half / "model.safetensors")
+        lacking = await raised(asyncio.to_thread(refit_over_http, post, str(half)))
+        closed = [lacking, await engine.is_paused()]
         await asyncio.to_thread(refit_over_http, post, folder)
         tokens = await client.greedy()
         one = dict.fromkeys(SCALES, 2 * KV_SCALE)
@@ -230,13 +241,13 @@ async def over_http(engine: Any, client: Client, folder: str) -> list[object]:
         other = await client.greedy()
         error = await raised(asyncio.to_thread(set_kv_scales, post, {next(iter(one)): -1.0}))
         await asyncio.to_thread(set_kv_scales, post, dict.fromkeys(SCALES, KV_SCALE))
-        return [tokens, other, await client.greedy(), error]
+        return [tokens, other, await client.greedy(), error, closed]
 
 
 async def raised(attempt: Awaitable[object]) -> str:
     try:
         await attempt
-    except RuntimeError as error:
+    except Exception as error:
         return str(error)
     return "none"
 

@@ -108,7 +108,9 @@ def test_documented_code(found, truth):
 
 
 def test_recipe_for_a_server(found, truth):
-    tokens, with_other_scales, again, error = found["http"]
+    tokens, with_other_scales, again, error, (lacking, paused) = found["http"]
+    assert "lacks 1 of the model's tensors: 'model.norm.weight'" in lacking
+    assert paused is True
     assert tokens == again == truth["a"] != with_other_scales
     assert "ScaleError" in error and "k_scale' is -1.0" in error
 
