@@ -17,6 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import Float16Module
+from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config
 
 from fp8rl import PluginManager, Recipe, hookimpl
@@ -521,6 +522,35 @@ def test_gradients_are_added_to_the_buffers_of_ddp(overlap, flag):
         assert (got - grad).norm() / grad.norm() < 2**-8, name
         differ += [] if torch.equal(got, grad) else [name]
     assert any("linear_" in name for name in differ)
+
+
+@pytest.mark.parametrize("converted", ["before", "after"])
+def test_torchs_fsdp_in_one_process_gives_the_same_losses(converted):
+    """Megatron-FSDP, which owns gradients, is refused; this one leaves them to autograd."""
+
+    def run(shard: bool) -> list[float]:
+        gpt = _gpt()
+        if converted == "before":
+            _convert(gpt)
+        if shard:
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+            for layer in gpt.decoder.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(gpt, mesh=mesh)
+        if converted == "after":
+            _convert(gpt)
+        optimizer = torch.optim.SGD(gpt.parameters(), lr=0.5)
+        losses = []
+        for _ in range(3):
+            loss = _loss(gpt, _tokens()).float().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    sharded = run(True)
+    assert sharded == run(False) and sharded[1] < sharded[0]
 
 
 def _markov_batches(steps: int) -> tuple[list[torch.Tensor], float]:
