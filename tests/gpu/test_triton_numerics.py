@@ -191,7 +191,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
         return
     from compile_ahead import compiling_ahead
 
-    items = [item for item in request.session.items if item.module is request.module]
+    items = [item for item in request.session.items if item.path == request.path]
     with compiling_ahead():
         for item in items:
             asked = item.callspec.params if hasattr(item, "callspec") else {}

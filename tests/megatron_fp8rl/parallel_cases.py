@@ -8,6 +8,7 @@ writes what it saw of one to ``OUT/<topology>.<rank>.pt``. On a CPU test_paralle
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -216,6 +217,7 @@ def main(out: Path, backends: dict[str, str | None], device_type: str) -> None:
         for name, backend in backends.items():
             sys.stderr.write(f"{name}\n")  # a hang is told with the last line
             sys.stderr.flush()
+            started = time.perf_counter()
             topology = replace({**SINGLES, **TOPOLOGIES}[name], gemm_backend=backend)
             parallel_state.initialize_model_parallel(
                 topology.tp,
@@ -235,4 +237,7 @@ def main(out: Path, backends: dict[str, str | None], device_type: str) -> None:
                     topology, weights["dense"], device, out
                 )
             parallel_state.destroy_model_parallel()
-            torch.save(result, out / f"{name}.{rank}.pt")
+            result["seconds"] = time.perf_counter() - started
+            part = out / f"{name}.{rank}.part"
+            torch.save(result, part)
+            part.replace(out / f"{name}.{rank}.pt")  # what is there is complete

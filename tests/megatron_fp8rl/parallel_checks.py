@@ -49,10 +49,14 @@ class Results:
         self._out, self._error = out, error
         self._loaded: dict[str, list[dict[str, Any]]] = {}
 
+    def files(self, name: str) -> list[Path]:
+        """One a rank; each appears when it is complete."""
+        return [self._out / f"{name}.{rank}.pt" for rank in range(1 if name in SINGLES else 2)]
+
     def of(self, name: str) -> list[dict[str, Any]]:
         """One result a rank."""
         if name not in self._loaded:
-            files = [self._out / f"{name}.{rank}.pt" for rank in range(1 if name in SINGLES else 2)]
+            files = self.files(name)
             if self._error is not None and not all(file.exists() for file in files):
                 raise self._error
             self._loaded[name] = [torch.load(file, weights_only=False) for file in files]
