@@ -5,13 +5,16 @@ The runs are those of ``benchmarks/megatron_curves.py``, fewer and shorter.
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 from megatron_curves import VARIANTS, Curve, Setting, train
 
 NAMES = [
@@ -65,3 +68,21 @@ def test_the_difference_is_e4m3s_and_in_fprop(curves):
         assert curves[name].error(truth) < 0.15
     ours, theirs = (curves[name].error(truth) for name in ("FP8", "emulated"))
     assert ours == pytest.approx(theirs, rel=0.15)
+
+
+def test_the_documented_figures_are_those_measured():
+    report = json.loads((ROOT / "benchmarks" / "results" / "megatron_curves_cpu.json").read_text())
+    page = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
+    runs = [run for run in report["runs"] if run["task"] == "memorize"]
+    rates = sorted({run["rate"] for run in runs})
+    last = {(r["variant"], r["rate"], r["seed"]): r["losses"][-1] for r in runs}
+    assert {run["variant"] for run in report["runs"]} == set(VARIANTS)
+    for name in VARIANTS:
+        cells = []
+        for rate in rates:
+            seeds = {run["seed"]: last["BF16", rate, run["seed"]] for run in runs}
+            bf16 = statistics.mean(seeds.values())
+            above = statistics.mean(last[name, rate, seed] - base for seed, base in seeds.items())
+            cells.append(f"{bf16:.2f}" if name == "BF16" else f"{above:+.2f}")
+        error = statistics.mean(run["error"] for run in runs if run["variant"] == name)
+        assert f"| {name} | {' | '.join(cells)} | {error:.0%} |" in page
