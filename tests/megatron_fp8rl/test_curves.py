@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from megatron_curves import VARIANTS, Curve, Setting, train
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
     "float32",
     "BF16",
