@@ -243,7 +243,8 @@ def _rounded(x: torch.Tensor, variant: Variant, part: str, height: int) -> torch
     if part not in variant.emulated:
         return x.float()
     rows, columns = x.shape
-    padded = torch.zeros(-(-rows // height) * height, -(-columns // 128) * 128)
+    size = -(-rows // height) * height, -(-columns // 128) * 128
+    padded = torch.zeros(size, device=x.device)
     padded[:rows, :columns] = x
     blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // 128, 128)
     largest = blocks.abs().amax((1, 3), keepdim=True)
