@@ -46,11 +46,17 @@ def serve(model: str, engine: Connection, arguments: dict) -> None:
     from vllm_fp8rl import engine_args
 
     recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
-    llm = LLM(model, load_format="dummy", **engine_args(recipe) | arguments)
+    llm = LLM(
+        model,
+        load_format="dummy",
+        worker_extension_cls="vllm_fp8rl.worker.RefitWorker",  # its core is one more process
+        **engine_args(recipe) | arguments,
+    )
     refit_from(llm, engine)
     sampling = SamplingParams(temperature=0.0, max_tokens=5, detokenize=False)
     (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, sampling, use_tqdm=False)
     engine.send(list(output.outputs[0].token_ids))
+    llm.llm_engine.engine_core.shutdown()  # or this process waits for its core for ever
 
 
 def refit_from(llm: LLM, engine: Connection) -> None:
@@ -60,12 +66,18 @@ def refit_from(llm: LLM, engine: Connection) -> None:
     print(f"{report.tensors} tensors in {report.seconds:.2f} s")  # noqa: T201
 
 
-if __name__ == "__main__":
-    multiprocessing.set_start_method("spawn")
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=serve, args=(sys.argv[1], theirs, {}))
+def main(model: str, arguments: dict) -> list[int]:
+    """The trainer's process; tokens that the engine generates with its weights."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(model, theirs, arguments))
     process.start()
     theirs.close()
-    push(ours, load_file(Path(sys.argv[1]) / "model.safetensors").items())
-    print(ours.recv())  # noqa: T201
+    push(ours, load_file(Path(model) / "model.safetensors").items())
+    tokens = ours.recv()
     process.join()
+    return tokens
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1], {}))  # noqa: T201

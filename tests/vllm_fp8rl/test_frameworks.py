@@ -264,6 +264,27 @@ def test_push_between_processes(engine, checkpoints, tokens, example):
     assert engine.greedy(PROMPTS) == tokens["b"]
 
 
+@pytest.mark.timeout(300)
+def test_push_to_an_engine_with_processes_of_its_own(
+    other_engine, checkpoints, example, monkeypatch
+):
+    """As a user runs it: vLLM's engine core is a process of its own there."""
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 16 << 20,
+        "skip_tokenizer_init": True,
+    }
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setenv("PYTHONPATH", str(EXAMPLES))
+        pushed = example("vllm_push").main(str(checkpoints["b"]), arguments)
+    recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
+    (wanted,) = other_engine(checkpoints["b"], recipe).greedy([[5, 6, 7]], tokens=5)
+    assert pushed == wanted
+
+
 def test_push_that_ends_too_early(engine, checkpoints, example):
     push = example("vllm_push")
     trainer, receiver = multiprocessing.Pipe()
