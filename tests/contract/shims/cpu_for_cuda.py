@@ -13,14 +13,17 @@ the CUDA device     the CPU: ``"cuda"`` is read as ``"cpu"`` in every call of to
                     waits that return at once
 CUDA IPC handles    files that two processes map: the trainer copies its buffer into one, the engine
                     reads it there, with no copy in between, as it would on a GPU
-NVML                one device's UUID (the two workers must agree on it), and little free memory, so
-                    that a refit has to go in several groups over reused buffers
+NVML                a UUID for each rank (its trainer and its engine's worker must agree on it), and
+                    little free memory, so that a refit has to go in several groups over reused
+                    buffers
+GPUs of Ray         vLLM's workers for CPUs take their shares of them, so that its executor for Ray
+                    can start several
 sleep mode of vLLM  said to be there; vLLM's CPU worker itself takes sleeping and waking as no-ops
 ==================  ============================================================================
 
 All else is real: Ray, its actors and placement groups, the driver and its loop, the ZMQ protocol
-and the packing of a refit, vLLM's engine and CPU kernels, FSDP on one rank, the optimizer, the
-loss, and all of fp8rl. (One attribute has nothing to do with CUDA: ``Attention.isa``, which fp8rl's
+and the packing of a refit, vLLM's engine, executor and CPU kernels, FSDP, the optimizer, the loss,
+and all of fp8rl. (One attribute has nothing to do with CUDA: ``Attention.isa``, which fp8rl's
 attention for CPUs, written for vLLM 0.32, misses in 0.25.1, the version NeMo RL runs with.)
 """
 
@@ -41,7 +44,7 @@ FOLDER = "CPU_FOR_CUDA_FOLDER"
 """Environment variable: where the files that stand for device memory are made."""
 FREE_BYTES = 40 << 20
 """What NVML reports; NeMo RL sizes the buffers of a refit by it."""
-DEVICE_UUID = "GPU-00000000-0000-0000-0000-000000000000"
+DEVICE_UUID = "GPU-00000000-0000-0000-0000-00000000000{}"
 NO_OPS = ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device")
 ZEROS = (
     "memory_allocated",
@@ -133,12 +136,19 @@ class CpuForCuda:
             "nemo_rl.models.policy.workers.dtensor_policy_worker": self.trainer,
             "nemo_rl.models.generation.vllm.vllm_worker": self.rollouts,
             "nemo_rl.models.generation.vllm.vllm_backend": self.engine,
+            "vllm.platforms.cpu": self.platform,
+            "vllm.model_executor.layers.attention": self.attention,
+            "vllm.distributed.device_communicators.cpu_communicator": self.communicator,
         }
         for name, replace in waiting.items():
             wrapt.register_post_import_hook(replace, name)
 
     def nvml(self, module: Any) -> None:
-        module.get_device_uuid = lambda device_idx: DEVICE_UUID
+        def uuid(device_idx: int) -> str:
+            ready = torch.distributed.is_initialized()
+            return DEVICE_UUID.format(torch.distributed.get_rank() if ready else 0)
+
+        module.get_device_uuid = uuid
         module.get_free_memory_bytes = lambda device_idx: float(FREE_BYTES)
 
     def handles(self, module: Any) -> None:
@@ -171,14 +181,21 @@ class CpuForCuda:
 
     def rollouts(self, module: ModuleType) -> None:
         import vllm.device_allocator as allocator
-        from vllm.model_executor.layers.attention import Attention
-        from vllm.platforms import current_platform
 
         self._torch_cuda()
-        # fp8rl's attention for CPUs reads it where vLLM 0.32 has it; 0.25.1 has it one below.
-        Attention.isa = property(lambda layer: layer.impl.isa)
-        type(current_platform).is_sleep_mode_available = lambda platform: True
         allocator.is_sleep_mode_available = lambda *_: True
+
+    def platform(self, module: Any) -> None:
+        module.CpuPlatform.ray_device_key = "GPU"
+        module.CpuPlatform.is_sleep_mode_available = lambda platform: True
+
+    def attention(self, module: Any) -> None:
+        # fp8rl's attention for CPUs reads it where vLLM 0.32 has it; 0.25.1 has it one below.
+        module.Attention.isa = property(lambda layer: layer.impl.isa)
+
+    def communicator(self, module: Any) -> None:
+        # Its shared memory outlives workers that are killed, and stops the next that have the port.
+        module.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: False
 
     def engine(self, module: Any) -> None:
         # It waits for a stream, for which vLLM on a CPU has a placeholder without that method.
