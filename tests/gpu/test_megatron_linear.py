@@ -1,0 +1,89 @@
+"""One FP8 linear layer, forward and backward, with each backend's kernels: every result against
+float64 products of operands that the CPU's reference quantizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("megatron.core")
+
+from fp8rl.gemm import GemmBackend, GemmShape, builtin_backends
+from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
+from fp8rl.testing.numeric import relative_error
+from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.layout import RowLayout, plain_layout, qkv_layout
+from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+
+GPU = torch.device("cuda")
+BACKENDS = [b for b in builtin_backends() if b.name != "reference"]
+BFLOAT16, SUM = 2**-8, 2e-3  # of a result's rounding; of FP8 tensor cores' sums, 2e-4 to 1e-3
+CASES = {
+    "plain": (plain_layout("o_proj", 384), 512, 256),
+    "ragged tokens": (plain_layout("o_proj", 256), 640, 300),
+    "interleaved rows": (qkv_layout(4, 2, 64), 256, 256),  # blocks part query groups
+    "odd sizes": (plain_layout("o_proj", 200), 300, 37),
+}
+
+
+def _groups(x: torch.Tensor, scale_format: str) -> torch.Tensor:
+    return dequantize_group(*quantize_group(x.cpu(), scale_format=scale_format)).double()
+
+
+def _exact(
+    layout: RowLayout, weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, scale_format: str
+) -> list[torch.Tensor]:
+    """y, dx and dw."""
+    blocks = quantize_block(layout.to_hf(weight.cpu()), scale_format=scale_format)
+    w = dequantize_block(*blocks).double()
+    return [
+        _groups(x, scale_format) @ layout.from_hf(w).t(),
+        _groups(layout.to_hf(grad.cpu(), -1), scale_format) @ w,
+        _groups(grad.t(), scale_format) @ _groups(x.t(), scale_format).t(),
+    ]
+
+
+@pytest.mark.parametrize("main_grad", [False, True], ids=["returned", "main_grad"])
+@pytest.mark.parametrize("keep", [None, True], ids=["default", "keep_codes"])
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_every_direction(
+    backend: GemmBackend, case: str, scale_format: str, keep: bool | None, main_grad: bool
+) -> None:
+    layout, in_features, tokens = CASES[case]
+    shape = GemmShape(tokens, layout.rows, in_features)
+    reason = backend.supports(GPU, shape, scale_format)
+    if reason is not None:
+        pytest.skip(f"{backend.name}: {reason}")
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).bfloat16().to(GPU)
+
+    weight = torch.nn.Parameter(random(layout.rows, in_features) * 0.02)
+    # Gradients as small as those of a mean over a large batch.
+    x, grad = random(tokens, in_features).requires_grad_(), random(tokens, layout.rows) * 1e-6
+    total = torch.full(weight.shape, 1e-6, device=GPU)
+    if main_grad:
+        weight.main_grad, weight.grad_added_to_main_grad = total.clone(), False
+    choice = BackendChoice({backend.name: backend}, [scale_format], backend.name)
+    codes = WeightCodes(layout, scale_format, WeightEpoch(), keep)
+    state = Fp8State("model.layers.0.x", codes, choice, scale_format)
+    call = Call(state=state, fusion=False, training=True)
+    for _ in range(2):  # kept codes serve the second
+        y = fp8_linear(x, weight, None, call)
+        y.backward(grad)
+    expected_y, expected_dx, expected_dw = _exact(
+        layout, weight.detach(), x.detach(), grad, scale_format
+    )
+    assert y.dtype == x.grad.dtype == torch.bfloat16
+    assert relative_error(y.detach().cpu(), expected_y) < BFLOAT16
+    assert relative_error(x.grad.cpu(), 2 * expected_dx) < 2 * BFLOAT16
+    if main_grad:
+        assert relative_error((weight.main_grad - total).cpu(), 2 * expected_dw) < SUM
+    else:
+        assert relative_error(weight.grad.cpu(), 2 * expected_dw) < 2 * BFLOAT16
