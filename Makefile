@@ -37,5 +37,5 @@ format: install
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .carry build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
