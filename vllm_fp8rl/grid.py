@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
-from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv, quantize_blocks
+from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv, on_device, quantize_blocks
 from fp8rl.recipe import ScaleFormat
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,9 +114,7 @@ def _fill(jobs: Sequence[tuple[torch.Tensor, float]]) -> None:
         by_device.setdefault(job[0].device, []).append(job)
     for device, together in by_device.items():
         values = torch.tensor([value for _, value in together], dtype=torch.float32)
-        if device.type == "cuda":  # from pageable memory the host would wait for the GPU
-            values = values.pin_memory()
-        numbers = values.to(device, non_blocking=True).unbind()
+        numbers = on_device(values, device).unbind()
         live = [tensor for tensor, _ in together]
         torch._foreach_copy_(
             live, [number.expand_as(tensor) for tensor, number in zip(live, numbers, strict=True)]

@@ -36,7 +36,7 @@ from fp8rl.numerics._format import (
     cdiv,
 )
 from fp8rl.numerics._peaks import amax_into, count_peaks
-from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments
+from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments, on_device
 from fp8rl.numerics.reference import mark_inf, peak_edges
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "dequantize_block",
     "dequantize_group",
     "mark_inf",
+    "on_device",
     "peak_edges",
     "quantize_block",
     "quantize_blocks",

@@ -144,5 +144,5 @@ class ColumnSegments(NamedTuple):
 
 
 def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the host on ``device``, without waiting for it."""
+    """A small tensor of the host on ``device``; pinned first, or the host would wait for a GPU."""
     return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
