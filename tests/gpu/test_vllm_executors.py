@@ -26,7 +26,12 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=400,
-        env=os.environ | {"PYTHONPATH": f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}"},
+        # Ray would else join a cluster that happens to run on this host, and wait for its GPUs.
+        env=os.environ
+        | {
+            "PYTHONPATH": f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}",
+            "RAY_ADDRESS": "local",
+        },
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
