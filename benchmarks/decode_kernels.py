@@ -16,11 +16,11 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from facts import versions
 from vllm import _custom_ops as ops
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -190,7 +190,7 @@ def main() -> None:
     }
     result = {
         "gpu": torch.cuda.get_device_name(),
-        "versions": {package: version(package) for package in ("torch", "vllm", "triton")},
+        "versions": versions(),
         "copy_gb_s": copied,
         "cases": table,
     }

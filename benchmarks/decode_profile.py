@@ -19,10 +19,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from facts import versions
 from rollout import KV_SCALE, QWEN3_8B, VARIANTS, engine_arguments, give_weights
 
 PARTS = {  # the first whose pattern is in a kernel's name
@@ -193,8 +193,7 @@ def main() -> None:
             continue
         results.append(json.loads(part.read_text()))
         part.unlink()
-    packages = {package: version(package) for package in ("torch", "vllm", "triton")}
-    options.out.write_text(json.dumps({"versions": packages, "results": results}, indent=1))
+    options.out.write_text(json.dumps({"versions": versions(), "results": results}, indent=1))
     sys.stdout.write(table(results) + "\n")
 
 

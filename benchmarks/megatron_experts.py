@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from facts import versions
 from megatron_common import interleaved, profiled
 from rich.console import Console
 from rich.table import Table
@@ -168,8 +168,7 @@ def main() -> None:
     if options.out:
         facts = {
             "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
+            "versions": versions(),
             "splits": {"smallest": min(splits), "largest": max(splits), "sum": sum(splits)},
             "options": {k: v for k, v in vars(options).items() if k != "out"},
             "milliseconds": times,

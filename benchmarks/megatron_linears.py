@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from facts import versions
 from megatron_common import PEAK_TFLOPS, QWEN3_8B, build, interleaved, profiled, single_process
 from rich.console import Console
 from rich.table import Table
@@ -267,8 +267,7 @@ def main() -> None:
 
     report = {
         "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "versions": versions(),
         "tokens": options.tokens,
         "rounds": options.rounds,
         "copy_gigabytes_per_second": bandwidth,

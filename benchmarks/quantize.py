@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
+from facts import versions
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -127,9 +126,7 @@ def main() -> None:
 
     report = {
         "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
+        "versions": versions(),
         "repeats": options.repeats,
         "copy_gigabytes_per_second": copy,
         "rows": rows,

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from facts import versions
 from refit_cost import tensor_shapes
 from rollout import KV_SCALE, QWEN3_8B, engine_arguments
 
@@ -205,7 +206,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "variant": variant,
         "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "versions": versions(),
         "received_bytes": sum(tensor.nbytes for _, tensor in tensors),
     } | rows
 

@@ -24,9 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from facts import versions
 
 VARIANTS = ("bf16", "stock", "stock-kv", "fp8rl", "fp8rl-kv")
 QWEN3_8B: dict[str, Any] = {
@@ -247,9 +248,8 @@ def main() -> None:
     if options.child:
         options.out.write_text(json.dumps(run_variant(options.child, options)))
         return
-    packages = {package: version(package) for package in ("torch", "vllm", "triton")}
     results: list[dict[str, Any]] = []
-    found = {"versions": packages, "results": results}
+    found = {"versions": versions(), "results": results}
     environment = os.environ | {"VLLM_DEEP_GEMM_WARMUP": options.warmup}
     for variant in options.variants.split(","):
         part = options.out.with_suffix(f".{variant}.part")

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from facts import versions
 from rollout import KV_SCALE, QWEN3_8B, VARIANTS, engine_arguments
 
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR")
@@ -73,6 +74,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
     """One start, and the first steps after it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     began = time.perf_counter()
+    import torch
     from vllm import LLM, SamplingParams
 
     folder = Path(tempfile.mkdtemp())
@@ -98,6 +100,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
         set_uncalibrated_kv_scales(worker.model_runner.get_model(), KV_SCALE)
     result: dict[str, Any] = {
         "variant": options.child,
+        "gpu": torch.cuda.get_device_name(),
         "warmup": options.warmup,
         "start_seconds": ready - called,
         "with_imports_seconds": ready - began,
@@ -161,7 +164,8 @@ def main() -> None:
                     results.append({"variant": variant, "failed": done.returncode})
                     break
                 results.append(json.loads(part.read_text()) | {"cold": number == 0})
-                options.out.write_text(json.dumps(results, indent=1))  # what is there so far
+                found = {"versions": versions(), "results": results}
+                options.out.write_text(json.dumps(found, indent=1))  # what is there so far
                 sys.stdout.write(json.dumps(results[-1]) + "\n")
                 sys.stdout.flush()
 
