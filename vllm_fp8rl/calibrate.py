@@ -15,7 +15,7 @@ import torch
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import check_scale
 from fp8rl.numerics import E4M3_MAX
-from vllm_fp8rl.refit import Workers, drop_requests
+from vllm_fp8rl.refit import Workers, drop_requests, forget_prefixes
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -44,7 +44,7 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
     """
     _require_idle(llm)
     Workers(llm).call("set_kv_scales", {name: float(scale) for name, scale in scales.items()})
-    _forget_prefixes(llm)
+    forget_prefixes(llm, "codes of the old KV scales")
 
 
 def lacks_kv_scales(llm: LLM) -> bool:
@@ -97,7 +97,7 @@ def calibrate_kv_scales(
     try:
         for number in range(1, _MOST_PASSES + 1):
             workers.call("observe_kv", scales)
-            _forget_prefixes(llm)
+            forget_prefixes(llm, "codes of the old KV scales")
             tokens = _run(llm, prompts)
             seen = workers.call("observed_kv")
             before, scales = scales, _scales(seen, tokens, margin)
@@ -111,7 +111,7 @@ def calibrate_kv_scales(
         raise
     finally:
         workers.call("stop_observing_kv")
-        _forget_prefixes(llm)
+        forget_prefixes(llm, "codes of the old KV scales")
     send_kv_scales(llm, scales)
     return scales
 
@@ -170,12 +170,4 @@ def _require_idle(llm: LLM) -> None:
         raise RefitError(
             "The engine has requests in flight; finish them, or drop them with "
             "vllm_fp8rl.refit.drop_requests(llm), before KV scales change."
-        )
-
-
-def _forget_prefixes(llm: LLM) -> None:
-    if not llm.reset_prefix_cache():
-        raise RefitError(
-            "vLLM could not reset its prefix cache, which holds codes of the old KV scales; stop "
-            "whatever holds KV blocks and try again."
         )

@@ -424,6 +424,24 @@ def drop_requests(llm: LLM) -> None:
     llm.reset_prefix_cache()
 
 
+def forget_prefixes(llm: LLM, what: str) -> None:
+    """Empty the prefix cache of an idle engine, which holds ``what``.
+
+    With prefix caching off there is none, and nothing is asked of vLLM: it would walk over all KV
+    blocks, 20 ms for the 55,000 of an 8B model on an 80 GB GPU, as long as the rest of a refit.
+
+    Raises:
+        RefitError: something holds KV blocks.
+    """
+    if not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching:
+        return
+    if not llm.reset_prefix_cache():
+        raise RefitError(
+            f"vLLM could not reset its prefix cache, which holds {what}; stop whatever holds KV "
+            "blocks and try again."
+        )
+
+
 def _run(
     llm: LLM,
     transfer: Callable[[Workers], object],
@@ -443,11 +461,7 @@ def _run(
         workers.call("begin", expect_kv_scales)
         door.close("a refit is under way")
         transfer(workers)
-        if not llm.reset_prefix_cache():
-            raise RefitError(
-                "vLLM could not reset its prefix cache, which holds keys of the old weights; stop "
-                "whatever holds KV blocks and refit again."
-            )
+        forget_prefixes(llm, "keys of the old weights")
         counts = workers.call("finish")[0]
     except BaseException as error:
         mixed = True
