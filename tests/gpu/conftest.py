@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron_fp8rl"))
 pytest.register_assert_rewrite("parallel_checks")
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """Megatron's parallel state over GPU 0 alone."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.cuda.set_device(0)
+    free_port = "tcp://127.0.0.1:0"
+    torch.distributed.init_process_group("nccl", init_method=free_port, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

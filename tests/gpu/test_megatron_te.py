@@ -5,7 +5,6 @@ Needs megatron-core 0.16.1 and TransformerEngine 2.12.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformer_engine.pytorch")
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -32,19 +30,9 @@ from megatron_fp8rl import convert, te_classes, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.specs import layer_spec
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
 VOCAB, LENGTH, BATCH = 256, 128, 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    torch.cuda.set_device(0)
-    free_port = "tcp://127.0.0.1:0"
-    torch.distributed.init_process_group("nccl", init_method=free_port, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 def _config(experts: int | None = None, **more: Any) -> TransformerConfig:

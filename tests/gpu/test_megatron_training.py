@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -31,6 +28,8 @@ from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 VOCAB, LENGTH, BATCH = 512, 256, 4
 SIZES: dict[str, Any] = {
@@ -56,18 +55,6 @@ CONFIGS = {
     ),
 }
 each_model = pytest.mark.parametrize("kind", CONFIGS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    torch.cuda.set_device(0)
-    free_port = "tcp://127.0.0.1:0"
-    torch.distributed.init_process_group("nccl", init_method=free_port, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 def _gpt(kind: str = "dense", seed: int = 0, **more: Any):
