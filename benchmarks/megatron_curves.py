@@ -168,7 +168,7 @@ def train(setting: Setting, variant: Variant) -> Curve:
     if variant.recipe is not None:
         convert(ddp, Recipe.from_dict(variant.recipe), plugins=PluginManager(discover=False))
     if variant.emulated:
-        _emulate(model, variant)
+        emulate(model, variant)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -206,7 +206,9 @@ def train(setting: Setting, variant: Variant) -> Curve:
 # ---- the emulation: nothing of fp8rl, no float8 dtype
 
 
-def _emulate(model: torch.nn.Module, variant: Variant) -> None:
+def emulate(model: torch.nn.Module, variant: Variant) -> None:
+    """Let the linear layers of a BF16 model multiply rounded operands, as ``variant`` says."""
+
     def forward(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
         return _Emulated.apply(input, weight, variant)
 
