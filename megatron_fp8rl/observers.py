@@ -144,7 +144,6 @@ class QKVObserver:
         own.copy_(table.abs())  # of a NaN too: kernels compare the bits of magnitudes
 
     def _hook(self, layer: int) -> Any:
-        @torch.no_grad()
         def observe(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             if not self.enabled:
                 return

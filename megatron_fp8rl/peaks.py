@@ -39,9 +39,10 @@ class LargestPeak:
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.table = torch.zeros(num_layers, len(ROLES), device=device)
+        self._of_layers = self.table.unbind()
 
     def add(self, layer: int, qkv: Sequence[Tensor]) -> None:
-        amax_into(self.table[layer], qkv)
+        amax_into(self._of_layers[layer], qkv)
 
     def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
         if not torch.distributed.is_initialized():
@@ -73,9 +74,10 @@ class PercentilePeak:
         self.table = torch.zeros(
             num_layers, len(ROLES), PEAK_BINS + 1, dtype=torch.int64, device=device
         )
+        self._of_layers = self.table.unbind()
 
     def add(self, layer: int, qkv: Sequence[Tensor]) -> None:
-        count_peaks(self.table[layer], qkv)
+        count_peaks(self._of_layers[layer], qkv)
 
     def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
         counts = self.table.clone()

@@ -7,6 +7,8 @@ and a NaN larger than that, and the order in which programs finish changes nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 from math import gcd
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import triton.language as tl
 
 from fp8rl.numerics import reference
 from fp8rl.numerics._format import PEAK_BINS, PEAK_FIRST, PEAK_SHIFT, SOURCE_DTYPES, cdiv
+from fp8rl.numerics._launch import Launcher
 
 _TOGETHER = 3  # tensors of a launch: q, k and v
 _HEIGHT, _WIDTH, _WARPS = 64, 128, 4  # of a tile, but for histograms, whose tiles hold whole rows
@@ -46,9 +49,9 @@ def _merged(dims: list[tuple[int, int]]) -> tuple[int, int] | None:
     return count, stride
 
 
-def _any_rows(x: torch.Tensor) -> _Rows | None:
-    """``x`` as rows, in the order of memory: it does not matter for a maximum."""
-    dims = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True))
+def _any_rows(shape: torch.Size, strides: tuple[int, ...]) -> _Rows | None:
+    """A tensor as rows, in the order of memory: it does not matter for a maximum."""
+    dims = sorted(zip(strides, shape, strict=True))
     width = 1
     while dims and (dims[0][0] == width or dims[0][1] == 1):
         width *= dims.pop(0)[1]
@@ -61,12 +64,12 @@ def _any_rows(x: torch.Tensor) -> _Rows | None:
     return _Rows(rows[0], width, rows[1])
 
 
-def _last_rows(x: torch.Tensor) -> _Rows | None:
-    """``x`` as the rows of its last dimension."""
-    rows = _merged(list(zip(x.stride()[:-1], x.shape[:-1], strict=True)))
-    if rows is None or (x.stride(-1) != 1 and x.shape[-1] > 1) or x.shape[-1] > _WIDEST:
+def _last_rows(shape: torch.Size, strides: tuple[int, ...]) -> _Rows | None:
+    """A tensor as the rows of its last dimension."""
+    rows = _merged(list(zip(strides[:-1], shape[:-1], strict=True)))
+    if rows is None or (strides[-1] != 1 and shape[-1] > 1) or shape[-1] > _WIDEST:
         return None
-    return _Rows(rows[0], x.shape[-1], rows[1])
+    return _Rows(rows[0], shape[-1], rows[1])
 
 
 @triton.jit
@@ -179,6 +182,9 @@ def _peaks_kernel(
         )
 
 
+_launch = Launcher(_peaks_kernel, num_warps=_WARPS)
+
+
 def amax_into(slots: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """See :func:`fp8rl.numerics.amax_into`."""
     _take(slots, tensors, per_row=False)
@@ -190,49 +196,64 @@ def count_peaks(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _take(cells: torch.Tensor, tensors: Sequence[torch.Tensor], *, per_row: bool) -> None:
+    if len(tensors) == _TOGETHER:
+        _take_few(cells, tensors, per_row)
+        return
     for start in range(0, len(tensors), _TOGETHER):
         few = slice(start, start + _TOGETHER)
         _take_few(cells[few], tensors[few], per_row)
 
 
 def _take_few(cells: torch.Tensor, tensors: Sequence[torch.Tensor], per_row: bool) -> None:
-    found = [_rows(x, per_row) for x in tensors]
+    plan = _plan(tuple((x.shape, x.stride(), x.dtype) for x in tensors), per_row)
+    for number in plan.not_served:
+        one = slice(number, number + 1)
+        (reference.count_peaks if per_row else reference.amax_into)(
+            cells[one], [tensors[number].detach()]
+        )
+    if plan.programs:
+        x_0, x_1, x_2 = (*tensors, *[tensors[-1]] * (_TOGETHER - len(tensors)))
+        rows_0, rows_1, rows_2 = plan.rows
+        arguments = (cells, x_0, *rows_0, x_1, *rows_1, x_2, *rows_2, *plan.ends)
+        tile = (plan.height, plan.width)
+        constants = (cells.stride(0), per_row, *tile, PEAK_FIRST, PEAK_SHIFT, PEAK_BINS)
+        _launch(plan.programs, arguments, constants)
+
+
+class _Plan(NamedTuple):
+    """A launch over tensors that lie in memory in a certain way."""
+
+    programs: int
+    rows: tuple[_Rows, ...]
+    """Of three tensors."""
+    ends: tuple[int, int]
+    """Of the programs of the first two."""
+    height: int
+    width: int
+    not_served: tuple[int, ...]
+    """Tensors that are no rows."""
+
+
+@lru_cache(maxsize=256)  # to find this out costs the host more than the launch
+def _plan(
+    layouts: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...], per_row: bool
+) -> _Plan:
+    found = [_rows(*layout, per_row) for layout in layouts]
     widest = max((rows.width for rows in found if rows), default=1)
     width = triton.next_power_of_2(widest) if per_row else _WIDTH
     height = _HEIGHT * _WIDTH // width
-    arguments: list[torch.Tensor | int] = []
-    ends = [0]
-    for number, (x, rows) in enumerate(zip(tensors, found, strict=True)):
-        if rows is None:
-            one = slice(number, number + 1)
-            (reference.count_peaks if per_row else reference.amax_into)(cells[one], tensors[one])
-        count, *step = rows or _NO_ROWS
-        arguments += [x, count, *step]
-        ends.append(ends[-1] + cdiv(count, height) * cdiv(step[0], width))
-    for _ in range(_TOGETHER - len(tensors)):
-        arguments += arguments[-4:]
-        ends.append(ends[-1])
-    if ends[-1]:
-        with torch.cuda.device_of(cells):
-            _peaks_kernel[(ends[-1],)](
-                cells,
-                *arguments,
-                *ends[1:3],
-                CELLS=cells.stride(0),
-                PER_ROW=per_row,
-                HEIGHT=height,
-                WIDTH=width,
-                FIRST=PEAK_FIRST,
-                SHIFT=PEAK_SHIFT,
-                BINS=PEAK_BINS,
-                num_warps=_WARPS,
-            )
+    rows = [of_one or _NO_ROWS for of_one in found] + [_NO_ROWS] * (_TOGETHER - len(found))
+    end_0, end_1, end_2 = accumulate(cdiv(n, height) * cdiv(w, width) for n, w, _ in rows)
+    not_served = tuple(number for number, of_one in enumerate(found) if of_one is None)
+    return _Plan(end_2, tuple(rows), (end_0, end_1), height, width, not_served)
 
 
-def _rows(x: torch.Tensor, per_row: bool) -> _Rows | None:
+def _rows(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, per_row: bool
+) -> _Rows | None:
     """None where the elements lie in a way that the kernel does not serve."""
-    if not x.numel():
+    if not shape.numel():
         return _NO_ROWS
-    if x.dtype not in SOURCE_DTYPES:
+    if dtype not in SOURCE_DTYPES:
         return None
-    return _last_rows(x) if per_row else _any_rows(x)
+    return _last_rows(shape, strides) if per_row else _any_rows(shape, strides)

@@ -7,6 +7,8 @@ powers of two are built from exponent bits, and signs, also a NaN's, are copied 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -151,6 +153,7 @@ def _quantize_kernel(
     )
 
 
+@cache
 def has_native_cast(device: torch.device) -> bool:
     """Whether the GPU converts to E4M3 in hardware (Ada, Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

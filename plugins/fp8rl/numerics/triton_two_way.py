@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics._format import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics._launch import Launcher
 from fp8rl.numerics.triton_kernels import _codes, _scales, _spread, has_native_cast
 from fp8rl.numerics.triton_quads import QUADS_REGISTERS, fits_quads, quads_kernel
 from fp8rl.recipe import ScaleFormat
@@ -207,75 +208,67 @@ def _two_way_kernel(
         )
 
 
-class _Room:
-    """Memory for both sides of an operand, and what a kernel must know of it."""
+class Room:
+    """Memory for both sides of an operand ``[rows, cols]``, and what a kernel must know of it."""
 
     def __init__(
         self,
         x: torch.Tensor,
+        shape: tuple[int, int],
         scale_format: ScaleFormat,
         rowwise: bool,
         columnwise: bool,
         *,
         block: bool = False,
     ) -> None:
-        rows, cols = x.shape
+        rows, cols = shape
+        device = x.device
         self.padded_rows = rows if block else cdiv(rows, GROUP) * GROUP
-        self._spare = x  # in place of a side that is not wanted
         self.rowwise = self.columnwise = None
+        stride = stride_t = 0
         if rowwise:
-            codes = torch.empty(rows, cols, dtype=FP8_DTYPE, device=x.device)
-            self.rowwise = Quantized(codes, _scales_room(x, rows, cols, block))
+            codes = torch.empty(rows, cols, dtype=FP8_DTYPE, device=device)
+            scale_inv, stride = _scales_room(device, rows, cols, block)
+            self.rowwise = Quantized(codes, scale_inv)
         if columnwise:
-            codes = torch.empty(cols, self.padded_rows, dtype=FP8_DTYPE, device=x.device)
-            self.columnwise = Quantized(codes, _scales_room(x, cols, rows, block))
-        self.outer = 0 if block else 1  # the dimension of the scales that kernels stride over
-        self.options = {
-            "ROWWISE": rowwise,
-            "COLUMNWISE": columnwise,
-            "POW2": scale_format == "pow2",
-            "NATIVE": has_native_cast(x.device),
-            "WHOLE": rows % 128 == 0 and cols % 128 == 0,
-            "num_warps": 8,
-            "maxnreg": _REGISTERS,
-            "enable_fp_fusion": False,
-        }
-
-    @property
-    def pointers(self) -> tuple[torch.Tensor, ...]:
-        sides = (self.rowwise, self.columnwise)
-        return tuple(
-            tensor.view(torch.uint8) if tensor.dtype == FP8_DTYPE else tensor
-            for side in sides
-            for tensor in (side or (self._spare, self._spare))
-        )
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        first, second = (
-            0 if side is None else side.scale_inv.stride(self.outer)
-            for side in (self.rowwise, self.columnwise)
-        )
-        return first, second
+            codes = torch.empty(cols, self.padded_rows, dtype=FP8_DTYPE, device=device)
+            scale_inv, stride_t = _scales_room(device, cols, rows, block)
+            self.columnwise = Quantized(codes, scale_inv)
+        self.pointers = (*(self.rowwise or (x, x)), *(self.columnwise or (x, x)))
+        """Of both sides; in place of one that is not wanted a kernel gets anything."""
+        self.strides = (stride, stride_t)
+        """Of the scales' outermost dimension."""
+        self.whole = rows % 128 == 0 and cols % 128 == 0
+        self.constants = (rowwise, columnwise, scale_format == "pow2", has_native_cast(device))
+        """``ROWWISE``, ``COLUMNWISE``, ``POW2`` and ``NATIVE`` of a kernel."""
 
     def operand(self) -> Operand:
         return Operand(self.rowwise, self.columnwise)
 
 
-def _scales_room(x: torch.Tensor, rows: int, cols: int, block: bool) -> torch.Tensor:
+def _scales_room(
+    device: torch.device, rows: int, cols: int, block: bool
+) -> tuple[torch.Tensor, int]:
     """``[ceil(rows/128), ceil(cols/128)]`` of blocks; ``[rows, ceil(cols/128)]`` of groups, those
-    outermost in memory."""
+    outermost in memory; and the stride of the outermost dimension."""
+    across = cdiv(cols, GROUP)
     if block:
-        return x.new_empty(cdiv(rows, GROUP), cdiv(cols, GROUP), dtype=torch.float32)
+        down = cdiv(rows, GROUP)
+        return torch.empty(down, across, dtype=torch.float32, device=device), across
     aligned = cdiv(rows, _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
-    return x.new_empty(cdiv(cols, GROUP), aligned, dtype=torch.float32)[:, :rows].t()
+    scale_inv = torch.empty(across, aligned, dtype=torch.float32, device=device).t()
+    return scale_inv if rows == aligned else scale_inv[:rows], aligned
+
+
+_launch = Launcher(_two_way_kernel, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
+_launch_quads = Launcher(quads_kernel, num_warps=8, maxnreg=QUADS_REGISTERS, enable_fp_fusion=False)
 
 
 def quantize_operand(
     x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_operand`."""
-    return _quantize(x, _Room(x, scale_format, rowwise, columnwise))
+    return _quantize(x, scale_format, rowwise, columnwise, block=False)
 
 
 def quantize_weight(
@@ -287,39 +280,24 @@ def quantize_weight(
         first, _ = quantize_weight(w, scale_format, True, False)
         _, second = quantize_weight(w, scale_format, False, True)
         return Operand(first, second)
-    return _quantize(w, _Room(w, scale_format, rowwise, columnwise, block=True))
+    return _quantize(w, scale_format, rowwise, columnwise, block=True)
 
 
-def _quantize(x: torch.Tensor, room: _Room) -> Operand:
+def _quantize(
+    x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool, *, block: bool
+) -> Operand:
     rows, cols = x.shape
+    room = Room(x, (rows, cols), scale_format, rowwise, columnwise, block=block)
+    if not (rows and cols):
+        return room.operand()
     tile_cols = cdiv(cols, 128)
-    if x.numel() and fits_quads(x):
-        options = {**room.options, "maxnreg": QUADS_REGISTERS}
-        del options["WHOLE"]
-        with torch.cuda.device_of(x):
-            quads_kernel[(rows // 128 * tile_cols,)](
-                x,
-                *room.pointers,
-                rows,
-                cols,
-                x.stride(0),
-                *room.strides,
-                tile_cols,
-                BLOCK=room.outer == 0,
-                **options,
-            )
-    elif x.numel():
-        with torch.cuda.device_of(x):
-            _two_way_kernel[(cdiv(rows, 128) * tile_cols,)](
-                x,
-                *room.pointers,
-                rows,
-                cols,
-                *x.stride(),
-                room.padded_rows,
-                *room.strides,
-                tile_cols,
-                BLOCK=room.outer == 0,
-                **room.options,
-            )
+    programs = cdiv(rows, 128) * tile_cols
+    constants = (block, *room.constants)
+    sizes: tuple[int, ...]
+    if fits_quads(x):
+        sizes = (rows, cols, x.stride(0), *room.strides, tile_cols)
+        _launch_quads(programs, (x, *room.pointers, *sizes), constants)
+    else:
+        sizes = (rows, cols, *x.stride(), room.padded_rows, *room.strides, tile_cols)
+        _launch(programs, (x, *room.pointers, *sizes), (*constants, room.whole))
     return room.operand()
