@@ -25,6 +25,7 @@ from fp8rl.recipe import ScaleFormat
 
 logger = logging.getLogger(__name__)
 
+_REMEMBERED = 4096  # choices
 _NEAR = 1.03  # a backend within this factor of the fastest counts as equally fast
 _SURVEYED = GemmShape(tokens=8192, out_features=4096, in_features=4096)
 _SURVEYED_EXPERTS = GroupedShape(sizes=(512,) * 16, out_features=1536, in_features=2048)
@@ -72,6 +73,7 @@ class BackendChoice:
         self._orders: dict[_Key, list[Any]] = {}
         self._timings: dict[Direction, dict[Shape, dict[str, float]]] = {}
         self._faults: dict[tuple[str, _Key], str | None] = {}
+        self._settled: dict[tuple[torch.device, GemmShape, Direction], GemmBackend] = {}
 
     @property
     def names(self) -> list[str]:
@@ -95,7 +97,15 @@ class BackendChoice:
         Raises:
             UnsupportedError: none does; the message has the reason of each.
         """
-        return self._pick(device, shape, module, direction)
+        # Each product asks, so that the answer must not cost the host what a launch does.
+        backend = self._settled.get((device, shape, direction))
+        if backend is None:
+            backend = self._pick(device, shape, module, direction)
+            if (backend.name, _key(direction, shape)) in self._faults:
+                if len(self._settled) == _REMEMBERED:  # token counts that never come again
+                    self._settled.clear()
+                self._settled[device, shape, direction] = backend
+        return backend
 
     def pick_grouped(
         self, device: torch.device, shape: GroupedShape, module: str, direction: Direction
@@ -197,6 +207,7 @@ class BackendChoice:
             # does not change the choice from run to run.
             order.sort(key=lambda b: max(times.get(b.name, float("inf")), limit))
         self._orders[_key(direction, shape)] = order
+        self._settled.clear()
 
     def _preferred(self, direction: Direction) -> list[GemmBackend]:
         return sorted(self._offered.values(), key=lambda b: _place(b.name, direction))

@@ -204,7 +204,7 @@ class DeepGemmBackend:
         )
 
     def _by_blocks(self, a: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        out = torch.empty(len(a.codes), len(w.codes), dtype=torch.bfloat16, device=a.codes.device)
+        out = a.codes.new_empty(a.codes.shape[0], w.codes.shape[0], dtype=torch.bfloat16)
         assert dtype == out.dtype  # supports() came first
         self._call(_side(a), (w.codes, w.scale_inv.contiguous()), out)
         return out
