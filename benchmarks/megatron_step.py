@@ -8,9 +8,15 @@ converted by ``megatron_fp8rl``, each in its turn.
 
 - Memory: what is held between steps, and with the parameters offloaded as DDP does, over the BF16
   model in units of the linear layers' BF16 weights; and the peak of a step.
-- Calibration: steps with and without observers of |q|, |k| and |v| take turns; the difference is
-  the median of pairs, with its standard error. The GPU time of the observers' kernels, replayed as
-  a graph, resolves what that does not.
+- Host: the time until a forward, or a backward, of a micro-batch is enqueued on an idle GPU. Where
+  that is near a micro-batch's share of the step the host limits it. It includes waits for the GPU
+  once a thousand launches are queued, so of a backward it may be too much. Codes that are kept are
+  there already, as in all micro-batches of a step but the first.
+- Allocator: calls of cudaMalloc, and retries after freeing what was cached, in the timed steps.
+- Calibration: steps with and without observers of |q|, |k| and |v| take turns, in pairs of
+  alternating order; the difference is the median of the pairs', with a standard error from their
+  median deviation, so that a few stalls of the host count little. What that does not resolve: the
+  GPU time of the observers' kernels, replayed as a graph, and their host time.
 """
 
 from __future__ import annotations
@@ -20,8 +26,8 @@ import gc
 import itertools
 import json
 import platform
-import random
 import statistics
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +127,27 @@ class Trainer:
             parts[name] = parts.get(name, 0.0) + begun.elapsed_time(ended)
         return {**parts, "total": sum(parts.values()), "loss": loss.item()}
 
+    def host_forward(self) -> tuple[torch.Tensor, float]:
+        """Loss of a micro-batch, and the milliseconds the host takes to enqueue its forward."""
+        tokens, labels = self.batches[0, :, :-1].contiguous(), self.batches[0, :, 1:].contiguous()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = self.ddp(tokens, self.positions, None, labels=labels).float().mean()
+        return loss, 1e3 * (time.perf_counter() - start)
+
+    def host_times(self) -> dict[str, float]:
+        """Milliseconds the host takes to enqueue a forward and a backward, on an idle GPU each."""
+        times: dict[str, list[float]] = {"forward": [], "backward": []}
+        for _ in range(self.options.host_repeats):
+            self.ddp.zero_grad_buffer()
+            loss, forward = self.host_forward()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            loss.backward()
+            times["backward"].append(1e3 * (time.perf_counter() - start))
+            times["forward"].append(forward)
+        return {name: statistics.median(values) for name, values in times.items()}
+
     def offloaded_bytes(self) -> int:
         """What the GPU holds while DDP has its parameters on the host."""
         self.ddp.eval()
@@ -140,7 +167,9 @@ def measure(shape: SimpleNamespace, options: argparse.Namespace, mode: str) -> d
     for _ in range(2):
         trainer.step()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
     steps = [trainer.step() for _ in range(options.steps)]
+    after = torch.cuda.memory_stats()
     keys = ("forward", "backward", "optimizer", "total")
     row = {
         "milliseconds": {key: statistics.median(step[key] for step in steps) for key in keys},
@@ -148,9 +177,14 @@ def measure(shape: SimpleNamespace, options: argparse.Namespace, mode: str) -> d
         "resident_bytes": torch.cuda.memory_allocated(),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "linear_weight_bytes": trainer.linear_bytes,
+        "allocator": {
+            key: after.get(key, 0) - before.get(key, 0)
+            for key in ("num_device_alloc", "num_alloc_retries")
+        },
     }
     if mode == "fp8rl":
         row["calibration"] = calibration(trainer)
+    row["host_milliseconds"] = trainer.host_times()
     row["offloaded_bytes"] = trainer.offloaded_bytes()
     return row
 
@@ -164,28 +198,45 @@ def calibration(trainer: Trainer) -> dict[str, float]:
             return trainer.step()["total"]
 
     step(True)
-    order = random.Random(0)
     pairs = []
-    for _ in range(trainer.options.pairs):
-        first = order.random() < 0.5
+    for number in range(trainer.options.pairs):
+        first = number % 2 == 0
         times = {observed: step(observed) for observed in (first, not first)}
         pairs.append((times[False], times[True]))
     observer.amax()
     plain = statistics.median(off for off, _ in pairs)
     differences = [on - off for off, on in pairs]
+    added = statistics.median(differences)
+    # Of a median, where the differences are normal but for outliers.
+    deviation = 1.4826 * statistics.median(abs(one - added) for one in differences)
+    host = added_host(trainer, observer)
     observer.close()
     kernels, of_percentile = (
         len(trainer.batches) * observer_kernels(trainer, percentile) for percentile in (None, 99.9)
     )
     return {
         "step_milliseconds": plain,
-        "added_milliseconds": statistics.median(differences),
-        "standard_error": statistics.stdev(differences) / len(differences) ** 0.5,
+        "pairs": len(pairs),
+        "added_milliseconds": added,
+        "standard_error": 1.2533 * deviation / len(differences) ** 0.5,
+        "host_microseconds_a_layer": host,
         "kernel_milliseconds": kernels,
         "percentile_kernel_milliseconds": of_percentile,
-        "added_share": statistics.median(differences) / plain,
+        "added_share": added / plain,
         "kernel_share": kernels / plain,
     }
+
+
+def added_host(trainer: Trainer, observer: QKVObserver) -> float:
+    """Microseconds the host takes for the hook of one layer."""
+
+    def forward(observed: bool) -> float:
+        with observer.observing(observed):
+            return trainer.host_forward()[1]
+
+    pairs = [(forward(False), forward(True)) for _ in range(trainer.options.pairs)]
+    added = statistics.median(on - off for off, on in pairs)
+    return 1e3 * added / trainer.shape.num_hidden_layers
 
 
 def observer_kernels(trainer: Trainer, percentile: float | None) -> float:
@@ -223,7 +274,8 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--pairs", type=int, default=10, help="of steps with and without observers")
+    parser.add_argument("--pairs", type=int, default=24, help="of steps with and without observers")
+    parser.add_argument("--host-repeats", type=int, default=10, help="of the host's times")
     parser.add_argument("--no-keep", dest="keep", action="store_false", help="leave that mode out")
     parser.add_argument("--out", type=Path, default=here / "results" / "megatron_step.json")
     options = parser.parse_args()
@@ -257,7 +309,15 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     table = Table(
-        "mode", "forward", "backward", "optimizer", "step ms", "over BF16", "weights", "peak GiB"
+        "mode",
+        "forward",
+        "backward",
+        "optimizer",
+        "step ms",
+        "over BF16",
+        "host ms forward / backward",
+        "weights",
+        "peak GiB",
     )
     for mode, row in rows.items():
         parts = [f"{value:.1f}" for value in row["milliseconds"].values()]
@@ -265,19 +325,22 @@ def main() -> None:
             mode,
             *parts,
             f"{row['speedup']['total']:.2f}",
+            " / ".join(f"{value:.1f}" for value in row["host_milliseconds"].values()),
             f"{row['linear_weights_over_bf16']:.2f}",
             f"{row['peak_bytes'] / 2**30:.1f}",
         )
-    console = Console(width=110)
+    console = Console(width=130)
     console.print(table, {mode: row["losses"][-1] for mode, row in rows.items()})
     extra = {mode: row["offloaded_over_bf16_bytes"] / 2**20 for mode, row in rows.items()}
     console.print("MiB over BF16 while offloaded:", extra)
+    console.print("allocator:", {mode: row["allocator"] for mode, row in rows.items()})
     cost = rows["fp8rl"]["calibration"]
     step = cost["step_milliseconds"]
     console.print(
         f"observers: {cost['added_share']:+.2%} of a step of {step:.1f} ms (standard error "
         f"{cost['standard_error'] / step:.2%}), kernels alone {cost['kernel_share']:.2%}, of a "
-        f"percentile {cost['percentile_kernel_milliseconds'] / step:.2%}"
+        f"percentile {cost['percentile_kernel_milliseconds'] / step:.2%}; host "
+        f"{cost['host_microseconds_a_layer']:.0f} us a layer"
     )
 
 
