@@ -20,6 +20,8 @@ from fp8rl.numerics import (
     quantize_block,
     quantize_group,
     quantize_operand,
+    quantize_swiglu,
+    quantize_swiglu_grad,
     quantize_weight,
 )
 
@@ -411,3 +413,56 @@ def test_operands_must_be_matrices_of_a_known_dtype(function):
         function(torch.zeros(2, 3, 4))
     with pytest.raises(UnsupportedError, match=r"torch\.float64"):
         function(torch.zeros(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_is_quantized_as_if_it_had_been_stored(dtype, scale_format):
+    h = (torch.randn(70, 2 * 200) * 3).to(dtype).requires_grad_()
+    grad = torch.randn(70, 200).to(dtype)
+    wide = h.double()
+    y = torch.nn.functional.silu(wide[:, :200]) * wide[:, 200:]
+    (of_h,) = torch.autograd.grad(y, wide, grad.double())
+    for got, exact in (
+        (quantize_swiglu(h, scale_format), y.detach()),
+        (quantize_swiglu_grad(grad, h, scale_format), of_h),
+    ):
+        expected = quantize_operand(exact.to(dtype), scale_format)
+        for side, wanted in zip(got, expected, strict=True):
+            assert side is not None and wanted is not None
+            assert side.codes.shape == wanted.codes.shape
+            # Float32 and float64 round to different values of the dtype once in a while.
+            differ = side.codes.view(torch.uint8) != wanted.codes.view(torch.uint8)
+            assert differ.float().mean() < 1e-3
+            near = torch.isclose(side.scale_inv, wanted.scale_inv, rtol=2**-7, atol=0)
+            assert near.float().mean() >= (1 if scale_format == "fp32" else 0.99)
+
+
+def test_an_overflow_of_swiglu_is_nan():
+    h = torch.ones(3, 256, dtype=torch.bfloat16)
+    h[0, 0], h[1, 1], h[1, 129] = float("inf"), 3e38, 3e38
+    rowwise, columnwise = quantize_swiglu(h)
+    assert rowwise is not None and columnwise is not None
+    assert rowwise.codes.isnan().nonzero().tolist() == [[0, 0], [1, 1]]
+    assert columnwise.codes.isnan().nonzero().tolist() == [[0, 0], [1, 1]]
+    of_h, _ = quantize_swiglu_grad(h[:, :128].contiguous(), h)
+    assert of_h is not None and of_h.codes[0].isnan().nonzero().tolist() == [[0], [128]]
+
+
+@pytest.mark.parametrize("sides", [(True, False), (False, True)])
+def test_sides_of_swiglu_may_be_left_out(sides):
+    h, grad = torch.randn(5, 256), torch.randn(5, 128)
+    wanted = dict(zip(("rowwise", "columnwise"), sides, strict=True))
+    for made in (quantize_swiglu(h, **wanted), quantize_swiglu_grad(grad, h, **wanted)):
+        assert tuple(side is not None for side in made) == sides
+
+
+def test_swiglu_operands_that_do_not_fit_are_refused():
+    with pytest.raises(UnsupportedError, match="no halves of equal width"):
+        quantize_swiglu(torch.zeros(4, 3))
+    with pytest.raises(UnsupportedError, match="expected 2 dimension"):
+        quantize_swiglu(torch.zeros(4, 3, 2))
+    with pytest.raises(UnsupportedError, match=r"must be \(4, 128\)"):
+        quantize_swiglu_grad(torch.zeros(4, 256), torch.zeros(4, 256))
+    with pytest.raises(UnsupportedError, match="of that dtype, not"):
+        quantize_swiglu_grad(torch.zeros(4, 128).half(), torch.zeros(4, 256))

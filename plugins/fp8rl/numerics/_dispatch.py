@@ -260,6 +260,82 @@ def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
     return _implementation(x, "triton_grouped").unpad(x, segments)
 
 
+def quantize_swiglu(
+    h: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """:func:`quantize_operand` of ``silu(gate) * up``.
+
+    The activation is computed in float32 and rounded once to ``h``'s dtype before it is quantized,
+    so the codes are those of the two operations one after the other, up to the last bits of the
+    exponential. They are one kernel, and the activation is never written to memory, on Hopper or
+    later for bfloat16 with K a multiple of 128 and rows that are contiguous and aligned to 8 bytes.
+
+    Args:
+        h: ``[N, 2 K]``, bfloat16, float16 or float32, gate and up side by side.
+        scale_format: as in :func:`quantize_operand`.
+        rowwise: as there.
+        columnwise: as there.
+
+    Returns:
+        As :func:`quantize_operand` of ``[N, K]``.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format, or an odd width.
+    """
+    _check_halves(h, scale_format)
+    kernels = _implementation(h, "triton_swiglu")
+    return kernels.quantize_swiglu(h.detach(), scale_format, rowwise, columnwise)
+
+
+def quantize_swiglu_grad(
+    grad: torch.Tensor,
+    h: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """:func:`quantize_operand` of the gradient of ``h``, computed like :func:`quantize_swiglu`.
+
+    Args:
+        grad: ``[N, K]`` of ``h``'s dtype, the gradient of ``silu(gate) * up``; one kernel needs it
+            contiguous.
+        h: as in :func:`quantize_swiglu`.
+        scale_format: as in :func:`quantize_operand`.
+        rowwise: as there.
+        columnwise: as there.
+
+    Returns:
+        As :func:`quantize_operand` of ``[N, 2 K]``.
+
+    Raises:
+        UnsupportedError: another dtype, rank, shape or scale format.
+    """
+    _check_halves(h, scale_format)
+    if grad.shape != (h.shape[0], h.shape[1] // 2) or grad.dtype != h.dtype:
+        raise UnsupportedError(
+            f"The gradient of an activation of {tuple(h.shape)} {h.dtype} must be "
+            f"{(h.shape[0], h.shape[1] // 2)} of that dtype, not {tuple(grad.shape)} {grad.dtype}."
+        )
+    kernels = _implementation(h, "triton_swiglu")
+    return kernels.quantize_swiglu_grad(
+        grad.detach(), h.detach(), scale_format, rowwise, columnwise
+    )
+
+
+def _check_halves(h: torch.Tensor, scale_format: ScaleFormat) -> None:
+    check_source(h, ndim=2, scale_format=scale_format)
+    if h.shape[1] % 2:
+        raise UnsupportedError(
+            f"A tensor of shape {tuple(h.shape)} has no halves of equal width, gate and up; give "
+            "both side by side."
+        )
+
+
 def dequantize_block(
     codes: torch.Tensor,
     scale_inv: torch.Tensor,

@@ -186,6 +186,38 @@ def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
     return torch.cat([x[start : start + rows] for start, rows in runs])
 
 
+def swiglu(h: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of ``h = [gate, up]``, in float32, rounded once to ``h``'s dtype."""
+    gate, up = h.float().chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up).to(h.dtype)
+
+
+def swiglu_grad(grad: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """Gradient of ``h`` from ``grad``, that of :func:`swiglu`, rounded once to ``h``'s dtype."""
+    (gate, up), grad = h.float().chunk(2, -1), grad.float()
+    sigmoid = torch.sigmoid(gate)
+    of_gate = grad * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
+    return torch.cat((of_gate, grad * (gate * sigmoid)), -1).to(h.dtype)
+
+
+def quantize_swiglu(
+    h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_swiglu`."""
+    return quantize_operand(swiglu(h), scale_format, rowwise, columnwise)
+
+
+def quantize_swiglu_grad(
+    grad: torch.Tensor,
+    h: torch.Tensor,
+    scale_format: ScaleFormat,
+    rowwise: bool,
+    columnwise: bool,
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
+    return quantize_operand(swiglu_grad(grad, h), scale_format, rowwise, columnwise)
+
+
 def dequantize_block(
     codes: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:

@@ -18,17 +18,21 @@ from fp8rl.numerics.triton_kernels import _codes, _scales, _spread
 QUADS_REGISTERS = 64  # of a thread: four programs fit a multiprocessor
 
 
-def fits_quads(x: torch.Tensor) -> bool:
-    """Whether ``x`` can be read as aligned 64-bit words of whole tiles, on Hopper or later."""
+def has_quads(x: torch.Tensor) -> bool:
+    """Whether rows of ``x`` can be read as aligned 64-bit words, on Hopper or later."""
     return (
         (not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0))  # max.u16x2
         and x.dtype == torch.bfloat16
-        and x.shape[0] % 128 == 0
         and x.shape[1] % 128 == 0
         and x.stride(1) == 1
         and x.stride(0) % 4 == 0
         and x.data_ptr() % 8 == 0
     )
+
+
+def fits_quads(x: torch.Tensor) -> bool:
+    """:func:`has_quads` of a tensor that is made of whole tiles."""
+    return has_quads(x) and x.shape[0] % 128 == 0
 
 
 @triton.jit
@@ -169,11 +173,20 @@ def _high_halves(a, b, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(at, stride, c0, c1, c2, c3):
-    tl.store(at, c0)
-    tl.store(at + stride, c1)
-    tl.store(at + 2 * stride, c2)
-    tl.store(at + 3 * stride, c3)
+def _store_quads(at, codes, line, left, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(at, codes, (line < left)[:, None])
+    else:
+        tl.store(at, codes)
+
+
+@triton.jit
+def _store_rows(at, stride, left, c0, c1, c2, c3, MASKED: tl.constexpr):
+    line = tl.arange(0, 32) * 4
+    _store_quads(at, c0, line, left, MASKED)
+    _store_quads(at + stride, c1, line + 1, left, MASKED)
+    _store_quads(at + 2 * stride, c2, line + 2, left, MASKED)
+    _store_quads(at + 3 * stride, c3, line + 3, left, MASKED)
 
 
 @triton.jit
@@ -201,11 +214,88 @@ def _every_fourth(x, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _load_quads(at, line, left, MASKED: tl.constexpr):
-    """Words of every fourth row of a tile; zeros from row ``left`` on."""
+def quads_at(x_ptr, step):
+    """Words of the rows 0, 4, 8.. of a tile, whose rows are ``step`` words apart."""
+    word = tl.arange(0, 32)
+    return x_ptr.to(tl.pointer_type(tl.int64)) + (word * 4)[:, None] * step + word[None, :]
+
+
+@triton.jit
+def load_quads(at, first, left, MASKED: tl.constexpr):
+    """Words of every fourth row of a tile from row ``first`` on; zeros from row ``left`` on."""
     if MASKED:
-        return tl.load(at, (line < left)[:, None], other=0)
+        return tl.load(at, (tl.arange(0, 32) * 4 + first < left)[:, None], other=0)
     return tl.load(at)
+
+
+@triton.jit
+def words_at(codes_ptr, stride):
+    """Words of codes of the rows 0, 4, 8.. of a tile."""
+    word = tl.arange(0, 32)
+    return codes_ptr.to(tl.pointer_type(tl.int32)) + (word * 4)[:, None] * stride + word[None, :]
+
+
+@triton.jit
+def quads_groups(
+    x0,
+    x1,
+    x2,
+    x3,
+    left,
+    codes_at,
+    width,
+    scale_inv_ptr,
+    codes_t_at,
+    height,
+    scale_inv_t_ptr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    MASKED: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Codes and scales in groups of a tile whose every fourth rows are ``x0`` to ``x3``.
+
+    Where codes go :func:`words_at` says, ``width`` and ``height`` words apart from row to row. With
+    ``MASKED`` the side in order is written up to row ``left``, the transposed one whole.
+    """
+    line = tl.arange(0, 128)
+    if ROWWISE:
+        amax = _interleave(
+            _one_of(_largest(_of_row(x0, NATIVE), 1, False, NATIVE)),
+            _one_of(_largest(_of_row(x1, NATIVE), 1, False, NATIVE)),
+            _one_of(_largest(_of_row(x2, NATIVE), 1, False, NATIVE)),
+            _one_of(_largest(_of_row(x3, NATIVE), 1, False, NATIVE)),
+        )
+        scale, scale_inv = _scales(amax, POW2)
+        if MASKED:
+            tl.store(scale_inv_ptr + line, scale_inv, line < left)
+        else:
+            tl.store(scale_inv_ptr + line, scale_inv)
+        s0 = _every_fourth(scale, 0)[:, None]
+        s1 = _every_fourth(scale, 1)[:, None]
+        s2 = _every_fourth(scale, 2)[:, None]
+        s3 = _every_fourth(scale, 3)[:, None]
+        c0 = _encode_quad(x0, s0, s0, s0, s0, NATIVE)
+        c1 = _encode_quad(x1, s1, s1, s1, s1, NATIVE)
+        c2 = _encode_quad(x2, s2, s2, s2, s2, NATIVE)
+        c3 = _encode_quad(x3, s3, s3, s3, s3, NATIVE)
+        _store_rows(codes_at, width, left, c0, c1, c2, c3, MASKED)
+    if COLUMNWISE:
+        low = _of_columns(_low(x0), _low(x1), _low(x2), _low(x3), NATIVE)
+        high = _of_columns(_high(x0), _high(x1), _high(x2), _high(x3), NATIVE)
+        amax = _interleave(low << 16, low & 0x7FFF0000, high << 16, high & 0x7FFF0000)
+        scale, scale_inv = _scales(amax, POW2)
+        tl.store(scale_inv_t_ptr + line, scale_inv)
+        s0 = _every_fourth(scale, 0)[None, :]
+        s1 = _every_fourth(scale, 1)[None, :]
+        s2 = _every_fourth(scale, 2)[None, :]
+        s3 = _every_fourth(scale, 3)[None, :]
+        c0 = _encode_quad(x0, s0, s1, s2, s3, NATIVE)
+        c1 = _encode_quad(x1, s0, s1, s2, s3, NATIVE)
+        c2 = _encode_quad(x2, s0, s1, s2, s3, NATIVE)
+        c3 = _encode_quad(x3, s0, s1, s2, s3, NATIVE)
+        _store_columns(codes_t_at, height, c0, c1, c2, c3, NATIVE)
 
 
 @triton.jit
@@ -231,19 +321,16 @@ def quads_tile(
     Every pointer is that of the tile's first element, ``cols`` and ``rows`` are what rows of codes
     and of transposed codes are apart. With ``MASKED`` the tile has ``left`` rows, others are zeros.
     """
-    word = tl.arange(0, 32)
-    line = tl.arange(0, 128)
     step = stride_row // 4
-    at = x_ptr.to(tl.pointer_type(tl.int64)) + (word * 4)[:, None] * step + word[None, :]
-    x0 = _load_quads(at, word * 4, left, MASKED)
-    x1 = _load_quads(at + step, word * 4 + 1, left, MASKED)
-    x2 = _load_quads(at + 2 * step, word * 4 + 2, left, MASKED)
-    x3 = _load_quads(at + 3 * step, word * 4 + 3, left, MASKED)
+    at = quads_at(x_ptr, step)
+    x0 = load_quads(at, 0, left, MASKED)
+    x1 = load_quads(at + step, 1, left, MASKED)
+    x2 = load_quads(at + 2 * step, 2, left, MASKED)
+    x3 = load_quads(at + 3 * step, 3, left, MASKED)
     width = cols // 4
-    codes_at = codes_ptr.to(tl.pointer_type(tl.int32)) + (word * 4)[:, None] * width + word[None, :]
+    codes_at = words_at(codes_ptr, width)
     height = rows // 4
-    codes_t_at = codes_t_ptr.to(tl.pointer_type(tl.int32))
-    codes_t_at += (word * 4)[:, None] * height + word[None, :]
+    codes_t_at = words_at(codes_t_ptr, height)
     if BLOCK:
         pairs = _of_four(
             _of_row(x0, NATIVE),
@@ -261,45 +348,30 @@ def quads_tile(
         c3 = _encode_quad(x3, s, s, s, s, NATIVE)
         one = tl.arange(0, 1)
         if ROWWISE:
-            _store_rows(codes_at, width, c0, c1, c2, c3)
+            _store_rows(codes_at, width, 128, c0, c1, c2, c3, False)
             tl.store(scale_inv_ptr + one, scale_inv)
         if COLUMNWISE:
             _store_columns(codes_t_at, height, c0, c1, c2, c3, NATIVE)
             tl.store(scale_inv_t_ptr + one, scale_inv)
     else:
-        if ROWWISE:
-            amax = _interleave(
-                _one_of(_largest(_of_row(x0, NATIVE), 1, False, NATIVE)),
-                _one_of(_largest(_of_row(x1, NATIVE), 1, False, NATIVE)),
-                _one_of(_largest(_of_row(x2, NATIVE), 1, False, NATIVE)),
-                _one_of(_largest(_of_row(x3, NATIVE), 1, False, NATIVE)),
-            )
-            scale, scale_inv = _scales(amax, POW2)
-            tl.store(scale_inv_ptr + line, scale_inv)
-            s0 = _every_fourth(scale, 0)[:, None]
-            s1 = _every_fourth(scale, 1)[:, None]
-            s2 = _every_fourth(scale, 2)[:, None]
-            s3 = _every_fourth(scale, 3)[:, None]
-            c0 = _encode_quad(x0, s0, s0, s0, s0, NATIVE)
-            c1 = _encode_quad(x1, s1, s1, s1, s1, NATIVE)
-            c2 = _encode_quad(x2, s2, s2, s2, s2, NATIVE)
-            c3 = _encode_quad(x3, s3, s3, s3, s3, NATIVE)
-            _store_rows(codes_at, width, c0, c1, c2, c3)
-        if COLUMNWISE:
-            low = _of_columns(_low(x0), _low(x1), _low(x2), _low(x3), NATIVE)
-            high = _of_columns(_high(x0), _high(x1), _high(x2), _high(x3), NATIVE)
-            amax = _interleave(low << 16, low & 0x7FFF0000, high << 16, high & 0x7FFF0000)
-            scale, scale_inv = _scales(amax, POW2)
-            tl.store(scale_inv_t_ptr + line, scale_inv)
-            s0 = _every_fourth(scale, 0)[None, :]
-            s1 = _every_fourth(scale, 1)[None, :]
-            s2 = _every_fourth(scale, 2)[None, :]
-            s3 = _every_fourth(scale, 3)[None, :]
-            c0 = _encode_quad(x0, s0, s1, s2, s3, NATIVE)
-            c1 = _encode_quad(x1, s0, s1, s2, s3, NATIVE)
-            c2 = _encode_quad(x2, s0, s1, s2, s3, NATIVE)
-            c3 = _encode_quad(x3, s0, s1, s2, s3, NATIVE)
-            _store_columns(codes_t_at, height, c0, c1, c2, c3, NATIVE)
+        quads_groups(
+            x0,
+            x1,
+            x2,
+            x3,
+            128,
+            codes_at,
+            width,
+            scale_inv_ptr,
+            codes_t_at,
+            height,
+            scale_inv_t_ptr,
+            ROWWISE,
+            COLUMNWISE,
+            False,
+            POW2,
+            NATIVE,
+        )
 
 
 @triton.jit(do_not_specialize=["scale_stride", "scale_t_stride", "tile_cols"])

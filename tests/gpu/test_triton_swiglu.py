@@ -1,0 +1,222 @@
+"""SwiGLU with quantization in one kernel, against the two apart on CPU copies.
+
+Needs a CUDA GPU; with ``TRITON_INTERPRET=1`` and triton installed it runs on the CPU instead, on
+the software cast. ``exact`` inputs have gates whose sigmoid is 0, 1/2 or 1 whoever computes it, so
+there every bit must be right; others differ in the last bits of the exponential.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from fp8rl.numerics import Operand, Quantized, quantize_swiglu, quantize_swiglu_grad, reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed")
+triton_kernels = importlib.import_module("fp8rl.numerics.triton_kernels")
+triton_two_way = importlib.import_module("fp8rl.numerics.triton_two_way")
+triton_swiglu = importlib.import_module("fp8rl.numerics.triton_swiglu")
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+FUSES = INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
+MODES = [("native", "fp32"), ("native", "pow2"), ("software", "fp32")]
+if not triton_kernels.has_native_cast(DEVICE):
+    MODES = [("software", "fp32"), ("software", "pow2")]
+SIDES = [(True, True), (True, False), (False, True)]
+FORMATS = ["fp32", "pow2"]
+SHAPES = [(1, 128), (128, 128), (200, 384), (257, 256)]
+NAMES = ["quantize_swiglu", "quantize_swiglu_grad"]
+_GUARD = 1 << 20  # bytes behind each output
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def exact(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """``grad`` and ``h`` with every kind of value; gates up to 4096 or zero."""
+    g = generator(rows + cols)
+    gates = torch.tensor([0.0, 0.0, 32.0, 200.0, -200.0, 4096.0])
+    gate = gates[torch.randint(0, len(gates), (rows, cols), generator=g)]
+    gate *= 1 + torch.rand(rows, cols, generator=g)
+    up, grad = torch.randn(2, rows, cols, generator=g) * 2.0 ** torch.randint(
+        -9, 4, (2, rows, cols), generator=g
+    )
+    gate[:, 40], up[:, 41], grad[:, 42] = torch.inf, torch.nan, -torch.inf
+    gate[0, 100], up[rows // 2, 3], grad[-1, cols - 1] = torch.nan, torch.inf, torch.nan
+    gate[rows // 3, 64:70], up[:, 90], grad[:, 91] = -torch.inf, 0.0, 0.0
+    return [grad.to(dtype), torch.cat((gate, up), 1).to(dtype)]
+
+
+def normal(rows: int, cols: int) -> list[torch.Tensor]:
+    g = generator(rows)
+    grad = torch.randn(rows, cols, generator=g) * 1e-3
+    return [grad.bfloat16(), (torch.randn(rows, 2 * cols, generator=g) * 3).bfloat16()]
+
+
+def arguments(name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return tensors[-1:] if name == "quantize_swiglu" else tensors
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Outputs and what is behind them start as 0xAA bytes; what is behind stays."""
+    guards: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def with_guard(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        bytes_ = math.prod(shape) * dtype.itemsize
+        memory = empty(bytes_ + _GUARD, dtype=torch.uint8, device=device).fill_(0xAA)
+        guards.append(memory[bytes_:])
+        return memory[:bytes_].view(dtype).view(shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", with_guard)
+        yield
+    assert guards
+    for guard in guards:
+        assert (guard == 0xAA).all(), "written behind an output"
+
+
+def run(name: str, tensors: list[torch.Tensor], *options: Any) -> Operand:
+    """By the kernel of that name, on the device."""
+    moved = [x.to(DEVICE) for x in arguments(name, tensors)]
+    return getattr(triton_swiglu, name)(*moved, *options)
+
+
+def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
+    """To the bit, apart from zeros that end a row of codes."""
+    if expected is None:
+        assert actual is None
+        return
+    assert actual is not None and actual.codes.is_contiguous()
+    width = expected.codes.shape[1]
+    codes = actual.codes.view(torch.uint8).cpu()
+    assert not codes[:, width:].any()
+    assert torch.equal(codes[:, :width], expected.codes.contiguous().view(torch.uint8))
+    assert torch.equal(actual.scale_inv.cpu(), expected.scale_inv)
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where the activation is computed apart."""
+    for name in ("swiglu", "swiglu_grad"):
+        monkeypatch.delattr(reference, name)
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_bit_for_bit(name, shape, sides, mode, monkeypatch):
+    cast, scale_format = mode
+    tensors = exact(*shape)
+    expected = getattr(reference, name)(*arguments(name, tensors), scale_format, *sides)
+    assert any(side is not None and side.codes.isnan().any() for side in expected)
+    monkeypatch.setattr(triton_two_way, "has_native_cast", lambda device: cast == "native")
+    if FUSES:
+        forbid(monkeypatch)
+    actual = run(name, tensors, scale_format, *sides)
+    for got, want in zip(actual, expected, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("shape", [(256, 256), (130, 384)])
+@pytest.mark.parametrize("name", NAMES)
+def test_up_to_the_last_bits_of_the_exponential(name, shape, scale_format):
+    tensors = normal(*shape)
+    expected = getattr(reference, name)(*arguments(name, tensors), scale_format, True, True)
+    actual = run(name, tensors, scale_format, True, True)
+    for got, want in zip(actual, expected, strict=True):
+        assert got is not None and want is not None
+        a = got.codes.view(torch.uint8)[:, : want.codes.shape[1]].cpu().int()
+        b = want.codes.contiguous().view(torch.uint8).int()
+        assert (a != b).float().mean() < 1e-3
+        scales = got.scale_inv.cpu()
+        assert (scales != want.scale_inv).float().mean() < 0.01
+        if scale_format == "fp32":
+            torch.testing.assert_close(scales, want.scale_inv, rtol=2**-7, atol=0)
+            assert (a - b).abs().max() <= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [128, 200])
+def test_scales_lie_as_those_of_an_operand_do(rows, name):
+    """Products take them as they are, without a copy."""
+    grad, h = exact(rows, 256)
+    plain = reference.swiglu(h) if name == "quantize_swiglu" else h
+    expected = triton_two_way.quantize_operand(plain.to(DEVICE), "fp32", True, True)
+    for got, want in zip(run(name, [grad, h], "fp32", True, True), expected, strict=True):
+        assert got.scale_inv.stride() == want.scale_inv.stride()
+        assert got.codes.shape == want.codes.shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_wider_tensor(name, monkeypatch):
+    grad, h = exact(200, 128)
+    expected = getattr(reference, name)(*arguments(name, [grad, h]), "fp32", True, True)
+    if FUSES:
+        forbid(monkeypatch)
+    wide = torch.full((200, 300), torch.nan, dtype=h.dtype, device=DEVICE)
+    wide[:, 4:260] = h.to(DEVICE)
+    for got, want in zip(
+        run(name, [grad, wide[:, 4:260]], "fp32", True, True), expected, strict=True
+    ):
+        assert_same(got, want)
+
+
+APART = {
+    "float16": lambda grad, h: (grad.half(), h.half()),
+    "float32": lambda grad, h: (grad.float(), h.float()),
+    "narrow": lambda grad, h: (grad[:, :96], torch.cat((h[:, :96], h[:, 128:224]), 1)),
+    "transposed": lambda grad, h: (grad.t().contiguous().t(), h.t().contiguous().t()),
+    "unaligned": lambda grad, h: (grad, torch.nn.functional.pad(h, (1, 3))[:, 1:257]),
+    "no rows": lambda grad, h: (grad[:0], h[:0]),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", APART)
+def test_what_the_kernel_does_not_read_is_computed_apart(case, name):
+    tensors = list(APART[case](*exact(130, 128)))
+    expected = getattr(reference, name)(*arguments(name, tensors), "fp32", True, True)
+    for got, want in zip(run(name, tensors, "fp32", True, True), expected, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.skipif(INTERPRETED or not FUSES, reason="needs a Hopper GPU")
+def test_dispatch_takes_the_kernels(monkeypatch):
+    grad, h = exact(200, 256)
+    expected = quantize_swiglu(h), quantize_swiglu_grad(grad, h, "pow2", rowwise=False)
+    forbid(monkeypatch)
+    on_gpu = h.cuda()
+    actual = (
+        quantize_swiglu(on_gpu),
+        quantize_swiglu_grad(grad.cuda(), on_gpu, "pow2", rowwise=False),
+    )
+    for operand, wanted in zip(actual, expected, strict=True):
+        for got, want in zip(operand, wanted, strict=True):
+            assert_same(got, want)
+
+
+@pytest.mark.skipif(INTERPRETED or not FUSES, reason="needs a Hopper GPU")
+def test_more_than_two_to_the_31_elements():
+    free, _ = torch.cuda.mem_get_info()
+    rows, cols = (2**31 >> 12) + 200, 2048
+    if free < rows * cols * 2 * 5:
+        pytest.skip("needs 10 GiB of free GPU memory")
+    h = torch.full((rows, 2 * cols), 32.0, dtype=torch.bfloat16, device=DEVICE)
+    h[-1, 0] = 64.0
+    _, columnwise = triton_swiglu.quantize_swiglu(h, "fp32", False, True)
+    codes = columnwise.codes.view(torch.uint8)
+    assert codes[0, rows - 1] == 0x7E and codes[0, rows - 2] == 0x76  # half of the largest
+    assert (codes[1:, :rows] == 0x7E).all() and not codes[:, rows:].any()
