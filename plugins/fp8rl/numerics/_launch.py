@@ -60,7 +60,7 @@ def _kind(argument: torch.Tensor | int) -> object:
     if isinstance(argument, int):
         if argument == 1:
             return 1
-        return 2 + (argument % 16 == 0) + 2 * (argument.bit_length() < 32)
+        return 2 + (argument % 16 == 0) + 2 * (-(2**31) <= argument < 2**31)
     dtype = argument.dtype
     return dtype if argument.data_ptr() % 16 == 0 else (dtype,)
 
