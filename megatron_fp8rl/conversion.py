@@ -24,6 +24,7 @@ from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 from megatron_fp8rl.grouped import Fp8GroupedState, even_shape
 from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
+from megatron_fp8rl.swiglu import can_fuse, fuse, is_fused, separate
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 logger = logging.getLogger(__name__)
@@ -55,12 +56,14 @@ class Conversion:
         policy: PinPolicy,
         modules: Mapping[str, Any],
         epochs: Iterable[WeightEpoch],
+        mlps: Iterable[Any] = (),
         backends: BackendChoice | None = None,
     ) -> None:
         self.recipe = recipe
         self.policy = policy
         self._modules = dict(modules)
         self._epochs = list(epochs)
+        self._mlps = list(mlps)
         self._backends = backends
 
     @property
@@ -140,6 +143,9 @@ class Conversion:
         for module in self._modules.values():
             module.__class__ = upstream_class(type(module))
             del module.fp8_state, module.fp8_setup
+        for mlp in self._mlps:
+            separate(mlp)
+        self._mlps.clear()
         self._modules.clear()
         self._epochs.clear()  # their hooks go with the last module of the last model
 
@@ -187,7 +193,8 @@ def convert(
     )
     modules = adopt(setup, chunks)
     (report or logger.info)(describe(setup))
-    return Conversion(recipe, setup.policy, modules, [setup.epoch], setup.backends)
+    mlps = [mlp for chunk in chunks for mlp in chunk.modules() if is_fused(mlp)]
+    return Conversion(recipe, setup.policy, modules, [setup.epoch], mlps, setup.backends)
 
 
 def prepare(
@@ -234,11 +241,14 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> dict[str, Any]:
     Raises:
         As :func:`convert`; nothing has been changed then.
     """
+    roots = list(roots)
     plan = [site for root in roots for site in sites(root) if site.runs_in_fp8(setup.policy)]
     for site in plan:
         _check(site, setup.backends)
     for site in plan:
         _swap(site, setup)
+    for module in [module for root in roots for module in root.modules() if can_fuse(module)]:
+        fuse(module)
     _warn_of_ragged_widths(plan)
     return {site.name: site.module for site in plan}
 
@@ -261,6 +271,7 @@ def conversion_of(model: ModelChunks) -> Conversion:
         UnsupportedError: no module of the model was converted.
     """
     modules: dict[str, Any] = {}
+    mlps: list[Any] = []
     setups: dict[int, Setup] = {}
     for chunk in unwrap_chunks(model):
         for module in chunk.modules():
@@ -269,6 +280,8 @@ def conversion_of(model: ModelChunks) -> Conversion:
                 setups[id(setup)] = setup
                 if _is_fp8(module):
                     modules[module.fp8_state.name] = module
+            if is_fused(module):
+                mlps.append(module)
     if not setups:
         raise UnsupportedError(
             "No module of this model was converted to FP8; call convert(model, recipe) or build it "
@@ -280,6 +293,7 @@ def conversion_of(model: ModelChunks) -> Conversion:
         first.policy,
         modules,
         [setup.epoch for setup in setups.values()],
+        mlps,
         first.backends,
     )
 

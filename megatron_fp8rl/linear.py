@@ -21,7 +21,13 @@ from torch.autograd.function import once_differentiable
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import Direction, GemmBackend, GemmShape
-from fp8rl.numerics import Operand, Quantized, quantize_operand
+from fp8rl.numerics import (
+    Operand,
+    Quantized,
+    quantize_operand,
+    quantize_swiglu,
+    quantize_swiglu_grad,
+)
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl import compat
 from megatron_fp8rl.backends import BackendChoice
@@ -71,6 +77,9 @@ class Fp8Linear(Fp8Module):
 
 
 class _LocalFp8Linear(Fp8Linear):
+    fp8_link: Link | None = None
+    """Set by :class:`megatron_fp8rl.swiglu.Fp8SwigluMLP` for the time of one forward."""
+
     def _forward_impl(
         self,
         input: torch.Tensor,
@@ -103,6 +112,8 @@ class _LocalFp8Linear(Fp8Linear):
             sequence_parallel=sequence_parallel,
             tp_group=tp_group,
             training=torch.is_grad_enabled() and weight.requires_grad,
+            link=self.fp8_link,
+            swiglu=self.fp8_link is not None and isinstance(self, RowParallelLinear),
         )
         return fp8_linear(input, weight, bias, call)
 
@@ -134,6 +145,39 @@ def check_weight(name: str, weight: torch.nn.Parameter) -> None:
         )
 
 
+class Link:
+    """From the second linear of a gated MLP to its first, in one backward: the gradient of gate and
+    up as codes. Autograd passes a placeholder, which says so by being all NaN."""
+
+    def __init__(self) -> None:
+        self._operand: Operand | None = None
+        self._placeholder: torch.Tensor | None = None
+
+    def put(self, operand: Operand, like: torch.Tensor) -> torch.Tensor:
+        """Leave the codes here; returns what autograd passes on, of ``like``'s shape and dtype."""
+        self._operand = operand
+        self._placeholder = like.new_full((), float("nan")).expand(like.shape)
+        return self._placeholder
+
+    def take(self, grad: torch.Tensor, name: str) -> Operand | None:
+        """The codes that ``grad`` stands for, or None if it is a gradient itself.
+
+        Raises:
+            UnsupportedError: something has been added to the placeholder.
+        """
+        operand, placeholder = self._operand, self._placeholder
+        self._operand = self._placeholder = None
+        if operand is None or placeholder is None:
+            return None
+        if grad.data_ptr() != placeholder.data_ptr():
+            raise UnsupportedError(
+                f"The output of '{name}' is used by more than the activation that follows it, so "
+                "its gradient is not the one that was quantized; switch "
+                "config.bias_activation_fusion off."
+            )
+        return operand
+
+
 @dataclass(frozen=True)
 class Call:
     """Everything of one forward that is no tensor with a gradient."""
@@ -146,6 +190,10 @@ class Call:
     allreduce_dgrad: bool = False
     sequence_parallel: bool = False
     tp_group: Any = None
+    link: Link | None = None
+    """To the other linear of the same gated MLP."""
+    swiglu: bool = False
+    """The input is ``[gate, up]``; what is multiplied is ``silu(gate) * up``."""
 
     def main_grad(self, weight: torch.Tensor) -> torch.Tensor | None:
         """What the gradient is added to, or None to return it.
@@ -163,6 +211,16 @@ class Call:
     ) -> Operand:
         return quantize_operand(
             x, self.state.activation_format, rowwise=rowwise, columnwise=columnwise
+        )
+
+    def quantize_swiglu(self, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> Operand:
+        return quantize_swiglu(
+            x, self.state.activation_format, rowwise=rowwise, columnwise=columnwise
+        )
+
+    def quantize_swiglu_grad(self, grad: torch.Tensor, h: torch.Tensor) -> Operand:
+        return quantize_swiglu_grad(
+            grad.flatten(0, -2), h.flatten(0, -2), self.state.activation_format
         )
 
     def backend(self, direction: Direction, weight: torch.Tensor, tokens: int) -> GemmBackend:
@@ -210,9 +268,13 @@ class _Fp8LinearFunction(torch.autograd.Function):
         # The operand of wgrad comes out of the same read, and takes half the memory of x. Under
         # sequence parallel it has groups over tokens of other ranks.
         fused = call.training and not call.sequence_parallel
-        operand, for_wgrad = call.quantize(x.flatten(0, -2), rowwise=True, columnwise=fused)
+        quantize = call.quantize_swiglu if call.swiglu else call.quantize
+        operand, for_wgrad = quantize(x.flatten(0, -2), rowwise=True, columnwise=fused)
         assert operand is not None
-        ctx.save_for_backward(weight, *((x,) if for_wgrad is None else for_wgrad))
+        kept: tuple[torch.Tensor, ...] = (x,) if for_wgrad is None else for_wgrad
+        if call.swiglu and for_wgrad is not None:
+            kept = (*for_wgrad, x)  # the gradient of SwiGLU takes gate and up
+        ctx.save_for_backward(weight, *kept)
         shape = list(x.shape)
         if call.sequence_parallel:
             # Groups lie within a token, so the codes can be gathered: half the bytes.
@@ -243,21 +305,32 @@ class _Fp8LinearFunction(torch.autograd.Function):
                 x, gathered = _gather_tokens(x, call.tp_group)
 
         in_place = call.state.codes.layout.in_place
-        operand, grad_t = call.quantize(grad, rowwise=need_x and in_place, columnwise=need_weight)
+        quantized = None
+        if call.link is not None and not call.swiglu:
+            quantized = call.link.take(grads[0], call.state.name)
+        if quantized is None:
+            quantized = call.quantize(grad, rowwise=need_x and in_place, columnwise=need_weight)
+        operand, grad_t = quantized
         grad_x, reduced = None, _done
         if need_x:
             if operand is None:
                 reordered = call.state.codes.layout.to_hf(grad, -1)
                 operand, _ = call.quantize(reordered, rowwise=True)
             assert operand is not None
-            grad_x, reduced = _grad_input(call, operand, weight, ctx.x_shape, ctx.x_dtype)
+            shape = ctx.x_shape
+            if call.swiglu:
+                shape = torch.Size((*shape[:-1], shape[-1] // 2))
+            grad_x, reduced = _grad_input(call, operand, weight, shape, ctx.x_dtype)
+            if call.swiglu:
+                assert call.link is not None
+                grad_x = call.link.put(call.quantize_swiglu_grad(grad_x, saved[-1]), saved[-1])
         grad_weight = None
         if need_weight:
             gathered()
             x_t: Quantized | None = (
                 call.quantize(x.flatten(0, -2), columnwise=True).columnwise
                 if len(saved) == 1
-                else Quantized(*saved)
+                else Quantized(*saved[:2])
             )
             assert grad_t is not None and x_t is not None
             grad_weight = weight_grad(call, grad_t, x_t, len(grad), weight, ctx.main_grad)

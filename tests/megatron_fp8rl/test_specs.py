@@ -23,6 +23,7 @@ from fp8rl import Recipe
 from fp8rl.errors import PinError, RecipeError, UnsupportedError
 from megatron_fp8rl import conversion_of, convert, specs
 from megatron_fp8rl.export import export_hf, load_hf
+from megatron_fp8rl.swiglu import is_fused
 from megatron_fp8rl.table import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
 
@@ -177,14 +178,17 @@ def test_a_callable_spec_wraps_what_bridge_would_take(recipe):
 
 def test_models_of_one_spec_and_one_config_are_apart():
     """A policy and its reference: closing one must not leave stale codes in the other."""
-    spec, config = _symbol(), build_gpt(DENSE).config
+    spec, config = _symbol(), build_gpt(DENSE, bias_activation_fusion=True).config
     one, two = (
         GPTModel(
             config, spec, vocab_size=64, max_sequence_length=32, position_embedding_type="rope"
         )
         for _ in range(2)
     )
+    fused = [layer.mlp for layer in two.decoder.layers[:2]]
+    assert is_fused(fused[1]) and not is_fused(fused[0])  # one of whose linears is pinned
     conversion_of(one).close()
+    assert is_fused(fused[1]) and not is_fused(one.decoder.layers[1].mlp)
     found = conversion_of(two)
     assert set(found.modules) == DENSE_FP8
     module = found.modules["model.layers.1.mlp.down_proj"]
