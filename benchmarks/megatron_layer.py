@@ -4,8 +4,9 @@
 
 A real megatron-core ``TransformerLayer`` of the local spec (no TransformerEngine), flash attention
 through torch on both sides: in BF16, and converted by ``megatron_fp8rl``. Weights are quantized in
-every pass. Gradients go to ``.grad``, or with ``main_grad`` to a float32 buffer, as under DDP.
-``--profile`` adds the GPU time by kernel of one pass.
+every pass. SwiGLU is computed by the kernels that quantize it, or "apart" as megatron compiles it.
+Gradients go to ``.grad``, or with ``main_grad`` to a float32 buffer, as under DDP. ``--profile``
+adds the GPU time by kernel of one pass.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
 from megatron_fp8rl import convert
+from megatron_fp8rl.swiglu import separate
 
 GPU = torch.device("cuda")
-LABELS = ("BF16", "fp8rl", "BF16, main_grad", "fp8rl, main_grad")
+LABELS = (
+    "BF16",
+    "fp8rl",
+    "fp8rl, SwiGLU apart",
+    "BF16, main_grad",
+    "fp8rl, main_grad",
+    "fp8rl, SwiGLU apart, main_grad",
+)
 
 
 class Pass:
@@ -71,6 +80,8 @@ def main() -> None:
             model = build(QWEN3_8B)
             if label.startswith("fp8rl"):
                 convert(model, Recipe(), plugins=PluginManager(discover=False))
+            if "apart" in label:
+                separate(model.decoder.layers[0].mlp)
             call = Pass(model, options.tokens, options.sequence, "main_grad" in label)
             call()
             torch.cuda.synchronize()
