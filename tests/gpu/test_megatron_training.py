@@ -21,12 +21,13 @@ from megatron.core.transformer.module import Float16Module
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.numerics import quantize_block
+from fp8rl.numerics import quantize_block, reference
 from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.swiglu import is_fused, separate
 from megatron_fp8rl.testing.models import build_gpt
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -227,3 +228,30 @@ def test_a_pinned_layer_keeps_its_class_and_its_result():
     conversion = convert(gpt, Recipe(pins=pins), plugins=PluginManager())
     assert not conversion.modules
     assert torch.equal(_loss(gpt), before)
+
+
+@pytest.mark.parametrize("tokens", [512, 333])
+def test_a_fused_mlp_gives_what_separate_operations_give(tokens, monkeypatch):
+    gpt = _gpt(bias_activation_fusion=True)
+    _convert(gpt)
+    mlp = gpt.decoder.layers[0].mlp
+    weights = [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
+    x, grad = torch.randn(2, tokens, 1, 512, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y, _ = mlp(leaf)
+        y.backward(grad)
+        made = [y.detach(), leaf.grad, *(weight.grad for weight in weights)]
+        for weight in weights:
+            weight.grad = None
+        return made
+
+    assert is_fused(mlp)
+    with monkeypatch.context() as patch:
+        for name in ("swiglu", "swiglu_grad"):
+            patch.delattr(reference, name)  # what computes the activation apart
+        fused = run()
+    separate(mlp)
+    for got, expected in zip(fused, run(), strict=True):
+        assert relative_error(got, expected) < 5e-3

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.layout import plain_layout
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.swiglu import is_fused
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.local_spec import completed_local_spec
@@ -63,6 +64,7 @@ def train(
     result: dict[str, Any] = {
         "exported": _exported(run),
         "modules": sorted(run.conversion.modules),
+        "fused": sum(is_fused(module) for chunk in run.model for module in chunk.modules()),
         "losses": [],
     }
     for step in range(STEPS):
@@ -197,11 +199,16 @@ def round_trip_untied(
     return {"untied": exported, "untied_error": message}
 
 
+def not_compiled() -> AbstractContextManager[Any]:
+    """Pinned layers' activation, which megatron compiles, takes minutes to be compiled."""
+    return torch.compiler.set_stance("force_eager")
+
+
 @contextmanager
 def _world(device_type: str) -> Iterator[torch.device]:
     """This process in the world of ``launch``, and its device."""
     on_cpu = device_type == "cpu"
-    with CpuShim().active() if on_cpu else completed_local_spec():
+    with CpuShim().active() if on_cpu else completed_local_spec(), not_compiled():
         join(device_type)
         yield CPU if on_cpu else torch.device("cuda", torch.cuda.current_device())
         torch.distributed.destroy_process_group()

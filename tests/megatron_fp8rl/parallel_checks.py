@@ -90,6 +90,8 @@ def check_modules(name: str, both: list[dict], single: dict) -> None:
     assert set(single["modules"]) == expected
     found = [set(rank["modules"]) for rank in both]
     assert found[0] | found[1] == expected
+    fused = sum(rank["fused"] for rank in both) // (1 if topology.pp > 1 else 2)
+    assert fused == (2 if topology.dtype == torch.bfloat16 else 0)  # layers 0 and 2
     if topology.pp > 1:
         assert not found[0] & found[1]
         layers = {int(module.split(".")[2]) for module in found[0]}

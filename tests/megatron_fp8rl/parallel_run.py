@@ -74,7 +74,7 @@ TOPOLOGIES = {
     "dp2": Topology(dist_opt=True),
     "dp2-bf16": Topology(dist_opt=True, dtype=torch.bfloat16),
     "dp2-overlap": Topology(dist_opt=True, overlap=True),
-    "tp2-bf16": Topology(tp=2, dtype=torch.bfloat16),
+    "tp2-bf16": Topology(tp=2, sequence_parallel=True, dtype=torch.bfloat16),
     "pp2-bf16": Topology(pp=2, dtype=torch.bfloat16, dist_opt=True),
     "moe-ep2": Topology(moe=True, ep=2, dist_opt=True),
     "moe-pp2": Topology(moe=True, pp=2),
@@ -158,6 +158,8 @@ def build(
         "sequence_parallel": topology.sequence_parallel,
         "expert_tensor_parallel_size": topology.expert_tp,
         "deterministic_mode": True,
+        # SwiGLU is one with its quantization then, in BF16.
+        "bias_activation_fusion": topology.dtype == torch.bfloat16,
     }
     stages: list[int | None] = [None]
     if topology.vpp:

@@ -33,7 +33,7 @@ def single(megatron_world, weights) -> dict[tuple[bool, torch.dtype], dict]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the workers: the order of sums is part of the comparison
     try:
-        with megatron_world.active():
+        with megatron_world.active(), cases.not_compiled():
             return {
                 (run.moe, run.dtype): cases.train(run, weights[run.kind])
                 for run in SINGLES.values()
