@@ -174,6 +174,7 @@ def measure(shape: SimpleNamespace, options: argparse.Namespace, mode: str) -> d
     row = {
         "milliseconds": {key: statistics.median(step[key] for step in steps) for key in keys},
         "losses": [step["loss"] for step in steps],
+        "forward_of_each_step": [step["forward"] for step in steps],
         "resident_bytes": torch.cuda.memory_allocated(),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "linear_weight_bytes": trainer.linear_bytes,

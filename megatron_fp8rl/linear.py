@@ -280,7 +280,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
             # Groups lie within a token, so the codes can be gathered: half the bytes.
             operand = _gather_codes(operand, call.tp_group)
             shape[0] *= call.tp_group.size()
-        backend = call.backend("fprop", weight, len(operand.codes))
+        backend = call.backend("fprop", weight, operand.codes.shape[0])
         y = backend.fprop(operand, call.state.codes.rowwise(weight, call.training), x.dtype)
         if not call.state.codes.layout.in_place:
             y = call.state.codes.layout.from_hf(y, -1)
@@ -343,7 +343,7 @@ def _grad_input(
     call: Call, grad: Quantized, weight: torch.Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Callable[[], Any]]:
     """Gradient of x, of ``shape``, and what waits for its reduction over the TP group."""
-    backend = call.backend("dgrad", weight, len(grad.codes))
+    backend = call.backend("dgrad", weight, grad.codes.shape[0])
     full = backend.dgrad(grad, call.state.codes.columnwise(weight), dtype)
     if call.sequence_parallel:
         share = full.new_empty(shape)
