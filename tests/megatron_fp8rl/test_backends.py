@@ -57,6 +57,28 @@ def test_tuning_orders_each_direction_by_its_own_times():
     assert choice.pick(CPU, GemmShape(200, 16, 32), "m").name == "a"
 
 
+def test_a_settled_shape_asks_nobody_and_each_shape_is_asked_about(monkeypatch):
+    asked = []
+
+    class Even(ReferenceBackend):
+        name = "even"
+
+        def supports(self, device, shape, scale_format):
+            asked.append(shape.tokens)
+            return "needs an even number of tokens" if shape.tokens % 2 else None
+
+    choice = _choice(Even())
+    odd = SHAPE._replace(tokens=9)  # of the same bucket
+    for _ in range(3):
+        assert choice.pick(CPU, SHAPE, "m").name == "even"
+        assert choice.pick(CPU, odd, "m").name == "reference"
+        assert asked == [8, 8, 9, 9]  # again after its product was checked
+    monkeypatch.setattr("megatron_fp8rl.backends._REMEMBERED", 2)
+    assert choice.pick(CPU, SHAPE._replace(tokens=10), "m").name == "even"
+    assert choice.pick(CPU, SHAPE, "m").name == "even"
+    assert asked[4:] == [10, 8]
+
+
 def test_equally_fast_backends_stay_in_the_order_of_preference():
     backends = [_Slow("z", fprop=0.0504), _Slow("a", fprop=0.05), _Slow("c", fprop=0.1)]
     choice = BackendChoice({b.name: b for b in backends}, ["fp32"])
