@@ -8,6 +8,7 @@ there every bit must be right; others differ in the last bits of the exponential
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 from typing import Any
@@ -35,6 +36,10 @@ FORMATS = ["fp32", "pow2"]
 SHAPES = [(1, 128), (128, 128), (203, 384), (258, 256)]  # any number past a multiple of four
 NAMES = ["quantize_swiglu", "quantize_swiglu_grad"]
 _GUARD = 1 << 20  # bytes behind each output
+
+
+def set_cast(cast: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(triton_two_way, "has_native_cast", lambda device: cast == "native")
 
 
 def generator(seed: int) -> torch.Generator:
@@ -92,6 +97,23 @@ def run(name: str, tensors: list[torch.Tensor], *options: Any) -> Operand:
     return getattr(triton_swiglu, name)(*moved, *options)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request: pytest.FixtureRequest) -> None:
+    """The kernels of :func:`test_bit_for_bit`, which are nearly all there are."""
+    tests = {item.name.partition("[")[0] for item in request.session.items}
+    if INTERPRETED or "test_bit_for_bit" not in tests:
+        return
+    from compile_ahead import compiling_ahead
+
+    with compiling_ahead():
+        for name, shape, sides, (cast, scale_format) in itertools.product(
+            NAMES, [(128, 128), (203, 384)], SIDES, MODES
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                set_cast(cast, patch)
+                run(name, exact(*shape), scale_format, *sides)
+
+
 def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
     """To the bit, apart from zeros that end a row of codes."""
     if expected is None:
@@ -121,7 +143,7 @@ def test_bit_for_bit(name, shape, sides, mode, monkeypatch):
     tensors = exact(*shape)
     expected = getattr(reference, name)(*arguments(name, tensors), scale_format, *sides)
     assert any(side is not None and side.codes.isnan().any() for side in expected)
-    monkeypatch.setattr(triton_two_way, "has_native_cast", lambda device: cast == "native")
+    set_cast(cast, monkeypatch)
     if FUSES:
         forbid(monkeypatch)
     actual = run(name, tensors, scale_format, *sides)
