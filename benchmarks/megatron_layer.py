@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
+from facts import versions
 from megatron_common import QWEN3_8B, build, interleaved, profiled, single_process
 from rich.console import Console
 from rich.table import Table
@@ -98,8 +98,7 @@ def main() -> None:
 
     report = {
         "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "versions": versions(),
         "tokens": options.tokens,
         "sequence": options.sequence,
         "rounds": options.rounds,

@@ -25,7 +25,6 @@ import argparse
 import gc
 import itertools
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from facts import versions
 from megatron_common import QWEN3_1_7B, build, interleaved, single_process
 from rich.console import Console
 from rich.table import Table
@@ -299,8 +299,7 @@ def main() -> None:
 
     report = {
         "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "versions": versions(),
         "layers": options.layers,
         "tokens": options.tokens,
         "sequence": options.sequence,

@@ -124,9 +124,11 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
 
     ``refit_cpu_seconds`` are those in which this thread ran, which it also does while it waits for
     the GPU: far fewer than the wall's mean that others had its core. ``host_loop_ms`` are a fixed
-    loop's, one before each refit: more than on another machine mean a slower host.
+    loop's, one before each refit: more than on another machine mean a slower host. One refit more
+    tells the GPU's part, and another the host's, under a profiler.
     """
     import torch
+    from refit_gpu import by_function, by_kernel
 
     from vllm_fp8rl.refit import refit
 
@@ -142,14 +144,22 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
         seconds.append(refit(llm, tensors, expect_kv_scales=with_scales).seconds)
         cpu.append(time.thread_time() - began)
     torch.cuda.synchronize()
+    growth = torch.cuda.memory_allocated() - held
+    peak = torch.cuda.max_memory_allocated() - held
+
+    def one() -> None:
+        refit(llm, tensors, expect_kv_scales=with_scales)
+
     return {
         "refit_seconds": seconds,
         "refit_seconds_median": statistics.median(seconds),
         "refit_cpu_seconds": cpu,
         "refit_cpu_seconds_median": statistics.median(cpu),
         "host_loop_ms": loop,
-        "refit_memory_growth_mib": (torch.cuda.memory_allocated() - held) / 2**20,
-        "refit_peak_extra_mib": (torch.cuda.max_memory_allocated() - held) / 2**20,
+        "refit_memory_growth_mib": growth / 2**20,
+        "refit_peak_extra_mib": peak / 2**20,
+        "refit_gpu_ms": by_kernel(one),
+        "refit_host_ms_profiled": by_function(one),
         "refit_bytes": sum(tensor.nbytes for _, tensor in tensors),
     }
 

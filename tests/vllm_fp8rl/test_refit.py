@@ -30,15 +30,12 @@ def b(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def uncached(other_engine, checkpoints: dict[str, Path]) -> Engine:
-    """One with ``b`` that has no prefix cache."""
-    return other_engine(checkpoints["b"], Recipe(), enable_prefix_caching=False)
-
-
-@pytest.fixture(scope="module")
-def tokens(engine: Engine, uncached: Engine) -> dict[str, list[list[int]]]:
+def tokens(
+    engine: Engine, other_engine, checkpoints: dict[str, Path]
+) -> dict[str, list[list[int]]]:
     """What fresh engines say: the session's for ``a``, one of its own for ``b``."""
-    said = {"a": engine.greedy(PROMPTS), "b": uncached.greedy(PROMPTS)}
+    fresh = other_engine(checkpoints["b"], Recipe())
+    said = {"a": engine.greedy(PROMPTS), "b": fresh.greedy(PROMPTS)}
     assert said["a"] != said["b"]
     return said
 
@@ -144,12 +141,6 @@ def test_prefix_cache_is_reset(engine, a, b, tokens):
     assert engine.greedy(long) == with_a
     assert with_b != with_a
     assert stale != with_a, "this prompt does not notice a stale prefix, so the test is void"
-
-
-def test_without_a_prefix_cache_vllm_is_not_asked_to_reset_it(uncached, a, tokens, monkeypatch):
-    monkeypatch.setattr(uncached.llm, "reset_prefix_cache", None)
-    restore(uncached, a)
-    assert uncached.greedy(PROMPTS) == tokens["a"]
 
 
 def test_from_files(engine, checkpoints, tokens):
