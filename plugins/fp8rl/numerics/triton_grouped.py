@@ -17,7 +17,7 @@ from fp8rl.numerics._format import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
 from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments, on_device
 from fp8rl.numerics.triton_kernels import has_native_cast
 from fp8rl.numerics.triton_many import _TRITON_DTYPES, _aligned
-from fp8rl.numerics.triton_quads import QUADS_REGISTERS, fits_quads, quads_tile
+from fp8rl.numerics.triton_quads import QUADS_REGISTERS, fits_quads, has_quads, quads_tile
 from fp8rl.numerics.triton_two_way import _write_tile
 from fp8rl.recipe import ScaleFormat
 
@@ -85,6 +85,7 @@ def _segments_kernel(
                 True,
                 False,
                 True,
+                True,
                 POW2,
                 NATIVE,
             )
@@ -130,6 +131,7 @@ def _segments_kernel(
                     tiles * 128,
                     False,
                     False,
+                    True,
                     True,
                     True,
                     POW2,
@@ -205,6 +207,7 @@ def _weights_kernel(
             ROWWISE,
             COLUMNWISE,
             False,
+            False,
             POW2,
             NATIVE,
         )
@@ -275,8 +278,6 @@ def quantize_segments(
         )
     if rows and cols:
         sides = [None if side is None else Quantized(*side[:2]) for side in (by_rows, by_columns)]
-        # Rows of a tile that are not there are masked, so their number does not matter.
-        quads = fits_quads(x[: len(x) // GROUP * GROUP]) and x.data_ptr() % 8 == 0
         with torch.cuda.device_of(x):
             _segments_kernel[(rows // GROUP * groups,)](
                 x,
@@ -292,7 +293,7 @@ def quantize_segments(
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
                 WHOLE=cols % GROUP == 0,
-                **_options(x, scale_format, quads),
+                **_options(x, scale_format, has_quads(x)),
             )
     return by_rows, by_columns
 

@@ -1,5 +1,5 @@
-"""Triton kernel for bfloat16 operands made of whole 128x128 tiles: half the instructions of the
-general kernel of :mod:`fp8rl.numerics.triton_two_way`, which those instructions bound.
+"""Triton kernel for bfloat16 operands whose columns fill 128x128 tiles: half the instructions of
+the general kernel of :mod:`fp8rl.numerics.triton_two_way`, which those instructions bound.
 
 A tile is loaded as 64-bit words, four values each, and as four tensors: of the rows 4i, 4i+1, 4i+2
 and 4i+3. So a thread holds squares of 4x4 values. Magnitudes are compared two at a time, four codes
@@ -313,13 +313,15 @@ def quads_tile(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     MASKED: tl.constexpr,
+    PADDED: tl.constexpr,
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """One 128x128 tile of a bfloat16 source; see :func:`fits_quads`.
+    """One 128x128 tile of a bfloat16 source; see :func:`has_quads`.
 
     Every pointer is that of the tile's first element, ``cols`` and ``rows`` are what rows of codes
-    and of transposed codes are apart. With ``MASKED`` the tile has ``left`` rows, others are zeros.
+    and of transposed codes are apart. With ``MASKED`` the tile has ``left`` rows and others are
+    zeros, which only with ``PADDED`` are written to the side in order too; blocks are whole.
     """
     step = stride_row // 4
     at = quads_at(x_ptr, step)
@@ -359,7 +361,7 @@ def quads_tile(
             x1,
             x2,
             x3,
-            128,
+            left,
             codes_at,
             width,
             scale_inv_ptr,
@@ -368,37 +370,45 @@ def quads_tile(
             scale_inv_t_ptr,
             ROWWISE,
             COLUMNWISE,
-            False,
+            MASKED and not PADDED,
             POW2,
             NATIVE,
         )
 
 
-@triton.jit(do_not_specialize=["scale_stride", "scale_t_stride", "tile_cols"])
+# Tokens differ from step to step: what follows from them is no reason to compile again.
+@triton.jit(do_not_specialize=["rows", "scale_stride", "scale_t_stride", "tile_cols"])
 def quads_kernel(
     x_ptr,
     codes_ptr,
     scale_inv_ptr,
     codes_t_ptr,
     scale_inv_t_ptr,
-    rows,
+    padded_rows,
     cols,
     stride_row,
     scale_stride,
     scale_t_stride,
     tile_cols,
+    rows,
     BLOCK: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """A bfloat16 ``[rows, cols]`` source, one tile a program; see :func:`fits_quads`."""
+    """A bfloat16 ``[rows, cols]`` source, one tile a program; see :func:`has_quads`.
+
+    Its ``rows`` matter with ``MASKED`` alone: otherwise they are the ``padded_rows``, multiples of
+    128, that transposed codes have. Blocks are whole.
+    """
     tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
     tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    left = tl.minimum(rows - tile_row * 128, 128).to(tl.int32)
     x_ptr += tile_row * 128 * stride_row + tile_col * 128
     codes_ptr += tile_row * 128 * cols + tile_col * 128
-    codes_t_ptr += tile_col * 128 * rows + tile_row * 128
+    codes_t_ptr += tile_col * 128 * padded_rows + tile_row * 128
     if BLOCK:
         quads_tile(
             x_ptr,
@@ -409,10 +419,11 @@ def quads_kernel(
             cols,
             codes_t_ptr,
             scale_inv_t_ptr + tile_col * scale_t_stride + tile_row,
-            rows,
+            padded_rows,
             True,
             ROWWISE,
             COLUMNWISE,
+            False,
             False,
             POW2,
             NATIVE,
@@ -424,16 +435,17 @@ def quads_kernel(
             quads_tile(
                 x_ptr,
                 stride_row,
-                128,
+                left,
                 codes_ptr,
                 scale_inv_ptr + tile_col * scale_stride + tile_row * 128,
                 cols,
                 codes_t_ptr,
                 scale_inv_t_ptr,
-                rows,
+                padded_rows,
                 False,
                 True,
                 False,
+                MASKED,
                 False,
                 POW2,
                 NATIVE,
@@ -442,16 +454,17 @@ def quads_kernel(
             quads_tile(
                 x_ptr,
                 stride_row,
-                128,
+                left,
                 codes_ptr,
                 scale_inv_ptr,
                 cols,
                 codes_t_ptr,
                 scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128,
-                rows,
+                padded_rows,
                 False,
                 False,
                 True,
+                MASKED,
                 False,
                 POW2,
                 NATIVE,

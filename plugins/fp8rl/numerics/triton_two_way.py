@@ -15,7 +15,7 @@ import triton.language as tl
 from fp8rl.numerics._format import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
 from fp8rl.numerics._launch import Launcher
 from fp8rl.numerics.triton_kernels import _codes, _scales, _spread, has_native_cast
-from fp8rl.numerics.triton_quads import QUADS_REGISTERS, fits_quads, quads_kernel
+from fp8rl.numerics.triton_quads import QUADS_REGISTERS, has_quads, quads_kernel
 from fp8rl.recipe import ScaleFormat
 
 _SCALE_ALIGNMENT = 4  # float32 values; TMA wants 16 bytes between groups
@@ -293,11 +293,12 @@ def _quantize(
     tile_cols = cdiv(cols, 128)
     programs = cdiv(rows, 128) * tile_cols
     constants = (block, *room.constants)
+    padded_rows, ends = room.padded_rows, (*room.strides, tile_cols)
     sizes: tuple[int, ...]
-    if fits_quads(x):
-        sizes = (rows, cols, x.stride(0), *room.strides, tile_cols)
-        _launch_quads(programs, (x, *room.pointers, *sizes), constants)
+    if has_quads(x) and (room.whole or not block):
+        sizes = (padded_rows, cols, x.stride(0), *ends, rows)
+        _launch_quads(programs, (x, *room.pointers, *sizes), (*constants, not room.whole))
     else:
-        sizes = (rows, cols, *x.stride(), room.padded_rows, *room.strides, tile_cols)
+        sizes = (rows, cols, *x.stride(), padded_rows, *ends)
         _launch(programs, (x, *room.pointers, *sizes), (*constants, room.whole))
     return room.operand()
