@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron_fp8rl"))
 pytest.register_assert_rewrite("parallel_checks")
+_GUARD = 1 << 20  # bytes behind each output
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,26 @@ def world_of_one() -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outputs and what is behind them start as 0xAA bytes; what is behind stays."""
+    guards: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def with_guard(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        bytes_ = math.prod(shape) * dtype.itemsize
+        memory = empty(bytes_ + _GUARD, dtype=torch.uint8, device=device).fill_(0xAA)
+        guards.append(memory[bytes_:])
+        return memory[:bytes_].view(dtype).view(shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", with_guard)
+        yield
+    assert guards
+    for guard in guards:
+        assert (guard == 0xAA).all(), "written behind an output"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,9 +35,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FORMATS = ["fp32", "pow2"]
 CASTS = ["native", "software"]  # how the kernels convert to E4M3
 HAS_NATIVE = triton_kernels.has_native_cast(DEVICE)
+HAS_QUADS = INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
 SHAPES = [(3, 144), (127, 64), (129, 272), (128, 128), (256, 384)]
 ODD_SHAPES = [(3, 130), (127, 129), (144, 129), (129, 257), (300, 65)]
 SIDES = [(True, True), (True, False), (False, True)]
+ROWS = [1, 2, 3, 4, 5, 126, 127, 129, 131, 255, 257, 300]
 
 
 def set_cast(cast: str, patch: pytest.MonkeyPatch) -> None:
@@ -128,10 +130,10 @@ def smallest_usable_amax(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def ragged_and_whole(x: torch.Tensor) -> list[torch.Tensor]:
-    """``x``, and ``x`` repeated until it ends with whole tiles."""
+    """``x``, and ``x`` repeated until it ends with whole tiles, or with all but some rows."""
     rows, cols = (-(-size // 128) * 128 for size in x.shape)
     whole = x.repeat(-(-rows // x.shape[0]), -(-cols // x.shape[1]))[:rows, :cols]
-    return [x, whole.contiguous()]
+    return [x, whole.contiguous(), whole[: rows - 1 - len(x) % 4].contiguous()]
 
 
 def base(dtype: torch.dtype, shape: tuple[int, ...] = (260, 520)) -> torch.Tensor:
@@ -164,7 +166,7 @@ LAYOUTS: dict[str, Callable[[torch.dtype], list[torch.Tensor]]] = {
     "odd shapes": lambda dtype: [base(dtype, shape) for shape in ODD_SHAPES],
     "transposed": lambda dtype: [base(dtype).t(), base(dtype, (256, 384)).t()],
     "unaligned": lambda dtype: [base(dtype)[:, 3:300], base(dtype)[:256, 1:385]],
-    "aligned to eight bytes": lambda dtype: [base(dtype)[:256, 4:388]],
+    "aligned to eight bytes": lambda dtype: [base(dtype)[:n, 4:388] for n in (256, 203)],
     "rows apart": lambda dtype: [base(dtype)[:256, :384], base(dtype)[::2, :384]],
     "every third column": lambda dtype: [base(dtype)[::2, ::3]],
     "one row many times": lambda dtype: [base(dtype)[6:7, :384].expand(n, 384) for n in (128, 140)],
@@ -263,6 +265,36 @@ def run(case, dtype, mode, monkeypatch):
     set_cast(cast, monkeypatch)
     for x in sources(case, dtype):
         check(x, case, scale_format)
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("mode", MODES if HAS_NATIVE else MODES[2:], ids="-".join)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_that_fill_no_tile(rows, mode, monkeypatch):
+    """Nothing is written behind the outputs, nor by the general kernel."""
+    cast, scale_format = mode
+    set_cast(cast, monkeypatch)
+    if HAS_QUADS:
+        monkeypatch.delattr(triton_two_way, "_launch")
+    x = base(torch.bfloat16, (rows, 256))
+    x[:, 5], x[rows // 2], x[-1, 130] = torch.nan, 0, torch.inf
+    actual = triton_two_way.quantize_operand(x.to(DEVICE), scale_format, True, True)
+    expected = reference.quantize_operand(x, scale_format, True, True)
+    for got, want in zip(actual, expected, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA GPU")
+def test_another_number_of_rows_compiles_nothing(monkeypatch):
+    def quantize(rows: int) -> None:
+        x = torch.ones(rows, 256, dtype=torch.bfloat16, device=DEVICE)
+        triton_two_way.quantize_operand(x, "fp32", True, True)
+
+    for rows in (128, 130):
+        quantize(rows)
+    monkeypatch.delattr(importlib.import_module("triton").JITFunction, "_do_compile")
+    for rows in (1, 2, 16, 64, 129, 256, 300, 384):
+        quantize(rows)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])

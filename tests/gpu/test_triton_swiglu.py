@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import math
 import os
 from typing import Any
 
@@ -35,7 +34,6 @@ SIDES = [(True, True), (True, False), (False, True)]
 FORMATS = ["fp32", "pow2"]
 SHAPES = [(1, 128), (128, 128), (203, 384), (258, 256)]  # any number past a multiple of four
 NAMES = ["quantize_swiglu", "quantize_swiglu_grad"]
-_GUARD = 1 << 20  # bytes behind each output
 
 
 def set_cast(cast: str, patch: pytest.MonkeyPatch) -> None:
@@ -69,26 +67,6 @@ def normal(rows: int, cols: int) -> list[torch.Tensor]:
 
 def arguments(name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors[-1:] if name == "quantize_swiglu" else tensors
-
-
-@pytest.fixture
-def guarded(monkeypatch):
-    """Outputs and what is behind them start as 0xAA bytes; what is behind stays."""
-    guards: list[torch.Tensor] = []
-    empty = torch.empty
-
-    def with_guard(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        bytes_ = math.prod(shape) * dtype.itemsize
-        memory = empty(bytes_ + _GUARD, dtype=torch.uint8, device=device).fill_(0xAA)
-        guards.append(memory[bytes_:])
-        return memory[:bytes_].view(dtype).view(shape)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", with_guard)
-        yield
-    assert guards
-    for guard in guards:
-        assert (guard == 0xAA).all(), "written behind an output"
 
 
 def run(name: str, tensors: list[torch.Tensor], *options: Any) -> Operand:
