@@ -13,6 +13,7 @@ PACKAGES = (
     "megatron-core",
     "transformer-engine",
     "transformers",
+    "fp8rl",
 )
 
 

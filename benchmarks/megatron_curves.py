@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from facts import versions
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -282,7 +283,7 @@ def main() -> None:
             for rate in map(float, options.rates.split(",")):
                 runs += _compare(Setting("memorize", seed, rate, **shape), VARIANTS)
             runs += _compare(Setting("learn", seed, 1e-3, steps=60, rows=8, **shape), learned)
-    report = {"torch": torch.__version__, **shape, "runs": runs}
+    report = {"versions": versions(), **shape, "runs": runs}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
     for task in ("memorize", "learn"):

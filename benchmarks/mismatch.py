@@ -19,11 +19,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from facts import versions
 
 SHAPE = {
     "vocab_size": 16384,
@@ -140,7 +140,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from transformers import Qwen3ForCausalLM
 
     from fp8rl.mismatch import mismatch_metrics
-    from vllm_fp8rl.compat import installed_version
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = options.variants.split(",")
@@ -167,9 +166,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             metrics = mismatch_metrics(rollout, trainer, torch.ones_like(rollout))
             result[variant] = {"what": VARIANTS[variant][0]} | metrics.to_dict()
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    packages = {package: version(package) for package in ("torch", "transformers")}
-    packages["vllm"] = installed_version() or "none"
-    return {"gpu": gpu, "versions": packages, "layers": options.layers, "variants": result}
+    return {"gpu": gpu, "versions": versions(), "layers": options.layers, "variants": result}
 
 
 def main() -> None:

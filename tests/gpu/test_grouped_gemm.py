@@ -7,11 +7,11 @@ With ``TRITON_INTERPRET=1`` and triton installed the operands' part runs on a CP
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 
 import pytest
 import torch
+from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.gemm import GroupedShape, LoopBackend, builtin_backends
 from fp8rl.gemm.checking import fault
@@ -26,13 +26,8 @@ from fp8rl.numerics import (
 )
 from fp8rl.testing.numeric import relative_error
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 kernels = importlib.import_module("fp8rl.numerics.triton_grouped")
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 FLOAT32, BFLOAT16 = 2e-3, 2**-8  # as in test_gemm_backends.py
 # As many experts each time, and one shape: DeepGEMM compiles for both.
 SPLITS = [(130, 0, 128, 5, 300), (0, 0, 1, 0, 0), (256, 128, 128, 384, 128), (0, 777, 0, 40, 0)]

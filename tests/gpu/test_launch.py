@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 
 import pytest
 import torch
+from triton_device import DEVICE, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
-triton = pytest.importorskip("triton", reason="triton is not installed")
+triton = importlib.import_module("triton")
 tl = triton.language
 Launcher = importlib.import_module("fp8rl.numerics._launch").Launcher
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 COUNT = 300
 
 

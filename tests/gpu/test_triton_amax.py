@@ -6,20 +6,15 @@ Needs a CUDA GPU; with ``TRITON_INTERPRET=1`` and triton installed it runs on th
 from __future__ import annotations
 
 import importlib
-import os
 
 import pytest
 import torch
+from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.numerics import PEAK_BINS, reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 triton_amax = importlib.import_module("fp8rl.numerics.triton_amax")
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 

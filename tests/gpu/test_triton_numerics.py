@@ -12,25 +12,20 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
+from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import Quantized, quantize_block, quantize_group, reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 triton_kernels = importlib.import_module("fp8rl.numerics.triton_kernels")
 triton_two_way = importlib.import_module("fp8rl.numerics.triton_two_way")
 KERNELS = (triton_kernels, triton_two_way)
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FORMATS = ["fp32", "pow2"]
 CASTS = ["native", "software"]  # how the kernels convert to E4M3

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 from typing import Any
 
 import pytest
 import torch
+from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.numerics import Operand, Quantized, quantize_swiglu, quantize_swiglu_grad, reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a CUDA GPU, or TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 triton_kernels = importlib.import_module("fp8rl.numerics.triton_kernels")
 triton_two_way = importlib.import_module("fp8rl.numerics.triton_two_way")
 triton_swiglu = importlib.import_module("fp8rl.numerics.triton_swiglu")
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 FUSES = INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
 MODES = [("native", "fp32"), ("native", "pow2"), ("software", "fp32")]
 if not triton_kernels.has_native_cast(DEVICE):

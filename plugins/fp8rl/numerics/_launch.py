@@ -12,7 +12,9 @@ from fp8rl.numerics._format import FP8_DTYPE
 
 
 class Launcher:
-    """Launches one Triton kernel, at half of what ``kernel[grid](...)`` costs the host.
+    """Launches one Triton kernel, at less than what ``kernel[grid](...)`` costs the host.
+
+    On the host of an H200 22 instead of 28 us; without the driver's part half.
 
     Triton binds arguments, reads its settings from the environment and builds a key of strings
     before each launch. Here what it has compiled is found by a key that tells apart whatever Triton

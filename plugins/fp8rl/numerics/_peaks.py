@@ -30,9 +30,7 @@ def amax_into(slots: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
             f"The magnitudes of {len(tensors)} tensors need contiguous float32 slots of shape "
             f"({len(tensors)},), not {slots.dtype} of {tuple(slots.shape)}."
         )
-    # Kernels take no part in autograd, and detaching costs the host what launching them does.
-    seen = tensors if slots.is_cuda else [x.detach() for x in tensors]
-    _implementation(slots, "triton_amax").amax_into(slots, seen)
+    _implementation(slots, "triton_amax").amax_into(slots, tensors)
 
 
 def count_peaks(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -55,5 +53,4 @@ def count_peaks(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
             f"Histograms of {len(tensors)} tensors must be contiguous int64 of shape {expected}, "
             f"not {counts.dtype} of {tuple(counts.shape)}."
         )
-    seen = tensors if counts.is_cuda else [x.detach() for x in tensors]
-    _implementation(counts, "triton_amax").count_peaks(counts, seen)
+    _implementation(counts, "triton_amax").count_peaks(counts, tensors)

@@ -240,14 +240,14 @@ def amax_into(slots: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     for slot, x in zip(slots, tensors, strict=True):
         if x.numel():
             # The norm keeps NaN and needs no |x| copy.
-            torch.maximum(slot, torch.linalg.vector_norm(x, torch.inf), out=slot)
+            torch.maximum(slot, torch.linalg.vector_norm(x.detach(), torch.inf), out=slot)
 
 
 def count_peaks(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """See :func:`fp8rl.numerics.count_peaks`."""
     for row, x in zip(counts, tensors, strict=True):
         if x.numel():
-            low, high = torch.aminmax(x, dim=-1)
+            low, high = torch.aminmax(x.detach(), dim=-1)
             peaks = torch.maximum(low.abs(), high.abs()).float().flatten()
             bins = (peaks.view(torch.int32) >> PEAK_SHIFT) - PEAK_FIRST
             bins = bins.clamp_(0, PEAK_BINS - 1).masked_fill_(~peaks.isfinite(), PEAK_BINS).long()

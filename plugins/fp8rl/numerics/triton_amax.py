@@ -196,7 +196,7 @@ def count_peaks(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _take(cells: torch.Tensor, tensors: Sequence[torch.Tensor], *, per_row: bool) -> None:
-    if len(tensors) == _TOGETHER:
+    if len(tensors) == _TOGETHER:  # as always; slices of cells cost the host a part of a launch
         _take_few(cells, tensors, per_row)
         return
     for start in range(0, len(tensors), _TOGETHER):
@@ -208,9 +208,7 @@ def _take_few(cells: torch.Tensor, tensors: Sequence[torch.Tensor], per_row: boo
     plan = _plan(tuple((x.shape, x.stride(), x.dtype) for x in tensors), per_row)
     for number in plan.not_served:
         one = slice(number, number + 1)
-        (reference.count_peaks if per_row else reference.amax_into)(
-            cells[one], [tensors[number].detach()]
-        )
+        (reference.count_peaks if per_row else reference.amax_into)(cells[one], tensors[one])
     if plan.programs:
         x_0, x_1, x_2 = (*tensors, *[tensors[-1]] * (_TOGETHER - len(tensors)))
         rows_0, rows_1, rows_2 = plan.rows

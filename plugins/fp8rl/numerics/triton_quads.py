@@ -229,7 +229,7 @@ def load_quads(at, first, left, MASKED: tl.constexpr):
 
 
 @triton.jit
-def words_at(codes_ptr, stride):
+def _words_at(codes_ptr, stride):
     """Words of codes of the rows 0, 4, 8.. of a tile."""
     word = tl.arange(0, 32)
     return codes_ptr.to(tl.pointer_type(tl.int32)) + (word * 4)[:, None] * stride + word[None, :]
@@ -242,12 +242,12 @@ def quads_groups(
     x2,
     x3,
     left,
-    codes_at,
-    width,
+    codes_ptr,
     scale_inv_ptr,
-    codes_t_at,
-    height,
+    cols,
+    codes_t_ptr,
     scale_inv_t_ptr,
+    rows,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -256,9 +256,14 @@ def quads_groups(
 ):
     """Codes and scales in groups of a tile whose every fourth rows are ``x0`` to ``x3``.
 
-    Where codes go :func:`words_at` says, ``width`` and ``height`` words apart from row to row. With
-    ``MASKED`` the side in order is written up to row ``left``, the transposed one whole.
+    Pointers, ``cols`` and ``rows`` are as in :func:`quads_tile`. With ``MASKED`` the side in order
+    is written up to row ``left``, the transposed one whole.
     """
+    # Here rather than where they are used: there ptxas spilled more.
+    width = cols // 4
+    codes_at = _words_at(codes_ptr, width)
+    height = rows // 4
+    codes_t_at = _words_at(codes_t_ptr, height)
     line = tl.arange(0, 128)
     if ROWWISE:
         amax = _interleave(
@@ -329,11 +334,11 @@ def quads_tile(
     x1 = load_quads(at + step, 1, left, MASKED)
     x2 = load_quads(at + 2 * step, 2, left, MASKED)
     x3 = load_quads(at + 3 * step, 3, left, MASKED)
-    width = cols // 4
-    codes_at = words_at(codes_ptr, width)
-    height = rows // 4
-    codes_t_at = words_at(codes_t_ptr, height)
     if BLOCK:
+        width = cols // 4
+        codes_at = _words_at(codes_ptr, width)
+        height = rows // 4
+        codes_t_at = _words_at(codes_t_ptr, height)
         pairs = _of_four(
             _of_row(x0, NATIVE),
             _of_row(x1, NATIVE),
@@ -362,12 +367,12 @@ def quads_tile(
             x2,
             x3,
             left,
-            codes_at,
-            width,
+            codes_ptr,
             scale_inv_ptr,
-            codes_t_at,
-            height,
+            cols,
+            codes_t_ptr,
             scale_inv_t_ptr,
+            rows,
             ROWWISE,
             COLUMNWISE,
             MASKED and not PADDED,

@@ -21,7 +21,6 @@ from fp8rl.numerics.triton_quads import (
     load_quads,
     quads_at,
     quads_groups,
-    words_at,
 )
 from fp8rl.numerics.triton_two_way import Room, quantize_operand
 from fp8rl.recipe import ScaleFormat
@@ -176,20 +175,18 @@ def swiglu_quads(
     x1 = _swiglu_quad(at + step, up, 1, left, MASKED, NATIVE)
     x2 = _swiglu_quad(at + 2 * step, up, 2, left, MASKED, NATIVE)
     x3 = _swiglu_quad(at + 3 * step, up, 3, left, MASKED, NATIVE)
-    width = cols // 4
-    height = padded_rows // 4
     quads_groups(
         x0,
         x1,
         x2,
         x3,
         left,
-        words_at(codes_ptr + tile_row * 128 * cols + tile_col * 128, width),
-        width,
+        codes_ptr + tile_row * 128 * cols + tile_col * 128,
         scale_inv_ptr + tile_col * scale_stride + tile_row * 128,
-        words_at(codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128, height),
-        height,
+        cols,
+        codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128,
         scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128,
+        padded_rows,
         ROWWISE,
         COLUMNWISE,
         MASKED,
@@ -241,20 +238,18 @@ def grad_quads(
         x2 = _of_gate_quad(grad_at + 2 * up, at + 2 * step, up, 2, left, MASKED, NATIVE)
         x3 = _of_gate_quad(grad_at + 3 * up, at + 3 * step, up, 3, left, MASKED, NATIVE)
     tile_col += of_up * tile_cols
-    width = cols // 2  # words of a row of gate and up
-    height = padded_rows // 4
     quads_groups(
         x0,
         x1,
         x2,
         x3,
         left,
-        words_at(codes_ptr + tile_row * 256 * cols + tile_col * 128, width),
-        width,
+        codes_ptr + tile_row * 256 * cols + tile_col * 128,
         scale_inv_ptr + tile_col * scale_stride + tile_row * 128,
-        words_at(codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128, height),
-        height,
+        2 * cols,
+        codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128,
         scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128,
+        padded_rows,
         ROWWISE,
         COLUMNWISE,
         MASKED,
@@ -275,11 +270,7 @@ def quantize_swiglu(
     if not (rows and cols and cols % GROUP == 0 and has_quads(h)):
         return quantize_operand(reference.swiglu(h), scale_format, rowwise, columnwise)
     room = Room(h, (rows, cols), scale_format, rowwise, columnwise)
-    tile_cols = cols // GROUP
-    sizes = (rows, cols, h.stride(0), room.padded_rows, *room.strides, tile_cols)
-    constants = (*room.constants, not room.whole)
-    _launch(cdiv(rows, GROUP) * tile_cols, (h, *room.pointers, *sizes), constants)
-    return room.operand()
+    return _launched(_launch, (h,), h, room, cols)
 
 
 def quantize_swiglu_grad(
@@ -295,9 +286,15 @@ def quantize_swiglu_grad(
         of_h = reference.swiglu_grad(grad, h)
         return quantize_operand(of_h, scale_format, rowwise, columnwise)
     room = Room(h, (rows, 2 * cols), scale_format, rowwise, columnwise)
-    tile_cols = cols // GROUP
-    sizes = (rows, cols, h.stride(0), room.padded_rows, *room.strides, tile_cols)
-    constants = (*room.constants, not room.whole)
-    programs = cdiv(rows, GROUP) * tile_cols * 2
-    _launch_grad(programs, (grad, h, *room.pointers, *sizes), constants)
+    return _launched(_launch_grad, (grad, h), h, room, 2 * cols)
+
+
+def _launched(
+    launch: Launcher, sources: tuple[torch.Tensor, ...], h: torch.Tensor, room: Room, width: int
+) -> Operand:
+    """The operand, ``width`` columns wide, that a kernel makes of ``sources``."""
+    rows, cols = h.shape[0], h.shape[1] // 2
+    sizes = (rows, cols, h.stride(0), room.padded_rows, *room.strides, cols // GROUP)
+    programs = cdiv(rows, GROUP) * (width // GROUP)
+    launch(programs, (*sources, *room.pointers, *sizes), (*room.constants, not room.whole))
     return room.operand()
