@@ -42,6 +42,8 @@ CURVES = (
     "train/token_mult_prob_error",
     "train/gen_kl_error",
     "train/fp8rl/is_weight_ess",
+    "train/fp8rl/guard_level",
+    "train/fp8rl/step_skipped",
 )
 """Printed step by step."""
 SECONDS = (

@@ -18,27 +18,33 @@ if TYPE_CHECKING:
     from nemo_rl_ext.run import Run
 
 SEAMS: dict[str, tuple[str, ...]] = {
-    "nemo_rl.algorithms.grpo": ("config", "batch"),
+    "nemo_rl.algorithms.grpo": ("config", "batch", "fallback"),
     "nemo_rl.algorithms.loss.loss_functions": ("loss",),
     "nemo_rl.algorithms.ppo": ("config",),
     "nemo_rl.algorithms.single_controller_utils.config": ("config",),
     "nemo_rl.models.generation.vllm.vllm_backend": ("refit",),
-    "nemo_rl.models.generation.vllm.vllm_worker": ("self_calibration",),
+    "nemo_rl.models.generation.vllm.vllm_worker": ("rollout_engine",),
+    "nemo_rl.models.generation.vllm.vllm_worker_async": ("rollout_engine",),
     "nemo_rl.models.megatron.router_replay": ("kv_cache",),
     "nemo_rl.models.megatron.setup": ("megatron",),
     "nemo_rl.models.policy.lm_policy": ("skip_step",),
     "nemo_rl.models.policy.tq_policy": ("skip_step",),
     "nemo_rl.models.policy.workers.megatron_policy_worker": ("kv_scales",),
     "nemo_rl.utils.config": ("start",),
+    "nemo_rl.weight_sync.collective_weight_synchronizer": ("fallback",),
+    "nemo_rl.weight_sync.ipc_weight_synchronizer": ("fallback",),
 }
 """Upstream module -> the modules of :mod:`nemo_rl_ext.seams` that act on it."""
 
-WORKERS = (
+LATER = (
     "nemo_rl.models.generation.vllm.vllm_backend",
+    "nemo_rl.models.generation.vllm.vllm_worker_async",
     "nemo_rl.models.megatron.setup",
     "nemo_rl.models.policy.workers.megatron_policy_worker",
+    "nemo_rl.weight_sync.collective_weight_synchronizer",
+    "nemo_rl.weight_sync.ipc_weight_synchronizer",
 )
-"""Those that a driver never imports; it reads their source."""
+"""Those that a driver imports after its config is read, or never; it reads their source."""
 
 
 class Seams:
@@ -103,7 +109,7 @@ class Seams:
             UnsupportedError: a seam could not or will not go in, with the reason.
         """
         self.complete()
-        self._read_workers()
+        self._read_later()
         if not self.failures:
             return
         from fp8rl.errors import UnsupportedError
@@ -114,13 +120,13 @@ class Seams:
             "NeMo RL that docs/nemo_rl.md names, or remove the key."
         ) from error
 
-    def _read_workers(self) -> None:
+    def _read_later(self) -> None:
         package = sys.modules.get("nemo_rl")
         if package is None:
             return
         from nemo_rl_ext.seams.upstream import compare_source
 
-        for module in WORKERS:
+        for module in LATER:
             if module in sys.modules:
                 continue
             for seam in SEAMS[module]:

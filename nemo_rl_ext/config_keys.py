@@ -117,6 +117,7 @@ def read(config: Mapping[str, Any], driver: str) -> Keys | None:
         if LOSS not in blocks:
             raise RecipeError(f"'{LOSS}.{GUARD}' needs '{LOSS}.{BLOCK}'; set both or neither.")
         guard = GuardConfig.from_dict(sections[LOSS][GUARD], where=f"{LOSS}.{GUARD}")
+        _refuse_fixed_engines(guard, recipe, sections[VLLM])
     return Keys(recipe, tuple(f"{p}.{BLOCK}" for p in blocks), guard, tuple(notes))
 
 
@@ -185,6 +186,28 @@ def announce_kv_cache(policy: Mapping[str, Any]) -> None:
     recipe = Recipe.from_dict(block, where=f"{VLLM}.{BLOCK}")
     if _fp8_kv(recipe) and _sends_kv_scales(policy):
         vllm["kv_cache_dtype"] = "fp8"
+
+
+def rollouts_in_bf16(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM's engine like ``arguments``, with linears, experts and KV cache in BF16.
+
+    The plugin stays, for its refits: they refuse incomplete or NaN weights in BF16 as well.
+    """
+    more = dict(arguments["additional_config"])
+    more[BLOCK] = _bf16(more[BLOCK])
+    return {**arguments, "kv_cache_dtype": "auto", "additional_config": more}
+
+
+def announce_bf16(generation: dict[str, Any]) -> None:
+    """Write into a ``policy.generation`` section that its engines are in BF16 now; in place."""
+    vllm = generation["vllm_cfg"]
+    vllm[BLOCK] = _bf16(vllm[BLOCK])
+    vllm["kv_cache_dtype"] = "auto"
+    generation["vllm_kwargs"] = rollouts_in_bf16(generation["vllm_kwargs"])
+
+
+def _bf16(block: Mapping[str, Any]) -> dict[str, Any]:
+    return {**block, "rollout": False, "kv_cache": {**block["kv_cache"], "dtype": "auto"}}
 
 
 class _Merge:
@@ -440,6 +463,24 @@ def _refuse_unseen_batches(
                 f"'{LOSS}.force_on_policy_ratio' leaves out; set it to false, or set "
                 "'grpo.seq_logprob_error_threshold'."
             )
+
+
+def _refuse_fixed_engines(guard: GuardConfig, recipe: Recipe, vllm: Mapping[str, Any]) -> None:
+    """Engines that cannot be started anew inside their workers."""
+    if guard.fallback != "bf16" or not recipe.rollout:
+        return
+    reason = None
+    if vllm.get("expose_http_server"):
+        reason = f"'{VLLM}.expose_http_server' false: the server keeps the engine it began with"
+    elif vllm.get("expert_parallel_size", 1) > vllm.get("tensor_parallel_size", 1):
+        reason = (
+            f"'{VLLM}.expert_parallel_size' up to '{VLLM}.tensor_parallel_size': engines that "
+            "share experts cannot be started anew one by one"
+        )
+    if reason:
+        raise UnsupportedError(
+            f"'{LOSS}.{GUARD}.fallback' bf16 needs {reason}; or set it to stop, which ends the run."
+        )
 
 
 def _refuse_split_batches(recipe: Recipe, config: Mapping[str, Any], driver: str) -> None:

@@ -21,8 +21,8 @@ LOGGER = "nemo_rl.fp8rl"
 
 logger = logging.getLogger(LOGGER)
 
-Level = Literal["normal", "tight", "skip", "bf16"]
-LEVELS: tuple[Level, ...] = ("normal", "tight", "skip", "bf16")
+Level = Literal["normal", "tight", "skip", "bf16", "stop"]
+LEVELS: tuple[Level, ...] = ("normal", "tight", "skip", "bf16", "stop")
 Above = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
 
 
@@ -41,6 +41,9 @@ class GuardConfig(BaseModel):
     """Steps in a row below ``release_below``."""
     fallback_after: Annotated[int, Field(ge=1)] = 3
     """Skipped steps in a row after which rollouts go back to BF16."""
+    fallback: Literal["bf16", "stop"] = "bf16"
+    """``bf16``: the engines are started anew with BF16 linears and KV cache, and the run goes on;
+    ``stop``: the run ends."""
     geometric: Above = 1.05
     """While tight, a sequence stays if its geometric mean ratio is within this factor of 1."""
 
@@ -73,10 +76,13 @@ class MismatchGuard:
     """The guard's state over the steps of a run.
 
     It rises at once and falls only after ``release_after`` good steps in a row, so that it does not
-    flap around a bound; ``bf16`` is not left again in a run.
+    flap around a bound. ``bf16`` is the level of one step, the one after which rollouts are in BF16
+    for the rest of the run; where they are already, ``stop`` takes its place.
     """
 
     config: GuardConfig
+    bf16: bool = False
+    """Whether rollouts are in BF16, from the next refit on."""
     level: Level = "normal"
     good: int = 0
     skipped: int = 0
@@ -84,8 +90,7 @@ class MismatchGuard:
     def observe(self, error: float) -> Level:
         """The level for the step whose batch has this ``token_mult_prob_error``."""
         before = self.level
-        if before != "bf16":
-            self.level = self._next(error)
+        self.level = self._next(error)
         if self.level != before:
             logger.warning(
                 "fp8rl guard: %s -> %s: token_mult_prob_error is %.4f (tighten above %g, skip "
@@ -102,13 +107,21 @@ class MismatchGuard:
 
     def _next(self, error: float) -> Level:
         config = self.config
+        if self.level == "bf16":
+            self.skipped = 0  # rollouts in BF16 have a record of their own
         self.good = self.good + 1 if error < config.release_below else 0
         if not math.isfinite(error) or error > config.skip_above:
             self.skipped += 1
-            return "bf16" if self.skipped > config.fallback_after else "skip"
+            return "skip" if self.skipped <= config.fallback_after else self._give_fp8_up()
         self.skipped = 0
         if error > config.tighten_above:
             return "tight"
         if self.level == "normal" or self.good >= config.release_after:
             return "normal"
         return "tight"
+
+    def _give_fp8_up(self) -> Level:
+        if self.bf16 or self.config.fallback == "stop":
+            return "stop"
+        self.bf16 = True
+        return "bf16"

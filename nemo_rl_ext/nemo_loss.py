@@ -64,7 +64,9 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         self._corrector = resolve_corrector(settings.corrector)
         seams = install()
         if seams.run is None or seams.run.settings != settings:
-            guard = None if self.guard is None else MismatchGuard(self.guard)
+            guard = None
+            if self.guard is not None:
+                guard = MismatchGuard(self.guard, bf16=not self.recipe.rollout)
             seams.run = Run(settings, guard, masks_to_skip=self.driver == "single_controller")
 
     def __call__(

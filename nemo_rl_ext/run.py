@@ -37,6 +37,8 @@ class Run:
     masks_to_skip: bool = False
     skips: bool = False
     """Whether the step of the last batch is to be left out, in every pass over it."""
+    fallback_due: bool = False
+    """Whether the engines are to be started anew in BF16 before the next refit."""
 
     def __post_init__(self) -> None:
         self._plugins = PluginManager()
@@ -57,7 +59,7 @@ class Run:
 
         Raises:
             BatchError: a counted logprob is NaN.
-            UnsupportedError: the guard gives FP8 rollouts up.
+            UnsupportedError: the guard ends the run.
         """
         token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
         self.skips = False
@@ -72,14 +74,10 @@ class Run:
         if self.guard is not None:
             level = self.guard.observe(metrics["token_mult_prob_error"])
             metrics["guard_level"] = float(LEVELS.index(level))
-            if level == "bf16":
-                raise UnsupportedError(
-                    "The guard gives FP8 rollouts up: token_mult_prob_error was above "
-                    f"loss_fn.fp8rl_guard.skip_above={self.guard.config.skip_above} for "
-                    f"{self.guard.skipped} steps in a row; resume the last checkpoint with "
-                    "rollout=false in the fp8rl block and "
-                    "policy.generation.vllm_cfg.precision=bfloat16."
-                )
+            metrics["guard_bf16_rollouts"] = float(self.guard.bf16)
+            if level == "stop":
+                raise UnsupportedError(self._why_stop(self.guard))
+            self.fallback_due = self.fallback_due or level == "bf16"
             if level == "tight":
                 bound = self.guard.config.geometric
                 tight = Rejection(level="geometric", low=1 / bound, high=bound)
@@ -87,7 +85,7 @@ class Run:
                 extra = self._loss(settings).correct(rollout, trainer, result.mask)
                 result = extra if extra.mask.any() else result
                 metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
-            skip = level == "skip"
+            skip = level in ("skip", "bf16")
         kept = result.mask
         if not kept.any():
             logger.warning("fp8rl: every token of the batch was rejected; the step is left out.")
@@ -100,6 +98,23 @@ class Run:
         metrics["step_skipped"] = float(skip)
         self._write(train_data, kept, result.weights)
         return {f"fp8rl/{name}": float(value) for name, value in metrics.items()}
+
+    @staticmethod
+    def _why_stop(guard: MismatchGuard) -> str:
+        what = (
+            f"token_mult_prob_error was above loss_fn.fp8rl_guard.skip_above="
+            f"{guard.config.skip_above} for {guard.skipped} steps in a row"
+        )
+        if guard.bf16:
+            return (
+                f"The guard ends the run: {what} with rollouts in BF16, so FP8 rollouts are not "
+                "what sets the engines apart; compare their logprobs of one batch."
+            )
+        return (
+            f"The guard gives FP8 rollouts up: {what}; resume the last checkpoint with "
+            "rollout=false in the fp8rl block and policy.generation.vllm_cfg.precision=bfloat16, "
+            "or with loss_fn.fp8rl_guard.fallback=bf16."
+        )
 
     def _loss(self, settings: ImportanceSampling) -> GRPOLoss:
         return GRPOLoss(GRPOConfig(), settings, self._plugins)

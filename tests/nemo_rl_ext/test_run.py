@@ -8,7 +8,7 @@ import torch
 from fp8rl.errors import BatchError, RecipeError, UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext import correct
-from nemo_rl_ext.guard import GuardConfig, MismatchGuard
+from nemo_rl_ext.guard import LEVELS, GuardConfig, MismatchGuard
 from nemo_rl_ext.run import WEIGHTS, Run
 
 
@@ -83,10 +83,27 @@ def test_the_guard_rises_at_once_and_falls_after_good_steps_in_a_row() -> None:
     assert seen == ["normal", "tight", "tight", "tight", "tight", "normal", "normal"]
 
 
-def test_the_guard_gives_up_after_skips_in_a_row() -> None:
-    guard = MismatchGuard(GuardConfig(fallback_after=2))
-    seen = [guard.observe(e) for e in (1.6, 1.6, 1.2, 1.6, float("inf"), 1.6, 1.0)]
-    assert seen == ["skip", "skip", "tight", "skip", "skip", "bf16", "bf16"]
+def test_the_guard_gives_fp8_up_after_skips_in_a_row_and_then_bf16() -> None:
+    guard = MismatchGuard(GuardConfig(fallback_after=2, release_after=2))
+    seen = [guard.observe(e) for e in (1.6, 1.6, 1.2, 1.6, float("inf"))]
+    assert seen == ["skip", "skip", "tight", "skip", "skip"]
+    assert not guard.bf16
+    assert guard.observe(1.6) == "bf16"
+    assert guard.bf16
+    seen = [guard.observe(e) for e in (1.0, 1.0, 1.6, 1.6, 1.6)]
+    assert seen == ["tight", "normal", "skip", "skip", "stop"]
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        MismatchGuard(GuardConfig(fallback_after=1, fallback="stop")),
+        MismatchGuard(GuardConfig(fallback_after=1), bf16=True),
+    ],
+    ids=["as configured", "nothing to fall back from"],
+)
+def test_the_guard_stops_where_it_cannot_fall_back(guard: MismatchGuard) -> None:
+    assert [guard.observe(2.0) for _ in range(2)] == ["skip", "stop"]
 
 
 def test_each_change_of_the_guard_is_logged_with_its_reason(
@@ -104,12 +121,33 @@ def test_a_tight_step_rejects_what_is_far_off() -> None:
     assert data["sample_mask"].tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
-def test_a_step_far_off_is_left_out_and_then_the_run_ends() -> None:
+def test_a_step_far_off_is_left_out_and_then_rollouts_are_due_in_bf16() -> None:
     run = Run(ImportanceSampling(), MismatchGuard(GuardConfig(fallback_after=1)))
     assert run.correct(batch([1.0]))["fp8rl/step_skipped"] == 1.0
     assert run.skips
+    assert not run.fallback_due
+    metrics = run.correct(batch([1.0]))
+    assert metrics["fp8rl/guard_level"] == LEVELS.index("bf16")
+    assert metrics["fp8rl/guard_bf16_rollouts"] == 1.0
+    assert run.skips
+    assert run.fallback_due
+
+    run.fallback_due = False  # as the seam does once the engines have started
+    metrics = run.correct(batch([0.0]))
+    assert (metrics["fp8rl/step_skipped"], run.skips, run.fallback_due) == (0.0, False, False)
+    assert metrics["fp8rl/guard_bf16_rollouts"] == 1.0
+    run.correct(batch([1.0]))
+    with pytest.raises(UnsupportedError, match="with rollouts in BF16, so FP8 rollouts are not"):
+        run.correct(batch([1.0]))
+
+
+def test_a_guard_that_may_not_fall_back_ends_the_run() -> None:
+    config = GuardConfig(fallback_after=1, fallback="stop")
+    run = Run(ImportanceSampling(), MismatchGuard(config))
+    run.correct(batch([1.0]))
     with pytest.raises(UnsupportedError, match="rollout=false in the fp8rl block"):
         run.correct(batch([1.0]))
+    assert not run.fallback_due
 
 
 def test_the_guards_settings_are_checked() -> None:

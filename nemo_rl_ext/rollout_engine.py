@@ -1,0 +1,178 @@
+"""`RolloutEngine`: the engine of one of NeMo RL's vLLM workers, and its new start in BF16.
+
+vLLM fixes a model's quantization when it builds it, so BF16 rollouts in the middle of a run need
+another engine. It is made inside the worker that had the first: whoever holds the worker's handle
+(driver, trajectory collector, rollout actors) goes on using it.
+
+The functions at the end run in a worker through Ray's ``__ray_call__``: the actor class is older
+than our hooks and has no methods of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import wrapt
+
+from nemo_rl_ext.config_keys import rollouts_in_bf16
+from nemo_rl_ext.guard import LOGGER
+from nemo_rl_ext.rollout import has_fp8_kv, is_ours
+
+logger = logging.getLogger(LOGGER)
+
+_ATTRIBUTE = "fp8rl_engine"
+
+
+class GatedLLM(wrapt.ObjectProxy):
+    """An ``AsyncLLM`` whose new requests wait while its engine is being replaced.
+
+    It counts those that run, and outlives the engine behind it. All of it belongs to the event loop
+    of the worker.
+
+    Args:
+        llm: the first engine.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm)
+        # wrapt keeps attributes of this prefix to itself.
+        self._self_open = asyncio.Event()
+        self._self_open.set()
+        self._self_running = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return int(self._self_running)
+
+    def close(self) -> None:
+        """Let new requests wait."""
+        self._self_open.clear()
+
+    def open(self, llm: Any) -> None:
+        """Let all that wait go on with ``llm``."""
+        self.__wrapped__ = llm
+        self._self_open.set()
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """``AsyncLLM.generate``, behind the gate."""
+        await self._self_open.wait()
+        self._self_running += 1
+        try:
+            async for output in self.__wrapped__.generate(*args, **kwargs):
+                yield output
+        finally:
+            self._self_running -= 1
+
+
+class RolloutEngine:
+    """What a worker needs to know of the engine that it made with ``quantization="fp8rl"``.
+
+    Args:
+        worker: a ``VllmGenerationWorkerImpl`` or ``VllmAsyncGenerationWorkerImpl``; its ``llm`` is
+            put behind a :class:`GatedLLM` where it is asynchronous.
+        create: upstream's ``_create_engine``.
+        arguments: that upstream gave vLLM.
+    """
+
+    def __init__(
+        self, worker: Any, create: Callable[[Any, dict[str, Any]], None], arguments: dict[str, Any]
+    ) -> None:
+        self._worker = worker
+        self._create = create
+        self._arguments = arguments
+        self.gate: GatedLLM | None = None
+        if worker.cfg["vllm_cfg"]["async_engine"]:
+            worker.llm = self.gate = GatedLLM(worker.llm)
+
+    def restart_in_bf16(self) -> None:
+        """End the engine and start one whose linears, experts and KV cache are in BF16.
+
+        It has no weights yet. New requests of an asynchronous engine wait; none must run.
+
+        Raises:
+            RuntimeError: requests are still running; the engine serves on.
+        """
+        if self.gate is None:
+            stop_in_process(self._worker.llm)
+        elif self.gate.running:
+            raise RuntimeError(f"{self.gate.running} requests are still running in this engine.")
+        else:
+            self.gate.shutdown()
+        self._worker.llm = None
+        free_memory()
+        # One thread of upstream's logs the metrics of whatever engine this process has.
+        self._worker._start_vllm_metrics_logger = lambda: None
+        self._create(self._worker, rollouts_in_bf16(self._arguments))
+        if self.gate is not None:
+            self.gate.open(self._worker.llm)
+            self._worker.llm = self.gate
+
+
+def create_engine(
+    worker: Any, create: Callable[[Any, dict[str, Any]], None], arguments: dict[str, Any]
+) -> None:
+    """A worker's ``_create_engine``, and what fp8rl adds to an engine of its own.
+
+    An engine that needs KV scales and runs synchronously calibrates itself where a refit brings
+    none (:class:`~nemo_rl_ext.self_calibration.CalibratingLLM`).
+    """
+    kept = copy.deepcopy(arguments)  # upstream turns some of them into objects in place
+    create(worker, arguments)
+    asynchronous = worker.cfg["vllm_cfg"]["async_engine"]
+    config = worker.llm.vllm_config if asynchronous else worker.llm.llm_engine.vllm_config
+    if not is_ours(config):
+        return
+    setattr(worker, _ATTRIBUTE, RolloutEngine(worker, create, kept))
+    if has_fp8_kv(config) and not asynchronous:
+        from nemo_rl_ext.self_calibration import CalibratingLLM
+
+        worker.llm = CalibratingLLM(worker.llm)
+
+
+def stop_in_process(llm: Any) -> None:
+    """End a synchronous ``LLM`` whose engine lives in this process.
+
+    Its memory is free once the caller has dropped it and called :func:`free_memory`.
+    """
+    if llm.llm_engine.is_sleeping():
+        llm.wake_up()  # vLLM's allocator frees only memory that is mapped
+    llm.collective_rpc("cleanup")  # NeMo RL's: closes the sockets of refits
+    llm.llm_engine.engine_core.shutdown()
+
+
+def free_memory() -> None:
+    """Give back what an engine that has ended held in this process, groups of ranks included."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def hold(worker: Any) -> None:
+    """Let new requests to an asynchronous engine wait."""
+    engine = getattr(worker, _ATTRIBUTE, None)
+    if engine is not None and engine.gate is not None:
+        engine.gate.close()
+
+
+def running(worker: Any) -> int:
+    """Requests that an asynchronous engine has not finished."""
+    engine = getattr(worker, _ATTRIBUTE, None)
+    return 0 if engine is None or engine.gate is None else int(engine.gate.running)
+
+
+def restart_in_bf16(worker: Any) -> float | None:
+    """:meth:`RolloutEngine.restart_in_bf16` of a worker; seconds, None where it has no engine."""
+    engine = getattr(worker, _ATTRIBUTE, None)
+    if engine is None:
+        return None
+    started = time.perf_counter()
+    engine.restart_in_bf16()
+    return time.perf_counter() - started

@@ -1,0 +1,99 @@
+"""Run by test_rollout_engine.py in a process of its own: a real AsyncLLM is made again in BF16.
+
+Arguments: folder with checkpoint ``a``. Prints one JSON object on its last line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
+from live_engine import start_engine as start_engine  # sets what vLLM reads at import
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from nemo_rl_ext.rollout_engine import create_engine, hold, restart_in_bf16, running
+
+LONG, SHORT = [7, 8, 9], [5, 6, 7, 8]
+LENGTH = 200
+
+
+class Worker:
+    """What of NeMo RL's asynchronous vLLM worker is asked for."""
+
+    def __init__(self) -> None:
+        self.cfg = {"vllm_cfg": {"async_engine": True}}
+        self.llm: Any = None
+        self.requests = 0
+
+    async def generate(self, prompt: list[int], tokens: int) -> list[int]:
+        from vllm import SamplingParams
+
+        self.requests += 1
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        last: list[int] = []
+        async for output in self.llm.generate(
+            {"prompt_token_ids": prompt}, parameters, str(self.requests)
+        ):
+            last = list(output.outputs[0].token_ids)
+        return last
+
+
+def create(worker: Worker, arguments: dict[str, Any]) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    worker.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+async def main(root: Path) -> dict[str, Any]:
+    worker = Worker()
+    arguments = {
+        "model": str(root / "a"),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 32 << 20,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        **vllm_fp8rl.engine_args(Recipe.from_dict({"kv_cache": {"dtype": "auto"}})),
+    }
+    create_engine(worker, create, arguments)
+    first = worker.llm
+    found: dict[str, Any] = {"short": await worker.generate(SHORT, 12)}
+    long = asyncio.ensure_future(worker.generate(LONG, LENGTH))
+    while not running(worker):
+        await asyncio.sleep(0.001)
+    hold(worker)
+    waiting = asyncio.ensure_future(worker.generate(SHORT, 12))
+    await asyncio.sleep(0.05)
+    found["running"] = running(worker)
+    try:
+        restart_in_bf16(worker)
+    except RuntimeError as error:
+        found["error"] = str(error)
+    found["long"] = await long
+    found["waits"] = [running(worker), waiting.done()]
+    seconds = restart_in_bf16(worker)
+    found["seconds"] = seconds
+    found["waited"] = await waiting
+    found["same"] = worker.llm is first
+    found["after"] = await worker.generate(LONG, LENGTH)
+    found["dtype"] = str(worker.llm.vllm_config.cache_config.cache_dtype)
+    worker.llm.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main(Path(sys.argv[1])))))  # noqa: T201

@@ -1,0 +1,136 @@
+"""Engines that start anew in BF16 inside their workers: real vLLM on a CPU."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
+from live_engine import Engine, found_by, load_tensors, make_checkpoint, start_engine
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from fp8rl.errors import RefitError
+from nemo_rl_ext.rollout import FencedSession
+from nemo_rl_ext.rollout_engine import create_engine, hold, restart_in_bf16, running
+from nemo_rl_ext.self_calibration import CalibratingLLM
+
+SCRIPT = Path(__file__).with_name("rollout_engine_cases.py")
+PROMPTS = [[(31 * i + 7 * j * j) % 500 + 5 for j in range(20 + 9 * i)] for i in range(3)]
+LONG, SHORT = [7, 8, 9], [5, 6, 7, 8]
+LENGTH = 200
+RECIPE = Recipe()
+UNQUANTIZED_CACHE = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
+
+
+class Closing:
+    """What NeMo RL's extension of vLLM's worker is asked for."""
+
+    closed = 0
+
+    def cleanup(self) -> None:
+        Closing.closed += 1
+
+
+def create(worker: Any, arguments: dict[str, Any]) -> None:
+    from vllm import LLM
+
+    worker.llm = LLM(**arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoint(folder / "a", 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(folder: Path) -> dict[str, Any]:
+    """What vLLM says without fp8rl, and with its FP8 linears."""
+    said: dict[str, Any] = {}
+    kinds: dict[str, dict[str, Any]] = {"bf16": {"quantization": None}, "fp8": {}}
+    for name, changes in kinds.items():
+        engine = start_engine(folder / "a", UNQUANTIZED_CACHE, **changes)
+        said[f"{name}_long"] = engine.greedy([LONG], LENGTH)[0]
+        said[f"{name}_short"] = engine.greedy([SHORT])[0]
+        said[name] = engine.greedy(PROMPTS)
+        engine.llm.llm_engine.engine_core.shutdown()
+    return said
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path) -> Iterator[Any]:
+    made = SimpleNamespace(cfg={"vllm_cfg": {"async_engine": False}}, llm=None)
+    arguments = {
+        "model": str(folder / "a"),
+        "load_format": "dummy",
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 32 << 20,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        "worker_extension_cls": f"{Closing.__module__}.{Closing.__name__}",
+        **vllm_fp8rl.engine_args(RECIPE),
+    }
+    create_engine(made, create, arguments)
+    yield made
+    made.llm.llm_engine.engine_core.shutdown()
+
+
+def refit(engine: Engine, path: Path, leave_out: str = "") -> None:
+    session = FencedSession(engine.model, False)
+    with session:
+        session.load([(n, t) for n, t in load_tensors(path).items() if n != leave_out])
+        session.finish()
+
+
+def test_a_synchronous_engine(worker: Any, folder: Path, truth: dict[str, Any]) -> None:
+    assert isinstance(worker.llm, CalibratingLLM)
+    hold(worker)  # nothing waits: the driver asks for one thing at a time
+    assert running(worker) == 0
+    first = weakref.ref(Engine(worker.llm, RECIPE).model)
+
+    assert restart_in_bf16(worker) > 0
+    assert Closing.closed == 1
+    assert first() is None, "the first engine's model is still in memory"
+    config = worker.llm.llm_engine.vllm_config
+    assert config.cache_config.cache_dtype in ("auto", "float32")
+    assert not isinstance(worker.llm, CalibratingLLM)
+
+    engine = Engine(worker.llm, RECIPE)
+    with pytest.raises(RefitError, match=r"model\.norm\.weight"):
+        refit(engine, folder / "a", leave_out="model.norm.weight")
+    refit(engine, folder / "a")
+    assert engine.greedy(PROMPTS) == truth["bf16"]
+
+
+def test_an_asynchronous_engine(folder: Path, truth: dict[str, Any]) -> None:
+    found = found_by(SCRIPT, folder, timeout=240)
+    assert found["short"] == truth["fp8_short"]
+    assert found["running"] == 1  # the one that waits is not counted
+    assert found["error"] == "1 requests are still running in this engine."
+    assert found["long"] == truth["fp8_long"]
+    assert found["waits"] == [0, False]
+    assert found["seconds"] > 0
+    assert found["same"] is True
+    assert found["waited"] == truth["bf16_short"]
+    assert found["after"] == truth["bf16_long"]
+    assert truth["bf16_long"] != truth["fp8_long"], "the checkpoint cannot tell FP8 from BF16"
+    assert found["dtype"] in ("auto", "float32")
+
+
+def test_a_worker_without_an_engine_of_ours_is_left_alone() -> None:
+    other = SimpleNamespace(llm=None)
+    hold(other)
+    assert running(other) == 0
+    assert restart_in_bf16(other) is None
