@@ -14,6 +14,7 @@ import asyncio
 import copy
 import gc
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -87,6 +88,7 @@ class RolloutEngine:
         self._worker = worker
         self._create = create
         self._arguments = arguments
+        self._retired: Any = None
         self.gate: GatedLLM | None = None
         if worker.cfg["vllm_cfg"]["async_engine"]:
             worker.llm = self.gate = GatedLLM(worker.llm)
@@ -100,7 +102,7 @@ class RolloutEngine:
             RuntimeError: requests are still running; the engine serves on.
         """
         if self.gate is None:
-            stop_in_process(self._worker.llm)
+            self._end(self._worker.llm)
         elif self.gate.running:
             raise RuntimeError(f"{self.gate.running} requests are still running in this engine.")
         else:
@@ -113,6 +115,25 @@ class RolloutEngine:
         if self.gate is not None:
             self.gate.open(self._worker.llm)
             self._worker.llm = self.gate
+
+    def _end(self, llm: Any) -> None:
+        """End a synchronous ``LLM``.
+
+        One whose model lives in this process is put to sleep for good, its weights and KV cache
+        discarded, and the next gets a process of its own: vLLM's memory pools cannot be given back
+        while anything refers to them, and allow one engine a process.
+        """
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        if llm.llm_engine.is_sleeping():
+            llm.wake_up()  # level 1 would keep a copy of the weights in the host's memory
+        llm.collective_rpc("cleanup")  # NeMo RL's: closes the sockets of refits
+        if isinstance(getattr(llm.llm_engine, "model_executor", None), UniProcExecutor):
+            llm.sleep(level=2)
+            self._retired = llm
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        else:
+            llm.llm_engine.engine_core.shutdown()
 
 
 def create_engine(
@@ -136,19 +157,11 @@ def create_engine(
         worker.llm = CalibratingLLM(worker.llm)
 
 
-def stop_in_process(llm: Any) -> None:
-    """End a synchronous ``LLM`` whose engine lives in this process.
-
-    Its memory is free once the caller has dropped it and called :func:`free_memory`.
-    """
-    if llm.llm_engine.is_sleeping():
-        llm.wake_up()  # vLLM's allocator frees only memory that is mapped
-    llm.collective_rpc("cleanup")  # NeMo RL's: closes the sockets of refits
-    llm.llm_engine.engine_core.shutdown()
-
-
 def free_memory() -> None:
-    """Give back what an engine that has ended held in this process, groups of ranks included."""
+    """Give back what an engine that has ended held in this process, groups of ranks included.
+
+    vLLM reads its environment anew after it.
+    """
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     gc.collect()

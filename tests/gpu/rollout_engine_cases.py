@@ -1,0 +1,70 @@
+"""The guard's fallback with sleep mode and captured graphs; run by test_rollout_engine.py.
+
+In a process of its own: vLLM's allocator serves one engine a process.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from gpu_engine import QUICK, GpuEngine, make_checkpoints, start_engine
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from nemo_rl_ext.rollout_engine import create_engine, restart_in_bf16
+
+RECIPE = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
+
+
+class Closing:
+    """What NeMo RL's extension of vLLM's worker is asked for."""
+
+    def cleanup(self) -> None: ...
+
+
+class Worker(SimpleNamespace):
+    """What of NeMo RL's synchronous vLLM worker is asked for."""
+
+    cfg: Any = {"vllm_cfg": {"async_engine": False}}
+
+
+def main() -> None:
+    free: list[int] = []
+
+    def create(worker: Worker, arguments: dict[str, Any]) -> None:
+        torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info()[0])
+        worker.llm = start_engine(path, RECIPE, **arguments).llm
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_checkpoints(Path(folder))["a"]
+        worker = Worker(llm=None)
+        arguments = {
+            **vllm_fp8rl.engine_args(RECIPE),
+            "enable_sleep_mode": True,
+            "worker_extension_cls": f"{Path(__file__).stem}.{Closing.__name__}",
+            **QUICK,
+        }
+        create_engine(worker, create, arguments)
+        quantized = GpuEngine(worker.llm, RECIPE).greedy()
+        worker.llm.sleep(level=1)
+        seconds = restart_in_bf16(worker)
+        worker.llm.sleep(level=1)
+        worker.llm.wake_up()
+        unquantized = GpuEngine(worker.llm, RECIPE).greedy()
+        kept = (free[0] - free[1]) / 2**20
+        sys.stdout.write(f"{seconds:.1f} s; the first engine keeps {kept:.0f} MiB\n")
+        stock = start_engine(path, RECIPE, quantization=None, **QUICK)
+        assert unquantized == stock.greedy()
+        assert unquantized != quantized, "the checkpoint cannot tell FP8 from BF16"
+        assert kept < 2048, "weights or KV cache of the first engine are still on the GPU"
+    sys.stdout.write("passed\n")
+
+
+if __name__ == "__main__":
+    main()

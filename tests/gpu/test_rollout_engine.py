@@ -1,0 +1,23 @@
+"""A sleeping synchronous engine makes room for one in BF16, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+
+CASES = Path(__file__).parent / "rollout_engine_cases.py"
+
+
+def test_bf16_takes_the_place_of_a_sleeping_fp8_engine() -> None:
+    done = subprocess.run([sys.executable, str(CASES)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    print(done.stdout[-200:])  # noqa: T201 - memory and seconds, with -rP
+    assert done.stdout.rstrip().endswith("passed")
