@@ -19,17 +19,18 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedP
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
 from nemo_rl.utils import config as nemo_config
+from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
 from sources import ROOT, source
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
-from nemo_rl_ext import GRPOConfig, GRPOLoss
+from nemo_rl_ext import GRPOConfig, GRPOLoss, fallback
 from nemo_rl_ext.activation import SEAMS, install
 from nemo_rl_ext.config_keys import announce_kv_cache
 from nemo_rl_ext.nemo_loss import CorrectedPGLossFn
-from nemo_rl_ext.run import WEIGHTS
+from nemo_rl_ext.run import WEIGHTS, Run
 from nemo_rl_ext.seams import kv_scales
 
 seams = install()
@@ -365,6 +366,56 @@ def test_a_skipped_step_runs_without_the_optimizer_in_every_epoch() -> None:
 
 
 # --- names ---
+
+
+class Reached(Exception):
+    """Upstream's own refit has begun."""
+
+
+class Side:
+    """A policy or a generation, of which upstream's refit gets nothing."""
+
+    cfg: dict[str, Any] = {}
+    weight_synchronizer = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise Reached(name)
+
+
+@pytest.mark.parametrize("way", ["grpo", "ipc", "collective"])
+def test_engines_start_anew_before_the_refit_where_that_is_due(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, generation = Side(), Side()
+    synchronizer = create_weight_synchronizer(
+        policy,
+        generation,
+        "vllm",
+        colocated=way == "ipc",
+        train_cluster=object(),
+        inference_cluster=object(),
+    )
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(fallback, "fall_back", lambda *sides: started.append(sides))
+    run = Run(Recipe().importance_sampling)
+    monkeypatch.setattr(seams, "run", run)
+
+    def refit() -> None:
+        with pytest.raises(Reached):
+            if way == "grpo":
+                grpo.refit_policy_generation(policy, generation, colocated_inference=True)
+            else:
+                synchronizer.sync_weights()
+
+    refit()
+    assert not started
+    run.fallback_due = True
+    refit()
+    refit()
+    assert started == [
+        (policy, generation) if way == "grpo" else (policy, generation, synchronizer)
+    ]
+    assert not run.fallback_due
 
 
 def test_kv_scales_have_upstreams_names() -> None:

@@ -58,12 +58,11 @@ def main() -> None:
         worker.llm.wake_up()
         unquantized = GpuEngine(worker.llm, RECIPE).greedy()
         kept = (free[0] - free[1]) / 2**20
-        sys.stdout.write(f"{seconds:.1f} s; the first engine keeps {kept:.0f} MiB\n")
         stock = start_engine(path, RECIPE, quantization=None, **QUICK)
         assert unquantized == stock.greedy()
         assert unquantized != quantized, "the checkpoint cannot tell FP8 from BF16"
         assert kept < 2048, "weights or KV cache of the first engine are still on the GPU"
-    sys.stdout.write("passed\n")
+    sys.stdout.write(f"passed: {seconds:.1f} s; the first engine keeps {kept:.0f} MiB\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,14 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext.config_keys import KV_BACKENDS, announce_kv_cache, prepare, read
+from nemo_rl_ext.config_keys import (
+    KV_BACKENDS,
+    announce_bf16,
+    announce_kv_cache,
+    prepare,
+    read,
+    rollouts_in_bf16,
+)
 
 
 def config(block: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -299,6 +306,23 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Fp8RLError], str]] = [
     ),
     ({}, {"fp8rl_guard": {}}, RecipeError, "'fp8rl_guard' has no effect"),
     (
+        {"kv_cache": {"dtype": "auto"}},
+        {
+            VLLM + "async_engine": True,
+            VLLM + "expose_http_server": True,
+            "loss_fn__fp8rl_guard": {},
+        },
+        UnsupportedError,
+        "'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expose_http_server'",
+    ),
+    (
+        {},
+        {VLLM + "expert_parallel_size": 2, "loss_fn__fp8rl_guard": {"fallback": "bf16"}},
+        UnsupportedError,
+        "'loss_fn.fp8rl_guard.fallback' bf16 needs "
+        "'policy.generation.vllm_cfg.expert_parallel_size'",
+    ),
+    (
         {},
         {MEGATRON + "fp8rl": None, MEGATRON + "pipeline_model_parallel_size": 2},
         UnsupportedError,
@@ -524,3 +548,52 @@ def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
 
     for name in KV_BACKENDS:
         check_backend(name, CompilationConfig(cudagraph_mode="NONE"))
+
+
+@pytest.mark.parametrize(
+    ("block", "guard"),
+    [({}, {"fallback": "stop"}), ({"rollout": False, "kv_cache": {"dtype": "auto"}}, {})],
+    ids=["ends the run", "nothing to fall back from"],
+)
+def test_engines_that_cannot_start_anew_are_no_hindrance(
+    block: dict[str, Any], guard: dict[str, Any]
+) -> None:
+    value = config(block, **{VLLM + "expert_parallel_size": 2, "loss_fn__fp8rl_guard": guard})
+    assert read(value, "grpo") is not None
+
+
+def test_what_bf16_engines_are_started_with() -> None:
+    """The merged recipe stays but for its rollouts; nothing else of the arguments changes."""
+    block = Recipe.from_dict({"pins": {"layers": [1]}}).to_dict()
+    arguments = {
+        "quantization": "fp8rl",
+        "kv_cache_dtype": "fp8_e4m3",
+        "additional_config": {"fp8rl": block, "other": 1},
+        "seed": 3,
+    }
+    before = copy.deepcopy(arguments)
+    changed = rollouts_in_bf16(arguments)
+    assert arguments == before
+    recipe = Recipe.from_dict(changed["additional_config"]["fp8rl"])
+    assert (recipe.rollout, recipe.kv_cache.dtype, recipe.training) == (False, "auto", True)
+    assert recipe.pins == Recipe.from_dict(block).pins
+    assert changed["additional_config"]["other"] == 1
+    assert {**arguments, "kv_cache_dtype": "auto", "additional_config": None} == {
+        **changed,
+        "additional_config": None,
+    }
+
+
+def test_driver_and_trainer_stop_sending_kv_scales() -> None:
+    value = config({"kv_cache": {"dtype": "fp8_e4m3"}})
+    made = master(value)
+    prepare(made, "grpo", lambda key: None)
+    announce_kv_cache(made.policy)
+    generation = made.policy["generation"]
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == "fp8"
+    announce_bf16(generation)
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"
+    assert generation["vllm_cfg"]["fp8rl"]["rollout"] is False
+    assert generation["vllm_kwargs"]["kv_cache_dtype"] == "auto"
+    announce_kv_cache(made.policy)  # what a worker asks again
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"
