@@ -13,6 +13,7 @@ full path.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ BLOCK = "fp8rl"
 GUARD = "fp8rl_guard"
 DRIVER = "fp8rl_driver"
 """Written into ``loss_fn``: which loop calls, for the process that corrects batches."""
+MAX_AGE = "fp8rl_max_age"
+"""Written beside it: steps by which sequences may be older than the engines' last weights."""
 
 QUANTIZATION = "fp8rl"
 """``vllm_fp8rl.NAME``; this package must not import an engine's to read a config."""
@@ -117,7 +120,7 @@ def read(config: Mapping[str, Any], driver: str) -> Keys | None:
         if LOSS not in blocks:
             raise RecipeError(f"'{LOSS}.{GUARD}' needs '{LOSS}.{BLOCK}'; set both or neither.")
         guard = GuardConfig.from_dict(sections[LOSS][GUARD], where=f"{LOSS}.{GUARD}")
-        _refuse_fixed_engines(guard, recipe, sections[VLLM])
+        _refuse_fixed_engines(guard, recipe, config, sections[VLLM])
     return Keys(recipe, tuple(f"{p}.{BLOCK}" for p in blocks), guard, tuple(notes))
 
 
@@ -169,6 +172,9 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
     if f"{LOSS}.{BLOCK}" in keys.places:
         setattr(config.loss_fn, BLOCK, block)
         setattr(config.loss_fn, DRIVER, driver)
+        setattr(config.loss_fn, MAX_AGE, _max_age(_plain(config), driver))
+        if driver == "single_controller" and _drops_sequences(keys):
+            _take_masks_back(config.grpo)
     logger.info("fp8rl: recipe of this run: %s", block)
     for note in keys.notes:
         logger.warning("fp8rl: %s", note)
@@ -194,20 +200,42 @@ def rollouts_in_bf16(arguments: Mapping[str, Any]) -> dict[str, Any]:
     The plugin stays, for its refits: they refuse incomplete or NaN weights in BF16 as well.
     """
     more = dict(arguments["additional_config"])
-    more[BLOCK] = _bf16(more[BLOCK])
+    block = more[BLOCK]
+    more[BLOCK] = {**block, "rollout": False, "kv_cache": {**block["kv_cache"], "dtype": "auto"}}
     return {**arguments, "kv_cache_dtype": "auto", "additional_config": more}
 
 
-def announce_bf16(generation: dict[str, Any]) -> None:
-    """Write into a ``policy.generation`` section that its engines are in BF16 now; in place."""
-    vllm = generation["vllm_cfg"]
-    vllm[BLOCK] = _bf16(vllm[BLOCK])
-    vllm["kv_cache_dtype"] = "auto"
-    generation["vllm_kwargs"] = rollouts_in_bf16(generation["vllm_kwargs"])
+def withdraw_kv_cache(policy: Mapping[str, Any]) -> None:
+    """Take :func:`announce_kv_cache` back: engines in BF16 take no KV scales.
+
+    The block stays as it is, so that a run begun from the config that checkpoints keep is the same.
+    """
+    policy["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
 
 
-def _bf16(block: Mapping[str, Any]) -> dict[str, Any]:
-    return {**block, "rollout": False, "kv_cache": {**block["kv_cache"], "dtype": "auto"}}
+def _drops_sequences(keys: Keys) -> bool:
+    settings = keys.recipe.importance_sampling
+    return bool(settings.rejection or settings.token_veto or keys.guard)
+
+
+def _take_masks_back(grpo: Any) -> None:
+    """The single controller does so, after the batch hook, only where upstream's threshold is set.
+
+    An infinite one masks nothing by itself.
+    """
+    if grpo.seq_logprob_error_threshold is None:
+        grpo.seq_logprob_error_threshold = math.inf
+
+
+def _max_age(config: Mapping[str, Any], driver: str) -> int:
+    """Steps by which a loop may lag behind its engines."""
+    if driver == "single_controller":
+        sampler = (config.get("async_rl") or {}).get("sampler") or {}
+        return max(
+            int(sampler.get(f"max_{what}_versions") or 0) for what in ("staleness", "lookahead")
+        )
+    loop = (config.get(driver) or {}).get(f"async_{driver}") or {}
+    return int(loop.get("max_trajectory_age_steps") or 0) if loop.get("enabled") else 0
 
 
 class _Merge:
@@ -465,10 +493,13 @@ def _refuse_unseen_batches(
             )
 
 
-def _refuse_fixed_engines(guard: GuardConfig, recipe: Recipe, vllm: Mapping[str, Any]) -> None:
+def _refuse_fixed_engines(
+    guard: GuardConfig, recipe: Recipe, config: Mapping[str, Any], vllm: Mapping[str, Any]
+) -> None:
     """Engines that cannot be started anew inside their workers."""
     if guard.fallback != "bf16" or not recipe.rollout:
         return
+    health = (config.get("async_rl") or {}).get("generation_fleet_health") or {}
     reason = None
     if vllm.get("expose_http_server"):
         reason = f"'{VLLM}.expose_http_server' false: the server keeps the engine it began with"
@@ -476,6 +507,11 @@ def _refuse_fixed_engines(guard: GuardConfig, recipe: Recipe, vllm: Mapping[str,
         reason = (
             f"'{VLLM}.expert_parallel_size' up to '{VLLM}.tensor_parallel_size': engines that "
             "share experts cannot be started anew one by one"
+        )
+    elif health.get("enabled"):
+        reason = (
+            "'async_rl.generation_fleet_health.enabled' false: it takes workers that do not answer "
+            "while their engines start for dead"
         )
     if reason:
         raise UnsupportedError(
@@ -547,5 +583,5 @@ def _plain(config: Any) -> dict[str, Any]:
     return {
         k: v.model_dump() if hasattr(v, "model_dump") else v
         for k, v in sections.items()
-        if k in ("policy", "loss_fn", "grpo", "data_plane") or _meant(k)
+        if k in ("policy", "loss_fn", "grpo", "ppo", "async_rl", "data_plane") or _meant(k)
     }

@@ -22,7 +22,8 @@ LOGGER = "nemo_rl.fp8rl"
 logger = logging.getLogger(LOGGER)
 
 Level = Literal["normal", "tight", "skip", "bf16", "stop"]
-LEVELS: tuple[Level, ...] = ("normal", "tight", "skip", "bf16", "stop")
+LEVELS: tuple[Level, ...] = ("normal", "tight", "skip", "bf16")
+"""By their number in the metric ``guard_level``; nothing is logged of a run that stops."""
 Above = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
 
 
@@ -76,16 +77,21 @@ class MismatchGuard:
     """The guard's state over the steps of a run.
 
     It rises at once and falls only after ``release_after`` good steps in a row, so that it does not
-    flap around a bound. ``bf16`` is the level of one step, the one after which rollouts are in BF16
-    for the rest of the run; where they are already, ``stop`` takes its place.
+    flap around a bound. ``bf16`` is its level from the step in which it gives FP8 rollouts up until
+    engines in BF16 have taken their place (:meth:`fell_back`); where rollouts are in BF16 already,
+    ``stop`` takes its place.
     """
 
     config: GuardConfig
     bf16: bool = False
-    """Whether rollouts are in BF16, from the next refit on."""
+    """Whether rollouts are in BF16."""
+    max_age: int = 0
+    """Steps by which the sequences of a batch may be older than the last refit."""
     level: Level = "normal"
     good: int = 0
     skipped: int = 0
+    old: int = 0
+    """Coming steps whose sequences may still be of the engines before."""
 
     def observe(self, error: float) -> Level:
         """The level for the step whose batch has this ``token_mult_prob_error``."""
@@ -105,14 +111,24 @@ class MismatchGuard:
             )
         return self.level
 
+    def fell_back(self) -> None:
+        """Engines in BF16 have taken the place of those in FP8; they have a record of their own."""
+        self.bf16 = True
+        self.level = "tight"
+        self.skipped = 0
+        self.old = self.max_age
+
     def _next(self, error: float) -> Level:
         config = self.config
         if self.level == "bf16":
-            self.skipped = 0  # rollouts in BF16 have a record of their own
+            return "bf16"
+        old, self.old = self.old > 0, max(self.old - 1, 0)
         self.good = self.good + 1 if error < config.release_below else 0
         if not math.isfinite(error) or error > config.skip_above:
+            if old:
+                return "skip"
             self.skipped += 1
-            return "skip" if self.skipped <= config.fallback_after else self._give_fp8_up()
+            return "skip" if self.skipped <= config.fallback_after else self._give_up()
         self.skipped = 0
         if error > config.tighten_above:
             return "tight"
@@ -120,8 +136,5 @@ class MismatchGuard:
             return "normal"
         return "tight"
 
-    def _give_fp8_up(self) -> Level:
-        if self.bf16 or self.config.fallback == "stop":
-            return "stop"
-        self.bf16 = True
-        return "bf16"
+    def _give_up(self) -> Level:
+        return "stop" if self.bf16 or self.config.fallback == "stop" else "bf16"

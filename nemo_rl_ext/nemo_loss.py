@@ -15,7 +15,7 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from fp8rl import Recipe
 from fp8rl.errors import BatchError, UnsupportedError
 from nemo_rl_ext.activation import install
-from nemo_rl_ext.config_keys import BLOCK, DRIVER, GUARD, LOSS, MEGATRON
+from nemo_rl_ext.config_keys import BLOCK, DRIVER, GUARD, LOSS, MAX_AGE, MEGATRON
 from nemo_rl_ext.guard import GuardConfig, MismatchGuard
 from nemo_rl_ext.importance_sampling import resolve_corrector
 from nemo_rl_ext.run import WEIGHTS, Run
@@ -44,6 +44,7 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         guard = getattr(cfg, GUARD, None)
         self.guard = None if guard is None else GuardConfig.from_dict(guard, where=GUARD)
         self.driver = getattr(cfg, DRIVER, "grpo")
+        self.max_age = getattr(cfg, MAX_AGE, 0)
         self.use_importance_sampling_correction = False
         self.truncated_importance_sampling_type = None
         self.truncated_importance_sampling_ratio = None
@@ -66,8 +67,10 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         if seams.run is None or seams.run.settings != settings:
             guard = None
             if self.guard is not None:
-                guard = MismatchGuard(self.guard, bf16=not self.recipe.rollout)
-            seams.run = Run(settings, guard, masks_to_skip=self.driver == "single_controller")
+                guard = MismatchGuard(
+                    self.guard, bf16=not self.recipe.rollout, max_age=self.max_age
+                )
+            seams.run = Run(settings, guard, in_pieces=self.driver == "single_controller")
 
     def __call__(
         self,

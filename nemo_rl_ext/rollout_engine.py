@@ -14,11 +14,13 @@ import asyncio
 import copy
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import torch
 import wrapt
 
 from nemo_rl_ext.config_keys import rollouts_in_bf16
@@ -53,12 +55,15 @@ class GatedLLM(wrapt.ObjectProxy):
         return int(self._self_running)
 
     def close(self) -> None:
-        """Let new requests wait."""
+        """Let new requests wait. Each holds one of the 1,000 places of a Ray actor meanwhile."""
         self._self_open.clear()
 
-    def open(self, llm: Any) -> None:
-        """Let all that wait go on with ``llm``."""
+    def replace(self, llm: Any) -> None:
+        """Put another engine behind the gate."""
         self.__wrapped__ = llm
+
+    def open(self) -> None:
+        """Let all that wait go on."""
         self._self_open.set()
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -96,11 +101,12 @@ class RolloutEngine:
     def restart_in_bf16(self) -> None:
         """End the engine and start one whose linears, experts and KV cache are in BF16.
 
-        It has no weights yet. New requests of an asynchronous engine wait; none must run.
+        It has no weights yet, so the gate of an asynchronous engine stays as it is: closed.
 
         Raises:
             RuntimeError: requests are still running; the engine serves on.
         """
+        arguments = rollouts_in_bf16(self._arguments)
         if self.gate is None:
             self._end(self._worker.llm)
         elif self.gate.running:
@@ -109,11 +115,13 @@ class RolloutEngine:
             self.gate.shutdown()
         self._worker.llm = None
         free_memory()
+        if self._retired is not None:
+            arguments = within_free_memory(arguments)
         # One thread of upstream's logs the metrics of whatever engine this process has.
         self._worker._start_vllm_metrics_logger = lambda: None
-        self._create(self._worker, rollouts_in_bf16(self._arguments))
+        self._create(self._worker, arguments)
         if self.gate is not None:
-            self.gate.open(self._worker.llm)
+            self.gate.replace(self._worker.llm)
             self._worker.llm = self.gate
 
     def _end(self, llm: Any) -> None:
@@ -168,17 +176,47 @@ def free_memory() -> None:
     cleanup_dist_env_and_memory()
 
 
-def hold(worker: Any) -> None:
-    """Let new requests to an asynchronous engine wait."""
-    engine = getattr(worker, _ATTRIBUTE, None)
-    if engine is not None and engine.gate is not None:
-        engine.gate.close()
+def within_free_memory(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Engine arguments whose ``gpu_memory_utilization`` is not above what is free of the GPU.
+
+    The first engine began on a GPU of its own; what it and the trainer cannot give back is missing.
+    """
+    asked = arguments.get("gpu_memory_utilization")
+    if asked is None or not torch.cuda.is_available():
+        return arguments
+    free, total = torch.cuda.mem_get_info()
+    allowed = math.floor(100 * free / total) / 100
+    if allowed >= asked:
+        return arguments
+    logger.warning(
+        "fp8rl guard: gpu_memory_utilization is %.2f instead of %.2f, so the KV cache is smaller.",
+        allowed,
+        asked,
+    )
+    return {**arguments, "gpu_memory_utilization": allowed}
 
 
-def running(worker: Any) -> int:
-    """Requests that an asynchronous engine has not finished."""
+def hold_if_idle(worker: Any) -> bool:
+    """Let new requests to a worker's engine wait, unless some are running; whether they wait."""
+    gate = _gate(worker)
+    if gate is None:
+        return True  # synchronous: the driver asks for one thing at a time
+    if gate.running:
+        return False
+    gate.close()
+    return True
+
+
+def release(worker: Any) -> None:
+    """Let the requests go on that wait for a worker's engine."""
+    gate = _gate(worker)
+    if gate is not None:
+        gate.open()
+
+
+def _gate(worker: Any) -> GatedLLM | None:
     engine = getattr(worker, _ATTRIBUTE, None)
-    return 0 if engine is None or engine.gate is None else int(engine.gate.running)
+    return None if engine is None else engine.gate
 
 
 def restart_in_bf16(worker: Any) -> float | None:

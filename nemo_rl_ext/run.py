@@ -12,7 +12,7 @@ import torch
 from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
-from nemo_rl_ext.guard import LEVELS, LOGGER, MismatchGuard
+from nemo_rl_ext.guard import LEVELS, LOGGER, Level, MismatchGuard
 from nemo_rl_ext.loss import GRPOConfig, GRPOLoss
 
 logger = logging.getLogger(LOGGER)
@@ -28,20 +28,25 @@ class Run:
     Args:
         settings: section ``importance_sampling`` of the recipe.
         guard: or None.
-        masks_to_skip: leave a step out by masking its samples, where the loop trains in pieces
-            and cannot leave out the optimizer (single controller).
+        in_pieces: a step's batch comes in several calls, and :meth:`end_step` follows the last one
+            (single controller).
     """
 
     settings: ImportanceSampling
     guard: MismatchGuard | None = None
-    masks_to_skip: bool = False
+    in_pieces: bool = False
     skips: bool = False
     """Whether the step of the last batch is to be left out, in every pass over it."""
-    fallback_due: bool = False
-    """Whether the engines are to be started anew in BF16 before the next refit."""
 
     def __post_init__(self) -> None:
         self._plugins = PluginManager()
+        self._errors: list[tuple[float, float]] = []
+        """token_mult_prob_error and tokens of each piece of the step."""
+
+    @property
+    def fallback_due(self) -> bool:
+        """Whether the engines are to be started anew in BF16 before the next refit."""
+        return self.guard is not None and self.guard.level == "bf16"
 
     def correct(self, train_data: MutableMapping[str, Any]) -> dict[str, float]:
         """Correct a batch in place and say what was done.
@@ -62,7 +67,8 @@ class Run:
             UnsupportedError: the guard ends the run.
         """
         token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
-        self.skips = False
+        if not self.in_pieces:
+            self.skips = False
         counts = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)) != 0
         if not counts.any():
             return {}
@@ -70,14 +76,10 @@ class Run:
         trainer = train_data["prev_logprobs"][:, 1:]
         result = self._loss(self.settings).correct(rollout, trainer, counts)
         metrics = dict(result.metrics)
-        skip = False
         if self.guard is not None:
-            level = self.guard.observe(metrics["token_mult_prob_error"])
+            level = self._judge(self.guard, metrics["token_mult_prob_error"], float(counts.sum()))
             metrics["guard_level"] = float(LEVELS.index(level))
             metrics["guard_bf16_rollouts"] = float(self.guard.bf16)
-            if level == "stop":
-                raise UnsupportedError(self._why_stop(self.guard))
-            self.fallback_due = self.fallback_due or level == "bf16"
             if level == "tight":
                 bound = self.guard.config.geometric
                 tight = Rejection(level="geometric", low=1 / bound, high=bound)
@@ -85,19 +87,48 @@ class Run:
                 extra = self._loss(settings).correct(rollout, trainer, result.mask)
                 result = extra if extra.mask.any() else result
                 metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
-            skip = level in ("skip", "bf16")
         kept = result.mask
         if not kept.any():
             logger.warning("fp8rl: every token of the batch was rejected; the step is left out.")
-            skip = True
-        if skip and not self.masks_to_skip:
             self.skips = True
+        if self.skips:
             kept = counts  # the loops cannot take an empty batch
-        elif skip:
-            kept = torch.zeros_like(counts)
-        metrics["step_skipped"] = float(skip)
+        metrics["step_skipped"] = float(self.skips)
         self._write(train_data, kept, result.weights)
         return {f"fp8rl/{name}": float(value) for name, value in metrics.items()}
+
+    def end_step(self) -> bool:
+        """Close a step that came in pieces.
+
+        Returns:
+            Whether it is to be left out: the guard says so of all its tokens, or a piece was
+            rejected whole.
+
+        Raises:
+            UnsupportedError: the guard ends the run.
+        """
+        if self.guard is not None and self._errors:
+            tokens = sum(n for _, n in self._errors)
+            self._observe(self.guard, sum(error * n for error, n in self._errors) / tokens)
+        self._errors.clear()
+        skips, self.skips = self.skips, False
+        return skips
+
+    def _judge(self, guard: MismatchGuard, error: float, tokens: float) -> Level:
+        """The level that a batch, or a piece of one, is corrected by."""
+        if not self.in_pieces:
+            return self._observe(guard, error)
+        self._errors.append((error, tokens))
+        return (
+            "normal" if guard.level == "normal" and error <= guard.config.tighten_above else "tight"
+        )
+
+    def _observe(self, guard: MismatchGuard, error: float) -> Level:
+        level = guard.observe(error)
+        if level == "stop":
+            raise UnsupportedError(self._why_stop(guard))
+        self.skips = self.skips or level in ("skip", "bf16")
+        return level
 
     @staticmethod
     def _why_stop(guard: MismatchGuard) -> str:

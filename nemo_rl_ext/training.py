@@ -42,6 +42,12 @@ def sends_kv_scales(policy: Mapping[str, Any]) -> bool:
     return "fp8rl" in vllm and str(vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
 
 
+def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:
+    """Whether the guard has put engines with a BF16 cache in the place of this trainer's."""
+    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
+    return "fp8rl" in vllm and not sends_kv_scales(policy)
+
+
 def observe(model: torch.nn.Module) -> None:
     """Watch q, k and v in every forward of the model from now on."""
     from megatron_fp8rl.observers import QKVObserver

@@ -3,22 +3,26 @@
 Why: upstream's engines keep their quantization for a whole run.
 How: wraps ``refit_policy_generation``, by which GRPO's loops refit, and ``sync_weights``, by which
 the single controller does; both are called in the process that corrects batches and know the
-trainer and the engines (:mod:`nemo_rl_ext.fallback`).
+trainer and the engines (:mod:`nemo_rl_ext.fallback`). Requests that came meanwhile go on once the
+refit has succeeded: until then the new engines have no weights.
 Upstream: ``nemo_rl/algorithms/grpo.py``,
-``nemo_rl/weight_sync/{ipc,collective}_weight_synchronizer.py``.
+``nemo_rl/weight_sync/{factory,ipc_weight_synchronizer,collective_weight_synchronizer}.py``,
+``nemo_rl/models/generation/vllm/vllm_generation.py``, ``nemo_rl/models/policy/lm_policy.py``.
 Goes: when a generation interface can be given another engine.
 """
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
 from nemo_rl_ext.activation import Seams
-from nemo_rl_ext.seams.upstream import Upstream, resolve
+from nemo_rl_ext.seams.upstream import Upstream, compare_source, resolve
 
+_VLLM = "nemo_rl.models.generation.vllm"
 UPSTREAM = (
     Upstream(
         "nemo_rl.algorithms.grpo",
@@ -42,27 +46,62 @@ UPSTREAM = (
         "CollectiveWeightSynchronizer.sync_weights",
         ("self", "timer", "kv_scales"),
     ),
+    # What :mod:`nemo_rl_ext.fallback` calls.
+    Upstream(
+        "nemo_rl.weight_sync.factory",
+        "create_weight_synchronizer",
+        (
+            "policy",
+            "generation",
+            "generation_backend",
+            "colocated",
+            "train_cluster",
+            "inference_cluster",
+            "refit_buffer_size_gb",
+        ),
+    ),
+    Upstream(f"{_VLLM}.vllm_generation", "VllmGeneration._post_init", ("self",)),
+    Upstream(
+        f"{_VLLM}.vllm_generation",
+        "VllmGeneration.finish_generation",
+        ("self", "args", "kwargs"),
+    ),
+    Upstream("nemo_rl.models.policy.lm_policy", "Policy.offload_after_refit", ("self",)),
+    Upstream(
+        "nemo_rl.models.policy.lm_policy",
+        "Policy.prepare_for_lp_inference",
+        ("self", "keep_train_buffers"),
+    ),
 )
 
 
 def apply(module: ModuleType, seams: Seams) -> None:
+    package = sys.modules[module.__name__.partition(".")[0]].__path__[0]
+    for other in UPSTREAM:
+        if other.module != module.__name__:
+            compare_source(package, other)
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     refit = resolve(module, upstream)
     *owner, name = upstream.name.split(".")
 
     @wrapt.decorator
     def falling_back(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if seams.run is not None and seams.run.fallback_due:
-            from nemo_rl_ext.fallback import fall_back
+        run = seams.run
+        if run is None or run.guard is None or not run.fallback_due:
+            return wrapped(*args, **kwargs)
+        from nemo_rl_ext.fallback import fall_back, release
 
-            if owner:
-                fall_back(instance._policy, instance._generation, instance)
-            else:
-                fall_back(*sides(*args, **kwargs))
-            seams.run.fallback_due = False
-        return wrapped(*args, **kwargs)
+        if owner:
+            sides = instance._policy, instance._generation, instance
+        else:
+            sides = (*of_call(*args, **kwargs), None)
+        fall_back(*sides)
+        run.guard.fell_back()
+        result = wrapped(*args, **kwargs)
+        release(sides[1])
+        return result
 
-    def sides(policy: Any, policy_generation: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+    def of_call(policy: Any, policy_generation: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
         return policy, policy_generation
 
     setattr(getattr(module, owner[0]) if owner else module, name, falling_back(refit))

@@ -4,7 +4,8 @@ Why: upstream runs one more forward over the whole batch each step, with a devic
 per layer and micro-batch, and calls layers by their local numbers, so that it refuses pipeline
 parallelism.
 How: replaces the worker's ``calibrate_qkv_fp8_scales``: the observers' maximum if they have seen
-tokens since the last call, else one forward over the given batch with the observers on. Ray has
+tokens since the last call, else one forward over the given batch with the observers on; nothing
+once the guard has withdrawn the FP8 cache, since the driver goes on asking. Ray has
 copied the method into the class that it makes an actor of by the time the module is imported, so it
 is replaced there as well; under upstream's name, by which Ray sends it to the actor's process.
 Upstream: ``nemo_rl/models/policy/workers/megatron_policy_worker.py``.
@@ -39,6 +40,8 @@ def apply(module: ModuleType, seams: Seams) -> None:
         from nemo_rl_ext import training
 
         kwargs.pop("_ray_trace_ctx", None)  # comes with Ray's tracing
+        if training.kv_scales_withdrawn(worker.cfg):
+            return {"layers": {}}
         recipe = training.recipe_of(worker.cfg)
         if recipe is None:
             return calibrate(worker, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,7 @@ pytest.importorskip("nemo_rl.algorithms.grpo", exc_type=ImportError)
 
 from nemo_rl.algorithms import grpo, loss
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
 from nemo_rl.utils import config as nemo_config
@@ -29,6 +31,7 @@ from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss, fallback
 from nemo_rl_ext.activation import SEAMS, install
 from nemo_rl_ext.config_keys import announce_kv_cache
+from nemo_rl_ext.guard import GuardConfig, MismatchGuard
 from nemo_rl_ext.nemo_loss import CorrectedPGLossFn
 from nemo_rl_ext.run import WEIGHTS, Run
 from nemo_rl_ext.seams import kv_scales
@@ -397,8 +400,9 @@ def test_engines_start_anew_before_the_refit_where_that_is_due(
     )
     started: list[tuple[Any, ...]] = []
     monkeypatch.setattr(fallback, "fall_back", lambda *sides: started.append(sides))
-    run = Run(Recipe().importance_sampling)
-    monkeypatch.setattr(seams, "run", run)
+    monkeypatch.setattr(fallback, "release", lambda generation: started.append(("released",)))
+    guard = MismatchGuard(GuardConfig())
+    monkeypatch.setattr(seams, "run", Run(Recipe().importance_sampling, guard))
 
     def refit() -> None:
         with pytest.raises(Reached):
@@ -409,13 +413,52 @@ def test_engines_start_anew_before_the_refit_where_that_is_due(
 
     refit()
     assert not started
-    run.fallback_due = True
+    guard.level = "bf16"
     refit()
     refit()
-    assert started == [
-        (policy, generation) if way == "grpo" else (policy, generation, synchronizer)
-    ]
-    assert not run.fallback_due
+    # Not released: the refit has not succeeded.
+    assert started == [(policy, generation, None if way == "grpo" else synchronizer)]
+    assert guard.bf16
+
+
+def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`TQPolicy` itself; the worker group records what the workers would get."""
+    from nemo_rl.models.policy.tq_policy import TQPolicy
+
+    asked: list[str] = []
+
+    class Workers:
+        def run_all_workers_single_data(self, method: str) -> list[Any]:
+            asked.append(method)
+            if method.startswith("finish"):
+                raise Reached(method)
+            return []
+
+    monkeypatch.setattr("ray.get", lambda futures: futures)
+    policy = object.__new__(TQPolicy)
+    policy.flops_tracker = None
+    policy.worker_group = Workers()
+    run = Run(
+        Recipe.from_dict(
+            {"importance_sampling": {"rejection": {"level": "sequence", "high": 1e-9}}}
+        ).importance_sampling,
+        in_pieces=True,
+    )
+    monkeypatch.setattr(seams, "run", run)
+    run.correct(batch())
+    result = policy.finish_train_step()
+    assert aggregate_step_metrics(result) == {"loss": 0.0, "grad_norm": 0.0}
+    with pytest.raises(Reached):
+        policy.finish_train_step()
+    assert asked == ["abort_train_step_presharded", "finish_train_step_presharded"]
+
+
+def test_the_single_controllers_masks_come_back() -> None:
+    """Upstream's own function with the threshold that the config gets: it drops nothing itself."""
+    data = batch()
+    before = data["sample_mask"].clone()
+    grpo.compute_and_apply_seq_logprob_error_masking(data, torch.ones(ROWS), math.inf)
+    assert torch.equal(data["sample_mask"], before)
 
 
 def test_kv_scales_have_upstreams_names() -> None:

@@ -78,5 +78,6 @@ def parameters(file: Path, name: str) -> tuple[str, ...] | None:
     if isinstance(found, ast.ClassDef):
         return ()
     assert isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef)
-    arguments = found.args
-    return tuple(a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
+    given = found.args
+    positional = [*given.posonlyargs, *given.args, *filter(None, [given.vararg])]
+    return tuple(a.arg for a in [*positional, *given.kwonlyargs, *filter(None, [given.kwarg])])

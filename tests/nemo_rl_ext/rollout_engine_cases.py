@@ -20,10 +20,10 @@ from live_engine import start_engine as start_engine  # sets what vLLM reads at 
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.rollout_engine import create_engine, hold, restart_in_bf16, running
+from nemo_rl_ext.rollout_engine import create_engine, hold_if_idle, release, restart_in_bf16
 
 LONG, SHORT = [7, 8, 9], [5, 6, 7, 8]
-LENGTH = 200
+LENGTH = 60
 
 
 class Worker:
@@ -70,25 +70,27 @@ async def main(root: Path) -> dict[str, Any]:
         **vllm_fp8rl.engine_args(Recipe.from_dict({"kv_cache": {"dtype": "auto"}})),
     }
     create_engine(worker, create, arguments)
-    first = worker.llm
+    gate = worker.llm
     found: dict[str, Any] = {"short": await worker.generate(SHORT, 12)}
     long = asyncio.ensure_future(worker.generate(LONG, LENGTH))
-    while not running(worker):
+    while not gate.running:
         await asyncio.sleep(0.001)
-    hold(worker)
-    waiting = asyncio.ensure_future(worker.generate(SHORT, 12))
-    await asyncio.sleep(0.05)
-    found["running"] = running(worker)
+    found["held"] = [hold_if_idle(worker)]
     try:
         restart_in_bf16(worker)
     except RuntimeError as error:
         found["error"] = str(error)
     found["long"] = await long
-    found["waits"] = [running(worker), waiting.done()]
-    seconds = restart_in_bf16(worker)
-    found["seconds"] = seconds
+    found["held"].append(hold_if_idle(worker))
+    waiting = asyncio.ensure_future(worker.generate(SHORT, 12))
+    await asyncio.sleep(0.05)
+    found["seconds"] = restart_in_bf16(worker)
+    await asyncio.sleep(0.05)
+    found["waits"] = [gate.running, waiting.done()]  # until a refit has succeeded
+    await worker.llm.collective_rpc("check_health")
+    release(worker)
     found["waited"] = await waiting
-    found["same"] = worker.llm is first
+    found["same"] = worker.llm is gate
     found["after"] = await worker.generate(LONG, LENGTH)
     found["dtype"] = str(worker.llm.vllm_config.cache_config.cache_dtype)
     worker.llm.shutdown()

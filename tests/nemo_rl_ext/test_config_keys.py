@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config_keys import (
     KV_BACKENDS,
-    announce_bf16,
+    MAX_AGE,
     announce_kv_cache,
     prepare,
     read,
     rollouts_in_bf16,
+    withdraw_kv_cache,
 )
 
 
@@ -316,6 +318,12 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], type[Fp8RLError], str]] = [
         "'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expose_http_server'",
     ),
     (
+        {"kv_cache": {"dtype": "auto"}},
+        {"async_rl": {"generation_fleet_health": {"enabled": True}}, "loss_fn__fp8rl_guard": {}},
+        UnsupportedError,
+        "'loss_fn.fp8rl_guard.fallback' bf16 needs 'async_rl.generation_fleet_health.enabled'",
+    ),
+    (
         {},
         {VLLM + "expert_parallel_size": 2, "loss_fn__fp8rl_guard": {"fallback": "bf16"}},
         UnsupportedError,
@@ -591,9 +599,48 @@ def test_driver_and_trainer_stop_sending_kv_scales() -> None:
     announce_kv_cache(made.policy)
     generation = made.policy["generation"]
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "fp8"
-    announce_bf16(generation)
+    recipe_of_run = copy.deepcopy(generation["vllm_cfg"]["fp8rl"])
+    withdraw_kv_cache(made.policy)
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"
-    assert generation["vllm_cfg"]["fp8rl"]["rollout"] is False
-    assert generation["vllm_kwargs"]["kv_cache_dtype"] == "auto"
-    announce_kv_cache(made.policy)  # what a worker asks again
-    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"
+    assert generation["vllm_cfg"]["fp8rl"] == recipe_of_run  # what checkpoints keep starts again
+
+
+@pytest.mark.parametrize(
+    ("driver", "changes", "expected"),
+    [
+        ("grpo", {}, 0),
+        ("grpo", {"grpo__async_grpo": {"enabled": False, "max_trajectory_age_steps": 4}}, 0),
+        ("grpo", {"grpo__async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}, 4),
+        ("single_controller", {"async_rl": {"sampler": {"max_lookahead_versions": 2}}}, 2),
+        ("single_controller", {"async_rl": {"sampler": {"max_staleness_versions": 3}}}, 3),
+        ("single_controller", {"async_rl": {"sampler": {"name": "custom"}}}, 0),
+    ],
+)
+def test_the_guard_knows_how_old_sequences_may_be(
+    driver: str, changes: dict[str, Any], expected: int
+) -> None:
+    block = {"kv_cache": {"dtype": "auto"}}
+    value = config(block, **{VLLM + "async_engine": driver != "grpo"}, **changes)
+    made = master(value | {"grpo": SimpleNamespace(seq_logprob_error_threshold=None)})
+    made.grpo.model_dump = lambda: value["grpo"]
+    prepare(made, driver, lambda key: None)
+    assert getattr(made.loss_fn, MAX_AGE) == expected
+
+
+@pytest.mark.parametrize(
+    ("driver", "guard", "given", "expected"),
+    [
+        ("single_controller", {}, None, math.inf),
+        ("single_controller", {}, 1.5, 1.5),
+        ("single_controller", None, None, None),
+        ("grpo", {}, None, None),
+    ],
+)
+def test_the_single_controller_takes_masks_back(
+    driver: str, guard: dict[str, Any] | None, given: float | None, expected: float | None
+) -> None:
+    value = config({"kv_cache": {"dtype": "auto"}}, loss_fn__fp8rl_guard=guard)
+    made = master(value | {"grpo": SimpleNamespace(seq_logprob_error_threshold=given)})
+    made.grpo.model_dump = dict
+    prepare(made, driver, lambda key: None)
+    assert made.grpo.seq_logprob_error_threshold == expected

@@ -16,19 +16,14 @@ import pytest
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from nemo_rl_ext import fallback, rollout_engine
-from nemo_rl_ext.config_keys import rollouts_in_bf16
 from nemo_rl_ext.guard import LOGGER
+from nemo_rl_ext.training import kv_scales_withdrawn
 
 
 def generation_section(*, shared: bool) -> dict[str, Any]:
     block = Recipe.from_dict({"kv_cache": {"dtype": "fp8_e4m3"}}).to_dict()
     return {
         "vllm_cfg": {"fp8rl": block, "kv_cache_dtype": "fp8"},
-        "vllm_kwargs": {
-            "quantization": "fp8rl",
-            "kv_cache_dtype": "fp8_e4m3",
-            "additional_config": {"fp8rl": block},
-        },
         "colocated": {"enabled": shared},
     }
 
@@ -39,10 +34,12 @@ class Stage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, shared: bool, busy: int = 0) -> None:
         self.called: list[str] = []
         self.busy = busy
+        self.started: list[float | None] = [2.0, None]
         self.fails = False
         self.generation = SimpleNamespace(
             cfg=generation_section(shared=shared),
             worker_group=SimpleNamespace(workers=["owner", "rank 1"], cluster=None),
+            dp_size=1,
             _post_init=self.noting("_post_init"),
             finish_generation=self.noting("finish_generation"),
         )
@@ -56,21 +53,25 @@ class Stage:
         monkeypatch.setattr(fallback, "_on", self.on)
         monkeypatch.setattr(fallback, "POLL_S", 0.0)
 
-    def noting(self, name: str) -> Callable[[], None]:
-        return lambda: self.called.append(name)
+    def noting(self, name: str) -> Callable[[], bool]:
+        def note() -> bool:
+            self.called.append(name)
+            return True
+
+        return note
 
     def on(self, workers: list[Any], function: Callable[[Any], Any]) -> list[Any]:
         """As through Ray: a function in each worker; only the first of vLLM's owns an engine."""
         self.called.append(function.__name__)
-        if function is fallback.announce_to_trainer:
+        if function is fallback.withdraw_from_trainer:
             return [function(worker) for worker in workers]
-        if function is rollout_engine.running:
+        if function is rollout_engine.hold_if_idle:
             self.busy -= 1
-            return [max(self.busy + 1, 0), 0]
+            return [worker != "owner" or self.busy < 0 for worker in workers]
         if function is rollout_engine.restart_in_bf16:
             if self.fails:
                 raise ValueError("Free memory on device is less than desired")
-            return [2.0, None]
+            return self.started
         return [None for _ in workers]
 
     def fall_back(self) -> None:
@@ -85,11 +86,10 @@ def test_engines_on_the_trainers_gpus_have_them_alone_meanwhile(
     stage.fall_back()
     assert stage.called == [
         "offload_after_refit",
-        "hold",
-        "running",
+        "hold_if_idle",
         "restart_in_bf16",
         "_post_init",
-        "announce_to_trainer",
+        "withdraw_from_trainer",
         "finish_generation",
         "prepare_for_lp_inference",
         "init_communicator",
@@ -101,23 +101,21 @@ def test_engines_on_gpus_of_their_own_are_waited_for(monkeypatch: pytest.MonkeyP
     stage = Stage(monkeypatch, shared=False, busy=3)
     stage.fall_back()
     assert stage.called == [
-        "hold",
-        *["running"] * 4,
+        *["hold_if_idle"] * 4,
         "restart_in_bf16",
         "_post_init",
-        "announce_to_trainer",
+        "withdraw_from_trainer",
         "init_communicator",
     ]
 
 
 def test_both_sides_know_of_a_cache_without_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, shared=True)
-    before = generation_section(shared=True)
     stage.fall_back()
     for section in (stage.generation.cfg, stage.trainer.cfg["generation"]):
         assert section["vllm_cfg"]["kv_cache_dtype"] == "auto"
-        assert section["vllm_cfg"]["fp8rl"]["rollout"] is False
-        assert section["vllm_kwargs"] == rollouts_in_bf16(before["vllm_kwargs"])
+        assert section["vllm_cfg"]["fp8rl"] == generation_section(shared=True)["vllm_cfg"]["fp8rl"]
+    assert kv_scales_withdrawn(stage.trainer.cfg)
 
 
 def test_an_engine_that_does_not_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,4 +123,17 @@ def test_an_engine_that_does_not_start_ends_the_run(monkeypatch: pytest.MonkeyPa
     stage.fails = True
     with pytest.raises(UnsupportedError, match=r"could not start .*Free memory.*rollout=false"):
         stage.fall_back()
-    assert "announce_to_trainer" not in stage.called
+    assert "withdraw_from_trainer" not in stage.called
+
+
+def test_no_engine_may_stay_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, shared=True)
+    stage.started = [None, None]
+    with pytest.raises(UnsupportedError, match="0 of 1 engines are fp8rl's"):
+        stage.fall_back()
+
+
+def test_requests_go_on_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, shared=False)
+    fallback.release(stage.generation)
+    assert stage.called == ["release"]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
@@ -16,13 +17,19 @@ from live_engine import Engine, found_by, make_checkpoint, start_engine
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.rollout_engine import create_engine, hold, restart_in_bf16, running
+from nemo_rl_ext.rollout_engine import (
+    create_engine,
+    hold_if_idle,
+    release,
+    restart_in_bf16,
+    within_free_memory,
+)
 from nemo_rl_ext.self_calibration import CalibratingLLM
 
 SCRIPT = Path(__file__).with_name("rollout_engine_cases.py")
 PROMPTS = [[(31 * i + 7 * j * j) % 500 + 5 for j in range(20 + 9 * i)] for i in range(3)]
 LONG, SHORT = [7, 8, 9], [5, 6, 7, 8]
-LENGTH = 200
+LENGTH = 60
 RECIPE = Recipe()
 UNQUANTIZED_CACHE = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
 
@@ -88,11 +95,25 @@ def worker(folder: Path) -> Iterator[Any]:
     made.llm.llm_engine.engine_core.shutdown()
 
 
+def test_an_asynchronous_engine(folder: Path, truth: dict[str, Any]) -> None:
+    found = found_by(SCRIPT, folder, timeout=240)
+    assert found["short"] == truth["fp8_short"]
+    assert found["held"] == [False, True]
+    assert found["error"] == "1 requests are still running in this engine."
+    assert found["long"] == truth["fp8_long"]
+    assert found["waits"] == [0, False]
+    assert found["seconds"] > 0
+    assert found["same"] is True
+    assert found["waited"] == truth["bf16_short"]
+    assert found["after"] == truth["bf16_long"]
+    assert truth["bf16_long"] != truth["fp8_long"], "the checkpoint cannot tell FP8 from BF16"
+    assert found["dtype"] in ("auto", "float32")
+
+
 def test_a_synchronous_engine(worker: Any, truth: dict[str, Any]) -> None:
     first = worker.llm
     assert isinstance(first, CalibratingLLM)
-    hold(worker)  # nothing waits: the driver asks for one thing at a time
-    assert running(worker) == 0
+    assert hold_if_idle(worker)
 
     seconds = restart_in_bf16(worker)
     assert seconds is not None and seconds > 0
@@ -105,23 +126,16 @@ def test_a_synchronous_engine(worker: Any, truth: dict[str, Any]) -> None:
     assert Engine(worker.llm, RECIPE).greedy(PROMPTS) == truth["bf16"]
 
 
-def test_an_asynchronous_engine(folder: Path, truth: dict[str, Any]) -> None:
-    found = found_by(SCRIPT, folder, timeout=240)
-    assert found["short"] == truth["fp8_short"]
-    assert found["running"] == 1  # the one that waits is not counted
-    assert found["error"] == "1 requests are still running in this engine."
-    assert found["long"] == truth["fp8_long"]
-    assert found["waits"] == [0, False]
-    assert found["seconds"] > 0
-    assert found["same"] is True
-    assert found["waited"] == truth["bf16_short"]
-    assert found["after"] == truth["bf16_long"]
-    assert truth["bf16_long"] != truth["fp8_long"], "the checkpoint cannot tell FP8 from BF16"
-    assert found["dtype"] in ("auto", "float32")
-
-
 def test_a_worker_without_an_engine_of_ours_is_left_alone() -> None:
     other = SimpleNamespace(llm=None)
-    hold(other)
-    assert running(other) == 0
+    assert hold_if_idle(other)
     assert restart_in_bf16(other) is None
+    release(other)
+
+
+def test_an_engine_asks_for_no_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (767 << 20, 1000 << 20))
+    assert within_free_memory({"gpu_memory_utilization": 0.9}) == {"gpu_memory_utilization": 0.76}
+    for enough in ({"gpu_memory_utilization": 0.6}, {"gpu_memory_utilization": 0.76}, {}):
+        assert within_free_memory(enough) == enough

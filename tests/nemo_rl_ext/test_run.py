@@ -55,17 +55,47 @@ def test_rejected_sequences_leave_the_sample_mask_and_tokens_the_token_mask() ->
     assert data["token_mask"].tolist() == [[0, 1, 0, 1, 1], [0, 1, 1, 1, 1]]
 
 
-@pytest.mark.parametrize("masks", [False, True])
-def test_a_batch_that_is_rejected_whole_leaves_the_step_out(masks: bool) -> None:
+def test_a_batch_that_is_rejected_whole_leaves_the_step_out() -> None:
     data = batch([1.0, 1.0])
     rejection = Rejection(level="sequence", high=1.5)
-    run = Run(ImportanceSampling(rejection=rejection), masks_to_skip=masks)
+    run = Run(ImportanceSampling(rejection=rejection))
     metrics = run.correct(data)
     assert metrics["fp8rl/all_rejected"] == metrics["fp8rl/step_skipped"] == 1.0
-    assert data["sample_mask"].tolist() == ([0.0, 0.0] if masks else [1.0, 1.0])
-    assert run.skips is not masks
+    assert data["sample_mask"].tolist() == [1.0, 1.0]
+    assert run.skips
     run.correct(batch([0.0, 0.0]))
     assert not run.skips
+
+
+def test_one_rejected_piece_leaves_the_whole_step_out() -> None:
+    run = Run(ImportanceSampling(rejection=Rejection(level="sequence", high=1.5)), in_pieces=True)
+    run.correct(batch([1.0, 1.0]))
+    run.correct(batch([0.0, 0.0]))
+    assert run.end_step()
+    run.correct(batch([0.0, 0.0]))
+    assert not run.end_step()
+
+
+def test_a_step_in_pieces_is_judged_once_by_all_its_tokens() -> None:
+    guard = MismatchGuard(GuardConfig(fallback_after=1))
+    run = Run(ImportanceSampling(), guard, in_pieces=True)
+    data = batch([0.0, 0.2])
+    assert run.correct(data)["fp8rl/guard_level"] == 1.0  # the piece alone is above tighten_above
+    assert data["sample_mask"].tolist() == [1.0, 0.0]
+    assert guard.level == "normal"
+    run.correct(batch([0.0] * 6))
+    assert not run.end_step()
+    assert (guard.level, guard.good) == ("normal", 1)  # (e^0.2 + 7) / 8 = 1.03
+
+    for expected in ("skip", "bf16"):
+        for gaps in ([1.0, 1.0], [0.0], [1.0]):
+            run.correct(batch(gaps))
+        assert guard.level != expected
+        assert run.end_step()
+        assert guard.level == expected
+    assert run.fallback_due
+    run.correct(batch([0.0]))
+    assert run.end_step(), "until the engines have started anew, steps are left out"
 
 
 def test_an_empty_batch_is_left_alone_and_nan_is_told() -> None:
@@ -88,10 +118,22 @@ def test_the_guard_gives_fp8_up_after_skips_in_a_row_and_then_bf16() -> None:
     seen = [guard.observe(e) for e in (1.6, 1.6, 1.2, 1.6, float("inf"))]
     assert seen == ["skip", "skip", "tight", "skip", "skip"]
     assert not guard.bf16
-    assert guard.observe(1.6) == "bf16"
-    assert guard.bf16
+    # No refit in between: it waits for the engines, whatever comes.
+    assert [guard.observe(e) for e in (1.6, 1.0, 1.6, 1.6)] == ["bf16"] * 4
+    assert not guard.bf16
+
+    guard.fell_back()
+    assert (guard.bf16, guard.level) == (True, "tight")
     seen = [guard.observe(e) for e in (1.0, 1.0, 1.6, 1.6, 1.6)]
     assert seen == ["tight", "normal", "skip", "skip", "stop"]
+
+
+def test_sequences_from_before_are_not_held_against_bf16() -> None:
+    guard = MismatchGuard(GuardConfig(fallback_after=1), max_age=3)
+    assert [guard.observe(1.6) for _ in range(2)] == ["skip", "bf16"]
+    guard.fell_back()
+    assert [guard.observe(1.6) for _ in range(3)] == ["skip"] * 3
+    assert [guard.observe(1.6) for _ in range(2)] == ["skip", "stop"]
 
 
 @pytest.mark.parametrize(
@@ -128,11 +170,12 @@ def test_a_step_far_off_is_left_out_and_then_rollouts_are_due_in_bf16() -> None:
     assert not run.fallback_due
     metrics = run.correct(batch([1.0]))
     assert metrics["fp8rl/guard_level"] == LEVELS.index("bf16")
-    assert metrics["fp8rl/guard_bf16_rollouts"] == 1.0
+    assert metrics["fp8rl/guard_bf16_rollouts"] == 0.0
     assert run.skips
     assert run.fallback_due
 
-    run.fallback_due = False  # as the seam does once the engines have started
+    assert run.guard is not None
+    run.guard.fell_back()  # as the seam does once the engines have started
     metrics = run.correct(batch([0.0]))
     assert (metrics["fp8rl/step_skipped"], run.skips, run.fallback_due) == (0.0, False, False)
     assert metrics["fp8rl/guard_bf16_rollouts"] == 1.0
