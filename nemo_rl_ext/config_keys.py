@@ -221,7 +221,7 @@ def _drops_sequences(keys: Keys) -> bool:
 def _take_masks_back(grpo: Any) -> None:
     """The single controller does so, after the batch hook, only where upstream's threshold is set.
 
-    An infinite one masks nothing by itself.
+    The batch hook takes an infinite one for none.
     """
     if grpo.seq_logprob_error_threshold is None:
         grpo.seq_logprob_error_threshold = math.inf

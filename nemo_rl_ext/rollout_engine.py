@@ -30,6 +30,8 @@ from nemo_rl_ext.rollout import has_fp8_kv, is_ours
 logger = logging.getLogger(LOGGER)
 
 _ATTRIBUTE = "fp8rl_engine"
+OWN_BYTES = 2 << 30
+"""More than a CUDA context and the libraries of an engine's process take of the GPU."""
 
 
 class GatedLLM(wrapt.ObjectProxy):
@@ -179,13 +181,14 @@ def free_memory() -> None:
 def within_free_memory(arguments: dict[str, Any]) -> dict[str, Any]:
     """Engine arguments whose ``gpu_memory_utilization`` is not above what is free of the GPU.
 
-    The first engine began on a GPU of its own; what it and the trainer cannot give back is missing.
+    The first engine began on a GPU of its own; what it and the trainer cannot give back is missing,
+    and so is what a process takes before vLLM looks (:data:`OWN_BYTES`).
     """
     asked = arguments.get("gpu_memory_utilization")
     if asked is None or not torch.cuda.is_available():
         return arguments
     free, total = torch.cuda.mem_get_info()
-    allowed = math.floor(100 * free / total) / 100
+    allowed = math.floor(100 * max(free - OWN_BYTES, 0) / total) / 100
     if allowed >= asked:
         return arguments
     logger.warning(

@@ -42,6 +42,8 @@ class Run:
         self._plugins = PluginManager()
         self._errors: list[tuple[float, float]] = []
         """token_mult_prob_error and tokens of each piece of the step."""
+        self._some_kept = False
+        """Whether an earlier piece of the step has tokens left, so that this one may be empty."""
 
     @property
     def fallback_due(self) -> bool:
@@ -88,9 +90,10 @@ class Run:
                 result = extra if extra.mask.any() else result
                 metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
         kept = result.mask
-        if not kept.any():
+        if not kept.any() and not self._some_kept:
             logger.warning("fp8rl: every token of the batch was rejected; the step is left out.")
             self.skips = True
+        self._some_kept = self.in_pieces and (self._some_kept or bool(kept.any()))
         if self.skips:
             kept = counts  # the loops cannot take an empty batch
         metrics["step_skipped"] = float(self.skips)
@@ -101,8 +104,8 @@ class Run:
         """Close a step that came in pieces.
 
         Returns:
-            Whether it is to be left out: the guard says so of all its tokens, or a piece was
-            rejected whole.
+            Whether it is to be left out: the guard says so of all its tokens, or its first piece
+            was rejected whole.
 
         Raises:
             UnsupportedError: the guard ends the run.
@@ -111,6 +114,7 @@ class Run:
             tokens = sum(n for _, n in self._errors)
             self._observe(self.guard, sum(error * n for error, n in self._errors) / tokens)
         self._errors.clear()
+        self._some_kept = False
         skips, self.skips = self.skips, False
         return skips
 

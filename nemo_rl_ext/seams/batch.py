@@ -10,6 +10,8 @@ Goes: when NeMo RL has a hook for a batch before its advantages.
 
 from __future__ import annotations
 
+import inspect
+import math
 from types import ModuleType
 from typing import Any
 
@@ -32,9 +34,11 @@ def apply(module: ModuleType, seams: Seams) -> None:
 
     @wrapt.decorator
     def correcting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        metrics = wrapped(*args, **kwargs)
+        train_data, rewards, threshold = inspect.signature(wrapped).bind(*args, **kwargs).args
+        if threshold == math.inf:  # ours (config_keys): it would drop NaN before we see it
+            threshold = None
+        metrics = wrapped(train_data, rewards, threshold)
         if seams.run is not None:
-            train_data = kwargs["train_data"] if "train_data" in kwargs else args[0]
             metrics.update(seams.run.correct(train_data))
         return metrics
 

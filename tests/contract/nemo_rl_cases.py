@@ -453,12 +453,20 @@ def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyP
     assert asked == ["abort_train_step_presharded", "finish_train_step_presharded"]
 
 
-def test_the_single_controllers_masks_come_back() -> None:
-    """Upstream's own function with the threshold that the config gets: it drops nothing itself."""
+def test_an_infinite_threshold_is_none_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in the single controller's config; upstream would drop NaN by it, unseen by us."""
+    monkeypatch.setattr(seams, "run", None)
     data = batch()
+    data["prev_logprobs"][0, 1] = torch.nan
     before = data["sample_mask"].clone()
-    grpo.compute_and_apply_seq_logprob_error_masking(data, torch.ones(ROWS), math.inf)
-    assert torch.equal(data["sample_mask"], before)
+    for given in (
+        lambda f: f(
+            train_data=data, rewards=torch.ones(ROWS), seq_logprob_error_threshold=math.inf
+        ),
+        lambda f: f(data, torch.ones(ROWS), math.inf),
+    ):
+        given(grpo.compute_and_apply_seq_logprob_error_masking)
+        assert torch.equal(data["sample_mask"], before)
 
 
 def test_kv_scales_have_upstreams_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from live_engine import Engine, found_by, make_checkpoint, start_engine
 import vllm_fp8rl
 from fp8rl import Recipe
 from nemo_rl_ext.rollout_engine import (
+    OWN_BYTES,
     create_engine,
     hold_if_idle,
     release,
@@ -91,8 +93,13 @@ def worker(folder: Path) -> Iterator[Any]:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         create_engine(made, create, arguments)
+        first = made.llm
         yield made
     made.llm.llm_engine.engine_core.shutdown()
+    # It sleeps in this process; if it ended when it is collected, so would later engines' ranks.
+    first.llm_engine.engine_core.shutdown()
+    del made.fp8rl_engine, first
+    gc.collect()
 
 
 def test_an_asynchronous_engine(folder: Path, truth: dict[str, Any]) -> None:
@@ -135,7 +142,7 @@ def test_a_worker_without_an_engine_of_ours_is_left_alone() -> None:
 
 def test_an_engine_asks_for_no_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (767 << 20, 1000 << 20))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (OWN_BYTES + 767, 1000))
     assert within_free_memory({"gpu_memory_utilization": 0.9}) == {"gpu_memory_utilization": 0.76}
     for enough in ({"gpu_memory_utilization": 0.6}, {"gpu_memory_utilization": 0.76}, {}):
         assert within_free_memory(enough) == enough

@@ -67,12 +67,18 @@ def test_a_batch_that_is_rejected_whole_leaves_the_step_out() -> None:
     assert not run.skips
 
 
-def test_one_rejected_piece_leaves_the_whole_step_out() -> None:
+def test_a_step_in_pieces_is_left_out_if_the_first_is_rejected_whole() -> None:
     run = Run(ImportanceSampling(rejection=Rejection(level="sequence", high=1.5)), in_pieces=True)
-    run.correct(batch([1.0, 1.0]))
-    run.correct(batch([0.0, 0.0]))
+    far, near = batch([1.0, 1.0]), batch([0.0, 0.0])
+    run.correct(far)
+    run.correct(near)
+    assert far["sample_mask"].tolist() == [1.0, 1.0]  # the loop cannot end a step of empty pieces
     assert run.end_step()
-    run.correct(batch([0.0, 0.0]))
+
+    far, near = batch([1.0, 1.0]), batch([0.0, 0.0])
+    run.correct(near)
+    run.correct(far)
+    assert far["sample_mask"].tolist() == [0.0, 0.0]
     assert not run.end_step()
 
 
