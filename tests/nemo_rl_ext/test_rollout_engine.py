@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def asynchronous(folder: Path) -> Iterator[Future[dict[str, Any]]]:
+    """What the script finds, which runs beside the tests of a synchronous engine."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(found_by, SCRIPT, folder, timeout=240)
+
+
 @pytest.fixture(scope="module")
 def truth(folder: Path) -> dict[str, Any]:
     """What vLLM says without fp8rl, and with its FP8 linears."""
@@ -102,21 +110,6 @@ def worker(folder: Path) -> Iterator[Any]:
     gc.collect()
 
 
-def test_an_asynchronous_engine(folder: Path, truth: dict[str, Any]) -> None:
-    found = found_by(SCRIPT, folder, timeout=240)
-    assert found["short"] == truth["fp8_short"]
-    assert found["held"] == [False, True]
-    assert found["error"] == "1 requests are still running in this engine."
-    assert found["long"] == truth["fp8_long"]
-    assert found["waits"] == [0, False]
-    assert found["seconds"] > 0
-    assert found["same"] is True
-    assert found["waited"] == truth["bf16_short"]
-    assert found["after"] == truth["bf16_long"]
-    assert truth["bf16_long"] != truth["fp8_long"], "the checkpoint cannot tell FP8 from BF16"
-    assert found["dtype"] in ("auto", "float32")
-
-
 def test_a_synchronous_engine(worker: Any, truth: dict[str, Any]) -> None:
     first = worker.llm
     assert isinstance(first, CalibratingLLM)
@@ -131,6 +124,23 @@ def test_a_synchronous_engine(worker: Any, truth: dict[str, Any]) -> None:
     assert config.cache_config.cache_dtype in ("auto", "float32")
     assert not hasattr(worker.llm.llm_engine, "model_executor"), "still in this process"
     assert Engine(worker.llm, RECIPE).greedy(PROMPTS) == truth["bf16"]
+
+
+def test_an_asynchronous_engine(
+    asynchronous: Future[dict[str, Any]], truth: dict[str, Any]
+) -> None:
+    found = asynchronous.result()
+    assert found["short"] == truth["fp8_short"]
+    assert found["held"] == [False, True]
+    assert found["error"] == "1 requests are still running in this engine."
+    assert found["long"] == truth["fp8_long"]
+    assert found["waits"] == [0, False]
+    assert found["seconds"] > 0
+    assert found["same"] is True
+    assert found["waited"] == truth["bf16_short"]
+    assert found["after"] == truth["bf16_long"]
+    assert truth["bf16_long"] != truth["fp8_long"], "the checkpoint cannot tell FP8 from BF16"
+    assert found["dtype"] in ("auto", "float32")
 
 
 def test_a_worker_without_an_engine_of_ours_is_left_alone() -> None:
