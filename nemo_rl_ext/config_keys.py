@@ -140,7 +140,8 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
         RecipeError: also for a pin that matches nothing of the model.
         RecipeError, UnsupportedError: see :func:`read`; nothing has been changed then.
     """
-    keys = read(_plain(config), driver)
+    plain = _plain(config)
+    keys = read(plain, driver)
     if keys is None:
         return
     require(keys.places[0])
@@ -172,7 +173,7 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
     if f"{LOSS}.{BLOCK}" in keys.places:
         setattr(config.loss_fn, BLOCK, block)
         setattr(config.loss_fn, DRIVER, driver)
-        setattr(config.loss_fn, MAX_AGE, _max_age(_plain(config), driver))
+        setattr(config.loss_fn, MAX_AGE, _max_age(plain, driver))
         if driver == "single_controller" and _drops_sequences(keys):
             _take_masks_back(config.grpo)
     logger.info("fp8rl: recipe of this run: %s", block)

@@ -101,10 +101,12 @@ def _wait_until_idle(workers: list[Any]) -> None:
     """Close each engine's gate when its last request has ended."""
     told = time.perf_counter()
     busy = workers
-    while busy:
+    while True:
         idle = _on(busy, rollout_engine.hold_if_idle)
         busy = [worker for worker, held in zip(busy, idle, strict=True) if not held]
-        if busy and time.perf_counter() - told > TOLD_EVERY_S:
+        if not busy:
+            return
+        if time.perf_counter() - told > TOLD_EVERY_S:
             logger.warning("fp8rl guard: %d engines still have rollouts in FP8.", len(busy))
             told = time.perf_counter()
-        time.sleep(POLL_S if busy else 0.0)
+        time.sleep(POLL_S)

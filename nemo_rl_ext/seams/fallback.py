@@ -13,14 +13,13 @@ Goes: when a generation interface can be given another engine.
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
 from nemo_rl_ext.activation import Seams
-from nemo_rl_ext.seams.upstream import Upstream, compare_source, resolve
+from nemo_rl_ext.seams.upstream import Upstream, resolve
 
 _VLLM = "nemo_rl.models.generation.vllm"
 UPSTREAM = (
@@ -46,7 +45,7 @@ UPSTREAM = (
         "CollectiveWeightSynchronizer.sync_weights",
         ("self", "timer", "kv_scales"),
     ),
-    # What :mod:`nemo_rl_ext.fallback` calls.
+    # What :mod:`nemo_rl_ext.fallback` calls; compared by reading, where a key asks for fp8rl.
     Upstream(
         "nemo_rl.weight_sync.factory",
         "create_weight_synchronizer",
@@ -76,10 +75,6 @@ UPSTREAM = (
 
 
 def apply(module: ModuleType, seams: Seams) -> None:
-    package = sys.modules[module.__name__.partition(".")[0]].__path__[0]
-    for other in UPSTREAM:
-        if other.module != module.__name__:
-            compare_source(package, other)
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     refit = resolve(module, upstream)
     *owner, name = upstream.name.split(".")

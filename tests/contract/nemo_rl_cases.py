@@ -368,7 +368,7 @@ def test_a_skipped_step_runs_without_the_optimizer_in_every_epoch() -> None:
     seams.run = None
 
 
-# --- names ---
+# --- engines that start anew, steps in pieces ---
 
 
 class Reached(Exception):
@@ -467,6 +467,9 @@ def test_an_infinite_threshold_is_none_to_upstream(monkeypatch: pytest.MonkeyPat
     ):
         given(grpo.compute_and_apply_seq_logprob_error_masking)
         assert torch.equal(data["sample_mask"], before)
+
+
+# --- names ---
 
 
 def test_kv_scales_have_upstreams_names() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
-from live_engine import LAYERS, Engine, load_tensors, make_checkpoint
+from live_engine import LAYERS, SETTINGS, Engine, load_tensors, make_checkpoint
 
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_worker", exc_type=ImportError)
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -60,14 +60,8 @@ def worker(folder: Path) -> Iterator[Any]:
         {
             "model": str(make_checkpoint(folder / "a", 0)),
             "load_format": "dummy",
-            "dtype": "float32",
-            "enforce_eager": True,
             "enable_prefix_caching": True,
-            "max_model_len": 256,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 32 << 20,
-            "skip_tokenizer_init": True,
-            "seed": 0,
+            **SETTINGS,
             **vllm_fp8rl.engine_args(Recipe()),
         }
     )

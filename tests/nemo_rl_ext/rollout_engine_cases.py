@@ -16,7 +16,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
-from live_engine import start_engine as start_engine  # sets what vLLM reads at import
+from live_engine import SETTINGS  # its module sets what vLLM reads at import
 
 import vllm_fp8rl
 from fp8rl import Recipe
@@ -60,13 +60,7 @@ async def main(root: Path) -> dict[str, Any]:
     worker = Worker()
     arguments = {
         "model": str(root / "a"),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "kv_cache_memory_bytes": 32 << 20,
-        "skip_tokenizer_init": True,
-        "seed": 0,
+        **SETTINGS,
         **vllm_fp8rl.engine_args(Recipe.from_dict({"kv_cache": {"dtype": "auto"}})),
     }
     create_engine(worker, create, arguments)

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
-from live_engine import Engine, found_by, make_checkpoint, start_engine
+from live_engine import SETTINGS, Engine, found_by, make_checkpoint, start_engine
 
 import vllm_fp8rl
 from fp8rl import Recipe
@@ -86,13 +86,7 @@ def worker(folder: Path) -> Iterator[Any]:
     made = SimpleNamespace(cfg={"vllm_cfg": {"async_engine": False}}, llm=None)
     arguments = {
         "model": str(folder / "a"),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "kv_cache_memory_bytes": 32 << 20,
-        "skip_tokenizer_init": True,
-        "seed": 0,
+        **SETTINGS,
         "worker_extension_cls": f"{Closing.__module__}.{Closing.__name__}",
         **vllm_fp8rl.engine_args(RECIPE),
     }

@@ -33,6 +33,16 @@ torch.set_num_threads(1)
 LAYERS = 2
 VOCAB = 512
 KV_SCALE = 0.05
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 32 << 20,
+    "skip_tokenizer_init": True,
+    "seed": 0,
+}
+"""Of every small engine here."""
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -67,16 +77,7 @@ def start_engine(path: Path, recipe: Recipe, **changes: Any) -> Engine:
     """An in-process engine, float32 so that numeric assertions can be tight."""
     from vllm import LLM
 
-    arguments: dict[str, Any] = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "kv_cache_memory_bytes": 32 << 20,
-        "skip_tokenizer_init": True,
-        "seed": 0,
-    }
-    arguments |= vllm_fp8rl.engine_args(recipe) | changes
+    arguments = SETTINGS | vllm_fp8rl.engine_args(recipe) | changes
     return Engine(LLM(str(path), **arguments), recipe)
 
 
