@@ -2,8 +2,9 @@
 
     python benchmarks/nemo_rl.py --source NEMO_RL --folder OUT [--trainer dtensor|megatron]
                                  [--variants bf16,upstream,fp8rl] [--steps 20] [--gpus 1]
-                                 [--model HF_FOLDER] [--limit SECONDS] [--graphs] [--write-only]
-                                 [--curves FILE.svg] [--set KEY=VALUE]...
+                                 [--single-controller] [--model HF_FOLDER] [--limit SECONDS]
+                                 [--graphs] [--write-only] [--curves FILE.svg]
+                                 [--set KEY=VALUE]...
 
 Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
 a YAML for each variant on top of upstream's ``grpo_math_1B.yaml``, runs the driver untouched, and
@@ -11,13 +12,16 @@ prints for each variant what its tensorboard has: the reward and the mismatch of
 seconds by phase, with those of vLLM's own calibrations, which are part of ``generation``, from the
 log, and those before the first step. ``fp8rl-bf16kv`` is a fourth variant, with FP8 rollouts over a
 BF16 KV cache, as upstream's FP8 path has it with a DTensor trainer. ``--gpus 2`` makes rollouts
-tensor-parallel and training data-parallel over two GPUs. ``--limit`` ends a variant's driver after
-so many seconds, and prints the steps it has made (its exit is then null). ``--graphs`` lets vLLM
-capture CUDA graphs; ``--write-only`` stops before the driver; ``--curves`` draws the variants
-(``nemo_rl_curves.py``); each ``--set`` is an override that the driver is given. On one machine
-without NeMo RL's own virtual environments set ``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray
-first (``RAY_prestart_worker_first_driver=0 ray start --head --include-dashboard=false``; without
-the variable Ray starts a process for each core, none of which is used).
+tensor-parallel and training data-parallel over two GPUs. ``--single-controller`` runs
+``run_grpo_single_controller.py`` instead, with its YAML: the Megatron trainer on one half of the
+GPUs, asynchronous engines on the other, one optimizer step for all sequences of a step.
+``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made (its
+exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
+driver; ``--curves`` draws the variants (``nemo_rl_curves.py``); each ``--set`` is an override that
+the driver is given. On one machine without NeMo RL's own virtual environments set
+``NEMO_RL_PY_EXECUTABLES_SYSTEM=1`` and start Ray first (``RAY_prestart_worker_first_driver=0 ray
+start --head --include-dashboard=false``; without the variable Ray starts a process for each core,
+none of which is used).
 """
 
 from __future__ import annotations
@@ -50,6 +54,8 @@ SECONDS = (
     "generation",
     "policy_and_reference_logprobs",
     "policy_training",
+    "exposed_generation",
+    "weight_sync",
     "recompute_kv_scales",
     "prepare_for_generation/total",
     "prepare_for_generation/transfer_and_update_weights",
@@ -61,6 +67,8 @@ SETUP = re.compile(r"^ +(Generation init|Policy init|Total setup): ([0-9.]+)s", 
 """Lines of the driver's."""
 BATCH = 128
 """Sequences of an optimizer step, in one micro-batch on each GPU."""
+PROMPTS, GENERATIONS = 32, 16
+"""Of a step."""
 CALIBRATION = re.compile(r"KV scales calibrated from .* in ([0-9.]+) s:")
 """A line of ``nemo_rl_ext.self_calibration``."""
 LEARNING_RATE = 4e-5
@@ -88,8 +96,8 @@ def config(
     value: dict[str, Any] = {
         "defaults": [str(source / "examples" / "configs" / "grpo_math_1B.yaml")],
         "grpo": {
-            "num_prompts_per_step": 32,
-            "num_generations_per_prompt": 16,
+            "num_prompts_per_step": PROMPTS,
+            "num_generations_per_prompt": GENERATIONS,
             "max_num_steps": options.steps,
             "val_period": 0,
             "val_at_start": False,
@@ -165,7 +173,22 @@ def config(
             "kv_cache": {"dtype": "fp8_e4m3" if variant == "fp8rl" else "auto"},
             "pins": {"layers": [1]} if megatron else {},
         }
+    if options.single_controller:
+        single_controller(value, source, options.gpus // 2)
     return value
+
+
+def single_controller(value: dict[str, Any], source: Path, gpus: int) -> None:
+    """Change a YAML to the single controller's, in place; ``gpus``: of the engines."""
+    name = "grpo_math_1B_megatron_single_controller.yaml"
+    value["defaults"][0] = str(source / "examples" / "configs" / name)
+    value["policy"]["train_global_batch_size"] = PROMPTS * GENERATIONS
+    # A step's batch comes in two pieces, as its rollouts become ready.
+    value["async_rl"] = {"min_groups_for_streaming_train": PROMPTS // 2}
+    value["data_plane"] = {"enabled": True, "storage_capacity": 8 * PROMPTS * GENERATIONS}
+    generation = value["policy"]["generation"]
+    generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": gpus}}
+    generation["vllm_cfg"] |= {"tensor_parallel_size": gpus, "async_engine": True}
 
 
 def summary(logs: Path, log: Path) -> dict[str, Any]:
@@ -220,6 +243,7 @@ def main() -> int:
     parser.add_argument("--variants", default=",".join(VARIANTS[:3]))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--single-controller", action="store_true")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
@@ -232,6 +256,9 @@ def main() -> int:
         parser.error(f"--variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     if options.gpus < 1 or BATCH % options.gpus:
         parser.error(f"--gpus {options.gpus} does not divide {BATCH} sequences")
+    if options.single_controller and (options.trainer != "megatron" or options.gpus % 2):
+        parser.error("--single-controller needs --trainer megatron and an even number of --gpus")
+    driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     model = (options.model or make_model(folder / "model")).resolve()
@@ -240,12 +267,13 @@ def main() -> int:
     runs = []
     for variant in variants:
         name = f"{options.trainer}-{variant}" + (f"-{options.gpus}" if options.gpus > 1 else "")
+        name += "-single-controller" if options.single_controller else ""
         logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
         value = config(options, model, data, logs, variant)
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")
         if options.write_only:
             continue
-        command = [sys.executable, str(options.source / "examples" / "run_grpo.py")]
+        command = [sys.executable, str(options.source / "examples" / driver)]
         with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
             code = run([*command, "--config", str(file), *options.set], log, options.limit)
         failed += code != 0

@@ -40,8 +40,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self._plugins = PluginManager()
-        self._errors: list[tuple[float, float]] = []
-        """token_mult_prob_error and tokens of each piece of the step."""
+        self._pieces: list[tuple[float, dict[str, float]]] = []
+        """Tokens and metrics of each piece of the step."""
         self._some_kept = False
         """Whether an earlier piece of the step has tokens left, so that this one may be empty."""
 
@@ -79,7 +79,7 @@ class Run:
         result = self._loss(self.settings).correct(rollout, trainer, counts)
         metrics = dict(result.metrics)
         if self.guard is not None:
-            level = self._judge(self.guard, metrics["token_mult_prob_error"], float(counts.sum()))
+            level = self._judge(self.guard, metrics["token_mult_prob_error"])
             metrics["guard_level"] = float(LEVELS.index(level))
             metrics["guard_bf16_rollouts"] = float(self.guard.bf16)
             if level == "tight":
@@ -97,32 +97,46 @@ class Run:
         if self.skips:
             kept = counts  # the loops cannot take an empty batch
         metrics["step_skipped"] = float(self.skips)
+        if self.in_pieces:
+            self._pieces.append((float(counts.sum()), metrics))
         self._write(train_data, kept, result.weights)
-        return {f"fp8rl/{name}": float(value) for name, value in metrics.items()}
+        return _named(metrics)
 
-    def end_step(self) -> bool:
+    def end_step(self) -> tuple[bool, dict[str, float]]:
         """Close a step that came in pieces.
 
         Returns:
             Whether it is to be left out: the guard says so of all its tokens, or its first piece
-            was rejected whole.
+            was rejected whole. And the step's metrics, those of its pieces weighted by their
+            tokens; the effective sample size and quantiles are then means of the pieces' own.
 
         Raises:
             UnsupportedError: the guard ends the run.
         """
-        if self.guard is not None and self._errors:
-            tokens = sum(n for _, n in self._errors)
-            self._observe(self.guard, sum(error * n for error, n in self._errors) / tokens)
-        self._errors.clear()
+        metrics = self._of_all_pieces()
+        if self.guard is not None and metrics:
+            level = self._observe(self.guard, metrics["token_mult_prob_error"])
+            metrics["guard_level"] = float(LEVELS.index(level))
+        if metrics:
+            metrics["step_skipped"] = float(self.skips)
+        self._pieces.clear()
         self._some_kept = False
         skips, self.skips = self.skips, False
-        return skips
+        return skips, _named(metrics)
 
-    def _judge(self, guard: MismatchGuard, error: float, tokens: float) -> Level:
+    def _of_all_pieces(self) -> dict[str, float]:
+        tokens = sum(n for n, _ in self._pieces)
+        names = dict.fromkeys(name for _, metrics in self._pieces for name in metrics)
+        means = {
+            name: sum(n * metrics.get(name, 0.0) for n, metrics in self._pieces) / tokens
+            for name in names
+        }
+        return means | ({"tokens": tokens} if means else {})
+
+    def _judge(self, guard: MismatchGuard, error: float) -> Level:
         """The level that a batch, or a piece of one, is corrected by."""
         if not self.in_pieces:
             return self._observe(guard, error)
-        self._errors.append((error, tokens))
         return (
             "normal" if guard.level == "normal" and error <= guard.config.tighten_above else "tight"
         )
@@ -168,3 +182,7 @@ class Run:
         full = torch.zeros(token_mask.shape, dtype=torch.float32, device=weights.device)
         full[:, 1:] = weights
         train_data[WEIGHTS] = full
+
+
+def _named(metrics: dict[str, float]) -> dict[str, float]:
+    return {f"fp8rl/{name}": float(value) for name, value in metrics.items()}

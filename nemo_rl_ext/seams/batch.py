@@ -10,12 +10,11 @@ Goes: when NeMo RL has a hook for a batch before its advantages.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 from nemo_rl_ext.activation import Seams
 from nemo_rl_ext.seams.upstream import Upstream, resolve
@@ -32,14 +31,14 @@ UPSTREAM = (
 def apply(module: ModuleType, seams: Seams) -> None:
     masking = resolve(module, UPSTREAM[0])
 
-    @wrapt.decorator
-    def correcting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        train_data, rewards, threshold = inspect.signature(wrapped).bind(*args, **kwargs).args
+    @functools.wraps(masking)
+    def correcting(*args: Any, **kwargs: Any) -> Any:
+        train_data, rewards, threshold = inspect.signature(masking).bind(*args, **kwargs).args
         if threshold == math.inf:  # ours (config_keys): it would drop NaN before we see it
             threshold = None
-        metrics = wrapped(train_data, rewards, threshold)
+        metrics = masking(train_data, rewards, threshold)
         if seams.run is not None:
             metrics.update(seams.run.correct(train_data))
         return metrics
 
-    setattr(module, UPSTREAM[0].name, correcting(masking))
+    setattr(module, UPSTREAM[0].name, correcting)

@@ -13,10 +13,9 @@ Goes: when a generation interface can be given another engine.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 from nemo_rl_ext.activation import Seams
 from nemo_rl_ext.seams.upstream import Upstream, resolve
@@ -79,24 +78,25 @@ def apply(module: ModuleType, seams: Seams) -> None:
     refit = resolve(module, upstream)
     *owner, name = upstream.name.split(".")
 
-    @wrapt.decorator
-    def falling_back(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    @functools.wraps(refit)
+    def falling_back(*args: Any, **kwargs: Any) -> Any:
         run = seams.run
         if run is None or run.guard is None or not run.fallback_due:
-            return wrapped(*args, **kwargs)
+            return refit(*args, **kwargs)
         from nemo_rl_ext.fallback import fall_back, release
 
         if owner:
-            sides = instance._policy, instance._generation, instance
+            synchronizer = args[0]
+            sides = synchronizer._policy, synchronizer._generation, synchronizer
         else:
             sides = (*of_call(*args, **kwargs), None)
         fall_back(*sides)
         run.guard.fell_back()
-        result = wrapped(*args, **kwargs)
+        result = refit(*args, **kwargs)
         release(sides[1])
         return result
 
     def of_call(policy: Any, policy_generation: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
         return policy, policy_generation
 
-    setattr(getattr(module, owner[0]) if owner else module, name, falling_back(refit))
+    setattr(getattr(module, owner[0]) if owner else module, name, falling_back)

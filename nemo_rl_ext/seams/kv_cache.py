@@ -11,10 +11,9 @@ Goes: when ``kv_cache_dtype: fp8`` no longer asks for ``precision: fp8``.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 from nemo_rl_ext.activation import Seams
 from nemo_rl_ext.seams.upstream import Upstream, resolve
@@ -29,12 +28,12 @@ UPSTREAM = (
 def apply(module: ModuleType, seams: Seams) -> None:
     configure = resolve(module, UPSTREAM[0])
 
-    @wrapt.decorator
-    def announcing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    @functools.wraps(configure)
+    def announcing(*args: Any, **kwargs: Any) -> Any:
         from nemo_rl_ext.config_keys import announce_kv_cache
 
-        result = wrapped(*args, **kwargs)
+        result = configure(*args, **kwargs)
         announce_kv_cache(kwargs["config"] if "config" in kwargs else args[0])
         return result
 
-    setattr(module, UPSTREAM[0].name, announcing(configure))
+    setattr(module, UPSTREAM[0].name, announcing)

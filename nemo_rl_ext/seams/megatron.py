@@ -11,10 +11,9 @@ Goes: when ``policy.megatron_cfg`` takes pre-wrap hooks.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 from nemo_rl_ext.activation import Seams
 from nemo_rl_ext.seams.upstream import Upstream, resolve
@@ -40,14 +39,14 @@ UPSTREAM = (
 def apply(module: ModuleType, seams: Seams) -> None:
     setup = resolve(module, UPSTREAM[0])
 
-    @wrapt.decorator
-    def converting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    @functools.wraps(setup)
+    def converting(*args: Any, **kwargs: Any) -> Any:
         from nemo_rl_ext import training
 
         policy = kwargs["policy_cfg"] if "policy_cfg" in kwargs else args[0]
         recipe = training.recipe_of(policy)
         if recipe is None:
-            return wrapped(*args, **kwargs)
+            return setup(*args, **kwargs)
         seams.require(training.KEY)
         if recipe.training:
             hooks = list(kwargs.get("additional_pre_wrap_hooks") or ())
@@ -55,9 +54,9 @@ def apply(module: ModuleType, seams: Seams) -> None:
                 **kwargs,
                 "additional_pre_wrap_hooks": [*hooks, training.pre_wrap_hook(recipe)],
             }
-        state = wrapped(*args, **kwargs)
+        state = setup(*args, **kwargs)
         if training.sends_kv_scales(policy):
             training.observe(state.model)
         return state
 
-    setattr(module, UPSTREAM[0].name, converting(setup))
+    setattr(module, UPSTREAM[0].name, converting)

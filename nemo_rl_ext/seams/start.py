@@ -9,10 +9,9 @@ Goes: when NeMo RL calls plugins by an entry point of its own.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 from nemo_rl_ext.activation import Seams
 from nemo_rl_ext.seams.upstream import Upstream, resolve
@@ -23,9 +22,9 @@ UPSTREAM = (Upstream("nemo_rl.utils.config", "load_config", ("config_path",)),)
 def apply(module: ModuleType, seams: Seams) -> None:
     load_config = resolve(module, UPSTREAM[0])
 
-    @wrapt.decorator
-    def completing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    @functools.wraps(load_config)
+    def completing(*args: Any, **kwargs: Any) -> Any:
         seams.complete()
-        return wrapped(*args, **kwargs)
+        return load_config(*args, **kwargs)
 
-    module.load_config = completing(load_config)  # type: ignore[attr-defined]
+    module.load_config = completing  # type: ignore[attr-defined]

@@ -1,4 +1,9 @@
-"""What a seam relies on, and the comparison with what is installed."""
+"""What a seam relies on, and the comparison with what is installed.
+
+What a seam puts in the place of a function is a plain function with its name
+(``functools.wraps``), no proxy: Ray pickles the class of an actor with the functions that its
+module has imported, those by name, and a proxy not at all.
+"""
 
 from __future__ import annotations
 

@@ -430,26 +430,28 @@ def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyP
     class Workers:
         def run_all_workers_single_data(self, method: str) -> list[Any]:
             asked.append(method)
-            if method.startswith("finish"):
-                raise Reached(method)
-            return []
+            if method.startswith("abort"):
+                return []
+            return [{"global_loss": torch.ones(1), "grad_norm": torch.ones(1), "all_mb_metrics": {}}]
 
     monkeypatch.setattr("ray.get", lambda futures: futures)
     policy = object.__new__(TQPolicy)
     policy.flops_tracker = None
     policy.worker_group = Workers()
-    run = Run(
-        Recipe.from_dict(
-            {"importance_sampling": {"rejection": {"level": "sequence", "high": 1e-9}}}
-        ).importance_sampling,
-        in_pieces=True,
-    )
+    run = Run(Recipe().importance_sampling, in_pieces=True)
     monkeypatch.setattr(seams, "run", run)
-    run.correct(batch())
-    result = policy.finish_train_step()
-    assert aggregate_step_metrics(result) == {"loss": 0.0, "grad_norm": 0.0}
-    with pytest.raises(Reached):
-        policy.finish_train_step()
+    told = {}
+    for bound in (1e-9, 10.0):  # all is rejected, nothing is
+        rejection = {"level": "sequence", "high": bound}
+        recipe = Recipe.from_dict({"importance_sampling": {"rejection": rejection}})
+        run.settings = recipe.importance_sampling
+        run.correct(batch())
+        told[bound] = aggregate_step_metrics(policy.finish_train_step())
+    left_out, trained = told.values()
+    assert (left_out["loss"], trained["loss"]) == (0.0, 1.0)
+    assert (left_out["fp8rl/step_skipped"], trained["fp8rl/step_skipped"]) == (1.0, 0.0)
+    for metrics in told.values():
+        assert metrics["fp8rl/token_mult_prob_error"] >= 1
     assert asked == ["abort_train_step_presharded", "finish_train_step_presharded"]
 
 
@@ -467,6 +469,17 @@ def test_an_infinite_threshold_is_none_to_upstream(monkeypatch: pytest.MonkeyPat
     ):
         given(grpo.compute_and_apply_seq_logprob_error_masking)
         assert torch.equal(data["sample_mask"], before)
+
+
+def test_ray_can_pickle_the_actor_whose_module_has_our_function() -> None:
+    """Its class goes by value, with what its module imported, and a proxy there could not go."""
+    from nemo_rl.algorithms import single_controller
+    from ray import cloudpickle
+
+    hook = "compute_and_apply_seq_logprob_error_masking"
+    assert hasattr(getattr(single_controller, hook), "__wrapped__"), "ours is there"
+    actor = single_controller.SingleControllerActor.__ray_metadata__.modified_class
+    assert hook.encode() in cloudpickle.dumps(actor), "by its name"
 
 
 # --- names ---

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -73,13 +75,17 @@ def test_a_step_in_pieces_is_left_out_if_the_first_is_rejected_whole() -> None:
     run.correct(far)
     run.correct(near)
     assert far["sample_mask"].tolist() == [1.0, 1.0]  # the loop cannot end a step of empty pieces
-    assert run.end_step()
+    skips, metrics = run.end_step()
+    assert skips
+    assert metrics["fp8rl/step_skipped"] == 1.0
+    assert metrics["fp8rl/all_rejected"] == 0.5
 
     far, near = batch([1.0, 1.0]), batch([0.0, 0.0])
     run.correct(near)
     run.correct(far)
     assert far["sample_mask"].tolist() == [0.0, 0.0]
-    assert not run.end_step()
+    assert not run.end_step()[0]
+    assert run.end_step() == (False, {}), "what follows is another step"
 
 
 def test_a_step_in_pieces_is_judged_once_by_all_its_tokens() -> None:
@@ -90,18 +96,25 @@ def test_a_step_in_pieces_is_judged_once_by_all_its_tokens() -> None:
     assert data["sample_mask"].tolist() == [1.0, 0.0]
     assert guard.level == "normal"
     run.correct(batch([0.0] * 6))
-    assert not run.end_step()
+    skips, metrics = run.end_step()
+    assert not skips
+    assert metrics["fp8rl/token_mult_prob_error"] == pytest.approx((math.exp(0.2) + 7) / 8)
+    assert metrics["fp8rl/tokens"] == 32
+    assert metrics["fp8rl/guard_rejected_share"] == pytest.approx(0.5 * 8 / 32)
+    assert (metrics["fp8rl/guard_level"], metrics["fp8rl/step_skipped"]) == (0.0, 0.0)
     assert (guard.level, guard.good) == ("normal", 1)  # (e^0.2 + 7) / 8 = 1.03
 
     for expected in ("skip", "bf16"):
         for gaps in ([1.0, 1.0], [0.0], [1.0]):
             run.correct(batch(gaps))
         assert guard.level != expected
-        assert run.end_step()
+        skips, metrics = run.end_step()
+        assert skips
         assert guard.level == expected
+        assert metrics["fp8rl/guard_level"] == LEVELS.index(expected)
     assert run.fallback_due
     run.correct(batch([0.0]))
-    assert run.end_step(), "until the engines have started anew, steps are left out"
+    assert run.end_step()[0], "until the engines have started anew, steps are left out"
 
 
 def test_an_empty_batch_is_left_alone_and_nan_is_told() -> None:

@@ -4,4 +4,4 @@
 def __getattr__(name: str) -> type:
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (), {})
+    return type(name, (), {"__init__": lambda stand_in, *_, **__: None})
