@@ -432,7 +432,8 @@ def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyP
             asked.append(method)
             if method.startswith("abort"):
                 return []
-            return [{"global_loss": torch.ones(1), "grad_norm": torch.ones(1), "all_mb_metrics": {}}]
+            ones = torch.ones(1)
+            return [{"global_loss": ones, "grad_norm": ones, "all_mb_metrics": {}}]
 
     monkeypatch.setattr("ray.get", lambda futures: futures)
     policy = object.__new__(TQPolicy)
