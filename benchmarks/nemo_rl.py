@@ -46,6 +46,7 @@ CURVES = (
     "train/token_mult_prob_error",
     "train/gen_kl_error",
     "train/fp8rl/is_weight_ess",
+    "train/fp8rl/token_mult_prob_error",
     "train/fp8rl/guard_level",
     "train/fp8rl/step_skipped",
 )
@@ -182,8 +183,12 @@ def single_controller(value: dict[str, Any], source: Path, gpus: int) -> None:
     """Change a YAML to the single controller's, in place; ``gpus``: of the engines."""
     name = "grpo_math_1B_megatron_single_controller.yaml"
     value["defaults"][0] = str(source / "examples" / "configs" / name)
-    value["policy"]["train_global_batch_size"] = PROMPTS * GENERATIONS
-    # A step's batch comes in two pieces, as its rollouts become ready.
+    value["policy"] |= {
+        "train_global_batch_size": PROMPTS * GENERATIONS,
+        # A step comes in pieces of whole prompts, as their rollouts become ready.
+        "train_micro_batch_size": GENERATIONS,
+        "logprob_batch_size": GENERATIONS,
+    }
     value["async_rl"] = {"min_groups_for_streaming_train": PROMPTS // 2}
     value["data_plane"] = {"enabled": True, "storage_capacity": 8 * PROMPTS * GENERATIONS}
     generation = value["policy"]["generation"]
