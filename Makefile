@@ -22,7 +22,7 @@ demo: install
 	@$(BIN)/fp8rl demo $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 contract: install
 	$(BIN)/python -m pytest -v -rsP -p no:warnings tests/contract $(ARGS)

@@ -13,8 +13,8 @@ seconds by phase, with those of vLLM's own calibrations, which are part of ``gen
 log, and those before the first step. ``fp8rl-bf16kv`` is a fourth variant, with FP8 rollouts over a
 BF16 KV cache, as upstream's FP8 path has it with a DTensor trainer. ``--gpus 2`` makes rollouts
 tensor-parallel and training data-parallel over two GPUs. ``--single-controller`` runs
-``run_grpo_single_controller.py`` instead, with its YAML: the Megatron trainer on one half of the
-GPUs, asynchronous engines on the other, one optimizer step for all sequences of a step.
+``run_grpo_single_controller.py`` instead, with its YAML: the Megatron trainer on one of two GPUs,
+an asynchronous engine on the other, one optimizer step for all sequences of a step.
 ``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made (its
 exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
 driver; ``--curves`` draws the variants (``nemo_rl_curves.py``); each ``--set`` is an override that
@@ -175,12 +175,12 @@ def config(
             "pins": {"layers": [1]} if megatron else {},
         }
     if options.single_controller:
-        single_controller(value, source, options.gpus // 2)
+        single_controller(value, source)
     return value
 
 
-def single_controller(value: dict[str, Any], source: Path, gpus: int) -> None:
-    """Change a YAML to the single controller's, in place; ``gpus``: of the engines."""
+def single_controller(value: dict[str, Any], source: Path) -> None:
+    """Change a YAML to the single controller's, in place."""
     name = "grpo_math_1B_megatron_single_controller.yaml"
     value["defaults"][0] = str(source / "examples" / "configs" / name)
     value["policy"] |= {
@@ -192,8 +192,8 @@ def single_controller(value: dict[str, Any], source: Path, gpus: int) -> None:
     value["async_rl"] = {"min_groups_for_streaming_train": PROMPTS // 2}
     value["data_plane"] = {"enabled": True, "storage_capacity": 8 * PROMPTS * GENERATIONS}
     generation = value["policy"]["generation"]
-    generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": gpus}}
-    generation["vllm_cfg"] |= {"tensor_parallel_size": gpus, "async_engine": True}
+    generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
+    generation["vllm_cfg"] |= {"tensor_parallel_size": 1, "async_engine": True}
 
 
 def summary(logs: Path, log: Path) -> dict[str, Any]:
@@ -261,8 +261,10 @@ def main() -> int:
         parser.error(f"--variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     if options.gpus < 1 or BATCH % options.gpus:
         parser.error(f"--gpus {options.gpus} does not divide {BATCH} sequences")
-    if options.single_controller and (options.trainer != "megatron" or options.gpus % 2):
-        parser.error("--single-controller needs --trainer megatron and an even number of --gpus")
+    if options.single_controller and (options.trainer != "megatron" or options.gpus != 2):
+        parser.error("--single-controller needs --trainer megatron --gpus 2")
+    if options.single_controller and "fp8rl" in variants:
+        parser.error("--single-controller: asynchronous engines run fp8rl-bf16kv, not fp8rl")
     driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

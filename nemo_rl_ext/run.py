@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
@@ -40,8 +41,10 @@ class Run:
 
     def __post_init__(self) -> None:
         self._plugins = PluginManager()
-        self._pieces: list[tuple[float, dict[str, float]]] = []
-        """Tokens and metrics of each piece of the step."""
+        self._pieces: list[tuple[torch.Tensor, ...]] = []
+        """``rollout``, ``trainer``, ``counts``, ``[B, S - 1]``, of each piece of the step."""
+        self._tightened = 0.0
+        """Tokens of the step that the guard has dropped from its pieces."""
         self._some_kept = False
         """Whether an earlier piece of the step has tokens left, so that this one may be empty."""
 
@@ -82,13 +85,15 @@ class Run:
             level = self._judge(self.guard, metrics["token_mult_prob_error"])
             metrics["guard_level"] = float(LEVELS.index(level))
             metrics["guard_bf16_rollouts"] = float(self.guard.bf16)
-            if level == "tight":
+            if level == "tight" and result.mask.any():
                 bound = self.guard.config.geometric
                 tight = Rejection(level="geometric", low=1 / bound, high=bound)
                 settings = self.settings.model_copy(update={"rejection": tight})
                 extra = self._loss(settings).correct(rollout, trainer, result.mask)
-                result = extra if extra.mask.any() else result
                 metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
+                if extra.mask.any():
+                    self._tightened += float(result.mask.sum() - extra.mask.sum())
+                    result = extra
         kept = result.mask
         if not kept.any() and not self._some_kept:
             logger.warning("fp8rl: every token of the batch was rejected; the step is left out.")
@@ -98,7 +103,7 @@ class Run:
             kept = counts  # the loops cannot take an empty batch
         metrics["step_skipped"] = float(self.skips)
         if self.in_pieces:
-            self._pieces.append((float(counts.sum()), metrics))
+            self._pieces.append((rollout, trainer, counts))
         self._write(train_data, kept, result.weights)
         return _named(metrics)
 
@@ -107,31 +112,37 @@ class Run:
 
         Returns:
             Whether it is to be left out: the guard says so of all its tokens, or its first piece
-            was rejected whole. And the step's metrics, those of its pieces weighted by their
-            tokens; the effective sample size and quantiles are then means of the pieces' own.
+            was rejected whole. And the metrics of all its tokens, as :meth:`correct` has them of
+            a piece; empty where no piece had any.
 
         Raises:
             UnsupportedError: the guard ends the run.
         """
-        metrics = self._of_all_pieces()
-        if self.guard is not None and metrics:
-            level = self._observe(self.guard, metrics["token_mult_prob_error"])
-            metrics["guard_level"] = float(LEVELS.index(level))
-        if metrics:
-            metrics["step_skipped"] = float(self.skips)
+        metrics: dict[str, float] = {}
+        if self._pieces:
+            whole = self._loss(self.settings).correct(*self._all_pieces())
+            metrics = {**whole.metrics, "step_skipped": float(self.skips)}
+            if self.guard is not None:
+                level = self._observe(self.guard, metrics["token_mult_prob_error"])
+                kept = max(float(whole.mask.sum()), 1.0)
+                metrics["guard_level"] = float(LEVELS.index(level))
+                metrics["guard_bf16_rollouts"] = float(self.guard.bf16)
+                metrics["guard_rejected_share"] = self._tightened / kept
+                metrics["step_skipped"] = float(self.skips)
         self._pieces.clear()
+        self._tightened = 0.0
         self._some_kept = False
         skips, self.skips = self.skips, False
         return skips, _named(metrics)
 
-    def _of_all_pieces(self) -> dict[str, float]:
-        tokens = sum(n for n, _ in self._pieces)
-        names = dict.fromkeys(name for _, metrics in self._pieces for name in metrics)
-        means = {
-            name: sum(n * metrics.get(name, 0.0) for n, metrics in self._pieces) / tokens
-            for name in names
-        }
-        return means | ({"tokens": tokens} if means else {})
+    def _all_pieces(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``rollout``, ``trainer``, ``counts`` of the step, padded to the longest piece."""
+        length = max(rollout.shape[1] for rollout, *_ in self._pieces)
+        rollout, trainer, counts = (
+            torch.cat([pad(part, (0, length - part.shape[1])) for part in parts])
+            for parts in zip(*self._pieces, strict=True)
+        )
+        return rollout, trainer, counts
 
     def _judge(self, guard: MismatchGuard, error: float) -> Level:
         """The level that a batch, or a piece of one, is corrected by."""

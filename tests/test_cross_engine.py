@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+import uuid
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pinner\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[fp8rl]\npinner = pinner\n")
     out = tmp_path_factory.mktemp("cross-engine")
-    # vLLM's CPU worker would set the last one; here there is no worker.
-    env = {"PYTHONPATH": str(plugins), "VLLM_DIST_IDENT": out.name}
+    # vLLM's CPU worker would set the last one; here there is no worker. It names shared memory,
+    # which outlives a run that is killed.
+    env = {"PYTHONPATH": str(plugins), "VLLM_DIST_IDENT": uuid.uuid4().hex}
     launch(SCRIPT, 2, [str(out), json.dumps(CASES)], timeout=240, env=env)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 

@@ -78,7 +78,7 @@ def test_a_step_in_pieces_is_left_out_if_the_first_is_rejected_whole() -> None:
     skips, metrics = run.end_step()
     assert skips
     assert metrics["fp8rl/step_skipped"] == 1.0
-    assert metrics["fp8rl/all_rejected"] == 0.5
+    assert metrics["fp8rl/rejected_share"] == 0.5
 
     far, near = batch([1.0, 1.0]), batch([0.0, 0.0])
     run.correct(near)
@@ -115,6 +115,32 @@ def test_a_step_in_pieces_is_judged_once_by_all_its_tokens() -> None:
     assert run.fallback_due
     run.correct(batch([0.0]))
     assert run.end_step()[0], "until the engines have started anew, steps are left out"
+
+
+def test_the_metrics_of_a_step_in_pieces_are_those_of_its_whole_batch() -> None:
+    settings = ImportanceSampling(rejection=Rejection(level="sequence", high=1.5))
+    run = Run(settings, in_pieces=True)
+    long, short, far = batch([0.05, -0.2], tokens=6), batch([0.0, 0.1], tokens=3), batch([1.0])
+    for piece in (long, short, far):
+        run.correct(piece)
+    skips, metrics = run.end_step()
+    assert not skips
+
+    gaps = torch.zeros(5, 6)
+    mask = torch.zeros(5, 6)
+    for row, (gap, tokens) in enumerate([(0.05, 6), (-0.2, 6), (0.0, 3), (0.1, 3), (1.0, 4)]):
+        gaps[row], mask[row, :tokens] = gap, 1
+    rollout = torch.full((5, 6), -1.0)
+    expected = correct(rollout, rollout + gaps, mask, settings).metrics
+    for name, value in expected.items():
+        assert metrics[f"fp8rl/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+def test_the_guard_tightens_nothing_where_all_is_rejected() -> None:
+    rejection = Rejection(level="sequence", high=1.5)
+    run = Run(ImportanceSampling(rejection=rejection), MismatchGuard(GuardConfig()))
+    metrics = run.correct(batch([0.2, 0.2]))  # e^0.8 for four tokens; 1.22 is above tighten_above
+    assert metrics["fp8rl/guard_level"] == metrics["fp8rl/step_skipped"] == 1.0
 
 
 def test_an_empty_batch_is_left_alone_and_nan_is_told() -> None:
