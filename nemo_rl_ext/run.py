@@ -42,11 +42,8 @@ class Run:
     def __post_init__(self) -> None:
         self._plugins = PluginManager()
         self._pieces: list[tuple[torch.Tensor, ...]] = []
-        """``rollout``, ``trainer``, ``counts``, ``[B, S - 1]``, of each piece of the step."""
-        self._tightened = 0.0
-        """Tokens of the step that the guard has dropped from its pieces."""
-        self._some_kept = False
-        """Whether an earlier piece of the step has tokens left, so that this one may be empty."""
+        """Of each piece of the step ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``:
+        both engines' logprobs, the tokens that counted and those left after rejection."""
 
     @property
     def fallback_due(self) -> bool:
@@ -83,27 +80,24 @@ class Run:
         metrics = dict(result.metrics)
         if self.guard is not None:
             level = self._judge(self.guard, metrics["token_mult_prob_error"])
-            metrics["guard_level"] = float(LEVELS.index(level))
-            metrics["guard_bf16_rollouts"] = float(self.guard.bf16)
+            metrics |= self._told(self.guard, level)
             if level == "tight" and result.mask.any():
                 bound = self.guard.config.geometric
                 tight = Rejection(level="geometric", low=1 / bound, high=bound)
                 settings = self.settings.model_copy(update={"rejection": tight})
                 extra = self._loss(settings).correct(rollout, trainer, result.mask)
                 metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
-                if extra.mask.any():
-                    self._tightened += float(result.mask.sum() - extra.mask.sum())
-                    result = extra
+                result = extra if extra.mask.any() else result
         kept = result.mask
-        if not kept.any() and not self._some_kept:
+        # A piece may be empty where an earlier one of its step is not.
+        if not kept.any() and not any(earlier.any() for *_, earlier in self._pieces):
             logger.warning("fp8rl: every token of the batch was rejected; the step is left out.")
             self.skips = True
-        self._some_kept = self.in_pieces and (self._some_kept or bool(kept.any()))
+        if self.in_pieces:
+            self._pieces.append((rollout, trainer, counts, kept))
         if self.skips:
             kept = counts  # the loops cannot take an empty batch
         metrics["step_skipped"] = float(self.skips)
-        if self.in_pieces:
-            self._pieces.append((rollout, trainer, counts))
         self._write(train_data, kept, result.weights)
         return _named(metrics)
 
@@ -120,29 +114,33 @@ class Run:
         """
         metrics: dict[str, float] = {}
         if self._pieces:
-            whole = self._loss(self.settings).correct(*self._all_pieces())
-            metrics = {**whole.metrics, "step_skipped": float(self.skips)}
+            rollout, trainer, counts, kept = self._all_pieces()
+            whole = self._loss(self.settings).correct(rollout, trainer, counts)
+            metrics = dict(whole.metrics)
             if self.guard is not None:
                 level = self._observe(self.guard, metrics["token_mult_prob_error"])
-                kept = max(float(whole.mask.sum()), 1.0)
-                metrics["guard_level"] = float(LEVELS.index(level))
-                metrics["guard_bf16_rollouts"] = float(self.guard.bf16)
-                metrics["guard_rejected_share"] = self._tightened / kept
-                metrics["step_skipped"] = float(self.skips)
+                metrics |= self._told(self.guard, level)
+                dropped = float((whole.mask & ~kept).sum())
+                metrics["guard_rejected_share"] = dropped / max(float(whole.mask.sum()), 1.0)
+            metrics["step_skipped"] = float(self.skips)
         self._pieces.clear()
-        self._tightened = 0.0
-        self._some_kept = False
         skips, self.skips = self.skips, False
         return skips, _named(metrics)
 
-    def _all_pieces(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``rollout``, ``trainer``, ``counts`` of the step, padded to the longest piece."""
+    def _all_pieces(self) -> list[torch.Tensor]:
+        """The columns of the pieces, each padded to the longest piece."""
         length = max(rollout.shape[1] for rollout, *_ in self._pieces)
-        rollout, trainer, counts = (
+        return [
             torch.cat([pad(part, (0, length - part.shape[1])) for part in parts])
             for parts in zip(*self._pieces, strict=True)
-        )
-        return rollout, trainer, counts
+        ]
+
+    @staticmethod
+    def _told(guard: MismatchGuard, level: Level) -> dict[str, float]:
+        return {
+            "guard_level": float(LEVELS.index(level)),
+            "guard_bf16_rollouts": float(guard.bf16),
+        }
 
     def _judge(self, guard: MismatchGuard, error: float) -> Level:
         """The level that a batch, or a piece of one, is corrected by."""
