@@ -48,6 +48,9 @@ def register() -> None:
     if not served:
         return
     _register_weight_transfer()
+    from vllm_fp8rl.engine_core import install
+
+    install()
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
