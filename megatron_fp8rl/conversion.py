@@ -65,7 +65,7 @@ class Conversion:
         self._owned: list[Any] = [module for module in inside if _setup_of(module)]
         self._modules = _by_name((m.fp8_state.name, m) for m in self._owned if _is_fp8(m))
         self._mlps = [module for module in inside if is_fused(module)]
-        self._setups = list({id(s): s for s in map(_setup_of, self._owned)}.values())
+        self._setups = list({id(m.fp8_setup): m.fp8_setup for m in self._owned}.values())
         self._closed = False
 
     @property
@@ -88,7 +88,8 @@ class Conversion:
 
     def drop_codes(self) -> None:
         """Free the weight codes that are kept, e.g. before offloading."""
-        for module in self.modules.values():
+        self._require_current()
+        for module in self._modules.values():
             module.drop_codes()
 
     def tune(self, tokens: int) -> Timings:
@@ -103,12 +104,12 @@ class Conversion:
         Returns:
             Milliseconds by direction, shape and backend, of all ranks.
         """
-        modules: Mapping[str, Any] = self.modules
+        self._require_current()
         if self._backends is None:
             return {}
         shapes: list[Shape] = []
         device = torch.device("cpu")
-        for module in modules.values():
+        for module in self._modules.values():
             weights = weights_of(module)
             device = weights[0].device
             if isinstance(module.fp8_state, Fp8GroupedState):

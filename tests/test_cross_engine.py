@@ -6,6 +6,7 @@ Real Megatron-Core and real vLLM modules, in two gloo processes: see cross_engin
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 import uuid
 from pathlib import Path
@@ -34,6 +35,22 @@ CASES = {
     "tp2-fp32-ragged": {"tp": 2, "weights": "fp32", "activations": "pow2", **RAGGED},
     "tp2-pow2-ragged": {"tp": 2, "weights": "pow2", "activations": "pow2", **RAGGED},
     "tp2-pow2-codes": {"tp": 2, "weights": "pow2", "activations": "pow2", **ALIGNED, "wire": "fp8"},
+    # 64 rows of k and v, on each rank.
+    "tp1-fp32-ragged-codes": {
+        "tp": 1,
+        "weights": "fp32",
+        "activations": "fp32",
+        **RAGGED,
+        "kv_heads": 1,
+        "wire": "fp8",
+    },
+    "tp2-fp32-ragged-codes": {
+        "tp": 2,
+        "weights": "fp32",
+        "activations": "fp32",
+        **RAGGED,
+        "wire": "fp8",
+    },
 }
 PLUGIN = """
     from fp8rl import hookimpl
@@ -64,7 +81,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     out = tmp_path_factory.mktemp("cross-engine")
     # vLLM's CPU worker would set the last one; here there is no worker. It names shared memory,
     # which outlives a run that is killed.
-    env = {"PYTHONPATH": str(plugins), "VLLM_DIST_IDENT": uuid.uuid4().hex}
+    path = os.pathsep.join(filter(None, (str(plugins), os.environ.get("PYTHONPATH"))))
+    env = {"PYTHONPATH": path, "VLLM_DIST_IDENT": uuid.uuid4().hex}
     launch(SCRIPT, 2, [str(out), json.dumps(CASES)], timeout=240, env=env)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -80,6 +98,42 @@ def test_codes_and_scales_are_equal(ranks: list[dict], name: str):
         for module, (compared, wrong) in rank[name]["differing"].items():
             assert compared > 0 and wrong == 0, f"{module}: {wrong} of {compared} differ"
         assert rank[name]["scales_differ"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "bad"),
+    [
+        ("tp2-pow2-codes", set(), set()),
+        (
+            "tp1-fp32-ragged-codes",
+            {"k_proj", "v_proj", "gate_proj", "up_proj"},
+            {"qkv_proj", "gate_up_proj"},
+        ),
+        (
+            "tp2-fp32-ragged-codes",
+            {"k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"},
+            {"qkv_proj", "gate_up_proj", "down_proj"},
+        ),
+    ],
+)
+def test_codes_travel_where_the_rollout_can_take_them(
+    ranks: list[dict], name: str, leaves: set[str], bad: set[str]
+):
+    """The rest of the weights travels as it is, and the codes come out equal
+    (:func:`test_codes_and_scales_are_equal`). The naive way quantizes each Hugging Face tensor on a
+    grid of its own: an engine that takes those codes has to quantize them again, on the grid of its
+    ``[q; k; v]``, and then a good part of its codes are not the trainer's."""
+    for rank in ranks:
+        plain = {n.split(".")[-2] for n in rank[name]["without_codes"]}
+        assert plain == leaves
+        if rank[name]["naive_error"] is not None:  # this engine refuses them
+            assert bad and any(leaf in rank[name]["naive_error"] for leaf in bad | leaves)
+            continue
+        wrong = {}
+        for module, (compared, differ) in rank[name]["naive_differing"].items():
+            if differ:
+                wrong[module.rpartition(".")[2]] = differ / compared
+        assert set(wrong) == bad and all(share > 0.02 for share in wrong.values()), wrong
 
 
 @each_case
