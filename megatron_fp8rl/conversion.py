@@ -162,9 +162,7 @@ class Conversion:
         for mlp in filter(is_fused, self._mlps):
             separate(mlp)
         for module in filter(self._owns, self._owned):  # others were closed by another handle
-            module.__class__ = upstream_class(type(module)) or type(module)
-            vars(module).pop("fp8_state", None)
-            del module.fp8_setup
+            _give_back(module)
         self._closed = True
         self._owned.clear()
         self._modules.clear()
@@ -284,8 +282,13 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
     _by_name((site.name, site.module) for site in plan)
     for site in plan:
         _check(site, setup.backends)
-    for site in plan:
-        _swap(site, setup)
+    try:
+        for site in plan:
+            _swap(site, setup)
+    except BaseException:  # an interrupt: no handle would ever close what is converted
+        for site in plan:
+            _give_back(site.module)
+        raise
     for root in roots:
         for module in root.modules():
             if can_fuse(module):
@@ -443,6 +446,13 @@ def _swap(site: Site, setup: Setup) -> None:
     module.fp8_state = Fp8GroupedState(site.name, states) if site.grouped else states[0]
     module.fp8_setup = setup
     module.__class__ = fp8_class(type(module))
+
+
+def _give_back(module: Any) -> None:
+    """Undo :func:`_swap`, also where it was interrupted."""
+    module.__class__ = upstream_class(type(module)) or type(module)
+    for attribute in ("fp8_state", "fp8_setup"):
+        vars(module).pop(attribute, None)
 
 
 def _check_config(config: Any) -> None:

@@ -20,14 +20,16 @@ from megatron.core.transformer.module import Float16Module
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config
 
-from fp8rl import PluginManager, Recipe, hookimpl
+from fp8rl import PinPolicy, PluginManager, Recipe, hookimpl
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl import Conversion, conversion_of, convert, weight_codes_hf
+from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes_hf
+from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from megatron_fp8rl.sites import sites
 from megatron_fp8rl.testing.models import build_gpt
 
 pytestmark = pytest.mark.usefixtures("mcore")
@@ -196,6 +198,37 @@ def test_pins_are_global_under_virtual_pipeline_stages():
         with pytest.raises(PinError, match="match"):
             _convert(chunks, _recipe(**pins))
     assert not any(hasattr(m, "fp8_state") for chunk in chunks for m in chunk.modules())
+
+
+def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
+    """Class and storage of each weight, against its row. The naive way forwards a part of the
+    settings (NeMo RL did not pass ``first_last_layers_bf16`` on) or counts the layers of one stage:
+    either gives another table, which is compared with the saved one."""
+    gpt = _gpt(layers=4)
+    conversion = _convert(gpt, _recipe(first=1, last=1, names=("model.layers.1.mlp.down_proj",)))
+    rows = {row.name: row.precision for row in conversion.policy.report()}
+    checked = set()
+    for site in sites(gpt):
+        fp8 = type(site.module) in (Fp8ColumnParallelLinear, Fp8RowParallelLinear)
+        assert fp8 or type(site.module) in (ColumnParallelLinear, RowParallelLinear)
+        assert site.module.weight.dtype == torch.bfloat16  # codes are beside it, never instead
+        codes = weight_codes_hf(site.module).values() if fp8 else ()
+        assert all(held.codes.dtype == torch.float8_e4m3fn for held in codes)
+        for part in site.layout.parts:
+            name = f"{site.name.rpartition('.')[0]}.{part}"
+            assert rows[name] == ("fp8" if fp8 else "bf16"), name
+            checked.add(name)
+    others = {"lm_head", "embed_tokens", "norm"}
+    assert checked == {r.name for r in conversion.policy.report() if r.kind not in others}
+    assert {rows[name] for name in ("model.embed_tokens", "model.norm", "lm_head")} == {"bf16"}
+
+    conversion.save_table(tmp_path)
+    pinned = {name for name in checked if rows[name] == "bf16"}
+    naive = PinPolicy.for_dense_model(Pins(), 4)
+    assert set(table.differences(tmp_path, naive)) == pinned and len(pinned) == 2 * 7 + 1
+    naive = PinPolicy.for_dense_model(Pins(first=1, last=1), 2)  # two stages of two layers: all
+    assert all(row.precision == "bf16" for row in naive.report())
+    assert conversion.table_differences(tmp_path) == {}
 
 
 def test_pins_of_plugins_join_those_of_the_recipe():
@@ -463,6 +496,27 @@ def test_chunks_that_hold_a_layer_twice_change_nothing():
     _convert(gpt)
     with pytest.raises(UnsupportedError, match="twice"):
         conversion_of([gpt, gpt])
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5])
+def test_an_interrupt_leaves_a_model_that_can_be_converted(calls, monkeypatch):
+    gpt, tokens = _gpt(), _tokens()
+    bf16 = _loss(gpt, tokens)
+    looked_up = conversion_module.fp8_class
+    left = [8 + calls]  # each module is looked up when it is checked and when it is swapped
+
+    def interrupted(kind: type) -> type | None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return looked_up(kind)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(conversion_module, "fp8_class", interrupted)
+        _convert(gpt)
+    assert not any(hasattr(m, "fp8_setup") or hasattr(m, "fp8_state") for m in gpt.modules())
+    assert torch.equal(_loss(gpt, tokens), bf16)
+    assert len(_convert(gpt).modules) == 8
 
 
 def test_other_models_and_bad_pins_are_errors():
