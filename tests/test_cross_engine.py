@@ -41,7 +41,6 @@ CASES = {
     "tp1-fp32": {"tp": 1, "weights": "fp32", "activations": "pow2", **RAGGED},
     "tp1-pow2": {"tp": 1, "weights": "pow2", "activations": "fp32", **ALIGNED},
     "tp2-fp32": {"tp": 2, "weights": "fp32", "activations": "fp32", **ALIGNED},
-    "tp2-fp32-ragged": {"tp": 2, "weights": "fp32", "activations": "pow2", **RAGGED},
     "tp2-pow2-ragged": {"tp": 2, "weights": "pow2", "activations": "pow2", **RAGGED},
     "tp2-pow2-codes": {"tp": 2, "weights": "pow2", "activations": "pow2", **ALIGNED, "wire": "fp8"},
     # 64 rows of k and v, on each rank.
@@ -56,7 +55,7 @@ CASES = {
     "tp2-fp32-ragged-codes": {
         "tp": 2,
         "weights": "fp32",
-        "activations": "fp32",
+        "activations": "pow2",
         **RAGGED,
         "wire": "fp8",
     },
