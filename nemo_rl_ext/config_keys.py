@@ -17,11 +17,11 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
+from fp8rl.reading import near_miss
 from nemo_rl_ext.autoload import SWITCH
 from nemo_rl_ext.guard import LOGGER, GuardConfig
 from nemo_rl_ext.model_pins import check_pins
@@ -562,9 +562,7 @@ def _refuse_closed_workers(recipe: Recipe, policy: Mapping[str, Any]) -> None:
 
 def _meant(key: Any) -> str | None:
     """Which of our keys somebody means by ``key``; upstream ignores what it does not know."""
-    plain = "".join(filter(str.isalnum, str(key).lower()))
-    ours = {"".join(filter(str.isalnum, name)): name for name in (BLOCK, GUARD, DRIVER)}
-    return next((ours[near] for near in get_close_matches(plain, ours, n=1, cutoff=0.8)), None)
+    return near_miss(key, (BLOCK, GUARD, DRIVER))
 
 
 def _refuse_misspelled(sections: Mapping[str, Mapping[str, Any]]) -> None:
