@@ -126,7 +126,8 @@ class ImportanceSampling(_Section):
     low: Positive | None = None
     high: Positive = 2.0
     self_normalize: bool = False
-    log_ratio_clamp: Positive = 20.0
+    log_ratio_clamp: Annotated[float, Field(gt=0.0, le=88.0, allow_inf_nan=False)] = 20.0
+    """Largest magnitude of a log ratio; exp of more than 88 is infinite in float32."""
     rejection: Rejection | None = None
     token_veto: Positive | None = None
     """Drop a whole sequence when any of its tokens has a ratio below this value."""
