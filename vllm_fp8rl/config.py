@@ -23,7 +23,13 @@ from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.models import check_architecture, check_widths, is_mixture, module_names
+from vllm_fp8rl.models import (
+    check_architecture,
+    check_sizes,
+    check_widths,
+    is_mixture,
+    module_names,
+)
 from vllm_fp8rl.moe_settings import set_activation_scales
 from vllm_fp8rl.warmup import KernelWarmup, deep_gemm_job
 
@@ -276,6 +282,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config
     check_architecture(hf_config, engine.model_config.hf_config)
+    check_sizes(hf_config)
     check_widths(
         hf_config,
         parallel.tensor_parallel_size,
