@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from fp8rl import PluginManager
 from fp8rl.cli import build_app
-from fp8rl.errors import Fp8RLError
+from fp8rl.errors import Fp8RLError, OptionError
 from nemo_rl_ext.demo import checkpoint
 from nemo_rl_ext.demo.rollout import ENGINE_ENV
 
@@ -137,6 +137,20 @@ def test_interrupt_then_resume_gives_the_same_bits(straight: Path, tmp_path: Pat
     done = checkpoint.load(stopped_at).step
     assert 1 <= done < STEPS, "the run was not stopped early; nothing to resume"
 
+    # A line that no kill has torn is not passed over in silence.
+    good = metrics.read_text()
+    metrics.write_text("{}\n" + good)
+    refused = subprocess.run(
+        _command(out, "--steps", str(STEPS), "--resume", "--compare", "fp8"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env={**os.environ, "COLUMNS": "400"},
+    )
+    assert refused.returncode == 2
+    assert f"Line 1 of {metrics} is damaged; delete that line" in refused.stderr
+    metrics.write_text(good)
+
     # What a kill between two checkpoints leaves behind: a line too many, and half a line.
     with metrics.open("a") as file:
         file.write(json.dumps({"step": done, "reward": 0.0}) + '\n{"step": ')
@@ -175,6 +189,48 @@ def test_resume_with_other_options_is_refused(straight: Path):
     assert "Traceback" not in done.stderr + done.stdout
 
 
+def test_an_interrupted_warm_start_is_begun_again_without_resume(tmp_path: Path):
+    out = tmp_path / "early"
+    log = out / "warm-start" / "log.txt"
+    process = subprocess.Popen(
+        _command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + TIMEOUT
+    while not log.is_file() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130, output
+    assert "continue with: fp8rl demo --out" in output
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "the warm start"])
+def test_resume_without_a_checkpoint_is_refused(tmp_path: Path, left: str):
+    """It started a new run, and the one that was meant lay in another folder."""
+    out = tmp_path / "out"
+    if left != "nothing":
+        out.mkdir()
+    if left == "the warm start":
+        (out / "warm-start" / "step-000030").mkdir(parents=True)
+    result = CliRunner().invoke(build_app(PluginManager()), ["demo", "--out", str(out), "--resume"])
+    assert isinstance(result.exception, OptionError)
+    assert "has no checkpoint of bf16 or fp8; leave --resume out to start" in str(result.exception)
+    assert out.exists() == (left != "nothing")
+
+
+@pytest.mark.parametrize("place", ["", "x", "x/y", "bf16", "warm-start"])
+def test_a_file_in_the_place_of_a_folder(tmp_path: Path, place: str):
+    taken = tmp_path / "out" / place if place in ("bf16", "warm-start") else tmp_path / "out"
+    taken.parent.mkdir(exist_ok=True)
+    taken.write_text("mine")
+    out = tmp_path / "out" / place if "x" in place else tmp_path / "out"
+    result = CliRunner().invoke(build_app(PluginManager()), ["demo", "--out", str(out)])
+    assert isinstance(result.exception, OptionError)
+    assert str(result.exception).startswith(f"--out: '{tmp_path / 'out'}")
+    assert str(result.exception).endswith("give another folder.")
+    assert taken.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -183,7 +239,16 @@ def test_resume_with_other_options_is_refused(straight: Path):
         (("--recipe", '{"pins": {"layers": [4]}}'), "layers: 4 matches nothing"),
         (("--recipe", '{"importance_sampling": {"corrector": "xis"}}'), "'xis' is not known"),
         (("--settings", '{"model": {"layers": 2}}'), "layers"),
-        (("--settings", '{"model": {"head_dim": 40}}'), "model.head_dim"),
+        (("--settings", '{"model": {"head_dim": 40}}'), "'--settings.model.head_dim' must be "),
+        (("--settings", '{"prompts_per_step": true}'), "'--settings.prompts_per_step' must be a"),
+        (("--settings", '{"learning_rate": -1}'), "'--settings.learning_rate' must be greater"),
+        (("--settings", '{"model": {"num_heads": 3, "num_kv_heads": 2}}'), "num_heads=3 must be"),
+        (("--settings", '{"minibatches": 2, "minibatches": 4}'), "minibatches' is given twice"),
+        (("--settings", '{"seed": 3}'), "give it as --seed"),
+        (("--settings", "[1]"), "--settings must be a JSON object, not list"),
+        (("--settings", ""), "--settings is not valid JSON"),
+        (("--settings", "{"), "--settings is not valid JSON"),
+        (("--recipe", ""), "does not exist; give a path"),
     ],
 )
 def test_bad_options_fail_before_anything_starts(tmp_path: Path, options: tuple, word: str):
@@ -191,4 +256,5 @@ def test_bad_options_fail_before_anything_starts(tmp_path: Path, options: tuple,
     result = CliRunner().invoke(build_app(PluginManager()), arguments)
     assert isinstance(result.exception, Fp8RLError)  # main() prints it and exits with 2
     assert word in str(result.exception)
+    assert "\n" not in str(result.exception) and "http" not in str(result.exception)
     assert not (tmp_path / "x").exists()
