@@ -83,10 +83,7 @@ def demo(
     console.print(terminal_table(out))
     console.print(f"Report: {report}")
     if supervisor.interrupted:
-        done = any(latest(out / precision) for precision in precisions)
-        console.print(
-            f"Stopped early; continue with: fp8rl demo {'--resume ' if done else ''}--out {out}"
-        )
+        console.print(f"Stopped early; continue with: {_to_go_on(out, precisions)}")
         raise typer.Exit(130)
 
 
@@ -132,11 +129,21 @@ def _settings(text: str | None, seed: int):
         raise OptionError(f"Bad settings: {explain(error, '--settings')}") from None
 
 
-def _require_checkpoint(out: Path, precisions: list[str]) -> None:
-    """Raise OptionError where there is nothing to go on from."""
+def _has_checkpoint(out: Path, precisions: list[str]) -> bool:
     from nemo_rl_ext.demo.checkpoint import latest
 
-    if not any(latest(out / precision) for precision in precisions):
+    return any(latest(out / precision) for precision in precisions)
+
+
+def _to_go_on(out: Path, precisions: list[str]) -> str:
+    """The command that goes on after an interrupt."""
+    resume = "--resume " if _has_checkpoint(out, precisions) else ""
+    return f"fp8rl demo {resume}--out {out}"
+
+
+def _require_checkpoint(out: Path, precisions: list[str]) -> None:
+    """Raise OptionError where there is nothing to go on from."""
+    if not _has_checkpoint(out, precisions):
         raise OptionError(
             f"--resume: '{out}' has no checkpoint of {' or '.join(precisions)}; leave --resume out "
             "to start a run there, or give the --out of an earlier one."

@@ -15,10 +15,11 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fp8rl import PluginManager
+from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
-from fp8rl.errors import Fp8RLError, OptionError
+from fp8rl.errors import CheckpointError, Fp8RLError, OptionError
 from nemo_rl_ext.demo import checkpoint
+from nemo_rl_ext.demo.command import _to_go_on
 from nemo_rl_ext.demo.rollout import ENGINE_ENV
 
 SETTINGS = {
@@ -137,20 +138,6 @@ def test_interrupt_then_resume_gives_the_same_bits(straight: Path, tmp_path: Pat
     done = checkpoint.load(stopped_at).step
     assert 1 <= done < STEPS, "the run was not stopped early; nothing to resume"
 
-    # A line that no kill has torn is not passed over in silence.
-    good = metrics.read_text()
-    metrics.write_text("{}\n" + good)
-    refused = subprocess.run(
-        _command(out, "--steps", str(STEPS), "--resume", "--compare", "fp8"),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env={**os.environ, "COLUMNS": "400"},
-    )
-    assert refused.returncode == 2
-    assert f"Line 1 of {metrics} is damaged; delete that line" in refused.stderr
-    metrics.write_text(good)
-
     # What a kill between two checkpoints leaves behind: a line too many, and half a line.
     with metrics.open("a") as file:
         file.write(json.dumps({"step": done, "reward": 0.0}) + '\n{"step": ')
@@ -189,19 +176,31 @@ def test_resume_with_other_options_is_refused(straight: Path):
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_an_interrupted_warm_start_is_begun_again_without_resume(tmp_path: Path):
-    out = tmp_path / "early"
-    log = out / "warm-start" / "log.txt"
-    process = subprocess.Popen(
-        _command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    deadline = time.monotonic() + TIMEOUT
-    while not log.is_file() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 130, output
-    assert "continue with: fp8rl demo --out" in output
+def test_a_line_that_no_kill_has_torn_is_not_passed_over(tmp_path: Path):
+    from nemo_rl_ext.demo.events import EventWriter
+    from nemo_rl_ext.demo.loop import GrpoRun
+    from nemo_rl_ext.demo.settings import Settings
+
+    run = GrpoRun("fp8", Recipe(), Settings(), tmp_path, EventWriter(None))
+    metrics = tmp_path / "metrics.jsonl"
+    whole = "".join(json.dumps({"step": step}) + "\n" for step in range(3))
+    for torn in ("", '{"step": ', "{}", "[]", "3", '{"step": null}', "\0\xff"):
+        metrics.write_text(whole + torn, encoding="latin-1")
+        run._keep_lines_before(2)
+        assert [line["step"] for line in _lines(metrics)] == [0, 1]
+        if torn:
+            damaged = f"{torn}\n{whole}"
+            metrics.write_text(damaged, encoding="latin-1")
+            with pytest.raises(CheckpointError, match=rf"Line 1 of {metrics} is damaged; delete"):
+                run._keep_lines_before(2)
+            assert metrics.read_text(encoding="latin-1") == damaged
+
+
+def test_what_goes_on_after_a_stop(tmp_path: Path):
+    """A warm start that was stopped is begun again: there is nothing to resume."""
+    assert _to_go_on(tmp_path, ["bf16", "fp8"]) == f"fp8rl demo --out {tmp_path}"
+    (tmp_path / "fp8" / "step-000001").mkdir(parents=True)
+    assert _to_go_on(tmp_path, ["bf16", "fp8"]) == f"fp8rl demo --resume --out {tmp_path}"
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty folder", "the warm start"])
