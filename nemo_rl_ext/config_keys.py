@@ -17,12 +17,12 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from nemo_rl_ext.autoload import SWITCH
+from fp8rl.reading import near_miss
+from nemo_rl_ext.autoload import SWITCH, switched_off
 from nemo_rl_ext.guard import LOGGER, GuardConfig
 from nemo_rl_ext.model_pins import check_pins
 
@@ -552,19 +552,21 @@ def _refuse_closed_workers(recipe: Recipe, policy: Mapping[str, Any]) -> None:
     if not recipe.rollout:
         return
     own = policy["generation"]["vllm_cfg"].get("env_vars") or {}
-    for variable in (SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        if str(own.get(variable, os.environ.get(variable))) == "0":
+    for variable, is_off in (
+        (SWITCH, switched_off),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", lambda value: str(value) != "1"),  # as torch reads it
+    ):
+        value = own.get(variable, os.environ.get(variable))
+        if value is not None and is_off(value):
             raise UnsupportedError(
-                f"'{VLLM}.{BLOCK}' needs torch's autoload in the vLLM workers, which {variable}=0 "
-                f"switches off; set '{VLLM}.env_vars.{variable}' to \"1\"."
+                f"'{VLLM}.{BLOCK}' needs torch's autoload in the vLLM workers, which "
+                f"{variable}={value} switches off; set '{VLLM}.env_vars.{variable}' to \"1\"."
             )
 
 
 def _meant(key: Any) -> str | None:
     """Which of our keys somebody means by ``key``; upstream ignores what it does not know."""
-    plain = "".join(filter(str.isalnum, str(key).lower()))
-    ours = {"".join(filter(str.isalnum, name)): name for name in (BLOCK, GUARD, DRIVER)}
-    return next((ours[near] for near in get_close_matches(plain, ours, n=1, cutoff=0.8)), None)
+    return near_miss(key, (BLOCK, GUARD, DRIVER))
 
 
 def _refuse_misspelled(sections: Mapping[str, Mapping[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.errors import PinError, RecipeError
+from fp8rl.errors import ModelError, PinError, RecipeError
 from fp8rl.pinning import config_module_names
 from nemo_rl_ext.guard import LOGGER
 
@@ -26,6 +26,7 @@ def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
 
     Raises:
         RecipeError: with the path of the pin.
+        ModelError: a config with numbers that no model has.
     """
     names = _module_names(policy)
     if names is None:
@@ -48,3 +49,5 @@ def _module_names(policy: Mapping[str, Any]) -> list[str] | None:
         return config_module_names({**data, **(policy.get("hf_config_overrides") or {})})
     except (OSError, KeyError):
         return None
+    except ModelError as error:
+        raise ModelError(f"'{policy['model_name']}': {error}") from None

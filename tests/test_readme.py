@@ -258,6 +258,27 @@ def test_grpo_snippets(capsys):
     torch.testing.assert_close(names["current"].grad.double(), expected, rtol=1e-5, atol=1e-9)
 
 
+def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
+    """An engine core in a process of its own decodes names and numbers, functions only on demand.
+
+    `test_push_to_an_engine_with_processes_of_its_own` refits one.
+    """
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    from fp8rl.kv_scales import scale_names
+    from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
+    from vllm_fp8rl.worker import METHODS
+
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
+    scales = dict.fromkeys(scale_names(4, ["k", "v"]), 0.05)
+    assert MsgpackEncoder().encode((METHODS["set_kv_scales"], None, (scales,), {}))
+    with pytest.raises(TypeError, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
+        MsgpackEncoder().encode(("apply_model", None, (set_uncalibrated_kv_scales,), {}))
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        assert "apply_model(" not in text and "INSECURE_SERIALIZATION" not in text, page.name
+
+
 def test_every_marked_block_is_run():
     here = Path(__file__).read_text(encoding="utf-8")
     for name in re.findall(r"<!-- test: (\S+) -->", README):

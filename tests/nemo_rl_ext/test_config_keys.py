@@ -538,12 +538,22 @@ def test_misspelled_keys_are_named_with_what_was_meant(path: str, meant: str) ->
         prepare(master(config(None, **{path: {}})), "grpo", lambda key: None)
 
 
-@pytest.mark.parametrize("variable", ["FP8RL_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FP8RL_AUTOLOAD", "0"),
+        ("FP8RL_AUTOLOAD", "False"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "true"),  # torch takes anything but 1 for off
+    ],
+)
 def test_workers_that_would_get_no_hooks_are_refused(
-    variable: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(variable, "0")
-    with pytest.raises(UnsupportedError, match=rf"vllm_cfg\.env_vars\.{variable}'"):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(
+        UnsupportedError, match=rf"{variable}={value} switches off.*vllm_cfg\.env_vars\.{variable}'"
+    ):
         prepare(master(config({})), "grpo", lambda key: None)
     opened = config({}, **{VLLM + "env_vars": {variable: "1"}})
     prepare(master(opened), "grpo", lambda key: None)

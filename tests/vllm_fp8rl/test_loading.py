@@ -229,6 +229,65 @@ def test_unknown_recipe_key_has_its_full_path(other_engine, checkpoints):
         other_engine(checkpoints["a"], Recipe(), additional_config=bad)
 
 
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("fp8_rl", "fp8rl"),
+        ("FP8RL", "fp8rl"),
+        ("fp8-rl", "fp8rl"),
+        ("fp8lr", "fp8rl"),
+        ("fprl", "fp8rl"),
+        ("recipe", "fp8rl"),
+        ("FP8RL_RECIPE", "fp8rl"),
+        *((section, f"fp8rl.{section}") for section in Recipe.model_fields),
+        ("Pins", "fp8rl.pins"),
+        ("kv-cache", "fp8rl.kv_cache"),
+    ],
+)
+def test_a_recipe_that_nobody_would_read(key, right):
+    """vLLM's dictionary is shared, so it passes any key on, and the default would run instead."""
+    for settings in ({key: {"last": 1}}, {"fp8rl": {}, key: {"last": 1}}):
+        with pytest.raises(RecipeError) as caught:
+            read_recipe(settings)
+        assert str(caught.value) == (
+            f"'additional_config.{key}' is read by nobody; write 'additional_config.{right}'."
+        )
+
+
+def test_keys_of_other_plugins_stay_theirs():
+    others = [
+        "ascend_scheduler_config",
+        "refresh",
+        "torchair_graph_config",
+        "fp8",
+        "weight_prefetch",
+    ]
+    assert read_recipe(dict.fromkeys([*others, "training_mode", "gemm", 1])) == Recipe()
+
+
+def test_an_engine_refuses_a_recipe_that_nobody_would_read(other_engine, checkpoints):
+    with pytest.raises(RecipeError, match=r"'additional_config\.pins' is read by nobody"):
+        other_engine(checkpoints["a"], Recipe(), additional_config={"pins": {"last": 1}})
+
+
+@pytest.mark.parametrize("method", ["fp8rl", "fp8"])
+def test_a_recipe_that_the_model_s_config_loses(method):
+    asks = {"quant_method": method, "weight_block_size": [128, 128]}
+    Fp8RLConfig.from_config({**asks, "activation_scheme": "dynamic", "fmt": "e4m3", "recipe": {}})
+    for key in ("recipes", "Recipe", "recip", "fp8rl"):
+        with pytest.raises(
+            RecipeError,
+            match=rf"'quantization_config\.{key}' .*write 'quantization_config\.recipe'",
+        ):
+            Fp8RLConfig.from_config({**asks, key: {}})
+    inside = {**asks, "pins": {"last": 1}}
+    if method == "fp8":
+        Fp8RLConfig.from_config(inside)  # its other keys are the checkpoint's own
+        return
+    with pytest.raises(RecipeError, match=r"write 'quantization_config\.recipe\.pins'"):
+        Fp8RLConfig.from_config(inside)
+
+
 def test_pin_that_matches_nothing(other_engine, checkpoints):
     recipe = Recipe.from_dict({"pins": {"names": ["model.layers.*.mlp.dawn_proj"]}})
     with pytest.raises(PinError, match="dawn_proj"):
