@@ -390,6 +390,17 @@ def test_performance_tables_are_the_measurements():
         assert f"| {row['seconds_median']:.2f} (" in text and extra in text
 
 
+def test_names_of_ours_in_the_documents_are_in_the_code():
+    """Such as the workers' methods, which are called by name from another process."""
+    folders = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "examples")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    code = " ".join(f"{file.stem} {file.read_text(encoding='utf-8')}" for file in files)
+    known = set(re.findall(r"fp8rl_\w+", code))
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        named = set(re.findall(r"\bfp8rl_\w+", document.read_text(encoding="utf-8")))
+        assert named <= known, f"{document.name} names {sorted(named - known)}"
+
+
 def test_links_lead_to_files():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(((?!http)[^)#]+)", page.read_text(encoding="utf-8")):

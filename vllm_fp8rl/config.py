@@ -22,6 +22,7 @@ from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.kv_connectors import check_connector
 from vllm_fp8rl.models import check_architecture, check_widths, is_mixture, module_names
 from vllm_fp8rl.moe_settings import set_activation_scales
 from vllm_fp8rl.warmup import KernelWarmup, deep_gemm_job
@@ -254,6 +255,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved
     _check_weight_transfer(engine.weight_transfer_config)
     _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
     check_scale_source(engine.cache_config)
+    check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
         set_activation_scales(recipe, experts=is_mixture(hf_config))
     policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))

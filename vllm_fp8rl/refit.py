@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp8rl import PluginManager
-from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
+from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import FP8_DTYPE, start_finite_check
 from fp8rl.refit import RefitReport
-from vllm_fp8rl.compat import abort_requests, reported_name
+from vllm_fp8rl.client import (
+    REMEDY,
+    Changes,
+    RequestGate,
+    Workers,
+    announce,
+    forget_prefixes,
+)
+from vllm_fp8rl.client import drop_requests as drop_requests  # a part of this module's interface
+from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.grid import SOURCE_DTYPES, check_scales
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.intake import Batch, Held, pulled, steady
-from vllm_fp8rl.liveness import ended_by_death
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
 from vllm_fp8rl.values import not_finite
 
@@ -37,10 +46,8 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 BATCH_BYTES = 16 << 20
 """Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
-REMEDY = "refit the engine with a complete set of tensors before generating"
 _SCALES = "_scale_inv"
 _SCAN_ELEMENTS = 1 << 18
-_PLUGINS = "_fp8rl_plugins"
 _NO_LIMIT = 1 << 62  # as the factor by which batches of GPU tensors are larger
 
 
@@ -56,6 +63,7 @@ class RefitSession:
         model: the vLLM model of this rank.
         expect_kv_scales: whether k and v scales of every layer come with the weights; None: either
             all or none.
+        name: of the session, by which others can tell that it is not theirs.
 
     Raises:
         RefitError: on entry, when another session is open or the engine has no FP8 KV cache to
@@ -66,8 +74,11 @@ class RefitSession:
         UnsupportedError: a pipeline-parallel engine.
     """
 
-    def __init__(self, model: torch.nn.Module, *, expect_kv_scales: bool | None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *, expect_kv_scales: bool | None, name: str = "unnamed"
+    ) -> None:
         self.model: Any = model  # load_weights is not torch's
+        self.name = name
         self.expect_kv_scales = expect_kv_scales
         self.report: RefitReport | None = None
         self.wrote = False
@@ -84,10 +95,16 @@ class RefitSession:
 
     def __enter__(self) -> RefitSession:
         from vllm_fp8rl.index import ModelIndex
+        from vllm_fp8rl.kv_observer import stop_observing
 
         if self._guard.session is not None:
-            raise RefitError("A refit of this model is already under way; finish it first.")
+            name = self._guard.session.name
+            raise RefitError(
+                f"A refit of this model, '{name}', is already under way; wait until it has ended, "
+                f"or, if its sender is gone, call fp8rl_refit_abort with '{name}' and a reason."
+            )
         self._guard.require_awake()
+        stop_observing(self.model)  # of a calibration that broke off
         index = ModelIndex.of(self.model)
         self._entries, self._scales, self._grids = index.entries, index.kv_scales, index.grids
         if self.expect_kv_scales and not self._scales:
@@ -388,7 +405,7 @@ def refit(
     """
     return _run(
         llm,
-        lambda workers: workers.load(tensors, batch_bytes),
+        lambda workers, session: _load(workers, session, tensors, batch_bytes),
         expect_kv_scales=expect_kv_scales,
         plugins=plugins,
     )
@@ -404,7 +421,7 @@ def refit_from_files(
     """Like :func:`refit`, from a safetensors file, or a folder of them, that every worker reads."""
     return _run(
         llm,
-        lambda workers: workers.call("load_files", path),
+        lambda workers, session: workers.call("load_files", session, path),
         expect_kv_scales=expect_kv_scales,
         plugins=plugins,
     )
@@ -424,63 +441,64 @@ def require_ready(llm: LLM) -> None:
     Workers(llm).call("check")
 
 
-def drop_requests(llm: LLM) -> None:
-    """Abort every request, e.g. those that an in-process engine keeps after a step raised.
-
-    It empties the prefix cache too: vLLM enters blocks there before the step that fills them.
-    """
-    engine: Any = llm.llm_engine
-    abort_requests(engine, list(engine.output_processor.request_states))
-    llm.reset_prefix_cache()
-
-
-def forget_prefixes(llm: LLM, what: str) -> None:
-    """Empty the prefix cache of an idle engine, which holds ``what``.
-
-    Raises:
-        RefitError: something holds KV blocks.
-    """
-    if not llm.reset_prefix_cache():
-        raise RefitError(
-            f"vLLM could not reset its prefix cache, which holds {what}; stop whatever holds KV "
-            "blocks and try again."
-        )
-
-
 def _run(
     llm: LLM,
-    transfer: Callable[[Workers], object],
+    transfer: Callable[[Workers, str], object],
     *,
     expect_kv_scales: bool,
     plugins: PluginManager | None,
 ) -> RefitReport:
-    if llm.llm_engine.has_unfinished_requests():
-        raise RefitError(
-            "The engine has requests in flight; finish them, or drop them with "
-            "vllm_fp8rl.refit.drop_requests(llm), then refit."
-        )
-    door, workers = _FrontDoor(llm), Workers(llm)
-    manager = installed_plugins(llm.llm_engine) if plugins is None else plugins
-    started = time.perf_counter()
-    try:
-        workers.call("begin", expect_kv_scales)
-        door.close("a refit is under way")
-        transfer(workers)
+    changes, gate, workers = Changes.of(llm), RequestGate(llm), Workers(llm)
+    session = uuid.uuid4().hex
+    begun = False
+
+    def change() -> dict[str, Any]:
+        nonlocal begun
+        if llm.llm_engine.has_unfinished_requests():
+            raise RefitError(
+                "The engine has requests in flight; finish them, or drop them with "
+                "vllm_fp8rl.refit.drop_requests(llm), then refit."
+            )
+        workers.call("begin", session, expect_kv_scales)
+        begun = True
+        gate.close("a refit is under way")
+        transfer(workers, session)
         forget_prefixes(llm, "keys of the old weights")
-        counts = workers.call("finish")[0]
-    except BaseException as error:
+        counts: dict[str, Any] = workers.call("finish", session)[0]
+        gate.open()
+        return counts
+
+    def undo(reason: str) -> None:
         mixed = True
         with contextlib.suppress(Exception):  # a dead worker is as closed as can be
-            mixed = any(workers.call("abort", type(error).__name__))
+            mixed = any(workers.call("abort", session, reason))
+        if not begun:
+            return
         if mixed:
-            door.close("The weights are a mixture: a refit broke off or was incomplete")
+            gate.close("The weights are a mixture: a refit broke off or was incomplete")
         else:
-            door.open()
-        raise
-    door.open()
+            gate.open()
+
+    manager = changes.plugins if plugins is None else plugins
+    started = time.perf_counter()
+    counts = changes.run(change, undo)
     report = RefitReport(**(counts | {"seconds": time.perf_counter() - started}))
-    manager.hook.refit_finished(report=report)
+    announce(report, manager)
     return report
+
+
+def _load(workers: Workers, session: str, tensors: Tensors, batch_bytes: int | None) -> None:
+    """Hand tensors to the workers in batches."""
+    limit = BATCH_BYTES if batch_bytes is None else batch_bytes
+    if workers.in_process:
+        held = batch_bytes is None and isinstance(tensors, Collection)
+        factor = _NO_LIMIT if held else GPU_BATCH_FACTOR
+        for batch in batches(tensors, limit, gpu_factor=factor):
+            workers.call("load_batch", session, batch)
+        return
+    with Sender(workers.call("place"), limit * GPU_BATCH_FACTOR) as sender:
+        for batch in batches(tensors, limit, gpu_factor=sender.gpu_factor):
+            workers.call("load_batch", session, sender.wrap(batch))
 
 
 def batches(tensors: Tensors, limit: int, *, gpu_factor: int = 1) -> Iterator[Batch]:
@@ -514,91 +532,3 @@ def batches(tensors: Tensors, limit: int, *, gpu_factor: int = 1) -> Iterator[Ba
             size = 0
     if held.items:
         yield held.release()
-
-
-def lost_worker(step: str, error: Exception) -> RefitError:
-    """What to raise where a step did not answer, not even with an error of ours."""
-    return RefitError(
-        f"Step '{step}' of the refit failed on a worker ({type(error).__name__}: {error}); "
-        "if its process has died, restart the engine."
-    )
-
-
-def installed_plugins(engine: Any) -> PluginManager:
-    """The installed plugins, looked for once an engine, as every package's metadata is read."""
-    manager = engine.__dict__.get(_PLUGINS)
-    if manager is None:
-        manager = engine.__dict__[_PLUGINS] = PluginManager()
-    return manager
-
-
-class _FrontDoor:
-    """Refuses new requests where an ``LLM`` takes them, before any worker hears of them.
-
-    vLLM has no such switch. A worker that raises ends a multiprocess engine, and leaves requests
-    behind in an in-process one, so the refusal must come earlier: on this one engine object
-    ``add_request`` is covered by an attribute, and uncovered again. ``RefitGuard`` in the workers
-    stays behind it for callers who come another way.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self._engine: Any = llm.llm_engine
-
-    def close(self, reason: str) -> None:
-        def refuse(*args: object, **kwargs: object) -> NoReturn:
-            raise RefitError(f"{reason}; {REMEDY}.")
-
-        self._engine.add_request = refuse
-
-    def open(self) -> None:
-        self._engine.__dict__.pop("add_request", None)
-
-
-class Workers:
-    """The engine's workers: one call reaches all, errors come back as they were raised."""
-
-    def __init__(self, llm: LLM) -> None:
-        from vllm_fp8rl import worker
-
-        self._llm = llm
-        engine: Any = llm.llm_engine
-        executor = getattr(engine, "model_executor", None)
-        self._in_process = type(executor).__name__ == "UniProcExecutor"
-        extension = engine.vllm_config.parallel_config.worker_extension_cls
-        self._by_name = worker.has_refit_methods(extension)
-        if executor is None and not self._by_name:
-            raise UnsupportedError(
-                "This engine runs in a process of its own, which takes calls by name only; start "
-                f"it with worker_extension_cls='{worker.EXTENSION}', or set "
-                "VLLM_ENABLE_V1_MULTIPROCESSING=0."
-            )
-
-    def load(self, tensors: Tensors, batch_bytes: int | None) -> None:
-        limit = BATCH_BYTES if batch_bytes is None else batch_bytes
-        if self._in_process:
-            held = batch_bytes is None and isinstance(tensors, Collection)
-            factor = _NO_LIMIT if held else GPU_BATCH_FACTOR
-            for batch in batches(tensors, limit, gpu_factor=factor):
-                self.call("load_batch", batch)
-            return
-        with Sender(self.call("place"), limit * GPU_BATCH_FACTOR) as sender:
-            for batch in batches(tensors, limit, gpu_factor=sender.gpu_factor):
-                self.call("load_batch", sender.wrap(batch))
-
-    def call(self, step: str, *args: object) -> list[Any]:
-        """Run a step of :mod:`vllm_fp8rl.worker` on every worker; their values.
-
-        Raises:
-            Fp8RLError: what the step raised.
-            RefitError: a worker failed in another way, e.g. its process has died.
-        """
-        from vllm_fp8rl import worker
-
-        method: Any = worker.METHODS[step] if self._by_name else worker.STEPS[step]
-        core: Any = self._llm.llm_engine.engine_core
-        try:
-            with ended_by_death(core):
-                answers = self._llm.collective_rpc(method, args=args)
-        except Exception as error:
-            raise lost_worker(step, error) from error
-        return [worker.read_answer(answer) for answer in answers]

@@ -40,7 +40,8 @@ class _Intake:
         self._session: RefitSession | None = None
 
     def start(self) -> None:
-        self._session = RefitSession(self._model, expect_kv_scales=None).__enter__()
+        session = RefitSession(self._model, expect_kv_scales=None, name="weight transfer")
+        self._session = session.__enter__()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         # vLLM forgets about an update that failed at its end only when another one fails: a sender
@@ -92,7 +93,7 @@ class _SessionEngine:
             raise
 
     def finish_weight_update(self) -> None:
-        """Let the model run. The prefix cache is the caller's to reset.
+        """Let the model run. The prefix cache, and a connector's, are the caller's to reset.
 
         Raises:
             RefitError: tensors are missing.

@@ -230,6 +230,22 @@ def test_hook_is_called_once_with_the_report(engine, a):
     assert Observer.reports == [report]
 
 
+def test_an_error_of_a_hook_is_logged_because_the_new_weights_serve(engine, b, tokens, monkeypatch):
+    class Failing:
+        @hookimpl
+        def refit_finished(self, report):
+            raise OSError("the disk of the log is full")
+
+    manager = PluginManager(discover=False)
+    manager.register(Failing())
+    logged = []
+    monkeypatch.setattr("vllm_fp8rl.client.logger.exception", logged.append)
+    report = refit(engine.llm, b.items(), expect_kv_scales=False, plugins=manager)
+    assert report.tensors == len(b)
+    assert engine.greedy(PROMPTS) == tokens["b"]
+    assert logged == ["A plugin's refit_finished failed; the refit itself is complete."]
+
+
 def changed(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor | None):
     result = dict(tensors)
     if value is None:
@@ -373,7 +389,7 @@ def test_kv_scale_of_a_layer_that_is_not_there(engine, tokens):
 
 def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(engine.llm, "reset_prefix_cache", lambda: False)
+        patch.setattr(engine.llm, "reset_prefix_cache", lambda **options: False)
         with pytest.raises(RefitError, match="could not reset its prefix cache"):
             refit(engine.llm, b.items(), expect_kv_scales=False)
     with pytest.raises(RefitError, match="mixture"):

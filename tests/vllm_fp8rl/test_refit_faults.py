@@ -106,7 +106,7 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
     tokens, before = engine.greedy(PROMPTS), state(engine)
     name, tensor = next(iter(b.items()))
 
-    def staging(workers, tensors, batch_bytes):
+    def staging(workers, session, tensors, batch_bytes):
         with Sender([place()], 256 << 20) as sender:
             sender._stage(torch.device("cpu"), [(name, tensor)], {"tensors": {}, "storages": []})
 
@@ -114,7 +114,7 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.refit.Workers.load", staging)
+        patch.setattr("vllm_fp8rl.refit._load", staging)
         patch.setattr("vllm_fp8rl.transport.torch.empty", failing)
         with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
