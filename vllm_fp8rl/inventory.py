@@ -61,12 +61,7 @@ def inventory(model: torch.nn.Module) -> dict[str, Entry]:
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     entries: dict[str, Entry] = {}
     owners: dict[int, str] = {}
-    seen: set[int] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        # Up to vLLM 0.27.1 a tied lm_head is the module embed_tokens itself, under a second name.
-        if id(module) in seen and not isinstance(module, VocabParallelEmbedding):
-            continue
-        seen.add(id(module))
+    for path, module in _modules(model).items():
         if hasattr(module, "kv_cache_dtype"):  # an attention layer: kv_cache.py knows its scales
             continue
         if isinstance(module, RoutedExperts):
@@ -81,6 +76,19 @@ def inventory(model: torch.nn.Module) -> dict[str, Entry]:
             for (hf_name, shape), fit in zip(tensors, fits, strict=True):
                 entries[hf_name] = Entry(shape, name, _kind(parameter), alias, codes_fit=fit)
     return entries
+
+
+def _modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Every module by its path; a vocabulary matrix by each of its paths.
+
+    Up to vLLM 0.27.1 a tied ``lm_head`` is the module ``embed_tokens`` itself.
+    """
+    modules = dict(model.named_modules())
+    for path, parent in list(modules.items()):
+        for leaf, child in parent._modules.items():
+            if isinstance(child, VocabParallelEmbedding):
+                modules.setdefault(f"{path}.{leaf}" if path else leaf, child)
+    return modules
 
 
 def _experts(path: str, module: RoutedExperts) -> dict[str, Entry]:
