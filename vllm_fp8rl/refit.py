@@ -31,9 +31,11 @@ from vllm_fp8rl.client import (
 )
 from vllm_fp8rl.client import drop_requests as drop_requests  # a part of this module's interface
 from vllm_fp8rl.compat import reported_name
-from vllm_fp8rl.grid import SOURCE_DTYPES
+from vllm_fp8rl.grid import SOURCE_DTYPES, check_scales
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.intake import Batch, Held, pulled, steady
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
+from vllm_fp8rl.values import not_finite
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -65,9 +67,10 @@ class RefitSession:
 
     Raises:
         RefitError: on entry, when another session is open or the engine has no FP8 KV cache to
-            scale; from :meth:`load`, a tensor that is unknown, repeated, wrongly shaped, not
-            finite or of a wrong dtype; on exit, a tensor that is missing.
-        ScaleError: a scale that is 0, negative, NaN or infinite.
+            scale; from :meth:`load`, a tensor that is unknown, repeated, wrongly shaped, of a wrong
+            dtype, not finite as it comes or as the engine stores it, or whose FP8 codes would have
+            to be quantized once more; on exit, a tensor that is missing.
+        ScaleError: a scale that is 0, negative, NaN or infinite, or not of the engine's format.
         UnsupportedError: a pipeline-parallel engine.
     """
 
@@ -119,10 +122,11 @@ class RefitSession:
         Args:
             batch: whole HF tensors: bfloat16, float16 or float32; FP8 codes with their
                 ``weight_scale_inv`` for FP8 layers; KV scales by the names of
-                :mod:`fp8rl.kv_scales`.
+                :mod:`fp8rl.kv_scales`. All of a generator are pulled before one is read.
 
         Raises:
-            RefitError: see the class; or the GPU's memory did not suffice.
+            RefitError: see the class; or tensors share memory, as those of a generator do that
+                fills one buffer again and again; or the GPU's memory did not suffice.
         """
         if self._guard.session is not self:
             raise RefitError("This refit session is not open; use it as a context manager.")
@@ -137,9 +141,10 @@ class RefitSession:
     def _load(self, batch: Tensors) -> None:
         from vllm_fp8rl.plan import scalars_on_host
 
-        tensors = scalars_on_host(batch)
+        tensors = scalars_on_host(steady(batch))
         known = [(name, tensor) for name, tensor in tensors if name in self._entries]
-        finite = start_finite_check([tensor for _, tensor in known])  # a GPU reads meanwhile
+        limit = self._guard.values.limit(self.model)
+        finite = start_finite_check([tensor for _, tensor in known], limit)  # a GPU reads meanwhile
         arriving: dict[str, torch.dtype] = {}
         covered = set(self._covered)
         seen = (arriving, self._dtypes, covered)
@@ -156,7 +161,7 @@ class RefitSession:
                     raise _twice(name)
                 covered.update(entry.covers)
         self._check_pairs(arriving)
-        self._check_values(known, finite())
+        self._check_values(known, finite(), limit)
         if not tensors:
             return
         if not self.wrote:
@@ -227,17 +232,21 @@ class RefitSession:
             raise RefitError(
                 f"'{name}' has dtype {tensor.dtype}; send bfloat16, float16 or float32{also}."
             )
+        if not entry.codes_fit and (tensor.dtype == FP8_DTYPE or entry.kind == "scales"):
+            raise RefitError(
+                f"'{name}' came for FP8 codes, whose 128x128 blocks are no blocks of this rank's "
+                f"'{entry.parameter}': quantizing them once more would change the weights; send "
+                "the weight in BF16."
+            )
 
     def _check_values(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], finite: Sequence[bool]
+        self, tensors: Sequence[tuple[str, torch.Tensor]], finite: Sequence[bool], limit: float
     ) -> None:
         for (name, tensor), good in zip(tensors, finite, strict=True):
             if not good:
-                raise RefitError(
-                    f"'{name}' has NaN or infinite values; the engine was not given it."
-                )
-            if self._entries[name].kind == "scales" and not bool((tensor > 0).all()):
-                raise RefitError(f"'{name}' has a scale that is not positive; quantize it again.")
+                raise RefitError(f"{not_finite(name, tensor, limit)}; the engine was not given it.")
+            if self._entries[name].kind == "scales":
+                check_scales(name, tensor, self._grids[0].scale_format)
 
     def _check_kv_scale(self, name: str, tensor: torch.Tensor) -> str:
         """Check a tensor that is no weight of the model; its canonical name."""
@@ -374,8 +383,9 @@ def refit(
 
     Args:
         llm: an idle engine started with ``quantization="fp8rl"``.
-        tensors: HF-named tensors, each once, in any order; read one batch at a time. A sender that
-            reuses the memory of a tensor for the next one needs ``batch_bytes=1``.
+        tensors: HF-named tensors, each once, in any order; read one batch at a time. One that is
+            written to before its batch is read, as in a sender that fills the same memory again
+            for the next tensor, is refused; there ``batch_bytes=1`` has each read at once.
         expect_kv_scales: whether k and v scales of every layer are among them.
         batch_bytes: bytes handed over at once, ``BATCH_BYTES`` by default. Without it all GPU
             tensors of a list, dict view or other collection go at once where they stay in this
@@ -491,9 +501,7 @@ def _load(workers: Workers, session: str, tensors: Tensors, batch_bytes: int | N
             workers.call("load_batch", session, sender.wrap(batch))
 
 
-def batches(
-    tensors: Tensors, limit: int, *, gpu_factor: int = 1
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def batches(tensors: Tensors, limit: int, *, gpu_factor: int = 1) -> Iterator[Batch]:
     """Tensors in lists of at most ``limit`` bytes; a larger tensor goes alone.
 
     Args:
@@ -502,23 +510,25 @@ def batches(
         gpu_factor: how much more may lie on a GPU.
 
     Raises:
-        RefitError: a name came twice. A batch may travel as a mapping, which would hide it.
+        RefitError: a name came twice (a batch may travel as a mapping, which would hide it); an
+            item that is no name with a plain tensor; or memory that was written to before it was
+            read, see :class:`vllm_fp8rl.intake.Held`.
     """
     seen: set[str] = set()
-    batch: list[tuple[str, torch.Tensor]] = []
+    held = Held()
     size = 0
-    for name, tensor in tensors:
+    for name, tensor in pulled(tensors):
         if name in seen:
             raise _twice(name)
         seen.add(name)
         cost = tensor.nbytes // gpu_factor if tensor.is_cuda else tensor.nbytes
-        if batch and size + cost > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append((name, tensor))
+        if held.items and size + cost > limit:
+            yield held.release((name, tensor))
+            size = 0
+        held.add(name, tensor)
         size += cost
         if size >= limit:  # before the next is asked for, which may come in the same memory
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+            yield held.release()
+            size = 0
+    if held.items:
+        yield held.release()

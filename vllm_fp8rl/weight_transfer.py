@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from fp8rl.errors import RefitError
+from vllm_fp8rl.files import read_files
 from vllm_fp8rl.refit import BATCH_BYTES, RefitSession, batches
 from vllm_fp8rl.transport import Payload, received
-from vllm_fp8rl.worker import read_files
 
 
 class _Intake:
@@ -132,7 +131,7 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
     def receive_weights(self, update_info: Fp8RLUpdateInfo) -> None:
         """Load a file or a payload."""
         if update_info.path is not None:
-            self.model.load_weights(read_files(Path(update_info.path)))
+            self.model.load_weights(read_files(update_info.path))
             return
         assert update_info.payload is not None
         with received(update_info.payload) as tensors:

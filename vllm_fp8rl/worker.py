@@ -7,18 +7,17 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from fp8rl import errors
 from fp8rl.errors import Fp8RLError, RefitError
 from vllm_fp8rl import kv_cache, kv_observer, transport
+from vllm_fp8rl.files import read_files
 from vllm_fp8rl.refit import BATCH_BYTES, RefitGuard, RefitSession, batches
 from vllm_fp8rl.transport import Payload, Place
 
@@ -101,8 +100,9 @@ def load_batch(
 @_answers
 def load_files(model: torch.nn.Module, session: str, path: str) -> None:
     """Load a safetensors file, or all of a folder, a batch at a time."""
+    tensors = read_files(path)  # first, since all ranks take part in it
     opened = _open_session(model, session)
-    for batch in batches(read_files(Path(path)), BATCH_BYTES):
+    for batch in batches(tensors, BATCH_BYTES):
         opened.load(batch)
 
 
@@ -284,13 +284,3 @@ def has_refit_methods(extension: str) -> bool:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     return issubclass(resolve_obj_by_qualname(extension), RefitMixin)
-
-
-def read_files(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise RefitError(f"'{path}' is no safetensors file and no folder of them.")
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                yield name, tensors.get_tensor(name)
