@@ -175,6 +175,27 @@ def check_places(config: Any, driver: Driver) -> bool:
     return asked
 
 
+def refuse_unread(loaded: Any) -> None:
+    """Refuse a config with our keys in a driver that makes none of the classes known here.
+
+    Args:
+        loaded: what upstream's ``load_config`` gave, an OmegaConf.
+
+    Raises:
+        UnsupportedError: with the first of the keys.
+    """
+    from omegaconf import OmegaConf
+
+    for path, *_ in find(OmegaConf.to_container(loaded, resolve=False)):
+        from fp8rl.errors import UnsupportedError
+
+        scripts = ", ".join(script for driver in DRIVERS.values() for script in driver.scripts)
+        raise UnsupportedError(
+            f"'{path}' is not read by this driver, whose config is made by no class that fp8rl "
+            f"knows; remove it, or run one of NeMo RL's own: {scripts}."
+        )
+
+
 def _instead(driver: Driver, ours: str) -> str:
     reason = f" in {driver.scripts[0]}" + (f": {driver.why_not}" if driver.why_not else "")
     places = [key for key in driver.keys if key.endswith(f".{ours}") and ARGUMENTS not in key]

@@ -27,6 +27,7 @@ def apply(module: ModuleType, seams: Seams) -> None:
     construct = master_config.__init__
 
     def __init__(self: Any, /, **data: Any) -> None:
+        seams.unread = None
         asked = check_places(data, driver)  # of all that is given, whatever the class keeps
         construct(self, **data)
         if asked:

@@ -114,6 +114,12 @@ def test_megatrons_first_and_last_layers_are_pins() -> None:
     assert (pins.first, pins.last) == (2, 1)
 
 
+def test_its_pins_beside_our_block_count_though_upstream_does_not_read_them() -> None:
+    """Upstream's YAMLs have them under `megatron_cfg`, where no line of NeMo RL looks."""
+    pins = recipe({}, **{MEGATRON + "first_last_layers_bf16": True}).pins
+    assert (pins.first, pins.last) == (1, 1)
+
+
 def test_gspo_corrects_by_the_sequence() -> None:
     got = recipe({}, loss_fn__sequence_level_importance_ratios=True)
     assert got.importance_sampling.level == "sequence"
