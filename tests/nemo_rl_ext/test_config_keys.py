@@ -508,6 +508,16 @@ def test_a_pin_that_does_not_fit_the_model_is_refused(
     assert made.policy == before
 
 
+def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
+    text = {"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(text | {"vision_config": {}}))
+    value = config({}, policy__model_name=str(tmp_path))
+    with pytest.raises(UnsupportedError, match="a multimodal model; remove the block"):
+        prepare(master(value), GRPO, lambda key: None)
+    off = {"rollout": False, "training": False}
+    prepare(master(config(off, policy__model_name=str(tmp_path))), GRPO, lambda key: None)
+
+
 def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
