@@ -165,10 +165,11 @@ def test_shards_that_share_blocks_come_on_different_streams(seed) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_codes_and_scales_come_on_different_streams(seed) -> None:
     draw = random.Random(seed)
+    starts, rows = (0, 256), [256, 72]  # codes begin where a block does
     with torch.device("cuda"):
         storage = empty_storage(328, 256)
-    grid = BlockGrid("layer", lambda: storage, [164, 164], 256, "fp32", "cuda")
-    halves = [quantize_block(torch.randn(164, 256, device="cuda")) for _ in range(2)]
+    grid = BlockGrid("layer", lambda: storage, rows, 256, "fp32", "cuda")
+    halves = [quantize_block(torch.randn(count, 256, device="cuda")) for count in rows]
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     arrivals = [(kind, i) for kind in ("codes", "scales") for i in range(2)]
@@ -177,18 +178,18 @@ def test_codes_and_scales_come_on_different_streams(seed) -> None:
             torch.cuda._sleep(draw.choice([0, BUSY]))
             if kind == "codes":
                 buffer = halves[i].codes.clone()
-                grid.load_codes(164 * i, buffer, (0, 0))
+                grid.load_codes(starts[i], buffer, (0, 0))
             else:
                 buffer = halves[i].scale_inv.clone()
-                grid.load_scales(164 * i, buffer, (0, 0))
+                grid.load_scales(starts[i], buffer, (0, 0))
             torch.cuda.current_stream().synchronize()  # the acknowledgement
             buffer.view(torch.uint8).fill_(0xFF)
     torch.cuda.synchronize()
     host = empty_storage(328, 256)
-    reference = BlockGrid("layer", lambda: host, [164, 164], 256, "fp32")
+    reference = BlockGrid("layer", lambda: host, rows, 256, "fp32")
     for i, half in enumerate(halves):
-        reference.load_codes(164 * i, half.codes.cpu(), (0, 0))
-        reference.load_scales(164 * i, half.scale_inv.cpu(), (0, 0))
+        reference.load_codes(starts[i], half.codes.cpu(), (0, 0))
+        reference.load_scales(starts[i], half.scale_inv.cpu(), (0, 0))
     assert torch.equal(storage[0].view(torch.uint8).cpu(), host[0].view(torch.uint8))
     assert torch.equal(storage[1].cpu(), host[1])
 
