@@ -18,8 +18,8 @@ from test_drivers import LIMIT_S, MODEL, digest, environment, ray_cluster
 
 STEPS = 2
 BATCH = 4
+MODELS = f"{MODEL}\nmake_model(pathlib.Path('teacher'), steps=80, batch_size=16, sums=sums)"
 MODEL_KEYS = {
-    "model_name": "model",
     "max_total_sequence_length": 64,
     "train_global_batch_size": BATCH,
     "train_micro_batch_size": BATCH,
@@ -44,7 +44,7 @@ def config(root: Path, folder: Path) -> dict[str, object]:
         "gpu_memory_utilization": 0.3,
         "use_tqdm": False,
     }
-    model = {**MODEL_KEYS, "model_name": str(folder / "model")}
+    student = {**MODEL_KEYS, "model_name": str(folder / "model")}
     return {
         "defaults": [str(root / "examples" / "configs" / "distillation_math.yaml")],
         "fp8rl": {"kv_cache": {"dtype": "auto"}, "pins": {"layers": [1]}},
@@ -54,8 +54,8 @@ def config(root: Path, folder: Path) -> dict[str, object]:
             "val_period": 0,
             "topk_logits_k": 8,
         },
-        "policy": {**model, "generation": {"vllm_cfg": rollouts}},
-        "teacher": model,
+        "policy": {**student, "generation": {"vllm_cfg": rollouts}},
+        "teacher": {**MODEL_KEYS, "model_name": str(folder / "teacher")},
         "data": {
             "max_input_seq_length": 32,
             "num_workers": 0,
@@ -81,18 +81,18 @@ def config(root: Path, folder: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_student_rolls_out_in_fp8(tmp_path: Path) -> None:
     interpreter, root = python("NEMO_RL_PYTHON"), source("NEMO_RL_SRC")
     env = environment(tmp_path, interpreter)
     before = digest(root)
     path = f"{ROOT / 'benchmarks'}:{env['PYTHONPATH']}"
     subprocess.run(
-        [interpreter, "-c", MODEL],
+        [interpreter, "-c", MODELS],
         env={**env, "PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,
-        timeout=120,
+        timeout=200,
         check=True,
     )
     file = tmp_path / "distillation.yaml"  # JSON is YAML
@@ -115,5 +115,5 @@ def test_the_student_rolls_out_in_fp8(tmp_path: Path) -> None:
     assert log.count("RefitReport(") == STEPS
     losses = [float(loss) for loss in re.findall(r"Loss: ([0-9.]+)", log)]
     assert len(losses) == STEPS, log[-4000:]
-    assert all(0 <= loss < 1 for loss in losses)  # the teacher is the model itself
+    assert all(0 < loss < 10 for loss in losses), losses  # KL of two models, in nats
     assert digest(root) == before
