@@ -109,8 +109,7 @@ def calibrate_kv_scales(
     """
     if not prompts:
         raise ScaleError("There are no prompts to calibrate KV scales from; give some.")
-    margin = _margin(llm) if margin is None else margin
-    if not margin > 0:
+    if margin is not None and not margin > 0:
         raise ScaleError(f"The margin of KV scales is {margin}; set it to 1 or a little more.")
     gate, workers = RequestGate(llm), Workers(llm)
     begun = False
@@ -141,7 +140,7 @@ def _calibrated(
     llm: LLM,
     workers: Workers,
     prompts: Sequence[Prompt],
-    margin: float,
+    margin: float | None,
     scales: dict[str, float],
 ) -> dict[str, float]:
     """Run the prompts under observation until the scales found are those that were in use.
@@ -150,7 +149,7 @@ def _calibrated(
         llm: idle, and closed to others' requests.
         workers: of the engine.
         prompts: see :func:`calibrate_kv_scales`.
-        margin: factor on the magnitudes.
+        margin: factor on the magnitudes; None: that of the workers' recipe.
         scales: of the first run, 1 where there is none.
     """
     enough = 1 if scales else _PASSES
@@ -161,9 +160,10 @@ def _calibrated(
         tokens = admitted(lambda: _run(llm, prompts))
         workers.call("admit_kv_calibration", False)
         seen = workers.call("observed_kv")
-        before, scales = scales, _scales(seen, tokens, margin)
+        factor = seen[0]["margin"] if margin is None else margin
+        before, scales = scales, _scales(seen, tokens, factor)
         clipped = any(rank["clipped"] for rank in seen) or any(
-            scale > before.get(name, 1.0) * margin * _COVERED for name, scale in scales.items()
+            scale > before.get(name, 1.0) * factor * _COVERED for name, scale in scales.items()
         )
         if number >= enough and not clipped:
             break
@@ -211,12 +211,6 @@ def _run(llm: LLM, prompts: Sequence[Prompt]) -> int:
     )
     outputs = llm.generate(requests, sampling, use_tqdm=False)
     return sum(len(output.prompt_token_ids or ()) - 1 for output in outputs)
-
-
-def _margin(llm: LLM) -> float:
-    from vllm_fp8rl.config import read_recipe
-
-    return read_recipe(llm.llm_engine.vllm_config.additional_config).kv_cache.margin
 
 
 def _require_idle(llm: LLM) -> None:

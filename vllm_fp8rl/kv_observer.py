@@ -126,25 +126,32 @@ def observed(model: torch.nn.Module) -> dict[str, Any]:
 
     Returns:
         ``amax``: by the names of the scales that generation needs; ``tokens``: how many every layer
-        saw; ``clipped``: whether queries were, so that their magnitudes are guesses.
+        saw; ``clipped``: whether queries were, so that their magnitudes are guesses; ``margin``: of
+        the engine's recipe.
 
     Raises:
         RefitError: nothing is being observed.
     """
     amax: dict[str, float] = {}
     tokens: list[int] = []
-    clipped = False
+    clipped, margin = False, 1.0
     for layer, state in fp8_layers(model):
         if not isinstance(layer.impl, ObservedImpl):
             raise RefitError(_NOT_OBSERVED)
         tokens.append(int(layer.impl.tokens))
+        margin = layer.quant_method.quant_config.resolve().recipe.kv_cache.margin
         for role in state.required(layer):
             value = layer.impl.amax[role].item()
             if role == "q" and layer.impl.quantized_queries:
                 value, beyond = _unquantized(value, state)
                 clipped |= beyond
             amax[scale_name(state.index, role)] = value
-    return {"amax": amax, "tokens": min(tokens, default=0), "clipped": clipped}
+    return {
+        "amax": amax,
+        "tokens": min(tokens, default=0),
+        "clipped": clipped,
+        "margin": margin,
+    }
 
 
 def stop_observing(model: torch.nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,6 +101,23 @@ def test_the_margin_and_more_prompts(engine: Engine, fresh: Engine) -> None:
         assert two[name] == pytest.approx(2 * one[name], rel=0.02)
         assert few[name] <= one[name] * 1.02
     assert sum(few.values()) < sum(one.values())
+
+
+def test_the_margin_of_a_recipe_that_the_caller_has_not(
+    fresh: Engine, other_engine: Any, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """It stands in the model's config alone, as for an engine core in a process of its own."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints["a"], folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    recipe = {"kv_cache": {"margin": 2.0}}
+    config["quantization_config"] = {"quant_method": "fp8rl", "recipe": recipe}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    doubled = other_engine(folder, Recipe(), additional_config={})
+    doubled.llm.llm_engine.vllm_config.additional_config.clear()
+    found = calibrate_kv_scales(doubled.llm, PROMPTS)
+    one = calibrate_kv_scales(fresh.llm, PROMPTS, margin=1.0)
+    assert found == pytest.approx({name: 2 * scale for name, scale in one.items()}, rel=0.02)
 
 
 def test_starts_from_scales_before_it_neither_nan_nor_far_off(fresh: Engine) -> None:
