@@ -53,16 +53,8 @@ def counts() -> Iterator[Counter[str]]:
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Live]]:
     """``live(name)``: the one engine of a model of :data:`models.MODELS`."""
-    from vllm import ModelRegistry
     from vllm.distributed import parallel_state
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-    # By class: of a name vLLM would ask in a process of its own, which takes 10 s for each.
-    for kind in (Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalLM):
-        ModelRegistry.register_model(kind.__name__, kind)
     started: dict[str, Live] = {}
     before = parallel_state._EP
 

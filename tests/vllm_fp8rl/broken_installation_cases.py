@@ -20,9 +20,8 @@ from typing import Any
 if __name__ == "__main__":
     os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"  # vLLM logs each traceback that it swallows
 
-import live_engine  # noqa: F401 - sets what vLLM reads at import
+import live_engine  # sets what vLLM reads at import
 import vllm.plugins
-from vllm import ModelRegistry
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import quantization
 
@@ -100,10 +99,7 @@ def main(root: Path) -> None:
     (by_config / "config.json").write_text(
         json.dumps(shape | {"quantization_config": {"quant_method": "fp8rl"}})
     )
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-
-    # By class: of a name vLLM would ask in a process of its own.
-    ModelRegistry.register_model("Qwen3ForCausalLM", Qwen3ForCausalLM)
+    live_engine.register_model(root / "a")
     found: dict[str, dict[str, str]] = {}
     for case, files in CASES.items():
         with installed(files):
