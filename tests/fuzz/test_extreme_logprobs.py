@@ -190,9 +190,7 @@ def tensors(b: Batch) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(values.copy()) for name, values in b.logprobs.items()}
 
 
-def test_weights_and_rejection(
-    budget: Callable[[int], settings], counts: Counter[str]
-) -> None:
+def test_weights_and_rejection(budget: Callable[[int], settings], counts: Counter[str]) -> None:
     @settings(parent=budget(150))
     @given(b=batches(), c=correctors)
     def check(b: Batch, c: ImportanceSampling) -> None:

@@ -40,9 +40,7 @@ class Wire:
         return dict(self.stream)
 
 
-def make_wire(
-    model: Model, seed: int, codes: bool, kv_scales: bool, *, calm: bool = False
-) -> Wire:
+def make_wire(model: Model, seed: int, codes: bool, kv_scales: bool, *, calm: bool = False) -> Wire:
     """A complete stream: random values, dtypes and order, all from ``seed``.
 
     Args:
