@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
-from models import MODELS, Live  # noqa: E402 - live_engine, which it imports, lies there
+from models import MODELS, Live
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 

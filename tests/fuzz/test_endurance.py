@@ -1,4 +1,4 @@
-"""Many refits of one engine leave nothing behind; a sender or an engine that is killed is noticed."""
+"""Many refits of an engine leave nothing behind; a sender or engine that is killed is noticed."""
 
 from __future__ import annotations
 

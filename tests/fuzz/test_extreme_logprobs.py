@@ -198,7 +198,7 @@ def test_weights_and_rejection(budget: Callable[[int], settings], counts: Counte
         raw = difference(b.logprobs["old"], b.logprobs["rollout"], b.mask)
         counts["batches of logprobs"] += 1
         if not b.mask.any() or np.isnan(raw).any():
-            with pytest.raises(BatchError, match="NaN at row|no token"):
+            with pytest.raises(BatchError, match=r"NaN at row|no token"):
                 correct(t["rollout"], t["old"], mask, c)
             return
         weights, kept = weights_of(b, c)

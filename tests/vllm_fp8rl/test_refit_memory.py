@@ -15,7 +15,6 @@ from fp8rl import Recipe
 from vllm_fp8rl.index import ModelIndex
 from vllm_fp8rl.refit import refit
 
-
 LAYERS = 4
 
 
