@@ -28,7 +28,7 @@ from vllm_fp8rl.calibrate import calibrate_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit
 
 LONG = "FUZZ_EXAMPLES" in os.environ
-WARM, REFITS = (60, 400) if LONG else (40, 60)
+WARM, REFITS = (60, 400) if LONG else (30, 40)
 ALLOWED = 2 << 20
 """Bytes that they may leave. If each left a copy of the model, which is tiny: 40 MB."""
 KILLS = int(os.environ.get("FUZZ_KILLS", "0"))

@@ -131,7 +131,7 @@ def test_old_or_new_or_a_refusal(
         scales = calibrated if action == "calibration" else new.kv_scales
         allowed = [(of_old, old.kv_scales), (of_old, scales)]
 
-    @settings(parent=budget(12))
+    @settings(parent=budget(6))
     @given(
         first=st.integers(0, counting.points - 1),
         second=st.one_of(st.none(), st.integers(0, 40), st.integers(0, 400)),

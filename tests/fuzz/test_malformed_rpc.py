@@ -137,7 +137,7 @@ def test_answers_are_errors_and_the_engine_stays_whole(
         assert differing(started.weights(), held) == []
         assert started.scales() == old.kv_scales
 
-    @settings(parent=budget(25))
+    @settings(parent=budget(15))
     @given(sequence=st.lists(calls(), min_size=1, max_size=8))
     def check(sequence: list[Call]) -> None:
         whole()
