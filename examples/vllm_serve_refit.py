@@ -37,7 +37,7 @@ def refit_over_http(post: Post, folder: str) -> None:
     post("/update_weights", json={"update_info": {"path": folder}})
     post("/finish_weight_update")
     # Requests that wait start over with the new weights, and no cached prefix is of the old ones.
-    post("/reset_prefix_cache", params={"reset_running_requests": True})
+    empty_cache(post, reset_running_requests=True)
     post("/resume")
 
 
@@ -47,7 +47,14 @@ def set_kv_scales(post: Post, scales: dict[str, float]) -> None:
     for worker in answer.json()["results"]:
         if worker["error"] is not None:
             raise RuntimeError(worker["error"])
-    post("/reset_prefix_cache")
+    empty_cache(post)
+
+
+def empty_cache(post: Post, **parameters: bool) -> None:
+    """Empty the prefix cache and a KV connector's; the answer is 200 even where that failed."""
+    answer = post("/reset_prefix_cache", params={"reset_external": True, **parameters})
+    if answer.content and not answer.json()["success"]:  # vLLM 0.25.1 answers with nothing
+        raise RuntimeError("The prefix cache was not emptied: something holds KV blocks.")
 
 
 def poster(server: str) -> Post:

@@ -74,6 +74,7 @@ def export_hf_weights(
     *,
     precision: Literal["bf16", "fp8"] = "bf16",
     scale_format: ScaleFormat | None = None,
+    tensor_parallel_size: int = 1,
     **options: Any,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Bridge's stream of Hugging Face tensors, with FP8 codes for what runs in FP8 if asked.
@@ -84,6 +85,7 @@ def export_hf_weights(
         precision: ``bf16`` for the tensors as they are (a receiver that quantizes makes the
             trainer's codes of them), ``fp8`` for codes and scales as :func:`fp8_wire` gives them.
         scale_format: of the codes; the recipe's by default.
+        tensor_parallel_size: of the rollout engine, for ``fp8``.
         **options: of ``bridge.export_hf_weights``.
 
     Returns:
@@ -102,5 +104,8 @@ def export_hf_weights(
         return stream
     conversion = conversion_of(model)
     return fp8_wire(
-        stream, conversion.policy, scale_format or conversion.recipe.weights.scale_format
+        stream,
+        conversion.policy,
+        scale_format or conversion.recipe.weights.scale_format,
+        tensor_parallel_size=tensor_parallel_size,
     )

@@ -34,7 +34,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Setup:
-    """What all FP8 modules of one model share."""
+    """What all FP8 modules of one model share; ``fp8_setup`` of a module says whose it is."""
 
     recipe: Recipe
     policy: PinPolicy
@@ -47,29 +47,32 @@ class Conversion:
     """A converted model; holds what must be undone.
 
     ``recipe`` and ``policy`` are those it was made with; the policy covers the whole model, the
-    modules are this rank's.
+    modules are this rank's. What a handle says of its model is true: once it is closed, or a module
+    was converted back through another handle, all but :meth:`close` raise UnsupportedError.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         policy: PinPolicy,
-        modules: Mapping[str, Any],
-        epochs: Iterable[WeightEpoch],
-        mlps: Iterable[Any] = (),
+        chunks: Iterable[torch.nn.Module] = (),
         backends: BackendChoice | None = None,
     ) -> None:
         self.recipe = recipe
         self.policy = policy
-        self._modules = dict(modules)
-        self._epochs = list(epochs)
-        self._mlps = list(mlps)
         self._backends = backends
+        inside = [module for chunk in chunks for module in chunk.modules()]
+        self._owned: list[Any] = [module for module in inside if _setup_of(module)]
+        self._modules = _by_name((m.fp8_state.name, m) for m in self._owned if _is_fp8(m))
+        self._mlps = [module for module in inside if is_fused(module)]
+        self._setups = list({id(m.fp8_setup): m.fp8_setup for m in self._owned}.values())
+        self._closed = False
 
     @property
     def modules(self) -> Mapping[str, torch.nn.Module]:
         """FP8 modules of this rank by global HF name, e.g. ``model.layers.0.mlp.down_proj``; a
         grouped module, which has many experts, without their numbers."""
+        self._require_current()
         return MappingProxyType(self._modules)
 
     def invalidate(self) -> None:
@@ -79,11 +82,13 @@ class Conversion:
         buffer they are views of, which leaves no trace; optimizer steps, ``load_state_dict``,
         in-place operations, moves to another device and ``train()``/``eval()`` are noticed.
         """
-        for epoch in self._epochs:
-            epoch.turn()
+        self._require_current()
+        for setup in self._setups:
+            setup.epoch.turn()
 
     def drop_codes(self) -> None:
         """Free the weight codes that are kept, e.g. before offloading."""
+        self._require_current()
         for module in self._modules.values():
             module.drop_codes()
 
@@ -99,6 +104,7 @@ class Conversion:
         Returns:
             Milliseconds by direction, shape and backend, of all ranks.
         """
+        self._require_current()
         if self._backends is None:
             return {}
         shapes: list[Shape] = []
@@ -125,6 +131,7 @@ class Conversion:
         Raises:
             CheckpointError: it cannot be written.
         """
+        self._require_current()
         return table.save(folder, self.recipe, self.policy) if global_rank() == 0 else None
 
     def table_differences(self, folder: str | os.PathLike[str]) -> dict[str, tuple[str, str]]:
@@ -136,18 +143,43 @@ class Conversion:
         Raises:
             CheckpointError: ``folder`` has no readable table.
         """
+        self._require_current()
         return table.differences(folder, self.policy)
 
     def close(self) -> None:
-        """Give the modules their upstream classes back; may be called again."""
-        for module in self._modules.values():
-            module.__class__ = upstream_class(type(module))
-            del module.fp8_state, module.fp8_setup
-        for mlp in self._mlps:
+        """Give the modules their upstream classes back; may be called again.
+
+        Raises:
+            UnsupportedError: another conversion owns a module by now, and another handle closes it.
+                Nothing has been changed then.
+        """
+        for name, module in self._modules.items():
+            if not self._owns(module) and _setup_of(module):
+                raise UnsupportedError(
+                    f"'{name}' was converted again after this handle; close the later conversion "
+                    "(conversion_of(model).close())."
+                )
+        for mlp in filter(is_fused, self._mlps):
             separate(mlp)
-        self._mlps.clear()
+        for module in filter(self._owns, self._owned):  # others were closed by another handle
+            _give_back(module)
+        self._closed = True
+        self._owned.clear()
         self._modules.clear()
-        self._epochs.clear()  # their hooks go with the last module of the last model
+        self._mlps.clear()
+        self._setups.clear()  # an epoch's hook goes with the last module of the last model
+
+    def _owns(self, module: Any) -> bool:
+        return any(_setup_of(module) is setup for setup in self._setups)
+
+    def _require_current(self) -> None:
+        lost = [name for name, module in self._modules.items() if not self._owns(module)]
+        if self._closed or lost:
+            what = f"'{lost[0]}' was converted back" if lost else "Its modules were given back"
+            raise UnsupportedError(
+                f"This handle of a conversion is closed: {what}; use the handle of the last "
+                "convert(model, recipe), or conversion_of(model)."
+            )
 
 
 def convert(
@@ -180,20 +212,28 @@ def convert(
         PinError: a pin matches nothing, or parts the experts of a grouped module.
         PluginError: two plugins offer a GEMM backend of one name.
         UnsupportedError: a module, config option or model that FP8 linears do not serve, or that
-            is converted already. Nothing has been changed then.
+            is converted already (by other pins, too), or chunks that hold one layer twice. Nothing
+            has been changed then.
     """
     chunks = unwrap_chunks(model)
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            if _setup_of(module):
+                raise UnsupportedError(
+                    f"'{path}' runs in FP8 already; close() the first Conversion "
+                    "(conversion_of(model)) before converting again."
+                )
     plugins = PluginManager() if plugins is None else plugins
     config = chunks[0].config
     if not recipe.training:
         policy = plugins.pin_policy(recipe.pins, module_names(config))
-        return Conversion(recipe, policy, {}, ())
+        return Conversion(recipe, policy)
     setup = prepare(
         config, recipe, plugins=plugins, gemm_backend=gemm_backend, keep_codes=keep_codes
     )
-    modules = adopt(setup, chunks)
+    adopt(setup, chunks)
     (report or logger.info)(describe(setup))
-    return Conversion(recipe, setup.policy, modules, [setup.epoch], _fused(chunks), setup.backends)
+    return Conversion(recipe, setup.policy, chunks, setup.backends)
 
 
 def prepare(
@@ -231,27 +271,29 @@ def prepare(
     return Setup(recipe, policy, backends, WeightEpoch(), keep_codes)
 
 
-def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> dict[str, Any]:
+def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
     """Turn the linear modules of model chunks, or of one layer, into FP8 ones.
-
-    Returns:
-        The modules by :attr:`Site.name`.
 
     Raises:
         As :func:`convert`; nothing has been changed then.
     """
     roots = list(roots)
     plan = [site for root in roots for site in sites(root) if site.runs_in_fp8(setup.policy)]
+    _by_name((site.name, site.module) for site in plan)
     for site in plan:
         _check(site, setup.backends)
-    for site in plan:
-        _swap(site, setup)
+    try:
+        for site in plan:
+            _swap(site, setup)
+    except BaseException:  # an interrupt: no handle would ever close what is converted
+        for site in plan:
+            _give_back(site.module)
+        raise
     for root in roots:
         for module in root.modules():
             if can_fuse(module):
                 fuse(module)
     _warn_of_ragged_widths(plan)
-    return {site.name: site.module for site in plan}
 
 
 def describe(setup: Setup) -> str:
@@ -263,42 +305,58 @@ def describe(setup: Setup) -> str:
 
 
 def conversion_of(model: ModelChunks) -> Conversion:
-    """The conversion of a model whose layers were made FP8 by a door (``--spec``, Megatron-Bridge).
+    """A handle of a converted model, e.g. one that a door made (``--spec``, Megatron-Bridge).
+
+    Handles of one model are equal: what one does all have done, and after its :meth:`~Conversion
+    .close` the others say that they are closed.
 
     Args:
         model: as in :func:`convert`; with virtual pipelining all chunks of the rank.
 
     Raises:
-        UnsupportedError: no module of the model was converted.
+        UnsupportedError: no module of the model was converted, or the chunks hold one layer twice
+            or were converted one by one with different recipes.
     """
-    modules: dict[str, Any] = {}
-    setups: dict[int, Setup] = {}
     chunks = unwrap_chunks(model)
-    for chunk in chunks:
-        for module in chunk.modules():
-            setup = getattr(module, "fp8_setup", None)
-            if isinstance(setup, Setup):
-                setups[id(setup)] = setup
-                if _is_fp8(module):
-                    modules[module.fp8_state.name] = module
+    setups = [s for chunk in chunks for m in chunk.modules() if (s := _setup_of(m))]
     if not setups:
         raise UnsupportedError(
             "No module of this model was converted to FP8; call convert(model, recipe) or build it "
             "from a spec of megatron_fp8rl.specs."
         )
-    first = next(iter(setups.values()))
-    return Conversion(
-        first.recipe,
-        first.policy,
-        modules,
-        [setup.epoch for setup in setups.values()],
-        _fused(chunks),
-        first.backends,
-    )
+    first = setups[0]
+    for site in (site for chunk in chunks for site in sites(chunk)):
+        setup = _setup_of(site.module) or first
+        if setup.recipe != first.recipe or site.runs_in_fp8(first.policy) != _is_fp8(site.module):
+            raise UnsupportedError(
+                f"'{site.path}' was converted with another recipe than the rest of the model, or "
+                "given back alone, so one table cannot tell what runs in FP8; close all and "
+                "convert them together: convert([chunk, ..], recipe)."
+            )
+    return Conversion(first.recipe, first.policy, chunks, first.backends)
 
 
-def _fused(chunks: Iterable[torch.nn.Module]) -> list[Any]:
-    return [module for chunk in chunks for module in chunk.modules() if is_fused(module)]
+def _setup_of(module: Any) -> Setup | None:
+    """Whose conversion a module is part of."""
+    setup = getattr(module, "fp8_setup", None)
+    return setup if isinstance(setup, Setup) else None
+
+
+def _by_name(modules: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The modules by global name.
+
+    Raises:
+        UnsupportedError: a name comes twice.
+    """
+    found: dict[str, Any] = {}
+    for name, module in modules:
+        if name in found:
+            raise UnsupportedError(
+                f"The model chunks hold '{name}' twice; give each chunk of one model once, and "
+                "another model by itself."
+            )
+        found[name] = module
+    return found
 
 
 def weight_codes_hf(module: Any) -> dict[str, Quantized]:
@@ -348,11 +406,6 @@ def _held(module: Any) -> Iterator[tuple[Fp8State, torch.nn.Parameter]]:
 
 def _check(site: Site, backends: BackendChoice) -> None:
     kind = type(site.module)
-    if upstream_class(kind) is not None:
-        raise UnsupportedError(
-            f"'{site.path}' runs in FP8 already; close() the first Conversion before converting "
-            "again."
-        )
     if fp8_class(kind) is None:
         raise UnsupportedError(
             f"'{site.path}' is a {kind.__name__}; FP8 linears replace ColumnParallelLinear, "
@@ -393,6 +446,13 @@ def _swap(site: Site, setup: Setup) -> None:
     module.fp8_state = Fp8GroupedState(site.name, states) if site.grouped else states[0]
     module.fp8_setup = setup
     module.__class__ = fp8_class(type(module))
+
+
+def _give_back(module: Any) -> None:
+    """Undo :func:`_swap`, also where it was interrupted."""
+    module.__class__ = upstream_class(type(module)) or type(module)
+    for attribute in ("fp8_state", "fp8_setup"):
+        vars(module).pop(attribute, None)
 
 
 def _check_config(config: Any) -> None:

@@ -11,6 +11,7 @@ Engine layer spec. Megatron fuses q, k and v row by row of query groups
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from torch import Tensor
 
 from fp8rl import PinPolicy
 from fp8rl.errors import CheckpointError, UnsupportedError
-from fp8rl.numerics import mark_inf, quantize_block
-from fp8rl.pinning import kind_of
+from fp8rl.numerics import BLOCK, mark_inf, quantize_block
+from fp8rl.pinning import FUSED, kind_of
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.layout import RowLayout, gate_up_layout, qkv_layout, shared_expert_name
+
+logger = logging.getLogger(__name__)
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -277,27 +280,38 @@ def _broadcast(tensor: Tensor, rank_in_group: int, group: Any) -> None:
 
 
 def fp8_wire(
-    stream: Iterable[tuple[str, Tensor]], policy: PinPolicy, scale_format: ScaleFormat = "fp32"
+    stream: Iterable[tuple[str, Tensor]],
+    policy: PinPolicy,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    tensor_parallel_size: int = 1,
 ) -> Iterator[tuple[str, Tensor]]:
     """Put FP8 codes on the wire instead of the weights that run in FP8.
 
-    Half the bytes for a receiver that takes codes as they are; blocks lie on each whole Hugging
-    Face matrix. A receiver that quantizes whatever arrives (NeMo RL's) needs the plain stream.
+    Half the bytes for a receiver that takes codes as they are. On the wire blocks lie on each whole
+    Hugging Face matrix, in the rollout on its rank's ``[q; k; v]`` and ``[gate; up]`` and on its
+    columns of ``o_proj`` and ``down_proj``. Where these blocks are not the same (a matrix, or a
+    rank's share of it, is no multiple of 128) the rollout would have to quantize codes a second
+    time, which changes values; such a weight travels as it came, and is quantized once. A warning
+    at the end of the stream names them. A receiver that quantizes whatever arrives (NeMo RL's)
+    needs the plain stream.
 
     Args:
         stream: what :func:`export_hf` gives.
         policy: of the whole model, ``Conversion.policy`` or the same pins.
         scale_format: of the 128x128 blocks.
+        tensor_parallel_size: of the rollout engine.
 
     Returns:
         ``X.weight`` (float8_e4m3fn) and ``X.weight_scale_inv`` (float32) for FP8 modules, one
-        after the other, the codes that the trainer has (an infinity becomes a NaN code);
-        everything else as it came.
+        after the other, the codes that the rollout would make of the weight (an infinity becomes a
+        NaN code); everything else as it came.
 
     Raises:
         PinError: while streaming, for a matrix that the policy does not know.
         UnsupportedError: while streaming, for experts that come stacked in one tensor.
     """
+    as_they_came: dict[str, int] = {}
     for name, tensor in stream:
         module, _, leaf = name.rpartition(".")
         if tensor.ndim > 2 and kind_of(name) == "experts":
@@ -305,12 +319,43 @@ def fp8_wire(
                 f"'{name}' stacks the experts of a layer {tuple(tensor.shape)}, which have no FP8 "
                 "wire format; export one matrix for each expert, or export BF16."
             )
-        if leaf == "weight" and tensor.ndim == 2 and policy.precision(module) == "fp8":
+        if leaf != "weight" or tensor.ndim != 2 or policy.precision(module) != "fp8":
+            yield name, tensor
+        elif not _has_blocks_of_its_own(module, tensor.shape, tensor_parallel_size):
+            kind = re.sub(r"\.\d+\.", ".*.", module)
+            as_they_came[kind] = as_they_came.get(kind, 0) + 1
+            yield name, tensor
+        else:
             codes, scale_inv = quantize_block(mark_inf(tensor), scale_format=scale_format)
             yield name, codes
             yield f"{name}_scale_inv", scale_inv
-        else:
-            yield name, tensor
+    if as_they_came:
+        logger.warning(
+            "fp8_wire sent %d weights without codes, because their rows or columns on a rollout "
+            "rank (tensor_parallel_size=%d) are no multiple of 128: %s",
+            sum(as_they_came.values()),
+            tensor_parallel_size,
+            ", ".join(f"{kind} ({count})" for kind, count in as_they_came.items()),
+        )
+
+
+_ROW_PARALLEL = ("o_proj", "down_proj")
+_FUSED_PARTS = tuple(part for parts in FUSED.values() for part in parts)
+
+
+def _has_blocks_of_its_own(module: str, shape: torch.Size, ranks: int) -> bool:
+    """Whether each rank of the rollout has whole blocks of a matrix, which no other matrix shares.
+
+    Of a module that is not known here, either dimension may be the one that is cut.
+    """
+    rows, columns = (size % (block * ranks) == 0 for size, block in zip(shape, BLOCK, strict=True))
+    leaf = module.rpartition(".")[2]
+    alone = ranks == 1  # and nothing beside it, where the rollout fuses none or has experts
+    if leaf in _ROW_PARALLEL:
+        return alone or columns
+    if leaf in _FUSED_PARTS:
+        return rows or (alone and kind_of(module) == "experts")
+    return alone or (rows and columns)
 
 
 def load_hf(

@@ -1,8 +1,9 @@
 """Row order of a weight: Megatron's, and that of the HF tensors the rollout engine quantizes.
 
 Quantization blocks lie on the rollout side's matrix. For fused modules that is the rank-local
-concatenation of HF tensors, ``[q; k; v]`` or ``[gate; up]``. Megatron keeps gate and up in that
-order, but interleaves ``linear_qkv`` by query group, ``[q.., k, v] * groups``
+concatenation of HF tensors, ``[q; k; v]`` or ``[gate; up]``; gate and up of an expert are two
+matrices there, which begin with a block each. Megatron keeps gate and up in that order, but
+interleaves ``linear_qkv`` by query group, ``[q.., k, v] * groups``
 (``SelfAttention.get_query_key_value_tensors``).
 """
 
@@ -12,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from fp8rl.numerics import BLOCK, Quantized
+from fp8rl.numerics import BLOCK, Quantized, cdiv
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class RowLayout:
     widths: tuple[int, ...]
     """Rows of each part within one group."""
     groups: int = 1
+    apart: bool = False
+    """Each part begins a block of its own: in HF's order the last block of each is filled up with
+    rows of zeros."""
 
     @property
     def rows(self) -> int:
@@ -48,34 +53,53 @@ class RowLayout:
     @property
     def in_place(self) -> bool:
         """The two orders differ by whole blocks at most, so either gives the same codes."""
-        return self.same_order or all(n % BLOCK[0] == 0 for n in self.widths)
+        if all(n % BLOCK[0] == 0 for n in self.widths):
+            return True
+        return self.same_order and not self.apart
 
     @property
     def aligned(self) -> bool:
         """Every HF tensor starts on a block boundary, so its codes are those of its own grid."""
-        return all(n % BLOCK[0] == 0 for n in self.part_rows.values()) or len(self.parts) == 1
+        if self.apart or len(self.parts) == 1:
+            return True
+        return all(n % BLOCK[0] == 0 for n in self.part_rows.values())
+
+    @property
+    def _hf_rows(self) -> list[int]:
+        """Rows of each part in HF's order, with those of zeros."""
+        block = BLOCK[0] if self.apart else 1
+        return [cdiv(n, block) * block for n in self.part_rows.values()]
 
     def to_hf(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Reorder dimension ``dim`` (of size :attr:`rows`) from Megatron's order to HF's."""
-        if self.same_order:
+        """Reorder dimension ``dim`` (of size :attr:`rows`) from Megatron's order to HF's; parts
+        that lie apart are filled up with zeros."""
+        if self.same_order and not self.apart:
             return x
         dim %= x.ndim
         grouped = x.unflatten(dim, (self.groups, sum(self.widths)))
-        parts = grouped.split(self.widths, dim + 1)
-        return torch.cat([part.flatten(dim, dim + 1) for part in parts], dim)
+        parts = [part.flatten(dim, dim + 1) for part in grouped.split(self.widths, dim + 1)]
+        after = [0, 0] * (x.ndim - dim - 1)
+        padded = [
+            pad(part, (*after, 0, rows - part.shape[dim]))
+            for part, rows in zip(parts, self._hf_rows, strict=True)
+        ]
+        return torch.cat(padded, dim)
 
     def from_hf(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Inverse of :meth:`to_hf`."""
-        if self.same_order:
+        if self.same_order and not self.apart:
             return x
         dim %= x.ndim
-        parts = x.split(tuple(self.part_rows.values()), dim)
+        parts = [
+            part.narrow(dim, 0, rows)
+            for part, rows in zip(x.split(self._hf_rows, dim), self.part_rows.values(), strict=True)
+        ]
         grouped = [p.unflatten(dim, (self.groups, p.shape[dim] // self.groups)) for p in parts]
         return torch.cat(grouped, dim + 1).flatten(dim, dim + 1)
 
     def codes_to_hf(self, codes: Quantized) -> Quantized:
         """The matrix on HF's grid, from codes of either order; needs :attr:`in_place`."""
-        blocks = replace(self, widths=tuple(n // BLOCK[0] for n in self.widths))
+        blocks = replace(self, widths=tuple(n // BLOCK[0] for n in self.widths), apart=False)
         # E4M3 has no cat kernel everywhere; bytes have.
         rows = self.to_hf(codes.codes.view(torch.uint8)).view(codes.codes.dtype)
         return Quantized(rows, blocks.to_hf(codes.scale_inv))
@@ -84,10 +108,12 @@ class RowLayout:
         """Codes in HF's order, cut into HF tensors; needs :attr:`aligned`."""
         if len(self.parts) == 1:
             return {self.parts[0]: codes}
-        rows = list(self.part_rows.values())
-        blocks = [n // BLOCK[0] for n in rows]
-        pieces = zip(codes.codes.split(rows), codes.scale_inv.split(blocks), strict=True)
-        return {part: Quantized(*piece) for part, piece in zip(self.parts, pieces, strict=True)}
+        blocks = [n // BLOCK[0] for n in self._hf_rows]
+        pieces = zip(codes.codes.split(self._hf_rows), codes.scale_inv.split(blocks), strict=True)
+        return {
+            part: Quantized(rows[:count], scale_inv)
+            for (part, count), (rows, scale_inv) in zip(self.part_rows.items(), pieces, strict=True)
+        }
 
 
 def qkv_layout(query_heads: int, query_groups: int, head_dim: int) -> RowLayout:
@@ -100,9 +126,10 @@ def qkv_layout(query_heads: int, query_groups: int, head_dim: int) -> RowLayout:
     )
 
 
-def gate_up_layout(rows: int) -> RowLayout:
-    """``linear_fc1`` of a gated MLP: ``rows`` of gate, then as many of up."""
-    return RowLayout(parts=("gate_proj", "up_proj"), widths=(rows, rows))
+def gate_up_layout(rows: int, *, apart: bool = False) -> RowLayout:
+    """``linear_fc1`` of a gated MLP, or of an expert, where they lie ``apart``: ``rows`` of gate,
+    then as many of up."""
+    return RowLayout(parts=("gate_proj", "up_proj"), widths=(rows, rows), apart=apart)
 
 
 def plain_layout(part: str, rows: int) -> RowLayout:

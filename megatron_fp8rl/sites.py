@@ -187,6 +187,7 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
                 experts.local_experts[local],
                 f"{at}mlp.experts.local_experts.{local}",
                 f"{prefix}.mlp.experts.{number}",
+                expert=True,
             )
     else:
         yield from _grouped(experts, f"{at}mlp.experts", f"{prefix}.mlp.experts", numbers)
@@ -196,11 +197,11 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
         yield from _mlp(shared, f"{at}mlp.shared_experts", name)
 
 
-def _mlp(mlp: Any, path: str, name: str) -> Iterator[Site]:
+def _mlp(mlp: Any, path: str, name: str, *, expert: bool = False) -> Iterator[Site]:
     fc1, fc2 = getattr(mlp, "linear_fc1", None), getattr(mlp, "linear_fc2", None)
     if _has_weight(fc1):
         assert fc1 is not None
-        layout, leaf = _fc1_layout(mlp.config, fc1.weight)
+        layout, leaf = _fc1_layout(mlp.config, fc1.weight, expert=expert)
         yield Site((f"{name}.{leaf}",), f"{path}.linear_fc1", fc1, layout, layout.part_rows)
     if _has_weight(fc2):
         yield _row(fc2, f"{name}.down_proj", f"{path}.linear_fc2")
@@ -222,7 +223,7 @@ def _grouped(experts: Any, path: str, name: str, numbers: list[int]) -> Iterator
                 "kind 'experts' to BF16."
             )
     assert fc1 is not None and fc2 is not None
-    layout, leaf = _fc1_layout(experts.config, fc1.weight0)
+    layout, leaf = _fc1_layout(experts.config, fc1.weight0, expert=True)
     names = tuple(f"{name}.{number}.{leaf}" for number in numbers)
     yield Site(names, f"{path}.linear_fc1", fc1, layout, layout.part_rows)
     names = tuple(f"{name}.{number}.down_proj" for number in numbers)
@@ -231,9 +232,9 @@ def _grouped(experts: Any, path: str, name: str, numbers: list[int]) -> Iterator
     yield Site(names, f"{path}.linear_fc2", fc2, layout, {"down_proj": columns})
 
 
-def _fc1_layout(config: Any, weight: torch.Tensor) -> tuple[RowLayout, str]:
+def _fc1_layout(config: Any, weight: torch.Tensor, *, expert: bool) -> tuple[RowLayout, str]:
     if config.gated_linear_unit:
-        return gate_up_layout(weight.shape[0] // 2), "gate_up_proj"
+        return gate_up_layout(weight.shape[0] // 2, apart=expert), "gate_up_proj"
     return plain_layout("up_proj", weight.shape[0]), "up_proj"
 
 

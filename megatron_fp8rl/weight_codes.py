@@ -140,8 +140,8 @@ class WeightCodes(_Codes):
             training: :meth:`columnwise` will be called too, so make both in one read.
 
         Returns:
-            codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``. A
-            non-finite weight gives a NaN code.
+            codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``; where
+            ``layout.apart`` fills parts up, with those rows. A non-finite weight gives a NaN code.
         """
         return self._rowwise_of((weight,), training)
 

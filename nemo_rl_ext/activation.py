@@ -18,10 +18,17 @@ if TYPE_CHECKING:
     from nemo_rl_ext.run import Run
 
 SEAMS: dict[str, tuple[str, ...]] = {
+    "nemo_rl.algorithms.distillation": ("config",),
+    "nemo_rl.algorithms.dpo": ("config",),
     "nemo_rl.algorithms.grpo": ("config", "batch", "fallback"),
     "nemo_rl.algorithms.loss.loss_functions": ("loss",),
     "nemo_rl.algorithms.ppo": ("config",),
+    "nemo_rl.algorithms.rm": ("config",),
+    "nemo_rl.algorithms.sft": ("config",),
     "nemo_rl.algorithms.single_controller_utils.config": ("config",),
+    "nemo_rl.algorithms.xtoken_off_policy_distillation": ("config",),
+    "nemo_rl.distributed.virtual_cluster": ("start",),
+    "nemo_rl.evals.eval": ("config",),
     "nemo_rl.models.generation.vllm.vllm_backend": ("refit",),
     "nemo_rl.models.generation.vllm.vllm_worker": ("rollout_engine",),
     "nemo_rl.models.generation.vllm.vllm_worker_async": ("rollout_engine",),
@@ -56,6 +63,8 @@ class Seams:
     def __init__(self) -> None:
         self.run: Run | None = None
         """Of the process that corrects batches; made with the loss."""
+        self.unread: Any = None
+        """The config that was loaded, until a class that knows our keys has been made of one."""
         self.applied: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, str], Exception] = {}
         self._half_imported: list[ModuleType] = []

@@ -10,22 +10,39 @@ import contextlib
 import os
 
 SWITCH = "FP8RL_AUTOLOAD"
-"""Environment variable; ``0`` switches the entry point off, the launcher still works."""
+"""Environment variable that switches the entry point off; the launcher still works."""
+
+_OFF = ("0", "false", "off", "no")
+_ON = ("", "1", "true", "on", "yes")
+
+
+def switched_off(value: object) -> bool:
+    """Whether a value of :data:`SWITCH` switches the entry point off."""
+    return str(value).strip().lower() in _OFF
 
 
 def start() -> None:
-    """Install the hooks of :mod:`nemo_rl_ext.activation`; never raises."""
-    if os.environ.get(SWITCH) == "0":
+    """Install the hooks of :mod:`nemo_rl_ext.activation`; never raises.
+
+    A value of :data:`SWITCH` that says neither on nor off is told and taken for on: without the
+    hooks a config's keys would be passed over, with them nothing happens that no key asks for.
+    """
+    value = os.environ.get(SWITCH, "")
+    if switched_off(value):
         return
+    if value.strip().lower() not in _ON:
+        _log("%s is '%s', which is neither on nor off; fp8rl stays on. Set it to 0.", SWITCH, value)
     try:
         from nemo_rl_ext.activation import install
 
         install()
     except Exception:
-        # Torch makes an error of ours its own, and `import torch` would fail everywhere.
-        with contextlib.suppress(Exception):
-            import logging
+        _log("fp8rl could not hook into NeMo RL; its config keys are not served here.", trace=True)
 
-            logging.getLogger(__name__).exception(
-                "fp8rl could not hook into NeMo RL; its config keys are not served here."
-            )
+
+def _log(message: str, *values: str, trace: bool = False) -> None:
+    # Torch makes an error of ours its own, and `import torch` would fail everywhere.
+    with contextlib.suppress(Exception):
+        import logging  # here: most processes have nothing to say
+
+        logging.getLogger(__name__).warning(message, *values, exc_info=trace)

@@ -3,7 +3,7 @@
 One block, a :class:`fp8rl.Recipe`, stands at up to three places (interpolated from one): with
 ``policy.generation.vllm_cfg.fp8rl`` the rollouts run by it, with ``policy.megatron_cfg.fp8rl`` the
 Megatron trainer, with ``loss_fn.fp8rl`` the loss. ``loss_fn.fp8rl_guard`` is a
-:class:`nemo_rl_ext.guard.GuardConfig`.
+:class:`nemo_rl_ext.guard.GuardConfig`. :mod:`nemo_rl_ext.drivers` says which of them a driver has.
 
 The block says what runs in FP8. Upstream's own keys keep their meaning and add to it where it is
 silent; where both speak and differ, or where fp8rl has no counterpart, the key is refused by its
@@ -17,26 +17,41 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from nemo_rl_ext.autoload import SWITCH
+from fp8rl.recipe import KVCache
+from nemo_rl_ext.autoload import SWITCH, switched_off
+from nemo_rl_ext.drivers import (
+    ARGUMENTS,
+    BLOCK,
+    DRIVER,
+    GUARD,
+    LOSS,
+    MEGATRON,
+    VLLM,
+    Driver,
+    check_places,
+)
 from nemo_rl_ext.guard import LOGGER, GuardConfig
 from nemo_rl_ext.model_pins import check_pins
+from nemo_rl_ext.worker_block import WorkerBlock
 
 logger = logging.getLogger(LOGGER)
 
-VLLM = "policy.generation.vllm_cfg"
-MEGATRON = "policy.megatron_cfg"
-LOSS = "loss_fn"
-BLOCK = "fp8rl"
-GUARD = "fp8rl_guard"
-DRIVER = "fp8rl_driver"
-"""Written into ``loss_fn``: which loop calls, for the process that corrects batches."""
+READERS = {
+    "rollout": (VLLM,),
+    "training": (MEGATRON,),
+    "weights": (VLLM, MEGATRON),
+    "activations": (VLLM, MEGATRON),
+    "pins": (VLLM, MEGATRON),
+    "kv_cache": (VLLM,),
+    "importance_sampling": (LOSS,),
+}
+"""Key of a recipe -> sections of which one must have the block, or nobody acts on the key."""
 MAX_AGE = "fp8rl_max_age"
-"""Written beside it: steps by which sequences may be older than the engines' last weights."""
+"""Written into ``loss_fn``: steps by which sequences may be older than the engines' weights."""
 
 QUANTIZATION = "fp8rl"
 """``vllm_fp8rl.NAME``; this package must not import an engine's to read a config."""
@@ -59,59 +74,63 @@ class Keys:
     """Sentences for the log."""
 
 
-def read(config: Mapping[str, Any], driver: str) -> Keys | None:
+def read(config: Mapping[str, Any], driver: Driver) -> Keys | None:
     """Read and check the keys; nothing is changed.
 
     Args:
-        config: sections of NeMo RL's config as plain mappings.
-        driver: ``grpo``, ``ppo`` or ``single_controller``.
+        config: NeMo RL's config as plain mappings.
+        driver: whose config it is.
 
     Returns:
         None where the config has no ``fp8rl`` key at all.
 
     Raises:
-        RecipeError: an unknown key, a bad value, or one that contradicts upstream's key.
+        RecipeError: an unknown key, one that nobody reads, a bad value, or one that contradicts
+            upstream's key.
         UnsupportedError: an upstream key that fp8rl does not serve.
     """
+    check_places(config, driver)
     policy = config.get("policy") or {}
     generation = policy.get("generation") or {}
-    sections = {
-        VLLM: generation.get("vllm_cfg") or {},
-        MEGATRON: policy.get("megatron_cfg") or {},
-        LOSS: config.get("loss_fn") or {},
-    }
-    _refuse_misspelled({"": config, "policy": policy, "policy.generation": generation} | sections)
+    sections = {path: _section(config, path) for path in (VLLM, MEGATRON, LOSS)}
     blocks = {path: s[BLOCK] for path, s in sections.items() if s.get(BLOCK) is not None}
-    if config.get(GUARD) is not None:
-        raise RecipeError(f"'{GUARD}' has no effect at the top of a config; move it to '{LOSS}'.")
+    copies = {
+        path: section[BLOCK]
+        for path, section in (("", config), (ARGUMENTS, _section(config, ARGUMENTS)))
+        if section.get(BLOCK) is not None
+    }
+    unused = [_key(path) for path in copies if not blocks or (path and VLLM not in blocks)]
+    if not blocks and sections[LOSS].get(GUARD) is not None:
+        unused.insert(0, f"{LOSS}.{GUARD}")
+    if unused:
+        places = " and ".join(f"'{_key(path)}'" for path in driver.serves)
+        raise RecipeError(
+            f"'{unused[0]}' is set, but no section uses it; "
+            + (f"interpolate the recipe into {places}." if places else _not_served(driver))
+        )
     if not blocks:
-        for path in (f"{LOSS}.{GUARD}", BLOCK):
-            section = sections[LOSS] if path != BLOCK else config
-            if section.get(path.rpartition(".")[2]) is not None:
-                raise RecipeError(
-                    f"'{path}' is set, but no section uses it; interpolate the recipe into "
-                    f"'{VLLM}.{BLOCK}', '{MEGATRON}.{BLOCK}' and '{LOSS}.{BLOCK}'."
-                )
         return None
-    first = f"{next(iter(blocks))}.{BLOCK}"
+    first = _key(next(iter(blocks)))
     block = next(iter(blocks.values()))
-    Recipe.from_dict(block, where=first)
-    for path, other in blocks.items():
+    given = Recipe.from_dict(block, where=first)
+    for path, other in {**blocks, **copies}.items():
         if other != block:
-            Recipe.from_dict(other, where=f"{path}.{BLOCK}")
+            Recipe.from_dict(other, where=_key(path))
             keys = sorted(k for k in {*block, *other} if block.get(k) != other.get(k))
             raise RecipeError(
-                f"'{path}.{BLOCK}' differs from '{first}' in {', '.join(keys)}; interpolate all "
+                f"'{_key(path)}' differs from '{first}' in {', '.join(keys)}; interpolate all "
                 "of them from one block."
             )
+    _refuse_unread_settings(block, given, first, blocks, sections, driver)
     merged = _Merge(block, first)
     notes: list[str] = []
-    _rollout(merged, sections, generation, VLLM in blocks)
-    _training(merged, sections, policy, MEGATRON in blocks, notes)
+    _rollout(merged, sections, generation, VLLM in blocks, driver)
+    _training(merged, sections, MEGATRON in blocks, notes)
     _loss(merged, sections[LOSS], LOSS in blocks)
     recipe = Recipe.from_dict(merged.data, where=first)
-    if _fp8_kv(recipe) and not _sends_kv_scales(policy):
-        notes.append("it sends no KV scales either; vLLM calibrates them itself after each refit.")
+    sent = driver.sends_kv_scales and _sends_kv_scales(policy)
+    if _fp8_kv(recipe) and not sent:
+        notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
     _refuse_unserved(recipe, config, sections, driver, LOSS in blocks)
     if LOSS in blocks:
         _refuse_unseen_batches(recipe, config, sections[LOSS], driver)
@@ -121,10 +140,57 @@ def read(config: Mapping[str, Any], driver: str) -> Keys | None:
             raise RecipeError(f"'{LOSS}.{GUARD}' needs '{LOSS}.{BLOCK}'; set both or neither.")
         guard = GuardConfig.from_dict(sections[LOSS][GUARD], where=f"{LOSS}.{GUARD}")
         _refuse_fixed_engines(guard, recipe, config, sections[VLLM])
-    return Keys(recipe, tuple(f"{p}.{BLOCK}" for p in blocks), guard, tuple(notes))
+    return Keys(recipe, tuple(_key(p) for p in blocks), guard, tuple(notes))
 
 
-def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
+def _section(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    found: Any = config
+    for part in path.split("."):
+        found = found.get(part) or {}
+    return found
+
+
+def _key(section: str) -> str:
+    return f"{section}.{BLOCK}" if section else BLOCK
+
+
+def _not_served(driver: Driver) -> str:
+    return f"{driver.scripts[0]} serves none ({driver.why_not}), so remove it."
+
+
+def _refuse_unread_settings(
+    block: Mapping[str, Any],
+    given: Recipe,
+    where: str,
+    blocks: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]],
+    driver: Driver,
+) -> None:
+    """What the block asks for must be somebody's to do; defaults, and BF16, ask for nothing."""
+    acting = set(blocks)
+    if not sections[MEGATRON].get("enabled"):
+        acting.discard(MEGATRON)
+        if set(blocks) == {MEGATRON}:
+            raise UnsupportedError(
+                f"'{where}' needs '{MEGATRON}.enabled' true: DTensor workers train in BF16; set "
+                "it, or remove the block."
+            )
+    for key, readers in READERS.items():
+        value = getattr(given, key)
+        asks = key in block and value != type(value)() and value != KVCache(dtype="auto")
+        if not asks or acting & set(readers):
+            continue
+        missing = [path for path in readers if path in driver.serves]
+        if MEGATRON in blocks and key == "training":
+            reason = f"DTensor workers train in BF16; set it to false, or '{MEGATRON}.enabled' true"
+        elif missing:
+            reason = f"'{_key(missing[0])}' is not set; interpolate the block there, or remove it"
+        else:
+            reason = f"{driver.scripts[0]} has no use for it ({driver.why_not}); remove it"
+        raise RecipeError(f"'{where}.{key}' has no effect: {reason}.")
+
+
+def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> None:
     """Check a ``MasterConfig`` and turn its keys into what the workers read; in place.
 
     Upstream's own FP8 paths are switched off (``precision: bfloat16``, ``fp8_cfg.enabled: false``),
@@ -132,7 +198,8 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
     refuses, and every block becomes the merged recipe.
 
     Args:
-        config: a ``MasterConfig``, whose ``policy`` is a dict and whose ``loss_fn`` is a model.
+        config: a ``MasterConfig``, whose ``policy`` is a dict and whose ``loss_fn``, if it has one,
+            is a model.
         driver: see :func:`read`.
         require: called with a key's path when there is a block; raises where a seam does not fit.
 
@@ -140,7 +207,7 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
         RecipeError: also for a pin that matches nothing of the model.
         RecipeError, UnsupportedError: see :func:`read`; nothing has been changed then.
     """
-    plain = _plain(config)
+    plain = config.model_dump()
     keys = read(plain, driver)
     if keys is None:
         return
@@ -148,8 +215,8 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
     check_pins(keys.recipe, keys.places[0], config.policy)
     _refuse_closed_workers(keys.recipe, config.policy)
     recipe, block = keys.recipe, keys.recipe.to_dict()
-    generation = config.policy["generation"]
     if f"{VLLM}.{BLOCK}" in keys.places:
+        generation = config.policy["generation"]
         vllm = generation["vllm_cfg"]
         vllm[BLOCK] = block
         vllm["precision"] = "bfloat16"
@@ -167,15 +234,17 @@ def prepare(config: Any, driver: str, require: Callable[[str], None]) -> None:
             }
     if f"{MEGATRON}.{BLOCK}" in keys.places:
         megatron = config.policy["megatron_cfg"]
-        megatron[BLOCK] = block
+        megatron[BLOCK] = WorkerBlock(block)
         if megatron.get("fp8_cfg"):
             megatron["fp8_cfg"] = {**megatron["fp8_cfg"], "enabled": False}
     if f"{LOSS}.{BLOCK}" in keys.places:
         setattr(config.loss_fn, BLOCK, block)
-        setattr(config.loss_fn, DRIVER, driver)
-        setattr(config.loss_fn, MAX_AGE, _max_age(plain, driver))
-        if driver == "single_controller" and _drops_sequences(keys):
+        setattr(config.loss_fn, DRIVER, driver.name)
+        setattr(config.loss_fn, MAX_AGE, _max_age(plain, driver.name))
+        if driver.name == "single_controller" and _drops_sequences(keys):
             _take_masks_back(config.grpo)
+    if plain.get(BLOCK) is not None:
+        setattr(config, BLOCK, block)  # the copies stay equal
     logger.info("fp8rl: recipe of this run: %s", block)
     for note in keys.notes:
         logger.warning("fp8rl: %s", note)
@@ -274,11 +343,12 @@ def _rollout(
     sections: Mapping[str, Mapping[str, Any]],
     generation: Mapping[str, Any],
     ours: bool,
+    driver: Driver,
 ) -> None:
     vllm = sections[VLLM]
     fp8 = vllm.get("precision") == "fp8"
     if not ours:
-        if fp8:
+        if fp8 and VLLM in driver.serves:
             raise RecipeError(
                 f"'{VLLM}.precision' is fp8 without '{VLLM}.{BLOCK}'; rollouts and training must "
                 "run by one recipe, so interpolate the block there as well."
@@ -334,7 +404,6 @@ def _rollout(
 def _training(
     merged: _Merge,
     sections: Mapping[str, Mapping[str, Any]],
-    policy: Mapping[str, Any],
     ours: bool,
     notes: list[str],
 ) -> None:
@@ -367,10 +436,11 @@ def _training(
                 f"'{MEGATRON}.model_overrides.{key}' switches Transformer Engine's FP8 on beside "
                 f"'{MEGATRON}.{BLOCK}'; remove one of them."
             )
-    if overrides.get("first_last_layers_bf16"):
-        # Megatron-Core's defaults of both numbers are 1.
-        merged.extend_pins("first", int(overrides.get("num_layers_at_start_in_bf16", 1)))
-        merged.extend_pins("last", int(overrides.get("num_layers_at_end_in_bf16", 1)))
+    for section in (overrides, megatron):  # upstream reads the first, its YAMLs have the second too
+        if section.get("first_last_layers_bf16"):
+            # Megatron-Core's defaults of both numbers are 1.
+            merged.extend_pins("first", int(section.get("num_layers_at_start_in_bf16", 1)))
+            merged.extend_pins("last", int(section.get("num_layers_at_end_in_bf16", 1)))
 
 
 def _loss(merged: _Merge, loss: Mapping[str, Any], ours: bool) -> None:
@@ -401,7 +471,7 @@ def _refuse_unserved(
     recipe: Recipe,
     config: Mapping[str, Any],
     sections: Mapping[str, Mapping[str, Any]],
-    driver: str,
+    driver: Driver,
     corrected: bool,
 ) -> None:
     policy = config.get("policy") or {}
@@ -412,7 +482,12 @@ def _refuse_unserved(
             f"'policy.generation.refit_transport' is '{transport}', which writes past vLLM's "
             "weight loaders; FP8 rollouts are served with null (CUDA IPC or NCCL broadcast)."
         )
-    if recipe.rollout and not corrected and not loss.get("use_importance_sampling_correction"):
+    if (
+        recipe.rollout
+        and LOSS in driver.serves
+        and not corrected
+        and not loss.get("use_importance_sampling_correction")
+    ):
         raise RecipeError(
             f"FP8 rollouts need a correction of their logprobs: set '{LOSS}.{BLOCK}' or "
             f"'{LOSS}.use_importance_sampling_correction'."
@@ -429,10 +504,10 @@ def _refuse_unserved(
 
 
 def _refuse_fp8_kv(
-    config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], driver: str
+    config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], driver: Driver
 ) -> None:
     grpo, vllm = config.get("grpo") or {}, sections[VLLM]
-    sent = _sends_kv_scales(config.get("policy") or {})
+    sent = driver.sends_kv_scales and _sends_kv_scales(config.get("policy") or {})
     reason = None
     if (
         sent
@@ -443,7 +518,7 @@ def _refuse_fp8_kv(
             f"'{MEGATRON}.{BLOCK}' where '{MEGATRON}.pipeline_model_parallel_size' is above 1: "
             "NeMo RL's own calibration numbers the layers of a stage from 0"
         )
-    elif driver == "ppo":
+    elif driver.name == "ppo":
         reason = "a GRPO driver: PPO's guards are tied to 'precision: fp8'"
     elif vllm.get("async_engine"):
         reason = f"'{VLLM}.async_engine' false: asynchronous rollouts get no KV scales"
@@ -452,10 +527,12 @@ def _refuse_fp8_kv(
     elif vllm.get("expert_parallel_size", 1) > vllm.get("tensor_parallel_size", 1) and (
         not sent or grpo.get("val_at_start")
     ):
-        who = "'grpo.val_at_start' false" if sent else f"'{MEGATRON}.enabled' true"
+        who = "'grpo.val_at_start' false or " if sent else ""
+        if driver.sends_kv_scales and not sent:
+            who = f"'{MEGATRON}.enabled' true or "
         reason = (
-            f"{who} or '{VLLM}.expert_parallel_size' up to '{VLLM}.tensor_parallel_size': engines "
-            "that share experts cannot calibrate themselves one by one"
+            f"{who}'{VLLM}.expert_parallel_size' up to '{VLLM}.tensor_parallel_size': engines that "
+            "share experts cannot calibrate themselves one by one"
         )
     if reason:
         raise UnsupportedError(
@@ -472,11 +549,11 @@ def _refuse_fp8_kv(
 
 
 def _refuse_unseen_batches(
-    recipe: Recipe, config: Mapping[str, Any], loss: Mapping[str, Any], driver: str
+    recipe: Recipe, config: Mapping[str, Any], loss: Mapping[str, Any], driver: Driver
 ) -> None:
     """Without ``prev_logprobs`` the loops skip the call that shows us the whole batch."""
     threshold = (config.get("grpo") or {}).get("seq_logprob_error_threshold")
-    if driver == "ppo" or not loss.get("force_on_policy_ratio") or threshold is not None:
+    if driver.name == "ppo" or not loss.get("force_on_policy_ratio") or threshold is not None:
         return
     settings = recipe.importance_sampling
     path = f"{LOSS}.{BLOCK}.importance_sampling"
@@ -520,11 +597,11 @@ def _refuse_fixed_engines(
         )
 
 
-def _refuse_split_batches(recipe: Recipe, config: Mapping[str, Any], driver: str) -> None:
+def _refuse_split_batches(recipe: Recipe, config: Mapping[str, Any], driver: Driver) -> None:
     settings = recipe.importance_sampling
     path = f"{LOSS}.{BLOCK}.importance_sampling"
-    data_plane = driver == "single_controller" or (config.get("data_plane") or {}).get("enabled")
-    if not data_plane:
+    data_plane = (config.get("data_plane") or {}).get("enabled")
+    if not data_plane and driver.name != "single_controller":
         return
     if settings.self_normalize:
         raise UnsupportedError(
@@ -548,41 +625,22 @@ def _fp8_kv(recipe: Recipe) -> bool:
 
 
 def _refuse_closed_workers(recipe: Recipe, policy: Mapping[str, Any]) -> None:
-    """Ray hands the driver's environment on; a vLLM worker without hooks refits unchecked."""
-    if not recipe.rollout:
-        return
-    own = policy["generation"]["vllm_cfg"].get("env_vars") or {}
-    for variable in (SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        if str(own.get(variable, os.environ.get(variable))) == "0":
-            raise UnsupportedError(
-                f"'{VLLM}.{BLOCK}' needs torch's autoload in the vLLM workers, which {variable}=0 "
-                f"switches off; set '{VLLM}.env_vars.{variable}' to \"1\"."
-            )
+    """Ray hands the driver's environment on.
 
-
-def _meant(key: Any) -> str | None:
-    """Which of our keys somebody means by ``key``; upstream ignores what it does not know."""
-    plain = "".join(filter(str.isalnum, str(key).lower()))
-    ours = {"".join(filter(str.isalnum, name)): name for name in (BLOCK, GUARD, DRIVER)}
-    return next((ours[near] for near in get_close_matches(plain, ours, n=1, cutoff=0.8)), None)
-
-
-def _refuse_misspelled(sections: Mapping[str, Mapping[str, Any]]) -> None:
-    for path, section in sections.items():
-        for key in section:
-            meant = _meant(key)
-            if meant not in (None, key):
-                raise RecipeError(
-                    f"'{path}{'.' if path else ''}{key}' is no key of NeMo RL or fp8rl; write "
-                    f"'{meant}'."
+    A vLLM worker without hooks refits unchecked, a Megatron worker trains in BF16.
+    """
+    for wanted, path, who in (
+        (recipe.rollout, VLLM, "vLLM"),
+        (recipe.training, MEGATRON, "Megatron"),
+    ):
+        own = _section({"policy": policy}, path).get("env_vars") or {}
+        for variable, is_off in (
+            (SWITCH, switched_off),
+            ("TORCH_DEVICE_BACKEND_AUTOLOAD", lambda value: str(value) != "1"),  # as torch has it
+        ):
+            value = own.get(variable, os.environ.get(variable))
+            if wanted and value is not None and is_off(value):
+                raise UnsupportedError(
+                    f"'{path}.{BLOCK}' needs torch's autoload in the {who} workers, which "
+                    f"{variable}={value} switches off; set '{path}.env_vars.{variable}' to \"1\"."
                 )
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """The sections that :func:`read` looks at, as mappings."""
-    sections = {**dict(config), **(getattr(config, "model_extra", None) or {})}
-    return {
-        k: v.model_dump() if hasattr(v, "model_dump") else v
-        for k, v in sections.items()
-        if k in ("policy", "loss_fn", "grpo", "ppo", "async_rl", "data_plane") or _meant(k)
-    }

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8rl.errors import RecipeError
+from fp8rl.reading import explain
 
 LOGGER = "nemo_rl.fp8rl"
 """Below NeMo RL's own logger, whose level (``NRL_LOG_LEVEL``) lets INFO through."""
@@ -30,7 +31,7 @@ Above = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
 class GuardConfig(BaseModel):
     """``loss_fn.fp8rl_guard``; bounds are on ``token_mult_prob_error``, 1 is perfect."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     tighten_above: Above = 1.1
     """From here on sequences outside ``geometric`` are rejected."""
@@ -66,10 +67,7 @@ class GuardConfig(BaseModel):
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:
-            parts = [
-                f"'{'.'.join([where, *map(str, e['loc'])])}': {e['msg']}" for e in error.errors()
-            ]
-            raise RecipeError(f"Bad guard: {'; '.join(parts)}.") from None
+            raise RecipeError(f"Bad guard: {explain(error, where)}") from None
 
 
 @dataclass

@@ -13,9 +13,6 @@ Level = Literal["token", "sequence", "geometric"]
 SATURATION = 1.0e4
 """Stands for an infinite log ratio, so that two of opposite sign do not sum to NaN."""
 
-MAX_EXPONENT = 88.0
-"""Largest log ratio whose exp is finite in float32."""
-
 
 def check_shapes(**tensors: torch.Tensor) -> None:
     """Raise BatchError unless all are two-dimensional and of one shape."""
@@ -30,14 +27,14 @@ def counted(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return torch.where(keep, x.float(), 0.0)
 
 
-def require_no_nan(x: torch.Tensor, what: str) -> None:
-    """Raise BatchError with the first place where ``x`` is NaN."""
-    bad = x.detach().isnan()
+def refuse(bad: torch.Tensor, x: torch.Tensor, what: str) -> None:
+    """Raise BatchError with the first value of ``x`` where ``bad`` (bool ``[B, T]``) is true."""
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
+        value = str(x[row, column].item()).replace("nan", "NaN")
         raise BatchError(
-            f"{what} is NaN at row {row}, token {column}, which the mask counts "
-            f"({int(bad.sum())} in all); mask it out, or find the step that made it."
+            f"{what} is {value} at row {row}, token {column}, which the mask "
+            f"counts ({int(bad.sum())} such in all); mask it out, or find the step that made it."
         )
 
 
@@ -59,7 +56,7 @@ def token_log_ratio(
         BatchError: the difference is NaN at a kept place.
     """
     difference = counted(numerator, keep) - counted(denominator, keep)
-    require_no_nan(difference, what)
+    refuse(difference.isnan(), difference, what)
     return difference.clamp(-SATURATION, SATURATION)
 
 
@@ -84,6 +81,16 @@ def reduce_level(log_ratio: torch.Tensor, keep: torch.Tensor, level: Level) -> t
 
 
 def bounded_exp(log_ratio: torch.Tensor, clamp: float) -> torch.Tensor:
-    """``exp`` after clamping to ``[-clamp, clamp]``: finite and above 0 whatever the input."""
-    limit = min(clamp, MAX_EXPONENT)
-    return log_ratio.clamp(-limit, limit).exp()
+    """``exp`` after clamping to ``[-clamp, clamp]``: finite and above 0 whatever the input.
+
+    Args:
+        log_ratio: float32.
+        clamp: ``importance_sampling.log_ratio_clamp``, which the recipe holds at 88 or below.
+    """
+    return log_ratio.clamp(-clamp, clamp).exp()
+
+
+def bounded_k3(log_ratio: torch.Tensor, clamp: float) -> torch.Tensor:
+    """The k3 estimator of a KL, ``exp(x) - 1 - x``, after the same clamping: finite as well."""
+    x = log_ratio.clamp(-clamp, clamp)
+    return torch.expm1(x) - x

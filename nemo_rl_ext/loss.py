@@ -17,9 +17,10 @@ from fp8rl.recipe import ImportanceSampling
 from nemo_rl_ext.importance_sampling import Correction, resolve_corrector
 from nemo_rl_ext.log_ratio import (
     bounded_exp,
+    bounded_k3,
     check_shapes,
     counted,
-    require_no_nan,
+    refuse,
     token_log_ratio,
 )
 
@@ -171,8 +172,10 @@ class GRPOLoss:
             is kept. The metrics of the correction are added if it was made here.
 
         Raises:
-            BatchError: wrong shapes, NaN that counts, no reference for the KL term, an impossible
-                normalizer, or a part of a batch that is self-normalised on its own.
+            BatchError: wrong shapes, a NaN logprob or an advantage that is not finite and counts,
+                likewise a weight of a plugin's corrector, no reference for the KL term, an
+                impossible normalizer, a part of a batch that is self-normalised on its own, or a
+                loss beyond float32.
         """
         settings = self.importance_sampling
         check_shapes(
@@ -194,6 +197,7 @@ class GRPOLoss:
 
         keep = (mask != 0) & (correction.mask != 0)
         weights = counted(correction.weights.detach(), keep)
+        refuse(~weights.isfinite(), weights, "the importance weight")
         advantage = self._advantages(advantages, keep)
         log_ratio = token_log_ratio(
             current_logprobs, old_logprobs.detach(), keep, "current_logprobs - old_logprobs"
@@ -207,17 +211,22 @@ class GRPOLoss:
             loss = loss + self.config.kl_coefficient * self._aggregate(kl, keep, normalizer)
 
         with torch.no_grad():
-            moved = log_ratio.clamp(-settings.log_ratio_clamp, settings.log_ratio_clamp)
             means = {
                 "ratio_mean": ratio,
                 **clipped,
-                "approx_kl": torch.expm1(moved) - moved,
+                "approx_kl": bounded_k3(log_ratio, settings.log_ratio_clamp),
                 "entropy_proxy": -counted(current_logprobs, keep),
                 "advantage_mean": advantage,
             }
             if kl is not None:
                 means["kl_reference"] = kl
             metrics.update(_summary(loss, policy_loss, ratio, means, keep))
+        if not math.isfinite(metrics["loss"]):
+            raise BatchError(
+                f"The loss is {metrics['loss']} although all that goes into it is finite (ratios "
+                f"up to {metrics['ratio_max']:g}); lower importance_sampling.log_ratio_clamp or "
+                "importance_sampling.high."
+            )
         return loss, metrics
 
     def _policy_terms(
@@ -251,9 +260,7 @@ class GRPOLoss:
         x = token_log_ratio(
             reference.detach(), current, keep, "reference_logprobs - current_logprobs"
         )
-        limit = self.importance_sampling.log_ratio_clamp
-        x = x.clamp(-limit, limit)
-        return torch.expm1(x) - x
+        return bounded_k3(x, self.importance_sampling.log_ratio_clamp)
 
     def _aggregate(
         self, terms: torch.Tensor, keep: torch.Tensor, normalizer: float | None
@@ -281,7 +288,7 @@ class GRPOLoss:
                 f"{tuple(keep.shape)}."
             )
         advantages = counted(advantages.detach(), keep)
-        require_no_nan(advantages, "advantages")
+        refuse(~advantages.isfinite(), advantages, "advantages")
         return advantages
 
 

@@ -1,4 +1,4 @@
-"""Pins of a run against its model, in the driver, before Ray has workers that would refuse them."""
+"""A run's model and pins, in the driver, before Ray has workers that would refuse them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.errors import PinError, RecipeError
+from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
 from fp8rl.pinning import config_module_names
 from nemo_rl_ext.guard import LOGGER
 
 logger = logging.getLogger(LOGGER)
 
+_MEDIA = ("vision_config", "audio_config", "thinker_config")
+"""Keys of the ``config.json`` of a model that takes more than text."""
+
 
 def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
-    """Refuse pins that match nothing of the model, or half of a fused module.
+    """Refuse a multimodal model, and pins that match nothing or half of a fused module.
 
     Where the model's config cannot be read here, or its modules are not known, the workers check.
 
@@ -26,8 +29,21 @@ def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
 
     Raises:
         RecipeError: with the path of the pin.
+        ModelError: a config with numbers that no model has.
+        UnsupportedError: a multimodal model is to run in FP8.
     """
-    names = _module_names(policy)
+    config = _model_config(policy)
+    if (recipe.rollout or recipe.training) and any(key in config for key in _MEDIA):
+        raise UnsupportedError(
+            f"'{where}' does not serve '{policy['model_name']}', a multimodal model; remove the "
+            "block."
+        )
+    try:
+        names = config_module_names(config)
+    except KeyError:
+        names = None
+    except ModelError as error:
+        raise ModelError(f"'{policy['model_name']}': {error}") from None
     if names is None:
         logger.warning(
             "fp8rl: the modules of '%s' cannot be told here; pins are checked by the workers.",
@@ -40,11 +56,12 @@ def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
         raise RecipeError(f"{where}.{error} ('{policy['model_name']}')") from error
 
 
-def _module_names(policy: Mapping[str, Any]) -> list[str] | None:
+def _model_config(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Empty where it cannot be read."""
     from transformers import PretrainedConfig
 
     try:
         data, _ = PretrainedConfig.get_config_dict(policy["model_name"])
-        return config_module_names({**data, **(policy.get("hf_config_overrides") or {})})
     except (OSError, KeyError):
-        return None
+        return {}
+    return {**data, **(policy.get("hf_config_overrides") or {})}

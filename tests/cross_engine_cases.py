@@ -28,7 +28,7 @@ from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import Fp8RLError
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.kv_scales import parse_scale_name, scale_names
-from fp8rl.numerics import Quantized, quantize_group
+from fp8rl.numerics import Quantized, quantize_block, quantize_group
 from megatron_fp8rl import Conversion, convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.observers import QKVObserver
@@ -48,6 +48,7 @@ class Case:
     activations: str
     head_dim: int
     width: int
+    kv_heads: int = 2
     wire: str = "bf16"
     """``fp8``: codes and scales travel instead of the weights."""
 
@@ -59,7 +60,7 @@ def hf_config(case: Case) -> Qwen3Config:
         intermediate_size=case.width,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=case.kv_heads,
         head_dim=case.head_dim,
         max_position_embeddings=64,
         tie_word_embeddings=True,
@@ -152,11 +153,36 @@ def wrong_products(case: Case, conversion: Conversion, model: torch.nn.Module) -
     return wrong
 
 
+def refit(engine: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> str | None:
+    """Send tensors one by one; the error, if there is one."""
+    from vllm_fp8rl.refit import RefitSession
+
+    try:
+        with RefitSession(engine, expect_kv_scales=True) as session:
+            for name, tensor in tensors.items():
+                session.load([(name, tensor)])
+    except Fp8RLError as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return None
+
+
+def naive_wire(tensors: dict[str, torch.Tensor], policy: PinPolicy, scale_format: Any) -> dict:
+    """Codes of each tensor on its own grid, whatever grid the rollout has."""
+    wire: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight") and policy.precision(name[: -len(".weight")]) == "fp8":
+            wire[name], wire[f"{name}_scale_inv"] = quantize_block(
+                tensor, scale_format=scale_format
+            )
+        else:
+            wire[name] = tensor
+    return wire
+
+
 def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
     from vllm.distributed import parallel_state as groups
 
     from vllm_fp8rl.kv_cache import kv_scale_state
-    from vllm_fp8rl.refit import RefitSession
 
     recipe = Recipe.from_dict(
         {
@@ -165,7 +191,7 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
             "activations": {"scale_format": case.activations},
         }
     )
-    folder = out / f"{case.head_dim}-{case.width}-{rank}"
+    folder = out / f"{case.head_dim}-{case.width}-{case.kv_heads}-{rank}"
     hf_config(case).save_pretrained(folder)
     shim = CpuShim()
     with shim.active():
@@ -178,23 +204,25 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
     with shim.active():
         stream = export_hf(trainer)
         if case.wire == "fp8":
-            stream = fp8_wire(stream, conversion.policy, case.weights)
+            stream = fp8_wire(stream, conversion.policy, case.weights, tensor_parallel_size=case.tp)
         tensors = dict(stream)
+        plain = dict(export_hf(trainer))
     tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: name[::-1])}
     sent = scale_names(LAYERS, ("k", "v"))
     tensors |= {name: scales[name] for name in sent}
-    error = None
-    try:
-        with RefitSession(engine, expect_kv_scales=True) as session:
-            for name, tensor in tensors.items():
-                session.load([(name, tensor)])
-    except Fp8RLError as raised:
-        error = f"{type(raised).__name__}: {raised}"
+    error = refit(engine, tensors)
     with shim.active():
         result: dict[str, Any] = {
             "error": error,
             "differing": differing(conversion, engine),
             "wrong_products": wrong_products(case, conversion, engine),
+            "without_codes": sorted(
+                name
+                for name, tensor in tensors.items()
+                if name.endswith("_proj.weight")
+                and conversion.policy.precision(name[: -len(".weight")]) == "fp8"
+                and tensor.dtype == torch.float32
+            ),
             "tables": [
                 [(row.name, row.precision, row.reason) for row in each.report()]
                 for each in (conversion.policy, policy)
@@ -211,6 +239,11 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
                 if kv_scale_state(engine)[layer, role] != float(scales[name])
             ],
         }
+    if case.wire == "fp8":
+        naive = naive_wire(plain, conversion.policy, case.weights)
+        result["naive_error"] = refit(engine, naive | {name: scales[name] for name in sent})
+        with shim.active():
+            result["naive_differing"] = differing(conversion, engine)
     conversion.close()
     groups.destroy_model_parallel()
     parallel_state.destroy_model_parallel()

@@ -6,21 +6,31 @@ Real Megatron-Core and real vLLM modules, in two gloo processes: see cross_engin
 from __future__ import annotations
 
 import json
+import os
+import re
 import textwrap
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from transformers import Qwen3MoeConfig
 
-from fp8rl import PinPolicy
+from fp8rl import PinPolicy, Recipe
+from fp8rl.errors import PinError
 from fp8rl.recipe import Pins
+from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.sites import module_names as trainer_names
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.launch import launch
-from megatron_fp8rl.testing.models import transformer_config
+from megatron_fp8rl.testing.models import build_gpt, transformer_config
+from vllm_fp8rl.experts import SLOTS, ExpertGrids, ExpertLayout, empty_stacks, stack_of
 from vllm_fp8rl.models import module_names as rollout_names
 
 SCRIPT = Path(__file__).with_name("cross_engine_cases.py")
@@ -31,9 +41,24 @@ CASES = {
     "tp1-fp32": {"tp": 1, "weights": "fp32", "activations": "pow2", **RAGGED},
     "tp1-pow2": {"tp": 1, "weights": "pow2", "activations": "fp32", **ALIGNED},
     "tp2-fp32": {"tp": 2, "weights": "fp32", "activations": "fp32", **ALIGNED},
-    "tp2-fp32-ragged": {"tp": 2, "weights": "fp32", "activations": "pow2", **RAGGED},
     "tp2-pow2-ragged": {"tp": 2, "weights": "pow2", "activations": "pow2", **RAGGED},
     "tp2-pow2-codes": {"tp": 2, "weights": "pow2", "activations": "pow2", **ALIGNED, "wire": "fp8"},
+    # 64 rows of k and v, on each rank.
+    "tp1-fp32-ragged-codes": {
+        "tp": 1,
+        "weights": "fp32",
+        "activations": "fp32",
+        **RAGGED,
+        "kv_heads": 1,
+        "wire": "fp8",
+    },
+    "tp2-fp32-ragged-codes": {
+        "tp": 2,
+        "weights": "fp32",
+        "activations": "pow2",
+        **RAGGED,
+        "wire": "fp8",
+    },
 }
 PLUGIN = """
     from fp8rl import hookimpl
@@ -64,7 +89,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     out = tmp_path_factory.mktemp("cross-engine")
     # vLLM's CPU worker would set the last one; here there is no worker. It names shared memory,
     # which outlives a run that is killed.
-    env = {"PYTHONPATH": str(plugins), "VLLM_DIST_IDENT": uuid.uuid4().hex}
+    path = os.pathsep.join(filter(None, (str(plugins), os.environ.get("PYTHONPATH"))))
+    env = {"PYTHONPATH": path, "VLLM_DIST_IDENT": uuid.uuid4().hex}
     launch(SCRIPT, 2, [str(out), json.dumps(CASES)], timeout=240, env=env)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
@@ -80,6 +106,42 @@ def test_codes_and_scales_are_equal(ranks: list[dict], name: str):
         for module, (compared, wrong) in rank[name]["differing"].items():
             assert compared > 0 and wrong == 0, f"{module}: {wrong} of {compared} differ"
         assert rank[name]["scales_differ"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves", "bad"),
+    [
+        ("tp2-pow2-codes", set(), set()),
+        (
+            "tp1-fp32-ragged-codes",
+            {"k_proj", "v_proj", "gate_proj", "up_proj"},
+            {"qkv_proj", "gate_up_proj"},
+        ),
+        (
+            "tp2-fp32-ragged-codes",
+            {"k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"},
+            {"qkv_proj", "gate_up_proj", "down_proj"},
+        ),
+    ],
+)
+def test_codes_travel_where_the_rollout_can_take_them(
+    ranks: list[dict], name: str, leaves: set[str], bad: set[str]
+):
+    """The rest of the weights travels as it is, and the codes come out equal
+    (:func:`test_codes_and_scales_are_equal`). The naive way quantizes each Hugging Face tensor on a
+    grid of its own: an engine that takes those codes has to quantize them again, on the grid of its
+    ``[q; k; v]``, and then a good part of its codes are not the trainer's."""
+    for rank in ranks:
+        plain = {n.split(".")[-2] for n in rank[name]["without_codes"]}
+        assert plain == leaves
+        if rank[name]["naive_error"] is not None:  # this engine refuses them
+            assert bad and any(leaf in rank[name]["naive_error"] for leaf in bad | leaves)
+            continue
+        wrong = {}
+        for module, (compared, differ) in rank[name]["naive_differing"].items():
+            if differ:
+                wrong[module.rpartition(".")[2]] = differ / compared
+        assert set(wrong) == bad and all(share > 0.02 for share in wrong.values()), wrong
 
 
 @each_case
@@ -99,6 +161,19 @@ def test_the_resolved_tables_are_equal(ranks: list[dict], name: str):
         assert ["model.layers.1.mlp.up_proj", "fp8", ""] in trainer
 
 
+@contextmanager
+def one_process() -> Iterator[None]:
+    with CpuShim().active():
+        init_gloo()
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("sparse_step", [1, 2])
 def test_a_mixture_has_one_table_in_both_engines(sparse_step):
     """Both read the model's own config; only megatron's is made of the other."""
@@ -109,14 +184,8 @@ def test_a_mixture_has_one_table_in_both_engines(sparse_step):
         decoder_sparse_step=sparse_step,
         norm_topk_prob=True,
     )
-    with CpuShim().active():
-        init_gloo()
-        parallel_state.initialize_model_parallel()
-        try:
-            config = transformer_config(hf_config)
-        finally:
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+    with one_process():
+        config = transformer_config(hf_config)
     pins = Pins(layers=(-1,), first=1, names=("*.mlp.experts.*.down_proj",), kinds=("o_proj",))
     trainer, rollout = (
         PinPolicy(pins, names).report()
@@ -126,6 +195,72 @@ def test_a_mixture_has_one_table_in_both_engines(sparse_step):
     reasons = {row.reason for row in trainer if row.kind == "experts"}
     others = {"", "first: 1", "names: *.mlp.experts.*.down_proj"} if sparse_step == 1 else set()
     assert reasons == {"layers: -1"} | others
+
+
+def test_ignore_rules_of_a_router_do_not_catch_gate_proj():
+    """One list of names, matched in one way, over one vocabulary on both sides. The naive way, a
+    regular expression in which ``mlp.gate.`` has three wild dots, matches ``mlp.gate_proj`` too: on
+    the side that uses it the dense MLP of layer 1 is left in BF16, on the other it is not."""
+    hf_config = Qwen3MoeConfig(
+        num_hidden_layers=3, num_experts=2, mlp_only_layers=[1], norm_topk_prob=True
+    )
+    with one_process():
+        vocabularies = (trainer_names(transformer_config(hf_config)), rollout_names(hf_config))
+    naive = re.compile("mlp.gate.")
+    gate_proj = "model.layers.1.mlp.gate_proj"
+    for names in vocabularies:
+        policy = PinPolicy(Pins(names=("*.mlp.gate",)), names)
+        assert policy.precision(gate_proj) == "fp8" and policy.bf16_linears() == []
+        assert policy.precision("model.layers.0.mlp.gate") == "bf16"
+        assert naive.search(f"{gate_proj}.weight")
+        # Whoever writes so wide a name as to catch a part of gate_up is told.
+        with pytest.raises(PinError, match=r"gate_proj' but not all parts of the fused"):
+            PinPolicy(Pins(names=("*.mlp.gate*",)), names)
+    assert vocabularies[0] == vocabularies[1]
+
+
+@pytest.mark.parametrize("width", [128, 192])
+def test_experts_of_any_width_have_equal_codes(width):
+    """What the trainer multiplies with, and what the rollout's expert stacks hold after its export,
+    whether BF16 or codes travel."""
+    hf_config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+        max_position_embeddings=32,
+        moe_intermediate_size=width,
+        num_experts=2,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
+    prefix = "model.layers.0.mlp.experts"
+    layout = ExpertLayout(prefix, {0: 0, 1: 1}, 2, 128, width, -(-width // 128) * 128, 0, 1)
+    with one_process():
+        gpt = build_gpt(hf_config)
+        conversion = convert(gpt, Recipe())
+        trainer = {
+            name: codes
+            for module in conversion.modules.values()
+            for name, codes in weight_codes_hf(module).items()
+        }
+        streams = [dict(export_hf(gpt)), dict(fp8_wire(export_hf(gpt), conversion.policy))]
+    for stream in streams:
+        stacks = empty_stacks(layout)
+        grids = ExpertGrids(layout, lambda s=stacks: s, "fp32", torch.device("cpu"), lambda: None)
+        for expert, slot in product(range(2), SLOTS):
+            name = layout.hf_name(expert, slot)
+            grids.load(expert, slot, stream[name])
+            if f"{name}_scale_inv" in stream:
+                grids.load_scales(expert, slot, stream[f"{name}_scale_inv"])
+            held, stack = trainer[name.removesuffix(".weight")], stack_of(slot)
+            rows = layout.rows_of(stacks[stack], expert, slot)[:, : held.codes.shape[1]]
+            scales = layout.rows_of(stacks[f"{stack}_scale_inv"], expert, slot, 128)
+            assert torch.equal(rows.view(torch.uint8), held.codes.view(torch.uint8)), name
+            assert torch.equal(scales, held.scale_inv), name
+        assert grids.complete
 
 
 @each_case

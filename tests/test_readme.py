@@ -258,6 +258,27 @@ def test_grpo_snippets(capsys):
     torch.testing.assert_close(names["current"].grad.double(), expected, rtol=1e-5, atol=1e-9)
 
 
+def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
+    """An engine core in a process of its own decodes names and numbers, functions only on demand.
+
+    `test_push_to_an_engine_with_processes_of_its_own` refits one.
+    """
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    from fp8rl.kv_scales import scale_names
+    from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
+    from vllm_fp8rl.worker import METHODS
+
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
+    scales = dict.fromkeys(scale_names(4, ["k", "v"]), 0.05)
+    assert MsgpackEncoder().encode((METHODS["set_kv_scales"], None, (scales,), {}))
+    with pytest.raises(TypeError, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
+        MsgpackEncoder().encode(("apply_model", None, (set_uncalibrated_kv_scales,), {}))
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        assert "apply_model(" not in text and "INSECURE_SERIALIZATION" not in text, page.name
+
+
 def test_every_marked_block_is_run():
     here = Path(__file__).read_text(encoding="utf-8")
     for name in re.findall(r"<!-- test: (\S+) -->", README):
@@ -388,6 +409,17 @@ def test_performance_tables_are_the_measurements():
     for row in refits["rows"]:
         extra = f"{row['extra_bytes_peak'] / 2**20:.1f} MiB | {row['extra_in_layers']:.2f}"
         assert f"| {row['seconds_median']:.2f} (" in text and extra in text
+
+
+def test_names_of_ours_in_the_documents_are_in_the_code():
+    """Such as the workers' methods, which are called by name from another process."""
+    folders = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "examples")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    code = " ".join(f"{file.stem} {file.read_text(encoding='utf-8')}" for file in files)
+    known = set(re.findall(r"fp8rl_\w+", code))
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        named = set(re.findall(r"\bfp8rl_\w+", document.read_text(encoding="utf-8")))
+        assert named <= known, f"{document.name} names {sorted(named - known)}"
 
 
 def test_links_lead_to_files():

@@ -31,25 +31,33 @@ def register() -> None:
     asks for ``fp8rl`` and an FP8 KV cache: ``CPU_ATTN`` (the CPU platform asks for no other name)
     and, on a GPU, ``FLASH_ATTN``. vLLM imports them when they are used.
     """
-    from vllm_fp8rl.compat import gpu_supported, installed_version, supported
+    from vllm_fp8rl.compat import installed_version, supported
 
     served = supported(installed_version() or "")
     try:
         from vllm.model_executor.layers.quantization import register_quantization_config
 
         from vllm_fp8rl.config import Fp8RLConfig
+        from vllm_fp8rl.engine_core import install
     except ImportError:
         if served:
             raise
         return  # engines without fp8rl must still start on a vLLM that this package does not know
 
-    # Where the version is not served, asking for fp8rl is what raises.
+    if served:
+        _register_weight_transfer()
+        install()
+        _register_attention_backends()
+    # Last, because vLLM goes on without a plugin that raises: an engine that asks for fp8rl must
+    # then fail. Where the version is not served, asking for it is what raises.
     register_quantization_config(NAME)(Fp8RLConfig)
-    if not served:
-        return
-    _register_weight_transfer()
+
+
+def _register_attention_backends() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from vllm_fp8rl.compat import gpu_supported, installed_version
 
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)

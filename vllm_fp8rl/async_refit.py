@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.refit import RefitReport
+from vllm_fp8rl.client import REMEDY, announce, lost_worker
 from vllm_fp8rl.liveness import while_alive
-from vllm_fp8rl.refit import BATCH_BYTES, REMEDY, Tensors, batches, lost_worker
+from vllm_fp8rl.refit import BATCH_BYTES, Tensors, batches
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ async def refit_async(
         places = await workers.call("place")
         with Sender(places, batch_bytes * GPU_BATCH_FACTOR) as sender:
             for batch in batches(tensors, batch_bytes, gpu_factor=sender.gpu_factor):
-                await workers.call("load_batch", sender.wrap(batch))
+                await workers.call("load_batch", workers.session, sender.wrap(batch))
 
     return await _run(engine, transfer, expect_kv_scales, in_flight, plugins)
 
@@ -86,7 +88,7 @@ async def refit_async_from_files(
     """Like :func:`refit_async`, from a safetensors file or a folder that every worker reads."""
 
     async def transfer(workers: _AsyncWorkers) -> None:
-        await workers.call("load_files", path)
+        await workers.call("load_files", workers.session, path)
 
     return await _run(engine, transfer, expect_kv_scales, in_flight, plugins)
 
@@ -103,27 +105,28 @@ async def _run(
     workers, door = _AsyncWorkers(engine), _AsyncFrontDoor(engine)
     manager = PluginManager() if plugins is None else plugins
     started = time.perf_counter()
-    await door.shut()
+    await door.shut(workers)
     try:
         await while_alive(
             engine, engine.pause_generation(mode=_PAUSE_MODES[in_flight], clear_cache=True)
         )
-        await workers.call("begin", expect_kv_scales)
+        await workers.call("begin", workers.session, expect_kv_scales)
         await transfer(workers)
         # Not before: a forward between the pause and the first write may have filled it again.
-        if not await while_alive(engine, engine.reset_prefix_cache(reset_running_requests=True)):
+        emptied = engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if not await while_alive(engine, emptied):
             raise RefitError(
                 "vLLM could not reset its prefix cache, which holds keys of the old weights; stop "
                 "whatever holds KV blocks and refit again."
             )
-        counts = (await workers.call("finish"))[0]
+        counts = (await workers.call("finish", workers.session))[0]
     except BaseException as error:
         # Shielded: the task may be cancelled again, and half of this must not be left out.
         await _settle(_give_up(workers, door, type(error).__name__, in_flight))
         raise
     await _settle(door.open())
     report = RefitReport(**(counts | {"seconds": time.perf_counter() - started}))
-    manager.hook.refit_finished(report=report)
+    announce(report, manager)
     return report
 
 
@@ -132,7 +135,7 @@ async def _give_up(
 ) -> None:
     mixed = True
     with contextlib.suppress(Exception):  # a dead engine core is as closed as can be
-        mixed = any(await workers.call("abort", reason))
+        mixed = any(await workers.call("abort", workers.session, reason))
         if not mixed:
             await door.open()
             return
@@ -198,21 +201,25 @@ class _AsyncFrontDoor:
     """
 
     _BUSY = "_fp8rl_refit_under_way"
+    """Attribute of the engine: task and workers of the refit that has taken it."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine: Any = engine
         self._resume = True
 
-    async def shut(self) -> None:
+    async def shut(self, workers: _AsyncWorkers) -> None:
         """Take the engine for one refit.
 
         Raises:
             RefitError: it is taken.
         """
-        if getattr(self._engine, self._BUSY, False):
+        task, former = getattr(self._engine, self._BUSY, (None, None))
+        if task is not None and not task.done():
             raise RefitError("A refit of this engine is already under way; await it first.")
-        setattr(self._engine, self._BUSY, True)
+        setattr(self._engine, self._BUSY, (asyncio.current_task(), workers))
         try:
+            if former is not None:  # its task was ended before it could give up
+                await former.call("abort", former.session, "interrupted")
             left = _Refusal.of(self._engine)
             paused = await while_alive(self._engine, self._engine.is_paused())
             self._resume = left.resume if left else not paused
@@ -246,6 +253,7 @@ class _AsyncWorkers:
         from vllm_fp8rl import worker
 
         self._engine: Any = engine
+        self.session = uuid.uuid4().hex
         parallel = self._engine.vllm_config.parallel_config
         if not worker.has_refit_methods(parallel.worker_extension_cls):
             raise UnsupportedError(

@@ -1,12 +1,13 @@
 """KV scales of a live ``LLM``: sent by name, or calibrated from prompts when no trainer sends any.
 
-Both empty the prefix cache, whose blocks hold codes of the old scales. With an ``AsyncLLM`` call
-the steps by name: ``await engine.collective_rpc("fp8rl_set_kv_scales", args=(scales,))``, then
-``await engine.reset_prefix_cache()``.
+Both empty the prefix cache, whose blocks hold codes of the old scales. With an ``AsyncLLM`` without
+requests in flight call the step by name: ``await engine.collective_rpc("fp8rl_set_kv_scales",
+args=(scales,))``, then ``await engine.reset_prefix_cache()``; the engine is shut in between.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,14 @@ import torch
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import check_scale
 from fp8rl.numerics import E4M3_MAX
-from vllm_fp8rl.refit import Workers, drop_requests, forget_prefixes
+from vllm_fp8rl.client import (
+    Changes,
+    RequestGate,
+    Workers,
+    admitted,
+    drop_requests,
+    forget_prefixes,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -28,6 +36,8 @@ _PASSES = 2
 _MOST_PASSES = 5
 _COVERED = 1 + 1 / 16
 """Values up to this factor beyond a scale's range lose no more than rounding does anyway."""
+_OLD_CODES = "codes of the old KV scales"
+_REMEDY = "calibrate again, send KV scales, or refit the engine"
 
 
 def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
@@ -39,12 +49,23 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
 
     Raises:
         ScaleError: an unknown name or a bad value; nothing is set.
-        RefitError: requests are in flight, or the prefix cache cannot be emptied.
+        RefitError: requests are in flight, another thread is changing the engine, or the prefix
+            cache cannot be emptied; then the engine refuses to run until it has been.
         UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
     """
-    _require_idle(llm)
-    Workers(llm).call("set_kv_scales", {name: float(scale) for name, scale in scales.items()})
-    forget_prefixes(llm, "codes of the old KV scales")
+    workers = Workers(llm)
+    values = {name: float(scale) for name, scale in scales.items()}
+
+    def change() -> None:
+        _require_idle(llm)
+        workers.call("set_kv_scales", values)
+        forget_prefixes(llm, _OLD_CODES)
+
+    def undo(reason: str) -> None:
+        with contextlib.suppress(RefitError):  # then the workers' guards stay shut
+            forget_prefixes(llm, _OLD_CODES)
+
+    Changes.of(llm).run(change, undo)
 
 
 def lacks_kv_scales(llm: LLM) -> bool:
@@ -67,7 +88,8 @@ def calibrate_kv_scales(
 
     The prompts run twice, as prompts only: give whole conversations, responses included, such as
     the engine will see. It serves eager engines and those whose prompts run outside full CUDA
-    graphs (vLLM's default), and any tensor parallel size. Scales from before stay if it fails.
+    graphs (vLLM's default), and any tensor parallel size. Meanwhile the engine takes no other
+    requests. Scales from before stay if it fails.
 
     Args:
         llm: an idle engine started with ``quantization="fp8rl"`` and an FP8 KV cache.
@@ -90,29 +112,61 @@ def calibrate_kv_scales(
     margin = _margin(llm) if margin is None else margin
     if not margin > 0:
         raise ScaleError(f"The margin of KV scales is {margin}; set it to 1 or a little more.")
-    _require_idle(llm)
-    workers = Workers(llm)
-    scales = dict(start or {})
+    gate, workers = RequestGate(llm), Workers(llm)
+    begun = False
+
+    def change() -> dict[str, float]:
+        nonlocal begun
+        _require_idle(llm)
+        gate.require_open()
+        begun = True
+        gate.close("KV scales are being calibrated, or a calibration broke off", _REMEDY)
+        scales = _calibrated(llm, workers, prompts, margin, dict(start or {}))
+        workers.call("set_kv_scales", scales)
+        forget_prefixes(llm, _OLD_CODES)
+        gate.open()
+        return scales
+
+    def undo(reason: str) -> None:
+        if begun:
+            drop_requests(llm)
+            workers.call("stop_observing_kv")
+            forget_prefixes(llm, _OLD_CODES)
+            gate.open()
+
+    return Changes.of(llm).run(change, undo)
+
+
+def _calibrated(
+    llm: LLM,
+    workers: Workers,
+    prompts: Sequence[Prompt],
+    margin: float,
+    scales: dict[str, float],
+) -> dict[str, float]:
+    """Run the prompts under observation until the scales found are those that were in use.
+
+    Args:
+        llm: idle, and closed to others' requests.
+        workers: of the engine.
+        prompts: see :func:`calibrate_kv_scales`.
+        margin: factor on the magnitudes.
+        scales: of the first run, 1 where there is none.
+    """
     enough = 1 if scales else _PASSES
-    try:
-        for number in range(1, _MOST_PASSES + 1):
-            workers.call("observe_kv", scales)
-            forget_prefixes(llm, "codes of the old KV scales")
-            tokens = _run(llm, prompts)
-            seen = workers.call("observed_kv")
-            before, scales = scales, _scales(seen, tokens, margin)
-            clipped = any(rank["clipped"] for rank in seen) or any(
-                scale > before.get(name, 1.0) * margin * _COVERED for name, scale in scales.items()
-            )
-            if number >= enough and not clipped:
-                break
-    except BaseException:
-        drop_requests(llm)
-        raise
-    finally:
-        workers.call("stop_observing_kv")
-        forget_prefixes(llm, "codes of the old KV scales")
-    send_kv_scales(llm, scales)
+    for number in range(1, _MOST_PASSES + 1):
+        workers.call("observe_kv", scales)
+        forget_prefixes(llm, _OLD_CODES)
+        workers.call("admit_kv_calibration", True)
+        tokens = admitted(lambda: _run(llm, prompts))
+        workers.call("admit_kv_calibration", False)
+        seen = workers.call("observed_kv")
+        before, scales = scales, _scales(seen, tokens, margin)
+        clipped = any(rank["clipped"] for rank in seen) or any(
+            scale > before.get(name, 1.0) * margin * _COVERED for name, scale in scales.items()
+        )
+        if number >= enough and not clipped:
+            break
     return scales
 
 

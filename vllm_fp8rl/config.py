@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,19 @@ from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import PinError, RecipeError, UnsupportedError
 from fp8rl.numerics import BLOCK
 from fp8rl.pinning import ALWAYS_BF16, PinRow
+from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.models import check_architecture, check_widths, is_mixture, module_names
+from vllm_fp8rl.kv_connectors import check_connector
+from vllm_fp8rl.models import (
+    check_architecture,
+    check_sizes,
+    check_widths,
+    is_mixture,
+    module_names,
+)
 from vllm_fp8rl.moe_settings import set_activation_scales
 from vllm_fp8rl.warmup import KernelWarmup, deep_gemm_job
 
@@ -126,8 +134,11 @@ class Fp8RLConfig(QuantizationConfig):
 
         Raises:
             UnsupportedError: the checkpoint is quantized in another way.
+            RecipeError: a key that is a misspelling of ``recipe``, or belongs inside it.
         """
         _check_checkpoint(config)
+        sections = Recipe.model_fields if config["quant_method"] == NAME else ()
+        _refuse_lost_recipe(config, "quantization_config", "recipe", (SETTINGS_KEY, *sections))
         return cls(config.get("recipe"))
 
     @classmethod
@@ -225,15 +236,41 @@ def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = Non
         of_model: ``quantization_config.recipe`` of the model's config.
 
     Raises:
-        RecipeError: unknown or bad key, with its full path.
+        RecipeError: unknown or bad key, with its full path; a misspelling of ``fp8rl``, or a key of
+            the recipe beside it.
     """
-    if isinstance(additional_config, Mapping) and SETTINGS_KEY in additional_config:
-        return Recipe.from_dict(
-            additional_config[SETTINGS_KEY], where=f"additional_config.{SETTINGS_KEY}"
-        )
+    settings = additional_config if isinstance(additional_config, Mapping) else {}
+    _refuse_lost_recipe(
+        settings, "additional_config", SETTINGS_KEY, ("recipe", RECIPE_ENV, *Recipe.model_fields)
+    )
+    if SETTINGS_KEY in settings:
+        return Recipe.from_dict(settings[SETTINGS_KEY], where=f"additional_config.{SETTINGS_KEY}")
     if of_model is not None:
         return Recipe.from_dict(of_model, where="quantization_config.recipe")
     return Recipe.from_env() or Recipe()
+
+
+def _refuse_lost_recipe(
+    config: Mapping[str, Any], where: str, own: str, misplaced: Iterable[str]
+) -> None:
+    """Raise RecipeError for a key that is meant for us and that nobody would read.
+
+    Other plugins have keys in these mappings too, so only what is nearly one of ours is refused.
+
+    Args:
+        config: a mapping that holds the recipe under ``own``.
+        where: path of the mapping.
+        own: the one key that is read.
+        misplaced: names that have no meaning beside it.
+    """
+    for key in config:
+        if key == own:
+            continue
+        if near_miss(key, [own]):
+            raise RecipeError(f"'{where}.{key}' is read by nobody; write '{where}.{own}'.")
+        if name := near_miss(key, misplaced, cutoff=1.0):
+            inside = f".{name}" if name in Recipe.model_fields else ""
+            raise RecipeError(f"'{where}.{key}' is read by nobody; write '{where}.{own}{inside}'.")
 
 
 def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved:
@@ -246,6 +283,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config
     check_architecture(hf_config, engine.model_config.hf_config)
+    check_sizes(hf_config)
     check_widths(
         hf_config,
         parallel.tensor_parallel_size,
@@ -254,6 +292,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved
     _check_weight_transfer(engine.weight_transfer_config)
     _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
     check_scale_source(engine.cache_config)
+    check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
         set_activation_scales(recipe, experts=is_mixture(hf_config))
     policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))

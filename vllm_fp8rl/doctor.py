@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -23,6 +25,7 @@ from fp8rl import Recipe
 from fp8rl.adapters import Diagnosis, Section
 from fp8rl.errors import Fp8RLError
 from fp8rl.pinning import PinRow
+from fp8rl.reading import explain
 from fp8rl.recipe import ModuleKind
 from vllm_fp8rl.compat import TESTED, installed_version
 from vllm_fp8rl.config import Resolved
@@ -55,8 +58,11 @@ def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
             sections = _sections(engine, resolved, ranks, problems)
     except Fp8RLError as error:
         problems.append(str(error))
-    except (ValueError, NotImplementedError, OSError) as error:  # how vLLM refuses a model
-        problems.append(f"vLLM refuses '{model}': {_first_line(error)}; use another model.")
+    except Exception as error:  # what vLLM and transformers raise for a config they cannot use
+        problems.append(
+            f"vLLM refuses '{model}': {_said(error)}; correct its config.json, or use another "
+            "model."
+        )
     return Diagnosis(
         installed_version(), TESTED, problems=tuple(problems), sections=tuple(sections)
     )
@@ -233,10 +239,12 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # pydantic puts a heading before the message.
-    said = next(
-        (line for line in lines if line.startswith("Value error, ")), lines[0] if lines else ""
-    )
-    return said.removeprefix("Value error, ").split(" [type=")[0].rstrip(".")
+def _said(error: Exception) -> str:
+    """What an error of vLLM, pydantic or transformers says, in one line without lists of models."""
+    if isinstance(error, ValidationError):
+        text = explain(error, error.title)
+    elif isinstance(error, ValueError | OSError):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return shorten(text, 300, placeholder=" ...").rstrip(".")

@@ -67,6 +67,10 @@ class ExpertLayout:
     def columns(self, slot: Slot) -> int:
         return self.intermediate if slot == "w2" else self.hidden
 
+    def codes_fit(self, slot: Slot) -> bool:
+        """Whether this rank's part of a matrix begins with a block of the HF tensor."""
+        return not any(at % size for at, size in zip(self.shard(slot).origin, BLOCK, strict=True))
+
     def hf_name(self, expert: int, slot: Slot) -> str:
         """HF name of a matrix of an expert, by its global number."""
         return f"{self.name}.{expert}.{SLOTS[slot]}.weight"
@@ -133,6 +137,7 @@ class ExpertGrids:
         former: Former = lambda: None,
     ) -> None:
         self.layout = layout
+        self.scale_format = scale_format
         self._storage = storage
         self._on_unpaired = on_unpaired
         self._move = _Move(storage, former)

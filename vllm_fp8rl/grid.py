@@ -6,6 +6,9 @@ shares a block with its neighbour, so neither can be quantized alone: the block'
 source precision, and each arrival quantizes the block anew. Whatever the order, the codes are those
 of :func:`fp8rl.numerics.quantize_block` on the whole local matrix.
 
+FP8 codes keep their values only where the blocks that they came with are blocks of that grid. Other
+codes are refused: to quantize them once more would change the values, unseen.
+
 :class:`Writes` puts quantizations of many layers off until one launch can do them all.
 
 Plain torch: no vLLM in here.
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
-from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv, on_device, quantize_blocks
+from fp8rl.numerics import BLOCK, E4M3_MAX, FP8_DTYPE, Quantized, cdiv, on_device, quantize_blocks
 from fp8rl.recipe import ScaleFormat
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,19 +36,14 @@ _LAUNCH_BYTES = (1 << 27, 1 << 32)
 the host as much as a layer's checks do."""
 
 _ROWS, _COLS = BLOCK
-Rows = Callable[[int, int], torch.Tensor]
-"""``(lo, hi) -> [hi - lo, K]``: rows of a shard at source precision."""
 
 
 @dataclass
 class _Quantized:
     """What has arrived of a shard that comes as FP8 codes and scales."""
 
-    origin: tuple[int, int]
-    codes: torch.Tensor | None = None
-    scale_inv: torch.Tensor | None = None
-    codes_written: bool = False
-    scale_written: bool = False
+    codes: bool = False
+    scales: bool = False
 
 
 class Writes:
@@ -157,7 +155,7 @@ class BlockGrid:
         self.device = torch.device(device)
         self._storage = storage
         self._chunk = _CHUNK_ELEMENTS.get(self.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
-        self._scale_format = scale_format
+        self.scale_format = scale_format
         self._rows: dict[int, int] = {}
         total = 0
         for rows in partitions:
@@ -193,7 +191,7 @@ class BlockGrid:
         if self._incomplete:
             wire = next(iter(self._incomplete.values()))
             got, lacks = ("weight", "weight_scale_inv")
-            if not (wire.codes_written or wire.codes is not None):
+            if not wire.codes:
                 got, lacks = lacks, got
             raise RefitError(
                 f"'{self.name}' received FP8 '{got}' without its '{lacks}'; send both tensors of "
@@ -203,6 +201,11 @@ class BlockGrid:
     def missing(self) -> list[int]:
         """First local rows of the shards that were never written."""
         return [start for start in self._rows if start not in self._loaded]
+
+    @property
+    def starts(self) -> list[int]:
+        """First local rows of the shards, in order."""
+        return list(self._rows)
 
     def shape_of(self, start: int) -> tuple[int, int]:
         """Rows and columns of the shard whose first local row is ``start``."""
@@ -272,8 +275,7 @@ class BlockGrid:
         if not self._shared and rows.numel() <= self._chunk:
             self._put(start, rows, writes)
         else:
-            whole = (0, rows.shape[0])
-            self._write(start, lambda lo, hi: rows if (lo, hi) == whole else rows[lo:hi], writes)
+            self._write(start, rows, writes)
         self._loaded.add(start)
 
     @torch.no_grad()
@@ -287,16 +289,15 @@ class BlockGrid:
 
         Raises:
             RefitError: not the shard's shape.
+            UnsupportedError: blocks of the wire are no blocks of this grid.
         """
         self._check_shape(start, codes)
+        self._require_codes_fit(start, origin)
         self._move_in()
         with self._in_order():
-            wire = self._arriving(start, origin)
-            if self._aligned(start, origin):
-                self._storage()[0][start : start + codes.shape[0], : self.columns].copy_(codes)
-                wire.codes_written = True
-            else:
-                wire.codes = codes.clone()  # the sender may reuse its buffer
+            self._storage()[0][start : start + codes.shape[0], : self.columns].copy_(codes)
+            wire = self._arriving(start)
+            wire.codes = True
             self._settle(start, wire)
 
     @torch.no_grad()
@@ -309,32 +310,26 @@ class BlockGrid:
             origin: row and column of the shard's first code in the tensor on the wire.
 
         Raises:
-            UnsupportedError: not a floating dtype of at least 16 bits.
-            ScaleError: a scale is 0, negative, NaN or infinite.
+            UnsupportedError: not a floating dtype of at least 16 bits; or blocks of the wire are no
+                blocks of this grid.
+            ScaleError: see :func:`check_scales`.
         """
+        name = f"{self.name}.weight_scale_inv"
         if scale_inv.dtype not in SOURCE_DTYPES:
-            raise UnsupportedError(
-                f"'{self.name}.weight_scale_inv' has dtype {scale_inv.dtype}; send float32."
-            )
+            raise UnsupportedError(f"'{name}' has dtype {scale_inv.dtype}; send float32.")
+        self._require_codes_fit(start, origin)
         row, column = origin
         last_row, last_column = row + self._rows[start], column + self.columns
         part = scale_inv[
             row // _ROWS : cdiv(last_row, _ROWS), column // _COLS : cdiv(last_column, _COLS)
         ].float()
-        if not bool((torch.isfinite(part) & (part > 0)).all()):
-            raise ScaleError(
-                f"'{self.name}.weight_scale_inv' has a scale that is 0, negative, NaN or infinite; "
-                "quantize the weight again."
-            )
+        check_scales(name, part, self.scale_format)
         self._move_in()
         with self._in_order():
-            wire = self._arriving(start, origin)
-            if self._aligned(start, origin):
-                first = start // _ROWS
-                self._storage()[1][first : first + part.shape[0]].copy_(part)
-                wire.scale_written = True
-            else:
-                wire.scale_inv = part.clone()
+            first = start // _ROWS
+            self._storage()[1][first : first + part.shape[0]].copy_(part)
+            wire = self._arriving(start)
+            wire.scales = True
             self._settle(start, wire)
 
     def written(self) -> None:
@@ -345,7 +340,7 @@ class BlockGrid:
     def _wait(self) -> None:
         """Let the current stream wait for earlier writes, which may have come on another one.
 
-        Shards share blocks, and codes wait for their scales: one arrival reads what another left.
+        Shards share blocks: one arrival reads what another left.
         """
         if self._last_write is not None:
             self._last_write.wait()
@@ -364,46 +359,34 @@ class BlockGrid:
                 f"{tuple(rows.shape)}; send the tensor with the shape of the HF checkpoint."
             )
 
-    def _arriving(self, start: int, origin: tuple[int, int]) -> _Quantized:
+    def _arriving(self, start: int) -> _Quantized:
         self._on_unpaired()
-        return self._incomplete.setdefault(start, _Quantized(origin))
+        return self._incomplete.setdefault(start, _Quantized())
 
-    def _aligned(self, start: int, origin: tuple[int, int]) -> bool:
-        """The wire's blocks are the local blocks, and no block is shared with another shard."""
+    def codes_fit(self, start: int, origin: tuple[int, int]) -> bool:
+        """Whether blocks of the wire are local blocks, none of them shared with another shard.
+
+        Args:
+            start: first row of the shard on the local grid.
+            origin: row and column of its first element in the tensor on the wire.
+        """
         end = start + self._rows[start]
         whole = start % _ROWS == 0 and (end % _ROWS == 0 or end == self.total_rows)
         return whole and origin[0] % _ROWS == 0 and origin[1] % _COLS == 0
 
+    def _require_codes_fit(self, start: int, origin: tuple[int, int]) -> None:
+        if not self.codes_fit(start, origin):
+            raise UnsupportedError(
+                f"'{self.name}' cannot take FP8 codes for its local rows from {start}, whose "
+                "128x128 blocks are not those of the checkpoint's tensor: quantizing them once "
+                "more would change the weights; load BF16 weights, which are quantized here, or "
+                "choose another tensor_parallel_size."
+            )
+
     def _settle(self, start: int, wire: _Quantized) -> None:
-        if wire.codes is not None and wire.scale_inv is not None:
-            self._requantize(start, wire.codes, wire.scale_inv, wire.origin)
-            for kept in (wire.codes, wire.scale_inv):
-                if kept.is_cuda:  # made on another stream, perhaps, which must not reuse it yet
-                    kept.record_stream(torch.cuda.current_stream(kept.device))
-        elif not (wire.codes_written and wire.scale_written):
-            return
-        del self._incomplete[start]
-        self._loaded.add(start)
-
-    def _requantize(
-        self, start: int, codes: torch.Tensor, scale_inv: torch.Tensor, origin: tuple[int, int]
-    ) -> None:
-        row, column = origin[0] % _ROWS, origin[1] % _COLS
-        same_grid = (row - start) % _ROWS == 0 and column == 0
-        factors = scale_inv.repeat_interleave(_COLS, 1)[:, column : column + self.columns]
-
-        def rows(lo: int, hi: int) -> torch.Tensor:
-            block = torch.arange(row + lo, row + hi, device=codes.device) // _ROWS
-            return codes[lo:hi].float() * factors[block]
-
-        self._write(start, rows, None)
-        if same_grid:  # whole blocks keep their codes: requantizing may move a scale by one ulp
-            lo, hi = self._own_rows(start)
-            live_codes, live_scales = self._storage()
-            live_codes[lo:hi, : self.columns].copy_(codes[lo - start : hi - start])
-            first = (row + lo - start) // _ROWS
-            count = cdiv(hi, _ROWS) - lo // _ROWS if hi > lo else 0
-            live_scales[lo // _ROWS : lo // _ROWS + count].copy_(scale_inv[first : first + count])
+        if wire.codes and wire.scales:
+            del self._incomplete[start]
+            self._loaded.add(start)
 
     def _own_rows(self, start: int) -> tuple[int, int]:
         """Local rows of a shard that lie in blocks of its own."""
@@ -412,20 +395,21 @@ class BlockGrid:
         hi = end if end == self.total_rows else end // _ROWS * _ROWS
         return (lo, hi) if lo < hi else (lo, lo)
 
-    def _write(self, start: int, rows: Rows, writes: Writes | None) -> None:
+    def _write(self, start: int, rows: torch.Tensor, writes: Writes | None) -> None:
         end = start + self._rows[start]
         lo, hi = self._own_rows(start)
         step = max(1, self._chunk // (_ROWS * self.columns)) * _ROWS
         for first in range(lo, hi, step):
             last = min(first + step, hi)
-            self._put(first, rows(first - start, last - start), writes)
+            whole = (first, last) == (start, end)
+            self._put(first, rows if whole else rows[first - start : last - start], writes)
         shared = {start // _ROWS, (end - 1) // _ROWS} & self._shared.keys()
         if shared:
             self._wait()
         for block in shared:
             kept, top = self._shared[block], block * _ROWS
             first, last = max(start, top), min(end, top + _ROWS)
-            kept[first - top : last - top].copy_(rows(first - start, last - start))
+            kept[first - top : last - top].copy_(rows[first - start : last - start])
             self._put(top, kept, writes)
         if shared and writes is None:
             self.written()
@@ -441,11 +425,37 @@ class BlockGrid:
         if padding:
             rows = torch.nn.functional.pad(rows, (0, padding))
         if writes is not None and here and not padding:
-            writes.quantize(self, rows, live, self._scale_format)
+            writes.quantize(self, rows, live, self.scale_format)
         else:  # at once: no second copy is made before this one is gone
             if writes is not None:
                 writes.forget(live)
-            quantize_blocks([(rows.to(codes.device), live)], BLOCK, self._scale_format)
+            quantize_blocks([(rows.to(codes.device), live)], BLOCK, self.scale_format)
+
+
+def check_scales(name: str, scale_inv: torch.Tensor, scale_format: ScaleFormat) -> None:
+    """Check the scales of FP8 codes.
+
+    Args:
+        name: for messages.
+        scale_inv: bfloat16, float16 or float32, any shape.
+        scale_format: of the engine's weights.
+
+    Raises:
+        ScaleError: one is 0, negative, NaN or infinite, so large that a code times it is infinite,
+            or no power of two where the engine has those.
+    """
+    values = scale_inv.float()
+    good = (values > 0) & torch.isfinite(values * E4M3_MAX)
+    if not bool(good.all()):
+        raise ScaleError(
+            f"'{name}' has a scale that is 0, negative, NaN or infinite, or makes a code of "
+            f"{E4M3_MAX:.0f} infinite; quantize the weight again."
+        )
+    if scale_format == "pow2" and not bool((torch.frexp(values).mantissa == 0.5).all()):
+        raise ScaleError(
+            f"'{name}' has a scale that is no power of two, but the engine was started with "
+            "weights.scale_format 'pow2'; quantize the weight in that format or send it in BF16."
+        )
 
 
 def empty_storage(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

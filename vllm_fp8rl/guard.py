@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fp8rl.errors import Fp8RLError, RefitError
+from fp8rl.errors import RefitError
 from vllm_fp8rl.values import PlainValues
 
 if TYPE_CHECKING:
@@ -38,15 +38,16 @@ class RefitGuard:
     """Whether one rank's model may run.
 
     A step raises while a refit is under way or the weights are a mixture, while FP8 codes lack
-    their scales, while an FP8 KV cache lacks its scales, while weights or cache sleep, and from a
-    level-2 sleep, which discards weights, until every one of them has come again. Each cause calls
-    :meth:`recheck`; without one a step costs the test of a flag.
+    their scales, while an FP8 KV cache lacks its scales or may hold codes of other scales, while
+    scales are being calibrated, while weights or cache sleep, and from a level-2 sleep, which
+    discards weights, until every one of them has come again. Each cause calls :meth:`recheck`;
+    without one a step costs the test of a flag.
 
     Args:
         layers: the engine's layers by name. A layer's ``quant_method`` may have
             ``require_ready(layer)``, which raises unless the layer can run, ``discard(layer)``,
-            called where its parameters became NaN, and ``restore(layer)``, which puts back, after
-            a sleep, what no refit brings.
+            called where its parameters became NaN, and ``restore(layer)``, which puts back, e.g.
+            after a sleep, what no refit brings.
     """
 
     def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:
@@ -55,10 +56,13 @@ class RefitGuard:
         self.layers = layers
         self._reason: str | None = None
         self._asleep: set[str] = set()
-        self._woken = False
+        self._restore = False
         self._lost: dict[str, torch.Tensor] = {}
         self._discarded: list[tuple[str, torch.Tensor]] = []
         self._ready = False
+        self._cache_used = False
+        self._outdated: str | None = None
+        self._calibration: Literal["shut", "running"] | None = None
         self.values = PlainValues()
 
     @classmethod
@@ -89,6 +93,41 @@ class RefitGuard:
         """Look at everything in the next step."""
         self._ready = False
 
+    def restore(self) -> None:
+        """Let the next step write again what no refit brings, such as KV scales."""
+        self._restore = True
+        self.recheck()
+
+    def outdate_cache(self, what: str) -> None:
+        """Shut the model until its KV cache is emptied, unless no step has written to the cache.
+
+        Args:
+            what: describes what the cache may hold that no longer fits.
+        """
+        if self._cache_used:
+            self._outdated = what
+            self.recheck()
+
+    def cache_emptied(self) -> None:
+        """Note that neither vLLM's prefix cache nor a request holds a KV block any more."""
+        self._cache_used, self._outdated = False, None
+        self.recheck()
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether attention runs with provisional KV scales."""
+        return self._calibration is not None
+
+    def calibrate(self, state: Literal["shut", "running"] | None) -> None:
+        """Note that attention runs with provisional KV scales.
+
+        Args:
+            state: ``shut`` refuses every step; ``running`` lets the steps of the calibration pass;
+                None: the loaded scales are back.
+        """
+        self._calibration = state
+        self.recheck()
+
     def sleep(self, tags: Sequence[str], discarded: Mapping[str, torch.Tensor]) -> None:
         """The engine falls asleep.
 
@@ -104,7 +143,7 @@ class RefitGuard:
         """Memory is back, all of it or that with certain tags; discarded parameters become NaN."""
         was_asleep = "weights" in self._asleep
         self._asleep.difference_update(self._asleep if tags is None else tags)
-        self._woken = True
+        self._restore = True
         if was_asleep and "weights" not in self._asleep:
             # Not what an earlier sleep discarded: that came back as it was, new or still NaN.
             for tensor in self._lost.values():
@@ -137,30 +176,36 @@ class RefitGuard:
         """Raise unless the model can run; vLLM's own trial runs may always.
 
         Raises:
-            RefitError: the weights are not those of one complete refit, or sleep.
+            RefitError: the weights are not those of one complete refit, or sleep; or the KV cache
+                may hold codes of other scales.
             ScaleError: KV scales are missing.
         """
-        if self._ready:
+        if self._ready or _is_rehearsal():
             return
-        try:
-            self.require_ready()
-        except Fp8RLError:
-            if _is_rehearsal():
-                return
-            raise
-        self._ready = True
+        self.require_ready()
+        self._ready = self._cache_used = True
 
     def require_ready(self) -> None:
         """The same without regard to trial runs, looking at everything."""
         if self._reason is not None:
             raise RefitError(f"{self._reason}; {_REMEDY}.")
+        if self._calibration == "shut":
+            raise RefitError(
+                "KV scales are being calibrated, or a calibration broke off; calibrate again, send "
+                "KV scales, refit the engine, or call fp8rl_stop_observing_kv for the old scales."
+            )
+        if self._outdated is not None:
+            raise RefitError(
+                f"The KV cache may hold {self._outdated}; call reset_prefix_cache, with "
+                "reset_connector=True where a KV connector is in use, until it answers True."
+            )
         self.require_awake()
         if self._asleep:
             raise RefitError("The engine's KV cache sleeps; wake it first with llm.wake_up().")
-        if self._woken:
-            # After the wake-up, not in it: vLLM 0.25.1 ends it by setting KV scales to 1.
+        if self._restore:
+            # After a wake-up, not in it: vLLM 0.25.1 ends it by setting KV scales to 1.
             self._each("restore")
-            self._woken = False
+            self._restore = False
         self._require_loaded()
         self.values.require_finite()
         self._each("require_ready")
@@ -169,8 +214,8 @@ class RefitGuard:
         self._discarded = [(name, t) for name, t in self._discarded if _has_nan(t)]
         if self._discarded:
             raise RefitError(
-                f"A level-2 sleep discarded '{self._discarded[0][0]}' and no refit has brought it "
-                f"since ({len(self._discarded)} such parameters); {_REMEDY}."
+                f"reset_weights or a level-2 sleep discarded '{self._discarded[0][0]}' and no "
+                f"refit has brought it since ({len(self._discarded)} such parameters); {_REMEDY}."
             )
 
     def _each(self, step: str) -> None:
@@ -203,8 +248,8 @@ def guarded(backend: type[AttentionBackend]) -> type[AttentionBackend]:
 
 
 def _is_rehearsal() -> bool:
-    # vLLM has no flag for this: its second model runner warms up through ``execute_model``. Asked
-    # only where the answer would otherwise be an error, so a renamed method shows at the start.
+    # vLLM has no flag for this: its second model runner warms up through ``execute_model``. Where
+    # vLLM has renamed a method, an engine that waits for KV scales fails at the start.
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _REHEARSALS:

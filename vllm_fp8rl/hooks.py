@@ -30,8 +30,8 @@ def register_engine_adapters() -> list[EngineAdapter]:
 
 
 def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
-    # vLLM reads it at import, and tells of each decision that the tables show.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM reads it at import; it tells of each decision and error that we tell of as well.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     from vllm_fp8rl.doctor import examine
 
     return examine(model, recipe, ranks)

@@ -40,6 +40,8 @@ class Entry:
     """HF names of the tensors that this one may come instead of."""
     local: bool = True
     """This rank holds a part of it; an expert's tensors, another rank may hold."""
+    codes_fit: bool = True
+    """FP8 codes of it would keep their values: blocks of the HF tensor are this rank's blocks."""
 
     @property
     def required(self) -> bool:
@@ -59,7 +61,7 @@ def inventory(model: torch.nn.Module) -> dict[str, Entry]:
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     entries: dict[str, Entry] = {}
     owners: dict[int, str] = {}
-    for path, module in model.named_modules():
+    for path, module in _modules(model).items():
         if hasattr(module, "kv_cache_dtype"):  # an attention layer: kv_cache.py knows its scales
             continue
         if isinstance(module, RoutedExperts):
@@ -69,9 +71,24 @@ def inventory(model: torch.nn.Module) -> dict[str, Entry]:
             name = f"{path}.{leaf}" if path else leaf
             owner = owners.setdefault(id(parameter), name)
             alias = owner if owner != name else None
-            for hf_name, shape in _hf_tensors(path, leaf, module, parameter, fused):
-                entries[hf_name] = Entry(shape, name, _kind(parameter), alias)
+            tensors = _hf_tensors(path, leaf, module, parameter, fused)
+            fits = _codes_fit(module, parameter, len(tensors))
+            for (hf_name, shape), fit in zip(tensors, fits, strict=True):
+                entries[hf_name] = Entry(shape, name, _kind(parameter), alias, codes_fit=fit)
     return entries
+
+
+def _modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Every module by its path; a vocabulary matrix by each of its paths.
+
+    Up to vLLM 0.27.1 a tied ``lm_head`` is the module ``embed_tokens`` itself.
+    """
+    modules = dict(model.named_modules())
+    for path, parent in list(modules.items()):
+        for leaf, child in parent._modules.items():
+            if isinstance(child, VocabParallelEmbedding):
+                modules.setdefault(f"{path}.{leaf}" if path else leaf, child)
+    return modules
 
 
 def _experts(path: str, module: RoutedExperts) -> dict[str, Entry]:
@@ -81,15 +98,15 @@ def _experts(path: str, module: RoutedExperts) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for slot in SLOTS:
         parameter = f"{path}.{stack_of(slot)}"
-        shape = layout.shard(slot).full
+        shape, fits = layout.shard(slot).full, layout.codes_fit(slot)
         for expert in range(layout.total):
             name, local = layout.hf_name(expert, slot), expert in layout.local
             kind: Kind = "codes" if quantized else "plain"
-            entries[name] = Entry(shape, parameter, kind, local=local)
+            entries[name] = Entry(shape, parameter, kind, local=local, codes_fit=fits)
             if quantized:
                 scales = (cdiv(shape[0], BLOCK[0]), cdiv(shape[1], BLOCK[1]))
                 entries[f"{name}_scale_inv"] = Entry(
-                    scales, f"{parameter}_scale_inv", "scales", local=local
+                    scales, f"{parameter}_scale_inv", "scales", local=local, codes_fit=fits
                 )
     for leaf, slots in FUSED.items():
         rows, columns = layout.shard(slots[0]).full
@@ -100,6 +117,19 @@ def _experts(path: str, module: RoutedExperts) -> dict[str, Entry]:
             covers=tuple(layout.hf_name(e, slot) for slot in slots for e in range(layout.total)),
         )
     return entries
+
+
+def _codes_fit(module: torch.nn.Module, parameter: torch.nn.Parameter, count: int) -> list[bool]:
+    """Of each of the HF tensors of a parameter, :attr:`Entry.codes_fit`."""
+    if not isinstance(module, LinearBase) or not isinstance(parameter, (Fp8Weight, Fp8Scale)):
+        return [True] * count
+    grid, rows = parameter.grid, _rows(module)
+    if len(rows) != count:  # fused in the checkpoint too, with blocks of its own
+        return [False] * count
+    return [
+        grid.codes_fit(start, parameter.origin((full, module.input_size), grid.shape_of(start)))
+        for start, full in zip(grid.starts, rows, strict=True)
+    ]
 
 
 def _kind(parameter: torch.nn.Parameter) -> Kind:

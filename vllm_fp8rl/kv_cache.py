@@ -9,8 +9,10 @@ that a loader set counts, and until one has come the engine refuses to run
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ TAKES_FILL = "fp8rl_takes_fill"
 """Mark of a weight loader with an argument ``fill``."""
 
 _STATE = "fp8rl_kv_scales"
+_OLDER_CODES = "codes of older KV scales"
 _UNSET = 1.0
 """Stands for a scale that no loader has set. Only vLLM's trial runs at the start compute with it:
 the guard refuses every other step. A NaN would become token numbers outside the vocabulary there,
@@ -89,6 +92,13 @@ class LayerKVScales:
     index: int
     """Global number of the decoder layer."""
     values: dict[Role, float] = field(default_factory=dict)
+    provisional: dict[Role, float] | None = None
+    """Scales that attention computes with during a calibration; they never count as loaded."""
+
+    def in_use(self, role: Role) -> float:
+        """The scale that attention computes with."""
+        values = self.values if self.provisional is None else self.provisional
+        return values.get(role, _UNSET)
 
     def required(self, layer: torch.nn.Module) -> tuple[Role, ...]:
         """Roles without which ``layer`` cannot run; q only where the backend quantizes queries."""
@@ -156,14 +166,16 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
 
     def require_ready(self, layer: Any) -> None:
         """Raise ScaleError, for all layers at once, unless this one has the scales it needs."""
-        if _missing(layer):
+        state = _state_of(layer)
+        if state is not None and state.provisional is None and _missing(layer):
             require_kv_scales(*self._guard.layers.values())
 
 
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> None:
     """Set scales by their names on the wire; all are checked before the first is set.
 
-    Call ``reset_prefix_cache()`` afterwards: cached blocks hold codes of the old scales.
+    Call ``reset_prefix_cache()`` afterwards: cached blocks hold codes of the old scales, and until
+    it has answered True the engine refuses to run.
 
     Args:
         model: the live vLLM model of this rank.
@@ -176,7 +188,8 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
         RefitError: the engine's weights sleep.
     """
     layers = {state.index: layer for layer, state in fp8_layers(model)}
-    checked: list[tuple[torch.nn.Module, Role, float]] = []
+    states = {state.index: state for _, state in fp8_layers(model)}
+    values = {index: dict(state.values) for index, state in states.items()}
     for name, scale in scales.items():
         parsed = parse_scale_name(name)
         if parsed is None or parsed[0] not in layers:
@@ -184,11 +197,18 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
                 f"'{name}' is no KV scale of this model, which has an FP8 KV cache in layers "
                 f"{sorted(layers)}; use names such as '{scale_name(0, 'k')}'."
             )
-        checked.append((layers[parsed[0]], parsed[1], _checked(name, scale)))
-    for layer, _, _ in checked:
-        getattr(layer, GUARD).require_awake()
-    for layer, role, value in checked:
-        _commit(layer, role, value)
+        values[parsed[0]][parsed[1]] = _checked(name, scale)
+    if not scales:
+        return
+    guard = RefitGuard.of(model)
+    guard.require_awake()
+    if any(state.values != values[index] for index, state in states.items()):
+        guard.outdate_cache(_OLDER_CODES)
+    guard.restore()  # where what follows is interrupted, the next step does it
+    # In one go: Ctrl-C interrupts no call of C, and a half of the scales is never left behind.
+    deque(map(setattr, states.values(), repeat("values"), values.values()), maxlen=0)
+    for layer in layers.values():
+        publish_scales(layer)
 
 
 def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
@@ -265,7 +285,7 @@ def publish_scales(layer: Any) -> None:
     state = _state_of(layer)
     if state is not None:
         for role in ROLES:
-            _publish(layer, role, state.values.get(role, _UNSET))
+            _publish(layer, role, state.in_use(role))
         layer._prob_scale.fill_(1.0)  # softmax output lies in [0, 1]: nothing to calibrate
 
 
@@ -298,8 +318,11 @@ def _commit(
 ) -> None:
     state = _state_of(layer)
     assert state is not None
+    if state.values.get(role) != value:
+        getattr(layer, GUARD).outdate_cache(_OLDER_CODES)
     state.values[role] = value
-    _publish(layer, role, value, fill)
+    if state.provisional is None:
+        _publish(layer, role, value, fill)
 
 
 def _publish(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fill_) -> None:

@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 
-from fp8rl.kv_scales import ROLES, Role, scale_name
+from fp8rl.errors import RefitError
+from fp8rl.kv_scales import ROLES, check_scale, scale_name
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
-from vllm_fp8rl.guard import GUARD
+from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.kv_cache import LayerKVScales, fp8_layers, publish_scales
 
 _HALF_STEP = 1 + 1 / 16
 """An E4M3 code stands for values up to this factor larger."""
+_OTHER_CODES = "codes of a calibration's or of older KV scales"
+_NOT_OBSERVED = "No KV scales are being observed on this worker; call fp8rl_observe_kv first."
 _BEYOND = 16.0
 """How much larger than the largest code a clipped query is taken to be, for another try."""
 
@@ -28,13 +31,11 @@ class ObservedImpl:
 
     Args:
         impl: the layer's own.
-        before: the layer's scales before the calibration, put back after it.
         device: of the layer.
     """
 
-    def __init__(self, impl: Any, before: dict[Role, float], device: torch.device) -> None:
+    def __init__(self, impl: Any, device: torch.device) -> None:
         self.impl = impl
-        self.before = before
         self.amax = {role: torch.zeros((), device=device) for role in ROLES}
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.quantized_queries = False
@@ -79,22 +80,45 @@ class ObservedImpl:
 
 
 def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) -> None:
-    """Note magnitudes from now on, from zero, while the engine runs with provisional scales.
+    """Note magnitudes from now on, from zero, with provisional scales in attention.
+
+    The engine refuses to run until :func:`admit_calibration`. Loaded scales stay as they are; they
+    are in use again after :func:`stop_observing`.
 
     Args:
         model: of this rank.
         provisional: scales by their names on the wire; 1 for those that are not there. It lets
             |values| up to 448 through unclipped, at E4M3's full precision above 1/64.
+
+    Raises:
+        RefitError: the engine's weights sleep.
+        ScaleError: a bad scale.
     """
+    for name, scale in provisional.items():
+        check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
+    guard = RefitGuard.of(model)
+    guard.require_awake()
+    guard.calibrate("shut")
+    guard.outdate_cache(_OTHER_CODES)
     for layer, state in fp8_layers(model):
-        getattr(layer, GUARD).require_awake()
-        impl, before = layer.impl, dict(state.values)
-        if isinstance(impl, ObservedImpl):
-            impl, before = impl.impl, impl.before
-        layer.impl = impl  # publishing clears what some implementations cache of the scales
-        state.values = {role: provisional.get(scale_name(state.index, role), 1.0) for role in ROLES}
+        layer.impl = _own(layer)  # publishing clears what some implementations cache of the scales
+        state.provisional = {
+            role: float(provisional.get(scale_name(state.index, role), 1.0)) for role in ROLES
+        }
         publish_scales(layer)
-        layer.impl = ObservedImpl(impl, before, layer._k_scale.device)
+        layer.impl = ObservedImpl(layer.impl, layer._k_scale.device)
+
+
+def admit_calibration(model: torch.nn.Module, admitted: bool) -> None:
+    """Let the steps of a calibration pass, or shut the engine again.
+
+    Raises:
+        RefitError: nothing is being observed.
+    """
+    guard = RefitGuard.of(model)
+    if not guard.calibrating:
+        raise RefitError(_NOT_OBSERVED)
+    guard.calibrate("running" if admitted else "shut")
 
 
 def observed(model: torch.nn.Module) -> dict[str, Any]:
@@ -103,11 +127,16 @@ def observed(model: torch.nn.Module) -> dict[str, Any]:
     Returns:
         ``amax``: by the names of the scales that generation needs; ``tokens``: how many every layer
         saw; ``clipped``: whether queries were, so that their magnitudes are guesses.
+
+    Raises:
+        RefitError: nothing is being observed.
     """
     amax: dict[str, float] = {}
     tokens: list[int] = []
     clipped = False
     for layer, state in fp8_layers(model):
+        if not isinstance(layer.impl, ObservedImpl):
+            raise RefitError(_NOT_OBSERVED)
         tokens.append(int(layer.impl.tokens))
         for role in state.required(layer):
             value = layer.impl.amax[role].item()
@@ -119,12 +148,20 @@ def observed(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def stop_observing(model: torch.nn.Module) -> None:
-    """Take the observers away and put the scales from before back, if any."""
+    """Take the observers away and put the loaded scales back; nothing if none are there."""
+    guard = RefitGuard.of(model)
+    if not guard.calibrating:
+        return
+    guard.outdate_cache(_OTHER_CODES)
     for layer, state in fp8_layers(model):
-        if isinstance(layer.impl, ObservedImpl):
-            state.values, layer.impl = layer.impl.before, layer.impl.impl
-            publish_scales(layer)
-            getattr(layer, GUARD).recheck()
+        layer.impl, state.provisional = _own(layer), None
+        publish_scales(layer)
+    guard.calibrate(None)  # last: an interrupted call leaves the engine shut
+
+
+def _own(layer: Any) -> Any:
+    """The layer's own attention implementation."""
+    return layer.impl.impl if isinstance(layer.impl, ObservedImpl) else layer.impl
 
 
 def _unquantized(code: float, state: LayerKVScales) -> tuple[float, bool]:
@@ -133,4 +170,4 @@ def _unquantized(code: float, state: LayerKVScales) -> tuple[float, bool]:
     The layer has quantized it before vLLM calls attention.
     """
     beyond = code >= E4M3_MAX
-    return code * state.values["q"] * (_BEYOND if beyond else _HALF_STEP), beyond
+    return code * state.in_use("q") * (_BEYOND if beyond else _HALF_STEP), beyond

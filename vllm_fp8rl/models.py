@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.pinning import dense_module_names, has_experts, mixture_module_names
+from fp8rl.pinning import check_count, dense_module_names, has_experts, mixture_module_names
 from vllm_fp8rl import NAME
 
 MIXTURES = ("qwen3_moe",)
 """``model_type`` of the mixtures of experts whose names are known here."""
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+_WIDEST = 2**31 - 1
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -55,6 +65,18 @@ def check_architecture(hf_config: Any, top_config: Any) -> None:
         f"quantization='{NAME}' serves dense Llama/Qwen3-style models and {', '.join(MIXTURES)}, "
         f"but {kind} is {why}; start it without."
     )
+
+
+def check_sizes(hf_config: Any) -> None:
+    """Refuse numbers that no model has; vLLM takes some of them and divides by others.
+
+    Raises:
+        ModelError: with the key.
+    """
+    for key in _WIDTHS:
+        value = getattr(hf_config, key, None)
+        if value is not None:
+            check_count(key, value, _WIDEST)
 
 
 def check_widths(hf_config: Any, ranks: int, *, expert_parallel: bool) -> None:

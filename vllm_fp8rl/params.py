@@ -74,6 +74,19 @@ class ShardedParameter(ModelWeightParameter):
         """Name for messages."""
         raise NotImplementedError
 
+    def origin(self, full: tuple[int, int], local: tuple[int, int]) -> tuple[int, int]:
+        """Row and column of this rank's part in an HF weight, which several ranks may hold.
+
+        Args:
+            full: shape of the HF weight.
+            local: of the part.
+        """
+        row, column = (
+            self.tp_rank // (self.tp_size // (whole // part)) * part
+            for whole, part in zip(full, local, strict=True)
+        )
+        return row, column
+
     def store(self, tensor: torch.Tensor, shard: Shard, writes: Writes | None = None) -> None:
         """Write a shard of a whole HF tensor, or leave it to ``writes`` to do so later."""
         raise NotImplementedError

@@ -9,22 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp8rl import PluginManager
-from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
+from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import FP8_DTYPE, start_finite_check
 from fp8rl.refit import RefitReport
-from vllm_fp8rl.compat import abort_requests, reported_name
-from vllm_fp8rl.grid import SOURCE_DTYPES
+from vllm_fp8rl.client import (
+    REMEDY,
+    Changes,
+    RequestGate,
+    Workers,
+    announce,
+    forget_prefixes,
+)
+from vllm_fp8rl.client import drop_requests as drop_requests  # a part of this module's interface
+from vllm_fp8rl.compat import reported_name
+from vllm_fp8rl.grid import SOURCE_DTYPES, check_scales
 from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.liveness import ended_by_death
+from vllm_fp8rl.intake import Batch, Held, pulled, steady
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
+from vllm_fp8rl.values import not_finite
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -35,10 +46,8 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 BATCH_BYTES = 16 << 20
 """Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
-REMEDY = "refit the engine with a complete set of tensors before generating"
 _SCALES = "_scale_inv"
 _SCAN_ELEMENTS = 1 << 18
-_PLUGINS = "_fp8rl_plugins"
 _NO_LIMIT = 1 << 62  # as the factor by which batches of GPU tensors are larger
 
 
@@ -54,17 +63,22 @@ class RefitSession:
         model: the vLLM model of this rank.
         expect_kv_scales: whether k and v scales of every layer come with the weights; None: either
             all or none.
+        name: of the session, by which others can tell that it is not theirs.
 
     Raises:
         RefitError: on entry, when another session is open or the engine has no FP8 KV cache to
-            scale; from :meth:`load`, a tensor that is unknown, repeated, wrongly shaped, not
-            finite or of a wrong dtype; on exit, a tensor that is missing.
-        ScaleError: a scale that is 0, negative, NaN or infinite.
+            scale; from :meth:`load`, a tensor that is unknown, repeated, wrongly shaped, of a wrong
+            dtype, not finite as it comes or as the engine stores it, or whose FP8 codes would have
+            to be quantized once more; on exit, a tensor that is missing.
+        ScaleError: a scale that is 0, negative, NaN or infinite, or not of the engine's format.
         UnsupportedError: a pipeline-parallel engine.
     """
 
-    def __init__(self, model: torch.nn.Module, *, expect_kv_scales: bool | None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *, expect_kv_scales: bool | None, name: str = "unnamed"
+    ) -> None:
         self.model: Any = model  # load_weights is not torch's
+        self.name = name
         self.expect_kv_scales = expect_kv_scales
         self.report: RefitReport | None = None
         self.wrote = False
@@ -81,10 +95,16 @@ class RefitSession:
 
     def __enter__(self) -> RefitSession:
         from vllm_fp8rl.index import ModelIndex
+        from vllm_fp8rl.kv_observer import stop_observing
 
         if self._guard.session is not None:
-            raise RefitError("A refit of this model is already under way; finish it first.")
+            name = self._guard.session.name
+            raise RefitError(
+                f"A refit of this model, '{name}', is already under way; wait until it has ended, "
+                f"or, if its sender is gone, call fp8rl_refit_abort with '{name}' and a reason."
+            )
         self._guard.require_awake()
+        stop_observing(self.model)  # of a calibration that broke off
         index = ModelIndex.of(self.model)
         self._entries, self._scales, self._grids = index.entries, index.kv_scales, index.grids
         if self.expect_kv_scales and not self._scales:
@@ -102,10 +122,11 @@ class RefitSession:
         Args:
             batch: whole HF tensors: bfloat16, float16 or float32; FP8 codes with their
                 ``weight_scale_inv`` for FP8 layers; KV scales by the names of
-                :mod:`fp8rl.kv_scales`.
+                :mod:`fp8rl.kv_scales`. All of a generator are pulled before one is read.
 
         Raises:
-            RefitError: see the class; or the GPU's memory did not suffice.
+            RefitError: see the class; or tensors share memory, as those of a generator do that
+                fills one buffer again and again; or the GPU's memory did not suffice.
         """
         if self._guard.session is not self:
             raise RefitError("This refit session is not open; use it as a context manager.")
@@ -120,9 +141,10 @@ class RefitSession:
     def _load(self, batch: Tensors) -> None:
         from vllm_fp8rl.plan import scalars_on_host
 
-        tensors = scalars_on_host(batch)
+        tensors = scalars_on_host(steady(batch))
         known = [(name, tensor) for name, tensor in tensors if name in self._entries]
-        finite = start_finite_check([tensor for _, tensor in known])  # a GPU reads meanwhile
+        limit = self._guard.values.limit(self.model)
+        finite = start_finite_check([tensor for _, tensor in known], limit)  # a GPU reads meanwhile
         arriving: dict[str, torch.dtype] = {}
         covered = set(self._covered)
         seen = (arriving, self._dtypes, covered)
@@ -139,7 +161,7 @@ class RefitSession:
                     raise _twice(name)
                 covered.update(entry.covers)
         self._check_pairs(arriving)
-        self._check_values(known, finite())
+        self._check_values(known, finite(), limit)
         if not tensors:
             return
         if not self.wrote:
@@ -210,17 +232,21 @@ class RefitSession:
             raise RefitError(
                 f"'{name}' has dtype {tensor.dtype}; send bfloat16, float16 or float32{also}."
             )
+        if not entry.codes_fit and (tensor.dtype == FP8_DTYPE or entry.kind == "scales"):
+            raise RefitError(
+                f"'{name}' came for FP8 codes, whose 128x128 blocks are no blocks of this rank's "
+                f"'{entry.parameter}': quantizing them once more would change the weights; send "
+                "the weight in BF16."
+            )
 
     def _check_values(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], finite: Sequence[bool]
+        self, tensors: Sequence[tuple[str, torch.Tensor]], finite: Sequence[bool], limit: float
     ) -> None:
         for (name, tensor), good in zip(tensors, finite, strict=True):
             if not good:
-                raise RefitError(
-                    f"'{name}' has NaN or infinite values; the engine was not given it."
-                )
-            if self._entries[name].kind == "scales" and not bool((tensor > 0).all()):
-                raise RefitError(f"'{name}' has a scale that is not positive; quantize it again.")
+                raise RefitError(f"{not_finite(name, tensor, limit)}; the engine was not given it.")
+            if self._entries[name].kind == "scales":
+                check_scales(name, tensor, self._grids[0].scale_format)
 
     def _check_kv_scale(self, name: str, tensor: torch.Tensor) -> str:
         """Check a tensor that is no weight of the model; its canonical name."""
@@ -357,8 +383,9 @@ def refit(
 
     Args:
         llm: an idle engine started with ``quantization="fp8rl"``.
-        tensors: HF-named tensors, each once, in any order; read one batch at a time. A sender that
-            reuses the memory of a tensor for the next one needs ``batch_bytes=1``.
+        tensors: HF-named tensors, each once, in any order; read one batch at a time. One that is
+            written to before its batch is read, as in a sender that fills the same memory again
+            for the next tensor, is refused; there ``batch_bytes=1`` has each read at once.
         expect_kv_scales: whether k and v scales of every layer are among them.
         batch_bytes: bytes handed over at once, ``BATCH_BYTES`` by default. Without it all GPU
             tensors of a list, dict view or other collection go at once where they stay in this
@@ -378,7 +405,7 @@ def refit(
     """
     return _run(
         llm,
-        lambda workers: workers.load(tensors, batch_bytes),
+        lambda workers, session: _load(workers, session, tensors, batch_bytes),
         expect_kv_scales=expect_kv_scales,
         plugins=plugins,
     )
@@ -394,7 +421,7 @@ def refit_from_files(
     """Like :func:`refit`, from a safetensors file, or a folder of them, that every worker reads."""
     return _run(
         llm,
-        lambda workers: workers.call("load_files", path),
+        lambda workers, session: workers.call("load_files", session, path),
         expect_kv_scales=expect_kv_scales,
         plugins=plugins,
     )
@@ -414,68 +441,67 @@ def require_ready(llm: LLM) -> None:
     Workers(llm).call("check")
 
 
-def drop_requests(llm: LLM) -> None:
-    """Abort every request, e.g. those that an in-process engine keeps after a step raised.
-
-    It empties the prefix cache too: vLLM enters blocks there before the step that fills them.
-    """
-    engine: Any = llm.llm_engine
-    abort_requests(engine, list(engine.output_processor.request_states))
-    llm.reset_prefix_cache()
-
-
-def forget_prefixes(llm: LLM, what: str) -> None:
-    """Empty the prefix cache of an idle engine, which holds ``what``.
-
-    Raises:
-        RefitError: something holds KV blocks.
-    """
-    if not llm.reset_prefix_cache():
-        raise RefitError(
-            f"vLLM could not reset its prefix cache, which holds {what}; stop whatever holds KV "
-            "blocks and try again."
-        )
-
-
 def _run(
     llm: LLM,
-    transfer: Callable[[Workers], object],
+    transfer: Callable[[Workers, str], object],
     *,
     expect_kv_scales: bool,
     plugins: PluginManager | None,
 ) -> RefitReport:
-    if llm.llm_engine.has_unfinished_requests():
-        raise RefitError(
-            "The engine has requests in flight; finish them, or drop them with "
-            "vllm_fp8rl.refit.drop_requests(llm), then refit."
-        )
-    door, workers = _FrontDoor(llm), Workers(llm)
-    manager = installed_plugins(llm.llm_engine) if plugins is None else plugins
-    started = time.perf_counter()
-    try:
-        workers.call("begin", expect_kv_scales)
-        door.close("a refit is under way")
-        transfer(workers)
+    changes, gate, workers = Changes.of(llm), RequestGate(llm), Workers(llm)
+    session = uuid.uuid4().hex
+    begun = False
+
+    def change() -> dict[str, Any]:
+        nonlocal begun
+        if llm.llm_engine.has_unfinished_requests():
+            raise RefitError(
+                "The engine has requests in flight; finish them, or drop them with "
+                "vllm_fp8rl.refit.drop_requests(llm), then refit."
+            )
+        workers.call("begin", session, expect_kv_scales)
+        begun = True
+        gate.close("a refit is under way")
+        transfer(workers, session)
         forget_prefixes(llm, "keys of the old weights")
-        counts = workers.call("finish")[0]
-    except BaseException as error:
+        counts: dict[str, Any] = workers.call("finish", session)[0]
+        gate.open()
+        return counts
+
+    def undo(reason: str) -> None:
         mixed = True
         with contextlib.suppress(Exception):  # a dead worker is as closed as can be
-            mixed = any(workers.call("abort", type(error).__name__))
+            mixed = any(workers.call("abort", session, reason))
+        if not begun:
+            return
         if mixed:
-            door.close("The weights are a mixture: a refit broke off or was incomplete")
+            gate.close("The weights are a mixture: a refit broke off or was incomplete")
         else:
-            door.open()
-        raise
-    door.open()
+            gate.open()
+
+    manager = changes.plugins if plugins is None else plugins
+    started = time.perf_counter()
+    counts = changes.run(change, undo)
     report = RefitReport(**(counts | {"seconds": time.perf_counter() - started}))
-    manager.hook.refit_finished(report=report)
+    announce(report, manager)
     return report
 
 
-def batches(
-    tensors: Tensors, limit: int, *, gpu_factor: int = 1
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def _load(workers: Workers, session: str, tensors: Tensors, batch_bytes: int | None) -> None:
+    """Hand tensors to the workers in batches."""
+    limit = BATCH_BYTES if batch_bytes is None else batch_bytes
+    if workers.in_process:
+        held = batch_bytes is None and isinstance(tensors, Collection)
+        factor = _NO_LIMIT if held else GPU_BATCH_FACTOR
+        for batch in batches(tensors, limit, gpu_factor=factor):
+            workers.call("load_batch", session, batch)
+        return
+    with Sender(workers.call("place"), limit * GPU_BATCH_FACTOR) as sender:
+        for batch in batches(tensors, limit, gpu_factor=sender.gpu_factor):
+            workers.call("load_batch", session, sender.wrap(batch))
+
+
+def batches(tensors: Tensors, limit: int, *, gpu_factor: int = 1) -> Iterator[Batch]:
     """Tensors in lists of at most ``limit`` bytes; a larger tensor goes alone.
 
     Args:
@@ -484,111 +510,25 @@ def batches(
         gpu_factor: how much more may lie on a GPU.
 
     Raises:
-        RefitError: a name came twice. A batch may travel as a mapping, which would hide it.
+        RefitError: a name came twice (a batch may travel as a mapping, which would hide it); an
+            item that is no name with a plain tensor; or memory that was written to before it was
+            read, see :class:`vllm_fp8rl.intake.Held`.
     """
     seen: set[str] = set()
-    batch: list[tuple[str, torch.Tensor]] = []
+    held = Held()
     size = 0
-    for name, tensor in tensors:
+    for name, tensor in pulled(tensors):
         if name in seen:
             raise _twice(name)
         seen.add(name)
         cost = tensor.nbytes // gpu_factor if tensor.is_cuda else tensor.nbytes
-        if batch and size + cost > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append((name, tensor))
+        if held.items and size + cost > limit:
+            yield held.release((name, tensor))
+            size = 0
+        held.add(name, tensor)
         size += cost
         if size >= limit:  # before the next is asked for, which may come in the same memory
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def lost_worker(step: str, error: Exception) -> RefitError:
-    """What to raise where a step did not answer, not even with an error of ours."""
-    return RefitError(
-        f"Step '{step}' of the refit failed on a worker ({type(error).__name__}: {error}); "
-        "if its process has died, restart the engine."
-    )
-
-
-def installed_plugins(engine: Any) -> PluginManager:
-    """The installed plugins, looked for once an engine, as every package's metadata is read."""
-    manager = engine.__dict__.get(_PLUGINS)
-    if manager is None:
-        manager = engine.__dict__[_PLUGINS] = PluginManager()
-    return manager
-
-
-class _FrontDoor:
-    """Refuses new requests where an ``LLM`` takes them, before any worker hears of them.
-
-    vLLM has no such switch. A worker that raises ends a multiprocess engine, and leaves requests
-    behind in an in-process one, so the refusal must come earlier: on this one engine object
-    ``add_request`` is covered by an attribute, and uncovered again. ``RefitGuard`` in the workers
-    stays behind it for callers who come another way.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self._engine: Any = llm.llm_engine
-
-    def close(self, reason: str) -> None:
-        def refuse(*args: object, **kwargs: object) -> NoReturn:
-            raise RefitError(f"{reason}; {REMEDY}.")
-
-        self._engine.add_request = refuse
-
-    def open(self) -> None:
-        self._engine.__dict__.pop("add_request", None)
-
-
-class Workers:
-    """The engine's workers: one call reaches all, errors come back as they were raised."""
-
-    def __init__(self, llm: LLM) -> None:
-        from vllm_fp8rl import worker
-
-        self._llm = llm
-        engine: Any = llm.llm_engine
-        executor = getattr(engine, "model_executor", None)
-        self._in_process = type(executor).__name__ == "UniProcExecutor"
-        extension = engine.vllm_config.parallel_config.worker_extension_cls
-        self._by_name = worker.has_refit_methods(extension)
-        if executor is None and not self._by_name:
-            raise UnsupportedError(
-                "This engine runs in a process of its own, which takes calls by name only; start "
-                f"it with worker_extension_cls='{worker.EXTENSION}', or set "
-                "VLLM_ENABLE_V1_MULTIPROCESSING=0."
-            )
-
-    def load(self, tensors: Tensors, batch_bytes: int | None) -> None:
-        limit = BATCH_BYTES if batch_bytes is None else batch_bytes
-        if self._in_process:
-            held = batch_bytes is None and isinstance(tensors, Collection)
-            factor = _NO_LIMIT if held else GPU_BATCH_FACTOR
-            for batch in batches(tensors, limit, gpu_factor=factor):
-                self.call("load_batch", batch)
-            return
-        with Sender(self.call("place"), limit * GPU_BATCH_FACTOR) as sender:
-            for batch in batches(tensors, limit, gpu_factor=sender.gpu_factor):
-                self.call("load_batch", sender.wrap(batch))
-
-    def call(self, step: str, *args: object) -> list[Any]:
-        """Run a step of :mod:`vllm_fp8rl.worker` on every worker; their values.
-
-        Raises:
-            Fp8RLError: what the step raised.
-            RefitError: a worker failed in another way, e.g. its process has died.
-        """
-        from vllm_fp8rl import worker
-
-        method: Any = worker.METHODS[step] if self._by_name else worker.STEPS[step]
-        core: Any = self._llm.llm_engine.engine_core
-        try:
-            with ended_by_death(core):
-                answers = self._llm.collective_rpc(method, args=args)
-        except Exception as error:
-            raise lost_worker(step, error) from error
-        return [worker.read_answer(answer) for answer in answers]
+            yield held.release()
+            size = 0
+    if held.items:
+        yield held.release()

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from fp8rl.errors import RefitError
+from vllm_fp8rl.intake import steady
 
 Place = dict[str, Any]
 """``host``: equal for processes that can open each other's handles; ``process``: its number;
@@ -39,8 +41,20 @@ def place() -> Place:
 
 
 def pack(batch: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Tensors as one safetensors buffer."""
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in batch})
+    """Tensors as one safetensors buffer.
+
+    Raises:
+        RefitError: see :func:`vllm_fp8rl.intake.steady`.
+    """
+    packed: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in steady(batch):
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.data_ptr() in seen:  # tied weights, equal scales: safetensors wants memory apart
+            tensor = tensor.clone()
+        seen.add(tensor.data_ptr())
+        packed[name] = tensor
+    return save(packed)
 
 
 class Sender:
@@ -88,7 +102,7 @@ class Sender:
         self._held.clear()
         near: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         rest: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in batch:
+        for name, tensor in steady(batch):
             if self.near(tensor):
                 near.setdefault(tensor.device, []).append((name, tensor.detach()))
             else:
@@ -166,14 +180,16 @@ def received(payload: Payload) -> Iterator[dict[str, torch.Tensor]]:
     At the end the work on them has been done, so that the sender may reuse that memory.
 
     Raises:
-        RefitError: a handle of a GPU that this process does not see.
+        RefitError: no such payload; or a handle of a GPU that this process does not see.
     """
     if isinstance(payload, bytes):
-        yield load(payload)
+        yield _unpacked(payload)
         return
+    if not (isinstance(payload, dict) and payload.keys() >= {"tensors", "storages", "bytes"}):
+        raise _no_payload(f"a {type(payload).__name__}")
     process, gpus = str(os.getpid()), place()["gpus"]
     storages = [_open(handles[process], gpus) for handles in payload["storages"]]
-    tensors = load(payload["bytes"])
+    tensors = _unpacked(payload["bytes"])
     for name, (index, dtype, offset, size, stride) in payload["tensors"].items():
         storage = storages[index]
         empty = torch.empty(0, dtype=getattr(torch, dtype), device=storage.device)
@@ -182,6 +198,19 @@ def received(payload: Payload) -> Iterator[dict[str, torch.Tensor]]:
         yield tensors
     finally:
         torch.cuda.current_stream().synchronize()
+
+
+def _unpacked(payload: bytes) -> dict[str, torch.Tensor]:
+    try:
+        return load(payload)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise _no_payload(str(error).splitlines()[0]) from None
+
+
+def _no_payload(what: str) -> RefitError:
+    return RefitError(
+        f"What came is no batch of tensors ({what}); make it with vllm_fp8rl.transport.pack."
+    )
 
 
 def _host() -> str:

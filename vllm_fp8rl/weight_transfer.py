@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from fp8rl.errors import RefitError
+from vllm_fp8rl.files import read_files
 from vllm_fp8rl.refit import BATCH_BYTES, RefitSession, batches
 from vllm_fp8rl.transport import Payload, received
-from vllm_fp8rl.worker import read_files
 
 
 class _Intake:
@@ -41,7 +40,8 @@ class _Intake:
         self._session: RefitSession | None = None
 
     def start(self) -> None:
-        self._session = RefitSession(self._model, expect_kv_scales=None).__enter__()
+        session = RefitSession(self._model, expect_kv_scales=None, name="weight transfer")
+        self._session = session.__enter__()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         # vLLM forgets about an update that failed at its end only when another one fails: a sender
@@ -93,7 +93,7 @@ class _SessionEngine:
             raise
 
     def finish_weight_update(self) -> None:
-        """Let the model run. The prefix cache is the caller's to reset.
+        """Let the model run. The prefix cache, and a connector's, are the caller's to reset.
 
         Raises:
             RefitError: tensors are missing.
@@ -131,7 +131,7 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
     def receive_weights(self, update_info: Fp8RLUpdateInfo) -> None:
         """Load a file or a payload."""
         if update_info.path is not None:
-            self.model.load_weights(read_files(Path(update_info.path)))
+            self.model.load_weights(read_files(update_info.path))
             return
         assert update_info.payload is not None
         with received(update_info.payload) as tensors:

@@ -7,18 +7,17 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from fp8rl import errors
 from fp8rl.errors import Fp8RLError, RefitError
 from vllm_fp8rl import kv_cache, kv_observer, transport
+from vllm_fp8rl.files import read_files
 from vllm_fp8rl.refit import BATCH_BYTES, RefitGuard, RefitSession, batches
 from vllm_fp8rl.transport import Payload, Place
 
@@ -52,17 +51,31 @@ def _answers(step: Callable[..., Any]) -> Callable[..., Answer]:
     return answering
 
 
-def _open_session(model: torch.nn.Module) -> RefitSession:
+def _open_session(model: torch.nn.Module, name: str) -> RefitSession:
     session = RefitGuard.of(model).session
     if session is None:
         raise RefitError("No refit is under way on this worker; begin one first.")
+    if session.name != name:
+        raise RefitError(f"The refit under way on this worker is '{session.name}', not '{name}'.")
     return session
 
 
 @_answers
-def begin(model: torch.nn.Module, expect_kv_scales: bool) -> None:
-    """Open a session."""
-    RefitSession(model, expect_kv_scales=expect_kv_scales).__enter__()
+def begin(model: torch.nn.Module, session: str, expect_kv_scales: bool) -> None:
+    """Open a session.
+
+    Args:
+        model: of this rank.
+        session: a name that no other sender uses; the other steps take it too, so that nobody
+            goes on with, finishes or aborts the refit of another.
+        expect_kv_scales: see :class:`~vllm_fp8rl.refit.RefitSession`.
+    """
+    if not isinstance(session, str) or not isinstance(expect_kv_scales, bool):
+        raise RefitError(
+            "fp8rl_refit_begin takes the name of the session (a string) and whether KV scales come "
+            f"(a boolean), not {session!r} and {expect_kv_scales!r}."
+        )
+    RefitSession(model, expect_kv_scales=expect_kv_scales, name=session).__enter__()
 
 
 @_answers
@@ -72,37 +85,46 @@ def place(model: torch.nn.Module) -> Place:
 
 
 @_answers
-def load_batch(model: torch.nn.Module, batch: Payload | list[tuple[str, torch.Tensor]]) -> None:
+def load_batch(
+    model: torch.nn.Module, session: str, batch: Payload | list[tuple[str, torch.Tensor]]
+) -> None:
     """Load tensors, or what :meth:`vllm_fp8rl.transport.Sender.wrap` made of them."""
+    opened = _open_session(model, session)
     if isinstance(batch, list):
-        _open_session(model).load(batch)
+        opened.load(batch)
         return
     with transport.received(batch) as tensors:
-        _open_session(model).load(tensors.items())
+        opened.load(tensors.items())
 
 
 @_answers
-def load_files(model: torch.nn.Module, path: str) -> None:
+def load_files(model: torch.nn.Module, session: str, path: str) -> None:
     """Load a safetensors file, or all of a folder, a batch at a time."""
-    session = _open_session(model)
-    for batch in batches(read_files(Path(path)), BATCH_BYTES):
-        session.load(batch)
+    tensors = read_files(path)  # first, since all ranks take part in it
+    opened = _open_session(model, session)
+    for batch in batches(tensors, BATCH_BYTES):
+        opened.load(batch)
 
 
 @_answers
-def finish(model: torch.nn.Module) -> dict[str, Any]:
-    """Verify that the refit is complete and let the model run; the report as a dict."""
-    session = _open_session(model)
-    session.__exit__(None, None, None)
-    assert session.report is not None
-    return asdict(session.report)
+def finish(model: torch.nn.Module, session: str) -> dict[str, Any]:
+    """Verify that the refit is complete and let the model run; the report as a dict.
+
+    Unless the KV cache was emptied meanwhile, the model waits until it is: it may hold keys of the
+    old weights.
+    """
+    opened = _open_session(model, session)
+    opened.__exit__(None, None, None)
+    assert opened.report is not None
+    RefitGuard.of(model).outdate_cache("keys of older weights")
+    return asdict(opened.report)
 
 
 @_answers
-def abort(model: torch.nn.Module, reason: str) -> bool:
-    """Give up an open session, if any; whether the model now refuses to run."""
+def abort(model: torch.nn.Module, session: str, reason: str) -> bool:
+    """Give up a session if it is open; whether the model now refuses to run."""
     guard = RefitGuard.of(model)
-    if guard.session is not None:
+    if guard.session is not None and guard.session.name == session:
         guard.session.abandon(reason)
     return guard.closed
 
@@ -115,8 +137,12 @@ def check(model: torch.nn.Module) -> None:
 
 @_answers
 def set_kv_scales(model: torch.nn.Module, scales: dict[str, float]) -> None:
-    """See :func:`vllm_fp8rl.kv_cache.set_kv_scales`; the caller empties the prefix cache."""
+    """End a calibration, if any, and set scales; see :func:`vllm_fp8rl.kv_cache.set_kv_scales`.
+
+    The model refuses to run until the caller has emptied the prefix cache.
+    """
     kv_cache.set_kv_scales(model, scales)
+    kv_observer.stop_observing(model)
 
 
 @_answers
@@ -129,6 +155,12 @@ def missing_kv_scales(model: torch.nn.Module) -> list[str]:
 def observe_kv(model: torch.nn.Module, provisional: dict[str, float]) -> None:
     """See :func:`vllm_fp8rl.kv_observer.start_observing`."""
     kv_observer.start_observing(model, provisional)
+
+
+@_answers
+def admit_calibration(model: torch.nn.Module, admitted: bool) -> None:
+    """See :func:`vllm_fp8rl.kv_observer.admit_calibration`."""
+    kv_observer.admit_calibration(model, admitted)
 
 
 @_answers
@@ -154,6 +186,7 @@ STEPS: dict[str, Callable[..., Answer]] = {
     "set_kv_scales": set_kv_scales,
     "missing_kv_scales": missing_kv_scales,
     "observe_kv": observe_kv,
+    "admit_kv_calibration": admit_calibration,
     "observed_kv": observed_kv,
     "stop_observing_kv": stop_observing_kv,
 }
@@ -161,28 +194,62 @@ METHODS = {
     step: f"fp8rl_{step}" if "kv" in step else f"fp8rl_refit_{step}"  # as RefitMixin has them
     for step in STEPS
 }
+NEED_IDLE = frozenset(METHODS[step] for step in ("begin", "set_kv_scales", "observe_kv"))
+"""Methods that change what requests in flight depend on; see :mod:`vllm_fp8rl.engine_core`."""
+
+
+def refusal(method: str) -> Answer:
+    """The answer of a step that was not run because requests are in flight."""
+    error = (
+        f"{method} was refused because the engine has requests in flight; wait for them, or pause "
+        "generation first."
+    )
+    return {"value": None, "error": (RefitError.__name__, error)}
+
+
+def cache_emptied(worker: Any) -> None:
+    """Note on a worker that its engine core has emptied the KV cache."""
+    RefitGuard.of(worker.model_runner.get_model()).cache_emptied()
+
+
+def weights_going(worker: Any) -> None:
+    """Shut the model before vLLM's ``reset_weights``."""
+    RefitGuard.of(worker.model_runner.get_model()).close("vLLM is resetting the weights")
+
+
+def weights_gone(worker: Any) -> None:
+    """Wait for every weight after vLLM's ``reset_weights``, as after a level-2 sleep."""
+    from vllm_fp8rl.sleep import discardable
+
+    model = worker.model_runner.get_model()
+    guard = RefitGuard.of(model)
+    guard.sleep(["weights"], dict(discardable(model)))
+    guard.wake(["weights"])
+    guard.open()
 
 
 class RefitMixin:
     """The steps as methods of a vLLM worker; put it before other bases of your own extension."""
 
-    def fp8rl_refit_begin(self, expect_kv_scales: bool) -> Answer:
-        return begin(self, expect_kv_scales)
+    def fp8rl_refit_begin(self, session: str, expect_kv_scales: bool) -> Answer:
+        return begin(self, session, expect_kv_scales)
 
     def fp8rl_refit_place(self) -> Answer:
         return place(self)
 
-    def fp8rl_refit_load_batch(self, batch: Payload | list[tuple[str, torch.Tensor]]) -> Answer:
-        return load_batch(self, batch)
+    def fp8rl_refit_load_batch(
+        self, session: str, batch: Payload | list[tuple[str, torch.Tensor]]
+    ) -> Answer:
+        return load_batch(self, session, batch)
 
-    def fp8rl_refit_load_files(self, path: str) -> Answer:
-        return load_files(self, path)
+    def fp8rl_refit_load_files(self, session: str, path: str) -> Answer:
+        return load_files(self, session, path)
 
-    def fp8rl_refit_finish(self) -> Answer:
-        return finish(self)
+    def fp8rl_refit_finish(self, session: str) -> Answer:
+        return finish(self, session)
 
-    def fp8rl_refit_abort(self, reason: str) -> Answer:
-        return abort(self, reason)
+    def fp8rl_refit_abort(self, session: str, reason: str) -> Answer:
+        return abort(self, session, reason)
 
     def fp8rl_refit_check(self) -> Answer:
         return check(self)
@@ -195,6 +262,9 @@ class RefitMixin:
 
     def fp8rl_observe_kv(self, provisional: dict[str, float]) -> Answer:
         return observe_kv(self, provisional)
+
+    def fp8rl_admit_kv_calibration(self, admitted: bool) -> Answer:
+        return admit_calibration(self, admitted)
 
     def fp8rl_observed_kv(self) -> Answer:
         return observed_kv(self)
@@ -214,13 +284,3 @@ def has_refit_methods(extension: str) -> bool:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     return issubclass(resolve_obj_by_qualname(extension), RefitMixin)
-
-
-def read_files(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise RefitError(f"'{path}' is no safetensors file and no folder of them.")
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                yield name, tensors.get_tensor(name)

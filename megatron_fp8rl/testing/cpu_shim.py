@@ -166,6 +166,9 @@ class _Stream:
     def synchronize(self) -> None:
         pass
 
+    def wait(self, stream: _Stream) -> None:
+        pass
+
 
 _THE_STREAM = _Stream()
 

@@ -7,6 +7,7 @@ safetensors file that lies beside the model's.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from fp8rl.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 _KEEP = 2
 _MODEL = "model.safetensors"
 _TRAINER = "trainer/state.safetensors"
+_STATE = "state.json"
+_SUMS = "SHA256SUMS"
+"""As ``sha256sum`` writes it. A run goes on bit for bit or not at all, and neither JSON nor
+safetensors notices a changed digit or weight."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ def save(
     save_file(_contiguous(model), partial / _MODEL, metadata={"format": "pt"})
     save_file(tensors, partial / _TRAINER)
     state = {"format": FORMAT, "step": step, "identity": dict(identity), "trainer": tree}
-    (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    (partial / _STATE).write_text(json.dumps(state), encoding="utf-8")
+    (partial / _SUMS).write_text("".join(_sums(partial)), encoding="utf-8")
     for file in partial.rglob("*"):
         _sync(file)
     shutil.rmtree(target, ignore_errors=True)  # an identical one, when a step is run again
@@ -93,38 +98,43 @@ def load(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
         CheckpointError: a file is missing or damaged, another format, or another identity.
     """
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
-    if state.get("format") != FORMAT:
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if isinstance(state, dict) and state.get("format") != FORMAT:
+            raise CheckpointError(
+                f"Checkpoint {path} has format {state.get('format')}, this release reads {FORMAT}; "
+                "start a new run in another --out folder."
+            )
+        written, found = (path / _SUMS).read_text(encoding="utf-8"), _sums(path)
+        if written != "".join(found):
+            names = [line.split()[1] for line in found if line not in written]
+            raise ValueError(f"{', '.join(names) or _SUMS} is not what was written")
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"Checkpoint {path} has format {state.get('format')}, this release reads {FORMAT}; "
-            "start a new run in another --out folder."
-        )
+            f"Checkpoint {path} is damaged ({type(error).__name__}: {error}); delete that folder "
+            "to continue from the one before."
+        ) from error
     if identity is not None and state["identity"] != identity:
         keys = ", ".join(_differing(state["identity"], dict(identity)))
         raise CheckpointError(
             f"Checkpoint {path} belongs to another run ({keys} differ); use the same options or "
             "another --out folder."
         )
-    try:
-        model = load_file(path / _MODEL)
-        tensors = load_file(path / _TRAINER)
-        trainer = _unflatten(state["trainer"], tensors)
-    except (OSError, SafetensorError, KeyError) as error:
-        raise _damaged(path, error) from error
+    model, tensors = load_file(path / _MODEL), load_file(path / _TRAINER)
+    trainer = _unflatten(state["trainer"], tensors)
     return Checkpoint(state["step"], model, trainer, state["identity"])
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"Checkpoint {path} is damaged ({type(error).__name__}: {error}); delete that folder to "
-        "continue from the one before."
-    )
+def _sums(path: Path) -> list[str]:
+    """A line with the digest of each file that :func:`load` reads."""
+    lines = []
+    for name in (_STATE, _MODEL, _TRAINER):
+        with (path / name).open("rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+    return lines
 
 
 def _finished(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-??????"))
+    return sorted(path for path in folder.glob("step-" + "[0-9]" * 6) if path.is_dir())
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

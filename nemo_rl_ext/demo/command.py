@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8rl.errors import Fp8RLError
+from fp8rl.errors import OptionError, RecipeError
 
 if TYPE_CHECKING:
     from fp8rl import Recipe
-
-
-class OptionError(Fp8RLError, ValueError):
-    """A command-line option that cannot be used."""
 
 
 def demo(
@@ -54,12 +50,12 @@ def demo(
     console = Console()
     precisions = _precisions(compare)
     run_settings = _settings(settings, seed)
-    base = Recipe.load(recipe) if recipe else DEMO_RECIPE
+    base = Recipe.load(recipe) if recipe is not None else DEMO_RECIPE
     _check_recipe(base, run_settings.model.num_layers)
-    if not resume:
-        _make_room(out, precisions)
-    out.mkdir(parents=True, exist_ok=True)
     warm_start = out / "warm-start"
+    if resume:
+        _require_checkpoint(out, precisions)
+    _make_room(out, [] if resume else precisions, [warm_start, *(out / p for p in precisions)])
     common = {"settings": run_settings, "warm_start": warm_start}
     supervisor = Supervisor(console, parallel=os.cpu_count() or 1)
     if not (resume and all(latest(out / precision) for precision in precisions)):
@@ -87,7 +83,7 @@ def demo(
     console.print(terminal_table(out))
     console.print(f"Report: {report}")
     if supervisor.interrupted:
-        console.print(f"Stopped early; continue with: fp8rl demo --resume --out {out}")
+        console.print(f"Stopped early; continue with: {_to_go_on(out, precisions)}")
         raise typer.Exit(130)
 
 
@@ -114,20 +110,65 @@ def _precisions(compare: str) -> list:
 
 
 def _settings(text: str | None, seed: int):
-    import json
-
     from pydantic import ValidationError
 
+    from fp8rl.reading import explain, parse_json
     from nemo_rl_ext.demo.settings import Settings
 
     try:
-        return Settings.model_validate({**(json.loads(text) if text else {}), "seed": seed})
-    except (ValueError, TypeError, ValidationError) as error:
-        raise OptionError(f"--settings: {error}") from None
+        given = parse_json(text, "--settings") if text is not None else {}
+    except RecipeError as error:
+        raise OptionError(str(error)) from None
+    if not isinstance(given, dict):
+        raise OptionError(f"--settings must be a JSON object, not {type(given).__name__}.")
+    if given.get("seed", seed) != seed:
+        raise OptionError("--settings has a seed; give it as --seed.")
+    try:
+        return Settings.model_validate({**given, "seed": seed})
+    except ValidationError as error:
+        raise OptionError(f"Bad settings: {explain(error, '--settings')}") from None
 
 
-def _make_room(out: Path, precisions: list[str]) -> None:
-    """Remove the runs that are about to be made again; the warm start is kept, it is a cache."""
-    for precision in precisions:
-        if (out / precision / "run.json").is_file() or (out / precision / "log.txt").is_file():
-            shutil.rmtree(out / precision)
+def _has_checkpoint(out: Path, precisions: list[str]) -> bool:
+    from nemo_rl_ext.demo.checkpoint import latest
+
+    return any(latest(out / precision) for precision in precisions)
+
+
+def _to_go_on(out: Path, precisions: list[str]) -> str:
+    """The command that goes on after an interrupt."""
+    resume = "--resume " if _has_checkpoint(out, precisions) else ""
+    return f"fp8rl demo {resume}--out {out}"
+
+
+def _require_checkpoint(out: Path, precisions: list[str]) -> None:
+    """Raise OptionError where there is nothing to go on from."""
+    if not _has_checkpoint(out, precisions):
+        raise OptionError(
+            f"--resume: '{out}' has no checkpoint of {' or '.join(precisions)}; leave --resume out "
+            "to start a run there, or give the --out of an earlier one."
+        )
+
+
+def _make_room(out: Path, again: list[str], folders: list[Path]) -> None:
+    """Make the folders of a run.
+
+    Args:
+        out: of all runs.
+        again: runs to remove, as they are about to be made again; the warm start is a cache.
+        folders: to make.
+
+    Raises:
+        OptionError: they cannot be removed or made.
+    """
+    try:
+        for precision in again:
+            if (out / precision / "run.json").is_file() or (out / precision / "log.txt").is_file():
+                shutil.rmtree(out / precision)
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"--out: '{error.filename or out}' cannot be written to ({error.strerror}); give "
+            "another folder."
+        ) from None

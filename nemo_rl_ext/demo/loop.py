@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fp8rl import PluginManager, Recipe
+from fp8rl.errors import CheckpointError
 from fp8rl.kv_scales import parse_scale_name
 from nemo_rl_ext.advantages import group_relative_advantages
 from nemo_rl_ext.demo import checkpoint
@@ -285,12 +286,19 @@ class GrpoRun:
             path = self._folder / name
             kept = []
             if start and path.is_file():
-                for line in path.read_text(encoding="utf-8").splitlines():
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+                for number, line in enumerate(lines, start=1):
                     try:
-                        row = json.loads(line)
-                    except ValueError:
-                        break  # torn by the kill
-                    if row["step"] < limit:
+                        step = json.loads(line)["step"]
+                        before = step < limit
+                    except (ValueError, TypeError, LookupError):
+                        if number == len(lines):
+                            break  # torn by the kill
+                        raise CheckpointError(
+                            f"Line {number} of {path} is damaged; delete that line to go on "
+                            "without it."
+                        ) from None
+                    if before:
                         kept.append(line + "\n")
             _write_atomically(path, "".join(kept))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fp8rl.pinning import Pins
-from fp8rl.recipe import KVCache, Recipe
+from fp8rl.recipe import KVCache, Positive, Recipe
 
 Precision = Literal["bf16", "fp8-rollout", "fp8"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8-rollout", "fp8")
@@ -21,7 +21,7 @@ _Blocks = Annotated[int, Field(ge=128, multiple_of=128)]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class ModelSize(_Frozen):
@@ -34,13 +34,21 @@ class ModelSize(_Frozen):
     num_kv_heads: _Count = 1
     head_dim: _Blocks = 128
 
+    @model_validator(mode="after")
+    def _heads(self) -> ModelSize:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        return self
+
 
 class WarmStart(_Frozen):
     """The supervised run before GRPO, always in BF16."""
 
     steps: _Count = 500
     batch_size: _Count = 64
-    learning_rate: float = 2e-3
+    learning_rate: Positive = 2e-3
     warmup_steps: _Count = 20
 
 
@@ -56,10 +64,10 @@ class Settings(_Frozen):
     """Optimizer steps per GRPO step; the first is on-policy, later ones need the PPO clip."""
     microbatch_size: _Count = 64
     max_new_tokens: _Count = 5
-    learning_rate: float = 5e-5
+    learning_rate: Positive = 5e-5
     warmup_steps: _Count = 10
     """GRPO steps with a rising learning rate: Adam's first steps have no scale yet."""
-    clip_grad: float = 1.0
+    clip_grad: Positive = 1.0
     validation_size: _Count = 200
     validation_every: _Count = 10
     checkpoint_every: _Count = 10

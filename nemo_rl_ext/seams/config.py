@@ -1,10 +1,10 @@
 """``MasterConfig``: our keys are read, checked and spread before Ray is started.
 
 Why: unknown keys pass NeMo RL's config unseen, and its own FP8 keys lead into its own FP8 code.
-How: a constructor around the constructor of the class itself, so that it does not matter who has
-imported the class already; :mod:`nemo_rl_ext.config_keys` has the rules.
-Upstream: ``nemo_rl/algorithms/{grpo,ppo}.py``,
-``nemo_rl/algorithms/single_controller_utils/config.py``.
+How: a constructor around the constructor of each driver's class, so that it does not matter who has
+imported the class already; :mod:`nemo_rl_ext.drivers` says what a driver serves, and
+:mod:`nemo_rl_ext.config_keys` has the rules, which are read where there is a key.
+Upstream: the modules of :data:`nemo_rl_ext.drivers.DRIVERS`.
 Goes: when NeMo RL validates and hands out plugins' sections.
 """
 
@@ -14,33 +14,25 @@ from types import ModuleType
 from typing import Any
 
 from nemo_rl_ext.activation import Seams
+from nemo_rl_ext.drivers import DRIVERS, check_places
 from nemo_rl_ext.seams.upstream import Upstream, resolve
 
-UPSTREAM = tuple(
-    Upstream(module, "MasterConfig")
-    for module in (
-        "nemo_rl.algorithms.grpo",
-        "nemo_rl.algorithms.ppo",
-        "nemo_rl.algorithms.single_controller_utils.config",
-    )
-)
-DRIVERS = {
-    "nemo_rl.algorithms.grpo": "grpo",
-    "nemo_rl.algorithms.ppo": "ppo",
-    "nemo_rl.algorithms.single_controller_utils.config": "single_controller",
-}
+UPSTREAM = tuple(Upstream(driver.module, "MasterConfig") for driver in DRIVERS.values())
 
 
 def apply(module: ModuleType, seams: Seams) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     master_config = resolve(module, upstream)
-    driver = DRIVERS[module.__name__]
+    driver = next(d for d in DRIVERS.values() if d.module == module.__name__)
     construct = master_config.__init__
 
     def __init__(self: Any, /, **data: Any) -> None:
+        seams.unread = None
+        asked = check_places(data, driver)  # of all that is given, whatever the class keeps
         construct(self, **data)
-        from nemo_rl_ext.config_keys import prepare
+        if asked:
+            from nemo_rl_ext.config_keys import prepare
 
-        prepare(self, driver, seams.require)
+            prepare(self, driver, seams.require)
 
     master_config.__init__ = __init__

@@ -1,9 +1,11 @@
-"""Drivers' ``load_config``: the moment at which half-imported modules are whole.
+"""What every driver calls before its workers: ``load_config``, and then ``init_ray``.
 
 Why: ``run_grpo.py`` imports ``nemo_rl.algorithms.grpo``, which imports torch, which installs our
-hooks in the middle of that import; nothing tells when it ends.
-How: wraps ``load_config``, which every driver calls before it makes its ``MasterConfig``.
-Upstream: ``nemo_rl/utils/config.py``.
+hooks in the middle of that import; nothing tells when it ends. And a driver that makes its config
+by a class we do not know would ignore our keys.
+How: wraps ``load_config``, which every driver calls before it makes its ``MasterConfig``, and
+``init_ray``, which refuses keys that no such class has seen.
+Upstream: ``nemo_rl/utils/config.py``, ``nemo_rl/distributed/virtual_cluster.py``.
 Goes: when NeMo RL calls plugins by an entry point of its own.
 """
 
@@ -16,15 +18,29 @@ from typing import Any
 from nemo_rl_ext.activation import Seams
 from nemo_rl_ext.seams.upstream import Upstream, resolve
 
-UPSTREAM = (Upstream("nemo_rl.utils.config", "load_config", ("config_path",)),)
+UPSTREAM = (
+    Upstream("nemo_rl.utils.config", "load_config", ("config_path",)),
+    Upstream("nemo_rl.distributed.virtual_cluster", "init_ray", ("log_dir",)),
+)
 
 
 def apply(module: ModuleType, seams: Seams) -> None:
-    load_config = resolve(module, UPSTREAM[0])
+    upstream = next(u for u in UPSTREAM if u.module == module.__name__)
+    function = resolve(module, upstream)
 
-    @functools.wraps(load_config)
+    @functools.wraps(function)
     def completing(*args: Any, **kwargs: Any) -> Any:
         seams.complete()
-        return load_config(*args, **kwargs)
+        seams.unread = function(*args, **kwargs)  # command lines change it in place
+        return seams.unread
 
-    module.load_config = completing  # type: ignore[attr-defined]
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        if seams.unread is not None:
+            from nemo_rl_ext.drivers import refuse_unread
+
+            refuse_unread(seams.unread)
+        return function(*args, **kwargs)
+
+    wrapper = completing if upstream.name == "load_config" else checking
+    setattr(module, upstream.name, wrapper)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from fp8rl import PluginManager, Recipe, __version__
 from fp8rl.adapters import Diagnosis, EngineAdapter, Section
-from fp8rl.errors import Fp8RLError, PluginError, UnsupportedError
+from fp8rl.errors import Fp8RLError, ModelError, OptionError, PluginError, UnsupportedError
 from fp8rl.hookspecs import PROJECT
 from fp8rl.pinning import (
     PinPolicy,
@@ -94,8 +94,9 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             Path | None, typer.Option(help="Folder of a Hugging Face model, instead of --layers.")
         ] = None,
         tp: Annotated[
-            int, typer.Option("--tp", min=1, help="Tensor parallel size, for ENGINE with --model.")
-        ] = 1,
+            int | None,
+            typer.Option("--tp", min=1, help="Tensor parallel size, for ENGINE with --model."),
+        ] = None,
     ) -> None:
         """Check the engines on this machine, and what a recipe pins; exit 1 on problems.
 
@@ -104,6 +105,8 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         console = Console()
         problems = [str(error) for error in plugins.broken.values()]
         adapters = _chosen(plugins.engine_adapters(), engine)
+        if tp is not None:
+            _require_examiner(adapters, engine, model)
         names = _module_names(layers, model)
         loaded = _load_recipe(recipe, plugins) if recipe is not None or names else None
         for adapter in adapters:
@@ -113,7 +116,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
                 problems += [f"{adapter.name}: {problem}" for problem in diagnosis.problems]
             if engine is not None and model is not None and diagnosis.installed is not None:
                 assert loaded is not None  # a model has names
-                examined = _examine(adapter, model, loaded, tp)
+                examined = _examine(adapter, model, loaded, tp or 1)
                 for section in examined.sections:
                     console.print(_section_table(section))
                 problems += [f"{adapter.name}: {problem}" for problem in examined.problems]
@@ -194,6 +197,19 @@ def _chosen(adapters: list[EngineAdapter], engine: str | None) -> list[EngineAda
     return chosen
 
 
+def _require_examiner(
+    adapters: list[EngineAdapter], engine: str | None, model: Path | None
+) -> None:
+    """Raise OptionError where nobody would look at a tensor parallel size."""
+    able = [adapter.name for adapter in adapters if adapter.examine is not None]
+    if engine is None or model is None or engine not in able:
+        raise OptionError(
+            f"--tp says how an engine splits a model: give it with --model and one of "
+            f"{', '.join(able) or 'the engines that look at models (this one does not)'}, e.g. "
+            "'fp8rl doctor vllm --model DIR --tp 2', or leave it out."
+        )
+
+
 def _diagnose(adapter: EngineAdapter) -> Diagnosis:
     return _guarded(adapter.diagnose, "its diagnosis")
 
@@ -244,40 +260,92 @@ def _load_recipe(source: str | None, plugins: PluginManager) -> Recipe:
 def _module_names(layers: int | None, model: Path | None) -> list[str]:
     """Global module names of the model, as exactly as its folder tells; empty if none is given."""
     if layers is not None and model is not None:
-        raise UnsupportedError("Give --layers or --model, not both.")
+        raise OptionError("Give --layers or --model, not both.")
     if layers is not None:
         return dense_module_names(layers)
     return _names_in(model) if model is not None else []
 
 
-def _names_in(model: Path) -> list[str]:
-    index = model / "model.safetensors.index.json"
-    single = model / "model.safetensors"
-    config = model / "config.json"
+def _names_in(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
     try:
         if index.is_file():
-            tensors = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            tensors = _indexed(index)
         elif single.is_file():
-            with single.open("rb") as file:  # 8 bytes of length, then a JSON header
-                tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            tensors = _stored(single)
         else:
-            names = config_module_names(json.loads(config.read_text(encoding="utf-8")))
-            if names is None:
-                raise UnsupportedError(
-                    f"'{model}' is a mixture of experts without weights to take its module names "
-                    "from; point --model at a folder with safetensors."
-                )
-            return names
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedError(
-            f"'{model}' is no readable Hugging Face model folder ({type(error).__name__}: {error})."
+            return _configured(folder / "config.json")
+    except OSError as error:
+        raise ModelError(
+            f"'{error.filename or folder}' cannot be read ({error.strerror or error}); point "
+            "--model at the folder of a Hugging Face model."
         ) from None
     modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
+    if not modules:
+        raise ModelError(f"'{folder}' holds no weight; download the model again.")
     return sorted(modules, key=_natural)
 
 
+def _indexed(index: Path) -> list[str]:
+    """Names of the tensors that the index of a model in several files lists."""
+    table = _read_object(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise ModelError(
+            f"'{index}' has no weight_map from tensors to files; download the model again."
+        )
+    for file in dict.fromkeys(table.values()):
+        if not (index.parent / file).is_file():
+            raise ModelError(
+                f"'{index}' names '{file}', which is not there; download the model again."
+            )
+    return list(table)
+
+
+def _stored(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file, which has to be whole."""
+    from safetensors import SafetensorError, safe_open  # here: most commands read no weights
+
+    try:
+        with safe_open(file, framework="np") as tensors:
+            return list(tensors.keys())
+    except SafetensorError as error:
+        raise ModelError(
+            f"'{file}' is no whole safetensors file ({error}); download the model again."
+        ) from None
+
+
+def _configured(config: Path) -> list[str]:
+    """Names that follow from a model's config, where there are no weights."""
+    try:
+        names = config_module_names(_read_object(config))
+    except KeyError as error:
+        raise ModelError(
+            f"'{config}' has no key {error}; give a Llama/Qwen3-style model, or a folder with "
+            "safetensors."
+        ) from None
+    except ModelError as error:
+        raise ModelError(f"'{config}': {error}") from None
+    if names is None:
+        raise UnsupportedError(
+            f"'{config.parent}' is a mixture of experts without weights to take its module names "
+            "from; point --model at a folder with safetensors."
+        )
+    return names
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"'{file}' is not valid JSON ({error}); correct it.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"'{file}' holds a {type(value).__name__}, not a JSON object; correct it.")
+    return value
+
+
 def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(p), "") if p.isdigit() else (-1, p) for p in name.split(".")]
+    return [(int(p), "") if p.isdecimal() else (-1, p) for p in name.split(".")]
 
 
 def _pin_table(policy: PinPolicy) -> Table:

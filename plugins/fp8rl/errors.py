@@ -15,6 +15,14 @@ class PinError(Fp8RLError, ValueError):
     """A pin that matches nothing, splits a fused module, or asks about an unknown module."""
 
 
+class OptionError(Fp8RLError, ValueError):
+    """A command-line option that cannot be used, or not with the others."""
+
+
+class ModelError(Fp8RLError, ValueError):
+    """A model's folder or config that cannot be read, or whose numbers no model has."""
+
+
 class ScaleError(Fp8RLError, ValueError):
     """A quantization or KV-cache scale that is missing, zero, negative, NaN or infinite."""
 

@@ -18,6 +18,10 @@ from fp8rl.numerics import E4M3_MAX
 
 Role = Literal["q", "k", "v"]
 ROLES: tuple[Role, ...] = ("q", "k", "v")
+_LARGEST = 2.0**50
+"""Bound of a scale, and its inverse is the other. With codes up to 448 and down to 2**-9, a product
+of two dequantized values, summed over 1024 of a head, is then a normal number of float32 and BF16,
+and so is the inverse that kernels multiply with. No model comes near: keys of 1e-12 or 1e17."""
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.)?([qkv])_scale")
 
 
@@ -49,7 +53,8 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
         name -> float32 ``[1]`` on the CPU.
 
     Raises:
-        ScaleError: an amax is 0 (the layer saw no token), negative, NaN or infinite.
+        ScaleError: an amax is 0 (the layer saw no token), negative, NaN, infinite, or no size that
+            a key or value has.
     """
     if amax.ndim != 2 or amax.shape[1] != len(ROLES):
         raise ScaleError(f"amax must have shape [num_layers, 3], not {tuple(amax.shape)}.")
@@ -68,9 +73,12 @@ def check_scale(name: str, scale: torch.Tensor | float) -> float:
     """The scale as a float.
 
     Raises:
-        ScaleError: not one element, 0, negative, NaN or infinite.
+        ScaleError: not one element, no float tensor, 0, negative, NaN, infinite, or so small or
+            large that attention would compute with zeros or infinities.
     """
     if isinstance(scale, torch.Tensor):
+        if not scale.is_floating_point():
+            raise ScaleError(f"KV scale '{name}' came in {scale.dtype}; send it in float32.")
         if scale.numel() != 1:
             raise ScaleError(
                 f"KV scale '{name}' has shape {tuple(scale.shape)}; send one value per tensor."
@@ -80,6 +88,12 @@ def check_scale(name: str, scale: torch.Tensor | float) -> float:
         raise ScaleError(
             f"KV scale '{name}' is {scale}; it must be positive and finite. Calibrate on at least "
             "one batch of real tokens before the refit."
+        )
+    if not 1 / _LARGEST <= scale <= _LARGEST:
+        raise ScaleError(
+            f"KV scale '{name}' is {scale:g}, outside {1 / _LARGEST:.1e} to {_LARGEST:.1e}, where "
+            "attention would compute with zeros or infinities; calibrate anew, and look at the "
+            "weights of that layer."
         )
     return scale
 

@@ -9,13 +9,14 @@ layers of it still notices a pin that matches nothing.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from fp8rl.errors import PinError
+from fp8rl.errors import ModelError, PinError
 from fp8rl.recipe import ModuleKind, Pins
 
 Precision = Literal["fp8", "bf16"]
@@ -33,6 +34,8 @@ _KIND_OF_LEAF: dict[str, ModuleKind] = {
     "lm_head": "lm_head",
     "embed_tokens": "embed_tokens",
 }
+_MOST = 10_000
+"""Layers or experts; more is a mistake in a config, and their names would fill the memory."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -61,7 +64,12 @@ def kind_of(name: str) -> ModuleKind:
 
 
 def dense_module_names(num_layers: int) -> list[str]:
-    """HF names of the modules with weights of a dense Llama/Qwen3-style model, in order."""
+    """HF names of the modules with weights of a dense Llama/Qwen3-style model, in order.
+
+    Raises:
+        ModelError: no number of layers that a model has.
+    """
+    check_count("num_hidden_layers", num_layers)
     inner = layer_module_names()
     layers = [f"model.layers.{i}.{name}" for i in range(num_layers) for name in inner]
     return ["model.embed_tokens", *layers, "model.norm", "lm_head"]
@@ -96,13 +104,32 @@ def mixture_module_names(num_experts: int, layers: Sequence[bool]) -> list[str]:
     Args:
         num_experts: of a layer that has experts.
         layers: whether each decoder layer has.
+
+    Raises:
+        ModelError: no number of layers or experts that a model has.
     """
+    check_count("num_hidden_layers", len(layers))
+    check_count("num_experts", num_experts)
     names = [
         f"model.layers.{layer}.{name}"
         for layer, mixture in enumerate(layers)
         for name in layer_module_names(num_experts=num_experts if mixture else None)
     ]
     return ["model.embed_tokens", *names, "model.norm", "lm_head"]
+
+
+def check_count(key: str, value: Any, most: int = _MOST) -> int:
+    """The value of a key of a ``config.json`` that counts layers, experts or what makes a width.
+
+    Raises:
+        ModelError: no integer from 1 to ``most``.
+    """
+    if type(value) is not int or not 1 <= value <= most:
+        raise ModelError(
+            f"The model's {key} is {reprlib.repr(value)}; correct it to an integer from 1 to "
+            f"{most}."
+        )
+    return value
 
 
 def has_experts(config: Mapping[str, Any], layer: int) -> bool:
@@ -121,12 +148,23 @@ def config_module_names(config: Mapping[str, Any]) -> list[str] | None:
 
     Raises:
         KeyError: the config lacks a number that they follow from.
+        ModelError: a value that no model has.
     """
     config = config.get("text_config") or config
-    layers = range(int(config["num_hidden_layers"]))
+    if not isinstance(config, Mapping):
+        raise ModelError(
+            f"The model's text_config is {reprlib.repr(config)}; correct it to an object."
+        )
+    layers = range(check_count("num_hidden_layers", config["num_hidden_layers"]))
     if config.get("model_type") == "qwen3_moe":
         key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-        experts = int(config[key])  # transformers 5 writes the first
+        experts = check_count(key, config[key])  # transformers 5 writes the first
+        check_count("decoder_sparse_step", config.get("decoder_sparse_step", 1))
+        dense = config.get("mlp_only_layers")
+        if not isinstance(dense, list | tuple | None):
+            raise ModelError(
+                f"The model's mlp_only_layers is {reprlib.repr(dense)}; correct it to a list."
+            )
         return mixture_module_names(experts, [has_experts(config, layer) for layer in layers])
     if any("experts" in key for key in config):
         return None

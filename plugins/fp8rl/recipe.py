@@ -6,7 +6,6 @@ the plain dict of :meth:`Recipe.to_dict`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from pydantic import (
 )
 
 from fp8rl.errors import RecipeError
+from fp8rl.reading import explain, near_miss, parse_json, parse_yaml
 
 RECIPE_ENV = "FP8RL_RECIPE"
 """Environment variable of a standalone engine: a path to a recipe, or the recipe as JSON."""
@@ -44,17 +44,20 @@ ISMode = Annotated[
     Literal["truncate", "clip", "mask", "off"],
     BeforeValidator(lambda v: "off" if v is False else v),
 ]
+# Files have lists where the model has tuples; their items stay strict.
+_List = Field(strict=False)
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Strict: nothing is cast, so that `last: true` or `last: "1"` is an error and not 1.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class WeightFormat(_Section):
     """Weights: E4M3 codes and one scale per block (DeepSeek-V3 technical report, section 3.3)."""
 
-    block: tuple[Literal[128], Literal[128]] = (128, 128)
+    block: Annotated[tuple[Literal[128], Literal[128]], _List] = (128, 128)
     scale_format: ScaleFormat = "fp32"
 
 
@@ -68,13 +71,13 @@ class ActivationFormat(_Section):
 class Pins(_Section):
     """Modules kept in BF16. Embedding, output projection, norms and routers always are."""
 
-    layers: tuple[int, ...] = ()
+    layers: Annotated[tuple[int, ...], _List] = ()
     """Global decoder-layer numbers; negative ones count from the end."""
     first: Annotated[int, Field(ge=0)] = 0
     last: Annotated[int, Field(ge=0)] = 0
-    names: tuple[str, ...] = ()
+    names: Annotated[tuple[str, ...], _List] = ()
     """Globs on the global HF module name, e.g. ``model.layers.*.mlp.down_proj``."""
-    kinds: tuple[ModuleKind, ...] = ()
+    kinds: Annotated[tuple[ModuleKind, ...], _List] = ()
 
     def merged(self, other: Pins) -> Pins:
         """Union of two pin lists."""
@@ -123,7 +126,8 @@ class ImportanceSampling(_Section):
     low: Positive | None = None
     high: Positive = 2.0
     self_normalize: bool = False
-    log_ratio_clamp: Positive = 20.0
+    log_ratio_clamp: Annotated[float, Field(gt=0.0, le=88.0, allow_inf_nan=False)] = 20.0
+    """Largest magnitude of a log ratio; exp of more than 88 is infinite in float32."""
     rejection: Rejection | None = None
     token_veto: Positive | None = None
     """Drop a whole sequence when any of its tokens has a ratio below this value."""
@@ -174,7 +178,7 @@ class Recipe(_Section):
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:
-            raise RecipeError(_explain(error, where)) from None
+            raise RecipeError(f"Bad recipe: {explain(error, where)}") from None
 
     @classmethod
     def load(cls, source: str | os.PathLike[str], *, where: str = "recipe") -> Recipe:
@@ -189,42 +193,40 @@ class Recipe(_Section):
         """
         text = os.fspath(source)
         if text.lstrip().startswith("{"):
-            return cls.from_dict(_unwrap(_parse_json(text, where)), where=where)
+            return cls.from_dict(_unwrap(parse_json(text, where)), where=where)
         path = Path(text)
-        if not path.is_file():
-            raise RecipeError(f"Recipe file '{path}' does not exist; give a path or a JSON object.")
         try:
             body = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise RecipeError(
+                f"Recipe file '{path}' does not exist; give a path or a JSON object."
+            ) from None
+        except (OSError, ValueError) as error:
             raise RecipeError(f"Recipe file '{path}' cannot be read: {error}.") from None
-        data = _parse_json(body, str(path)) if path.suffix == ".json" else _parse_yaml(body, path)
+        data = (parse_json if path.suffix == ".json" else parse_yaml)(body, str(path))
         return cls.from_dict(_unwrap(data), where=str(path))
 
     @classmethod
     def from_env(cls) -> Recipe | None:
-        """The recipe that :data:`RECIPE_ENV` names, or None where it is not set."""
+        """The recipe that :data:`RECIPE_ENV` names, or None where it is not set.
+
+        Raises:
+            RecipeError: see :meth:`load`; or it is not set, but a misspelling of it is.
+        """
         source = os.environ.get(RECIPE_ENV)
-        return cls.load(source, where=RECIPE_ENV) if source else None
+        if source:
+            return cls.load(source, where=RECIPE_ENV)
+        for variable in os.environ:
+            if variable != RECIPE_ENV and near_miss(variable, [RECIPE_ENV]):
+                raise RecipeError(
+                    f"The environment variable '{variable}' is not read by fp8rl; write "
+                    f"'{RECIPE_ENV}', or unset it."
+                )
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dict; ``Recipe.from_dict(r.to_dict()) == r``."""
         return self.model_dump(mode="json")
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RecipeError(f"{where} is not valid JSON: {error}.") from None
-
-
-def _parse_yaml(text: str, path: Path) -> Any:
-    import yaml  # here: only file recipes need it
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not valid YAML: {error}.") from None
 
 
 def _unwrap(data: Any) -> Any:
@@ -232,14 +234,3 @@ def _unwrap(data: Any) -> Any:
     if isinstance(data, Mapping) and set(data) == {"fp8rl"}:
         data = data["fp8rl"]
     return {} if data is None else data
-
-
-def _explain(error: ValidationError, where: str) -> str:
-    parts = []
-    for item in error.errors():
-        key = ".".join([where, *(str(p) for p in item["loc"])])
-        if item["type"] == "extra_forbidden":
-            parts.append(f"unknown key '{key}' (remove it or correct its spelling)")
-        else:
-            parts.append(f"'{key}': {item['msg'].removeprefix('Value error, ')}")
-    return "Bad recipe: " + "; ".join(parts) + "."

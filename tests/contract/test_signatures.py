@@ -10,6 +10,7 @@ import pytest
 from sources import ROOT, parameters, source
 
 from nemo_rl_ext.activation import SEAMS
+from nemo_rl_ext.drivers import DRIVERS
 from nemo_rl_ext.seams.upstream import Upstream
 
 SEAM_NAMES = sorted({seam for seams in SEAMS.values() for seam in seams})
@@ -70,6 +71,37 @@ def test_every_loop_calls_the_batch_hook_and_logs_what_it_returns() -> None:
     assert (root / "grpo.py").read_text(encoding="utf-8").count(
         "metrics.update(seq_logprob_error_metrics)"
     ) == 2
+
+
+def test_every_driver_of_upstreams_is_known_and_makes_its_config_before_ray() -> None:
+    examples = source("NEMO_RL_SRC") / "examples"
+    known = {script: driver for driver in DRIVERS.values() for script in driver.scripts}
+    found = {str(file.relative_to(examples)) for file in examples.rglob("run_*.py")}
+    assert found == set(known)
+    for script, driver in known.items():
+        tree = ast.parse((examples / script).read_text(encoding="utf-8"))
+        imports = {
+            alias.name: node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        if "main" in imports:  # run_vlm_sft.py runs run_sft.py
+            assert imports["main"] == "run_sft"
+            continue
+        assert driver.module.startswith(str(imports["MasterConfig"])), script
+        called = {what: line for line, what in calls(examples / script, "main")}
+        assert called["load_config"] < called["MasterConfig"] < called["init_ray"], script
+
+
+def test_every_class_of_a_drivers_config_is_known() -> None:
+    root = source("NEMO_RL_SRC")
+    found = {
+        ".".join(file.relative_to(root).with_suffix("").parts)
+        for file in (root / "nemo_rl").rglob("*.py")
+        if "\nclass MasterConfig(" in file.read_text(encoding="utf-8")
+    }
+    assert found == {driver.module for driver in DRIVERS.values()}
 
 
 def test_the_refit_lifecycle_serves_all_full_transports() -> None:

@@ -8,13 +8,15 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import fp8rl
 from fp8rl import PluginManager, Recipe, cli, hookimpl
 from fp8rl.adapters import Diagnosis, EngineAdapter, Section
-from fp8rl.errors import Fp8RLError, PinError, RecipeError, UnsupportedError
+from fp8rl.errors import OptionError, PinError, RecipeError, UnsupportedError
 
 GOOD = Diagnosis("1.2.3", ("1.2.3", "1.3"), {"device": "cpu [really]"})
 SICK = Diagnosis("0.1", ("1.2.3",), problems=("Version 0.1 is too old; install 1.2.3.",))
@@ -281,12 +283,11 @@ def moe_names() -> list[str]:
 
 def write_model(folder, kind: str) -> None:
     tensors = [f"{name}.weight" for name in moe_names()] + ["model.layers.2.self_attn.q_proj.bias"]
+    file = "model.safetensors" if kind == "single" else "x.safetensors"
+    save_file({name: torch.zeros(1) for name in tensors}, folder / file)
     if kind == "index":
-        index = {"weight_map": dict.fromkeys(tensors, "x.safetensors")}
+        index = {"weight_map": dict.fromkeys(tensors, file)}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    elif kind == "single":
-        header = json.dumps({"__metadata__": {}, **{name: {} for name in tensors}}).encode()
-        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 @pytest.mark.parametrize("kind", ["index", "single"])
@@ -319,24 +320,131 @@ def test_doctor_knows_the_names_of_a_mixture_by_its_config(tmp_path):
     assert rows["3"] == ("qkv_proj, o_proj, experts", "router (always: router)")
 
 
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+MIXTURE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 2}
+
+
+def stored(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file with this header, whatever it is."""
+    text = json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def row(*offsets: int) -> dict:
+    return {"a.weight": {"dtype": "F32", "shape": [1], "data_offsets": list(offsets)}}
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("file", "content", "message"),
     [
-        (None, "no readable Hugging Face model folder (FileNotFoundError"),
-        ("{", "no readable Hugging Face model folder (JSONDecodeError"),
-        ("{}", "no readable Hugging Face model folder (KeyError: 'num_hidden_layers')"),
-        ('{"num_hidden_layers": 2, "num_experts": 8}', "mixture of experts without weights"),
+        (None, None, "config.json' cannot be read (No such file or directory); point --model at"),
+        (CONFIG, "{", "config.json' is not valid JSON (Expecting property name"),
+        (CONFIG, "", "config.json' is not valid JSON (Expecting value"),
+        (CONFIG, b"\xff\xfe\x00", "config.json' is not valid JSON ('utf-8' codec"),
+        (CONFIG, "[" * 20000, "config.json' is not valid JSON (maximum recursion depth"),
+        (CONFIG, "9" * 5000, "config.json' is not valid JSON (Exceeds the limit"),
+        (CONFIG, [1, 2], "config.json' holds a list, not a JSON object; correct it."),
+        (CONFIG, None, "config.json' holds a NoneType, not a JSON object"),
+        (CONFIG, {}, "config.json' has no key 'num_hidden_layers'; give a Llama/Qwen3-style"),
+        (CONFIG, {"text_config": {"a": 1}}, "config.json' has no key 'num_hidden_layers'"),
+        (CONFIG, {"text_config": [1]}, "config.json': The model's text_config is [1]; correct it"),
+        *(
+            (
+                CONFIG,
+                {"num_hidden_layers": value},
+                f"num_hidden_layers is {shown}; correct it to an",
+            )
+            for value, shown in [
+                (-3, "-3"),
+                (0, "0"),
+                (True, "True"),
+                (2.0, "2.0"),
+                ("2", "'2'"),
+                (None, "None"),
+                ([2], "[2]"),
+                (10**12, "1000000000000"),
+            ]
+        ),
+        (CONFIG, {"num_hidden_layers": 2, "num_experts": 8}, "mixture of experts without weights"),
+        (CONFIG, MIXTURE | {"num_experts": 0}, "num_experts is 0; correct it"),
+        (CONFIG, MIXTURE | {"num_local_experts": "8"}, "num_local_experts is '8'; correct it"),
+        (CONFIG, MIXTURE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; correct it"),
+        (CONFIG, MIXTURE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; correct it to a list"),
+        (CONFIG, {**MIXTURE, "num_experts": 2, "model_type": "x"}, "mixture of experts without"),
+        (INDEX, "{", "index.json' is not valid JSON"),
+        (INDEX, [], "index.json' holds a list"),
+        (INDEX, {}, "index.json' has no weight_map from tensors to files; download"),
+        (INDEX, {"weight_map": []}, "index.json' has no weight_map from tensors to files"),
+        (INDEX, {"weight_map": {"a.weight": 3}}, "index.json' has no weight_map from tensors to"),
+        (INDEX, {"weight_map": {}}, "' holds no weight; download the model again."),
+        (INDEX, {"weight_map": {"a.weight": "b"}}, "index.json' names 'b', which is not there"),
+        (INDEX, {"weight_map": {"a.weight": "."}}, "index.json' names '.', which is not there"),
+        (INDEX, {"weight_map": {"a.bias": INDEX}}, "' holds no weight; download the model again."),
+        (WEIGHTS, "", "model.safetensors' is no whole safetensors file ("),
+        (WEIGHTS, "version https://git-lfs.github.com/spec/v1", "is no whole safetensors file ("),
+        (WEIGHTS, stored({}, length=2**63), "is no whole safetensors file ("),
+        (WEIGHTS, stored({}, length=100), "is no whole safetensors file ("),
+        (WEIGHTS, stored([]), "is no whole safetensors file ("),
+        (WEIGHTS, stored({"a.weight": {}}), "is no whole safetensors file ("),
+        (WEIGHTS, stored(row(0, 4), b"\0" * 3), "is no whole safetensors file ("),
+        (WEIGHTS, stored({}), "' holds no weight; download the model again."),
     ],
 )
-def test_doctor_with_a_bad_model_folder(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    result = run(engines(), "doctor", "--model", str(tmp_path))
-    assert isinstance(result.exception, Fp8RLError)
-    assert message in str(result.exception)
+def test_doctor_with_a_bad_model_folder(tmp_path, monkeypatch, capsys, file, content, message):
+    if file is not None:
+        if isinstance(content, str):
+            content = content.encode()
+        elif not isinstance(content, bytes):
+            content = json.dumps(content).encode()
+        (tmp_path / file).write_bytes(content)
+    code, out, err = run_main(monkeypatch, capsys, "doctor", "--model", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("Error: ") and err.count("\n") == 1 and str(tmp_path) in err
+
+
+def test_doctor_with_a_model_that_is_no_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "folder" / CONFIG).mkdir(parents=True)
+    for model, message in [
+        ("file", "file/config.json' cannot be read (Not a directory); point --model at"),
+        ("nowhere", "nowhere/config.json' cannot be read (No such file or directory); point"),
+        ("folder", "folder/config.json' cannot be read (Is a directory); point --model at"),
+        ("x" * 300, "cannot be read (File name too long); point --model at"),
+    ]:
+        code, out, err = run_main(monkeypatch, capsys, "doctor", "--model", str(tmp_path / model))
+        assert (code, out) == (2, "")
+        assert message in err and err.count("\n") == 1
+
+
+def test_doctor_takes_odd_names_as_they_are(tmp_path):
+    save_file({"model.layers.²x.²٣.weight": torch.zeros(1)}, tmp_path / WEIGHTS)
+    assert run(engines(), "doctor", "--model", str(tmp_path)).exit_code == 0
+
+
+def test_doctor_wants_a_model_for_the_ranks(tmp_path):
+    """It said nothing of 7 ranks without an engine, which looked like consent."""
+    looks = EngineAdapter("alpha", lambda: GOOD, lambda *request: GOOD)
+    plugins = engines()
+    plugins.engine_adapters = lambda: [looks, EngineAdapter("beta", lambda: GOOD)]
+    (tmp_path / CONFIG).write_text('{"num_hidden_layers": 2}')
+    model = ("--model", str(tmp_path))
+    for arguments in (
+        (),
+        model,
+        ("alpha",),
+        ("alpha", "--layers", "2"),
+        ("beta", *model),
+    ):
+        result = run(plugins, "doctor", *arguments, "--tp", "7")
+        assert isinstance(result.exception, OptionError), arguments
+        assert "--tp says how an engine splits a model: give it with --model and" in str(
+            result.exception
+        )
+    assert run(plugins, "doctor", "alpha", *model, "--tp", "7").exit_code == 0
 
 
 def test_doctor_wants_one_size(tmp_path):
     result = run(engines(), "doctor", "--model", str(tmp_path), "--layers", "2")
-    assert isinstance(result.exception, UnsupportedError)
+    assert isinstance(result.exception, OptionError)
     assert "--layers or --model, not both" in str(result.exception)

@@ -22,7 +22,7 @@ from fp8rl.kv_scales import (
 )
 
 K0 = "model.layers.0.self_attn.k_scale"
-BAD = [0.0, -0.0, -1.0, math.nan, math.inf, -math.inf]
+BAD = [0.0, -0.0, -1.0, math.nan, math.inf, -math.inf, 1e-45, 1e-38, 1e-16, 1e16, 3e38]
 
 
 @given(layer=st.integers(0, 10_000), role=st.sampled_from(ROLES))
@@ -64,11 +64,13 @@ def test_scale_is_amax_times_margin_over_448():
         assert scale.item() == pytest.approx(value * 1.25 / 448, rel=1e-6), name
 
 
-@pytest.mark.parametrize("bad", [*BAD, 1e-45])
+@pytest.mark.parametrize("bad", BAD)
 def test_amax_without_a_scale(bad):
-    amax = torch.ones(2, 3)
-    amax[1, 2] = bad
-    with pytest.raises(ScaleError, match=r"'model\.layers\.1\.self_attn\.v_scale' is .* Calibrate"):
+    amax = torch.ones(2, 3, dtype=torch.float64)
+    amax[1, 2] = bad * 448
+    with pytest.raises(
+        ScaleError, match=r"'model\.layers\.1\.self_attn\.v_scale' is .* [Cc]alibrate"
+    ):
         scales_from_amax(amax, margin=1.0)
 
 
@@ -88,6 +90,24 @@ def test_check_scale_returns_the_float(scale):
 def test_check_scale_refuses(bad, wrap):
     with pytest.raises(ScaleError, match=f"'{K0}' is "):
         check_scale(K0, wrap(bad))
+
+
+@pytest.mark.parametrize("bound", [2.0**-50, 2.0**50])
+def test_with_a_scale_that_passes_attention_computes_numbers(bound):
+    """Down to E4M3's smallest code and up to its largest, over a wide head, in both dtypes."""
+    for dtype in (torch.float32, torch.bfloat16):
+        scale = torch.tensor(check_scale(K0, bound), dtype=dtype)
+        for code, normal in ((448.0, True), (2.0**-9, True), (0.0, False)):
+            values = torch.full((1024,), code).to(torch.float8_e4m3fn).to(dtype) * scale
+            product = values @ values
+            assert product.isfinite() and (product >= torch.finfo(dtype).tiny) == normal
+        assert (1 / scale).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_check_scale_casts_nothing(dtype):
+    with pytest.raises(ScaleError, match=f"'{K0}' came in {dtype}; send it in float32"):
+        check_scale(K0, torch.ones(1, dtype=dtype))
 
 
 @pytest.mark.parametrize("shape", [(0,), (2,)])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, quantize_block, quantize_blocks
+from fp8rl.numerics._finite import largest_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE]
 
@@ -33,6 +34,23 @@ def test_all_finite_finds_the_tensors_with_a_bad_element(data):
 
 def test_the_largest_finite_values_are_finite():
     assert all_finite([torch.full((2,), torch.finfo(d).max, dtype=d) for d in DTYPES]) == [True] * 4
+
+
+@pytest.mark.parametrize("limit", [1.0, 3e4, 65504.0, 3.2e38])
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_what_is_beyond_a_limit_passes_for_infinite(dtype, limit):
+    """Numbers of 16 bits, and in float32 those beside the limit, against a comparison."""
+    if dtype == torch.float32:
+        at = torch.tensor(limit)
+        numbers = torch.stack([at.nextafter(torch.tensor(to)) for to in (0.0, limit, torch.inf)])
+    else:
+        numbers = torch.arange(1 << 16).short().view(dtype)
+    wanted = torch.isfinite(numbers) & (numbers.double().abs() <= limit)
+    some = slice(None, None, 1 if dtype == torch.float32 else 257)
+    assert all_finite(list(numbers[some]), limit) == wanted[some].tolist()
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    magnitudes = numbers.abs().view(kind)
+    assert torch.equal(magnitudes <= largest_bits(dtype, limit), wanted)
 
 
 def empty(rows: int, columns: int) -> Quantized:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pydantic
 import pytest
@@ -178,8 +179,21 @@ def test_bad_values(data, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("r.json", b"{", "r.json is not valid JSON"),
-        ("r.yaml", b"a: [1", "r.yaml is not valid YAML"),
+        ("r.json", b"{", "r.json is not valid JSON: Expecting property name"),
+        ("r.json", b'{"a": ' * 20000, "r.json is not valid JSON: it is nested too deeply."),
+        ("r.json", b"9" * 5000, "r.json is not valid JSON: Exceeds the limit"),
+        (
+            "r.yaml",
+            b"pins:\n  layers: [1",
+            "r.yaml is not valid YAML at line 2, column 13: while parsing a flow sequence, "
+            "expected ',' or ']', but got '<stream end>'.",
+        ),
+        ("r.yaml", b"a: 1\n---\nb: 2", "r.yaml is not valid YAML at line 2, column 1: expected"),
+        ("r.yaml", b"a: 1\nb: \x01", "r.yaml is not valid YAML at line 2: character #x0001"),
+        ("r.yaml", b"[" * 5000, "r.yaml is not valid YAML: it is nested too deeply."),
+        ("r.yaml", b"a: 2026-13-45", "r.yaml holds a value that YAML cannot read: month must be"),
+        ("r.yaml", b"a: !!int ''", "r.yaml holds a value that YAML cannot read"),
+        ("r.yaml", b"a: &a [*a]", "unknown key"),
         ("r.yaml", b"- 1\n- 2\n", "r.yaml must be a mapping of recipe keys, not list"),
         ("r.yaml", b"\xff\xfe\xfa", "r.yaml' cannot be read"),
         ("r.yaml", b"pins: {layrs: [1]}", "r.yaml.pins.layrs'"),
@@ -190,6 +204,136 @@ def test_bad_files(tmp_path, name, content, message):
     with pytest.raises(RecipeError) as caught:
         Recipe.load(tmp_path / name)
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def leaves(data: dict, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for key, value in data.items():
+        found += leaves(value, (*path, key)) if isinstance(value, dict) else [(*path, key)]
+    return found
+
+
+def value_at(path: tuple[str, ...]) -> Any:
+    value: Any = FULL
+    for key in path:
+        value = value[key]
+    return value
+
+
+def changed(path: tuple[str, ...], value: Any) -> dict:
+    """``FULL`` with one value replaced."""
+    data = json.loads(json.dumps(FULL))
+    section = data
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = value
+    return data
+
+
+WRONG: dict[type, list[Any]] = {
+    bool: [1, 0.0, "true", "off"],
+    int: [True, 1.0, "1"],
+    float: [True, "1.5"],
+    str: [True, 1],
+}
+
+
+@pytest.mark.parametrize("path", leaves(FULL), ids=".".join)
+def test_nothing_is_cast(path):
+    """Each of these is a value that YAML makes by itself, and that Python would convert."""
+    right = value_at(path)
+    for wrong in WRONG[type(right[-1] if isinstance(right, list) else right)]:
+        given = [*right[:-1], wrong] if isinstance(right, list) else wrong
+        with pytest.raises(RecipeError) as caught:
+            Recipe.from_dict(changed(path, given))
+        assert f"'recipe.{'.'.join(path)}" in str(caught.value), given
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"layers": [True]}, "'recipe.pins.layers.0' must be a valid integer, not True"),
+        ({"layers": [0, 1.0]}, "'recipe.pins.layers.1' must be a valid integer, not 1.0"),
+        ({"first": False}, "'recipe.pins.first' must be a valid integer, not False"),
+        ({"last": "1"}, "'recipe.pins.last' must be a valid integer, not '1'"),
+        ({"names": "o_proj"}, "'recipe.pins.names' must be a list, not 'o_proj'"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_value(pins, message):
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_dict({"pins": pins})
+    assert str(caught.value) == f"Bad recipe: {message}."
+
+
+def test_whole_numbers_may_stand_for_floats():
+    assert Recipe.from_dict({"kv_cache": {"margin": 2}}).kv_cache.margin == 2.0
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "0.0001"])
+def test_exponents_need_no_dot_in_yaml(tmp_path, number):
+    """YAML 1.1, which PyYAML reads, takes ``1e-4`` for a string."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"importance_sampling:\n  token_veto: {number}\n")
+    assert Recipe.load(path).importance_sampling.token_veto == 1e-4
+    path.write_text(f"importance_sampling:\n  token_veto: '{number}'\n")
+    with pytest.raises(RecipeError, match="token_veto' must be a valid number, not '"):
+        Recipe.load(path)
+
+
+@pytest.mark.parametrize("path", [*leaves(FULL), ("pins",), ("importance_sampling",)], ids=".".join)
+def test_a_key_twice_is_an_error(tmp_path, path):
+    """Both parsers would keep the last one: a pin would be lost without a word."""
+    marked = json.dumps(changed(path, "HERE"), indent=1)
+    value = json.dumps(value_at(path))
+    twice = marked.replace('"HERE"', f'{value},\n"{path[-1]}": {value}')
+    dotted = ".".join(path)
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load(twice)
+    assert str(caught.value) == f"'recipe.{dotted}' is given twice; keep one of them."
+    line = marked[: marked.index('"HERE"')].count("\n") + 1
+    file = tmp_path / "r.yaml"
+    file.write_text(twice)  # JSON is YAML
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load(file)
+    assert f"r.yaml.{dotted}' is given twice, in lines {line} and {line + 1}; keep" in str(
+        caught.value
+    )
+
+
+def test_a_key_twice_inside_a_list_or_in_the_environment(tmp_path, monkeypatch):
+    path = tmp_path / "r.yaml"
+    path.write_text("pins:\n  layers:\n  - a: 1\n    a: 2\n")
+    with pytest.raises(
+        RecipeError, match=r"r\.yaml\.pins\.layers\.0\.a' is given twice, in lines 3"
+    ):
+        Recipe.load(path)
+    monkeypatch.setenv(RECIPE_ENV, '{"pins": {"last": 1}, "pins": {"last": 2}}')
+    with pytest.raises(RecipeError, match=rf"'{RECIPE_ENV}\.pins' is given twice"):
+        Recipe.from_env()
+
+
+def test_anchors_and_merges_are_no_twins(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "weights: &w {scale_format: pow2}\nactivations:\n  <<: *w\n  scale_format: fp32\n"
+    )
+    recipe = Recipe.load(path)
+    assert (recipe.weights.scale_format, recipe.activations.scale_format) == ("pow2", "fp32")
+
+
+@pytest.mark.parametrize(
+    "name", ["FP8RL_RECIPES", "FP8_RL_RECIPE", "fp8rl_recipe", "FP8RL_RECIPIE"]
+)
+def test_a_misspelled_environment_variable(monkeypatch, name):
+    monkeypatch.delenv(RECIPE_ENV, raising=False)
+    monkeypatch.setenv("FP8RL_DEBUG", "1")
+    assert Recipe.from_env() is None
+    monkeypatch.setenv(name, "{}")
+    with pytest.raises(RecipeError, match=rf"'{name}' is not read by fp8rl; write '{RECIPE_ENV}'"):
+        Recipe.from_env()
+    monkeypatch.setenv(RECIPE_ENV, '{"rollout": false}')
+    assert Recipe.from_env() == Recipe(rollout=False)
 
 
 def test_missing_file_and_bad_text(tmp_path):
@@ -199,6 +343,8 @@ def test_missing_file_and_bad_text(tmp_path):
         Recipe.load(tmp_path)
     with pytest.raises(RecipeError, match="recipe is not valid JSON"):
         Recipe.load("{not json")
+    with pytest.raises(RecipeError, match=r"cannot be read: .*File name too long"):
+        Recipe.load("pins: {last: 1}" * 300)
 
 
 pins = st.builds(

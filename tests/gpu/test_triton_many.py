@@ -107,6 +107,18 @@ def test_one_bad_element_is_found_in_its_tensor(number, place, value):
     assert answers(tensors) == [i != number for i in range(len(tensors))]
 
 
+@pytest.mark.parametrize("limit", [65504.0, 3.2e38])
+def test_what_is_beyond_a_limit_is_found(limit):
+    tensors, wanted = [], []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE):
+        for value in (448.0, 65504.0, 65536.0, -3.1e38, 3.3e38):
+            if dtype in (torch.float16, FP8_DTYPE) and abs(value) > torch.finfo(dtype).max:
+                continue
+            tensors.append(torch.full((many._SEGMENT + 3,), value).to(dtype).to(DEVICE))
+            wanted.append(bool(tensors[-1][0].double().abs() <= limit))
+    assert many.start_finite_check(tensors, limit)() == wanted
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_shards_go_straight_into_live_storage(dtype):
     """Narrowed along either dimension, at any offset; rows beside them keep their bytes."""

@@ -20,14 +20,16 @@ from megatron.core.transformer.module import Float16Module
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config
 
-from fp8rl import PluginManager, Recipe, hookimpl
+from fp8rl import PinPolicy, PluginManager, Recipe, hookimpl
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl import Conversion, convert, weight_codes_hf
+from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes_hf
+from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from megatron_fp8rl.sites import sites
 from megatron_fp8rl.testing.models import build_gpt
 
 pytestmark = pytest.mark.usefixtures("mcore")
@@ -180,17 +182,7 @@ def test_pinned_modules_keep_their_exact_class(pins, bf16):
 
 
 def test_pins_are_global_under_virtual_pipeline_stages():
-    chunks = [
-        _gpt(
-            layers=4,
-            pipeline_model_parallel_size=2,
-            virtual_pipeline_model_parallel_size=2,
-            vp_stage=stage,
-            pre_process=stage == 0,
-            post_process=False,
-        )
-        for stage in range(2)
-    ]
+    chunks = _chunks()
     assert [len(chunk.decoder.layers) for chunk in chunks] == [1, 1]
     # The first pipeline rank holds layers 0 and 2; both are number 0 of their chunk.
     conversion = _convert(chunks, _recipe(layers=(-2,)))
@@ -206,6 +198,37 @@ def test_pins_are_global_under_virtual_pipeline_stages():
         with pytest.raises(PinError, match="match"):
             _convert(chunks, _recipe(**pins))
     assert not any(hasattr(m, "fp8_state") for chunk in chunks for m in chunk.modules())
+
+
+def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
+    """Class and storage of each weight, against its row. The naive way forwards a part of the
+    settings (NeMo RL did not pass ``first_last_layers_bf16`` on) or counts the layers of one stage:
+    either gives another table, which is compared with the saved one."""
+    gpt = _gpt(layers=4)
+    conversion = _convert(gpt, _recipe(first=1, last=1, names=("model.layers.1.mlp.down_proj",)))
+    rows = {row.name: row.precision for row in conversion.policy.report()}
+    checked = set()
+    for site in sites(gpt):
+        fp8 = type(site.module) in (Fp8ColumnParallelLinear, Fp8RowParallelLinear)
+        assert fp8 or type(site.module) in (ColumnParallelLinear, RowParallelLinear)
+        assert site.module.weight.dtype == torch.bfloat16  # codes are beside it, never instead
+        codes = weight_codes_hf(site.module).values() if fp8 else ()
+        assert all(held.codes.dtype == torch.float8_e4m3fn for held in codes)
+        for part in site.layout.parts:
+            name = f"{site.name.rpartition('.')[0]}.{part}"
+            assert rows[name] == ("fp8" if fp8 else "bf16"), name
+            checked.add(name)
+    others = {"lm_head", "embed_tokens", "norm"}
+    assert checked == {r.name for r in conversion.policy.report() if r.kind not in others}
+    assert {rows[name] for name in ("model.embed_tokens", "model.norm", "lm_head")} == {"bf16"}
+
+    conversion.save_table(tmp_path)
+    pinned = {name for name in checked if rows[name] == "bf16"}
+    naive = PinPolicy.for_dense_model(Pins(), 4)
+    assert set(table.differences(tmp_path, naive)) == pinned and len(pinned) == 2 * 7 + 1
+    naive = PinPolicy.for_dense_model(Pins(first=1, last=1), 2)  # two stages of two layers: all
+    assert all(row.precision == "bf16" for row in naive.report())
+    assert conversion.table_differences(tmp_path) == {}
 
 
 def test_pins_of_plugins_join_those_of_the_recipe():
@@ -254,7 +277,6 @@ def test_close_gives_the_upstream_model_back():
     conversion.close()
     conversion.close()
     assert torch.equal(_loss(gpt, tokens), before)
-    assert not conversion.modules
     assert len(_convert(gpt).modules) == 8  # and it can be converted again
 
 
@@ -348,13 +370,153 @@ def test_a_pinned_module_may_be_of_any_class():
     assert len(_convert(gpt, _recipe(names=("*.1.mlp.gate_proj", "*.1.mlp.up_proj"))).modules) == 7
 
 
-def test_converting_twice_is_an_error():
-    gpt = _gpt()
-    conversion = _convert(gpt)
-    with pytest.raises(UnsupportedError, match=r"linear_qkv' runs in FP8 already; close\(\)"):
-        _convert(gpt)
-    assert torch.isfinite(_loss(gpt, _tokens())).all()
+# ---- several handles of one model
+
+
+def _use(conversion: Conversion, folder: Any) -> dict[str, Callable[[], Any]]:
+    return {
+        "modules": lambda: conversion.modules,
+        "invalidate": conversion.invalidate,
+        "drop_codes": conversion.drop_codes,
+        "tune": lambda: conversion.tune(8),
+        "save_table": lambda: conversion.save_table(folder),
+        "table_differences": lambda: conversion.table_differences(folder),
+    }
+
+
+@pytest.mark.parametrize("recipe", ["same", "other pins", "bf16"])
+def test_converting_twice_is_an_error_whatever_the_second_recipe(recipe):
+    """With other pins no module is asked for twice, so a check of each module to convert passes,
+    and the second table lies: it calls layer 0 BF16, which runs in FP8."""
+    gpt, tokens = _gpt(), _tokens()
+    conversion = _convert(gpt, _recipe(last=1))
+    before = _loss(gpt, tokens)
+    modules = dict(conversion.modules)
+    assert not set(modules) & {f"model.layers.1.{leaf}" for leaf in LINEARS}
+    second = {
+        "same": _recipe(last=1),
+        "other pins": _recipe(first=1),
+        "bf16": Recipe(training=False),
+    }[recipe]
+    with pytest.raises(UnsupportedError, match=r"linear_\w+' runs in FP8 already; close\(\)"):
+        _convert(gpt, second)
+    assert torch.equal(_loss(gpt, tokens), before)
+    assert conversion.modules == modules
     conversion.close()
+
+
+def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
+    """The naive handle keeps a list of modules: it tells of FP8 modules that run in BF16, and its
+    own close() raises a TypeError half way."""
+    gpt, tokens = _gpt(), _tokens()
+    bf16 = _loss(gpt, tokens)
+    one = _convert(gpt)
+    two = conversion_of(gpt)
+    assert one.modules == two.modules
+    two.close()
+    assert torch.equal(_loss(gpt, tokens), bf16)
+    for handle in (one, two):
+        for name, call in _use(handle, tmp_path).items():
+            with pytest.raises(
+                UnsupportedError, match=r"handle of a conversion is closed: .*; use"
+            ):
+                call()
+            assert not list(tmp_path.iterdir()), name
+    one.close()  # there is nothing left to do, and that is no error
+    two.close()
+    assert torch.equal(_loss(gpt, tokens), bf16)
+    with pytest.raises(UnsupportedError, match="No module of this model was converted"):
+        conversion_of(gpt)
+
+
+def test_a_stale_handle_does_not_turn_off_a_later_conversion(tmp_path):
+    gpt, tokens = _gpt(), _tokens()
+    one = _convert(gpt)
+    conversion_of(gpt).close()
+    later = _convert(gpt, _recipe(first=1))
+    fp8, modules = _loss(gpt, tokens), dict(later.modules)
+    with pytest.raises(UnsupportedError, match=r"'model\.layers\.1\..*' was converted again after"):
+        one.close()
+    for call in _use(one, tmp_path).values():
+        with pytest.raises(UnsupportedError, match="is closed"):
+            call()
+    assert torch.equal(_loss(gpt, tokens), fp8) and later.modules == modules
+    later.close()
+    one.close()
+    assert not any(hasattr(m, "fp8_setup") for m in gpt.modules())
+
+
+def _chunks() -> list[Any]:
+    """Layers 0 and 2 of 4, as the first of two pipeline ranks holds them."""
+    return [
+        _gpt(
+            layers=4,
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+            vp_stage=stage,
+            pre_process=stage == 0,
+            post_process=False,
+        )
+        for stage in range(2)
+    ]
+
+
+def test_chunks_that_handles_share():
+    first, second = chunks = _chunks()
+    whole = _convert(chunks)
+    part = conversion_of(first)
+    assert set(part.modules) == {name for name in whole.modules if ".0." in name}
+    part.close()
+    with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\..*' was converted back"):
+        _ = whole.modules
+    with pytest.raises(UnsupportedError, match="runs in FP8 already"):
+        _convert(chunks)  # the second is; the first must stay as it is
+    assert not any(hasattr(m, "fp8_state") for m in first.modules())
+    whole.close()  # what is left of it
+    assert not any(hasattr(m, "fp8_state") for m in second.modules())
+
+    for pins in ({"first": 1}, {"kinds": ("o_proj",)}):  # of the first chunk: all, or some
+        _convert(first, _recipe(**pins))
+        _convert(second, _recipe(last=1))
+        with pytest.raises(UnsupportedError, match="converted with another recipe than the rest"):
+            conversion_of(chunks)
+        conversion_of(second).close()
+        if "kinds" in pins:
+            conversion_of(first).close()
+
+
+def test_chunks_that_hold_a_layer_twice_change_nothing():
+    """A policy and its reference, or one model twice: under one name a handle would hold one of
+    them, and closing it would leave the other in FP8."""
+    gpt = _gpt()
+    for chunks in ([gpt, _gpt()], [gpt, Float16Module(gpt.config, gpt)]):
+        with pytest.raises(UnsupportedError, match=r"chunks hold 'model\.layers\.0\..*' twice"):
+            _convert(chunks)
+        assert not any(hasattr(m, "fp8_state") for chunk in chunks for m in chunk.modules())
+    _convert(gpt)
+    with pytest.raises(UnsupportedError, match="twice"):
+        conversion_of([gpt, gpt])
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5])
+def test_an_interrupt_leaves_a_model_that_can_be_converted(calls, monkeypatch):
+    gpt, tokens = _gpt(), _tokens()
+    bf16 = _loss(gpt, tokens)
+    looked_up = conversion_module.fp8_class
+    left = [8 + calls]  # each module is looked up when it is checked and when it is swapped
+
+    def interrupted(kind: type) -> type | None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return looked_up(kind)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(conversion_module, "fp8_class", interrupted)
+        _convert(gpt)
+    assert not any(hasattr(m, "fp8_setup") or hasattr(m, "fp8_state") for m in gpt.modules())
+    assert torch.equal(_loss(gpt, tokens), bf16)
+    assert len(_convert(gpt).modules) == 8
 
 
 def test_other_models_and_bad_pins_are_errors():

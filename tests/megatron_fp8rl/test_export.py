@@ -19,8 +19,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from fp8rl import PinPolicy
 from fp8rl.errors import CheckpointError, UnsupportedError
-from megatron_fp8rl.export import export_hf, load_hf
+from fp8rl.numerics import dequantize_block, quantize_block
+from fp8rl.pinning import mixture_module_names
+from fp8rl.recipe import Pins
+from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.testing.models import build_gpt
 
 SMALL: dict[str, Any] = {
@@ -291,3 +295,101 @@ def test_builder_refuses_what_it_cannot_express(mcore, change, message):
         setattr(config, key, value)
     with pytest.raises(UnsupportedError, match=message):
         build_gpt(config)
+
+
+# ---- codes on the wire
+
+
+class _Rollout:
+    """The weights of one rollout rank, quantized on its own ``[q; k; v]`` and ``[gate; up]``."""
+
+    FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
+
+    def __init__(self, weights: dict[str, torch.Tensor], ranks: int, rank: int) -> None:
+        self.parts: dict[str, torch.Tensor] = {}
+        local = {
+            leaf: weight.chunk(ranks, 1 if leaf in ("o_proj", "down_proj") else 0)[rank]
+            for leaf, weight in weights.items()
+        }
+        for leaves in (*self.FUSED.values(), ("o_proj",), ("down_proj",)):
+            codes, scale_inv = quantize_block(torch.cat([local[leaf] for leaf in leaves]))
+            values = dequantize_block(codes, scale_inv).split([len(local[leaf]) for leaf in leaves])
+            self.parts |= dict(zip(leaves, values, strict=True))
+
+
+def _dequantized(wire: dict[str, torch.Tensor], ranks: int, rank: int) -> dict[str, torch.Tensor]:
+    """This rank's part of what came as codes, each on the grid of its whole matrix."""
+    values = {}
+    for name, codes in wire.items():
+        if codes.dtype == torch.float8_e4m3fn:
+            leaf = name.split(".")[-2]
+            whole = dequantize_block(codes, wire[f"{name}_scale_inv"])
+            values[leaf] = whole.chunk(ranks, 1 if leaf in ("o_proj", "down_proj") else 0)[rank]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "without"),
+    [  # query heads, key and value heads, head size, width
+        ((4, 2, 128, 512), 1, set()),
+        ((4, 2, 128, 512), 2, set()),
+        ((4, 1, 64, 512), 1, {"k_proj", "v_proj"}),
+        ((4, 2, 64, 768), 1, set()),
+        ((4, 2, 64, 512), 2, {"k_proj", "v_proj"}),
+        ((3, 3, 64, 328), 1, {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}),
+        ((4, 4, 128, 768), 4, {"gate_proj", "up_proj", "down_proj"}),  # 192 a rank
+        ((2, 2, 64, 512), 2, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    ],
+)
+def test_fp8_wire_sends_codes_that_the_rollout_takes_as_they_are(shape, ranks, without, caplog):
+    """The codes on the wire have the values that each rank of the rollout makes of the weights
+    itself, so the export loses nothing. The naive way, codes for every matrix, has other values in
+    exactly those matrices that ``fp8_wire`` sends as they are."""
+    heads, kv_heads, size, width = shape
+    rows = {"q_proj": heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        leaf: torch.randn(*dims, generator=generator).bfloat16() * scale
+        for leaf, dims, scale in (
+            *((leaf, (n, 256), 1.0 + i) for i, (leaf, n) in enumerate(rows.items())),
+            ("o_proj", (256, heads * size), 1.0),
+            ("gate_proj", (width, 256), 1.0),
+            ("up_proj", (width, 256), 2.0),
+            ("down_proj", (256, width), 1.0),
+        )
+    }
+    prefix = {leaf: "mlp" if "up" in leaf or leaf in ("gate_proj", "down_proj") else "self_attn"
+              for leaf in weights}  # fmt: skip
+    stream = [(f"model.layers.0.{prefix[leaf]}.{leaf}.weight", w) for leaf, w in weights.items()]
+    policy = PinPolicy.for_dense_model(Pins(), 1)
+    with caplog.at_level("WARNING", logger="megatron_fp8rl"):
+        wire = dict(fp8_wire(stream, policy, tensor_parallel_size=ranks))
+    naive: dict[str, torch.Tensor] = {}
+    for name, weight in stream:
+        naive[name], naive[f"{name}_scale_inv"] = quantize_block(weight)
+
+    assert {name.split(".")[-2] for name, t in wire.items() if t.dtype == torch.bfloat16} == without
+    wrong = set()
+    for rank in range(ranks):
+        rollout = _Rollout(weights, ranks, rank)
+        sent = _dequantized(wire, ranks, rank)
+        assert set(sent) == set(weights) - without
+        for leaf, values in sent.items():
+            assert torch.equal(values, rollout.parts[leaf]), leaf
+        for leaf, values in _dequantized(naive, ranks, rank).items():
+            wrong |= set() if torch.equal(values, rollout.parts[leaf]) else {leaf}
+    assert wrong <= without and (bool(wrong) == bool(without))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (1 if without else 0)
+    assert all(f"model.layers.*.{prefix[leaf]}.{leaf} (1)" in told[0] for leaf in without)
+
+
+def test_experts_travel_as_codes_where_no_rank_cuts_a_block():
+    """An expert's matrices have a grid each in the rollout (768 rows over 4 ranks are 192)."""
+    policy = PinPolicy(Pins(), mixture_module_names(1, [True]))
+    names = [f"model.layers.0.mlp.experts.0.{x}_proj.weight" for x in ("gate", "up", "down")]
+    for width, ranks, codes in ((768, 1, True), (768, 4, False), (192, 1, True), (768, 2, True)):
+        shapes = [(width, 128), (width, 128), (128, width)]
+        stream = [(n, torch.randn(shape)) for n, shape in zip(names, shapes, strict=True)]
+        wire = dict(fp8_wire(stream, policy, tensor_parallel_size=ranks))
+        assert all((wire[n].dtype == torch.float8_e4m3fn) is codes for n in names), (width, ranks)

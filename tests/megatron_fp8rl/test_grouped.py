@@ -19,7 +19,7 @@ from fp8rl.gemm import (
 )
 from megatron_fp8rl.backends import BackendChoice
 from megatron_fp8rl.grouped import Fp8Grouped, Fp8GroupedState, even_shape, grouped_linear
-from megatron_fp8rl.layout import RowLayout, plain_layout
+from megatron_fp8rl.layout import RowLayout, gate_up_layout, plain_layout
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
@@ -85,7 +85,7 @@ def _each(
     st.sampled_from(["none", "ddp", "apex", "some"]),
     st.sampled_from([(), (1,), (0, 1, 2, 3)]),
     st.booleans(),
-    st.sampled_from([plain_layout("x", OUT), INTERLEAVED]),
+    st.sampled_from([plain_layout("x", OUT), INTERLEAVED, gate_up_layout(OUT // 2, apart=True)]),
     st.booleans(),
 )
 def test_results_are_those_of_each_expert_bit_for_bit(

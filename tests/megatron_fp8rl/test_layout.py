@@ -58,6 +58,24 @@ def test_codes_taken_in_place_are_those_of_the_hf_order(case, scale_format):
     assert torch.equal(taken.scale_inv, expected.scale_inv)
 
 
+@given(st.integers(1, 3).map(lambda n: 64 * n), st.integers(1, 3))
+@settings(max_examples=12, deadline=None)
+def test_parts_that_lie_apart_have_the_codes_of_each_hf_tensor(width, groups):
+    """Whatever their width and order; in one matrix the parts would share a block."""
+    layout = RowLayout(("gate_proj", "up_proj"), (width, width), groups, apart=True)
+    assert layout.aligned and layout.in_place == (width % 128 == 0)
+    parts = {part: torch.randn(groups, width, 72) for part in layout.parts}
+    w = torch.cat(list(parts.values()), 1).flatten(0, 1)
+    hf = layout.to_hf(w)
+    assert torch.equal(layout.from_hf(hf), w)
+    assert torch.equal(layout.to_hf(w.t(), -1), hf.t())
+    assert torch.equal(layout.from_hf(hf.t(), 1), w.t())
+    for part, codes in layout.split_codes(quantize_block(hf)).items():
+        expected = quantize_block(parts[part].flatten(0, 1))
+        assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(codes.scale_inv, expected.scale_inv)
+
+
 def test_split_codes_equal_those_of_each_hf_tensor():
     layout = qkv_layout(4, 2, 64)  # q: 256 rows, k and v: 128
     assert not layout.in_place
@@ -81,6 +99,8 @@ def test_split_codes_equal_those_of_each_hf_tensor():
         (qkv_layout(3, 1, 64), True, False),  # one group is in HF's order already
         (gate_up_layout(256), True, True),
         (gate_up_layout(192), True, False),
+        (gate_up_layout(192, apart=True), False, True),
+        (gate_up_layout(256, apart=True), True, True),
         (plain_layout("o_proj", 100), True, True),
     ],
 )

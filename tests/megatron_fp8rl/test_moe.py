@@ -74,7 +74,8 @@ def _grouped(experts: int, out_features: int, in_features: int):
 @pytest.mark.parametrize("splits", [(40, 130, 7), (0, 177, 0), (177, 0, 0), (0, 0, 0)])
 @pytest.mark.parametrize("fusion", [False, True])
 def test_each_expert_has_groups_of_its_own_tokens(splits, fusion):
-    """Against float64 on operands that are quantized expert by expert."""
+    """Against float64 on operands that are quantized expert by expert. The naive way, groups of 128
+    tokens counted on through all experts, mixes the tokens of two of them into one scale."""
     torch.manual_seed(0)
     weights, state = _grouped(3, 96, 160)
     for weight in weights if fusion else ():
@@ -98,6 +99,11 @@ def test_each_expert_has_groups_of_its_own_tokens(splits, fusion):
         assert weight.grad is not None  # DDP's hook needs one, also of an expert without tokens
         for a, b in ((yi - bias, groups(xi) @ w.t()), (dxi, groups(gi) @ w), (got, dw)):
             torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-4)
+    if splits[0] == 40:
+        naive = [groups(t.t()).split(splits, 1) for t in (grad, x.detach())]
+        for expert, (gi, xi) in enumerate(zip(*naive, strict=True)):
+            got = weights[expert].main_grad - 1 if fusion else weights[expert].grad
+            assert not torch.allclose(got.double(), gi @ xi.t(), rtol=1e-4, atol=1e-4)
 
 
 def test_grouped_splits_must_add_up():
@@ -190,6 +196,47 @@ def test_routers_stay_bf16_and_codes_are_those_of_the_export(monkeypatch):
     again = build_gpt(EXPERTS, seed=3, **SHARED)
     load_hf(again, exported)
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), again.parameters(), strict=True))
+
+
+def test_experts_of_any_width_have_the_codes_of_the_rollout():
+    """768 rows of gate and up over 4 ranks are 192. vLLM's kernels begin each of both with a block
+    of its own. The naive way, blocks over ``[gate; up]`` as in a dense MLP, has the last 64 rows of
+    gate and all of up on other blocks."""
+    config = Qwen3MoeConfig(**{**EXPERTS.to_dict(), "moe_intermediate_size": 192})
+    gpt = build_gpt(config, dtype=torch.float32)
+    conversion = _convert(gpt)
+    exported = dict(export_hf(gpt))
+    wire = dict(fp8_wire(export_hf(gpt), conversion.policy))
+    name = "model.layers.1.mlp.experts.2.gate_up_proj"
+    linear: Any = conversion.modules[name]
+    held = weight_codes_hf(linear)
+    parts = []
+    for leaf in ("gate_proj", "up_proj"):
+        hf = name.replace("gate_up_proj", leaf)
+        codes, expected = held[hf], quantize_block(exported[f"{hf}.weight"])
+        for found in (codes, (wire[f"{hf}.weight"], wire[f"{hf}.weight_scale_inv"])):
+            assert torch.equal(found[0].view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(found[1], expected.scale_inv)
+        parts.append(dequantize_block(*expected))
+    weight = torch.cat(parts)
+    naive = dequantize_block(*quantize_block(linear.weight.detach()))
+    assert (naive != weight)[128:].float().mean() > 0.1 and torch.equal(naive[:128], weight[:128])
+
+    # Forward and backward multiply with exactly these values.
+    x = torch.randn(37, 128, requires_grad=True)
+    grad = torch.randn(37, 384)
+    y, _ = linear(x)
+    y.backward(grad)
+    xq, gate, up = (
+        dequantize_group(*quantize_group(t)).double() for t in (x.detach(), *grad.chunk(2, 1))
+    )
+    torch.testing.assert_close(y.double(), xq @ weight.double().t(), rtol=1e-4, atol=1e-4)
+    expected = torch.cat((gate, up), 1) @ weight.double()
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-4)
+    tokens = [dequantize_group(*quantize_group(t.t())).double() for t in (grad, x.detach())]
+    torch.testing.assert_close(
+        linear.weight.grad.double(), tokens[0] @ tokens[1].t(), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_stacked_experts_are_not_passed_by_in_silence():

@@ -13,12 +13,15 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, optimizer_config
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.module import Float16Module
+from torch.overrides import TorchFunctionMode
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import CheckpointError
+from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl import convert
 from megatron_fp8rl.table import FILE_NAME
@@ -68,26 +71,36 @@ class Run:
     is all there is without TransformerEngine."""
 
     def __init__(
-        self, *, fp8: bool, seed: int, kind: str = "dense", **convert_options: Any
+        self,
+        *,
+        fp8: bool,
+        seed: int,
+        kind: str = "dense",
+        use_distributed_optimizer: bool = False,
+        **convert_options: Any,
     ) -> None:
         self.gpt = build_gpt(CONFIGS[kind], seed=seed)
         config = self.gpt.config
         self.ddp = DistributedDataParallel(
             config=config,
-            ddp_config=DistributedDataParallelConfig(),
+            ddp_config=DistributedDataParallelConfig(
+                use_distributed_optimizer=use_distributed_optimizer
+            ),
             module=Float16Module(config, self.gpt),
         )
         self.conversion = _convert(self.ddp, **convert_options) if fp8 else None
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=2e-3,
-                bf16=True,
-                params_dtype=torch.bfloat16,
-                clip_grad=1.0,
-            ),
-            [self.ddp],
+        self.optimizer = self.make_optimizer(use_distributed_optimizer=use_distributed_optimizer)
+
+    def make_optimizer(self, **options: Any) -> Any:
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=2e-3,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            clip_grad=1.0,
+            **options,
         )
+        return get_megatron_optimizer(config, [self.ddp])
 
     def step(self, seed: int) -> tuple[float, float]:
         """Loss and gradient norm."""
@@ -96,8 +109,12 @@ class Run:
         loss = _loss(self.ddp, seed)
         loss.backward()
         finalize_model_grads([self.ddp])
+        return float(loss), self.update()
+
+    def update(self) -> float:
+        """The optimizer's step; returns the gradient norm."""
         _, norm, _ = self.optimizer.step()
-        return float(loss), float(norm)
+        return float(norm)
 
     def sharded(self, *, loading: bool) -> dict[str, Any]:
         model = self.gpt.sharded_state_dict()
@@ -237,6 +254,130 @@ def test_the_hazard_that_these_tests_would_see():
     assert not torch.equal(_loss(run.ddp), _loss(other.ddp))
     run.conversion.invalidate()
     assert torch.equal(_loss(run.ddp), _loss(other.ddp))
+
+
+class _SeenAsOnCuda(TorchFunctionMode):
+    """Every tensor says that it is on a GPU, but for pinned copies and what is made of them.
+
+    megatron's HybridDeviceOptimizer offloads parameters of which ``is_cuda`` is true. Around the
+    optimizer alone: kernels are chosen by the same attribute.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.is_cuda.__get__:
+            return not self._on_host(args[0])
+        out = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+        copies = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float)
+        if func is torch.Tensor.pin_memory or (func in copies and self._on_host(args[0])):
+            self._host.append(out)
+        return out
+
+    def _on_host(self, tensor: torch.Tensor) -> bool:
+        return any(tensor is other for other in self._host)
+
+
+class OffloadedRun(Run):
+    """With the states of Adam, and Adam itself, on the CPU (``--optimizer-cpu-offload``)."""
+
+    def __init__(self, fraction: float, keep: bool | None) -> None:
+        self._fraction = fraction
+        self._elsewhere = _SeenAsOnCuda()
+        super().__init__(fp8=True, seed=1, keep_codes=keep, use_distributed_optimizer=True)
+
+    def make_optimizer(self, **options: Any) -> Any:
+        with self._elsewhere:
+            return super().make_optimizer(
+                use_precision_aware_optimizer=True,  # megatron's arguments ask for it
+                optimizer_cpu_offload=True,
+                optimizer_offload_fraction=self._fraction,
+                overlap_cpu_optimizer_d2h_h2d=True,
+                pin_cpu_grads=False,
+                **options,
+            )
+
+    def update(self) -> float:
+        with self._elsewhere:
+            return super().update()
+
+
+@pytest.mark.parametrize("keep", [None, False, True])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeypatch):
+    """Adam of the CPU writes the weights back through ``.data``, so neither their address nor
+    ``_version`` changes. The naive way, codes that are made anew when one of these does, goes on
+    with the weights of the first step for ever."""
+    # Without TransformerEngine megatron-core cannot compare its version, for an option of its own.
+    monkeypatch.setattr(optimizer_config, "is_te_min_version", lambda *args, **kwargs: False)
+    run = OffloadedRun(fraction, keep)
+    (hybrid,) = [each.optimizer for each in run.optimizer.chained_optimizers]
+    assert isinstance(hybrid, HybridDeviceOptimizer)
+    assert len(hybrid.gpu_params_map_cpu_copy) == len(hybrid.cpu_optimizers) > 0
+    assert (hybrid.gpu_optimizer is None) == (fraction == 1.0)
+    modules: dict[str, Any] = dict(run.conversion.modules)
+
+    def trace() -> list[tuple[int, int]]:
+        return [(m.weight.data_ptr(), m.weight._version) for m in modules.values()]
+
+    naive = {name: quantize_block(module.weight.detach()) for name, module in modules.items()}
+    before, losses = trace(), []
+    for _ in range(4):
+        losses.append(run.step(0)[0])
+        assert trace() == before
+        _loss(run.ddp)  # the forward after the step makes the codes
+        for name, module in modules.items():
+            used = module.fp8_state.codes.rowwise(module.weight)
+            expected = quantize_block(module.weight.detach())
+            assert torch.equal(used.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(used.scale_inv, expected.scale_inv)
+            assert not torch.equal(naive[name].scale_inv, expected.scale_inv)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("keep", [False, True, None], ids=["none kept", "kept", "default"])
+def test_what_fp8_takes_of_memory_beside_the_weights(keep):
+    """Activations that wait for backward take half; weights take nothing more, but where codes are
+    kept. The naive way (a BF16 weight, its codes and their transpose, and BF16 activations) takes
+    more memory in FP8 than in BF16."""
+    runs = {fp8: Run(fp8=fp8, seed=1, **({"keep_codes": keep} if fp8 else {})) for fp8 in (0, 1)}
+    saved: dict[int, int] = {}
+    for fp8, run in runs.items():
+        weights = {p.data_ptr() for p in run.gpt.parameters()}
+        seen: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, seen=seen, weights=weights) -> torch.Tensor:
+            if tensor.data_ptr() not in weights:
+                seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = _loss(run.ddp)
+        saved[fp8] = sum(seen.values())
+        del loss
+    modules: list[Any] = list(runs[1].conversion.modules.values())
+    # Inputs of the four linears of each layer, 64 tokens.
+    inputs = sum(64 * module.weight.shape[1] for module in modules)
+    assert saved[0] - saved[1] >= 0.4 * 2 * inputs, saved
+
+    def nbytes(module: Any) -> int:
+        codes = module.fp8_state.codes
+        sides = [side for side in codes._codes if side is not None]
+        kept = [t for side in sides for t in side] + codes._made_of
+        return sum({t.untyped_storage().data_ptr(): t.nbytes for t in kept}.values())
+
+    kept = sum(map(nbytes, modules)) / sum(module.weight.nbytes for module in modules)
+    if keep is False:
+        assert kept == 0
+    else:  # codes are half of BF16; by default a CPU keeps the weights they were made of, too
+        assert kept == pytest.approx({True: 0.5, None: 1.5}[keep], rel=0.02)
+    runs[1].conversion.drop_codes()
+    assert sum(map(nbytes, modules)) == 0
 
 
 # ---- overflow and zeros

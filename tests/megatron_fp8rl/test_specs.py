@@ -103,6 +103,10 @@ def test_a_model_of_the_spec_is_a_converted_model(hf_config, door, recipe, capsy
         assert set(found.modules) == DENSE_FP8
     found.close()
     assert torch.equal(_loss(ours), bf16)
+    with pytest.raises(UnsupportedError, match="No module of this model was converted"):
+        conversion_of(ours)
+    again = convert(ours, Recipe())  # what the door resolved is gone, its pins too
+    assert conversion_of(ours).policy.pins == again.policy.pins != found.policy.pins
 
 
 def test_the_table_is_printed_once_and_saved_beside_megatron_lms_checkpoint(

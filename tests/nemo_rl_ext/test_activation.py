@@ -57,13 +57,35 @@ def test_importing_torch_installs_the_finder_and_imports_nothing_else() -> None:
     assert run(code).stdout.strip() == "True []"
 
 
-@pytest.mark.parametrize("variable", ["FP8RL_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
-def test_it_is_switched_off(variable: str) -> None:
+def test_it_is_switched_off_with_torch_s_autoload() -> None:
     code = """
         import torch, sys
         print([f for f in sys.meta_path if "nemo_rl_ext" in type(f).__module__])
     """
-    assert run(code, **{variable: "0"}).stdout.strip() == "[]"
+    assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.strip() == "[]"
+
+
+def test_words_that_switch_it_off_and_on() -> None:
+    code = """
+        import contextlib, io, os, sys, torch
+        from nemo_rl_ext import activation, autoload
+        words = ["0", "false", "off", "no", " OFF ", "1", "true", "on", "yes", "", "nope", "2"]
+        for value in words:
+            sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, activation.Seams)]
+            os.environ["FP8RL_AUTOLOAD"] = value
+            with contextlib.redirect_stderr(io.StringIO()) as told:
+                autoload.start()
+            print(value.strip() or "empty", activation.installed() is not None, told.getvalue())
+    """
+    lines = [line.split(" ", 2) for line in run(code).stdout.splitlines() if line]
+    found = {word: (on == "True", rest) for word, on, rest in lines}
+    off, on = ("0", "false", "off", "no", "OFF"), ("1", "true", "on", "yes", "empty")
+    assert {word: found[word] for word in off} == dict.fromkeys(off, (False, ""))
+    assert {word: found[word] for word in on} == dict.fromkeys(on, (True, ""))
+    for word in ("nope", "2"):
+        installed, told = found[word]
+        assert installed
+        assert told.startswith(f"FP8RL_AUTOLOAD is '{word}', which is neither on nor off")
 
 
 def test_an_error_of_ours_does_not_break_torch() -> None:

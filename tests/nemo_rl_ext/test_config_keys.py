@@ -22,6 +22,9 @@ from nemo_rl_ext.config_keys import (
     rollouts_in_bf16,
     withdraw_kv_cache,
 )
+from nemo_rl_ext.drivers import DRIVERS
+
+GRPO = DRIVERS["grpo"]
 
 
 def config(block: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -62,14 +65,14 @@ MEGATRON = "policy__megatron_cfg__"
 
 
 def recipe(block: dict[str, Any], **changes: Any) -> Recipe:
-    keys = read(config(block, **changes), "grpo")
+    keys = read(config(block, **changes), GRPO)
     assert keys is not None
     return keys.recipe
 
 
 def test_without_a_block_nothing_is_read() -> None:
     upstream = config(None, **{VLLM + "precision": "fp8", VLLM + "is_mx": True})
-    assert read(upstream, "grpo") is None
+    assert read(upstream, GRPO) is None
 
 
 def test_the_empty_block_is_the_default_recipe() -> None:
@@ -109,6 +112,12 @@ def test_megatrons_first_and_last_layers_are_pins() -> None:
     overrides = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
     pins = recipe({}, **{MEGATRON + "model_overrides": overrides}).pins
     assert (pins.first, pins.last) == (2, 1)
+
+
+def test_its_pins_beside_our_block_count_though_upstream_does_not_read_them() -> None:
+    """Upstream's YAMLs have them under `megatron_cfg`, where no line of NeMo RL looks."""
+    pins = recipe({}, **{MEGATRON + "first_last_layers_bf16": True}).pins
+    assert (pins.first, pins.last) == (1, 1)
 
 
 def test_gspo_corrects_by_the_sequence() -> None:
@@ -344,22 +353,22 @@ def test_a_wrong_config_is_refused_by_its_path(
     block: dict[str, Any], changes: dict[str, Any], kind: type[Fp8RLError], message: str
 ) -> None:
     with pytest.raises(kind) as raised:
-        read(config(block, **changes), "grpo")
+        read(config(block, **changes), GRPO)
     assert message in str(raised.value)
 
 
 def test_a_block_that_no_section_uses_is_refused() -> None:
     with pytest.raises(RecipeError, match="'fp8rl' is set, but no section uses it"):
-        read(config(None, fp8rl={}), "grpo")
+        read(config(None, fp8rl={}), GRPO)
     with pytest.raises(RecipeError, match=r"'loss_fn\.fp8rl_guard' is set, but no section"):
-        read(config(None, loss_fn__fp8rl_guard={}), "grpo")
+        read(config(None, loss_fn__fp8rl_guard={}), GRPO)
 
 
 def test_ppo_has_no_fp8_cache() -> None:
     for megatron in (True, False):
         with pytest.raises(UnsupportedError, match="a GRPO driver"):
-            read(config({}, **{MEGATRON + "enabled": megatron}), "ppo")
-    keys = read(config({"kv_cache": {"dtype": "auto"}}), "ppo")
+            read(config({}, **{MEGATRON + "enabled": megatron}), DRIVERS["ppo"])
+    keys = read(config({"kv_cache": {"dtype": "auto"}}), DRIVERS["ppo"])
     assert keys is not None
     assert keys.recipe.rollout
 
@@ -369,7 +378,7 @@ def test_pipeline_parallel_trainers_are_served() -> None:
 
 
 def test_dtensor_trainers_run_in_bf16_and_say_so() -> None:
-    keys = read(config({"kv_cache": {"dtype": "auto"}}, **{MEGATRON + "enabled": False}), "grpo")
+    keys = read(config({"kv_cache": {"dtype": "auto"}}, **{MEGATRON + "enabled": False}), GRPO)
     assert keys is not None
     assert not keys.recipe.training
     assert keys.notes == ("the DTensor trainer runs in BF16; only the rollouts run in FP8.",)
@@ -377,12 +386,12 @@ def test_dtensor_trainers_run_in_bf16_and_say_so() -> None:
 
 def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
     value = config({}, **{MEGATRON + "enabled": False, "grpo__val_at_start": True})
-    keys = read(value, "grpo")
+    keys = read(value, GRPO)
     assert keys is not None
     assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
     assert "vLLM calibrates them itself" in keys.notes[-1]
     run = master(value)
-    prepare(run, "grpo", lambda key: None)
+    prepare(run, GRPO, lambda key: None)
     announce_kv_cache(run.policy)
     generation = run.policy["generation"]
     assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
@@ -390,7 +399,7 @@ def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
 
 
 def test_validation_at_the_start_is_served() -> None:
-    keys = read(config({}, grpo__val_at_start=True), "grpo")
+    keys = read(config({}, grpo__val_at_start=True), GRPO)
     assert keys is not None
     assert keys.notes == ()
 
@@ -407,8 +416,11 @@ def master(value: dict[str, Any]) -> Any:
             return dict(vars(self))
 
     class Master(SimpleNamespace):
-        def __iter__(self) -> Any:
-            return iter(vars(self).items())
+        def model_dump(self) -> dict[str, Any]:
+            return {
+                key: part.model_dump() if hasattr(part, "model_dump") else part
+                for key, part in vars(self).items()
+            }
 
     return Master(**{**value, "loss_fn": Loss(**value["loss_fn"])})
 
@@ -426,7 +438,7 @@ def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
     )
     run = master(value)
     asked: list[str] = []
-    prepare(run, "grpo", asked.append)
+    prepare(run, GRPO, asked.append)
 
     expected = Recipe.from_dict({"pins": {"first": 1, "last": 2}}).to_dict()
     vllm = run.policy["generation"]["vllm_cfg"]
@@ -447,23 +459,23 @@ def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
 
 def test_preparing_twice_changes_nothing_more() -> None:
     run = master(config({}, **{VLLM + "precision": "fp8"}))
-    prepare(run, "grpo", lambda key: None)
+    prepare(run, GRPO, lambda key: None)
     once = copy.deepcopy((run.policy, vars(run.loss_fn)))
-    prepare(run, "grpo", lambda key: None)
+    prepare(run, GRPO, lambda key: None)
     assert (run.policy, vars(run.loss_fn)) == once
 
 
 def test_a_config_without_keys_is_left_as_it_is() -> None:
     run = master(config(None, **{VLLM + "precision": "fp8", VLLM + "kv_cache_dtype": "fp8"}))
     before = copy.deepcopy((run.policy, vars(run.loss_fn)))
-    prepare(run, "grpo", lambda key: pytest.fail("no key asks for fp8rl"))
+    prepare(run, GRPO, lambda key: pytest.fail("no key asks for fp8rl"))
     announce_kv_cache(run.policy)
     assert (run.policy, vars(run.loss_fn)) == before
 
 
 def test_bf16_rollouts_keep_upstreams_engine() -> None:
     run = master(config({"rollout": False}))
-    prepare(run, "grpo", lambda key: None)
+    prepare(run, GRPO, lambda key: None)
     assert "vllm_kwargs" not in run.policy["generation"]
     announce_kv_cache(run.policy)
     assert run.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == "auto"
@@ -488,19 +500,29 @@ def test_a_pin_that_does_not_fit_the_model_is_refused(
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
     made = master(config({"pins": pins}, policy__model_name=str(tmp_path)))
     if message is None:
-        prepare(made, "grpo", lambda key: None)
+        prepare(made, GRPO, lambda key: None)
         return
     before = copy.deepcopy(made.policy)
     with pytest.raises(RecipeError, match=message):
-        prepare(made, "grpo", lambda key: None)
+        prepare(made, GRPO, lambda key: None)
     assert made.policy == before
+
+
+def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
+    text = {"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(text | {"vision_config": {}}))
+    value = config({}, policy__model_name=str(tmp_path))
+    with pytest.raises(UnsupportedError, match="a multimodal model; remove the block"):
+        prepare(master(value), GRPO, lambda key: None)
+    off = {"rollout": False, "training": False}
+    prepare(master(config(off, policy__model_name=str(tmp_path))), GRPO, lambda key: None)
 
 
 def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     missing = config({"pins": {"layers": [9]}}, policy__model_name=str(tmp_path / "none"))
-    prepare(master(missing), "grpo", lambda key: None)
+    prepare(master(missing), GRPO, lambda key: None)
     assert "pins are checked by the workers" in caplog.text
 
 
@@ -517,10 +539,10 @@ def test_pins_of_experts_are_matched_too(key: str, tmp_path: Path) -> None:
         pins = {"names": [f"model.layers.{layer}.mlp.experts.*"]}
         made = master(config({"pins": pins}, policy__model_name=str(tmp_path)))
         if fits:
-            prepare(made, "grpo", lambda key: None)
+            prepare(made, GRPO, lambda key: None)
         else:
             with pytest.raises(RecipeError, match="matches no module"):
-                prepare(made, "grpo", lambda key: None)
+                prepare(made, GRPO, lambda key: None)
 
 
 @pytest.mark.parametrize(
@@ -535,18 +557,30 @@ def test_pins_of_experts_are_matched_too(key: str, tmp_path: Path) -> None:
 )
 def test_misspelled_keys_are_named_with_what_was_meant(path: str, meant: str) -> None:
     with pytest.raises(RecipeError, match=rf"'{path.replace('__', '.')}' is no key.*'{meant}'"):
-        prepare(master(config(None, **{path: {}})), "grpo", lambda key: None)
+        prepare(master(config(None, **{path: {}})), GRPO, lambda key: None)
 
 
-@pytest.mark.parametrize("variable", ["FP8RL_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FP8RL_AUTOLOAD", "0"),
+        ("FP8RL_AUTOLOAD", "False"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "true"),  # torch takes anything but 1 for off
+    ],
+)
 def test_workers_that_would_get_no_hooks_are_refused(
-    variable: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(variable, "0")
-    with pytest.raises(UnsupportedError, match=rf"vllm_cfg\.env_vars\.{variable}'"):
-        prepare(master(config({})), "grpo", lambda key: None)
-    opened = config({}, **{VLLM + "env_vars": {variable: "1"}})
-    prepare(master(opened), "grpo", lambda key: None)
+    monkeypatch.setenv(variable, value)
+    off = rf"{variable}={value} switches off"
+    with pytest.raises(UnsupportedError, match=rf"{off}.*vllm_cfg\.env_vars\.{variable}'"):
+        prepare(master(config({})), GRPO, lambda key: None)
+    opened = {VLLM + "env_vars": {variable: "1"}}
+    with pytest.raises(UnsupportedError, match=rf"{off}.*megatron_cfg\.env_vars\.{variable}'"):
+        prepare(master(config({}, **opened)), GRPO, lambda key: None)
+    opened[MEGATRON + "env_vars"] = {variable: "1"}
+    prepare(master(config({}, **opened)), GRPO, lambda key: None)
 
 
 def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
@@ -567,7 +601,7 @@ def test_engines_that_cannot_start_anew_are_no_hindrance(
     block: dict[str, Any], guard: dict[str, Any]
 ) -> None:
     value = config(block, **{VLLM + "expert_parallel_size": 2, "loss_fn__fp8rl_guard": guard})
-    assert read(value, "grpo") is not None
+    assert read(value, GRPO) is not None
 
 
 def test_what_bf16_engines_are_started_with() -> None:
@@ -595,7 +629,7 @@ def test_what_bf16_engines_are_started_with() -> None:
 def test_driver_and_trainer_stop_sending_kv_scales() -> None:
     value = config({"kv_cache": {"dtype": "fp8_e4m3"}})
     made = master(value)
-    prepare(made, "grpo", lambda key: None)
+    prepare(made, GRPO, lambda key: None)
     announce_kv_cache(made.policy)
     generation = made.policy["generation"]
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "fp8"
@@ -623,7 +657,7 @@ def test_the_guard_knows_how_old_sequences_may_be(
     value = config(block, **{VLLM + "async_engine": driver != "grpo"}, **changes)
     made = master(value | {"grpo": SimpleNamespace(seq_logprob_error_threshold=None)})
     made.grpo.model_dump = lambda: value["grpo"]
-    prepare(made, driver, lambda key: None)
+    prepare(made, DRIVERS[driver], lambda key: None)
     assert getattr(made.loss_fn, MAX_AGE) == expected
 
 
@@ -642,5 +676,5 @@ def test_the_single_controller_takes_masks_back(
     value = config({"kv_cache": {"dtype": "auto"}}, loss_fn__fp8rl_guard=guard)
     made = master(value | {"grpo": SimpleNamespace(seq_logprob_error_threshold=given)})
     made.grpo.model_dump = dict
-    prepare(made, driver, lambda key: None)
+    prepare(made, DRIVERS[driver], lambda key: None)
     assert made.grpo.seq_logprob_error_threshold == expected

@@ -89,23 +89,56 @@ def test_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_fo
     assert not (run / ".partial-step-000002").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer/state.safetensors", "state.json"])
-def test_a_torn_or_missing_file_is_an_error(tmp_path: Path, model_folder: Path, name: str):
-    path = _save(tmp_path / "run", 1, model_folder, {"a": torch.ones(64)})
+FILES = ["model.safetensors", "trainer/state.safetensors", "state.json", "SHA256SUMS"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_damage_to_any_file_is_an_error(tmp_path: Path, model_folder: Path, name: str):
+    """Every length and every changed bit: a run goes on bit for bit, or not at all."""
+    trainer = {"optimizer": {"step": 3, "lr": 0.25, "exp_avg": torch.ones(4)}}
+    path = _save(tmp_path / "run", 1, model_folder, trainer)
     file = path / name
-    file.write_bytes(file.read_bytes()[:-20])
+    whole = file.read_bytes()
+    assert checkpoint.load(path).step == 1
+    damages = {f"cut to {n}": whole[:n] for n in range(len(whole))} | {"longer": whole + b" "}
+    for place in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        damages[f"bit {place % 8} of byte {place}"] = bytes(flipped)
+    for word in (b"", b"[]", b"null", b"{}", b"3", b"[" * 5000, b"\xff\xfe", b"\0" * len(whole)):
+        damages[repr(word[:8])] = word
+    for what, body in damages.items():
+        file.write_bytes(body)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(path, IDENTITY)
+        told = str(caught.value)
+        assert f"Checkpoint {path} is damaged (" in told or " has format " in told, what
+        assert "\n" not in told
+    file.unlink()
     with pytest.raises(CheckpointError, match=r"step-000001 is damaged .* delete that folder"):
         checkpoint.load(path)
-    file.unlink()
-    with pytest.raises(CheckpointError, match="is damaged"):
+    file.mkdir()
+    with pytest.raises(CheckpointError, match=r"is damaged \(IsADirectoryError"):
         checkpoint.load(path)
+
+
+def test_the_sums_are_those_of_sha256sum(tmp_path: Path, model_folder: Path):
+    path = _save(tmp_path / "run", 1, model_folder, {"a": torch.ones(64)})
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, check=True)
+
+
+def test_other_names_are_no_checkpoints(tmp_path: Path, model_folder: Path):
+    _save(tmp_path, 1, model_folder)
+    (tmp_path / "step-backup").mkdir()
+    (tmp_path / "step-000009").touch()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000001"
 
 
 def test_an_old_format_is_refused(tmp_path: Path, model_folder: Path):
     path = _save(tmp_path / "run", 1, model_folder)
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "format": 0}))
-    with pytest.raises(CheckpointError, match="has format 0, this release reads 1; start a new"):
+    with pytest.raises(CheckpointError, match="has format 0, this release reads 2; start a new"):
         checkpoint.load(path)
 
 

@@ -15,10 +15,11 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fp8rl import PluginManager
+from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
-from fp8rl.errors import Fp8RLError
+from fp8rl.errors import CheckpointError, Fp8RLError, OptionError
 from nemo_rl_ext.demo import checkpoint
+from nemo_rl_ext.demo.command import _to_go_on
 from nemo_rl_ext.demo.rollout import ENGINE_ENV
 
 SETTINGS = {
@@ -175,6 +176,60 @@ def test_resume_with_other_options_is_refused(straight: Path):
     assert "Traceback" not in done.stderr + done.stdout
 
 
+def test_a_line_that_no_kill_has_torn_is_not_passed_over(tmp_path: Path):
+    from nemo_rl_ext.demo.events import EventWriter
+    from nemo_rl_ext.demo.loop import GrpoRun
+    from nemo_rl_ext.demo.settings import Settings
+
+    run = GrpoRun("fp8", Recipe(), Settings(), tmp_path, EventWriter(None))
+    metrics = tmp_path / "metrics.jsonl"
+    whole = "".join(json.dumps({"step": step}) + "\n" for step in range(3))
+    for torn in ("", '{"step": ', "{}", "[]", "3", '{"step": null}', "\0\xff"):
+        metrics.write_text(whole + torn, encoding="latin-1")
+        run._keep_lines_before(2)
+        assert [line["step"] for line in _lines(metrics)] == [0, 1]
+        if torn:
+            damaged = f"{torn}\n{whole}"
+            metrics.write_text(damaged, encoding="latin-1")
+            with pytest.raises(CheckpointError, match=rf"Line 1 of {metrics} is damaged; delete"):
+                run._keep_lines_before(2)
+            assert metrics.read_text(encoding="latin-1") == damaged
+
+
+def test_what_goes_on_after_a_stop(tmp_path: Path):
+    """A warm start that was stopped is begun again: there is nothing to resume."""
+    assert _to_go_on(tmp_path, ["bf16", "fp8"]) == f"fp8rl demo --out {tmp_path}"
+    (tmp_path / "fp8" / "step-000001").mkdir(parents=True)
+    assert _to_go_on(tmp_path, ["bf16", "fp8"]) == f"fp8rl demo --resume --out {tmp_path}"
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "the warm start"])
+def test_resume_without_a_checkpoint_is_refused(tmp_path: Path, left: str):
+    """It started a new run, and the one that was meant lay in another folder."""
+    out = tmp_path / "out"
+    if left != "nothing":
+        out.mkdir()
+    if left == "the warm start":
+        (out / "warm-start" / "step-000030").mkdir(parents=True)
+    result = CliRunner().invoke(build_app(PluginManager()), ["demo", "--out", str(out), "--resume"])
+    assert isinstance(result.exception, OptionError)
+    assert "has no checkpoint of bf16 or fp8; leave --resume out to start" in str(result.exception)
+    assert out.exists() == (left != "nothing")
+
+
+@pytest.mark.parametrize("place", ["", "x", "x/y", "bf16", "warm-start"])
+def test_a_file_in_the_place_of_a_folder(tmp_path: Path, place: str):
+    taken = tmp_path / "out" / place if place in ("bf16", "warm-start") else tmp_path / "out"
+    taken.parent.mkdir(exist_ok=True)
+    taken.write_text("mine")
+    out = tmp_path / "out" / place if "x" in place else tmp_path / "out"
+    result = CliRunner().invoke(build_app(PluginManager()), ["demo", "--out", str(out)])
+    assert isinstance(result.exception, OptionError)
+    assert str(result.exception).startswith(f"--out: '{tmp_path / 'out'}")
+    assert str(result.exception).endswith("give another folder.")
+    assert taken.read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -183,7 +238,16 @@ def test_resume_with_other_options_is_refused(straight: Path):
         (("--recipe", '{"pins": {"layers": [4]}}'), "layers: 4 matches nothing"),
         (("--recipe", '{"importance_sampling": {"corrector": "xis"}}'), "'xis' is not known"),
         (("--settings", '{"model": {"layers": 2}}'), "layers"),
-        (("--settings", '{"model": {"head_dim": 40}}'), "model.head_dim"),
+        (("--settings", '{"model": {"head_dim": 40}}'), "'--settings.model.head_dim' must be "),
+        (("--settings", '{"prompts_per_step": true}'), "'--settings.prompts_per_step' must be a"),
+        (("--settings", '{"learning_rate": -1}'), "'--settings.learning_rate' must be greater"),
+        (("--settings", '{"model": {"num_heads": 3, "num_kv_heads": 2}}'), "num_heads=3 must be"),
+        (("--settings", '{"minibatches": 2, "minibatches": 4}'), "minibatches' is given twice"),
+        (("--settings", '{"seed": 3}'), "give it as --seed"),
+        (("--settings", "[1]"), "--settings must be a JSON object, not list"),
+        (("--settings", ""), "--settings is not valid JSON"),
+        (("--settings", "{"), "--settings is not valid JSON"),
+        (("--recipe", ""), "does not exist; give a path"),
     ],
 )
 def test_bad_options_fail_before_anything_starts(tmp_path: Path, options: tuple, word: str):
@@ -191,4 +255,5 @@ def test_bad_options_fail_before_anything_starts(tmp_path: Path, options: tuple,
     result = CliRunner().invoke(build_app(PluginManager()), arguments)
     assert isinstance(result.exception, Fp8RLError)  # main() prints it and exits with 2
     assert word in str(result.exception)
+    assert "\n" not in str(result.exception) and "http" not in str(result.exception)
     assert not (tmp_path / "x").exists()

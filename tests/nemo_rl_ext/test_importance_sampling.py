@@ -134,7 +134,7 @@ def test_self_normalised_weights_have_mean_one_over_kept_units(
 
 
 @pytest.mark.parametrize("gap", [30.0, 300.0, math.inf])
-@pytest.mark.parametrize("clamp", [20.0, 1000.0])
+@pytest.mark.parametrize("clamp", [20.0, 88.0])
 @pytest.mark.parametrize("level", LEVELS)
 def test_overflow_takes_the_bound_and_underflow_stays_small(
     level: str, clamp: float, gap: float
@@ -149,7 +149,7 @@ def test_overflow_takes_the_bound_and_underflow_stays_small(
 
 
 def test_with_no_reachable_bound_the_weight_is_capped_and_finite() -> None:
-    c = ImportanceSampling(level="sequence", high=1e38, log_ratio_clamp=1e6)
+    c = ImportanceSampling(level="sequence", high=1e38, log_ratio_clamp=88.0)
     got = correct(torch.full((1, 4), -50.0), torch.zeros(1, 4), torch.ones(1, 4), c)
     assert torch.isfinite(got.weights).all()
     assert got.weights.min() == pytest.approx(1e38, rel=1e-6)

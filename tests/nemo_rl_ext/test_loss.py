@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fp8rl import PluginManager, hookimpl
+from fp8rl import PluginManager, Recipe, hookimpl
 from fp8rl.errors import BatchError, PluginError, RecipeError
 from fp8rl.mismatch import mismatch_metrics
 from fp8rl.recipe import ImportanceSampling, Rejection
@@ -379,6 +379,39 @@ def test_settings_are_frozen() -> None:
         GRPOConfig().clip_low = 0.3
 
 
+@pytest.mark.parametrize("gap", [87.0, 89.0, 1e3, 1e30])
+@pytest.mark.parametrize("clamp", [20.0, 88.0])
+def test_the_kl_term_is_finite_at_any_distance(clamp: float, gap: float) -> None:
+    """Each way, forwards and backwards, whatever the recipe lets the clamp be."""
+    settings = ImportanceSampling(log_ratio_clamp=clamp)
+    loss_fn = GRPOLoss(GRPOConfig(kl_coefficient=0.5), settings, PLUGINS)
+    for sign in (1.0, -1.0):
+        current = torch.tensor([[0.0]]).add(min(0.0, -sign * gap)).requires_grad_()
+        reference = torch.tensor([[0.0]]).add(min(0.0, sign * gap))
+        fixed = current.detach()
+        loss, metrics = loss_fn(current, fixed, fixed, torch.ones(1), torch.ones(1, 1), reference)
+        loss.backward()
+        assert current.grad is not None and current.grad.isfinite().all()
+        x = max(-clamp, min(clamp, sign * gap))
+        expected = math.expm1(x) - x
+        assert metrics["kl_reference"] == pytest.approx(expected, rel=1e-5)
+        assert loss.item() == pytest.approx(-1 + 0.5 * expected, rel=1e-5)
+
+
+def test_a_clamp_whose_exp_is_infinite_is_refused() -> None:
+    for clamp in (88.001, 100.0, 1e6):
+        with pytest.raises(RecipeError, match=r"log_ratio_clamp' must be less than or equal to 88"):
+            Recipe.from_dict({"importance_sampling": {"log_ratio_clamp": clamp}})
+
+
+def test_a_loss_beyond_float32_is_an_error() -> None:
+    settings = ImportanceSampling(log_ratio_clamp=88.0)
+    loss_fn = GRPOLoss(GRPOConfig(), settings, PLUGINS)
+    old, mask = torch.full((1, 1), -100.0), torch.ones(1, 1)
+    with pytest.raises(BatchError, match=r"The loss is inf .*up to 1\.65164e\+38.*log_ratio_clamp"):
+        loss_fn(torch.zeros(1, 1), old, old, torch.tensor([-4.0]), mask)
+
+
 def test_bad_batches_are_errors() -> None:
     b = make(0, 2, 3, density=1.1)
     loss_fn = GRPOLoss(GRPOConfig(), ImportanceSampling(), PLUGINS)
@@ -401,6 +434,18 @@ def test_bad_batches_are_errors() -> None:
         call(advantages=torch.zeros(3))
     with pytest.raises(BatchError, match="advantages is NaN at row 1, token 0"):
         call(advantages=torch.tensor([0.0, torch.nan]))
+    for value in (torch.inf, -torch.inf):
+        infinite = torch.zeros(2, 3)
+        infinite[0, 2] = value
+        with pytest.raises(BatchError, match=f"advantages is {value} at row 0, token 2, .*1 such"):
+            call(advantages=infinite)
+        call(advantages=infinite, mask=torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    with pytest.raises(BatchError, match="advantages is inf at row 1, token 0"):
+        call(advantages=torch.tensor([0.0, 1e300], dtype=torch.float64))  # beyond float32
+    odd = loss_fn.correct(b.rollout, b.old, b.mask)
+    odd.weights[1, 1] = torch.inf
+    with pytest.raises(BatchError, match="the importance weight is inf at row 1, token 1"):
+        call(correction=odd)
     with pytest.raises(BatchError, match="current_logprobs - old_logprobs is NaN at row 1, token"):
         call(current_logprobs=nan)
     with pytest.raises(BatchError, match="reference_logprobs - current_logprobs is NaN"):

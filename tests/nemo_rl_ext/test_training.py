@@ -156,6 +156,18 @@ def test_the_model_is_converted_and_pinned_before_it_is_wrapped(
     assert {n.split(".")[2] for n in names} == {"0", "2"}
 
 
+def test_a_frozen_teacher_that_has_the_policys_section_stays_in_bf16(modules: Any) -> None:
+    """GRPO's teachers (`on_policy_distillation`) get a copy of it, and no optimizer.
+
+    Naively they would be converted by the pins of another model, and nothing would tell.
+    """
+    for way in ((policy({}), None, False), (policy({}), None)):
+        named = {} if len(way) == 3 else {"load_optimizer": False}
+        model = modules[0].setup_model_and_optimizer(*way, **named).model
+        assert not any("Fp8" in type(m).__name__ for m in model.modules())
+        assert not hasattr(model, training.OBSERVER)
+
+
 def test_bf16_training_keeps_the_model_but_observes_it(modules: Any) -> None:
     setup, _ = modules
     model = setup.setup_model_and_optimizer(policy({"training": False}), None).model

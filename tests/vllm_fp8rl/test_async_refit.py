@@ -36,7 +36,8 @@ def truth(
     """What fresh synchronous engines say."""
     said: dict[str, Any] = {}
     for name, live in (("a", engine), ("b", other_engine(checkpoints["b"], Recipe()))):
-        said[name] = live.greedy(PROMPTS)
+        # One at a time, as they are sent below: sums of a larger batch differ in the last bits.
+        said[name] = [live.greedy([prompt])[0] for prompt in PROMPTS]
         said[f"long_{name}"] = live.greedy([LONG], LENGTH)[0]
     assert said["a"] != said["b"]
     return said

@@ -141,6 +141,33 @@ def test_problems_are_sentences_with_a_remedy(
     )
     assert "quantized with 'awq'" in problem(quantized)
 
+    for number, (key, value) in enumerate(
+        [
+            ("num_attention_heads", 0),
+            ("num_attention_heads", -4),
+            ("num_key_value_heads", 0),
+            ("head_dim", 0),
+            ("hidden_size", -256),
+            ("intermediate_size", 0),
+            ("vocab_size", 0),
+        ]
+    ):
+        nonsense = changed(checkpoint, tmp_path / f"nonsense-{number}", **{key: value})
+        assert problem(nonsense).startswith(f"The model's {key} is {value}; correct it to an")
+    for number, (changes, said) in enumerate(
+        [
+            ({"num_hidden_layers": -3}, "`num_hidden_layers` (-3) must be equal to the number"),
+            ({"model_type": [1]}, "TypeError: unhashable type: 'list'"),
+            ({"architectures": -3}, "'ModelConfig.architectures' must be a valid list, not -3"),
+            ({"architectures": ["Llama9ForLM"]}, "Model architectures ['Llama9ForLM'] are not"),
+        ]
+    ):
+        refused = changed(checkpoint, tmp_path / f"refused-{number}", **changes)
+        told = problem(refused)
+        assert told.startswith(f"vLLM refuses '{refused}': ") and said in told
+        assert told.endswith("; correct its config.json, or use another model.")
+        assert "\n" not in told and "http" not in told and len(told) < 600
+
     class Baking:
         @staticmethod
         def get_name() -> str:

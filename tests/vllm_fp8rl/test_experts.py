@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import FP8_DTYPE, Quantized, cdiv, dequantize_block, quantize_block
 from vllm_fp8rl.experts import SLOTS, ExpertGrids, ExpertLayout, PlainExperts, empty_stacks
 
@@ -91,28 +91,40 @@ def test_any_order_gives_the_codes_of_each_local_matrix(width, ranks, scale_form
 @settings(max_examples=30, deadline=None)
 @given(width=st.sampled_from([96, 128, 192]), ranks=st.integers(1, 3), data=st.data())
 def test_codes_and_scales_in_any_order(width, ranks, data):
-    """Codes as they are where blocks of the wire are local blocks, else quantized anew."""
+    """Codes as they are where blocks of the wire are local blocks; else none is taken."""
     rank = data.draw(st.integers(0, ranks - 1))
     layout = layout_of(2, width, rank=rank, ranks=ranks)
     grids, stacks = grids_of(layout)
+    aligned = (rank * width) % 128 == 0
+    assert [layout.codes_fit(slot) for slot in SLOTS] == [aligned] * 3
     wire = {key: quantize_block(tensor) for key, tensor in matrices(layout, 3).items()}
     pieces = [(key, piece) for key in sorted(wire) for piece in ("codes", "scales")]
     for key, piece in data.draw(st.permutations(pieces)):
-        if piece == "codes":
-            grids.load(*key, wire[key].codes)
-        else:
-            grids.load_scales(*key, wire[key].scale_inv)
+        load, tensor = grids.load, wire[key].codes
+        if piece == "scales":
+            load, tensor = grids.load_scales, wire[key].scale_inv
+        if aligned:
+            load(*key, tensor)
+            continue
+        with pytest.raises(UnsupportedError, match=r"moe\.experts\..*cannot take FP8 codes"):
+            load(*key, tensor)
     grids.require_paired()
-    assert grids.complete
-    aligned = (rank * width) % 128 == 0
+    assert grids.complete == aligned
+    if not aligned:
+        assert not any(stacks[name].view(torch.uint8).any() for name in ("w13_weight", "w2_weight"))
+        return
     for (expert, slot), (codes, scale_inv) in wire.items():
         live = held(layout, stacks, expert, slot)
         whole = local_part(layout, dequantize_block(codes, scale_inv), slot)
-        if aligned:
-            assert torch.equal(dequantize_block(*live), padded(layout, whole, slot))
-            continue
-        for found, wanted in zip(live, quantize_block(padded(layout, whole, slot)), strict=True):
-            assert same_bits(found, wanted)
+        assert torch.equal(dequantize_block(*live), padded(layout, whole, slot))
+
+
+def test_scales_of_another_format_are_refused():
+    grids, stacks = grids_of(layout_of(1, 128), "pow2")
+    scale_inv = quantize_block(torch.randn(128, HIDDEN)).scale_inv
+    with pytest.raises(ScaleError, match=r"experts\.0\.up_proj\.weight_scale_inv.*power of two"):
+        grids.load_scales(0, "w3", scale_inv)
+    assert torch.equal(stacks["w13_weight_scale_inv"], torch.ones(1, 2, 2))
 
 
 def test_expert_parallel_ranks_keep_their_own_and_name_what_lacks():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
-from fp8rl.numerics import Quantized, dequantize_block, quantize_block
+from fp8rl.numerics import dequantize_block, quantize_block
 from vllm_fp8rl import grid as grid_module
 from vllm_fp8rl.grid import BlockGrid, empty_storage
 
@@ -63,40 +63,35 @@ def test_any_order_gives_the_codes_of_the_whole_matrix(
     origin_column=st.sampled_from([0, 128, 40]),
     data=st.data(),
 )
-def test_fp8_wire_keeps_whole_blocks_and_requantizes_shared_ones(
+def test_codes_keep_their_values_or_are_refused(
     partitions, columns, origin_row, origin_column, data
 ):
+    """Never quantized once more: of the values that come, either all are there or none."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
-    grid, (codes, scale_inv) = make_grid(partitions, columns)
-    values = torch.empty(sum(partitions), columns)
-    kept: list[tuple[int, int, Quantized, int]] = []
-    arrivals = []
+    grid, storage = make_grid(partitions, columns)
+    arrivals, values, refused = [], {}, set()
     for start, rows in zip(starts_of(partitions), partitions, strict=True):
         full = torch.randn(origin_row + rows, origin_column + columns, generator=generator)
         wire = quantize_block(full)
+        values[start] = dequantize_block(*wire)[origin_row:, origin_column:]
         part = wire.codes[origin_row:, origin_column:]
-        values[start : start + rows] = dequantize_block(*wire)[origin_row:, origin_column:]
         arrivals += [(grid.load_codes, start, part), (grid.load_scales, start, wire.scale_inv)]
-        if (origin_row - start) % 128 == 0 and origin_column % 128 == 0:
-            kept.append((start, rows, wire, origin_row))
     for load, start, tensor in data.draw(st.permutations(arrivals)):
-        load(start, tensor, (origin_row, origin_column))
-    assert grid.complete
-    expected = quantize_block(values)
-    expected_codes, expected_scales = expected.codes.clone(), expected.scale_inv.clone()
-    boundaries = [s for s in starts_of(partitions) if s % 128]
-    for start, rows, wire, row0 in kept:
-        for block in range(start // 128, -(-(start + rows) // 128)):
-            lo, hi = block * 128, min(block * 128 + 128, sum(partitions))
-            if lo < start or hi > start + rows or any(lo < b < hi for b in boundaries):
-                continue  # shared with a neighbour
-            first = (row0 + lo - start) // 128
-            column = origin_column // 128
-            expected_scales[block] = wire.scale_inv[first, column:]
-            inside = wire.codes[row0 + lo - start : row0 + hi - start, origin_column:]
-            expected_codes[lo:hi] = inside
-    assert same_bits(codes, expected_codes)
-    assert same_bits(scale_inv, expected_scales)
+        before = [live.clone() for live in storage]
+        try:
+            load(start, tensor, (origin_row, origin_column))
+        except UnsupportedError as error:
+            assert f"rows from {start}" in str(error) and "BF16" in str(error)
+            assert all(map(same_bits, storage, before))
+            refused.add(start)
+    assert sorted(refused) == grid.missing()
+    held = dequantize_block(*storage)
+    for start, rows in zip(starts_of(partitions), partitions, strict=True):
+        if start not in refused:
+            assert torch.equal(held[start : start + rows], values[start])
+    on_the_grid = origin_row % 128 == 0 and origin_column % 128 == 0
+    if on_the_grid and all(start % 128 == 0 for start in starts_of(partitions)):
+        assert not refused
 
 
 def test_chunks_do_not_change_codes(monkeypatch):
@@ -129,6 +124,24 @@ def test_bad_scale_is_refused(bad):
     with pytest.raises(ScaleError, match=r"layer\.weight_scale_inv"):
         grid.load_scales(0, scales, (0, 0))
     assert torch.equal(scale_inv, torch.ones(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("scale_format", "value", "message"),
+    [
+        ("fp32", 1e36, "makes a code of 448 infinite"),
+        ("pow2", 3.0, "no power of two, but the engine .*'pow2'"),
+        ("pow2", 2.0**-127 * 1.5, "no power of two"),
+    ],
+)
+def test_scales_that_the_engine_cannot_use(scale_format, value, message):
+    grid, (_, scale_inv) = make_grid([256], 128, scale_format)
+    with pytest.raises(ScaleError, match=rf"'layer\.weight_scale_inv' has a scale .*{message}"):
+        grid.load_scales(0, torch.tensor([[1.0], [value]]), (0, 0))
+    assert torch.equal(scale_inv, torch.ones(2, 1))
+    good = quantize_block(torch.randn(256, 128) * 2.0**-120, scale_format=scale_format).scale_inv
+    grid.load_scales(0, good, (0, 0))
+    assert torch.equal(scale_inv, good)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])

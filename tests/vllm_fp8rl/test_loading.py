@@ -12,10 +12,18 @@ from live_engine import KV_SCALE, LAYERS, load_tensors, make_checkpoint
 from safetensors.torch import save_file
 
 from fp8rl import Recipe
-from fp8rl.errors import CheckpointError, PinError, RecipeError, RefitError, UnsupportedError
+from fp8rl.errors import (
+    CheckpointError,
+    PinError,
+    RecipeError,
+    RefitError,
+    ScaleError,
+    UnsupportedError,
+)
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
 from vllm_fp8rl.config import Fp8RLConfig, read_recipe
+from vllm_fp8rl.index import ModelIndex
 from vllm_fp8rl.kernels import CPU_CACHE_ENV
 from vllm_fp8rl.linear import Fp8RLLinearMethod, RefitLinearMethod
 from vllm_fp8rl.refit import refit
@@ -183,11 +191,32 @@ def test_tied_embeddings(other_engine, tmp_path):
             refit(tied.llm, second.items(), expect_kv_scales=False)
             refit(tied.llm, stream.items(), expect_kv_scales=False, batch_bytes=batch_bytes)
             assert tied.greedy(PROMPTS) == with_first
+    as_up_to_vllm_0_27(tied)
+    for stream in (head | first, first | head, first):
+        refit(tied.llm, second.items(), expect_kv_scales=False)
+        refit(tied.llm, stream.items(), expect_kv_scales=False)
+        assert tied.greedy(PROMPTS) == with_first
     other = {"lm_head.weight": second["model.embed_tokens.weight"]}
     for stream in (other | first, first | other):
         for batch_bytes in (1, 1 << 30):
             with pytest.raises(RefitError, match="tied"):
                 refit(tied.llm, stream.items(), expect_kv_scales=False, batch_bytes=batch_bytes)
+
+
+def as_up_to_vllm_0_27(tied) -> None:
+    """Make the output projection the embedding itself, as vLLM 0.25.1 to 0.27.1 build such models.
+
+    This is a 0.32, where it is a module of its own with the same parameter.
+    """
+    model = tied.model
+    assert model.lm_head is not model.model.embed_tokens
+    model.lm_head = model.model.embed_tokens
+    assert not any(path == "lm_head" for path, _ in model.named_modules())
+    for kept in ("fp8rl_model_index", "fp8rl_load_plan"):  # of the model as it was
+        del model.__dict__[kept]
+    index = ModelIndex.of(model)
+    assert index.entries["lm_head.weight"].alias_of == "model.embed_tokens.weight"
+    assert len({id(slot.parameter) for slot in index.slots}) == len(index.slots)
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
@@ -210,6 +239,72 @@ def test_odd_widths_give_the_codes_of_the_fused_grid(other_engine, tmp_path, sca
             wanted = quantize_block(rows, scale_format=scale_format)
             assert same_bits(live.weight, wanted.codes)
             assert same_bits(live.weight_scale_inv, wanted.scale_inv)
+    refuses_codes_off_its_grid(odd, other, scale_format)
+
+
+def refuses_codes_off_its_grid(odd, other: dict[str, torch.Tensor], scale_format) -> None:
+    """Gate has 328 rows, so that a block holds rows of gate and of up."""
+    tokens = odd.greedy(PROMPTS)
+    wire: dict[str, torch.Tensor] = {}
+    for name, tensor in other.items():
+        if not name.endswith("proj.weight"):
+            wire[name] = tensor
+            continue
+        codes, scale_inv = quantize_block(tensor, scale_format=scale_format)
+        if "gate_proj" in name or "up_proj" in name:
+            wire[name] = tensor
+            for half in ((name, codes), (f"{name}_scale_inv", scale_inv)):
+                with pytest.raises(RefitError, match=rf"'{half[0]}' came for FP8.*send .* in BF16"):
+                    refit(odd.llm, [half], expect_kv_scales=False)
+                with pytest.raises(UnsupportedError, match=r"gate_up_proj' cannot take FP8 codes"):
+                    odd.model.load_weights([half])
+        else:
+            wire[name], wire[f"{name}_scale_inv"] = codes, scale_inv
+    assert odd.greedy(PROMPTS) == tokens  # nothing was written
+    refit(odd.llm, wire.items(), expect_kv_scales=False)
+    assert odd.greedy(PROMPTS) == tokens  # the same codes
+    name = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    if scale_format == "pow2":
+        with pytest.raises(ScaleError, match=f"'{name}' has a scale that is no power of two"):
+            refit(odd.llm, [(name, wire[name] * 1.5)], expect_kv_scales=False)
+        with pytest.raises(ScaleError, match=r"o_proj\.weight_scale_inv' has a scale that is no p"):
+            odd.model.load_weights([(name, wire[name] * 1.5)])
+    assert odd.greedy(PROMPTS) == tokens
+
+
+def test_an_fp8_checkpoint_whose_blocks_are_not_the_engines(other_engine, tmp_path):
+    """vLLM's own FP8 method refuses such widths too; quantizing once more would move the model."""
+    source = make_checkpoint(tmp_path / "source", 30, intermediate_size=328)
+    path = block_fp8_checkpoint(source, tmp_path / "fp8")
+    with pytest.raises(UnsupportedError, match=r"gate_up_proj' cannot .* load BF16 weights"):
+        other_engine(path, Recipe())
+
+
+def test_an_fp8_checkpoint_whose_scales_are_not_the_engines(other_engine, checkpoints, tmp_path):
+    recipe = Recipe.from_dict({"weights": {"scale_format": "pow2"}})
+    path = block_fp8_checkpoint(checkpoints["a"], tmp_path / "fp8")
+    with pytest.raises(ScaleError, match=r"no power of two.*quantize the weight in that format"):
+        other_engine(path, recipe)
+
+
+def test_values_that_fp16_cannot_hold(other_engine, checkpoints):
+    """70,000 is an ordinary number in BF16 and float32, and infinite in FP16."""
+    low = other_engine(checkpoints["a"], Recipe(), dtype="float16")
+    tokens = low.greedy(PROMPTS)
+    weights = load_tensors(checkpoints["a"])
+    for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+        for dtype in (torch.bfloat16, torch.float32):
+            large = weights[name].to(dtype, copy=True)
+            large.view(-1)[5] = 7e4
+            message = f"'{name}' has values beyond 65504, the largest that the engine can hold"
+            with pytest.raises(RefitError, match=message):
+                refit(low.llm, [(name, large)], expect_kv_scales=False)
+            with pytest.raises(RefitError, match=message):
+                low.model.load_weights([(name, large)])
+    assert low.greedy(PROMPTS) == tokens
+    weights["lm_head.weight"].view(-1)[5] = 65280  # the largest of BF16 that is finite in FP16
+    refit(low.llm, weights.items(), expect_kv_scales=False)
+    assert low.model.get_submodule("lm_head").weight.isfinite().all()
 
 
 def test_no_float32_copies_in_the_bounded_mode(engine, other_engine, checkpoints, monkeypatch):
@@ -227,6 +322,65 @@ def test_unknown_recipe_key_has_its_full_path(other_engine, checkpoints):
     bad = {"fp8rl": {"pins": {"layer": [1]}}}
     with pytest.raises(RecipeError, match=r"unknown key 'additional_config\.fp8rl\.pins\.layer'"):
         other_engine(checkpoints["a"], Recipe(), additional_config=bad)
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("fp8_rl", "fp8rl"),
+        ("FP8RL", "fp8rl"),
+        ("fp8-rl", "fp8rl"),
+        ("fp8lr", "fp8rl"),
+        ("fprl", "fp8rl"),
+        ("recipe", "fp8rl"),
+        ("FP8RL_RECIPE", "fp8rl"),
+        *((section, f"fp8rl.{section}") for section in Recipe.model_fields),
+        ("Pins", "fp8rl.pins"),
+        ("kv-cache", "fp8rl.kv_cache"),
+    ],
+)
+def test_a_recipe_that_nobody_would_read(key, right):
+    """vLLM's dictionary is shared, so it passes any key on, and the default would run instead."""
+    for settings in ({key: {"last": 1}}, {"fp8rl": {}, key: {"last": 1}}):
+        with pytest.raises(RecipeError) as caught:
+            read_recipe(settings)
+        assert str(caught.value) == (
+            f"'additional_config.{key}' is read by nobody; write 'additional_config.{right}'."
+        )
+
+
+def test_keys_of_other_plugins_stay_theirs():
+    others = [
+        "ascend_scheduler_config",
+        "refresh",
+        "torchair_graph_config",
+        "fp8",
+        "weight_prefetch",
+    ]
+    assert read_recipe(dict.fromkeys([*others, "training_mode", "gemm", 1])) == Recipe()
+
+
+def test_an_engine_refuses_a_recipe_that_nobody_would_read(other_engine, checkpoints):
+    with pytest.raises(RecipeError, match=r"'additional_config\.pins' is read by nobody"):
+        other_engine(checkpoints["a"], Recipe(), additional_config={"pins": {"last": 1}})
+
+
+@pytest.mark.parametrize("method", ["fp8rl", "fp8"])
+def test_a_recipe_that_the_model_s_config_loses(method):
+    asks = {"quant_method": method, "weight_block_size": [128, 128]}
+    Fp8RLConfig.from_config({**asks, "activation_scheme": "dynamic", "fmt": "e4m3", "recipe": {}})
+    for key in ("recipes", "Recipe", "recip", "fp8rl"):
+        with pytest.raises(
+            RecipeError,
+            match=rf"'quantization_config\.{key}' .*write 'quantization_config\.recipe'",
+        ):
+            Fp8RLConfig.from_config({**asks, key: {}})
+    inside = {**asks, "pins": {"last": 1}}
+    if method == "fp8":
+        Fp8RLConfig.from_config(inside)  # its other keys are the checkpoint's own
+        return
+    with pytest.raises(RecipeError, match=r"write 'quantization_config\.recipe\.pins'"):
+        Fp8RLConfig.from_config(inside)
 
 
 def test_pin_that_matches_nothing(other_engine, checkpoints):

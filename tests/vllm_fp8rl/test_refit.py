@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from live_engine import KV_SCALE, LAYERS, Engine, load_tensors
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fp8rl import PluginManager, Recipe, hookimpl
 from fp8rl.errors import RefitError, ScaleError
@@ -159,6 +161,61 @@ def test_sender_that_reuses_one_buffer(engine, b, tokens):
     assert engine.greedy(PROMPTS) == tokens["b"]
 
 
+def through_refit(engine: Engine, stream) -> None:
+    refit(engine.llm, stream, expect_kv_scales=False, batch_bytes=1 << 30)
+
+
+def through_a_session(engine: Engine, stream) -> None:
+    with RefitSession(engine.model, expect_kv_scales=False) as session:
+        session.load(stream)
+
+
+@pytest.mark.parametrize("give", [through_refit, through_a_session])
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("writes", ["in torch", "unseen"])
+def test_reused_buffers_are_noticed(engine, b, tokens, give, buffers, writes):
+    """With one batch for all, each tensor would have the values of a later one."""
+    size = max(t.numel() for t in b.values())
+    rings = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(buffers)]
+
+    def stream():
+        for number, (name, tensor) in enumerate(b.items()):
+            ring = rings[number % buffers]
+            # By numpy, NCCL or another process: torch does not count such writes.
+            target = ring if writes == "in torch" else ring.data
+            yield name, target[: tensor.numel()].copy_(tensor.view(-1)).view(tensor.shape)
+
+    with pytest.raises(RefitError, match=r"'[a-z0-9_.]+' came in the memory of '.*(clones).*=1"):
+        give(engine, stream())
+    assert engine.greedy(PROMPTS) == tokens["a"]  # nothing was written
+
+
+def test_a_buffer_that_is_filled_for_the_next_batch_is_noticed(engine, b, tokens):
+    """The tensor that does not fit into a batch is pulled before that batch is read."""
+    items = [(name, tensor) for name, tensor in b.items() if name.endswith("up_proj.weight")]
+    shared = torch.empty_like(items[0][1]).data
+
+    def stream():
+        for name, tensor in items:
+            yield name, shared.copy_(tensor).data
+
+    with pytest.raises(RefitError, match=f"'{items[1][0]}' came in the memory of '{items[0][0]}'"):
+        refit(engine.llm, stream(), expect_kv_scales=False, batch_bytes=shared.nbytes + 1)
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+def test_a_sender_that_clears_its_memory_at_the_end_is_noticed(engine, b, tokens):
+    def stream():
+        for name, tensor in b.items():
+            kept = tensor.clone()
+            yield name, kept
+            kept.zero_()
+
+    with pytest.raises(RefitError, match="was written to before it was read"):
+        refit(engine.llm, stream(), expect_kv_scales=False)
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
 def test_hook_is_called_once_with_the_report(engine, a):
     class Observer:
         reports: list = []
@@ -171,6 +228,22 @@ def test_hook_is_called_once_with_the_report(engine, a):
     plugins.register(Observer())
     report = refit(engine.llm, (a | SCALES).items(), expect_kv_scales=True, plugins=plugins)
     assert Observer.reports == [report]
+
+
+def test_an_error_of_a_hook_is_logged_because_the_new_weights_serve(engine, b, tokens, monkeypatch):
+    class Failing:
+        @hookimpl
+        def refit_finished(self, report):
+            raise OSError("the disk of the log is full")
+
+    manager = PluginManager(discover=False)
+    manager.register(Failing())
+    logged = []
+    monkeypatch.setattr("vllm_fp8rl.client.logger.exception", logged.append)
+    report = refit(engine.llm, b.items(), expect_kv_scales=False, plugins=manager)
+    assert report.tensors == len(b)
+    assert engine.greedy(PROMPTS) == tokens["b"]
+    assert logged == ["A plugin's refit_finished failed; the refit itself is complete."]
 
 
 def changed(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor | None):
@@ -199,6 +272,42 @@ def test_nan_refused_and_then_a_complete_refit_serves(engine, a, b, tokens, valu
     assert engine.greedy(PROMPTS) == tokens["b"]
 
 
+@pytest.mark.parametrize("name", [UP, "model.norm.weight", "lm_head.weight"])
+def test_values_that_the_engine_could_not_hold(engine, b, tokens, name):
+    """Codes of 3.4e38 times their scale are infinite in float32, in which kernels multiply."""
+    huge = b[name].float()
+    huge.view(-1)[3] = -3.4e38
+    message = rf"'{name}' has values beyond 3\.2\d*e\+38, the largest that the engine can hold"
+    with pytest.raises(RefitError, match=message):
+        refit(engine.llm, [(name, huge)], expect_kv_scales=False)
+    with pytest.raises(RefitError, match=f"{message}; it was not loaded"):
+        engine.model.load_weights([(name, huge)])
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        ([(UP, None)], f"'{UP}' is no tensor but 'NoneType'; send torch tensors"),
+        ([(UP, np.ones(3))], f"'{UP}' is no tensor but 'ndarray'; send torch tensors"),
+        ([(UP, torch.ones(512, 256).to_sparse())], r"layout torch\.sparse_coo; send its to_dense"),
+        ([(UP, torch.ones(512, 256, device="meta"))], "has no values .*'meta'"),
+        ([(UP, TwoTensor(torch.ones(512, 256), torch.ones(512, 256)))], "is a TwoTensor and no"),
+        ([(7, torch.ones(512, 256))], "7 is no name of a tensor"),
+        ([UP], r"but got 'str'; give state_dict.items\(\)"),
+        ([None], "but got 'NoneType'"),
+        ({UP: torch.ones(512, 256)}, r"not a mapping; give its items\(\)"),
+        (None, "not 'NoneType'"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_in_a_sentence(engine, tokens, stream, message):
+    for give in (through_refit, through_a_session):
+        with pytest.raises(RefitError, match=message) as raised:
+            give(engine, stream)
+        assert "\n" not in str(raised.value)
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
 @pytest.mark.parametrize("missing", [UP, "model.norm.weight", "lm_head.weight", *list(SCALES)[:1]])
 def test_missing_tensor(engine, b, missing):
     with pytest.raises(RefitError, match=f"lacks 1 .*'{missing}'"):
@@ -220,7 +329,7 @@ def test_fp8_codes_without_their_scales(engine, b):
         (UP, torch.ones(3, 5), r"\(3, 5\).*\(512, 256\)"),
         (UP, torch.ones(512, 256, dtype=torch.int8), "dtype torch.int8"),
         ("model.norm.weight", torch.ones(256).to(torch.float8_e4m3fn), "float8"),
-        (f"{UP}_scale_inv", torch.zeros(4, 2), "not positive"),
+        (f"{UP}_scale_inv", torch.full((4, 2), torch.nan), "NaN"),
         ("model.layers.0.self_attn.k_scale", torch.ones(1), "unannounced"),
     ],
 )
@@ -228,6 +337,15 @@ def test_refused_before_anything_is_written(engine, tokens, name, tensor, messag
     with pytest.raises(RefitError, match=message):
         refit(engine.llm, [(name, tensor)], expect_kv_scales=False)
     assert engine.greedy(PROMPTS) == tokens["a"]  # still the old weights, still serving
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, 1e36])
+def test_bad_weight_scale(engine, tokens, bad):
+    scales = torch.ones(4, 2)
+    scales[3, 1] = bad
+    with pytest.raises(ScaleError, match=f"'{UP}_scale_inv' has a scale that is 0, negative"):
+        refit(engine.llm, [(f"{UP}_scale_inv", scales)], expect_kv_scales=False)
+    assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf"), -1.0])
@@ -271,7 +389,7 @@ def test_kv_scale_of_a_layer_that_is_not_there(engine, tokens):
 
 def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(engine.llm, "reset_prefix_cache", lambda: False)
+        patch.setattr(engine.llm, "reset_prefix_cache", lambda **options: False)
         with pytest.raises(RefitError, match="could not reset its prefix cache"):
             refit(engine.llm, b.items(), expect_kv_scales=False)
     with pytest.raises(RefitError, match="mixture"):

@@ -90,7 +90,7 @@ def test_out_of_memory_while_loading(engine, a, b, monkeypatch, known, call):
 def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypatch):
     tokens, before = engine.greedy(PROMPTS), state(engine)
 
-    def failing(tensors):
+    def failing(*args):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
@@ -106,7 +106,7 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
     tokens, before = engine.greedy(PROMPTS), state(engine)
     name, tensor = next(iter(b.items()))
 
-    def staging(workers, tensors, batch_bytes):
+    def staging(workers, session, tensors, batch_bytes):
         with Sender([place()], 256 << 20) as sender:
             sender._stage(torch.device("cpu"), [(name, tensor)], {"tensors": {}, "storages": []})
 
@@ -114,7 +114,7 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.refit.Workers.load", staging)
+        patch.setattr("vllm_fp8rl.refit._load", staging)
         patch.setattr("vllm_fp8rl.transport.torch.empty", failing)
         with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
@@ -127,9 +127,12 @@ def test_a_truncated_file(engine, checkpoints, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(whole[: len(whole) * 2 // 3])
     tokens = engine.greedy(PROMPTS)
-    with pytest.raises(Fp8RLError, match=r"load_files"):
+    with pytest.raises(RefitError, match=rf"'{path}' is not a whole safetensors file"):
         refit_from_files(engine.llm, str(path), expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens  # safetensors refuses it before anything was read
+    assert engine.greedy(PROMPTS) == tokens  # refused before anything was read
+
+
+FAULTS = ["nan", "huge", "truncated", "repeated", "unknown", "dies", "shape", "None", "overwritten"]
 
 
 @settings(
@@ -137,12 +140,12 @@ def test_a_truncated_file(engine, checkpoints, tmp_path):
 )
 @given(data=st.data())
 def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, data):
-    """NaN, a truncated stream, a repeated or unknown tensor, or a sender that dies."""
+    """Bad values, a truncated stream, a repeated or unknown tensor, a sender that dies, ..."""
     refit(engine.llm, a.items(), expect_kv_scales=True)
     before = state(engine)
     stream = data.draw(st.permutations(list(b.items())))
     place = data.draw(st.integers(0, len(stream) - 1))
-    fault = data.draw(st.sampled_from(["nan", "truncated", "repeated", "unknown", "dies", "shape"]))
+    fault = data.draw(st.sampled_from(FAULTS))
     name, tensor = stream[place]
 
     def broken():
@@ -151,6 +154,15 @@ def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, da
                 yield item
             elif fault == "nan":
                 yield name, torch.full_like(tensor, torch.nan)
+            elif fault == "huge":
+                value = 3.4e38 if tensor.numel() > 1 else torch.nan  # a KV scale
+                yield name, torch.full_like(tensor, value, dtype=torch.float32)
+            elif fault == "None":
+                yield name, None
+            elif fault == "overwritten":
+                kept = tensor.clone()
+                yield name, kept
+                kept.zero_()
             elif fault == "truncated":
                 return
             elif fault == "repeated":
@@ -162,7 +174,9 @@ def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, da
             else:
                 yield name, torch.ones(3, 5, 7)
 
-    size = data.draw(st.sampled_from([1, 1 << 17, 1 << 30]))
+    # A tensor that is read at once, its sender may overwrite.
+    sizes = [1 << 30] if fault == "overwritten" else [1, 1 << 17, 1 << 30]
+    size = data.draw(st.sampled_from(sizes))
     with pytest.raises((Fp8RLError, ConnectionError)):
         refit(engine.llm, broken(), expect_kv_scales=True, batch_bytes=size)
     if serves(engine):

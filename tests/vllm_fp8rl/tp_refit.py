@@ -72,6 +72,11 @@ def expected(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, tuple[lis
     return wanted
 
 
+def work_in(worker, root: str) -> None:
+    """Each rank in a folder of its own, so that one path leads to different files."""
+    os.chdir(Path(root, "ab"[worker.rank]))
+
+
 def error_of(attempt: Callable[[], object]) -> str:
     try:
         attempt()
@@ -124,6 +129,19 @@ def main(root: Path) -> dict[str, object]:
     refit_from_files(llm, str(root / "a"), expect_kv_scales=False)
     found["recovered"] = engine.greedy(PROMPTS) == first
     found["pointers"] = llm.collective_rpc(pointers) == before
+
+    name = "model.layers.0.mlp.gate_proj.weight"
+    codes_and_scales = zip([name, f"{name}_scale_inv"], quantize_block(b[name]), strict=True)
+    found["codes of gate"] = error_of(
+        lambda: refit(llm, codes_and_scales, expect_kv_scales=False, batch_bytes=1 << 30)
+    )
+    llm.collective_rpc(work_in, args=(str(root),))
+    (root / "b" / "here").write_bytes((root / "b" / "model.safetensors").read_bytes())
+    found["different files"] = [
+        error_of(lambda: refit_from_files(llm, "model.safetensors", expect_kv_scales=False)),
+        error_of(lambda: refit_from_files(llm, "here", expect_kv_scales=False)),
+        engine.greedy(PROMPTS) == first,
+    ]
 
     def killing():
         for number, item in enumerate(b.items()):

@@ -49,7 +49,7 @@ def _asset(name: str) -> str:
 
 def _lead(runs: Sequence[Run]) -> str:
     if not any(run.steps for run in runs):
-        return "No GRPO step was finished yet; run the demo again with <code>--resume</code>."
+        return "No GRPO step was finished yet; run the demo again."
     sentences = []
     for run in runs:
         ends = run.reward_ends()

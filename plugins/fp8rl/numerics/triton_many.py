@@ -5,12 +5,14 @@ Addresses reach the GPU as a table of integers, one row a tensor, in one copy fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from fp8rl.numerics._finite import largest_bits
 from fp8rl.numerics._format import FP8_DTYPE, Quantized, cdiv
 from fp8rl.numerics._segments import on_device
 from fp8rl.numerics.triton_kernels import _quantize_tile, has_native_cast
@@ -21,13 +23,13 @@ _TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.float32: tl.float32,
 }
-_EXPONENTS = {
-    torch.bfloat16: (tl.int16, 0x7F80),
-    torch.float16: (tl.int16, 0x7C00),
-    torch.float32: (tl.int32, 0x7F800000),
-    FP8_DTYPE: (tl.uint8, 0x7F),  # E4M3 has no infinity, and NaN is all ones
+_MAGNITUDES = {
+    torch.bfloat16: (tl.int16, 0x7FFF),
+    torch.float16: (tl.int16, 0x7FFF),
+    torch.float32: (tl.int32, 0x7FFFFFFF),
+    FP8_DTYPE: (tl.uint8, 0x7F),
 }
-"""Integer type of an element, and the bits that are all set in what is not finite."""
+"""Integer type of an element, and its bits without the sign."""
 _SEGMENT = 1 << 17
 """Elements that one program of the finite check reads."""
 _STEP = 1 << 13
@@ -79,7 +81,8 @@ def _finite_kernel(
     bad_ptr,
     tensors,
     DTYPE: tl.constexpr,
-    EXPONENT: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
+    LARGEST: tl.constexpr,
     ALIGNED: tl.constexpr,
     SEGMENT: tl.constexpr,
     STEP: tl.constexpr,
@@ -103,12 +106,12 @@ def _finite_kernel(
     if count == SEGMENT:  # without a mask, which would make every access a scalar
         for step in range(0, SEGMENT, STEP):
             x = tl.load(x_ptr + step + tl.arange(0, STEP)).to(tl.int32)
-            found |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
+            found |= ((x & MAGNITUDE) > LARGEST).to(tl.int32)
     else:
         for step in range(0, count, STEP):
             at = step + tl.arange(0, STEP)
             x = tl.load(x_ptr + at, at < count, other=0).to(tl.int32)
-            found |= ((x & EXPONENT) == EXPONENT).to(tl.int32)
+            found |= ((x & MAGNITUDE) > LARGEST).to(tl.int32)
     if tl.max(found, 0) > 0:
         tl.store(bad_ptr + tl.load(entry + 2), 1)
 
@@ -159,11 +162,14 @@ def quantize_blocks(
             first = end
 
 
-def start_finite_check(tensors: Sequence[torch.Tensor]) -> Callable[[], list[bool]]:
+def start_finite_check(
+    tensors: Sequence[torch.Tensor], limit: float = math.inf
+) -> Callable[[], list[bool]]:
     """See :func:`fp8rl.numerics.start_finite_check`.
 
     Args:
         tensors: bfloat16, float16, float32 or float8_e4m3fn, of one device, each contiguous.
+        limit: the largest magnitude that passes for finite.
     """
     groups: dict[torch.dtype, list[int]] = {}
     for number, x in enumerate(tensors):
@@ -182,13 +188,14 @@ def start_finite_check(tensors: Sequence[torch.Tensor]) -> Callable[[], list[boo
                 count = tensors[n].numel()
                 segments += cdiv(count, _SEGMENT)
                 table += (tensors[n].data_ptr(), count, n, segments)
-            kind, exponent = _EXPONENTS[dtype]
+            kind, magnitude = _MAGNITUDES[dtype]
             _finite_kernel[(segments,)](
                 on_device(torch.tensor(table, dtype=torch.int64), device),
                 bad,
                 len(numbers),
                 DTYPE=kind,
-                EXPONENT=exponent,
+                MAGNITUDE=magnitude,
+                LARGEST=largest_bits(dtype, limit),
                 ALIGNED=_aligned(table[::4]),
                 SEGMENT=_SEGMENT,
                 STEP=_STEP,

@@ -1,0 +1,210 @@
+"""NeMo RL's drivers, and which of our keys each of them serves; every other place is refused.
+
+NeMo RL's configs take any key, so a block that stands where nobody looks would be ignored without a
+word. Each :class:`Driver` says what it serves, and :func:`check_places` walks the whole config for
+our keys and for what is nearly one. Standard library alone: every driver of NeMo RL runs this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+VLLM = "policy.generation.vllm_cfg"
+MEGATRON = "policy.megatron_cfg"
+LOSS = "loss_fn"
+BLOCK = "fp8rl"
+GUARD = "fp8rl_guard"
+DRIVER = "fp8rl_driver"
+"""Written into ``loss_fn``: which loop calls, for the process that corrects batches."""
+ARGUMENTS = "policy.generation.vllm_kwargs.additional_config"
+"""Where vLLM's plugin reads its block; written for it from the one at :data:`VLLM`."""
+
+_ROLLOUTS_AND_LOSS = (VLLM, MEGATRON, LOSS)
+
+
+@dataclass(frozen=True)
+class Driver:
+    """A loop of NeMo RL: one class ``MasterConfig``, made by every script of that loop."""
+
+    name: str
+    module: str
+    """That defines its ``MasterConfig``."""
+    scripts: tuple[str, ...]
+    """Below ``examples/``."""
+    serves: tuple[str, ...] = ()
+    """Sections whose ``fp8rl`` is read."""
+    sends_kv_scales: bool = False
+    """Whether the loop sends KV scales of a Megatron trainer with its refits."""
+    why_not: str = ""
+    """What stands against the sections that it does not serve."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Full paths of the keys that are read."""
+        blocks = [f"{section}.{BLOCK}" for section in self.serves]
+        if VLLM in self.serves:
+            blocks.append(f"{ARGUMENTS}.{BLOCK}")
+        if LOSS in self.serves:
+            blocks += [f"{LOSS}.{GUARD}", f"{LOSS}.{DRIVER}"]
+        return tuple(blocks)
+
+
+_TRAINS_ONLY = "it generates nothing, and its loss compares no two engines"
+DRIVERS = {
+    driver.name: driver
+    for driver in (
+        Driver(
+            "grpo",
+            "nemo_rl.algorithms.grpo",
+            (
+                "run_grpo.py",
+                "run_vlm_grpo.py",
+                "run_grpo_sliding_puzzle.py",
+                "nemo_gym/run_grpo_nemo_gym.py",
+            ),
+            _ROLLOUTS_AND_LOSS,
+            sends_kv_scales=True,
+        ),
+        Driver(
+            "single_controller",
+            "nemo_rl.algorithms.single_controller_utils.config",
+            ("run_grpo_single_controller.py",),
+            _ROLLOUTS_AND_LOSS,
+            sends_kv_scales=True,
+        ),
+        Driver(
+            "ppo",
+            "nemo_rl.algorithms.ppo",
+            ("run_ppo.py",),
+            _ROLLOUTS_AND_LOSS,
+            why_not="the value model stays in BF16",
+        ),
+        Driver(
+            "distillation",
+            "nemo_rl.algorithms.distillation",
+            ("run_distillation.py", "nemo_gym/run_distillation_nemo_gym.py"),
+            (VLLM, MEGATRON),
+            why_not="the teacher stays in BF16, and the loss takes no logprobs of the rollouts",
+        ),
+        Driver(
+            "sft",
+            "nemo_rl.algorithms.sft",
+            ("run_sft.py", "run_vlm_sft.py"),
+            (MEGATRON,),
+            why_not=_TRAINS_ONLY,
+        ),
+        Driver("dpo", "nemo_rl.algorithms.dpo", ("run_dpo.py",), (MEGATRON,), why_not=_TRAINS_ONLY),
+        Driver(
+            "rm",
+            "nemo_rl.algorithms.rm",
+            ("run_rm.py",),
+            why_not="NeMo RL trains reward models with DTensor workers alone, which run in BF16",
+        ),
+        Driver(
+            "xtoken_off_policy_distillation",
+            "nemo_rl.algorithms.xtoken_off_policy_distillation",
+            ("run_xtoken_off_policy_distillation.py",),
+            why_not="it generates nothing, and NeMo RL trains it with DTensor workers alone, which "
+            "run in BF16",
+        ),
+        Driver(
+            "eval",
+            "nemo_rl.evals.eval",
+            ("run_eval.py",),
+            why_not="it evaluates a checkpoint in the checkpoint's own precision",
+        ),
+    )
+}
+
+
+def meant(key: Any) -> str | None:
+    """Which of our keys somebody means by ``key``; upstream ignores what it does not know."""
+    plain = "".join(filter(str.isalnum, str(key).rpartition(".")[2].lower()))
+    ours = {"".join(filter(str.isalnum, name)): name for name in (BLOCK, GUARD, DRIVER)}
+    return next((ours[near] for near in get_close_matches(plain, ours, n=1, cutoff=0.8)), None)
+
+
+def find(config: Any, path: str = "") -> Iterator[tuple[str, Any, str, Any]]:
+    """Every key of a config, at any depth, that is ours or nearly so.
+
+    Yields:
+        Full path, key, the key of ours that is meant, value.
+    """
+    if hasattr(config, "model_dump"):
+        config = config.model_dump()
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            place = f"{path}.{key}" if path else str(key)
+            ours = meant(key)
+            if ours is not None:
+                yield place, key, ours, value
+            else:
+                yield from find(value, place)
+    elif isinstance(config, list | tuple):
+        for number, value in enumerate(config):
+            yield from find(value, f"{path}[{number}]")
+
+
+def check_places(config: Any, driver: Driver) -> bool:
+    """Refuse a key of ours that nobody reads; null is no key.
+
+    Args:
+        config: a whole config, as plain mappings or models.
+        driver: whose config it is.
+
+    Returns:
+        Whether the config has any key of ours.
+
+    Raises:
+        RecipeError: a misspelt key, or one at a place that the driver does not serve.
+    """
+    asked = False
+    for path, key, ours, value in find(config):
+        if key != ours:
+            raise _refusal(
+                f"'{path}' is no key of NeMo RL or fp8rl; write '{ours}' in its section."
+            )
+        if value is None:
+            continue
+        if path != BLOCK and path not in driver.keys:
+            raise _refusal(f"'{path}' has no effect{_instead(driver, ours)}")
+        asked = True
+    return asked
+
+
+def refuse_unread(loaded: Any) -> None:
+    """Refuse a config with our keys in a driver that makes none of the classes known here.
+
+    Args:
+        loaded: what upstream's ``load_config`` gave, an OmegaConf.
+
+    Raises:
+        UnsupportedError: with the first of the keys.
+    """
+    from omegaconf import OmegaConf
+
+    for path, *_ in find(OmegaConf.to_container(loaded, resolve=False)):
+        from fp8rl.errors import UnsupportedError
+
+        scripts = ", ".join(script for driver in DRIVERS.values() for script in driver.scripts)
+        raise UnsupportedError(
+            f"'{path}' is not read by this driver, whose config is made by no class that fp8rl "
+            f"knows; remove it, or run one of NeMo RL's own: {scripts}."
+        )
+
+
+def _instead(driver: Driver, ours: str) -> str:
+    reason = f" in {driver.scripts[0]}" + (f": {driver.why_not}" if driver.why_not else "")
+    places = [key for key in driver.keys if key.endswith(f".{ours}") and ARGUMENTS not in key]
+    if not places:
+        return f"{reason}; remove it."
+    return f"{reason}; move it to {' or '.join(repr(place) for place in places)}, or remove it."
+
+
+def _refusal(message: str) -> Exception:
+    from fp8rl.errors import RecipeError
+
+    return RecipeError(message)

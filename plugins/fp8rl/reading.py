@@ -1,0 +1,168 @@
+"""Reading what people write by hand: JSON, YAML and keys, with errors that name the place."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from fp8rl.errors import RecipeError
+
+_TOO_DEEP = "it is nested too deeply"
+
+
+def near_miss(key: object, names: Iterable[str], *, cutoff: float = 0.8) -> str | None:
+    """Which of ``names`` somebody means by ``key``, whatever its case and punctuation.
+
+    Args:
+        key: as it was written.
+        names: that have a meaning.
+        cutoff: share of equal letters (``difflib``); 1 forgives case and punctuation alone.
+
+    Returns:
+        The name, also where ``key`` is exactly it; None where ``key`` is like none of them.
+    """
+    plain = {_letters(name): name for name in names}
+    found = get_close_matches(_letters(key), plain, n=1, cutoff=cutoff)
+    return plain[found[0]] if found else None
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: JSON.
+        where: what the text is, e.g. its path; put before each key in an error.
+
+    Raises:
+        RecipeError: not valid JSON, or an object with a key twice.
+    """
+    try:
+        return _without_twins(json.loads(text, object_pairs_hook=_Pairs), where)
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(f"{where} is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise RecipeError(f"{where} is not valid JSON: {_TOO_DEEP}.") from None
+
+
+class _Pairs(list):
+    """Keys and values of a JSON object, as they came."""
+
+
+def _without_twins(node: Any, path: str) -> Any:
+    """Plain dicts and lists.
+
+    Raises:
+        RecipeError: a key came twice; a dict would keep the last one in silence.
+    """
+    if isinstance(node, _Pairs):
+        found: dict[str, Any] = {}
+        for key, value in node:
+            if key in found:
+                raise RecipeError(f"'{path}.{key}' is given twice; keep one of them.")
+            found[key] = _without_twins(value, f"{path}.{key}")
+        return found
+    if isinstance(node, list):
+        return [_without_twins(value, f"{path}.{index}") for index, value in enumerate(node)]
+    return node
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes ``1e-4`` for a number, as YAML 1.2 does; to PyYAML it is a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; see :func:`parse_json`.
+
+    Raises:
+        RecipeError: not valid YAML, or a mapping with a key twice.
+    """
+    try:
+        root = yaml.compose(text, _Loader)
+        if root is not None:
+            _refuse_twins(root, where, set())
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        raise RecipeError(f"{where} is not valid YAML{place}: {what}.") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RecipeError(
+            f"{where} is not valid YAML at line {line}: character #x{error.character:04x} is "
+            "not allowed."
+        ) from None
+    except RecipeError:
+        raise
+    except RecursionError:
+        raise RecipeError(f"{where} is not valid YAML: {_TOO_DEEP}.") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        # What PyYAML's constructors of numbers, dates and tagged values let through.
+        raise RecipeError(f"{where} holds a value that YAML cannot read: {error}.") from None
+
+
+def _refuse_twins(node: yaml.Node, path: str, seen: set[int]) -> None:
+    """Raise RecipeError where a mapping has a key twice; PyYAML would keep the last one.
+
+    Args:
+        node: of PyYAML's tree.
+        path: of the node.
+        seen: ids of the nodes looked at; an alias may lead back to one.
+    """
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _refuse_twins(value, f"{path}.{index}", seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if name in lines:
+                raise RecipeError(
+                    f"'{path}.{key.value}' is given twice, in lines {lines[name]} and {line}; "
+                    "keep one of them."
+                )
+            lines[name] = line
+            _refuse_twins(value, f"{path}.{key.value}", seen)
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """What is wrong with a mapping, in one line with every key's full path.
+
+    Args:
+        error: pydantic's.
+        where: path of the mapping.
+    """
+    parts = []
+    for item in error.errors():
+        key = ".".join([where, *map(str, item["loc"])])
+        said = item["msg"].removeprefix("Value error, ")
+        wanted = said.removeprefix("Input should be ")
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown key '{key}' (remove it or correct its spelling)")
+        elif wanted != said:
+            wanted = wanted.replace("a valid tuple", "a list").partition(" or instance of ")[0]
+            parts.append(f"'{key}' must be {wanted}, not {reprlib.repr(item['input'])}")
+        else:
+            parts.append(f"'{key}': {said}")
+    return "; ".join(parts) + "."
+
+
+def _letters(key: object) -> str:
+    return "".join(filter(str.isalnum, str(key).lower()))

@@ -1,0 +1,257 @@
+"""All of NeMo RL's drivers with our keys: test_nemo_rl.py runs this file where it can be imported.
+
+Each script runs from its own file, as ``python -m nemo_rl_ext`` runs it, up to ``init_ray``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("nemo_rl.algorithms.grpo", exc_type=ImportError)
+
+import ray
+from nemo_rl.distributed import virtual_cluster
+from nemo_rl.utils import config as nemo_config
+from omegaconf import OmegaConf
+from ray import cloudpickle
+from sources import source
+
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
+from nemo_rl_ext.__main__ import main
+from nemo_rl_ext.activation import install
+from nemo_rl_ext.drivers import DRIVERS, Driver, find
+from nemo_rl_ext.training import recipe_of
+from nemo_rl_ext.worker_block import WorkerBlock
+
+install().complete()
+
+CONFIGS = {
+    "grpo": "grpo_math_1B_megatron.yaml",
+    "single_controller": "grpo_math_1B_megatron_single_controller.yaml",
+    "ppo": "ppo_math_1B_megatron.yaml",
+    "distillation": "distillation_math_megatron.yaml",
+    "sft": "sft_openmathinstruct2_megatron.yaml",
+    "dpo": "recipes/llm/dpo-llama3.1-8b-instruct-4n8g-megatron.v2.yaml",
+    "rm": "rm.yaml",
+    "xtoken_off_policy_distillation": "xtoken_off_policy_distillation.yaml",
+    "eval": "evals/eval.yaml",
+}
+BLOCK = {"kv_cache": {"dtype": "auto"}}
+SCRIPTS = [
+    pytest.param(driver, script, id=script)
+    for driver in DRIVERS.values()
+    for script in driver.scripts
+]
+
+
+@cache
+def upstream(name: str) -> dict[str, Any]:
+    """The resolved config of a driver, from upstream's own YAML by upstream's own loader."""
+    nemo_config.register_omegaconf_resolvers()
+    file = source("NEMO_RL_SRC") / "examples" / "configs" / CONFIGS[name]
+    made: Any = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
+    if "use_importance_sampling_correction" in made.get("loss_fn", {}):
+        made["loss_fn"]["use_importance_sampling_correction"] = True  # FP8 rollouts ask for one
+    return made
+
+
+def master_config(driver: Driver) -> Any:
+    __import__(driver.module)
+    return sys.modules[driver.module].MasterConfig  # type: ignore[attr-defined]
+
+
+def places(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each mapping of a config with its path."""
+    if isinstance(value, dict):
+        yield path, value
+        for key, inner in value.items():
+            yield from places(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from places(inner, f"{path}[{number}]")
+
+
+@pytest.mark.parametrize("driver", [pytest.param(d, id=n) for n, d in DRIVERS.items()])
+def test_a_block_in_any_section_of_the_real_config_is_read_or_refused(driver: Driver) -> None:
+    served = set()
+    for path, _ in list(places(upstream(driver.name))):
+        value = copy.deepcopy(upstream(driver.name))
+        dict(places(value))[path]["fp8rl"] = dict(BLOCK)
+        key = f"{path}.fp8rl" if path else "fp8rl"
+        try:
+            master_config(driver)(**value)
+        except Fp8RLError as error:
+            assert f"'{key}'" in str(error), key
+        else:
+            served.add(key)
+    assert served == {f"{section}.fp8rl" for section in driver.serves}
+
+
+@pytest.mark.parametrize("driver", [pytest.param(d, id=n) for n, d in DRIVERS.items()])
+def test_without_our_keys_the_config_is_upstreams(driver: Driver) -> None:
+    cls = master_config(driver)
+    made = cls(**copy.deepcopy(upstream(driver.name)))
+    plain = cls.__pydantic_validator__.validate_python(copy.deepcopy(upstream(driver.name)))
+    assert made.model_dump() == plain.model_dump()
+
+
+def test_no_key_of_upstreams_yamls_is_taken_for_ours() -> None:
+    files = sorted((source("NEMO_RL_SRC") / "examples").rglob("*.yaml"))
+    assert len(files) > 100
+    for file in files:
+        assert not list(find(yaml.load(file.read_text("utf-8"), yaml.CSafeLoader))), file
+
+
+class Reached(Exception):
+    """The script has come to Ray."""
+
+
+@pytest.fixture
+def at_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init_ray() -> None:
+        raise Reached
+
+    monkeypatch.setattr(virtual_cluster, "init_ray", init_ray)
+    # run_grpo_nemo_gym.py raises a limit of wandb, for which a module stands in here.
+    monkeypatch.setitem(sys.modules, "wandb.util", ModuleType("wandb.util"))
+    monkeypatch.setattr(sys, "argv", ["test"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def run(script: str, driver: Driver, sections: tuple[str, ...], folder: Path) -> None:
+    """Run a script of upstream's with a YAML on top of upstream's; as the launcher does."""
+    examples = source("NEMO_RL_SRC") / "examples"
+    value: dict[str, Any] = {"defaults": str(examples / "configs" / CONFIGS[driver.name])}
+    for section in sections:
+        inner = value
+        for part in section.split("."):
+            inner = inner.setdefault(part, {})
+        inner["fp8rl"] = BLOCK
+    if "logger" in upstream(driver.name):
+        value["logger"] = {"log_dir": str(folder / "logs")}
+    file = folder / "config.yaml"
+    file.write_text(json.dumps(value), encoding="utf-8")
+    main([str(examples / script), "--config", str(file)])
+
+
+@pytest.mark.usefixtures("at_ray")
+@pytest.mark.parametrize(("driver", "script"), SCRIPTS)
+def test_every_script_refuses_before_ray(driver: Driver, script: str, tmp_path: Path) -> None:
+    refused = "generation.vllm_cfg" if driver.name == "eval" else "data"
+    with pytest.raises(RecipeError, match=rf"'{refused}\.fp8rl' has no effect in run_"):
+        run(script, driver, (refused,), tmp_path)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.usefixtures("at_ray")
+@pytest.mark.parametrize(
+    ("driver", "script"), [p for p in SCRIPTS if p.values[0].serves and "gym" not in p.values[1]]
+)
+def test_every_script_that_serves_prepares_its_workers_config(
+    driver: Driver, script: str, tmp_path: Path
+) -> None:
+    """The gym's scripts share the class, and load a tokenizer before they start Ray."""
+    with pytest.raises(Reached) as raised:
+        run(script, driver, driver.serves, tmp_path)
+    frames = [entry.frame for entry in raised.traceback]
+    config = next(f.f_locals["config"] for f in reversed(frames) if "config" in f.f_locals)
+    policy = cloudpickle.loads(cloudpickle.dumps(config.policy))  # as Ray sends it
+    assert isinstance(policy["megatron_cfg"]["fp8rl"], WorkerBlock)
+    rollouts = "policy.generation.vllm_cfg" in driver.serves
+    assert recipe_of(policy) == Recipe.from_dict({**BLOCK, "rollout": rollouts})
+    assert not policy["megatron_cfg"]["fp8_cfg"]["enabled"]
+    if rollouts:
+        assert policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
+    assert not ray.is_initialized()
+
+
+@pytest.mark.usefixtures("at_ray")
+@pytest.mark.parametrize("key", ["policy.megatron_cfg.fp8rl.training=true", None])
+def test_a_driver_of_ones_own_is_told_that_it_reads_no_key(
+    key: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream's functions, another class for the config. Without our keys it runs."""
+    from nemo_rl_ext.seams import start
+
+    start.apply(virtual_cluster, install())  # over the fixture's
+    file = source("NEMO_RL_SRC") / "examples" / "configs" / CONFIGS["sft"]
+    loaded = nemo_config.load_config(str(file))
+    if key is None:
+        with pytest.raises(Reached):
+            virtual_cluster.init_ray()
+        return
+    nemo_config.parse_hydra_overrides(loaded, [f"++{key}"])
+    with pytest.raises(
+        UnsupportedError, match=r"'policy\.megatron_cfg\.fp8rl' is not read by this"
+    ):
+        virtual_cluster.init_ray()
+
+
+class Made(Exception):
+    """Upstream's setup has come to its policy; what it gives it."""
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_upstreams_setup_hands_the_recipe_to_workers_that_train(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`setup` itself, with a stand-in for Ray's cluster, up to the making of its workers.
+
+    tests/nemo_rl_ext/test_training.py has what a Megatron worker makes of it.
+    """
+    driver = DRIVERS[name]
+    cls = master_config(driver)
+    module: Any = sys.modules[driver.module]
+
+    def policy(**given: Any) -> None:
+        raise Made(given)
+
+    monkeypatch.setattr(module, "Policy", policy)
+    monkeypatch.setattr(module, "RayVirtualCluster", lambda **given: None)
+    value = copy.deepcopy(upstream(name))
+    value["policy"]["megatron_cfg"]["fp8rl"] = {"pins": {"first": 1}}
+    value["logger"] = {
+        **value["logger"],
+        **{key: False for key in value["logger"] if key.endswith("_enabled")},
+        "log_dir": str(tmp_path / "logs"),
+        "monitor_gpus": False,
+    }
+    value["checkpointing"]["checkpoint_dir"] = str(tmp_path / "checkpoints")
+    data: Any = list(range(1000))
+    with pytest.raises(Made) as made:
+        module.setup(
+            cls(**value), SimpleNamespace(tokenizer=None), data, {} if name == "dpo" else None
+        )
+    (given,) = made.value.args
+    assert given["init_optimizer"], "a model without one stays in BF16"
+    sent = cloudpickle.loads(cloudpickle.dumps(given["config"]))
+    assert isinstance(sent["megatron_cfg"]["fp8rl"], WorkerBlock)
+    assert recipe_of(sent) == Recipe.from_dict({"pins": {"first": 1}, "rollout": False})
+
+
+# --- settings that upstream takes and does not forward (NeMo RL#4126) ---
+
+
+def test_upstream_reads_its_own_pins_nowhere_under_megatron_cfg_and_we_do() -> None:
+    """Its YAMLs have them there; its workers read them under `model_overrides` alone."""
+    value = copy.deepcopy(upstream("sft"))
+    pins = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
+    value["policy"]["megatron_cfg"] |= pins
+    assert master_config(DRIVERS["sft"])(**value)  # the naive way: taken without a word
+    code = source("NEMO_RL_SRC") / "nemo_rl"
+    assert not [f for f in code.rglob("*.py") if "first_last_layers_bf16" in f.read_text("utf-8")]
+    value["policy"]["megatron_cfg"]["fp8rl"] = {}
+    recipe = recipe_of(master_config(DRIVERS["sft"])(**value).policy)
+    assert recipe is not None
+    assert (recipe.pins.first, recipe.pins.last) == (2, 1)

@@ -1,0 +1,192 @@
+"""What a stream of tensors may hold, and whether its memory still holds what it did.
+
+A sender may fill one buffer again and again: what it gave is then something else by the time that a
+batch is read, and looks complete. :class:`Held` notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from fp8rl.errors import RefitError
+from fp8rl.pinning import kind_of
+
+Named = tuple[str, torch.Tensor]
+
+
+class Batch(list[Named]):
+    """Tensors that were looked at here, to be read before another one is pulled."""
+
+
+_REMEDY = "yield clones, or have one tensor read at a time (batch_bytes=1)"
+_VOCABULARY = {"embed_tokens", "lm_head"}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def pulled(tensors: Any) -> Iterator[Named]:
+    """A stream, whose items are looked at one by one.
+
+    Args:
+        tensors: iterable of pairs of HF name and tensor.
+
+    Raises:
+        RefitError: no such iterable, or a tensor without plain values, such as a DTensor.
+    """
+    if isinstance(tensors, Mapping):
+        raise RefitError("A refit takes pairs of name and tensor, not a mapping; give its items().")
+    try:
+        stream = iter(tensors)
+    except TypeError:
+        raise RefitError(
+            f"A refit takes pairs of name and tensor, not '{type(tensors).__name__}'; give "
+            "state_dict.items(), for example."
+        ) from None
+    for item in stream:
+        if not (isinstance(item, (tuple, list)) and len(item) == 2):
+            raise RefitError(
+                f"A refit takes pairs of name and tensor, but got '{type(item).__name__}'; give "
+                "state_dict.items(), for example."
+            )
+        name, tensor = item
+        if not isinstance(name, str):
+            raise RefitError(f"{name!r} is no name of a tensor; send the HF name as a str.")
+        problem = _problem(tensor)
+        if problem:
+            raise RefitError(f"'{name}' {problem}.")
+        yield name, tensor
+
+
+def steady(tensors: Any) -> Batch:
+    """All of a stream, as one batch; a batch as it is.
+
+    Raises:
+        RefitError: see :func:`pulled` and :class:`Held`.
+    """
+    if isinstance(tensors, Batch):
+        return tensors
+    held = Held()
+    for name, tensor in pulled(tensors):
+        held.add(name, tensor)
+    return held.release()
+
+
+class Held:
+    """Tensors of a batch that nobody has read yet."""
+
+    def __init__(self) -> None:
+        self.items = Batch()
+        self._versions: list[int] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.items.append((name, tensor))
+        self._versions.append(0 if tensor.is_inference() else tensor._version)
+
+    def release(self, *coming: Named) -> Batch:
+        """The batch, which is empty afterwards.
+
+        Args:
+            coming: a tensor that has been pulled for the next batch.
+
+        Raises:
+            RefitError: the memory of a tensor was written to, freed or used for another one since.
+        """
+        items, versions = self.items, self._versions
+        self.items, self._versions = Batch(), []
+        _require_apart([*items, *coming])
+        for (name, tensor), version in zip(items, versions, strict=True):
+            # Counts writes to the memory, also through views; inference tensors have no count.
+            if version != (0 if tensor.is_inference() else tensor._version):
+                last = (coming or items)[-1][0]
+                raise RefitError(
+                    f"The memory of '{name}' was written to before it was read, by the time that "
+                    f"'{last}' had come; {_REMEDY}."
+                )
+        return items
+
+
+def _problem(tensor: Any) -> str:
+    """Why a tensor cannot be sent, with the remedy; empty for most, which go a short way."""
+    kind = type(tensor)
+    usual = kind in _PLAIN and tensor.layout is torch.strided
+    if usual and not (tensor.is_quantized or tensor.is_meta):
+        return ""
+    if not isinstance(tensor, torch.Tensor):
+        return f"is no tensor but '{kind.__name__}'; send torch tensors (torch.as_tensor)"
+    if kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if hasattr(tensor, "full_tensor"):
+            return f"is a {kind.__name__}, of which a rank has a part; send its full_tensor()"
+        return f"is a {kind.__name__} and no plain tensor; send what it stands for (dequantize())"
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}; send its to_dense()"
+    if tensor.is_quantized:
+        return "is quantized by torch; send its dequantize()"
+    return "has no values (device 'meta'); send a tensor that has" if tensor.is_meta else ""
+
+
+_Span = tuple[int, int, Named]
+"""A tensor, with the address of its first byte and the number of bytes to its last."""
+
+
+def _require_apart(items: Iterable[Named]) -> None:
+    """Raise RefitError for two tensors in the same memory.
+
+    Tensors of one element may share it, which KV scales do; and embedding and output projection
+    where they are tied.
+    """
+    spans = sorted(map(_span, items), key=itemgetter(0))
+    before: list[_Span] = []
+    end = 0  # of all before
+    for span in spans:
+        start, length, (name, _) = span
+        if start >= end:
+            before.clear()
+            if start == 0 and length:
+                raise RefitError(f"The memory of '{name}' was freed before it was read; {_REMEDY}.")
+        for other in before:
+            if start < other[0] + other[1] and not _may_share(span, other) and _meet(span, other):
+                raise RefitError(
+                    f"'{name}' came in the memory of '{other[2][0]}', which had not been read yet; "
+                    f"{_REMEDY}."
+                )
+        before.append(span)
+        end = max(end, start + length)
+
+
+def _span(item: Named) -> _Span:
+    tensor = item[1]
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.nbytes, item
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (last + 1) * tensor.element_size(), item
+
+
+def _may_share(one: _Span, other: _Span) -> bool:
+    (name, tensor), (second, another) = one[2], other[2]
+    if max(tensor.numel(), another.numel()) <= 1:
+        return True
+    kinds = {kind_of(each.removesuffix(".weight")) for each in (name, second)}
+    return kinds == _VOCABULARY and one[:2] == other[:2]
+
+
+def _meet(one: _Span, other: _Span) -> bool:
+    """Whether two tensors, whose spans overlap, have a byte in common: strided ones need not."""
+    (starts, length), (others, width) = _runs(one), _runs(other)
+    below = torch.searchsorted(others, starts + length) - 1  # the last that begins before an end
+    return bool(((below >= 0) & (others[below.clamp(min=0)] + width > starts)).any())
+
+
+def _runs(span: _Span) -> tuple[torch.Tensor, int]:
+    """A tensor's bytes as runs: their addresses, ascending, and the length of each."""
+    first, _, (_, tensor) = span
+    starts, length = torch.tensor([first]), tensor.element_size()
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        distance = step * tensor.element_size()
+        if len(starts) == 1 and distance == length:
+            length *= size
+        elif size > 1 and distance:
+            starts = (torch.arange(size)[:, None] * distance + starts).flatten()
+    return starts.sort().values, length
