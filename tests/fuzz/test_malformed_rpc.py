@@ -35,6 +35,7 @@ STEPS = {
     "fp8rl_set_kv_scales": 1,
     "fp8rl_missing_kv_scales": 0,
     "fp8rl_observe_kv": 1,
+    "fp8rl_admit_kv_calibration": 1,
     "fp8rl_observed_kv": 0,
     "fp8rl_stop_observing_kv": 0,
 }
@@ -89,6 +90,8 @@ def calls(draw: st.DrawFn) -> Call:
         arguments[1] = draw(st.sampled_from(kinds))
     if method.endswith("load_batch") and draw(st.booleans()):
         arguments[1] = "some of the weights"
+    if method.startswith("fp8rl_admit"):  # a client that admits requests is calibrating
+        arguments = [draw(st.sampled_from((None, False, 0, "", {})))]
     if method in ("fp8rl_set_kv_scales", "fp8rl_observe_kv") and draw(st.booleans()):
         arguments[0] = draw(scales)
     return method, arguments
