@@ -3,11 +3,12 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help install demo test contract lint format clean
+.PHONY: help install demo test fuzz contract lint format clean
 
 help:
 	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
 	@echo "make test    the tests"
+	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/reliability.md)"
 	@echo "make contract the seams into NeMo RL against its sources (docs/nemo_rl.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code and fix what it can"
@@ -23,6 +24,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+fuzz: install
+	$(BIN)/python benchmarks/reliability.py $(ARGS)
 
 contract: install
 	$(BIN)/python -m pytest -v -rsP -p no:warnings tests/contract $(ARGS)

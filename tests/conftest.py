@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-ENGINE = Path(__file__).parent / "vllm_fp8rl"
+ENGINES = {Path(__file__).parent / name for name in ("vllm_fp8rl", "fuzz")}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests around the one live engine of a session in one, all others in the other.
+    """The tests around live engines in this process in one, all others in the other.
 
     An engine's process groups end when a test of Megatron's ends its own, so the two must not mix.
     """
     for item in items:
-        group = "engine" if ENGINE in item.path.parents else "others"
+        group = "engine" if ENGINES & set(item.path.parents) else "others"
         item.add_marker(pytest.mark.xdist_group(group))

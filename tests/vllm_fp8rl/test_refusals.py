@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 
 from fp8rl import Recipe
-from fp8rl.errors import UnsupportedError
+from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from vllm_fp8rl import compat, delegated
 
@@ -79,6 +81,31 @@ def test_releases_whose_kernels_were_not_run(
 ) -> None:
     monkeypatch.setattr(compat, "installed_version", lambda: "0.32.0")
     assert "On a GPU vllm_fp8rl serves vLLM 0.25.1, but 0.32.0 is installed" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("weights", "block", [1, 32]),
+        ("weights", "scale_format", "ue8m0"),
+        ("activations", "group", 32),
+        ("kv_cache", "dtype", "mxfp8"),
+    ],
+)
+def test_a_recipe_for_mxfp8(section: str, key: str, value: object) -> None:
+    with pytest.raises(RecipeError, match=rf"{section}\.{key}"):
+        Recipe.from_dict({section: {key: value}})
+
+
+@pytest.mark.parametrize("method", ["mxfp8", "modelopt_mxfp8"])
+def test_a_checkpoint_in_mxfp8(
+    other_engine: Callable[..., Engine], checkpoints: dict[str, Path], tmp_path: Path, method: str
+) -> None:
+    shape = json.loads((checkpoints["a"] / "config.json").read_text())
+    shape["quantization_config"] = {"quant_method": method, "weight_block_size": [1, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(UnsupportedError, match=f"quantized with '{method}'"):
+        other_engine(tmp_path, Recipe(), load_format="dummy")
 
 
 def test_other_devices() -> None:

@@ -1,0 +1,152 @@
+"""Many refits of an engine leave nothing behind; a sender or engine that is killed is noticed."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_engine import found_by
+from models import MODELS, Live, differing
+from safetensors.torch import load, save
+from wire import make_wire
+
+from fp8rl.errors import Fp8RLError
+from vllm_fp8rl.calibrate import calibrate_kv_scales
+from vllm_fp8rl.refit import drop_requests, refit
+
+LONG = "FUZZ_EXAMPLES" in os.environ
+WARM, REFITS = (60, 400) if LONG else (30, 40)
+ALLOWED = 2 << 20
+"""Bytes that they may leave. If each left a copy of the model, which is tiny: 40 MB."""
+KILLS = int(os.environ.get("FUZZ_KILLS", "0"))
+PROMPT = [(7 * i) % 120 + 5 for i in range(40)]
+
+
+def held_by_this_process() -> dict[str, int]:
+    """Resident bytes with nothing left to give back, open files and threads."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - one of them is this listing
+        "threads": threading.active_count(),
+    }
+
+
+def test_refits_leave_nothing_behind(live: Callable[[str], Live], counts: Counter[str]) -> None:
+    """Whole ones, broken ones, calibrations and requests."""
+    started, model = live("qwen3"), MODELS["qwen3"]
+    llm = started.engine.llm
+    wires = [make_wire(model, s, codes=s == 2, kv_scales=True, calm=True) for s in (1, 2)]
+
+    def one(number: int) -> None:
+        wire = wires[number % 2]
+        if number % 10 == 5:
+            with pytest.raises(Fp8RLError):
+                refit(llm, wire.stream[:-1], expect_kv_scales=True)
+        if number % 10 == 7:
+            calibrate_kv_scales(llm, [PROMPT])
+        refit(llm, iter(wire.stream), expect_kv_scales=True, batch_bytes=1 << 15)
+        if number % 3 == 0:
+            assert started.serves() is not None
+
+    for number in range(WARM):
+        one(number)
+    before = held_by_this_process()
+    for number in range(REFITS):
+        one(number)
+    after = held_by_this_process()
+    counts["refits without growth"] += REFITS
+    counts["bytes that those left"] += max(0, after["bytes"] - before["bytes"])
+    assert after["bytes"] - before["bytes"] < ALLOWED
+    assert after["files"] <= before["files"]
+    assert after["threads"] <= before["threads"]
+
+
+def pulled(connection: Any, process: int, last: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a sender's process sends, until it is killed before tensor number ``last``."""
+    number = 0
+    while message := connection.recv_bytes():
+        if number == last:
+            os.kill(process, signal.SIGKILL)
+        number += 1
+        yield from load(message).items()
+
+
+def send_from_another_process(messages: list[bytes]) -> tuple[Any, int]:
+    """Our end of a pipe, and the process at the other, which writes these messages and ends."""
+    ours, theirs = Pipe(duplex=False)
+    process = os.fork()
+    if process == 0:
+        try:
+            ours.close()
+            for message in messages:
+                theirs.send_bytes(message)
+        finally:
+            os._exit(0)
+    theirs.close()
+    return ours, process
+
+
+def test_senders_that_are_killed(
+    live: Callable[[str], Live], budget: Callable[[int], settings], counts: Counter[str]
+) -> None:
+    started, model = live("qwen3"), MODELS["qwen3"]
+    llm = started.engine.llm
+    old, new = (make_wire(model, s, False, True, calm=True) for s in (1, 2))
+    held = model.held(old.sent())
+    # Far more than a pipe holds, so that the sender is alive when it is killed.
+    messages = [save({name: t.contiguous(), "_": torch.zeros(1 << 16)}) for name, t in new.stream]
+
+    @settings(parent=budget(8))
+    @given(last=st.integers(0, len(messages) - 2), batch_bytes=st.sampled_from((1, 1 << 16)))
+    def check(last: int, batch_bytes: int) -> None:
+        refit(llm, iter(old.stream), expect_kv_scales=True)
+        connection, process = send_from_another_process(messages)
+        tensors = (item for item in pulled(connection, process, last) if item[0] != "_")
+        try:
+            with pytest.raises((EOFError, OSError)):
+                refit(llm, tensors, expect_kv_scales=True, batch_bytes=batch_bytes)
+        finally:
+            connection.close()
+            os.waitpid(process, 0)
+        counts["senders killed"] += 1
+        if started.serves() is not None:
+            assert differing(started.weights(), held) == []
+            assert started.scales() == old.kv_scales
+        refit(llm, iter(old.stream), expect_kv_scales=True)
+        assert started.serves() is not None
+
+    check()
+    drop_requests(llm)
+
+
+@pytest.mark.skipif(not KILLS, reason="each takes the start of an engine: make fuzz")
+def test_engine_cores_that_are_killed(tmp_path: Path, counts: Counter[str]) -> None:
+    """SIGKILL in the middle of a refit; the caller gets an error, not a wait."""
+    from live_engine import make_checkpoint
+
+    make_checkpoint(tmp_path / "a", 0)
+    script = Path(__file__).with_name("kill_cases.py")
+    beside = Path(__file__).parents[1] / "vllm_fp8rl"
+    for _ in range(KILLS):
+        (tmp_path / "delay").write_text(str(random.uniform(0.0, 0.3)))
+        found = found_by(script, tmp_path, timeout=300, beside=beside)
+        assert found["error"].startswith("RefitError: Step "), found
+        assert "restart the engine" in found["error"]
+        assert found["afterwards"] != "served", found
+        counts["engine cores killed"] += 1

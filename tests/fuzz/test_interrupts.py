@@ -1,0 +1,178 @@
+"""Ctrl-C, once or twice, at any point of a refit or a calibration.
+
+Python looks for signals where a function begins and where a C function has returned: an interrupt
+is raised there, by a profile function that counts those points, so that an example can be repeated.
+
+None is raised inside vLLM's scheduler and its engine's books of requests. vLLM does not undo there
+what it is in the middle of: blocks or requests stay that nobody knows, and from then on it refuses
+to empty its prefix cache, so that every refit is refused and the engine must be started again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MODELS, Live, differing
+from safetensors.torch import save_file
+from wire import Wire, items, make_wire
+
+from vllm_fp8rl.calibrate import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
+
+PROMPTS = [[(7 * i) % 120 + 5 for i in range(40)], [9] * 20]
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at chosen points, each counted from the one before."""
+
+    def __init__(self, *gaps: int) -> None:
+        self.points = 0
+        """How many were passed."""
+        self.raised = 0
+        self._gaps = list(gaps)
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if event not in ("call", "c_return", "c_exception"):
+            return
+        if self._gaps and self._gaps[0] == 0 and not _in_the_books(frame):
+            del self._gaps[0]
+            self.raised += 1
+            self._again()
+            raise KeyboardInterrupt
+        self.points += 1
+        if self._gaps and self._gaps[0]:
+            self._gaps[0] -= 1
+
+    def _again(self) -> None:
+        """Python takes a profile function away that raises; the trace function puts it back."""
+        if self._gaps:
+            sys.settrace(self._back)
+
+    def _back(self, frame: FrameType, event: str, argument: object) -> None:
+        sys.settrace(None)
+        sys.setprofile(self)
+
+    def during(self, action: Callable[..., Any], *arguments: Any) -> Any:
+        """Do something under interrupts; none comes after it."""
+        try:
+            sys.setprofile(self)
+            return action(*arguments)
+        finally:
+            sys.setprofile(None)
+            sys.settrace(None)
+
+
+BOOKS = ("/vllm/v1/core/", "/vllm/v1/engine/", "/_pytest/unraisableexception")
+OTHERS = ("/vllm_fp8rl/", "/vllm/v1/executor/", "/vllm/v1/worker/", "/vllm/entrypoints/", __file__)
+
+
+def _in_the_books(frame: FrameType | None) -> bool:
+    """Whether vLLM's scheduler or engine is at work, or pytest notes what a finalizer raises."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if any(part in path for part in BOOKS):
+            return True
+        if any(part in path for part in OTHERS):
+            return False
+        frame = frame.f_back
+    return False
+
+
+Action = Callable[[Live, Wire, Path], Any]
+
+
+def by_refit(live: Live, wire: Wire, saved: Path) -> None:
+    refit(live.engine.llm, items(wire), expect_kv_scales=True, batch_bytes=1 << 16)
+
+
+def by_files(live: Live, wire: Wire, saved: Path) -> None:
+    refit_from_files(live.engine.llm, str(saved), expect_kv_scales=True)
+
+
+def calibration(live: Live, wire: Wire, saved: Path) -> dict[str, float]:
+    return calibrate_kv_scales(live.engine.llm, PROMPTS)
+
+
+def sending(live: Live, wire: Wire, saved: Path) -> dict[str, float]:
+    send_kv_scales(live.engine.llm, wire.kv_scales)
+    return wire.kv_scales
+
+
+ACTIONS: dict[str, Action] = {
+    "refit": by_refit,
+    "refit from files": by_files,
+    "calibration": calibration,
+    "scales": sending,
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_old_or_new_or_a_refusal(
+    name: str,
+    action: str,
+    live: Callable[[str], Live],
+    budget: Callable[[int], settings],
+    counts: Counter[str],
+    tmp_path: Path,
+) -> None:
+    started, act = live(name), ACTIONS[action]
+    llm = started.engine.llm
+    old, new = (make_wire(MODELS[name], s, False, True, calm=True) for s in (1, 2))
+    save_file(new.sent(), tmp_path / "model.safetensors")
+    of_old, of_new = (MODELS[name].held(wire.sent()) for wire in (old, new))
+
+    def whole() -> None:
+        drop_requests(llm)
+        refit(llm, list(old.stream), expect_kv_scales=True)
+        assert started.serves() == said_by_old
+        assert differing(started.weights(), of_old) == []
+        assert started.scales() == old.kv_scales
+
+    refit(llm, list(old.stream), expect_kv_scales=True)
+    said_by_old = started.serves()
+    calibrated = {
+        n: s for n, s in calibration(started, new, tmp_path).items() if n in old.kv_scales
+    }
+    whole()
+    counting = Interrupts()
+    counting.during(act, started, new, tmp_path)
+    whole()
+    if action.startswith("refit"):
+        allowed = [(of_old, old.kv_scales), (of_new, new.kv_scales)]
+    else:
+        scales = calibrated if action == "calibration" else new.kv_scales
+        allowed = [(of_old, old.kv_scales), (of_old, scales)]
+
+    @settings(parent=budget(6))
+    @given(
+        first=st.integers(0, counting.points - 1),
+        second=st.one_of(st.none(), st.integers(0, 40), st.integers(0, 400)),
+    )
+    def interrupted(first: int, second: int | None) -> None:
+        whole()  # an example that failed before this one has left anything behind
+        interrupts = Interrupts(first, *([] if second is None else [second]))
+        try:
+            interrupts.during(act, started, new, tmp_path)
+        except KeyboardInterrupt:
+            counts[f"interrupted: {action}"] += 1
+            counts["interrupts"] += interrupts.raised
+            counts["interrupts, twice"] += interrupts.raised == 2
+        drop_requests(llm)
+        if started.serves() is not None:
+            found = (started.weights(), started.scales())
+            assert any(
+                not differing(found[0], weights) and found[1] == scales
+                for weights, scales in allowed
+            ), f"neither the old nor the new, but scales {found[1]}"
+        whole()
+
+    interrupted()

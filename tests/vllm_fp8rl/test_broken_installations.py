@@ -1,0 +1,41 @@
+"""vLLM swallows what breaks while a plugin is loaded: who asks for ``fp8rl`` must still be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broken_installation_cases import CASES
+from live_engine import found_by
+
+SCRIPT = Path(__file__).with_name("broken_installation_cases.py")
+BY = ("by argument", "once more", "by the model's config")
+
+
+@pytest.fixture(scope="module")
+def found(checkpoints: dict[str, Path]) -> dict[str, Any]:
+    """Of each installation, what vLLM says to each way of asking."""
+    # Made-up installations must lie before the real one, which may be a checkout.
+    return found_by(SCRIPT, checkpoints["a"].parent, timeout=180)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_that_asks_for_fp8rl_does_not_start(found: dict[str, Any], case: str) -> None:
+    for way in BY:
+        said = found[case][way]
+        named = "Unknown quantization method: fp8rl" in said
+        # What register itself raises is not swallowed, the first time.
+        assert named or (case, way, said) == ("register raises", BY[0], "RuntimeError: broken")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plugin_that_only_patches_vllm_would_run_unpatched(
+    found: dict[str, Any], case: str
+) -> None:
+    """The naive way: nobody asks by name, so nobody misses what was not loaded."""
+    assert found[case]["not asked for"] == "runs with quantization None"
+
+
+def test_the_same_questions_to_a_whole_installation(found: dict[str, Any]) -> None:
+    assert set(found["whole"].values()) == {"runs with quantization fp8rl"}
