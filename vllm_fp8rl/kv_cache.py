@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
+from vllm_fp8rl.grid import Writes
 from vllm_fp8rl.guard import GUARD, RefitGuard, guarded
 
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
@@ -187,6 +188,10 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
             infinite or not one element.
         RefitError: the engine's weights sleep.
     """
+    if not isinstance(scales, Mapping):
+        raise ScaleError(
+            f"KV scales come as a mapping of names and numbers, not as {type(scales).__name__}."
+        )
     layers = {state.index: layer for layer, state in fp8_layers(model)}
     states = {state.index: state for _, state in fp8_layers(model)}
     values = {index: dict(state.values) for index, state in states.items()}
@@ -207,8 +212,10 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     guard.restore()  # where what follows is interrupted, the next step does it
     # In one go: Ctrl-C interrupts no call of C, and a half of the scales is never left behind.
     deque(map(setattr, states.values(), repeat("values"), values.values()), maxlen=0)
+    writes = Writes()
     for layer in layers.values():
-        publish_scales(layer)
+        publish_scales(layer, writes.fill)
+    writes.run()
 
 
 def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
@@ -280,13 +287,13 @@ def require_kv_scales(*layers: torch.nn.Module) -> None:
         )
 
 
-def publish_scales(layer: Any) -> None:
+def publish_scales(layer: Any, fill: Fill = torch.Tensor.fill_) -> None:
     """Put what the loaders have set, and a placeholder for the rest, where vLLM reads it."""
     state = _state_of(layer)
     if state is not None:
         for role in ROLES:
-            _publish(layer, role, state.in_use(role))
-        layer._prob_scale.fill_(1.0)  # softmax output lies in [0, 1]: nothing to calibrate
+            _publish(layer, role, state.in_use(role), fill)
+        fill(layer._prob_scale, 1.0)  # softmax output lies in [0, 1]: nothing to calibrate
 
 
 def _state_of(layer: torch.nn.Module) -> LayerKVScales | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp8rl.errors import RefitError
+from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import ROLES, check_scale, scale_name
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl.guard import RefitGuard
@@ -94,6 +94,10 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
         RefitError: the engine's weights sleep.
         ScaleError: a bad scale.
     """
+    if not isinstance(provisional, Mapping):
+        raise ScaleError(
+            f"Provisional KV scales come as a mapping, not as {type(provisional).__name__}."
+        )
     for name, scale in provisional.items():
         check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
     guard = RefitGuard.of(model)

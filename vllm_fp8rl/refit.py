@@ -87,6 +87,7 @@ class RefitSession:
         self._scales: frozenset[str] = frozenset()
         self._grids: tuple[Any, ...] = ()
         self._dtypes: dict[str, torch.dtype] = {}
+        self._kv_scales: dict[str, float] = {}
         self._covered: set[str] = set()
         self._scaled: set[str] = set()
         self._written: set[str] = set()
@@ -146,12 +147,15 @@ class RefitSession:
         limit = self._guard.values.limit(self.model)
         finite = start_finite_check([tensor for _, tensor in known], limit)  # a GPU reads meanwhile
         arriving: dict[str, torch.dtype] = {}
+        kv_scales: dict[str, float] = {}
         covered = set(self._covered)
         seen = (arriving, self._dtypes, covered)
         for name, tensor in tensors:
-            entry = self._entries.get(name)
-            key = self._check_kv_scale(name, tensor) if entry is None else name
-            if entry is not None:
+            entry, key = self._entries.get(name), name
+            if entry is None:
+                key = self._known_kv_scale(name)
+                kv_scales[key] = check_scale(name, tensor)
+            else:
                 self._check(name, tensor, entry)
             if key in arriving or key in self._dtypes or key in covered:
                 raise _twice(name)
@@ -162,14 +166,9 @@ class RefitSession:
                 covered.update(entry.covers)
         self._check_pairs(arriving)
         self._check_values(known, finite(), limit)
-        if not tensors:
-            return
-        if not self.wrote:
-            self._begin_writing()
-        written = list(self._untied(tensors))
-        loaded = self.model.load_weights(written)
-        self._verify_taken([name for name, _ in written], loaded)
-        self._written.update(name for name, _ in written)
+        if known:
+            self._write(known)
+        self._kv_scales |= kv_scales
         self._dtypes |= arriving
         self._covered = covered
         self._bytes += sum(tensor.nbytes for _, tensor in tensors)
@@ -180,6 +179,8 @@ class RefitSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        from vllm_fp8rl.kv_cache import set_kv_scales
+
         if kind is not None:
             self.abandon(kind.__name__)
             return
@@ -200,6 +201,8 @@ class RefitSession:
             received_bytes=self._bytes,
             seconds=time.perf_counter() - self._started,
         )
+        # Not before: what a refit that breaks off had brought must not serve with the next weights.
+        set_kv_scales(self.model, self._kv_scales)
         self._guard.values.forget()
         self._guard.open()
 
@@ -248,8 +251,16 @@ class RefitSession:
             if self._entries[name].kind == "scales":
                 check_scales(name, tensor, self._grids[0].scale_format)
 
-    def _check_kv_scale(self, name: str, tensor: torch.Tensor) -> str:
-        """Check a tensor that is no weight of the model; its canonical name."""
+    def _write(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        if not self.wrote:
+            self._begin_writing()
+        written = list(self._untied(weights))
+        loaded = self.model.load_weights(written)
+        self._verify_taken([name for name, _ in written], loaded)
+        self._written.update(name for name, _ in written)
+
+    def _known_kv_scale(self, name: str) -> str:
+        """The canonical name of a tensor that is no weight of the model."""
         parsed = parse_scale_name(name)
         if parsed is None:
             raise RefitError(
@@ -264,7 +275,6 @@ class RefitSession:
             )
         if scale_name(parsed[0], "k") not in self._scales:
             raise RefitError(f"KV scale '{name}' is for a layer that this engine does not have.")
-        check_scale(name, tensor)
         return canonical
 
     def _check_pairs(self, arriving: dict[str, torch.dtype]) -> None:
@@ -457,7 +467,7 @@ def _run(
         if llm.llm_engine.has_unfinished_requests():
             raise RefitError(
                 "The engine has requests in flight; finish them, or drop them with "
-                "vllm_fp8rl.refit.drop_requests(llm), then refit."
+                "vllm_fp8rl.refit.drop_requests(llm), then refit; if some stay, restart it."
             )
         workers.call("begin", session, expect_kv_scales)
         begun = True

@@ -7,6 +7,7 @@ only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
@@ -17,9 +18,12 @@ import torch
 from fp8rl import errors
 from fp8rl.errors import Fp8RLError, RefitError
 from vllm_fp8rl import kv_cache, kv_observer, transport
+from vllm_fp8rl.client import lost_worker
 from vllm_fp8rl.files import read_files
 from vllm_fp8rl.refit import BATCH_BYTES, RefitGuard, RefitSession, batches
 from vllm_fp8rl.transport import Payload, Place
+
+logger = logging.getLogger("vllm.fp8rl")
 
 EXTENSION = "vllm_fp8rl.worker.RefitWorker"
 """For ``LLM(worker_extension_cls=...)``; needed where the engine core runs in its own process."""
@@ -47,6 +51,12 @@ def _answers(step: Callable[..., Any]) -> Callable[..., Answer]:
             return {"value": step(worker.model_runner.get_model(), *args), "error": None}
         except Fp8RLError as error:
             return {"value": None, "error": (type(error).__name__, str(error))}
+        except Exception as error:
+            logger.exception("A step of a refit failed.")
+            return {
+                "value": None,
+                "error": (RefitError.__name__, str(lost_worker(step.__name__, error))),
+            }
 
     return answering
 

@@ -153,6 +153,16 @@ def test_vllms_reset_of_weights_shuts_the_engine(served: Engine, weights: dict) 
     assert kv_scale_state(served.model) == scales
 
 
+@pytest.fixture
+def no_connector_afterwards() -> Iterator[None]:
+    """vLLM keeps one connector a process, which later engines would take for theirs."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    yield
+    ensure_kv_transfer_shutdown()
+
+
+@pytest.mark.usefixtures("no_connector_afterwards")
 def test_a_kv_connector_forgets_old_keys(
     engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict, weights: dict, tmp_path
 ) -> None:
