@@ -257,7 +257,7 @@ def test_the_hazard_that_these_tests_would_see():
 
 
 class _SeenAsOnCuda(TorchFunctionMode):
-    """Every tensor says that it is on a GPU, but for pinned copies and what is made of them.
+    """Every tensor says that it is on a GPU, but for copies on the host and what is made of them.
 
     megatron's HybridDeviceOptimizer offloads parameters of which ``is_cuda`` is true. Around the
     optimizer alone: kernels are chosen by the same attribute.
@@ -270,9 +270,11 @@ class _SeenAsOnCuda(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == torch.Tensor.is_cuda.__get__:
             return not self._on_host(args[0])
-        out = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+        if func is torch.Tensor.pin_memory:  # vLLM, where it has been imported, has its own
+            return args[0]
+        out = func(*args, **(kwargs or {}))
         copies = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float)
-        if func is torch.Tensor.pin_memory or (func in copies and self._on_host(args[0])):
+        if func is torch.Tensor.cpu or (func in copies and self._on_host(args[0])):
             self._host.append(out)
         return out
 
