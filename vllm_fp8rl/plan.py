@@ -245,10 +245,12 @@ def install() -> None:
     """Let ``AutoWeightsLoader`` load batches by the plan of the model.
 
     Why: plain ``model.load_weights`` of a refit (NeMo RL, TRL and verl call nothing else) would
-    spend most of its time in that walk. How: the method is covered for models of fp8rl that get a
-    batch as a list, dict view or other collection; a generator may reuse its memory and is left
-    alone. Upstream: ``vllm/model_executor/models/utils.py``, 0.25.1 and 0.32.0; there is no door
-    to a model that a quantization config could use. It can go when vLLM caches the walk.
+    spend most of its time in that walk; and what is infinite must not become a code like any other.
+    How: the method is covered for models of fp8rl. A list, dict view or other collection is loaded
+    by the plan; of a generator, which may reuse its memory and which a checkpoint comes as, each
+    tensor is looked at and then walks. Upstream: ``vllm/model_executor/models/utils.py``, 0.25.1
+    and 0.32.0; there is no door to a model that a quantization config could use. It can go when
+    vLLM caches the walk.
     """
     walk = AutoWeightsLoader.load_weights
     if hasattr(walk, _PLAN):
@@ -262,8 +264,10 @@ def install() -> None:
         # A mapper renames first: a plan holds for one of them, the class's own.
         mapper = options.get("mapper") or (args[0] if args else None)
         usual = mapper is None or mapper is getattr(type(self.module), "hf_to_vllm_mapper", None)
-        if not (usual and isinstance(config, Fp8RLConfig) and isinstance(weights, Collection)):
+        if not isinstance(config, Fp8RLConfig):
             return walk(self, weights, *args, **options)
+        if not (usual and isinstance(weights, Collection)):
+            return walk(self, _looked_at(weights, self.module), *args, **options)
 
         def load(batch: Iterable[Named]) -> set[str]:
             return walk(self, batch, *args, **options)
@@ -272,6 +276,19 @@ def install() -> None:
 
     setattr(load_weights, _PLAN, True)
     AutoWeightsLoader.load_weights = load_weights  # type: ignore[method-assign]
+
+
+def _looked_at(weights: Iterable[Named], model: torch.nn.Module) -> Iterator[Named]:
+    """A stream, each tensor of which has been found finite.
+
+    Raises:
+        RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
+    """
+    guard = RefitGuard.of(model)
+    for item in weights:
+        if guard.session is None and guard.values.look([item], model):
+            guard.recheck()
+        yield item
 
 
 def _opening(weights: Iterable[Named], windows: dict[str, _Window]) -> Iterator[Named]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,19 @@ def test_an_fp8_checkpoint_whose_scales_are_not_the_engines(other_engine, checkp
     path = block_fp8_checkpoint(checkpoints["a"], tmp_path / "fp8")
     with pytest.raises(ScaleError, match=r"no power of two.*quantize the weight in that format"):
         other_engine(path, recipe)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_that_is_not_finite(other_engine, checkpoints, tmp_path, name, value):
+    """Fails where an infinite weight becomes a code like any other."""
+    path = tmp_path / "checkpoint"
+    shutil.copytree(checkpoints["a"], path)
+    tensors = load_tensors(path)
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefitError, match=f"'{name}' has NaN or infinite values; it was not loaded"):
+        other_engine(path, Recipe())
 
 
 def test_values_that_fp16_cannot_hold(other_engine, checkpoints):
