@@ -9,6 +9,7 @@ import pytest
 ENGINES = {Path(__file__).parent / name for name in ("vllm_fp8rl", "fuzz")}
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests around live engines in this process in one, all others in the other.
 
