@@ -156,7 +156,7 @@ class RefitGuard:
 
     def require_awake(self) -> None:
         """Raise RefitError while there is no memory to write weights or scales to."""
-        if self._half_reloaded():
+        if self.half_reloaded():
             raise RefitError("A reload of weights broke off half way; restart the engine.")
         if "weights" in self._asleep:
             raise RefitError(
@@ -164,7 +164,8 @@ class RefitGuard:
                 "llm.wake_up(tags=['weights'])."
             )
 
-    def _half_reloaded(self) -> bool:
+    def half_reloaded(self) -> bool:
+        """Whether one of vLLM's layerwise reloads has left parameters without memory."""
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters would answer in Python
             return any(
                 parameter is not None and parameter.is_meta

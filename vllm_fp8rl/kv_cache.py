@@ -195,6 +195,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     layers = {state.index: layer for layer, state in fp8_layers(model)}
     states = {state.index: state for _, state in fp8_layers(model)}
     values = {index: dict(state.values) for index, state in states.items()}
+    given: list[tuple[int, Role]] = []
     for name, scale in scales.items():
         parsed = parse_scale_name(name)
         if parsed is None or parsed[0] not in layers:
@@ -203,6 +204,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
                 f"{sorted(layers)}; use names such as '{scale_name(0, 'k')}'."
             )
         values[parsed[0]][parsed[1]] = _checked(name, scale)
+        given.append(parsed)
     if not scales:
         return
     guard = RefitGuard.of(model)
@@ -213,8 +215,8 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     # In one go: Ctrl-C interrupts no call of C, and a half of the scales is never left behind.
     deque(map(setattr, states.values(), repeat("values"), values.values()), maxlen=0)
     writes = Writes()
-    for layer in layers.values():
-        publish_scales(layer, writes.fill)
+    for index, role in given:
+        _publish(layers[index], role, states[index].in_use(role), writes.fill)
     writes.run()
 
 
@@ -287,13 +289,13 @@ def require_kv_scales(*layers: torch.nn.Module) -> None:
         )
 
 
-def publish_scales(layer: Any, fill: Fill = torch.Tensor.fill_) -> None:
+def publish_scales(layer: Any) -> None:
     """Put what the loaders have set, and a placeholder for the rest, where vLLM reads it."""
     state = _state_of(layer)
     if state is not None:
         for role in ROLES:
-            _publish(layer, role, state.in_use(role), fill)
-        fill(layer._prob_scale, 1.0)  # softmax output lies in [0, 1]: nothing to calibrate
+            _publish(layer, role, state.in_use(role))
+        layer._prob_scale.fill_(1.0)  # softmax output lies in [0, 1]: nothing to calibrate
 
 
 def _state_of(layer: torch.nn.Module) -> LayerKVScales | None:

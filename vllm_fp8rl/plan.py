@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,6 +41,8 @@ from vllm_fp8rl.params import Fp8Scale, Fp8Weight, Shard, ShardedParameter
 Named = tuple[str, torch.Tensor]
 
 _PLAN = "fp8rl_load_plan"
+_WALKING: ContextVar[bool] = ContextVar("fp8rl_walking", default=False)
+"""Whether vLLM's loader is on its way through a model; it calls itself for parts of it."""
 _SMALL = 1 << 20  # elements; larger copies do not wait for launches
 
 
@@ -157,23 +160,25 @@ class LoadPlan:
         self._wrote = False
         try:
             loaded = self._load(weights, walk)
-        except Exception as error:
+        except BaseException as error:
             if self._wrote:
-                self._close(f"a load broke off ({type(error).__name__})")
+                self.broke_off(error)
             raise
-        if self._owed:
-            self._settle(name for name, _ in weights)
+        self.settle(name for name, _ in weights)
         return loaded
 
-    def _close(self, reason: str) -> None:
+    def broke_off(self, error: BaseException) -> None:
+        """A load has ended half way, by an error or Ctrl-C: shut the model until all has come."""
         guard = RefitGuard.of(self._model)
-        if guard.session is None:  # a session knows better
+        if guard.session is None and not guard.half_reloaded():  # which know better
+            guard.close(f"The weights are a mixture: a load broke off ({type(error).__name__})")
             entries = ModelIndex.of(self._model).entries
             self._owed = {name for name, entry in entries.items() if entry.required}
-            guard.close(f"The weights are a mixture: {reason}")
 
-    def _settle(self, names: Iterable[str]) -> None:
+    def settle(self, names: Iterable[str]) -> None:
         """Plain loads end a mixture too, once every tensor has come again."""
+        if not self._owed:
+            return
         guard = RefitGuard.of(self._model)
         if guard.session is not None or not guard.closed:
             self._owed.clear()  # a refit takes care, or has done so
@@ -248,7 +253,8 @@ def install() -> None:
     spend most of its time in that walk; and what is infinite must not become a code like any other.
     How: the method is covered for models of fp8rl. A list, dict view or other collection is loaded
     by the plan; of a generator, which may reuse its memory and which a checkpoint comes as, each
-    tensor is looked at and then walks. Upstream: ``vllm/model_executor/models/utils.py``, 0.25.1
+    tensor is looked at and then walks. Calls for parts of the model, which a walk makes, are left
+    alone. Upstream: ``vllm/model_executor/models/utils.py``, 0.25.1
     and 0.32.0; there is no door to a model that a quantization config could use. It can go when
     vLLM caches the walk.
     """
@@ -260,35 +266,54 @@ def install() -> None:
     def load_weights(self: AutoWeightsLoader, weights: Any, *args: Any, **options: Any) -> set[str]:
         from vllm_fp8rl.config import Fp8RLConfig
 
-        config = getattr(self.module, "quant_config", None)
-        # A mapper renames first: a plan holds for one of them, the class's own.
-        mapper = options.get("mapper") or (args[0] if args else None)
-        usual = mapper is None or mapper is getattr(type(self.module), "hf_to_vllm_mapper", None)
-        if not isinstance(config, Fp8RLConfig):
-            return walk(self, weights, *args, **options)
-        if not (usual and isinstance(weights, Collection)):
-            return walk(self, _looked_at(weights, self.module), *args, **options)
-
         def load(batch: Iterable[Named]) -> set[str]:
             return walk(self, batch, *args, **options)
 
-        return LoadPlan.of(self.module).load(weights, load)
+        def outermost() -> set[str]:
+            _WALKING.set(True)
+            # A mapper renames first: a plan holds for one of them, the class's own.
+            mapper = options.get("mapper") or (args[0] if args else None)
+            own = getattr(type(self.module), "hf_to_vllm_mapper", None)
+            usual = mapper is None or mapper is own
+            if usual and isinstance(weights, Collection):
+                return LoadPlan.of(self.module).load(weights, load)
+            return _load_stream(self.module, weights, load)
+
+        config = getattr(self.module, "quant_config", None)
+        if _WALKING.get() or not isinstance(config, Fp8RLConfig):
+            return load(weights)
+        return copy_context().run(outermost)  # however it ends, the variable is as before outside
 
     setattr(load_weights, _PLAN, True)
     AutoWeightsLoader.load_weights = load_weights  # type: ignore[method-assign]
 
 
-def _looked_at(weights: Iterable[Named], model: torch.nn.Module) -> Iterator[Named]:
-    """A stream, each tensor of which has been found finite.
+def _load_stream(
+    model: torch.nn.Module, weights: Iterable[Named], walk: Callable[[Iterable[Named]], set[str]]
+) -> set[str]:
+    """Load tensors that may share memory, each looked at before it walks.
 
     Raises:
         RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
     """
-    guard = RefitGuard.of(model)
-    for item in weights:
-        if guard.session is None and guard.values.look([item], model):
-            guard.recheck()
-        yield item
+    guard, names = RefitGuard.of(model), []
+
+    def looked_at() -> Iterator[Named]:
+        for name, tensor in weights:
+            if guard.session is None and guard.values.look([(name, tensor)], model):
+                guard.recheck()
+            names.append(name)
+            yield name, tensor
+
+    try:
+        loaded = walk(looked_at())
+    except BaseException as error:
+        if names:
+            LoadPlan.of(model).broke_off(error)
+        raise
+    if guard.closed:
+        LoadPlan.of(model).settle(names)
+    return loaded
 
 
 def _opening(weights: Iterable[Named], windows: dict[str, _Window]) -> Iterator[Named]:

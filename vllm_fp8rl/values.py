@@ -10,6 +10,7 @@ Without that an infinite weight would be clamped to a code like any other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -118,7 +119,7 @@ def _can_overflow(tensor: torch.Tensor) -> bool:
 
 
 def _finite_flag(tensor: torch.Tensor, limit: float) -> Callable[[], list[bool]]:
-    # A NaN anywhere makes both extremes NaN, which are not smaller than anything.
+    # A NaN anywhere makes the norm NaN, which is not smaller than anything.
     limit = min(limit, torch.finfo(tensor.dtype).max)
-    flag = (torch.stack(torch.aminmax(tensor.detach())).double().abs() <= limit).all()
-    return lambda: [bool(flag)]
+    largest = torch.linalg.vector_norm(tensor.detach(), math.inf)
+    return lambda: [float(largest) <= limit]

@@ -316,6 +316,30 @@ def test_plain_loads_refuse_what_is_not_finite(engine, checkpoints, tokens, valu
     assert engine.greedy(PROMPTS) == tokens["a"]
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_plain_load_that_ends_half_way_shuts_until_all_has_come(
+    engine, checkpoints, tokens, error
+):
+    b = list(load_tensors(checkpoints["b"]).items())
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from b[:3]
+        raise error
+
+    with pytest.raises(error):
+        engine.model.load_weights(stream())
+    with pytest.raises(RefitError, match=rf"mixture: a load broke off \({error.__name__}\)"):
+        engine.greedy(PROMPTS)
+    drop_requests(engine.llm)
+    engine.model.load_weights(iter(b[:-1]))
+    with pytest.raises(RefitError, match="mixture"):
+        engine.greedy(PROMPTS)
+    drop_requests(engine.llm)
+    engine.model.load_weights(b[-1:])
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
 def test_a_reload_marks_what_is_not_finite(engine, checkpoints, tokens):
     b = load_tensors(checkpoints["b"])
     broken = b | {UP: torch.full_like(b[UP], torch.nan)}
