@@ -123,7 +123,9 @@ def test_interrupt_then_resume_gives_the_same_bits(straight: Path, tmp_path: Pat
     out = tmp_path / "interrupted"
     metrics = out / "fp8" / "metrics.jsonl"
     process = subprocess.Popen(
-        _command(out, "--steps", "1000"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        _command(out, "--compare", "fp8", "--steps", "1000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     deadline = time.monotonic() + TIMEOUT
     while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
@@ -142,7 +144,7 @@ def test_interrupt_then_resume_gives_the_same_bits(straight: Path, tmp_path: Pat
     with metrics.open("a") as file:
         file.write(json.dumps({"step": done, "reward": 0.0}) + '\n{"step": ')
     resumed = subprocess.run(
-        _command(out, "--steps", str(STEPS), "--resume"),
+        _command(out, "--compare", "fp8", "--steps", str(STEPS), "--resume"),
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
