@@ -3,9 +3,10 @@
 Python looks for signals where a function begins and where a C function has returned: an interrupt
 is raised there, by a profile function that counts those points, so that an example can be repeated.
 
-None is raised inside vLLM's scheduler and its engine's books of requests. vLLM does not undo there
-what it is in the middle of: blocks or requests stay that nobody knows, and from then on it refuses
-to empty its prefix cache, so that every refit is refused and the engine must be started again.
+None is raised inside vLLM's scheduler and its engine's books of requests, nor between the forward
+and the sampling of a step. vLLM does not undo there what it is in the middle of: blocks or requests
+stay that nobody knows, and from then on it refuses to empty its prefix cache, so that every refit
+is refused; or it waits for the sampling and refuses every step. The engine must be started again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ PROMPTS = [[(7 * i) % 120 + 5 for i in range(40)], [9] * 20]
 class Interrupts:
     """Raises KeyboardInterrupt at chosen points, each counted from the one before."""
 
-    def __init__(self, *gaps: int) -> None:
+    def __init__(self, llm: Any, *gaps: int) -> None:
+        self._runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.points = 0
         """How many were passed."""
         self.raised = 0
@@ -42,7 +44,8 @@ class Interrupts:
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         if event not in ("call", "c_return", "c_exception"):
             return
-        if self._gaps and self._gaps[0] == 0 and not _in_the_books(frame):
+        due = self._gaps and self._gaps[0] == 0
+        if due and self._runner.execute_model_state is None and not _in_the_books(frame):
             del self._gaps[0]
             self.raised += 1
             self._again()
@@ -143,7 +146,7 @@ def test_old_or_new_or_a_refusal(
         n: s for n, s in calibration(started, new, tmp_path).items() if n in old.kv_scales
     }
     whole()
-    counting = Interrupts()
+    counting = Interrupts(llm)
     counting.during(act, started, new, tmp_path)
     whole()
     if action.startswith("refit"):
@@ -159,7 +162,7 @@ def test_old_or_new_or_a_refusal(
     )
     def interrupted(first: int, second: int | None) -> None:
         whole()  # an example that failed before this one has left anything behind
-        interrupts = Interrupts(first, *([] if second is None else [second]))
+        interrupts = Interrupts(llm, first, *([] if second is None else [second]))
         try:
             interrupts.during(act, started, new, tmp_path)
         except KeyboardInterrupt:
