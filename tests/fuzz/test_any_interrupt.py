@@ -3,10 +3,10 @@
 Python looks for signals where a function begins and where a C function has returned: an interrupt
 is raised there, by a profile function that counts those points, so that an example can be repeated.
 
-None is raised inside vLLM's scheduler and its engine's books of requests, nor between the forward
-and the sampling of a step. vLLM does not undo there what it is in the middle of: blocks or requests
-stay that nobody knows, and from then on it refuses to empty its prefix cache, so that every refit
-is refused; or it waits for the sampling and refuses every step. The engine must be started again.
+None is raised where vLLM's scheduler, engine and model runner keep their books of requests, nor
+between the forward and the sampling of a step. vLLM does not undo there what it is in the middle
+of: blocks or requests stay that nobody knows, and from then on it refuses to empty its prefix
+cache, so that every refit is refused; or it refuses every step. The engine must be started again.
 """
 
 from __future__ import annotations
@@ -73,18 +73,31 @@ class Interrupts:
             sys.settrace(None)
 
 
-BOOKS = ("/vllm/v1/core/", "/vllm/v1/engine/", "/_pytest/unraisableexception")
-OTHERS = ("/vllm_fp8rl/", "/vllm/v1/executor/", "/vllm/v1/worker/", "/vllm/entrypoints/", __file__)
+BOOKS = (
+    "/vllm/v1/core/",
+    "/vllm/v1/engine/",
+    "/vllm/v1/worker/gpu_model_runner",
+    "/vllm/v1/worker/gpu_input_batch",
+    "/_pytest/unraisableexception",
+)
+CARRIERS = ("/vllm/v1/executor/", "/vllm/v1/worker/")  # of a step, or of a call to the workers
+OTHERS = ("/vllm_fp8rl/", "/vllm/model_executor/", "/vllm/entrypoints/", __file__)
 
 
 def _in_the_books(frame: FrameType | None) -> bool:
-    """Whether vLLM's scheduler or engine is at work, or pytest notes what a finalizer raises."""
+    """Whether vLLM changes its books of requests, or pytest notes what a finalizer raises."""
+    carried = False
     while frame is not None:
         path = frame.f_code.co_filename
-        if any(part in path for part in BOOKS):
-            return True
         if any(part in path for part in OTHERS):
             return False
+        if carried:
+            if "/vllm/v1/engine/core" in path and frame.f_code.co_name == "step":
+                return True
+        elif any(part in path for part in BOOKS):
+            return True
+        elif any(part in path for part in CARRIERS):
+            carried = True
         frame = frame.f_back
     return False
 
