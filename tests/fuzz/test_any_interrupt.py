@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS, Live, differing
@@ -71,6 +72,7 @@ class Interrupts:
         finally:
             sys.setprofile(None)
             sys.settrace(None)
+            torch.set_grad_enabled(True)  # torch's own no_grad may have been left half way
 
 
 BOOKS = (
