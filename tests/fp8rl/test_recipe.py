@@ -376,7 +376,7 @@ def test_errors_are_one_short_line(tmp_path):
             assert len(str(caught.value)) < 10_000
             assert "ScalarNode" not in str(caught.value)
     for path in ("pins:\n  last: 1", "x" * 5000):
-        with pytest.raises(RecipeError, match="^Recipe file '[^\n]{1,210}' (does not|cannot)"):
+        with pytest.raises(RecipeError, match=r"^Recipe file '[^\n]{1,210}' (does not|cannot)"):
             Recipe.load(path)
 
 
