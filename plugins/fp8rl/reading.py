@@ -81,11 +81,13 @@ def _without_twins(node: Any, path: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes ``1e-4`` for a number, as YAML 1.2 does; to PyYAML it is a string."""
+    """Takes ``1e-4`` and ``1.5e3`` for numbers, as YAML 1.2 does; to PyYAML they are strings."""
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
 )
 
 

@@ -367,6 +367,11 @@ def row(*offsets: int) -> dict:
         ),
         (CONFIG, {"num_hidden_layers": 2, "num_experts": 8}, "mixture of experts without weights"),
         (CONFIG, MIXTURE | {"num_experts": 0}, "num_experts is 0; correct it"),
+        (
+            CONFIG,
+            MIXTURE | {"num_hidden_layers": 9000, "num_experts": 9000},
+            "number of experts in all layers is 81000000; correct it to an integer from 1 to",
+        ),
         (CONFIG, MIXTURE | {"num_local_experts": "8"}, "num_local_experts is '8'; correct it"),
         (CONFIG, MIXTURE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; correct it"),
         (CONFIG, MIXTURE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; correct it to a list"),

@@ -271,7 +271,9 @@ def test_whole_numbers_may_stand_for_floats():
     assert Recipe.from_dict({"kv_cache": {"margin": 2}}).kv_cache.margin == 2.0
 
 
-@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "0.0001"])
+@pytest.mark.parametrize(
+    "number", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".1e-3", "0.00001e1", "1.e-4"]
+)
 def test_exponents_need_no_dot_in_yaml(tmp_path, number):
     """YAML 1.1, which PyYAML reads, takes ``1e-4`` for a string."""
     path = tmp_path / "recipe.yaml"
