@@ -66,6 +66,7 @@ class Conversion:
         self._modules = _by_name((m.fp8_state.name, m) for m in self._owned if _is_fp8(m))
         self._mlps = [module for module in inside if is_fused(module)]
         self._setups = list({id(m.fp8_setup): m.fp8_setup for m in self._owned}.values())
+        self._left_alone: list[Any] = [] if self._owned else inside
         self._closed = False
 
     @property
@@ -167,6 +168,7 @@ class Conversion:
         self._owned.clear()
         self._modules.clear()
         self._mlps.clear()
+        self._left_alone.clear()
         self._setups.clear()  # an epoch's hook goes with the last module of the last model
 
     def _owns(self, module: Any) -> bool:
@@ -179,6 +181,11 @@ class Conversion:
             raise UnsupportedError(
                 f"This handle of a conversion is closed: {what}; use the handle of the last "
                 "convert(model, recipe), or conversion_of(model)."
+            )
+        if any(map(_setup_of, self._left_alone)):
+            raise UnsupportedError(
+                "This handle converted nothing, and its model was converted after that; use the "
+                "handle of the last convert(model, recipe), or conversion_of(model)."
             )
 
 
@@ -227,7 +234,7 @@ def convert(
     config = chunks[0].config
     if not recipe.training:
         policy = plugins.pin_policy(recipe.pins, module_names(config))
-        return Conversion(recipe, policy)
+        return Conversion(recipe, policy, chunks)
     setup = prepare(
         config, recipe, plugins=plugins, gemm_backend=gemm_backend, keep_codes=keep_codes
     )

@@ -309,8 +309,14 @@ def fp8_wire(
 
     Raises:
         PinError: while streaming, for a matrix that the policy does not know.
-        UnsupportedError: while streaming, for experts that come stacked in one tensor.
+        UnsupportedError: while streaming, for experts that come stacked in one tensor, or no such
+            ``tensor_parallel_size``.
     """
+    if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
+        raise UnsupportedError(
+            f"tensor_parallel_size={tensor_parallel_size!r}: give the number of GPUs of a rollout "
+            "engine, 1 or more."
+        )
     as_they_came: dict[str, int] = {}
     for name, tensor in stream:
         module, _, leaf = name.rpartition(".")

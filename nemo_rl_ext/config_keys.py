@@ -29,6 +29,7 @@ from nemo_rl_ext.drivers import (
     DRIVER,
     GUARD,
     LOSS,
+    MAX_AGE,
     MEGATRON,
     VLLM,
     Driver,
@@ -50,9 +51,6 @@ READERS = {
     "importance_sampling": (LOSS,),
 }
 """Key of a recipe -> sections of which one must have the block, or nobody acts on the key."""
-MAX_AGE = "fp8rl_max_age"
-"""Written into ``loss_fn``: steps by which sequences may be older than the engines' weights."""
-
 QUANTIZATION = "fp8rl"
 """``vllm_fp8rl.NAME``; this package must not import an engine's to read a config."""
 

@@ -19,6 +19,8 @@ BLOCK = "fp8rl"
 GUARD = "fp8rl_guard"
 DRIVER = "fp8rl_driver"
 """Written into ``loss_fn``: which loop calls, for the process that corrects batches."""
+MAX_AGE = "fp8rl_max_age"
+"""Written into ``loss_fn``: steps by which sequences may be older than the engines' weights."""
 ARGUMENTS = "policy.generation.vllm_kwargs.additional_config"
 """Where vLLM's plugin reads its block; written for it from the one at :data:`VLLM`."""
 
@@ -48,7 +50,7 @@ class Driver:
         if VLLM in self.serves:
             blocks.append(f"{ARGUMENTS}.{BLOCK}")
         if LOSS in self.serves:
-            blocks += [f"{LOSS}.{GUARD}", f"{LOSS}.{DRIVER}"]
+            blocks += [f"{LOSS}.{key}" for key in (GUARD, DRIVER, MAX_AGE)]
         return tuple(blocks)
 
 
@@ -122,9 +124,16 @@ DRIVERS = {
 
 def meant(key: Any) -> str | None:
     """Which of our keys somebody means by ``key``; upstream ignores what it does not know."""
-    plain = "".join(filter(str.isalnum, str(key).rpartition(".")[2].lower()))
-    ours = {"".join(filter(str.isalnum, name)): name for name in (BLOCK, GUARD, DRIVER)}
-    return next((ours[near] for near in get_close_matches(plain, ours, n=1, cutoff=0.8)), None)
+    ours = {_letters(name): name for name in (BLOCK, GUARD, DRIVER, MAX_AGE)}
+    last = _letters(str(key).rpartition(".")[2])
+    for near in get_close_matches(last, ours, n=1, cutoff=0.8):
+        return ours[near]
+    # `fp8rl_cfg`, as upstream's `fp8_cfg` is called, or `fp8rl.pins`; not `env_vars.FP8RL_DEBUG`.
+    return BLOCK if BLOCK in _letters(key) and not str(key).startswith("FP8RL_") else None
+
+
+def _letters(key: Any) -> str:
+    return "".join(filter(str.isalnum, str(key).lower()))
 
 
 def find(config: Any, path: str = "") -> Iterator[tuple[str, Any, str, Any]]:
@@ -186,7 +195,9 @@ def refuse_unread(loaded: Any) -> None:
     """
     from omegaconf import OmegaConf
 
-    for path, *_ in find(OmegaConf.to_container(loaded, resolve=False)):
+    for path, key, ours, value in find(OmegaConf.to_container(loaded, resolve=False)):
+        if key == ours and value is None:
+            continue
         from fp8rl.errors import UnsupportedError
 
         scripts = ", ".join(script for driver in DRIVERS.values() for script in driver.scripts)

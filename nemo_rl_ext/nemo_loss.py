@@ -15,8 +15,7 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from fp8rl import Recipe
 from fp8rl.errors import BatchError, UnsupportedError
 from nemo_rl_ext.activation import install
-from nemo_rl_ext.config_keys import MAX_AGE
-from nemo_rl_ext.drivers import BLOCK, DRIVER, GUARD, LOSS, MEGATRON
+from nemo_rl_ext.drivers import BLOCK, DRIVER, GUARD, LOSS, MAX_AGE, MEGATRON
 from nemo_rl_ext.guard import GuardConfig, MismatchGuard
 from nemo_rl_ext.importance_sampling import resolve_corrector
 from nemo_rl_ext.run import WEIGHTS, Run

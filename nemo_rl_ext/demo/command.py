@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -83,7 +85,15 @@ def demo(
     console.print(terminal_table(out))
     console.print(f"Report: {report}")
     if supervisor.interrupted:
-        console.print(f"Stopped early; continue with: {_to_go_on(out, precisions)}")
+        given = {
+            "steps": steps,
+            "compare": compare,
+            "recipe": recipe,
+            "seed": seed,
+            "settings": settings,
+        }
+        again = _to_go_on(out, precisions, given)
+        console.print(f"Stopped early; continue with: {again}", markup=False, soft_wrap=True)
         raise typer.Exit(130)
 
 
@@ -135,10 +145,14 @@ def _has_checkpoint(out: Path, precisions: list[str]) -> bool:
     return any(latest(out / precision) for precision in precisions)
 
 
-def _to_go_on(out: Path, precisions: list[str]) -> str:
-    """The command that goes on after an interrupt."""
-    resume = "--resume " if _has_checkpoint(out, precisions) else ""
-    return f"fp8rl demo {resume}--out {out}"
+def _to_go_on(out: Path, precisions: list[str], given: dict[str, Any]) -> str:
+    """The command that goes on after an interrupt, with the options that make it the same run."""
+    words = ["fp8rl", "demo", *(["--resume"] if _has_checkpoint(out, precisions) else [])]
+    defaults = inspect.signature(demo).parameters
+    for name, value in given.items():
+        if value != defaults[name].default:
+            words += [f"--{name}", str(value)]
+    return shlex.join([*words, "--out", str(out)])
 
 
 def _require_checkpoint(out: Path, precisions: list[str]) -> None:

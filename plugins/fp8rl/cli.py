@@ -124,7 +124,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             if names:
                 policy = plugins.pin_policy(loaded.pins, names)
                 console.print(_pin_table(policy))
-                console.print(policy.summary(), soft_wrap=True)
+                console.print(policy.summary(), markup=False, soft_wrap=True)
             else:
                 console.print("The recipe is valid; its pins need --layers or --model.")
         for problem in problems:
@@ -204,9 +204,9 @@ def _require_examiner(
     able = [adapter.name for adapter in adapters if adapter.examine is not None]
     if engine is None or model is None or engine not in able:
         raise OptionError(
-            f"--tp says how an engine splits a model: give it with --model and one of "
-            f"{', '.join(able) or 'the engines that look at models (this one does not)'}, e.g. "
-            "'fp8rl doctor vllm --model DIR --tp 2', or leave it out."
+            f"--tp says how an engine splits a model: give it with --model and an engine that "
+            f"looks at models ({', '.join(able) or f'{engine} does not'}), e.g. 'fp8rl doctor vllm "
+            "--model DIR --tp 2', or leave it out."
         )
 
 
@@ -317,8 +317,9 @@ def _stored(file: Path) -> list[str]:
 
 def _configured(config: Path) -> list[str]:
     """Names that follow from a model's config, where there are no weights."""
+    values = _read_object(config)
     try:
-        names = config_module_names(_read_object(config))
+        names = config_module_names(values)
     except KeyError as error:
         raise ModelError(
             f"'{config}' has no key {error}; give a Llama/Qwen3-style model, or a folder with "

@@ -110,6 +110,7 @@ def mixture_module_names(num_experts: int, layers: Sequence[bool]) -> list[str]:
     """
     check_count("num_hidden_layers", len(layers))
     check_count("num_experts", num_experts)
+    check_count("number of experts in all layers", max(1, num_experts * sum(layers)), 100 * _MOST)
     names = [
         f"model.layers.{layer}.{name}"
         for layer, mixture in enumerate(layers)

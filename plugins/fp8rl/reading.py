@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from fp8rl.errors import RecipeError
 
 _TOO_DEEP = "it is nested too deeply"
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2  # aliases of YAML can make a value of any size
 
 
 def near_miss(key: object, names: Iterable[str], *, cutoff: float = 0.8) -> str | None:
@@ -23,13 +25,16 @@ def near_miss(key: object, names: Iterable[str], *, cutoff: float = 0.8) -> str 
     Args:
         key: as it was written.
         names: that have a meaning.
-        cutoff: share of equal letters (``difflib``); 1 forgives case and punctuation alone.
+        cutoff: share of equal letters (``difflib``); 1 forgives case and punctuation alone, less
+            also takes a name with more before or behind it (``fp8rl_cfg``).
 
     Returns:
         The name, also where ``key`` is exactly it; None where ``key`` is like none of them.
     """
-    plain = {_letters(name): name for name in names}
-    found = get_close_matches(_letters(key), plain, n=1, cutoff=cutoff)
+    plain, letters = {_letters(name): name for name in names}, _letters(key)
+    found = get_close_matches(letters, plain, n=1, cutoff=cutoff)
+    if cutoff < 1:
+        found += [name for name in plain if name in letters]
     return plain[found[0]] if found else None
 
 
@@ -67,8 +72,8 @@ def _without_twins(node: Any, path: str) -> Any:
         found: dict[str, Any] = {}
         for key, value in node:
             if key in found:
-                raise RecipeError(f"'{path}.{key}' is given twice; keep one of them.")
-            found[key] = _without_twins(value, f"{path}.{key}")
+                raise RecipeError(f"'{path}.{printable(key)}' is given twice; keep one of them.")
+            found[key] = _without_twins(value, f"{path}.{printable(key)}")
         return found
     if isinstance(node, list):
         return [_without_twins(value, f"{path}.{index}") for index, value in enumerate(node)]
@@ -76,11 +81,13 @@ def _without_twins(node: Any, path: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes ``1e-4`` for a number, as YAML 1.2 does; to PyYAML it is a string."""
+    """Takes ``1e-4`` and ``1.5e3`` for numbers, as YAML 1.2 does; to PyYAML they are strings."""
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
 )
 
 
@@ -132,14 +139,17 @@ def _refuse_twins(node: yaml.Node, path: str, seen: set[int]) -> None:
     elif isinstance(node, yaml.MappingNode):
         lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
-            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused when it is made: a list is no key
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            inner = f"{path}.{printable(key.value)}"
             if name in lines:
                 raise RecipeError(
-                    f"'{path}.{key.value}' is given twice, in lines {lines[name]} and {line}; "
-                    "keep one of them."
+                    f"'{inner}' is given twice, in lines {lines[name]} and {line}; keep one of "
+                    "them."
                 )
             lines[name] = line
-            _refuse_twins(value, f"{path}.{key.value}", seen)
+            _refuse_twins(value, inner, seen)
 
 
 def explain(error: ValidationError, where: str) -> str:
@@ -151,17 +161,23 @@ def explain(error: ValidationError, where: str) -> str:
     """
     parts = []
     for item in error.errors():
-        key = ".".join([where, *map(str, item["loc"])])
+        key = ".".join([where, *(printable(str(part)) for part in item["loc"])])
         said = item["msg"].removeprefix("Value error, ")
         wanted = said.removeprefix("Input should be ")
         if item["type"] == "extra_forbidden":
             parts.append(f"unknown key '{key}' (remove it or correct its spelling)")
         elif wanted != said:
             wanted = wanted.replace("a valid tuple", "a list").partition(" or instance of ")[0]
-            parts.append(f"'{key}' must be {wanted}, not {reprlib.repr(item['input'])}")
+            parts.append(f"'{key}' must be {wanted}, not {_SHORT.repr(item['input'])}")
         else:
             parts.append(f"'{key}': {said}")
     return "; ".join(parts) + "."
+
+
+def printable(text: str) -> str:
+    """The text in one line of at most 200 characters, for an error."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _letters(key: object) -> str:

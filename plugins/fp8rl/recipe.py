@@ -21,10 +21,12 @@ from pydantic import (
 )
 
 from fp8rl.errors import RecipeError
-from fp8rl.reading import explain, near_miss, parse_json, parse_yaml
+from fp8rl.reading import explain, near_miss, parse_json, parse_yaml, printable
 
 RECIPE_ENV = "FP8RL_RECIPE"
 """Environment variable of a standalone engine: a path to a recipe, or the recipe as JSON."""
+_OF_OTHERS = "FP8_RECIPE"
+"""Not a misspelling of ours: launch scripts keep the name of TransformerEngine's recipe there."""
 
 ScaleFormat = Literal["fp32", "pow2"]
 ModuleKind = Literal[
@@ -52,6 +54,12 @@ Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 class _Section(BaseModel):
     # Strict: nothing is cast, so that `last: true` or `last: "1"` is an error and not 1.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _any_mapping(cls, data: Any) -> Any:
+        """Other mappings than dicts, such as OmegaConf's, which strict models refuse."""
+        return dict(data) if isinstance(data, Mapping) else data
 
 
 class WeightFormat(_Section):
@@ -176,7 +184,7 @@ class Recipe(_Section):
                 f"{where} must be a mapping of recipe keys, not {type(data).__name__}."
             )
         try:
-            return cls.model_validate(dict(data))
+            return cls.model_validate(data)
         except ValidationError as error:
             raise RecipeError(f"Bad recipe: {explain(error, where)}") from None
 
@@ -199,10 +207,11 @@ class Recipe(_Section):
             body = path.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise RecipeError(
-                f"Recipe file '{path}' does not exist; give a path or a JSON object."
+                f"Recipe file '{printable(text)}' does not exist; give a path or a JSON object."
             ) from None
         except (OSError, ValueError) as error:
-            raise RecipeError(f"Recipe file '{path}' cannot be read: {error}.") from None
+            why = getattr(error, "strerror", None) or error
+            raise RecipeError(f"Recipe file '{printable(text)}' cannot be read: {why}.") from None
         data = (parse_json if path.suffix == ".json" else parse_yaml)(body, str(path))
         return cls.from_dict(_unwrap(data), where=str(path))
 
@@ -217,7 +226,7 @@ class Recipe(_Section):
         if source:
             return cls.load(source, where=RECIPE_ENV)
         for variable in os.environ:
-            if variable != RECIPE_ENV and near_miss(variable, [RECIPE_ENV]):
+            if variable not in (RECIPE_ENV, _OF_OTHERS) and near_miss(variable, [RECIPE_ENV]):
                 raise RecipeError(
                     f"The environment variable '{variable}' is not read by fp8rl; write "
                     f"'{RECIPE_ENV}', or unset it."

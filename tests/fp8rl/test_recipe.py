@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import Any
 
 import pydantic
@@ -270,7 +271,9 @@ def test_whole_numbers_may_stand_for_floats():
     assert Recipe.from_dict({"kv_cache": {"margin": 2}}).kv_cache.margin == 2.0
 
 
-@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "0.0001"])
+@pytest.mark.parametrize(
+    "number", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".1e-3", "0.00001e1", "1.e-4"]
+)
 def test_exponents_need_no_dot_in_yaml(tmp_path, number):
     """YAML 1.1, which PyYAML reads, takes ``1e-4`` for a string."""
     path = tmp_path / "recipe.yaml"
@@ -334,6 +337,49 @@ def test_a_misspelled_environment_variable(monkeypatch, name):
         Recipe.from_env()
     monkeypatch.setenv(RECIPE_ENV, '{"rollout": false}')
     assert Recipe.from_env() == Recipe(rollout=False)
+
+
+@pytest.mark.parametrize("name", ["FP8RL_RECIPE_FILE", "VLLM_FP8RL_RECIPE"])
+def test_a_variable_with_more_around_our_name(monkeypatch, name):
+    monkeypatch.delenv(RECIPE_ENV, raising=False)
+    monkeypatch.setenv(name, "{}")
+    with pytest.raises(RecipeError, match=f"'{name}' is not read by fp8rl"):
+        Recipe.from_env()
+
+
+def test_the_variable_of_transformer_engines_scripts_is_theirs(monkeypatch):
+    monkeypatch.delenv(RECIPE_ENV, raising=False)
+    monkeypatch.setenv("FP8_RECIPE", "tensorwise")
+    assert Recipe.from_env() is None
+
+
+def test_mappings_that_are_no_dicts():
+    section = MappingProxyType({"last": 1})  # as OmegaConf's are
+    assert Recipe.from_dict(MappingProxyType({"pins": section})) == Recipe(pins=Pins(last=1))
+
+
+def test_errors_are_one_short_line(tmp_path):
+    file = tmp_path / "r.yaml"
+    names = "".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+        for old, new in zip("abcdef", "bcdefg", strict=True)
+    )
+    for text in (
+        '"pi\\nns": {}',
+        "? [a, b]\n: 1\n? [a, b]\n: 2",
+        f"a: &a [x, x, x]\n{names}pins: {{names: *g}}",
+        '{"\\u2028": 1, "\\u2028": 2}',
+    ):
+        file.write_text(text)
+        for source in (file, text) if text.startswith("{") else (file,):
+            with pytest.raises(RecipeError) as caught:
+                Recipe.load(source)
+            assert len(str(caught.value).splitlines()) == 1
+            assert len(str(caught.value)) < 10_000
+            assert "ScalarNode" not in str(caught.value)
+    for path in ("pins:\n  last: 1", "x" * 5000):
+        with pytest.raises(RecipeError, match=r"^Recipe file '[^\n]{1,210}' (does not|cannot)"):
+            Recipe.load(path)
 
 
 def test_missing_file_and_bad_text(tmp_path):

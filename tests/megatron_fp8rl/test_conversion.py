@@ -446,6 +446,22 @@ def test_a_stale_handle_does_not_turn_off_a_later_conversion(tmp_path):
     assert not any(hasattr(m, "fp8_setup") for m in gpt.modules())
 
 
+def test_a_handle_that_converted_nothing_says_that_a_later_conversion_did(tmp_path):
+    """It told of no FP8 module, and saved a table without one, of a model that runs in FP8."""
+    gpt = _gpt()
+    every = _recipe(kinds=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
+    for recipe in (Recipe(training=False), every):
+        idle = _convert(gpt, recipe)
+        assert not idle.modules
+        later = _convert(gpt)
+        for call in _use(idle, tmp_path).values():
+            with pytest.raises(UnsupportedError, match="converted nothing, and its model was"):
+                call()
+        later.close()
+        assert not idle.modules
+        idle.close()
+
+
 def _chunks() -> list[Any]:
     """Layers 0 and 2 of 4, as the first of two pipeline ranks holds them."""
     return [

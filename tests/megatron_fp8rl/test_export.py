@@ -328,6 +328,13 @@ def _dequantized(wire: dict[str, torch.Tensor], ranks: int, rank: int) -> dict[s
     return values
 
 
+@pytest.mark.parametrize("ranks", [0, -1, True, "2", None])
+def test_fp8_wire_wants_a_number_of_ranks(ranks):
+    stream = fp8_wire([], PinPolicy.for_dense_model(Pins(), 1), tensor_parallel_size=ranks)
+    with pytest.raises(UnsupportedError, match=r"^tensor_parallel_size=.*: give the number of"):
+        next(stream)
+
+
 @pytest.mark.parametrize(
     ("shape", "ranks", "without"),
     [  # query heads, key and value heads, head size, width

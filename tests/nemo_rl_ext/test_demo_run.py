@@ -200,9 +200,16 @@ def test_a_line_that_no_kill_has_torn_is_not_passed_over(tmp_path: Path):
 
 def test_what_goes_on_after_a_stop(tmp_path: Path):
     """A warm start that was stopped is begun again: there is nothing to resume."""
-    assert _to_go_on(tmp_path, ["bf16", "fp8"]) == f"fp8rl demo --out {tmp_path}"
-    (tmp_path / "fp8" / "step-000001").mkdir(parents=True)
-    assert _to_go_on(tmp_path, ["bf16", "fp8"]) == f"fp8rl demo --resume --out {tmp_path}"
+    out = tmp_path / "my run"
+    given = {"steps": 40, "compare": "bf16,fp8", "recipe": None, "seed": 0, "settings": None}
+    assert _to_go_on(out, ["bf16", "fp8"], given) == f"fp8rl demo --out '{out}'"
+    (out / "fp8" / "step-000001").mkdir(parents=True)
+    assert _to_go_on(out, ["bf16", "fp8"], given) == f"fp8rl demo --resume --out '{out}'"
+    given |= {"steps": 20, "compare": "fp8", "seed": 1, "settings": '{"minibatches": 2}'}
+    assert _to_go_on(out, ["fp8"], given) == (
+        "fp8rl demo --resume --steps 20 --compare fp8 --seed 1 "
+        f"--settings '{{\"minibatches\": 2}}' --out '{out}'"
+    )
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty folder", "the warm start"])

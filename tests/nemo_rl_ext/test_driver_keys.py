@@ -114,7 +114,19 @@ def test_a_block_is_read_or_refused_wherever_it_stands(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("driver", ALL)
-@pytest.mark.parametrize("name", ["fp8_rl", "Fp8rl", "FP8RL", "fp8lr", "policy.megatron_cfg.fp8rl"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8_rl",
+        "Fp8rl",
+        "FP8RL",
+        "fp8lr",
+        "policy.megatron_cfg.fp8rl",
+        "fp8rl_cfg",  # beside upstream's fp8_cfg
+        "fp8rl.pins",
+        "nemo_fp8rl_recipe",
+    ],
+)
 def test_what_is_nearly_our_key_is_refused_everywhere(driver: Driver, name: str) -> None:
     for path in mappings(config(None)):
         value: Any = config(None)
@@ -178,7 +190,15 @@ def test_null_is_no_key() -> None:
 
 
 def test_names_of_environment_variables_are_not_taken_for_keys() -> None:
-    for name in ("FP8RL_AUTOLOAD", "FP8RL_RECIPE", "fp8", "fp8_cfg", "fp8_param", "fp8_recipe"):
+    for name in (
+        "FP8RL_AUTOLOAD",
+        "FP8RL_BLOCK_PLUGINS",
+        "FP8RL_RECIPE",
+        "fp8",
+        "fp8_cfg",
+        "fp8_param",
+        "fp8_recipe",
+    ):
         assert meant(name) is None, name
 
 

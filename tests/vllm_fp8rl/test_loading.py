@@ -346,6 +346,8 @@ def test_unknown_recipe_key_has_its_full_path(other_engine, checkpoints):
         ("fp8-rl", "fp8rl"),
         ("fp8lr", "fp8rl"),
         ("fprl", "fp8rl"),
+        ("fp8rl_cfg", "fp8rl"),
+        ("fp8rl.pins", "fp8rl"),
         ("recipe", "fp8rl"),
         ("FP8RL_RECIPE", "fp8rl"),
         *((section, f"fp8rl.{section}") for section in Recipe.model_fields),
