@@ -57,7 +57,8 @@ class RefitSession:
     Every tensor is checked before it is written, and a batch before its first tensor is. Leaving
     the block without an exception verifies that every parameter and every KV scale came exactly
     once; then the report is in ``report``. Otherwise the model refuses to run until a later refit
-    is complete, unless nothing had been written yet.
+    is complete, unless nothing had been written yet. Emptying the prefix cache, which may hold keys
+    of the old weights, is the caller's: ``reset_prefix_cache(reset_connector=True)``.
 
     Args:
         model: the vLLM model of this rank.
@@ -508,7 +509,8 @@ def _run(
         if not begun:
             return
         if mixed:
-            gate.close("The weights are a mixture: a refit broke off or was incomplete")
+            mixture = "The weights are a mixture: a refit broke off or was incomplete"
+            gate.close(mixture, mended=workers.may_run)
         else:
             gate.open()
 

@@ -18,8 +18,10 @@ from fp8rl.kv_scales import scale_names
 from vllm_fp8rl import grid as grid_module
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
 from vllm_fp8rl.transport import Sender, place
+from vllm_fp8rl.worker import STEPS, read_answer
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
+UP = "model.layers.0.mlp.up_proj.weight"
 SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
 
 
@@ -279,6 +281,28 @@ def test_a_session_that_was_aborted_ends_no_other(engine, a, b):
         drop_requests(engine.llm)
         session.load(list(a.items())[5:])
     assert serves(engine)
+
+
+@pytest.mark.parametrize("way", ["session", "plain", "steps"])
+def test_a_mixture_is_mended_by_any_complete_way(engine, a, b, way):
+    """An ``LLM`` whose refit broke off learns of what came to its workers otherwise."""
+    tokens = engine.greedy(PROMPTS)
+    with pytest.raises(RefitError, match="lacks"):
+        refit(engine.llm, list(b.items())[:5], expect_kv_scales=True)
+    assert not serves(engine)
+    if way == "session":
+        with RefitSession(engine.model, expect_kv_scales=True) as session:
+            session.load(a.items())
+    elif way == "steps":
+        for step, *args in (["begin", True], ["load_batch", list(a.items())], ["finish"]):
+            answers = engine.llm.collective_rpc(STEPS[step], args=("steps", *args))
+            read_answer(answers[0])
+        engine.llm.reset_prefix_cache()
+    else:
+        with pytest.raises(RefitError):  # or nobody knows that plain loads shall mend it
+            engine.model.load_weights([*list(a.items())[:3], (UP, torch.ones(3, 5))])
+        engine.model.load_weights(list(a.items()))
+    assert engine.greedy(PROMPTS) == tokens
 
 
 def test_codes_that_were_refused_may_come_in_bf16(engine, a, b):
