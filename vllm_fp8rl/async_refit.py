@@ -196,7 +196,7 @@ class _Refusal:
 class _AsyncFrontDoor:
     """Pauses an engine for a refit; locked, it refuses requests before any worker hears of them.
 
-    As with ``LLM`` (see :class:`vllm_fp8rl.refit._FrontDoor`), a forward that raised in a worker
+    As with ``LLM`` (see :class:`vllm_fp8rl.client.RequestGate`), a forward that raised in a worker
     would end the engine core, so the methods of this one engine object are covered by attributes.
     """
 

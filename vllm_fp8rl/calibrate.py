@@ -53,8 +53,14 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
             cache cannot be emptied; then the engine refuses to run until it has been.
         UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
     """
+    from vllm_fp8rl.kv_cache import checked_scale
+
     workers = Workers(llm)
-    values = {name: float(scale) for name, scale in scales.items()}
+    if not isinstance(scales, Mapping):
+        raise ScaleError(
+            f"KV scales come as a mapping of names and numbers, not as {type(scales).__name__}."
+        )
+    values = {name: checked_scale(name, scale) for name, scale in scales.items()}
 
     def change() -> None:
         _require_idle(llm)

@@ -11,10 +11,10 @@ import logging
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fp8rl import PluginManager
-from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.refit import RefitReport
 from vllm_fp8rl.compat import abort_requests
 from vllm_fp8rl.liveness import ended_by_death
@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 REMEDY = "refit the engine with a complete set of tensors before generating"
 _CHANGES = "_fp8rl_changes"
+_REQUIRE_OPEN = "fp8rl_require_open"
 _ADMITTED: ContextVar[bool] = ContextVar("fp8rl_admitted", default=False)
 
 logger = logging.getLogger("vllm.fp8rl")
@@ -97,16 +98,32 @@ class RequestGate:
     def __init__(self, llm: LLM) -> None:
         self._engine: Any = llm.llm_engine
 
-    def close(self, reason: str, remedy: str = REMEDY) -> None:
-        """Refuse requests from now on, but for those of :func:`admitted`."""
-        take = type(self._engine).add_request.__get__(self._engine)
+    def close(
+        self, reason: str, remedy: str = REMEDY, *, mended: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Refuse requests from now on, but for those of :func:`admitted`.
+
+        Args:
+            reason: beginning of the error.
+            remedy: end of the error.
+            mended: whether the workers may run by now, e.g. by a refit that did not come this way;
+                asked at each request, which opens the gate.
+        """
+        engine = self._engine
+        take = type(engine).add_request.__get__(engine)
+
+        def require_open() -> None:
+            if not mended():
+                raise RefitError(f"{reason}; {remedy}.")
+            self.open()
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            if _ADMITTED.get():
-                return take(*args, **kwargs)
-            raise RefitError(f"{reason}; {remedy}.")
+            if not _ADMITTED.get():
+                require_open()
+            return take(*args, **kwargs)
 
-        self._engine.add_request = refuse
+        setattr(refuse, _REQUIRE_OPEN, require_open)
+        engine.add_request = refuse
 
     def open(self) -> None:
         """Take requests again."""
@@ -114,9 +131,9 @@ class RequestGate:
 
     def require_open(self) -> None:
         """Raise RefitError with the reason why requests are refused, if they are."""
-        refuse: Callable[[], NoReturn] | None = self._engine.__dict__.get("add_request")
+        refuse = self._engine.__dict__.get("add_request")
         if refuse is not None:
-            refuse()
+            getattr(refuse, _REQUIRE_OPEN)()
 
 
 def admitted(run: Callable[[], T]) -> T:
@@ -165,6 +182,14 @@ class Workers:
         except Exception as error:
             raise lost_worker(step, error) from error
         return [worker.read_answer(answer) for answer in answers]
+
+    def may_run(self) -> bool:
+        """Whether a step could run on every worker."""
+        try:
+            self.call("check")
+        except Fp8RLError:
+            return False
+        return True
 
 
 def lost_worker(step: str, error: Exception) -> RefitError:

@@ -86,7 +86,17 @@ class CompactPages:
     slots: torch.Tensor
     """int64 ``[pages * page_size]``: 0, 1, 2, ..."""
     page_size: int
+    seq_lens: torch.Tensor
+    """Tokens of each request."""
     scratch: Scratch
+
+    def unread(self) -> torch.Tensor:
+        """bool ``[pages, page_size]``: slots behind the last token of a request."""
+        first = torch.arange(self.block_table.shape[1]) * self.page_size
+        inside = (self.seq_lens[:, None] - first).clamp(0, self.page_size).long()
+        tokens = torch.zeros(self.used.numel(), dtype=torch.int64)
+        tokens.scatter_reduce_(0, self.block_table.long().flatten(), inside.flatten(), "amax")
+        return torch.arange(self.page_size) >= tokens[:, None]
 
 
 @dataclass
@@ -143,7 +153,8 @@ class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         used, row = torch.unique(page[reads], return_inverse=True)  # a shared prefix once
         table = torch.zeros(page.shape, dtype=torch.int32)
         table[reads] = row.int()
-        return CompactPages(used, table, torch.arange(used.numel() * size), size, self._scratch)
+        slots = torch.arange(used.numel() * size)
+        return CompactPages(used, table, slots, size, seq_lens, self._scratch)
 
 
 class Fp8RLCpuImpl(CPUAttentionBackendImpl):
@@ -284,7 +295,13 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             part = pages.used[start : start + chunk]
             codes = pages.scratch.take("codes", (part.numel(), page_rows.shape[1]), torch.uint8)
             torch.index_select(page_rows, 0, part, out=codes)
-            pair = _codes_to_float(codes, dtype, pages.scratch).view(-1, 2, heads, size)
+            values = _codes_to_float(codes, dtype, pages.scratch)
+            if values is None:
+                # The kernel multiplies by 0 what lies behind a request's last token: a NaN that
+                # an earlier request has left there would stay NaN.
+                codes.view(-1, step, rows.shape[1])[pages.unread()[start : start + len(part)]] = 0
+                values = codes.view(FP8_DTYPE).float().div_(_HALF).to(dtype)
+            pair = values.view(-1, 2, heads, size)
             slots = pages.slots[start * step : start * step + pair.shape[0]]
             ops.cpu_attn_reshape_and_cache(
                 pair[:, 0], pair[:, 1], key_cache, value_cache, slots, isa
@@ -298,15 +315,17 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         return self.sinks.float()
 
 
-def _codes_to_float(codes: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-    """E4M3 codes, uint8 of any shape, to code / 256 in ``dtype``; exact, NaN included.
+def _codes_to_float(
+    codes: torch.Tensor, dtype: torch.dtype, scratch: Scratch
+) -> torch.Tensor | None:
+    """E4M3 codes, uint8 of any shape, to code / 256 in ``dtype``; exact. None if one is NaN.
 
     torch's own conversion goes element by element and takes ten times as long.
     """
-    values = scratch.take("values", tuple(codes.shape), dtype)
     masked = scratch.take("masked", tuple(codes.shape), torch.uint8)
     if int(torch.bitwise_and(codes, 0x7F, out=masked).max()) == 0x7F:  # E4M3's NaN
-        return values.copy_(codes.view(FP8_DTYPE).float().div_(_HALF))
+        return None
+    values = scratch.take("values", tuple(codes.shape), dtype)
     bits = scratch.take("bits", tuple(codes.shape), torch.int16)
     bits.copy_(codes.view(torch.int8))  # sign-extended
     bits.bitwise_left_shift_(7).bitwise_and_(-0x4001)  # all but bit 14, a copy of the sign

@@ -82,6 +82,11 @@ class RefitGuard:
     def closed(self) -> bool:
         return self._reason is not None
 
+    @property
+    def loading(self) -> bool:
+        """Whether what is being loaded comes from the open session, which has looked at it."""
+        return self.session is not None and self.session.loading
+
     def close(self, reason: str) -> None:
         self._reason = reason
         self.recheck()

@@ -75,15 +75,22 @@ def steady(tensors: Any) -> Batch:
 
 
 class Held:
-    """Tensors of a batch that nobody has read yet."""
+    """Tensors of a batch that nobody has read yet, but for those of one element.
+
+    Those may share their memory, as KV scales do. A buffer that is filled again and again, unseen
+    by torch, would look the same, so they are read at once.
+    """
 
     def __init__(self) -> None:
         self.items = Batch()
+        self._came: list[Named] = []
         self._versions: list[int] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        self.items.append((name, tensor))
-        self._versions.append(0 if tensor.is_inference() else tensor._version)
+        own = tensor.detach().clone() if tensor.numel() == 1 and tensor.data_ptr() else tensor
+        self.items.append((name, own))
+        self._came.append((name, tensor))
+        self._versions.append(_version(own))
 
     def release(self, *coming: Named) -> Batch:
         """The batch, which is empty afterwards.
@@ -94,18 +101,22 @@ class Held:
         Raises:
             RefitError: the memory of a tensor was written to, freed or used for another one since.
         """
-        items, versions = self.items, self._versions
-        self.items, self._versions = Batch(), []
-        _require_apart([*items, *coming])
+        items, came, versions = self.items, self._came, self._versions
+        self.items, self._came, self._versions = Batch(), [], []
+        _require_apart([*came, *coming])
         for (name, tensor), version in zip(items, versions, strict=True):
-            # Counts writes to the memory, also through views; inference tensors have no count.
-            if version != (0 if tensor.is_inference() else tensor._version):
+            if version != _version(tensor):
                 last = (coming or items)[-1][0]
                 raise RefitError(
                     f"The memory of '{name}' was written to before it was read, by the time that "
                     f"'{last}' had come; {_REMEDY}."
                 )
         return items
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts writes to the memory, also through views; inference tensors have no count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _problem(tensor: Any) -> str:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
+from numbers import Real
 from typing import Any
 
 import torch
@@ -197,13 +198,14 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     values = {index: dict(state.values) for index, state in states.items()}
     given: list[tuple[int, Role]] = []
     for name, scale in scales.items():
+        value = checked_scale(name, scale)
         parsed = parse_scale_name(name)
         if parsed is None or parsed[0] not in layers:
             raise ScaleError(
                 f"'{name}' is no KV scale of this model, which has an FP8 KV cache in layers "
                 f"{sorted(layers)}; use names such as '{scale_name(0, 'k')}'."
             )
-        values[parsed[0]][parsed[1]] = _checked(name, scale)
+        values[parsed[0]][parsed[1]] = value
         given.append(parsed)
     if not scales:
         return
@@ -317,8 +319,16 @@ def _missing(layer: torch.nn.Module) -> list[str]:
     return [scale_name(state.index, r) for r in state.required(layer) if r not in state.values]
 
 
-def _checked(name: str, scale: torch.Tensor | float) -> float:
-    # Engines keep float32: check what they will keep, so that 1e-50 counts as 0.
+def checked_scale(name: str, scale: torch.Tensor | float) -> float:
+    """A scale as engines keep it, in float32: so 1e-50 counts as 0.
+
+    Raises:
+        ScaleError: no KV scale's name, no number, or see :func:`fp8rl.kv_scales.check_scale`.
+    """
+    if not isinstance(name, str) or parse_scale_name(name) is None:
+        raise ScaleError(f"{name!r} is no name of a KV scale; use such as '{scale_name(0, 'k')}'.")
+    if not isinstance(scale, (Real, torch.Tensor)) or isinstance(scale, bool):
+        raise ScaleError(f"KV scale '{name}' is {scale!r}; send one number.")
     return check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
 
 
@@ -358,7 +368,7 @@ def _loader(layer: torch.nn.Module, role: Role) -> Callable[..., None]:
         assert owner is not None, "a weight loader outlived its layer"
         state = _state_of(owner)
         assert state is not None
-        value = _checked(scale_name(state.index, role), loaded_weight)
+        value = checked_scale(scale_name(state.index, role), loaded_weight)
         if param.is_meta:  # a layerwise reload counts first and loads later
             param.data.copy_(loaded_weight.reshape(()))
             return

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fp8rl.errors import RefitError, ScaleError
-from fp8rl.kv_scales import ROLES, check_scale, scale_name
+from fp8rl.kv_scales import ROLES, scale_name
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.kv_cache import LayerKVScales, fp8_layers, publish_scales
+from vllm_fp8rl.kv_cache import LayerKVScales, checked_scale, fp8_layers, publish_scales
 
 _HALF_STEP = 1 + 1 / 16
 """An E4M3 code stands for values up to this factor larger."""
@@ -99,7 +99,7 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
             f"Provisional KV scales come as a mapping, not as {type(provisional).__name__}."
         )
     for name, scale in provisional.items():
-        check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
+        checked_scale(name, scale)
     guard = RefitGuard.of(model)
     guard.require_awake()
     guard.calibrate("shut")

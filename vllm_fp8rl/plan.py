@@ -43,6 +43,7 @@ Named = tuple[str, torch.Tensor]
 _PLAN = "fp8rl_load_plan"
 _WALKING: ContextVar[bool] = ContextVar("fp8rl_walking", default=False)
 """Whether vLLM's loader is on its way through a model; it calls itself for parts of it."""
+_BROKE_OFF = "The weights are a mixture: a load broke off"
 _SMALL = 1 << 20  # elements; larger copies do not wait for launches
 
 
@@ -109,11 +110,11 @@ class LoadPlan:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._routes: dict[str, Route | ExpertRoute] = dict(_expert_routes(model))
         self._irregular: set[str] = set()
         self._wrote = False
-        self._owed: set[str] = set()
-        """Tensors that must come again before the model may run, after a load that broke off."""
+        self._owed: set[str] | None = set()
+        """Tensors that must come again before the model may run, after a load that broke off; None:
+        all of them."""
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> LoadPlan:
@@ -122,6 +123,10 @@ class LoadPlan:
         if plan is None:
             plan = model.__dict__[_PLAN] = cls(model)
         return plan
+
+    @functools.cached_property
+    def _routes(self) -> dict[str, Route | ExpertRoute]:
+        return dict(_expert_routes(self._model))
 
     def covers(self, names: Iterable[str]) -> bool:
         """Whether a batch of these names needs no walk through the model."""
@@ -153,42 +158,72 @@ class LoadPlan:
         Raises:
             UnsupportedError: a loader of another's making wrote past quantization into FP8 storage.
         """
+        if RefitGuard.of(self._model).loading:
+            return self._load(weights, walk)
+        self.look(weights)
+        with self.shut() as names:
+            names.extend(name for name, _ in weights)
+            self._wrote = False
+            try:
+                return self._load(weights, walk)
+            except Exception as error:
+                if not (self._wrote or isinstance(error, torch.OutOfMemoryError)):
+                    names.clear()
+                raise
+
+    def look(self, weights: Iterable[Named]) -> None:
+        """Look at values that no session has looked at.
+
+        Raises:
+            RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
+        """
         guard = RefitGuard.of(self._model)
-        # A session has looked already.
-        if guard.session is None and guard.values.look(weights, self._model):
+        if guard.values.look(weights, self._model):
             guard.recheck()
-        self._wrote = False
+
+    @contextmanager
+    def shut(self) -> Iterator[list[str]]:
+        """Shut the model during a load; if that breaks off, until every tensor has come again.
+
+        It is shut before the first write, so that it stays so wherever Ctrl-C comes.
+
+        Yields:
+            A list for the names of the tensors that came. While there are none, an error leaves
+            everything as it was.
+        """
+        guard = RefitGuard.of(self._model)
+        names: list[str] = []
+        was_open, owed = not guard.closed, self._owed
+        self._owed = None
+        if was_open:
+            guard.close(_BROKE_OFF)
         try:
-            loaded = self._load(weights, walk)
+            yield names
         except BaseException as error:
-            if self._wrote:
-                self.broke_off(error)
+            untouched = not names and isinstance(error, Exception)
+            if was_open and (untouched or guard.half_reloaded()):  # which has a remedy of its own
+                guard.open()
+            elif was_open:
+                guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
+            if untouched:
+                self._owed = owed
             raise
-        self.settle(name for name, _ in weights)
-        return loaded
+        left = set() if was_open else self._without(names, owed)
+        if was_open or (owed != set() and not left and guard.session is None):
+            guard.open()
+        self._owed = left  # last: until here an interrupt leaves all of them to come again
 
-    def broke_off(self, error: BaseException) -> None:
-        """A load has ended half way, by an error or Ctrl-C: shut the model until all has come."""
-        guard = RefitGuard.of(self._model)
-        if guard.session is None and not guard.half_reloaded():  # which know better
-            guard.close(f"The weights are a mixture: a load broke off ({type(error).__name__})")
-            entries = ModelIndex.of(self._model).entries
-            self._owed = {name for name, entry in entries.items() if entry.required}
-
-    def settle(self, names: Iterable[str]) -> None:
-        """Plain loads end a mixture too, once every tensor has come again."""
-        if not self._owed:
-            return
-        guard = RefitGuard.of(self._model)
-        if guard.session is not None or not guard.closed:
-            self._owed.clear()  # a refit takes care, or has done so
-            return
+    def _without(self, names: Iterable[str], owed: set[str] | None) -> set[str]:
+        """What is still owed when tensors of these names have come."""
         entries = ModelIndex.of(self._model).entries
+        if owed is None:
+            left = {name for name, entry in entries.items() if entry.required}
+        else:
+            left = set(owed)
         for name in names:
             if name in entries:
-                self._owed -= {name, *entries[name].covers}
-        if not self._owed:
-            guard.open()
+                left -= {name, *entries[name].covers}
+        return left
 
     def _load(
         self, weights: Collection[Named], walk: Callable[[Iterable[Named]], set[str]]
@@ -205,8 +240,8 @@ class LoadPlan:
                 loaded = walk(_opening(weights, windows))
             finally:
                 self._wrote = any(window.routes or window.changed for window in windows.values())
-        self._learn(windows)
-        return loaded
+            self._learn(windows)
+            return loaded
 
     def _replay(self, weights: Iterable[Named]) -> set[str]:
         writes, loaded = Writes(), set()
@@ -242,8 +277,11 @@ class LoadPlan:
             yield None  # in vLLM's layerwise reload, whose loaders only collect
             return
         windows: dict[str, _Window] = {}
-        with _observed(slots, windows):
-            yield windows
+        try:
+            with _observed(slots, windows):
+                yield windows
+        finally:
+            windows.clear()  # an observer that an interrupt leaves behind has nothing to note
 
 
 def install() -> None:
@@ -296,24 +334,18 @@ def _load_stream(
     Raises:
         RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
     """
-    guard, names = RefitGuard.of(model), []
+    if RefitGuard.of(model).loading:
+        return walk(weights)
+    plan = LoadPlan.of(model)
+    with plan.shut() as names:
 
-    def looked_at() -> Iterator[Named]:
-        for name, tensor in weights:
-            if guard.session is None and guard.values.look([(name, tensor)], model):
-                guard.recheck()
-            names.append(name)
-            yield name, tensor
+        def looked_at() -> Iterator[Named]:
+            for name, tensor in weights:
+                plan.look([(name, tensor)])
+                names.append(name)
+                yield name, tensor
 
-    try:
-        loaded = walk(looked_at())
-    except BaseException as error:
-        if names:
-            LoadPlan.of(model).broke_off(error)
-        raise
-    if guard.closed:
-        LoadPlan.of(model).settle(names)
-    return loaded
+        return walk(looked_at())
 
 
 def _opening(weights: Iterable[Named], windows: dict[str, _Window]) -> Iterator[Named]:
@@ -346,11 +378,14 @@ def scalars_on_host(weights: Iterable[Named]) -> list[Named]:
 @contextmanager
 def _observed(slots: Sequence[Slot], windows: dict[str, _Window]) -> Iterator[None]:
     """Every parameter's loader notes its calls in the window that was opened last."""
-    own = [getattr(slot.parameter, "weight_loader", None) for slot in slots]
+    own = [
+        _loader_of(slot.parameter) if hasattr(slot.parameter, "weight_loader") else None
+        for slot in slots
+    ]
     try:
         for slot in slots:
             parameter: Any = slot.parameter
-            parameter.weight_loader = _observer(slot, _loader_of(parameter), windows)
+            parameter.weight_loader = _Observer(slot, windows)
         yield
     finally:
         for slot, loader in zip(slots, own, strict=True):
@@ -361,20 +396,29 @@ def _observed(slots: Sequence[Slot], windows: dict[str, _Window]) -> Iterator[No
                 del parameter.weight_loader
 
 
-def _observer(
-    slot: Slot, loader: Callable[..., Any], windows: dict[str, _Window]
-) -> Callable[..., Any]:
-    @functools.wraps(loader)
-    def note(*args: Any, **kwargs: Any) -> Any:
+class _Observer:
+    """A parameter's loader that notes its calls in the window that was opened last."""
+
+    def __init__(self, slot: Slot, windows: dict[str, _Window]) -> None:
+        loader = _loader_of(slot.parameter)
+        functools.update_wrapper(self, loader)
+        self.loader = loader
+        self._slot = slot
+        self._windows = windows
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        slot, loader = self._slot, self.loader
         with _stores(slot.parameter) as stores:
             result = loader(*args, **kwargs)
+        window = next(reversed(self._windows.values()), None)
         if isinstance(slot.parameter, (Fp8Weight, Fp8Scale)) and not stores:
+            if window is not None:
+                window.changed = True
             raise UnsupportedError(
                 f"'{slot.name}' was loaded by {getattr(loader, '__qualname__', loader)}, which "
                 "writes past quantization into FP8 storage; pin the layer to BF16 and restart."
             )
-        if windows:
-            window = next(reversed(windows.values()))
+        if window is not None:
             whole = len(args) > 1 and args[0] is slot.parameter and args[1] is window.tensor
             window.changed |= not whole
             if whole:
@@ -383,8 +427,6 @@ def _observer(
                 taken = result is not False
                 window.routes.append(Route(slot, loader, args[2:], kwargs, shard, taken))
         return result
-
-    return note
 
 
 @contextmanager
@@ -404,7 +446,7 @@ def _stores(parameter: torch.nn.Parameter) -> Iterator[list[tuple[torch.Tensor, 
     try:
         yield seen
     finally:
-        del parameter.__dict__["store"]
+        parameter.__dict__.pop("store", None)
 
 
 def _expert_routes(model: torch.nn.Module) -> Iterator[tuple[str, ExpertRoute]]:
@@ -435,7 +477,9 @@ def _leave_out(tensor: torch.Tensor, writes: Writes) -> None:
 
 
 def _loader_of(parameter: torch.nn.Parameter) -> Callable[..., Any]:
-    return getattr(parameter, "weight_loader", default_weight_loader)
+    """A parameter's own loader, also where an interrupt has left an observer before it."""
+    loader = getattr(parameter, "weight_loader", default_weight_loader)
+    return loader.loader if isinstance(loader, _Observer) else loader
 
 
 def _is_deferring(loader: Callable[..., Any]) -> bool:

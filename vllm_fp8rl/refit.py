@@ -57,7 +57,8 @@ class RefitSession:
     Every tensor is checked before it is written, and a batch before its first tensor is. Leaving
     the block without an exception verifies that every parameter and every KV scale came exactly
     once; then the report is in ``report``. Otherwise the model refuses to run until a later refit
-    is complete, unless nothing had been written yet.
+    is complete, unless nothing had been written yet. Emptying the prefix cache, which may hold keys
+    of the old weights, is the caller's: ``reset_prefix_cache(reset_connector=True)``.
 
     Args:
         model: the vLLM model of this rank.
@@ -82,6 +83,8 @@ class RefitSession:
         self.expect_kv_scales = expect_kv_scales
         self.report: RefitReport | None = None
         self.wrote = False
+        self.loading = False
+        """Whether the model loads a batch of this session at the moment."""
         self._guard = RefitGuard.of(model)
         self._entries: dict[str, Entry] = {}
         self._scales: frozenset[str] = frozenset()
@@ -130,7 +133,7 @@ class RefitSession:
                 fills one buffer again and again; or the GPU's memory did not suffice.
         """
         if self._guard.session is not self:
-            raise RefitError("This refit session is not open; use it as a context manager.")
+            raise _ended(self.name)
         try:
             self._load(batch)
         except torch.OutOfMemoryError as error:
@@ -164,12 +167,13 @@ class RefitSession:
                 if any(part in names for names in seen for part in entry.covers):
                     raise _twice(name)
                 covered.update(entry.covers)
-        self._check_pairs(arriving)
+        scaled = self._check_pairs(arriving)
         self._check_values(known, finite(), limit)
         if known:
             self._write(known)
         self._kv_scales |= kv_scales
         self._dtypes |= arriving
+        self._scaled = scaled
         self._covered = covered
         self._bytes += sum(tensor.nbytes for _, tensor in tensors)
 
@@ -184,6 +188,8 @@ class RefitSession:
         if kind is not None:
             self.abandon(kind.__name__)
             return
+        if self._guard.session is not self:
+            raise _ended(self.name)
         self._guard.session = None
         try:
             self._verify_complete()
@@ -207,7 +213,12 @@ class RefitSession:
         self._guard.open()
 
     def abandon(self, reason: str) -> None:
-        """Give up: without a write all stays as it was, otherwise the model refuses to run."""
+        """Give up: without a write all stays as it was, otherwise the model refuses to run.
+
+        Nothing where the session has ended already: another may be open by now.
+        """
+        if self._guard.session is not self:
+            return
         self._guard.session = None
         self._leave_closed(f"a refit broke off ({reason})")
 
@@ -255,7 +266,11 @@ class RefitSession:
         if not self.wrote:
             self._begin_writing()
         written = list(self._untied(weights))
-        loaded = self.model.load_weights(written)
+        self.loading = True
+        try:
+            loaded = self.model.load_weights(written)
+        finally:
+            self.loading = False
         self._verify_taken([name for name, _ in written], loaded)
         self._written.update(name for name, _ in written)
 
@@ -277,9 +292,10 @@ class RefitSession:
             raise RefitError(f"KV scale '{name}' is for a layer that this engine does not have.")
         return canonical
 
-    def _check_pairs(self, arriving: dict[str, torch.dtype]) -> None:
-        self._scaled.update(name for name in arriving if name.endswith(_SCALES))
-        for scales in self._scaled:
+    def _check_pairs(self, arriving: dict[str, torch.dtype]) -> set[str]:
+        """All scales of FP8 codes that have come, those arriving included."""
+        scaled = self._scaled | {name for name in arriving if name.endswith(_SCALES)}
+        for scales in scaled:
             weight = scales.removesuffix(_SCALES)
             dtype = arriving.get(weight, self._dtypes.get(weight, FP8_DTYPE))
             if dtype == FP8_DTYPE:
@@ -291,6 +307,7 @@ class RefitSession:
             raise RefitError(
                 f"'{weight}' came in {dtype} after its scales; they belong to FP8 codes."
             )
+        return scaled
 
     def _untied(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         """The stream with tied tensors under their first name, and each of them once.
@@ -346,6 +363,13 @@ class RefitSession:
                 f"The refit lacks {len(missing)} of the model's tensors: {_some(missing)}; "
                 f"{REMEDY}."
             )
+
+
+def _ended(name: str) -> RefitError:
+    return RefitError(
+        f"The refit '{name}' is not open: it was not begun (RefitSession is a context manager), or "
+        "has ended, e.g. by fp8rl_refit_abort; begin a new one and send all tensors again."
+    )
 
 
 def _twice(name: str) -> RefitError:
@@ -485,7 +509,8 @@ def _run(
         if not begun:
             return
         if mixed:
-            gate.close("The weights are a mixture: a refit broke off or was incomplete")
+            mixture = "The weights are a mixture: a refit broke off or was incomplete"
+            gate.close(mixture, mended=workers.may_run)
         else:
             gate.open()
 

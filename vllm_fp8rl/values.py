@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from fp8rl.errors import RefitError
-from fp8rl.numerics import FP8_DTYPE, all_finite, start_finite_check
+from fp8rl.numerics import all_finite, start_finite_check
 from vllm_fp8rl.grid import SOURCE_DTYPES
 
 _WORTH_ONE_LAUNCH = 8
@@ -65,7 +65,7 @@ class PlainValues:
         Raises:
             RefitError: one on the host is not finite; none has been loaded.
         """
-        checked = [(n, t) for n, t in weights if not n.endswith(_SCALES) and _can_overflow(t)]
+        checked = [(n, t) for n, t in weights if not n.endswith(_SCALES) and t.is_floating_point()]
         limit = self.limit(model)
         on_gpu = [(name, tensor) for name, tensor in checked if tensor.is_cuda]
         on_host = [(name, tensor) for name, tensor in checked if not tensor.is_cuda]
@@ -114,11 +114,9 @@ class PlainValues:
         self._queued.clear()
 
 
-def _can_overflow(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype != FP8_DTYPE
-
-
 def _finite_flag(tensor: torch.Tensor, limit: float) -> Callable[[], list[bool]]:
+    if tensor.element_size() == 1:
+        tensor = tensor.to(torch.bfloat16)  # torch has no norm of FP8 codes
     # A NaN anywhere makes the norm NaN, which is not smaller than anything.
     limit = min(limit, torch.finfo(tensor.dtype).max)
     largest = torch.linalg.vector_norm(tensor.detach(), math.inf)

@@ -255,3 +255,29 @@ def test_a_quantized_query_is_bounded_from_above(fresh: Engine) -> None:
         del layer.query_quant
         layer.query_quant = None
         stop_observing(fresh.model)
+
+
+NAME = "model.layers.0.self_attn.k_scale"
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (None, "not as NoneType"),
+        ({NAME: None}, f"'{NAME}' is None; send one number"),
+        ({NAME: "0.1"}, f"'{NAME}' is '0.1'; send one number"),
+        ({NAME: True}, f"'{NAME}' is True; send one number"),
+        ({NAME: torch.ones(2)}, "send one value"),
+        ({1: 0.1}, "1 is no name of a KV scale"),
+        ({"model.layers.0.k_scale": 0.1}, "'model.layers.0.k_scale' is no name of a KV scale"),
+    ],
+)
+def test_what_is_no_scale(engine: Engine, scales, message: str) -> None:
+    """Also where a calibration begins: an unknown name there would be left out in silence."""
+    tokens = engine.greedy([[5, 6, 7]], 4)
+    with pytest.raises(ScaleError, match=message):
+        send_kv_scales(engine.llm, scales)
+    if scales:
+        with pytest.raises(ScaleError, match=message):
+            calibrate_kv_scales(engine.llm, [[5, 6, 7]], start=scales)
+    assert engine.greedy([[5, 6, 7]], 4) == tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,6 +66,22 @@ def test_memory_that_may_be_shared():
         steady([(EMBEDDING, matrix), (HEAD, matrix[:3])])
     with pytest.raises(RefitError, match="'b' came in the memory of 'a'"):
         steady([("a", matrix), ("b", matrix)])
+
+
+def test_one_number_in_the_same_memory_again_and_again():
+    """As KV scales in a buffer that numpy writes to, unseen by torch."""
+    numbers = np.zeros(1, dtype=np.float32)
+
+    def stream():
+        for number in range(3):
+            numbers[0] = number
+            yield str(number), torch.from_numpy(numbers)
+
+    assert [float(tensor) for _, tensor in steady(stream())] == [0.0, 1.0, 2.0]
+    gone = torch.ones(1)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(RefitError, match="The memory of 'a' was freed"):
+        steady([("a", gone)])
 
 
 def test_memory_that_is_gone():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -238,3 +238,26 @@ def test_a_session_whose_sender_died_can_be_aborted_by_its_name(
     assert read_answer(STEPS["abort"](worker, "gone", "its sender died")) is False
     refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
     assert abandoned.report is None
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+def test_an_interrupted_plain_load_serves_no_mixture(engine: Engine, weights: dict, kind) -> None:
+    """And leaves nothing behind on the parameters that vLLM's loader meets again."""
+
+    def load() -> None:
+        engine.model.load_weights(kind(weights["b"].items()))
+
+    old = served(engine)
+    engine.model.__dict__.pop("fp8rl_load_plan", None)
+    with interrupts() as calls:
+        load()
+    new = served(engine)
+    assert old != new
+    for at in places(calls(), 12):
+        refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
+        engine.model.__dict__.pop("fp8rl_load_plan", None)  # so that vLLM's walk is watched
+        with interrupts(*at), suppress(KeyboardInterrupt):
+            load()
+        assert served(engine) in (None, old, new), at
+        load()
+        assert served(engine) == new, at
