@@ -81,7 +81,7 @@ def config(root: Path, folder: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_student_rolls_out_in_fp8(tmp_path: Path) -> None:
     interpreter, root = python("NEMO_RL_PYTHON"), source("NEMO_RL_SRC")
     env = environment(tmp_path, interpreter)
