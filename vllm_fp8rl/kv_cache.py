@@ -193,8 +193,9 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
         raise ScaleError(
             f"KV scales come as a mapping of names and numbers, not as {type(scales).__name__}."
         )
-    layers = {state.index: layer for layer, state in fp8_layers(model)}
-    states = {state.index: state for _, state in fp8_layers(model)}
+    found = list(fp8_layers(model))
+    layers = {state.index: layer for layer, state in found}
+    states = {state.index: state for _, state in found}
     values = {index: dict(state.values) for index, state in states.items()}
     given: list[tuple[int, Role]] = []
     for name, scale in scales.items():

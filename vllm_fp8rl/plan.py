@@ -156,11 +156,14 @@ class LoadPlan:
             Names of the parameters loaded, as from vLLM's loader.
 
         Raises:
+            RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
             UnsupportedError: a loader of another's making wrote past quantization into FP8 storage.
         """
-        if RefitGuard.of(self._model).loading:
+        guard = RefitGuard.of(self._model)
+        if guard.loading:
             return self._load(weights, walk)
-        self.look(weights)
+        if guard.values.look(weights, self._model):
+            guard.recheck()
         with self.shut() as names:
             names.extend(name for name, _ in weights)
             self._wrote = False
@@ -170,16 +173,6 @@ class LoadPlan:
                 if not (self._wrote or isinstance(error, torch.OutOfMemoryError)):
                     names.clear()
                 raise
-
-    def look(self, weights: Iterable[Named]) -> None:
-        """Look at values that no session has looked at.
-
-        Raises:
-            RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
-        """
-        guard = RefitGuard.of(self._model)
-        if guard.values.look(weights, self._model):
-            guard.recheck()
 
     @contextmanager
     def shut(self) -> Iterator[list[str]]:
@@ -334,14 +327,15 @@ def _load_stream(
     Raises:
         RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
     """
-    if RefitGuard.of(model).loading:
+    guard = RefitGuard.of(model)
+    if guard.loading:
         return walk(weights)
-    plan = LoadPlan.of(model)
-    with plan.shut() as names:
+    with LoadPlan.of(model).shut() as names:
 
         def looked_at() -> Iterator[Named]:
             for name, tensor in weights:
-                plan.look([(name, tensor)])
+                if guard.values.look([(name, tensor)], model):
+                    guard.recheck()
                 names.append(name)
                 yield name, tensor
 

@@ -196,6 +196,8 @@ class RefitSession:
         except Fp8RLError:
             self._leave_closed("a refit was incomplete")
             raise
+        # Not before: what a refit that breaks off had brought must not serve with the next weights.
+        set_kv_scales(self.model, self._kv_scales)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # tensors may be freed or reused, on whatever stream they came
         self.report = RefitReport(
@@ -207,8 +209,6 @@ class RefitSession:
             received_bytes=self._bytes,
             seconds=time.perf_counter() - self._started,
         )
-        # Not before: what a refit that breaks off had brought must not serve with the next weights.
-        set_kv_scales(self.model, self._kv_scales)
         self._guard.values.forget()
         self._guard.open()
 

@@ -69,7 +69,7 @@ class PlainValues:
         limit = self.limit(model)
         on_gpu = [(name, tensor) for name, tensor in checked if tensor.is_cuda]
         on_host = [(name, tensor) for name, tensor in checked if not tensor.is_cuda]
-        finite = all_finite([tensor for _, tensor in on_host], limit)
+        finite = all_finite([tensor for _, tensor in on_host], limit) if on_host else []
         bad = [item for item, good in zip(on_host, finite, strict=True) if not good]
         if bad and not any(parameter.is_meta for parameter in model.parameters()):
             raise RefitError(f"{not_finite(*bad[0], limit)}; it was not loaded.")
