@@ -24,6 +24,8 @@ class Batch(list[Named]):
 
 _REMEDY = "yield clones, or have one tensor read at a time (batch_bytes=1)"
 _VOCABULARY = {"embed_tokens", "lm_head"}
+_FIXED: tuple[type, ...] = (list, tuple, type({}.items()))
+"""Collections that hold all tensors beforehand; no code of the sender runs between two of them."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -68,7 +70,7 @@ def steady(tensors: Any) -> Batch:
     """
     if isinstance(tensors, Batch):
         return tensors
-    held = Held()
+    held = Held(tensors)
     for name, tensor in pulled(tensors):
         held.add(name, tensor)
     return held.release()
@@ -78,16 +80,22 @@ class Held:
     """Tensors of a batch that nobody has read yet, but for those of one element.
 
     Those may share their memory, as KV scales do. A buffer that is filled again and again, unseen
-    by torch, would look the same, so they are read at once.
+    by torch, would look the same, so they are read at once, unless they lie in a list.
+
+    Args:
+        tensors: what they come from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Any) -> None:
+        self._fixed = type(tensors) in _FIXED
         self.items = Batch()
         self._came: list[Named] = []
         self._versions: list[int] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        own = tensor.detach().clone() if tensor.numel() == 1 and tensor.data_ptr() else tensor
+        own = tensor
+        if not self._fixed and tensor.numel() == 1 and tensor.data_ptr():
+            own = tensor.detach().clone()
         self.items.append((name, own))
         self._came.append((name, tensor))
         self._versions.append(_version(own))

@@ -550,7 +550,7 @@ def batches(tensors: Tensors, limit: int, *, gpu_factor: int = 1) -> Iterator[Ba
             read, see :class:`vllm_fp8rl.intake.Held`.
     """
     seen: set[str] = set()
-    held = Held()
+    held = Held(tensors)
     size = 0
     for name, tensor in pulled(tensors):
         if name in seen:

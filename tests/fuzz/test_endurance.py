@@ -71,7 +71,7 @@ def test_refits_leave_nothing_behind(live: Callable[[str], Live], counts: Counte
         one(number)
     after = held_by_this_process()
     counts["refits without growth"] += REFITS
-    counts["bytes that those left"] += max(0, after["bytes"] - before["bytes"])
+    counts["refits without growth: bytes left"] += max(0, after["bytes"] - before["bytes"])
     assert after["bytes"] - before["bytes"] < ALLOWED
     assert after["files"] <= before["files"]
     assert after["threads"] <= before["threads"]
