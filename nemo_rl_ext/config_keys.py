@@ -393,8 +393,11 @@ def _rollout(
         if vllm.get(key):
             merged.add(target, "pow2", f"{VLLM}.{key}")
     for key, pin in (("num_first_layers_in_bf16", "first"), ("num_last_layers_in_bf16", "last")):
-        if vllm.get(key):
-            merged.extend_pins(pin, int(vllm[key]))
+        count = vllm.get(key)
+        if count and type(count) is not int:
+            raise RecipeError(f"'{VLLM}.{key}' must be a number of layers, not {count!r}.")
+        if count:
+            merged.extend_pins(pin, count)
     if vllm.get("quantization_ignored_layer_kws"):
         merged.extend_pins("names", [f"*{w}*" for w in vllm["quantization_ignored_layer_kws"]])
 

@@ -128,6 +128,12 @@ def test_gspo_corrects_by_the_sequence() -> None:
 BAD: list[tuple[dict[str, Any], dict[str, Any], type[Fp8RLError], str]] = [
     ({"weight": {}}, {}, RecipeError, "unknown key 'policy.generation.vllm_cfg.fp8rl.weight'"),
     (
+        {},
+        {VLLM + "num_last_layers_in_bf16": 2.7},
+        RecipeError,
+        "'policy.generation.vllm_cfg.num_last_layers_in_bf16' must be a number of layers, not 2.7",
+    ),
+    (
         {"kv_cache": {"margin": 0.5}},
         {},
         RecipeError,
