@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from facts import versions
+from profiles import by_function, by_kernel
 from refit_cost import tensor_shapes
 from rollout import KV_SCALE, QWEN3_8B, engine_arguments
 
@@ -64,37 +65,6 @@ def measure(load: Callable[[], object], repeats: int) -> dict[str, Any]:
         "ms_median": round(statistics.median(times), 2),
         "ms": [round(value, 2) for value in times],
         "peak_extra_mib": round((torch.cuda.max_memory_allocated() - held) / MIB, 2),
-    }
-
-
-def by_kernel(load: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of GPU time of one load, by kind of kernel."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        load()
-        torch.cuda.synchronize()
-    found: dict[str, float] = {}
-    for event in profiler.key_averages():
-        kinds = ("quantize", "finite", "Memcpy", "Memset")
-        kind = next((k for k in kinds if k in event.key), "other")
-        found[kind] = found.get(kind, 0.0) + event.self_device_time_total / 1e3
-    return {kind: round(value, 3) for kind, value in found.items()}
-
-
-def by_function(load: Callable[[], object], count: int = 30) -> dict[str, list[float]]:
-    """Where the host is in one load: function -> milliseconds in all, and in itself; profiled."""
-    import cProfile
-    import pstats
-
-    profiler = cProfile.Profile()
-    profiler.runcall(load)
-    rows = pstats.Stats(profiler).stats.items()  # type: ignore[attr-defined]
-    top = sorted(rows, key=lambda row: -row[1][3])[:count]
-    return {
-        f"{Path(file).name}:{line}:{name}": [round(1e3 * stats[3], 2), round(1e3 * stats[2], 2)]
-        for (file, line, name), stats in top
     }
 
 

@@ -128,7 +128,7 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
     tells the GPU's part, and another the host's, under a profiler.
     """
     import torch
-    from refit_gpu import by_function, by_kernel
+    from profiles import by_function, by_kernel
 
     from vllm_fp8rl.refit import refit
 

@@ -10,15 +10,7 @@ import contextlib
 from typing import Any
 
 from fp8rl import Recipe
-
-NAME = "fp8rl"
-"""The quantization method's name in vLLM: ``LLM(..., quantization="fp8rl")``."""
-
-WEIGHT_TRANSFER_BACKENDS = {
-    "fp8rl": "Fp8RLTransferEngine",
-    "fp8rl_nccl": "Fp8RLNcclTransferEngine",
-}
-"""Values of vLLM's ``WeightTransferConfig(backend=...)``; see :mod:`vllm_fp8rl.weight_transfer`."""
+from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 
 _CPU_BACKEND = "vllm_fp8rl.cpu_attention.Fp8RLCpuBackend"
 _GPU_BACKEND = "vllm_fp8rl.gpu_attention.Fp8RLFlashBackend"
@@ -84,4 +76,4 @@ def engine_args(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-__all__ = ["NAME", "engine_args", "register"]
+__all__ = ["NAME", "WEIGHT_TRANSFER_BACKENDS", "engine_args", "register"]

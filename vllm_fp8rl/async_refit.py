@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.refit import RefitReport
-from vllm_fp8rl.client import REMEDY, announce, lost_worker
-from vllm_fp8rl.liveness import while_alive
+from vllm_fp8rl import worker
+from vllm_fp8rl.client import announce
+from vllm_fp8rl.guard import REMEDY
+from vllm_fp8rl.liveness import lost_worker, while_alive
 from vllm_fp8rl.refit import BATCH_BYTES, Tensors, batches
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
 
@@ -62,8 +64,8 @@ async def refit_async(
         Counts of one rank; ``seconds`` includes the wait for requests in flight.
 
     Raises:
-        RefitError: see :class:`~vllm_fp8rl.refit.RefitSession`; or another refit of this engine is
-            under way, or a worker was lost.
+        RefitError: see :class:`~vllm_fp8rl.session.RefitSession`; or another refit of this engine
+            is under way, or a worker was lost.
         ScaleError: a bad scale.
         UnsupportedError: an engine without the steps, or with several engine cores.
     """
@@ -250,8 +252,6 @@ class _AsyncWorkers:
     """The engine's workers: one call reaches all, errors come back as they were raised."""
 
     def __init__(self, engine: AsyncLLM) -> None:
-        from vllm_fp8rl import worker
-
         self._engine: Any = engine
         self.session = uuid.uuid4().hex
         parallel = self._engine.vllm_config.parallel_config
@@ -275,8 +275,6 @@ class _AsyncWorkers:
             Fp8RLError: what the step raised.
             RefitError: a worker failed in another way, e.g. its process has died.
         """
-        from vllm_fp8rl import worker
-
         try:
             call = self._engine.collective_rpc(f"fp8rl_refit_{step}", args=args)
             answers = await while_alive(self._engine, call)

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.refit import RefitReport
+from vllm_fp8rl import worker
 from vllm_fp8rl.compat import abort_requests
-from vllm_fp8rl.liveness import ended_by_death
+from vllm_fp8rl.guard import REMEDY
+from vllm_fp8rl.liveness import ended_by_death, lost_worker
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 T = TypeVar("T")
 
-REMEDY = "refit the engine with a complete set of tensors before generating"
 _CHANGES = "_fp8rl_changes"
 _REQUIRE_OPEN = "fp8rl_require_open"
 _ADMITTED: ContextVar[bool] = ContextVar("fp8rl_admitted", default=False)
@@ -150,8 +151,6 @@ class Workers:
     """The engine's workers: one call reaches all, errors come back as they were raised."""
 
     def __init__(self, llm: LLM) -> None:
-        from vllm_fp8rl import worker
-
         self._llm = llm
         engine: Any = llm.llm_engine
         executor = getattr(engine, "model_executor", None)
@@ -172,8 +171,6 @@ class Workers:
             Fp8RLError: what the step raised.
             RefitError: a worker failed in another way, e.g. its process has died.
         """
-        from vllm_fp8rl import worker
-
         method: Any = worker.METHODS[step] if self._by_name else worker.STEPS[step]
         core: Any = self._llm.llm_engine.engine_core
         try:
@@ -190,14 +187,6 @@ class Workers:
         except Fp8RLError:
             return False
         return True
-
-
-def lost_worker(step: str, error: Exception) -> RefitError:
-    """What to raise where a step did not answer, not even with an error of ours."""
-    return RefitError(
-        f"Step '{step}' of the refit failed on a worker ({type(error).__name__}: {error}); "
-        "if its process has died, restart the engine."
-    )
 
 
 def drop_requests(llm: LLM) -> None:

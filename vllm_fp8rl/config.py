@@ -20,7 +20,6 @@ from fp8rl.numerics import BLOCK
 from fp8rl.pinning import ALWAYS_BF16, PinRow
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
-from vllm_fp8rl import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.kv_connectors import check_connector
@@ -32,6 +31,7 @@ from vllm_fp8rl.models import (
     module_names,
 )
 from vllm_fp8rl.moe_settings import set_activation_scales
+from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.warmup import KernelWarmup, deep_gemm_job
 
 if TYPE_CHECKING:

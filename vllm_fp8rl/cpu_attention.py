@@ -36,8 +36,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
-from vllm_fp8rl import NAME
 from vllm_fp8rl.kv_cache import check_kv_cache_dtype
+from vllm_fp8rl.names import NAME
 
 _PAGE = 32
 """Tokens of a page of the compact copy: the smallest that every vLLM kernel takes."""

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm_fp8rl import NAME
+from vllm_fp8rl.names import NAME
 
 _MARK = "fp8rl_patch"
 

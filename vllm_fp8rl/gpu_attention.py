@@ -31,8 +31,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.numerics import FP8_DTYPE
-from vllm_fp8rl import NAME
 from vllm_fp8rl.kv_cache import check_kv_cache_dtype
+from vllm_fp8rl.names import NAME
 from vllm_fp8rl.paged_decode import paged_decode, splits_for
 
 _HEAD_SIZES = (64, 128, 256)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -21,17 +21,26 @@ from vllm_fp8rl.values import PlainValues
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend
 
-    from vllm_fp8rl.refit import RefitSession
 
 GUARD = "fp8rl_guard"
 """Attribute of every attention layer: the guard of its model."""
 
-_REMEDY = "refit the engine with a complete set of tensors before generating"
+REMEDY = "refit the engine with a complete set of tensors before generating"
 _REHEARSALS = frozenset(
     {"determine_available_memory", "compile_or_warm_up_model", "execute_dummy_batch"}
 )
 """Methods of vLLM's ``WorkerBase`` that run the model on made-up tokens for nobody to read."""
 _SCAN_ELEMENTS = 1 << 26
+
+
+class OpenSession(Protocol):
+    """A refit that is under way, see :class:`~vllm_fp8rl.session.RefitSession`."""
+
+    name: str
+    loading: bool
+
+    def abandon(self, reason: str) -> None:
+        """End it."""
 
 
 class RefitGuard:
@@ -51,7 +60,7 @@ class RefitGuard:
     """
 
     def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:
-        self.session: RefitSession | None = None
+        self.session: OpenSession | None = None
         self.may_sleep = False
         self.layers = layers
         self._reason: str | None = None
@@ -194,7 +203,7 @@ class RefitGuard:
     def require_ready(self) -> None:
         """The same without regard to trial runs, looking at everything."""
         if self._reason is not None:
-            raise RefitError(f"{self._reason}; {_REMEDY}.")
+            raise RefitError(f"{self._reason}; {REMEDY}.")
         if self._calibration == "shut":
             raise RefitError(
                 "KV scales are being calibrated, or a calibration broke off; calibrate again, send "
@@ -221,7 +230,7 @@ class RefitGuard:
         if self._discarded:
             raise RefitError(
                 f"reset_weights or a level-2 sleep discarded '{self._discarded[0][0]}' and no "
-                f"refit has brought it since ({len(self._discarded)} such parameters); {_REMEDY}."
+                f"refit has brought it since ({len(self._discarded)} such parameters); {REMEDY}."
             )
 
     def _each(self, step: str) -> None:

@@ -18,6 +18,10 @@ from fp8rl.pinning import kind_of
 Named = tuple[str, torch.Tensor]
 
 
+BATCH_BYTES = 16 << 20
+"""Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
+
+
 class Batch(list[Named]):
     """Tensors that were looked at here, to be read before another one is pulled."""
 
@@ -209,3 +213,41 @@ def _runs(span: _Span) -> tuple[torch.Tensor, int]:
         elif size > 1 and distance:
             starts = (torch.arange(size)[:, None] * distance + starts).flatten()
     return starts.sort().values, length
+
+
+def batches(tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1) -> Iterator[Batch]:
+    """Tensors in lists of at most ``limit`` bytes; a larger tensor goes alone.
+
+    Args:
+        tensors: name and tensor, read one list at a time.
+        limit: bytes of a list.
+        gpu_factor: how much more may lie on a GPU.
+
+    Raises:
+        RefitError: a name came twice (a batch may travel as a mapping, which would hide it); an
+            item that is no name with a plain tensor; or memory that was written to before it was
+            read, see :class:`Held`.
+    """
+    seen: set[str] = set()
+    held = Held(tensors)
+    size = 0
+    for name, tensor in pulled(tensors):
+        if name in seen:
+            raise came_twice(name)
+        seen.add(name)
+        cost = tensor.nbytes // gpu_factor if tensor.is_cuda else tensor.nbytes
+        if held.items and size + cost > limit:
+            yield held.release((name, tensor))
+            size = 0
+        held.add(name, tensor)
+        size += cost
+        if size >= limit:  # before the next is asked for, which may come in the same memory
+            yield held.release()
+            size = 0
+    if held.items:
+        yield held.release()
+
+
+def came_twice(name: str) -> RefitError:
+    """What to raise where a name comes again."""
+    return RefitError(f"'{name}' arrived twice in one refit; send each tensor once.")

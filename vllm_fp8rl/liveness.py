@@ -13,6 +13,8 @@ from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from fp8rl.errors import RefitError
+
 _SECONDS = 0.5
 
 
@@ -57,3 +59,11 @@ async def while_alive(engine: Any, call: Coroutine[Any, Any, Any]) -> Any:
         return task.result()
     finally:
         task.cancel()
+
+
+def lost_worker(step: str, error: Exception) -> RefitError:
+    """What to raise where a step did not answer, not even with an error of ours."""
+    return RefitError(
+        f"Step '{step}' of the refit failed on a worker ({type(error).__name__}: {error}); "
+        "if its process has died, restart the engine."
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.pinning import check_count, dense_module_names, has_experts, mixture_module_names
-from vllm_fp8rl import NAME
+from vllm_fp8rl.names import NAME
 
 MIXTURES = ("qwen3_moe",)
 """``model_type`` of the mixtures of experts whose names are known here."""

@@ -36,6 +36,7 @@ from vllm_fp8rl.grid import Writes
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.index import ModelIndex, Slot, slots_of
 from vllm_fp8rl.kv_cache import TAKES_FILL
+from vllm_fp8rl.names import NAME
 from vllm_fp8rl.params import Fp8Scale, Fp8Weight, Shard, ShardedParameter
 
 Named = tuple[str, torch.Tensor]
@@ -295,8 +296,6 @@ def install() -> None:
 
     @functools.wraps(walk)
     def load_weights(self: AutoWeightsLoader, weights: Any, *args: Any, **options: Any) -> set[str]:
-        from vllm_fp8rl.config import Fp8RLConfig
-
         def load(batch: Iterable[Named]) -> set[str]:
             return walk(self, batch, *args, **options)
 
@@ -311,7 +310,7 @@ def install() -> None:
             return _load_stream(self.module, weights, load)
 
         config = getattr(self.module, "quant_config", None)
-        if _WALKING.get() or not isinstance(config, Fp8RLConfig):
+        if _WALKING.get() or config is None or config.get_name() != NAME:
             return load(weights)
         return copy_context().run(outermost)  # however it ends, the variable is as before outside
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl import NAME
+from vllm_fp8rl.names import NAME
 
 _RUNNERS = {
     "vllm.v1.worker.gpu_model_runner": "GPUModelRunner",

@@ -2,7 +2,7 @@
 
 vLLM's own engines load through its layerwise reload: they take an incomplete update for a complete
 one, and serve whatever a broken-off one has left. Here ``start_weight_update`` opens a
-:class:`~vllm_fp8rl.refit.RefitSession`, every ``update_weights`` is checked and written in place,
+:class:`~vllm_fp8rl.session.RefitSession`, every ``update_weights`` is checked and written in place,
 and ``finish_weight_update`` raises unless every tensor came; until then the model refuses to run.
 
 ==============  ===================================================================================
@@ -28,7 +28,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from fp8rl.errors import RefitError
 from vllm_fp8rl.files import read_files
-from vllm_fp8rl.refit import BATCH_BYTES, RefitSession, batches
+from vllm_fp8rl.intake import BATCH_BYTES, batches
+from vllm_fp8rl.session import RefitSession
 from vllm_fp8rl.transport import Payload, received
 
 
@@ -84,7 +85,7 @@ class _SessionEngine:
         """Receive a part of the weights; an error breaks the whole update off.
 
         Raises:
-            Fp8RLError: see :class:`~vllm_fp8rl.refit.RefitSession`.
+            Fp8RLError: see :class:`~vllm_fp8rl.session.RefitSession`.
         """
         try:
             super().update_weights(update_info)  # type: ignore[misc]

@@ -18,9 +18,11 @@ import torch
 from fp8rl import errors
 from fp8rl.errors import Fp8RLError, RefitError
 from vllm_fp8rl import kv_cache, kv_observer, transport
-from vllm_fp8rl.client import lost_worker
 from vllm_fp8rl.files import read_files
-from vllm_fp8rl.refit import BATCH_BYTES, RefitGuard, RefitSession, batches
+from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.intake import BATCH_BYTES, batches
+from vllm_fp8rl.liveness import lost_worker
+from vllm_fp8rl.session import RefitSession
 from vllm_fp8rl.transport import Payload, Place
 
 logger = logging.getLogger("vllm.fp8rl")
@@ -67,6 +69,7 @@ def _open_session(model: torch.nn.Module, name: str) -> RefitSession:
         raise RefitError("No refit is under way on this worker; begin one first.")
     if session.name != name:
         raise RefitError(f"The refit under way on this worker is '{session.name}', not '{name}'.")
+    assert isinstance(session, RefitSession)
     return session
 
 
@@ -78,7 +81,7 @@ def begin(model: torch.nn.Module, session: str, expect_kv_scales: bool) -> None:
         model: of this rank.
         session: a name that no other sender uses; the other steps take it too, so that nobody
             goes on with, finishes or aborts the refit of another.
-        expect_kv_scales: see :class:`~vllm_fp8rl.refit.RefitSession`.
+        expect_kv_scales: see :class:`~vllm_fp8rl.session.RefitSession`.
     """
     if not isinstance(session, str) or not isinstance(expect_kv_scales, bool):
         raise RefitError(
