@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.recipe import KVCache
-from nemo_rl_ext.demo.settings import DEMO_RECIPE
+from fp8rl_demo.settings import DEMO_RECIPE
 
 PRECISIONS = ("bf16", "fp8-rollout", "fp8")
 BF16_KV = " + BF16 KV cache"

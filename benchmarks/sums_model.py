@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl_ext.demo.tasks import Problem, sample_batch
-from nemo_rl_ext.demo.tokenizer import CharTokenizer
+from fp8rl_demo.tasks import Problem, sample_batch
+from fp8rl_demo.tokenizer import CharTokenizer
 
 SHAPE = {
     "hidden_size": 512,

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from fp8rl import hookimpl
 
 if TYPE_CHECKING:
-    import typer
-
     from nemo_rl_ext.importance_sampling import Corrector
 
 
@@ -18,11 +16,3 @@ def register_is_correctors() -> dict[str, Corrector]:
     from nemo_rl_ext.importance_sampling import correct
 
     return {"is": correct}
-
-
-@hookimpl
-def register_commands(app: typer.Typer) -> None:
-    """``fp8rl demo``."""
-    from nemo_rl_ext.demo.command import demo
-
-    app.command()(demo)

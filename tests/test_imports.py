@@ -15,6 +15,7 @@ PACKAGES = {
     "vllm_fp8rl": ROOT / "vllm_fp8rl",
     "megatron_fp8rl": ROOT / "megatron_fp8rl",
     "nemo_rl_ext": ROOT / "nemo_rl_ext",
+    "fp8rl_demo": ROOT / "fp8rl_demo",
 }
 
 

@@ -106,7 +106,7 @@ from transformers import Qwen3ForCausalLM
 from megatron_fp8rl.export import load_hf
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.models import build_gpt
-from nemo_rl_ext.demo.settings import Settings, hf_config, write_model_folder
+from fp8rl_demo.settings import Settings, hf_config, write_model_folder
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -375,8 +375,8 @@ def test_demo_options_and_commands():
 
 
 def test_metrics_table_names_mismatch_and_phases():
-    from nemo_rl_ext.demo.loop import MISMATCH
-    from nemo_rl_ext.demo.report.runs import PHASES
+    from fp8rl_demo.loop import MISMATCH
+    from fp8rl_demo.report.runs import PHASES
 
     rows = {quoted(cell)[0]: quoted(text) for cell, text in table("field |")}
     assert sorted(rows["mismatch"]) == sorted(MISMATCH)
@@ -413,7 +413,7 @@ def test_performance_tables_are_the_measurements():
 
 def test_names_of_ours_in_the_documents_are_in_the_code():
     """Such as the workers' methods, which are called by name from another process."""
-    folders = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "examples")
+    folders = ("plugins", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_demo", "examples")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     code = " ".join(f"{file.stem} {file.read_text(encoding='utf-8')}" for file in files)
     known = set(re.findall(r"fp8rl_\w+", code))

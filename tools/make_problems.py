@@ -54,5 +54,5 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    default = Path(__file__).resolve().parent.parent / "nemo_rl_ext" / "demo" / "data"
+    default = Path(__file__).resolve().parent.parent / "fp8rl_demo" / "data"
     write(Path(sys.argv[1]) if len(sys.argv) > 1 else default)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_ext.demo import tasks
+from fp8rl_demo import tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ def test_generator_reproduces_the_shipped_files(tmp_path: Path) -> None:
     spec.loader.exec_module(make_problems)
     make_problems.write(tmp_path)
     for split in tasks.SPLITS:
-        shipped = ROOT / "nemo_rl_ext/demo/data" / f"{split}.jsonl"
+        shipped = ROOT / "fp8rl_demo/data" / f"{split}.jsonl"
         assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
 
 

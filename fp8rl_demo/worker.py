@@ -1,4 +1,4 @@
-"""One stage of the demo in a process of its own: ``python -m nemo_rl_ext.demo.worker JOB``.
+"""One stage of the demo in a process of its own: ``python -m fp8rl_demo.worker JOB``.
 
 JOB is the JSON form of :class:`Job`. Progress goes to the file descriptor it names, everything that
 the engines print to stdout and stderr.
@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from fp8rl.errors import Fp8RLError
-from nemo_rl_ext.demo.events import EventWriter
-from nemo_rl_ext.demo.settings import Precision, Settings
+from fp8rl_demo.events import EventWriter
+from fp8rl_demo.settings import Precision, Settings
 
 INTERRUPTED = 130
 
@@ -59,12 +59,12 @@ def _run(job: Job, events: EventWriter) -> None:
     # One thread: small products gain nothing from two, and a resumed run must repeat exactly.
     torch.set_num_threads(1)
     if job.precision is None:
-        from nemo_rl_ext.demo.warm_start import run_warm_start
+        from fp8rl_demo.warm_start import run_warm_start
 
         run_warm_start(job.settings, job.folder, events)
         return
     from fp8rl import Recipe
-    from nemo_rl_ext.demo.loop import GrpoRun
+    from fp8rl_demo.loop import GrpoRun
 
     run = GrpoRun(job.precision, Recipe.from_dict(job.recipe), job.settings, job.folder, events)
     run.run(job.steps, job.warm_start, resume=job.resume)

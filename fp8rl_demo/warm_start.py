@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from fp8rl.errors import CheckpointError
-from nemo_rl_ext.demo import checkpoint
-from nemo_rl_ext.demo.batch import TokenBatch, make_batch
-from nemo_rl_ext.demo.events import EventWriter
-from nemo_rl_ext.demo.policy import MegatronPolicy
-from nemo_rl_ext.demo.settings import DEMO_RECIPE, Settings, recipe_for, write_model_folder
-from nemo_rl_ext.demo.tasks import Problem, demonstrations, load_problems, sample_batch
-from nemo_rl_ext.demo.tokenizer import CharTokenizer
+from fp8rl_demo import checkpoint
+from fp8rl_demo.batch import TokenBatch, make_batch
+from fp8rl_demo.events import EventWriter
+from fp8rl_demo.policy import MegatronPolicy
+from fp8rl_demo.settings import DEMO_RECIPE, Settings, recipe_for, write_model_folder
+from fp8rl_demo.tasks import Problem, demonstrations, load_problems, sample_batch
+from fp8rl_demo.tokenizer import CharTokenizer
 
 
 def supervised_batch(

@@ -11,8 +11,8 @@ import torch
 
 from fp8rl.recipe import Recipe
 from fp8rl.refit import RefitReport
-from nemo_rl_ext.demo.settings import Settings
-from nemo_rl_ext.demo.tokenizer import CharTokenizer
+from fp8rl_demo.settings import Settings
+from fp8rl_demo.tokenizer import CharTokenizer
 
 ENGINE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -44,10 +44,10 @@ def demo(
     from rich.console import Console
 
     from fp8rl import Recipe
-    from nemo_rl_ext.demo.checkpoint import latest
-    from nemo_rl_ext.demo.report import terminal_table, write_report
-    from nemo_rl_ext.demo.settings import DEMO_RECIPE, recipe_for
-    from nemo_rl_ext.demo.supervisor import Stage, Supervisor
+    from fp8rl_demo.checkpoint import latest
+    from fp8rl_demo.report import terminal_table, write_report
+    from fp8rl_demo.settings import DEMO_RECIPE, recipe_for
+    from fp8rl_demo.supervisor import Stage, Supervisor
 
     console = Console()
     precisions = _precisions(compare)
@@ -108,7 +108,7 @@ def _check_recipe(recipe: Recipe, num_layers: int) -> None:
 
 
 def _precisions(compare: str) -> list:
-    from nemo_rl_ext.demo.settings import PRECISIONS
+    from fp8rl_demo.settings import PRECISIONS
 
     names = [name.strip() for name in compare.split(",") if name.strip()]
     unknown = [name for name in names if name not in PRECISIONS]
@@ -123,7 +123,7 @@ def _settings(text: str | None, seed: int):
     from pydantic import ValidationError
 
     from fp8rl.reading import explain, parse_json
-    from nemo_rl_ext.demo.settings import Settings
+    from fp8rl_demo.settings import Settings
 
     try:
         given = parse_json(text, "--settings") if text is not None else {}
@@ -140,7 +140,7 @@ def _settings(text: str | None, seed: int):
 
 
 def _has_checkpoint(out: Path, precisions: list[str]) -> bool:
-    from nemo_rl_ext.demo.checkpoint import latest
+    from fp8rl_demo.checkpoint import latest
 
     return any(latest(out / precision) for precision in precisions)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from nemo_rl_ext.demo.report import plots
-from nemo_rl_ext.demo.report.runs import Run, load_runs
-from nemo_rl_ext.demo.report.table import NOTHING, summary
+from fp8rl_demo.report import plots
+from fp8rl_demo.report.runs import Run, load_runs
+from fp8rl_demo.report.table import NOTHING, summary
 
 _MOST_SAMPLES = 8
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl_ext.demo.report.runs import Run, load_runs
+from fp8rl_demo.report.runs import Run, load_runs
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -92,7 +92,7 @@ def hf_config(settings: Settings) -> Any:
     """The ``transformers.Qwen3Config`` of the demo's model."""
     from transformers import Qwen3Config
 
-    from nemo_rl_ext.demo.tokenizer import CharTokenizer
+    from fp8rl_demo.tokenizer import CharTokenizer
 
     tokenizer, size = CharTokenizer(), settings.model
     return Qwen3Config(
@@ -114,7 +114,7 @@ def hf_config(settings: Settings) -> Any:
 
 def write_model_folder(settings: Settings, folder: Path) -> None:
     """``config.json`` and tokenizer, which is all that ``load_format="dummy"`` needs."""
-    from nemo_rl_ext.demo.tokenizer import CharTokenizer
+    from fp8rl_demo.tokenizer import CharTokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     config = hf_config(settings)

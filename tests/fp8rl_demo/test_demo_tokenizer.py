@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_ext.demo.tasks import load_problems
-from nemo_rl_ext.demo.tokenizer import CHARACTERS, CharTokenizer, TokenizerError
+from fp8rl_demo.tasks import load_problems
+from fp8rl_demo.tokenizer import CHARACTERS, CharTokenizer, TokenizerError
 
 TOKENIZER = CharTokenizer()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_ext.demo.report import ReportError, terminal_table, write_report
-from nemo_rl_ext.demo.report.runs import load_runs
+from fp8rl_demo.report import ReportError, terminal_table, write_report
+from fp8rl_demo.report.runs import load_runs
 
 SECONDS = {"generate": 2.0, "logprobs": 0.5, "train": 1.0, "calibrate": 0.25, "refit": 0.125}
 

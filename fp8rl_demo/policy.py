@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fp8rl.recipe import Recipe
-from nemo_rl_ext.demo.batch import TokenBatch
-from nemo_rl_ext.demo.settings import Settings, hf_config
+from fp8rl_demo.batch import TokenBatch
+from fp8rl_demo.settings import Settings, hf_config
 
 LossFn = Callable[[torch.Tensor, slice], torch.Tensor]
 """(logprobs [b, T] with gradient, rows of the minibatch) -> share of the minibatch's loss."""

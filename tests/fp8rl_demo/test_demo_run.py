@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
 from fp8rl.errors import CheckpointError, Fp8RLError, OptionError
-from nemo_rl_ext.demo import checkpoint
-from nemo_rl_ext.demo.command import _to_go_on
-from nemo_rl_ext.demo.rollout import ENGINE_ENV
+from fp8rl_demo import checkpoint
+from fp8rl_demo.command import _to_go_on
+from fp8rl_demo.rollout import ENGINE_ENV
 
 SETTINGS = {
     "model": {
@@ -88,7 +88,7 @@ SERVE = """
 import json, sys
 from vllm import LLM, SamplingParams
 from fp8rl import Recipe
-from nemo_rl_ext.demo.tokenizer import CharTokenizer
+from fp8rl_demo.tokenizer import CharTokenizer
 from vllm_fp8rl import engine_args
 
 folder, recipe, prompts = sys.argv[1], Recipe.load(sys.argv[2]), json.loads(sys.argv[3])
@@ -179,9 +179,9 @@ def test_resume_with_other_options_is_refused(straight: Path):
 
 
 def test_a_line_that_no_kill_has_torn_is_not_passed_over(tmp_path: Path):
-    from nemo_rl_ext.demo.events import EventWriter
-    from nemo_rl_ext.demo.loop import GrpoRun
-    from nemo_rl_ext.demo.settings import Settings
+    from fp8rl_demo.events import EventWriter
+    from fp8rl_demo.loop import GrpoRun
+    from fp8rl_demo.settings import Settings
 
     run = GrpoRun("fp8", Recipe(), Settings(), tmp_path, EventWriter(None))
     metrics = tmp_path / "metrics.jsonl"

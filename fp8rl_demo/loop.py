@@ -15,16 +15,16 @@ import torch
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import CheckpointError
 from fp8rl.kv_scales import parse_scale_name
+from fp8rl_demo import checkpoint
+from fp8rl_demo.batch import TokenBatch, make_batch
+from fp8rl_demo.events import EventWriter
+from fp8rl_demo.policy import MegatronPolicy
+from fp8rl_demo.rollout import Samples, VllmRollout
+from fp8rl_demo.settings import Precision, Settings, write_model_folder
+from fp8rl_demo.tasks import load_problems, reward, sample_batch
+from fp8rl_demo.tokenizer import CharTokenizer
+from fp8rl_demo.warm_start import sequence_length, supervised_batch
 from nemo_rl_ext.advantages import group_relative_advantages
-from nemo_rl_ext.demo import checkpoint
-from nemo_rl_ext.demo.batch import TokenBatch, make_batch
-from nemo_rl_ext.demo.events import EventWriter
-from nemo_rl_ext.demo.policy import MegatronPolicy
-from nemo_rl_ext.demo.rollout import Samples, VllmRollout
-from nemo_rl_ext.demo.settings import Precision, Settings, write_model_folder
-from nemo_rl_ext.demo.tasks import load_problems, reward, sample_batch
-from nemo_rl_ext.demo.tokenizer import CharTokenizer
-from nemo_rl_ext.demo.warm_start import sequence_length, supervised_batch
 from nemo_rl_ext.importance_sampling import Correction
 from nemo_rl_ext.loss import GRPOConfig, GRPOLoss, merge_metrics
 
@@ -47,7 +47,7 @@ class GrpoRun:
 
     Args:
         precision: name of the run.
-        recipe: as :func:`nemo_rl_ext.demo.settings.recipe_for` gives it.
+        recipe: as :func:`fp8rl_demo.settings.recipe_for` gives it.
         settings: of the run.
         folder: gets ``metrics.jsonl``, ``samples.jsonl``, ``run.json`` and checkpoints.
         events: told of the progress.

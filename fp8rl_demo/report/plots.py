@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_ext.demo.report.runs import Run
+from fp8rl_demo.report.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,9 +25,9 @@ from rich.progress import (
 )
 
 from fp8rl.errors import Fp8RLError
-from nemo_rl_ext.demo.events import read_events
-from nemo_rl_ext.demo.rollout import ENGINE_ENV
-from nemo_rl_ext.demo.worker import INTERRUPTED, Job
+from fp8rl_demo.events import read_events
+from fp8rl_demo.rollout import ENGINE_ENV
+from fp8rl_demo.worker import INTERRUPTED, Job
 
 
 class DemoError(Fp8RLError, RuntimeError):
@@ -93,7 +93,7 @@ class Supervisor:
         job = Job(**stage.job, events_fd=write_fd)
         with stage.log.open("a", encoding="utf-8") as log:
             stage.process = subprocess.Popen(
-                [sys.executable, "-m", "nemo_rl_ext.demo.worker", job.model_dump_json()],
+                [sys.executable, "-m", "fp8rl_demo.worker", job.model_dump_json()],
                 env={**os.environ, **ENGINE_ENV},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

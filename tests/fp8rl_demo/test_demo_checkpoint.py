@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8rl.errors import CheckpointError
-from nemo_rl_ext.demo import checkpoint
+from fp8rl_demo import checkpoint
 
 IDENTITY = {"precision": "fp8", "settings": {"seed": 0, "model": {"num_layers": 2}}}
 
@@ -67,7 +67,7 @@ def test_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, model_fo
         import os, signal
         from pathlib import Path
         import torch
-        from nemo_rl_ext.demo import checkpoint
+        from fp8rl_demo import checkpoint
 
         write = checkpoint.save_file
         def write_then_die(tensors, path, **kw):

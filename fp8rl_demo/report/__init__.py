@@ -6,8 +6,8 @@ on a run that goes on, was stopped or was killed.
 
 from __future__ import annotations
 
-from nemo_rl_ext.demo.report.page import write_report
-from nemo_rl_ext.demo.report.runs import ReportError
-from nemo_rl_ext.demo.report.table import terminal_table
+from fp8rl_demo.report.page import write_report
+from fp8rl_demo.report.runs import ReportError
+from fp8rl_demo.report.table import terminal_table
 
 __all__ = ["ReportError", "terminal_table", "write_report"]
