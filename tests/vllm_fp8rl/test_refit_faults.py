@@ -96,7 +96,7 @@ def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.refit.start_finite_check", failing)
+        patch.setattr("vllm_fp8rl.session.start_finite_check", failing)
         with pytest.raises(RefitError, match="No memory was left"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
     assert same(before, state(engine))
