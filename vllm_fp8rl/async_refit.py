@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.refit import RefitReport
-from vllm_fp8rl import worker
 from vllm_fp8rl.client import announce
 from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.liveness import lost_worker, while_alive
@@ -252,6 +251,8 @@ class _AsyncWorkers:
     """The engine's workers: one call reaches all, errors come back as they were raised."""
 
     def __init__(self, engine: AsyncLLM) -> None:
+        from vllm_fp8rl import worker
+
         self._engine: Any = engine
         self.session = uuid.uuid4().hex
         parallel = self._engine.vllm_config.parallel_config
@@ -275,6 +276,8 @@ class _AsyncWorkers:
             Fp8RLError: what the step raised.
             RefitError: a worker failed in another way, e.g. its process has died.
         """
+        from vllm_fp8rl import worker
+
         try:
             call = self._engine.collective_rpc(f"fp8rl_refit_{step}", args=args)
             answers = await while_alive(self._engine, call)

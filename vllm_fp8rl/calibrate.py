@@ -53,13 +53,10 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
             cache cannot be emptied; then the engine refuses to run until it has been.
         UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
     """
-    from vllm_fp8rl.kv_cache import checked_scale
+    from vllm_fp8rl.kv_cache import checked_scale, require_mapping
 
     workers = Workers(llm)
-    if not isinstance(scales, Mapping):
-        raise ScaleError(
-            f"KV scales come as a mapping of names and numbers, not as {type(scales).__name__}."
-        )
+    require_mapping(scales, "KV scales")
     values = {name: checked_scale(name, scale) for name, scale in scales.items()}
 
     def change() -> None:

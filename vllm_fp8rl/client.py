@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.refit import RefitReport
-from vllm_fp8rl import worker
 from vllm_fp8rl.compat import abort_requests
 from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.liveness import ended_by_death, lost_worker
@@ -151,6 +150,8 @@ class Workers:
     """The engine's workers: one call reaches all, errors come back as they were raised."""
 
     def __init__(self, llm: LLM) -> None:
+        from vllm_fp8rl import worker
+
         self._llm = llm
         engine: Any = llm.llm_engine
         executor = getattr(engine, "model_executor", None)
@@ -171,6 +172,8 @@ class Workers:
             Fp8RLError: what the step raised.
             RefitError: a worker failed in another way, e.g. its process has died.
         """
+        from vllm_fp8rl import worker
+
         method: Any = worker.METHODS[step] if self._by_name else worker.STEPS[step]
         core: Any = self._llm.llm_engine.engine_core
         try:

@@ -189,10 +189,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
             infinite or not one element.
         RefitError: the engine's weights sleep.
     """
-    if not isinstance(scales, Mapping):
-        raise ScaleError(
-            f"KV scales come as a mapping of names and numbers, not as {type(scales).__name__}."
-        )
+    require_mapping(scales, "KV scales")
     found = list(fp8_layers(model))
     layers = {state.index: layer for layer, state in found}
     states = {state.index: state for _, state in found}
@@ -318,6 +315,19 @@ def _missing(layer: torch.nn.Module) -> list[str]:
     if state is None:
         return []
     return [scale_name(state.index, r) for r in state.required(layer) if r not in state.values]
+
+
+def require_mapping(scales: object, what: str) -> None:
+    """Raise ScaleError for scales in anything but a mapping.
+
+    Args:
+        scales: as a caller gave them.
+        what: they are, for the message.
+    """
+    if not isinstance(scales, Mapping):
+        raise ScaleError(
+            f"{what} come as a mapping of names and numbers, not as {type(scales).__name__}."
+        )
 
 
 def checked_scale(name: str, scale: torch.Tensor | float) -> float:

@@ -12,11 +12,17 @@ from typing import Any
 
 import torch
 
-from fp8rl.errors import RefitError, ScaleError
+from fp8rl.errors import RefitError
 from fp8rl.kv_scales import ROLES, scale_name
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.kv_cache import LayerKVScales, checked_scale, fp8_layers, publish_scales
+from vllm_fp8rl.kv_cache import (
+    LayerKVScales,
+    checked_scale,
+    fp8_layers,
+    publish_scales,
+    require_mapping,
+)
 
 _HALF_STEP = 1 + 1 / 16
 """An E4M3 code stands for values up to this factor larger."""
@@ -94,10 +100,7 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
         RefitError: the engine's weights sleep.
         ScaleError: a bad scale.
     """
-    if not isinstance(provisional, Mapping):
-        raise ScaleError(
-            f"Provisional KV scales come as a mapping, not as {type(provisional).__name__}."
-        )
+    require_mapping(provisional, "Provisional KV scales")
     for name, scale in provisional.items():
         checked_scale(name, scale)
     guard = RefitGuard.of(model)

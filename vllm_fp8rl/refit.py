@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError
@@ -22,12 +20,11 @@ from vllm_fp8rl.client import Changes, RequestGate, Workers, announce, forget_pr
 from vllm_fp8rl.client import drop_requests as drop_requests  # a part of this module's interface
 from vllm_fp8rl.intake import BATCH_BYTES, batches
 from vllm_fp8rl.session import RefitSession as RefitSession  # likewise
+from vllm_fp8rl.session import Tensors
 from vllm_fp8rl.transport import GPU_BATCH_FACTOR, Sender
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-Tensors = Iterable[tuple[str, torch.Tensor]]
 
 _NO_LIMIT = 1 << 62  # as the factor by which batches of GPU tensors are larger
 

@@ -1,33 +1,33 @@
-"""`RefitSession`: one refit of one rank's model, every tensor checked before it is written."""
+"""`RefitSession`: one refit of one rank's model, every tensor checked before it is written.
+
+What imports vLLM is imported in functions, so that importing the doors of a refit does not.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
-from fp8rl.numerics import FP8_DTYPE, start_finite_check
+from fp8rl.numerics import FP8_DTYPE, parts, start_finite_check
 from fp8rl.refit import RefitReport
 from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.grid import SOURCE_DTYPES, check_scales
 from vllm_fp8rl.guard import REMEDY, RefitGuard
-from vllm_fp8rl.index import ModelIndex
 from vllm_fp8rl.intake import came_twice, steady
-from vllm_fp8rl.inventory import Entry
-from vllm_fp8rl.kv_cache import set_kv_scales
-from vllm_fp8rl.kv_observer import stop_observing
-from vllm_fp8rl.plan import scalars_on_host
 from vllm_fp8rl.values import not_finite
+
+if TYPE_CHECKING:
+    from vllm_fp8rl.inventory import Entry
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 _SCALES = "_scale_inv"
-_SCAN_ELEMENTS = 1 << 18
 
 
 class RefitSession:
@@ -77,6 +77,9 @@ class RefitSession:
         self._started = 0.0
 
     def __enter__(self) -> RefitSession:
+        from vllm_fp8rl.index import ModelIndex
+        from vllm_fp8rl.kv_observer import stop_observing
+
         if self._guard.session is not None:
             name = self._guard.session.name
             raise RefitError(
@@ -119,6 +122,8 @@ class RefitSession:
             ) from error
 
     def _load(self, batch: Tensors) -> None:
+        from vllm_fp8rl.plan import scalars_on_host
+
         tensors = scalars_on_host(steady(batch))
         known = [(name, tensor) for name, tensor in tensors if name in self._entries]
         limit = self._guard.values.limit(self.model)
@@ -157,6 +162,8 @@ class RefitSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        from vllm_fp8rl.kv_cache import set_kv_scales
+
         if kind is not None:
             self.abandon(kind.__name__)
             return
@@ -351,16 +358,8 @@ def _equals_live(model: torch.nn.Module, entry: Entry, tensor: torch.Tensor) -> 
     live = getattr(module, leaf).data
     first = module.shard_indices.org_vocab_start_index
     local = tensor[first : module.shard_indices.org_vocab_end_index]
-    pairs = zip(_parts(local), _parts(live[: local.shape[0]]), strict=True)
+    pairs = zip(parts(local), parts(live[: local.shape[0]]), strict=True)
     return all(torch.equal(ours.to(held), held) for ours, held in pairs)
-
-
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Slices along the first dimension of about ``_SCAN_ELEMENTS`` elements."""
-    if tensor.ndim == 0:
-        return (tensor,)
-    row = max(1, tensor.numel() // max(1, tensor.shape[0]))
-    return tensor.split(max(1, _SCAN_ELEMENTS // row))
 
 
 def _some(names: Sequence[str]) -> str:

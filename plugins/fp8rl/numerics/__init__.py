@@ -26,7 +26,7 @@ from fp8rl.numerics._dispatch import (
     row_alignment,
     unpad,
 )
-from fp8rl.numerics._finite import all_finite, start_finite_check
+from fp8rl.numerics._finite import all_finite, parts, start_finite_check
 from fp8rl.numerics._format import (
     BLOCK,
     E4M3_MAX,
@@ -60,6 +60,7 @@ __all__ = [
     "dequantize_group",
     "mark_inf",
     "on_device",
+    "parts",
     "peak_edges",
     "quantize_block",
     "quantize_blocks",
