@@ -25,8 +25,8 @@ from vllm import _custom_ops as ops
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 from fp8rl.numerics import FP8_DTYPE, GROUP
-from fp8rl.numerics.triton_fused import quantize_rows, rms_norm_quantize
-from vllm_fp8rl.paged_decode import paged_decode, splits_for
+from fp8rl.numerics.triton.activations import quantize_rows, rms_norm_quantize
+from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
 REPEATS = 20

@@ -71,7 +71,7 @@ BATCH = 128
 PROMPTS, GENERATIONS = 32, 16
 """Of a step."""
 CALIBRATION = re.compile(r"KV scales calibrated from .* in ([0-9.]+) s:")
-"""A line of ``nemo_rl_ext.self_calibration``."""
+"""A line of ``nemo_rl_ext.workers.self_calibration``."""
 LEARNING_RATE = 4e-5
 WARMUP_STEPS = 5
 

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from fp8rl.numerics import BLOCK, GROUP, Quantized, reference, triton_kernels
+from fp8rl.numerics import BLOCK, GROUP, Quantized, reference
+from fp8rl.numerics.triton import quantize as triton_kernels
 
 WEIGHTS = {
     "qkv_proj": (6144, 4096),

@@ -75,8 +75,8 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
     """Every HF tensor of the model; tensors of one shape are the same."""
     import torch
 
-    from vllm_fp8rl.inventory import inventory
-    from vllm_fp8rl.kv_cache import required_kv_scales
+    from vllm_fp8rl.quantization.kv_cache import required_kv_scales
+    from vllm_fp8rl.refit.inventory import inventory
 
     shared: dict[tuple[int, ...], torch.Tensor] = {}
     for name, entry in inventory(model).items():
@@ -189,7 +189,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     fp8rl = variant.startswith("fp8rl")
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     if variant == "fp8rl-kv":
-        from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
+        from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
 
         set_uncalibrated_kv_scales(model, KV_SCALE)
     give_weights(model, codes=variant.startswith("stock"))

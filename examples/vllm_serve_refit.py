@@ -5,7 +5,7 @@ The server (``VLLM_SERVER_DEV_MODE=1`` opens these routes; let nobody but the tr
     VLLM_SERVER_DEV_MODE=1 vllm serve my-model --quantization fp8rl --kv-cache-dtype fp8_e4m3 \\
       --additional-config '{"fp8rl": {"pins": {"last": 1}}}' \\
       --weight-transfer-config '{"backend": "fp8rl"}' \\
-      --worker-extension-cls vllm_fp8rl.worker.RefitWorker
+      --worker-extension-cls vllm_fp8rl.refit.worker.RefitWorker
 
 The folder holds safetensors files with HF names, KV scales included, where every worker reads them.
 """

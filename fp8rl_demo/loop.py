@@ -24,9 +24,9 @@ from fp8rl_demo.settings import Precision, Settings, write_model_folder
 from fp8rl_demo.tasks import load_problems, reward, sample_batch
 from fp8rl_demo.tokenizer import CharTokenizer
 from fp8rl_demo.warm_start import sequence_length, supervised_batch
-from nemo_rl_ext.advantages import group_relative_advantages
-from nemo_rl_ext.importance_sampling import Correction
-from nemo_rl_ext.loss import GRPOConfig, GRPOLoss, merge_metrics
+from nemo_rl_ext.grpo.advantages import group_relative_advantages
+from nemo_rl_ext.grpo.importance_sampling import Correction
+from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss, merge_metrics
 
 MISMATCH = (
     "token_mult_prob_error",

@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import Direction, GroupedBackend, GroupedShape
 from fp8rl.numerics import (
-    ColumnSegments,
-    RowSegments,
+    GroupedColumns,
+    GroupedRows,
     Segments,
     cdiv,
-    quantize_segments,
+    quantize_grouped,
     row_alignment,
     unpad,
 )
@@ -128,9 +128,9 @@ class _GroupedCall:
 
     def quantize(
         self, x: torch.Tensor, segments: Segments, *, rowwise: bool = False, columnwise: bool
-    ) -> tuple[RowSegments | None, ColumnSegments | None]:
+    ) -> tuple[GroupedRows | None, GroupedColumns | None]:
         scale_format = self.state.experts[0].activation_format
-        return quantize_segments(x, segments, scale_format, rowwise=rowwise, columnwise=columnwise)
+        return quantize_grouped(x, segments, scale_format, rowwise=rowwise, columnwise=columnwise)
 
     def backend(
         self, direction: Direction, weight: torch.Tensor, segments: Segments
@@ -217,7 +217,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         if wanted:
             assert grad_t is not None
             codes_t, scale_inv_t = saved
-            x_t = ColumnSegments(codes_t, scale_inv_t, segments)
+            x_t = GroupedColumns(codes_t, scale_inv_t, segments)
             products = _weight_grads(call, grad_t, x_t, weights, ctx.main_grads)
         handed = _hand_over(ctx.main_grads, weights, wanted, products)
         return grad_x, None, *handed, *grad_biases
@@ -225,8 +225,8 @@ class _Fp8GroupedFunction(torch.autograd.Function):
 
 def _weight_grads(
     call: _GroupedCall,
-    grad_t: ColumnSegments,
-    x_t: ColumnSegments,
+    grad_t: GroupedColumns,
+    x_t: GroupedColumns,
     weights: Sequence[torch.Tensor],
     main_grads: Sequence[torch.Tensor | None],
 ) -> dict[int, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.kv_scales import ROLES
-from fp8rl.numerics import PEAK_BINS, amax_into, count_peaks, peak_edges
+from fp8rl.numerics import AMAX_BINS, amax_edges, amax_into, count_amax
 
 
 class Peaks(Protocol):
@@ -72,20 +72,20 @@ class PercentilePeak:
     def __init__(self, num_layers: int, device: torch.device, percentile: float) -> None:
         self.percentile = percentile
         self.table = torch.zeros(
-            num_layers, len(ROLES), PEAK_BINS + 1, dtype=torch.int64, device=device
+            num_layers, len(ROLES), AMAX_BINS + 1, dtype=torch.int64, device=device
         )
         self._of_layers = self.table.unbind()
 
     def add(self, layer: int, qkv: Sequence[Tensor]) -> None:
-        count_peaks(self._of_layers[layer], qkv)
+        count_amax(self._of_layers[layer], qkv)
 
     def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
         counts = self.table.clone()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts, group=group)
-        seen = counts[..., :PEAK_BINS].cumsum(-1)
+        seen = counts[..., :AMAX_BINS].cumsum(-1)
         total = seen[..., -1:]
         enough = seen.double() >= total.double() * (self.percentile / 100.0)
         index = enough.int().argmax(-1)
-        edge = peak_edges(index).masked_fill(total[..., 0] == 0, 0.0)
-        return edge.masked_fill(counts[..., PEAK_BINS] > 0, torch.nan)
+        edge = amax_edges(index).masked_fill(total[..., 0] == 0, 0.0)
+        return edge.masked_fill(counts[..., AMAX_BINS] > 0, torch.nan)

@@ -9,21 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_rl_ext.advantages import group_relative_advantages
-    from nemo_rl_ext.importance_sampling import Correction, correct, resolve_corrector
-    from nemo_rl_ext.loss import GRPOConfig, GRPOLoss, merge_metrics
-    from nemo_rl_ext.rejection import RejectionResult, reject
+    from nemo_rl_ext.grpo.advantages import group_relative_advantages
+    from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
+    from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss, merge_metrics
+    from nemo_rl_ext.grpo.rejection import RejectionResult, reject
 
 _HOME = {
-    "Correction": "importance_sampling",
-    "GRPOConfig": "loss",
-    "GRPOLoss": "loss",
-    "RejectionResult": "rejection",
-    "correct": "importance_sampling",
-    "group_relative_advantages": "advantages",
-    "merge_metrics": "loss",
-    "reject": "rejection",
-    "resolve_corrector": "importance_sampling",
+    "Correction": "grpo.importance_sampling",
+    "GRPOConfig": "grpo.loss",
+    "GRPOLoss": "grpo.loss",
+    "RejectionResult": "grpo.rejection",
+    "correct": "grpo.importance_sampling",
+    "group_relative_advantages": "grpo.advantages",
+    "merge_metrics": "grpo.loss",
+    "reject": "grpo.rejection",
+    "resolve_corrector": "grpo.importance_sampling",
 }
 
 __all__ = [

@@ -22,7 +22,7 @@ def switched_off(value: object) -> bool:
 
 
 def start() -> None:
-    """Install the hooks of :mod:`nemo_rl_ext.activation`; never raises.
+    """Install the hooks of :mod:`nemo_rl_ext.patches.ledger`; never raises.
 
     A value of :data:`SWITCH` that says neither on nor off is told and taken for on: without the
     hooks a config's keys would be passed over, with them nothing happens that no key asks for.
@@ -33,7 +33,7 @@ def start() -> None:
     if value.strip().lower() not in _ON:
         _log("%s is '%s', which is neither on nor off; fp8rl stays on. Set it to 0.", SWITCH, value)
     try:
-        from nemo_rl_ext.activation import install
+        from nemo_rl_ext.patches.ledger import install
 
         install()
     except Exception:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from fp8rl import hookimpl
 
 if TYPE_CHECKING:
-    from nemo_rl_ext.importance_sampling import Corrector
+    from nemo_rl_ext.grpo.importance_sampling import Corrector
 
 
 @hookimpl
 def register_is_correctors() -> dict[str, Corrector]:
     """The built-in corrector, ``is``."""
-    from nemo_rl_ext.importance_sampling import correct
+    from nemo_rl_ext.grpo.importance_sampling import correct
 
     return {"is": correct}

@@ -30,8 +30,8 @@ from megatron_fp8rl.sites import module_names as trainer_names
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.launch import launch
 from megatron_fp8rl.testing.models import build_gpt, transformer_config
-from vllm_fp8rl.experts import SLOTS, ExpertGrids, ExpertLayout, empty_stacks, stack_of
-from vllm_fp8rl.models import module_names as rollout_names
+from vllm_fp8rl.quantization.models import module_names as rollout_names
+from vllm_fp8rl.storage.experts import SLOTS, ExpertGrids, ExpertLayout, empty_stacks, stack_of
 
 SCRIPT = Path(__file__).with_name("cross_engine_cases.py")
 # With head size 128 and width 512 each HF tensor has blocks of its own, at TP=2 too. With 64 and

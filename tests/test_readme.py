@@ -219,7 +219,7 @@ def test_engine_snippets(tmp_path):
     assert re.search(r"^\d+ parameters, 8 KV scales in \d+\.\d\d s$", out, re.M)
 
     from vllm_fp8rl import engine_args
-    from vllm_fp8rl.worker import EXTENSION
+    from vllm_fp8rl.refit.worker import EXTENSION
 
     flags = json.loads(out.splitlines()[-1])
     recipe = Recipe.from_dict(flags["additional_config"]["fp8rl"])
@@ -266,8 +266,8 @@ def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
     from vllm.v1.serial_utils import MsgpackEncoder
 
     from fp8rl.kv_scales import scale_names
-    from vllm_fp8rl.kv_cache import set_uncalibrated_kv_scales
-    from vllm_fp8rl.worker import METHODS
+    from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
+    from vllm_fp8rl.refit.worker import METHODS
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     scales = dict.fromkeys(scale_names(4, ["k", "v"]), 0.05)
@@ -387,7 +387,7 @@ def test_what_is_not_there_is_refused():
     """Row by row of "What is not there yet", as far as it can be seen without a GPU."""
     from megatron_fp8rl.backends import BackendChoice
     from vllm_fp8rl import compat
-    from vllm_fp8rl.kernels import select_kernel
+    from vllm_fp8rl.kernels.choice import select_kernel
 
     gpu, shape = torch.device("cuda:0"), GemmShape(128, 256, 256)
     if compat.installed_version() not in compat.GPU_TESTED:

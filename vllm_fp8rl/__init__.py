@@ -12,8 +12,8 @@ from typing import Any
 from fp8rl import Recipe
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 
-_CPU_BACKEND = "vllm_fp8rl.cpu_attention.Fp8RLCpuBackend"
-_GPU_BACKEND = "vllm_fp8rl.gpu_attention.Fp8RLFlashBackend"
+_CPU_BACKEND = "vllm_fp8rl.attention.cpu.Fp8RLCpuBackend"
+_GPU_BACKEND = "vllm_fp8rl.attention.flash.Fp8RLFlashBackend"
 
 
 def register() -> None:
@@ -29,8 +29,8 @@ def register() -> None:
     try:
         from vllm.model_executor.layers.quantization import register_quantization_config
 
-        from vllm_fp8rl.config import Fp8RLConfig
-        from vllm_fp8rl.engine_core import install
+        from vllm_fp8rl.patches.engine_core import install
+        from vllm_fp8rl.quantization.config import Fp8RLConfig
     except ImportError:
         if served:
             raise
@@ -63,7 +63,7 @@ def _register_weight_transfer() -> None:
     for backend, engine in WEIGHT_TRANSFER_BACKENDS.items():
         with contextlib.suppress(ValueError):  # registered already
             WeightTransferEngineFactory.register_engine(
-                backend, "vllm_fp8rl.weight_transfer", engine
+                backend, "vllm_fp8rl.refit.weight_transfer", engine
             )
 
 

@@ -61,7 +61,7 @@ def gpu_supported(release: str) -> bool:
     return release.split("+")[0] in GPU_TESTED
 
 
-def why_unserved(capability: Sequence[int] | None, *, rocm: bool) -> str | None:
+def unsupported_reason(capability: Sequence[int] | None, *, rocm: bool) -> str | None:
     """What FP8 layers lack on a GPU; None where they run.
 
     Args:

@@ -28,12 +28,12 @@ from fp8rl.pinning import PinRow
 from fp8rl.reading import explain
 from fp8rl.recipe import ModuleKind
 from vllm_fp8rl.compat import TESTED, installed_version
-from vllm_fp8rl.config import Resolved
-from vllm_fp8rl.kernels import select_kernel
-from vllm_fp8rl.kv_cache import check_backend, check_kv_cache_dtype
-from vllm_fp8rl.models import check_widths
-from vllm_fp8rl.refit import BATCH_BYTES
-from vllm_fp8rl.sizes import Sizes
+from vllm_fp8rl.kernels.choice import select_kernel
+from vllm_fp8rl.quantization.config import Resolved
+from vllm_fp8rl.quantization.kv_cache import check_backend, check_kv_cache_dtype
+from vllm_fp8rl.quantization.models import check_widths
+from vllm_fp8rl.quantization.sizes import Sizes
+from vllm_fp8rl.refit.intake import BATCH_BYTES
 
 _LINEARS: tuple[ModuleKind, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts")
 _GIB = 1 << 30
@@ -157,7 +157,7 @@ def _experts_kernel(engine: VllmConfig, device: torch.device) -> tuple[str, str]
 def _why(device: torch.device, shape: Any, dtype: torch.dtype) -> str:
     if device.type != "cuda":
         return _NO_FP8_UNITS
-    from vllm_fp8rl.delegated import obstacles
+    from vllm_fp8rl.kernels.block_gemm import obstacles
 
     refused = obstacles(shape, dtype)
     return "; ".join(f"{name}: {why}" for name, why in refused.items()) or "the fastest fits"

@@ -19,9 +19,9 @@ from vllm_fp8rl.compat import (
     gpu_supported,
     installed_version,
     supported,
-    why_unserved,
+    unsupported_reason,
 )
-from vllm_fp8rl.deep_gemm_jit import NO_NVCC, find_nvcc
+from vllm_fp8rl.deep_gemm_warmup.compile import NO_NVCC, find_nvcc
 
 
 @hookimpl
@@ -70,7 +70,7 @@ def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
             f"vLLM {release} is not served on a GPU; install {', '.join(GPU_TESTED)}, or run with "
             "recipe.rollout=false."
         )
-    why = why_unserved(capability, rocm=torch.version.hip is not None)
+    why = unsupported_reason(capability, rocm=torch.version.hip is not None)
     if why is not None:
         problems.append(f"{torch.cuda.get_device_name()}: {why}; run with recipe.rollout=false.")
     nvcc = find_nvcc(os.environ)

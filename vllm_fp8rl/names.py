@@ -8,4 +8,4 @@ WEIGHT_TRANSFER_BACKENDS = {
     "fp8rl_nccl": "Fp8RLNcclTransferEngine",
 }
 """Values of vLLM's ``WeightTransferConfig(backend=...)`` and their classes in
-:mod:`vllm_fp8rl.weight_transfer`."""
+:mod:`vllm_fp8rl.refit.weight_transfer`."""

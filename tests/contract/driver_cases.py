@@ -29,10 +29,10 @@ from sources import source
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.__main__ import main
-from nemo_rl_ext.activation import install
-from nemo_rl_ext.drivers import DRIVERS, Driver, find
-from nemo_rl_ext.training import recipe_of
-from nemo_rl_ext.worker_block import WorkerBlock
+from nemo_rl_ext.config.drivers import DRIVERS, Driver, find
+from nemo_rl_ext.config.worker_block import WorkerBlock
+from nemo_rl_ext.patches.ledger import install
+from nemo_rl_ext.workers.training import recipe_of
 
 install().complete()
 
@@ -182,7 +182,7 @@ def test_a_driver_of_ones_own_is_told_that_it_reads_no_key(
     key: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upstream's functions, another class for the config. Without our keys it runs."""
-    from nemo_rl_ext.seams import start
+    from nemo_rl_ext.patches import start
 
     start.apply(virtual_cluster, install())  # over the fixture's
     file = source("NEMO_RL_SRC") / "examples" / "configs" / CONFIGS["sft"]

@@ -29,13 +29,14 @@ from sources import ROOT, source
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
-from nemo_rl_ext import GRPOConfig, GRPOLoss, fallback
-from nemo_rl_ext.activation import SEAMS, install
-from nemo_rl_ext.config_keys import announce_kv_cache
-from nemo_rl_ext.guard import GuardConfig, MismatchGuard
-from nemo_rl_ext.nemo_loss import CorrectedPGLossFn
-from nemo_rl_ext.run import WEIGHTS, Run
-from nemo_rl_ext.seams import kv_scales
+from nemo_rl_ext import GRPOConfig, GRPOLoss
+from nemo_rl_ext.config.keys import announce_kv_cache
+from nemo_rl_ext.driver import fallback
+from nemo_rl_ext.driver.batch_correction import WEIGHTS, Run
+from nemo_rl_ext.driver.loss import CorrectedPGLossFn
+from nemo_rl_ext.driver.mismatch_guard import GuardConfig, MismatchGuard
+from nemo_rl_ext.patches import kv_scales
+from nemo_rl_ext.patches.ledger import SEAMS, install
 
 seams = install()
 seams.complete()

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from sources import ROOT, parameters, source
 
-from nemo_rl_ext.activation import SEAMS
-from nemo_rl_ext.drivers import DRIVERS
-from nemo_rl_ext.seams.upstream import Upstream
+from nemo_rl_ext.config.drivers import DRIVERS
+from nemo_rl_ext.patches.ledger import SEAMS
+from nemo_rl_ext.patches.upstream import Upstream
 
 SEAM_NAMES = sorted({seam for seams in SEAMS.values() for seam in seams})
 RELIED_ON = [
     pytest.param(upstream, id=f"{seam}-{upstream.name}-{upstream.module.rpartition('.')[2]}")
     for seam in SEAM_NAMES
-    for upstream in importlib.import_module(f"nemo_rl_ext.seams.{seam}").UPSTREAM
+    for upstream in importlib.import_module(f"nemo_rl_ext.patches.{seam}").UPSTREAM
 ]
 
 
@@ -35,7 +35,7 @@ def test_upstream_has_what_a_seam_relies_on(upstream: Upstream) -> None:
 
 @pytest.mark.parametrize("seam", SEAM_NAMES)
 def test_the_files_a_seam_names_are_there(seam: str) -> None:
-    module = importlib.import_module(f"nemo_rl_ext.seams.{seam}")
+    module = importlib.import_module(f"nemo_rl_ext.patches.{seam}")
     for upstream in module.UPSTREAM:
         assert file_of(upstream.module, source("NEMO_RL_SRC")).is_file()
 

@@ -20,8 +20,8 @@ from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtens
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import scale_names
-from nemo_rl_ext.activation import install
-from vllm_fp8rl.guard import RefitGuard
+from nemo_rl_ext.patches.ledger import install
+from vllm_fp8rl.refit.guard import RefitGuard
 
 install()
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2]]

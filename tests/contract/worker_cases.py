@@ -25,9 +25,9 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_name, scale_names
-from nemo_rl_ext.activation import install
-from nemo_rl_ext.guard import LOGGER
-from vllm_fp8rl.kv_cache import kv_scale_state, missing_kv_scales
+from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.patches.ledger import install
+from vllm_fp8rl.quantization.kv_cache import kv_scale_state, missing_kv_scales
 
 install()
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2, 44], [5, 9, 13, 200]]

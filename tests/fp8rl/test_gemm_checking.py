@@ -10,7 +10,7 @@ import torch
 
 from fp8rl.gemm import GemmShape, GroupedShape, LoopBackend, ReferenceBackend
 from fp8rl.gemm.checking import fault
-from fp8rl.numerics import Quantized, RowSegments
+from fp8rl.numerics import GroupedRows, Quantized
 
 CPU = torch.device("cpu")
 DIRECTIONS = ("fprop", "dgrad", "wgrad", "wgrad_add")
@@ -86,7 +86,7 @@ class _WeightsOfOneExpert(LoopBackend):
 
 
 class _Unwritten(LoopBackend):
-    def grouped_fprop(self, x: RowSegments, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         y = super().grouped_fprop(x, w, dtype)
         y[-1, -1] = torch.nan
         return y

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, quantize_block, quantize_blocks
-from fp8rl.numerics._finite import largest_bits
+from fp8rl.numerics.finite import largest_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE]
 

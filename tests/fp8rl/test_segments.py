@@ -21,8 +21,8 @@ from fp8rl.gemm.tuning import measure
 from fp8rl.numerics import (
     Quantized,
     Segments,
+    quantize_grouped,
     quantize_operand,
-    quantize_segments,
     quantize_weight,
     quantize_weights,
     row_alignment,
@@ -62,7 +62,7 @@ def test_each_part_is_that_of_the_expert_alone(splits, random, scale_format):
     x = torch.randn(sum(splits), IN, dtype=torch.bfloat16)
     order = random.sample(range(len(splits)), random.randint(0, len(splits)))
     segments = Segments(splits, row_alignment(CPU), order)
-    rows, columns = quantize_segments(x, segments, scale_format)
+    rows, columns = quantize_grouped(x, segments, scale_format)
     assert rows is not None and columns is not None
     for expert, run in enumerate(x.split(splits)):
         alone = quantize_operand(run, scale_format)
@@ -70,7 +70,7 @@ def test_each_part_is_that_of_the_expert_alone(splits, random, scale_format):
         if expert in order:
             _same(columns.at(order.index(expert)), alone.columnwise)
     assert unpad(x, segments) is x
-    assert quantize_segments(x, segments, rowwise=False, columnwise=False) == (None, None)
+    assert quantize_grouped(x, segments, rowwise=False, columnwise=False) == (None, None)
 
 
 def test_a_stack_is_that_of_each_weight():
@@ -96,8 +96,8 @@ def test_the_loop_gives_products_of_each_expert(splits, random):
     torch.manual_seed(sum(splits))
     order = random.sample(range(len(splits)), random.randint(1, len(splits)))
     segments = Segments(splits, 1, order)
-    x, x_t = quantize_segments(torch.randn(sum(splits), IN), segments)
-    grad, grad_t = quantize_segments(torch.randn(sum(splits), OUT), segments)
+    x, x_t = quantize_grouped(torch.randn(sum(splits), IN), segments)
+    grad, grad_t = quantize_grouped(torch.randn(sum(splits), OUT), segments)
     w, w_t = quantize_weights([torch.randn(OUT, IN) for _ in splits])
     every = range(len(splits))
     y = torch.cat([_exact(x.of(e)) @ _exact(_at(w, e), True).t() for e in every])
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused():
             Segments((3, 4), 1, order)
     for segments in (Segments((3, 4), 1), Segments((4, 4), 128)):
         with pytest.raises(UnsupportedError, match="8 rows on cpu cannot be cut into segments"):
-            quantize_segments(torch.randn(8, 4), segments)
+            quantize_grouped(torch.randn(8, 4), segments)
 
 
 def test_tiles_tell_where_rows_come_from_and_go_to():

@@ -125,7 +125,7 @@ class Model:
             self.recipe,
             load_format="dummy",
             dtype=str(self.dtype).removeprefix("torch."),
-            worker_extension_cls="vllm_fp8rl.worker.RefitWorker",
+            worker_extension_cls="vllm_fp8rl.refit.worker.RefitWorker",
         )
         # When it goes it must not shut down the process groups that all engines here share.
         engine.llm.llm_engine.engine_core._finalizer.detach()

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from wire import make_wire
 
 from fp8rl.errors import Fp8RLError
-from vllm_fp8rl.calibrate import calibrate_kv_scales
+from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit
 
 LONG = "FUZZ_EXAMPLES" in os.environ

@@ -18,9 +18,9 @@ from fp8rl import PluginManager
 from fp8rl.errors import BatchError
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext import hooks
-from nemo_rl_ext.importance_sampling import correct
-from nemo_rl_ext.log_ratio import SATURATION
-from nemo_rl_ext.loss import GRPOConfig, GRPOLoss
+from nemo_rl_ext.grpo.importance_sampling import correct
+from nemo_rl_ext.grpo.log_ratio import SATURATION
+from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
 
 LARGEST = float(np.finfo(np.float32).max)
 

@@ -21,7 +21,7 @@ from wire import make_wire
 
 from fp8rl import errors
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.worker import METHODS
+from vllm_fp8rl.refit.worker import METHODS
 
 SESSIONS = ("one", "two")
 STEPS = {

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from wire import FAULTS, IN_FILES, SenderDied, Wire, items, make_wire, refilled, spoil
 
 from fp8rl.errors import Fp8RLError
-from vllm_fp8rl.calibrate import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
 
 OUTER = ("collection", "generator", "refilled buffer", "files")
@@ -62,7 +62,7 @@ def _batches(wire: Wire, rng: random.Random) -> list[list[tuple[str, Any]]]:
 
 def _by_steps(live: Live, wire: Wire, announced: bool, rng: random.Random) -> Any:
     """As a server's client does it, which gives up its own session after an error."""
-    from vllm_fp8rl.worker import read_answer
+    from vllm_fp8rl.refit.worker import read_answer
 
     llm, session = live.engine.llm, f"fuzz-{rng.random()}"
 

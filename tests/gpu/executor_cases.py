@@ -26,10 +26,10 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
-from vllm_fp8rl.async_refit import refit_async
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.transport import Sender
-from vllm_fp8rl.worker import EXTENSION
+from vllm_fp8rl.refit.asynchronous import refit_async
+from vllm_fp8rl.refit.transport import Sender
+from vllm_fp8rl.refit.worker import EXTENSION
 
 NORM = "model.norm.weight"
 ARGUMENTS: dict[str, Any] = {

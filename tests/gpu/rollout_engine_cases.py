@@ -16,7 +16,7 @@ from gpu_engine import QUICK, GpuEngine, make_checkpoints, start_engine
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.rollout_engine import create_engine, restart_in_bf16
+from nemo_rl_ext.workers.rollout_engine import create_engine, restart_in_bf16
 
 RECIPE = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
 

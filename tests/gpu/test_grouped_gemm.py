@@ -17,16 +17,16 @@ from fp8rl.gemm import GroupedShape, LoopBackend, builtin_backends
 from fp8rl.gemm.checking import fault
 from fp8rl.gemm.tuning import measure
 from fp8rl.numerics import (
+    GroupedRows,
     Quantized,
-    RowSegments,
     Segments,
-    quantize_segments,
+    quantize_grouped,
     quantize_weights,
     reference,
 )
 from fp8rl.testing.numeric import relative_error
 
-kernels = importlib.import_module("fp8rl.numerics.triton_grouped")
+kernels = importlib.import_module("fp8rl.numerics.triton.grouped")
 
 FLOAT32, BFLOAT16 = 2e-3, 2**-8  # as in test_gemm_backends.py
 # As many experts each time, and one shape: DeepGEMM compiles for both.
@@ -53,8 +53,8 @@ def test_each_expert_has_the_codes_it_would_have_alone(splits, cols, order, dtyp
     x[0, 3] = torch.inf
     left_out = [e for e in reversed(range(len(splits))) if e != 1] if order else None
     segments = Segments(splits, kernels.ALIGNMENT, left_out)
-    rows, columns = kernels.quantize_segments(x.to(DEVICE), segments, "fp32", True, True)
-    only_rows, _ = kernels.quantize_segments(x.to(DEVICE), segments, "pow2", True, False)
+    rows, columns = kernels.quantize_grouped(x.to(DEVICE), segments, "fp32", True, True)
+    only_rows, _ = kernels.quantize_grouped(x.to(DEVICE), segments, "pow2", True, False)
     for scale_format, by_rows in (("fp32", rows), ("pow2", only_rows)):
         for expert, run in enumerate(x.split(splits)):
             n, alone = len(run), reference.quantize_operand(run, scale_format, True, True)
@@ -93,7 +93,7 @@ def _exact(q: Quantized, blocks: bool = False) -> torch.Tensor:
     return q.codes.double() * factors
 
 
-def _of_rows(a: RowSegments, w: Quantized) -> torch.Tensor:
+def _of_rows(a: GroupedRows, w: Quantized) -> torch.Tensor:
     experts = range(len(a.segments.splits))
     stack = [Quantized(w.codes[e], w.scale_inv[e]) for e in experts]
     return torch.cat([_exact(a.of(e)) @ _exact(stack[e], True).t() for e in experts])
@@ -117,8 +117,8 @@ def test_every_direction(name, splits):
     x = torch.randn(sum(splits), IN, device=DEVICE).bfloat16()
     grad = (torch.randn(sum(splits), OUT, device=DEVICE) * 1e-5).bfloat16()
     weights = [torch.randn(OUT, IN, device=DEVICE).bfloat16() for _ in splits]
-    by_rows, by_columns = quantize_segments(x, segments)
-    grad_rows, grad_columns = quantize_segments(grad, segments)
+    by_rows, by_columns = quantize_grouped(x, segments)
+    grad_rows, grad_columns = quantize_grouped(grad, segments)
     w, w_t = quantize_weights(weights)
     y = backend.grouped_fprop(by_rows, w, torch.bfloat16)
     assert relative_error(y, _of_rows(by_rows, w)) < BFLOAT16
@@ -165,7 +165,7 @@ def test_a_nan_shows_in_its_row_alone(name):
     torch.manual_seed(0)
     x = torch.randn(300, IN, device=DEVICE).bfloat16()
     x[117, 5] = torch.inf
-    rows, _ = quantize_segments(x, segments, columnwise=False)
+    rows, _ = quantize_grouped(x, segments, columnwise=False)
     weights = [torch.randn(OUT, IN, device=DEVICE).bfloat16() for _ in range(5)]
     w, _ = quantize_weights(weights, columnwise=False)
     y = kernels.unpad(GROUPED[name].grouped_fprop(rows, w, torch.bfloat16), segments)

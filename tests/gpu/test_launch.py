@@ -15,7 +15,7 @@ from triton_device import DEVICE, INTERPRETED
 
 triton = importlib.import_module("triton")
 tl = triton.language
-Launcher = importlib.import_module("fp8rl.numerics._launch").Launcher
+Launcher = importlib.import_module("fp8rl.numerics.triton.launch").Launcher
 
 COUNT = 300
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from triton_device import DEVICE, INTERPRETED
 
-from fp8rl.numerics import PEAK_BINS, reference
+from fp8rl.numerics import AMAX_BINS, reference
 
-triton_amax = importlib.import_module("fp8rl.numerics.triton_amax")
+triton_amax = importlib.import_module("fp8rl.numerics.triton.amax")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -28,7 +28,7 @@ def fused_qkv(tokens: int, batch: int, groups: int, ratio: int, head: int, dtype
 
 def cells(count: int, *, histogram: bool) -> torch.Tensor:
     if histogram:
-        return torch.zeros(count, PEAK_BINS + 1, dtype=torch.int64)
+        return torch.zeros(count, AMAX_BINS + 1, dtype=torch.int64)
     return torch.zeros(count)
 
 
@@ -38,7 +38,7 @@ BOTH, LARGEST, NEITHER = (False, True), (False,), ()
 def check(tensors: list[torch.Tensor], served: tuple[bool, ...] = BOTH) -> None:
     """Maximum and histogram equal the reference's over two calls; these of them read in place."""
     for histogram in (False, True):
-        name = "count_peaks" if histogram else "amax_into"
+        name = "count_amax" if histogram else "amax_into"
         expected = cells(len(tensors), histogram=histogram)
         got = expected.to(DEVICE)
         for part in (tensors, [x[: len(x) // 2] * 2 for x in tensors]):
@@ -89,7 +89,7 @@ def test_what_is_not_finite_is_kept(bad, dtype):
     for _ in range(2):
         triton_amax.amax_into(slots, tensors)
         triton_amax.amax_into(slots, [torch.ones(4, 4, device=DEVICE)] * 3)
-        triton_amax.count_peaks(counts, tensors)
+        triton_amax.count_amax(counts, tensors)
     assert slots.isfinite().tolist() == [False, True, False]
     assert slots.isnan().tolist() == [bad != bad, False, bad != bad]
     assert not slots.signbit().any()
@@ -108,12 +108,12 @@ def test_a_graph_replays_it_without_memory_of_its_own():
     slots = torch.zeros(3, device=DEVICE)
     counts = cells(3, histogram=True).to(DEVICE)
     triton_amax.amax_into(slots, tensors)
-    triton_amax.count_peaks(counts, tensors)
+    triton_amax.count_amax(counts, tensors)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     allocations = []
     with torch.cuda.graph(graph):
-        for function, cell in ((triton_amax.amax_into, slots), (triton_amax.count_peaks, counts)):
+        for function, cell in ((triton_amax.amax_into, slots), (triton_amax.count_amax, counts)):
             allocations.append(torch.cuda.memory_stats()["allocation.all.allocated"])
             function(cell, tensors)
         allocations.append(torch.cuda.memory_stats()["allocation.all.allocated"])
@@ -124,5 +124,5 @@ def test_a_graph_replays_it_without_memory_of_its_own():
     expected = torch.zeros(3)
     reference.amax_into(expected, [x.cpu() for x in tensors])
     assert torch.equal(slots.cpu(), expected)
-    reference.count_peaks(once, tensors)
+    reference.count_amax(once, tensors)
     assert torch.equal(counts, once)

@@ -10,7 +10,7 @@ from fp8rl.recipe import ScaleFormat
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-fused = pytest.importorskip("fp8rl.numerics.triton_fused")
+fused = pytest.importorskip("fp8rl.numerics.triton.activations")
 
 SHAPES = [(1, 128), (7, 384), (33, 1024), (300, 4096), (1025, 5120)]
 FORMATS = ["fp32", "pow2"]

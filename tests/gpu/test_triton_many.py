@@ -13,7 +13,7 @@ from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, quantize_blocks, reference
 
-many = importlib.import_module("fp8rl.numerics.triton_many")
+many = importlib.import_module("fp8rl.numerics.triton.multi_tensor")
 
 
 def sources() -> list[torch.Tensor]:

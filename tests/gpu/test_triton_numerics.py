@@ -22,8 +22,8 @@ from triton_device import DEVICE, INTERPRETED
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import Quantized, quantize_block, quantize_group, reference
 
-triton_kernels = importlib.import_module("fp8rl.numerics.triton_kernels")
-triton_two_way = importlib.import_module("fp8rl.numerics.triton_two_way")
+triton_kernels = importlib.import_module("fp8rl.numerics.triton.quantize")
+triton_two_way = importlib.import_module("fp8rl.numerics.triton.dual")
 KERNELS = (triton_kernels, triton_two_way)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -17,9 +17,9 @@ from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.numerics import Operand, Quantized, quantize_swiglu, quantize_swiglu_grad, reference
 
-triton_kernels = importlib.import_module("fp8rl.numerics.triton_kernels")
-triton_two_way = importlib.import_module("fp8rl.numerics.triton_two_way")
-triton_swiglu = importlib.import_module("fp8rl.numerics.triton_swiglu")
+triton_kernels = importlib.import_module("fp8rl.numerics.triton.quantize")
+triton_two_way = importlib.import_module("fp8rl.numerics.triton.dual")
+triton_swiglu = importlib.import_module("fp8rl.numerics.triton.swiglu")
 
 FUSES = INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
 MODES = [("native", "fp32"), ("native", "pow2"), ("software", "fp32")]

@@ -33,7 +33,7 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
-from vllm_fp8rl.kv_cache import kv_scale_state, set_kv_scales
+from vllm_fp8rl.quantization.kv_cache import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import gap
 

@@ -28,10 +28,10 @@ from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
-from vllm_fp8rl.calibrate import calibrate_kv_scales
-from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.kv_cache import kv_scale_state, set_kv_scales
+from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
+from vllm_fp8rl.quantization.kv_cache import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
+from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.testing.hf_reference import gap, observed_kv_scales
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

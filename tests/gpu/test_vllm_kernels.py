@@ -39,7 +39,7 @@ def engine_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 @pytest.fixture
 def delegated(engine_config: VllmConfig) -> Iterator[ModuleType]:
     with set_current_vllm_config(engine_config):
-        yield pytest.importorskip("vllm_fp8rl.delegated")
+        yield pytest.importorskip("vllm_fp8rl.kernels.block_gemm")
     engine_config.kernel_config.linear_backend = "auto"
 
 

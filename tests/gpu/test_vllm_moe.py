@@ -34,9 +34,9 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.numerics import dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
-from vllm_fp8rl.experts import SLOTS, ExpertGrids, ExpertLayout, empty_stacks
-from vllm_fp8rl.moe_settings import set_activation_scales
+from vllm_fp8rl.kernels.moe_settings import set_activation_scales
 from vllm_fp8rl.refit import refit
+from vllm_fp8rl.storage.experts import SLOTS, ExpertGrids, ExpertLayout, empty_stacks
 from vllm_fp8rl.testing.hf_reference import gap
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
@@ -98,7 +98,7 @@ def delegated() -> Iterator[Any]:
     set_activation_scales(RECIPE, experts=True)
     init_workspace_manager(DEVICE)
     with set_current_vllm_config(VllmConfig()):
-        yield pytest.importorskip("vllm_fp8rl.delegated_moe")
+        yield pytest.importorskip("vllm_fp8rl.kernels.fused_moe")
 
 
 def test_codes_and_scales_are_those_of_the_reference(experts: Experts) -> None:
@@ -312,7 +312,7 @@ def test_expert_parallel_says_the_same(engine: GpuEngine, checkpoints: dict[str,
         RECIPE,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
-        worker_extension_cls="vllm_fp8rl.worker.RefitWorker",
+        worker_extension_cls="vllm_fp8rl.refit.worker.RefitWorker",
     )
     try:
         give(split, checkpoints["a"])

@@ -20,9 +20,9 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
-from vllm_fp8rl.grid import BlockGrid, Writes, empty_storage
-from vllm_fp8rl.plan import LoadPlan
 from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit.plan import LoadPlan
+from vllm_fp8rl.storage.block_grid import BlockGrid, Writes, empty_storage
 from vllm_fp8rl.testing.tiny import make_checkpoint
 
 BUSY = 2_000_000  # clock ticks of a kernel that only waits: about a millisecond

@@ -20,7 +20,7 @@ from live_engine import SETTINGS  # its module sets what vLLM reads at import
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.rollout_engine import create_engine, hold_if_idle, release, restart_in_bf16
+from nemo_rl_ext.workers.rollout_engine import create_engine, hold_if_idle, release, restart_in_bf16
 
 LONG, SHORT = [7, 8, 9], [5, 6, 7, 8]
 LENGTH = 60

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_ext import activation
-from nemo_rl_ext.activation import SEAMS
-from nemo_rl_ext.seams.upstream import Upstream
+from nemo_rl_ext.patches import ledger as activation
+from nemo_rl_ext.patches.ledger import SEAMS
+from nemo_rl_ext.patches.upstream import Upstream
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ def test_the_entry_point_is_the_autoload() -> None:
 def test_importing_torch_installs_the_finder_and_imports_nothing_else() -> None:
     code = """
         import sys, torch
-        from nemo_rl_ext.activation import installed
+        from nemo_rl_ext.patches.ledger import installed
         print(installed() is sys.meta_path[0],
               [m for m in ("wrapt", "pydantic", "pluggy", "fp8rl", "nemo_rl") if m in sys.modules])
     """
@@ -68,7 +68,8 @@ def test_it_is_switched_off_with_torch_s_autoload() -> None:
 def test_words_that_switch_it_off_and_on() -> None:
     code = """
         import contextlib, io, os, sys, torch
-        from nemo_rl_ext import activation, autoload
+        from nemo_rl_ext import autoload
+        from nemo_rl_ext.patches import ledger as activation
         words = ["0", "false", "off", "no", " OFF ", "1", "true", "on", "yes", "", "nope", "2"]
         for value in words:
             sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, activation.Seams)]
@@ -91,7 +92,7 @@ def test_words_that_switch_it_off_and_on() -> None:
 def test_an_error_of_ours_does_not_break_torch() -> None:
     code = """
         import sys
-        sys.modules["nemo_rl_ext.activation"] = None  # its import raises
+        sys.modules["nemo_rl_ext.patches.ledger"] = None  # its import raises
         import torch
         print(torch.ones(2).sum().item())
     """
@@ -105,18 +106,18 @@ def test_the_list_is_what_the_seams_rely_on() -> None:
 
     for module, seams in SEAMS.items():
         for seam in seams:
-            upstreams = importlib.import_module(f"nemo_rl_ext.seams.{seam}").UPSTREAM
+            upstreams = importlib.import_module(f"nemo_rl_ext.patches.{seam}").UPSTREAM
             assert all(isinstance(u, Upstream) for u in upstreams)
             assert module in {u.module for u in upstreams}
-    files = {p.stem for p in (ROOT / "nemo_rl_ext" / "seams").glob("*.py")}
-    assert files - {"__init__", "upstream"} == {s for seams in SEAMS.values() for s in seams}
+    files = {p.stem for p in (ROOT / "nemo_rl_ext" / "patches").glob("*.py")}
+    assert files - {"__init__", "ledger", "upstream"} == {s for seams in SEAMS.values() for s in seams}
 
 
 def test_every_seam_says_why_how_where_and_until_when() -> None:
     import importlib
 
     for seam in {s for seams in SEAMS.values() for s in seams}:
-        text = importlib.import_module(f"nemo_rl_ext.seams.{seam}").__doc__ or ""
+        text = importlib.import_module(f"nemo_rl_ext.patches.{seam}").__doc__ or ""
         for heading in ("Why:", "How:", "Upstream:", "Goes:"):
             assert f"\n{heading}" in text, (seam, heading)
 
@@ -164,7 +165,7 @@ def test_a_module_that_imports_torch_is_taken_up_when_it_is_whole(tmp_path: Path
     code = """
         from nemo_rl.algorithms import grpo
         from nemo_rl.utils.config import load_config
-        from nemo_rl_ext.activation import installed
+        from nemo_rl_ext.patches.ledger import installed
         print(sorted(installed().applied))
         load_config("x")
         print(sorted(installed().applied))
@@ -181,7 +182,7 @@ def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> No
         import torch
         from nemo_rl.utils.config import load_config
         print(load_config("x", True))
-        from nemo_rl_ext.activation import installed
+        from nemo_rl_ext.patches.ledger import installed
         try:
             installed().require("policy.megatron_cfg.fp8rl")
         except Exception as error:
@@ -214,7 +215,7 @@ def test_a_decorated_function_is_compared_by_its_source(tmp_path: Path, paramete
     code = """
         import torch
         from nemo_rl.utils import config
-        from nemo_rl_ext.activation import installed
+        from nemo_rl_ext.patches.ledger import installed
         print(*installed().failures.values())
     """
     message = run(code, path).stdout.strip()
@@ -238,7 +239,7 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
     )
     code = """
         import torch, nemo_rl.utils.config
-        from nemo_rl_ext.activation import installed
+        from nemo_rl_ext.patches.ledger import installed
         installed().require("policy.megatron_cfg.fp8rl")
     """
     last = run(code, path).stderr.strip().splitlines()[-1]
@@ -256,7 +257,7 @@ def test_the_launcher_runs_a_driver_with_the_hooks(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
         "import sys, neighbour\n"
-        "from nemo_rl_ext.activation import installed\n"
+        "from nemo_rl_ext.patches.ledger import installed\n"
         "print(__name__, sys.argv[1:], neighbour.x, installed() is not None)\n"
     )
     (tmp_path / "neighbour.py").write_text("x = 1\n")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import BatchError
-from nemo_rl_ext.advantages import group_relative_advantages
+from nemo_rl_ext.grpo.advantages import group_relative_advantages
 
 answers = st.lists(
     st.tuples(

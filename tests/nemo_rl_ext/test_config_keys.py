@@ -13,7 +13,8 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext.config_keys import (
+from nemo_rl_ext.config.drivers import DRIVERS
+from nemo_rl_ext.config.keys import (
     KV_BACKENDS,
     MAX_AGE,
     announce_kv_cache,
@@ -22,7 +23,6 @@ from nemo_rl_ext.config_keys import (
     rollouts_in_bf16,
     withdraw_kv_cache,
 )
-from nemo_rl_ext.drivers import DRIVERS
 
 GRPO = DRIVERS["grpo"]
 
@@ -592,7 +592,7 @@ def test_workers_that_would_get_no_hooks_are_refused(
 def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
     from vllm.config import CompilationConfig
 
-    from vllm_fp8rl.kv_cache import check_backend
+    from vllm_fp8rl.quantization.kv_cache import check_backend
 
     for name in KV_BACKENDS:
         check_backend(name, CompilationConfig(cudagraph_mode="NONE"))

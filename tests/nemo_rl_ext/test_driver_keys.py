@@ -17,12 +17,12 @@ from pydantic import BaseModel
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext import training
-from nemo_rl_ext.activation import SEAMS, Seams
-from nemo_rl_ext.config_keys import READERS, prepare, read
-from nemo_rl_ext.drivers import DRIVERS, Driver, check_places, find, meant
-from nemo_rl_ext.seams import config as config_seam
-from nemo_rl_ext.worker_block import WorkerBlock
+from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, find, meant
+from nemo_rl_ext.config.keys import READERS, prepare, read
+from nemo_rl_ext.config.worker_block import WorkerBlock
+from nemo_rl_ext.patches import config as config_seam
+from nemo_rl_ext.patches.ledger import SEAMS, Seams
+from nemo_rl_ext.workers import training
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = [pytest.param(driver, id=driver.name) for driver in DRIVERS.values()]
@@ -227,9 +227,9 @@ def test_without_a_key_nothing_is_changed_and_nothing_imported(driver: Driver) -
 
 def test_the_check_of_a_config_without_keys_imports_nothing_of_ours() -> None:
     code = (
-        "import sys; from nemo_rl_ext.drivers import DRIVERS, check_places; "
+        "import sys; from nemo_rl_ext.config.drivers import DRIVERS, check_places; "
         "assert not any(check_places({'policy': {'fp8_cfg': {}}}, d) for d in DRIVERS.values()); "
-        "print([m for m in ('torch', 'pydantic', 'fp8rl', 'nemo_rl_ext.config_keys') "
+        "print([m for m in ('torch', 'pydantic', 'fp8rl', 'nemo_rl_ext.config.keys') "
         "if m in sys.modules])"
     )
     done = subprocess.run(
@@ -364,7 +364,7 @@ def test_each_key_of_a_recipe_reaches_who_acts_on_it(driver: Driver, key: str) -
 
     Naively, by copying the settings that one knows: a key that was forgotten is the default.
     """
-    from vllm_fp8rl.config import read_recipe
+    from vllm_fp8rl.quantization.config import read_recipe
 
     if not driver.serves:
         return

@@ -15,9 +15,10 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from nemo_rl_ext import fallback, rollout_engine
-from nemo_rl_ext.guard import LOGGER
-from nemo_rl_ext.training import kv_scales_withdrawn
+from nemo_rl_ext.driver import fallback
+from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.workers import rollout_engine
+from nemo_rl_ext.workers.training import kv_scales_withdrawn
 
 
 def generation_section(*, shared: bool) -> dict[str, Any]:

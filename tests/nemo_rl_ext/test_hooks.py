@@ -9,7 +9,7 @@ import pytest
 
 import nemo_rl_ext
 from fp8rl import PluginManager
-from nemo_rl_ext.importance_sampling import correct
+from nemo_rl_ext.grpo.importance_sampling import correct
 
 
 def run(code: str) -> str:

@@ -14,7 +14,7 @@ from fp8rl.errors import BatchError, PluginError, RecipeError
 from fp8rl.mismatch import mismatch_metrics
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext import hooks
-from nemo_rl_ext.importance_sampling import Correction, correct, resolve_corrector
+from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask", "off")

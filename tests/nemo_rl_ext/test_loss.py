@@ -16,8 +16,8 @@ from fp8rl.errors import BatchError, PluginError, RecipeError
 from fp8rl.mismatch import mismatch_metrics
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext import hooks
-from nemo_rl_ext.importance_sampling import Correction
-from nemo_rl_ext.loss import GRPOConfig, GRPOLoss, merge_metrics
+from nemo_rl_ext.grpo.importance_sampling import Correction
+from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss, merge_metrics
 
 PLUGINS = PluginManager(discover=False)
 PLUGINS.register(hooks)

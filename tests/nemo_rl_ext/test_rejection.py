@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.recipe import ImportanceSampling, Rejection
-from nemo_rl_ext.importance_sampling import correct
-from nemo_rl_ext.rejection import reject
+from nemo_rl_ext.grpo.importance_sampling import correct
+from nemo_rl_ext.grpo.rejection import reject
 
 
 def written_out(

@@ -19,7 +19,7 @@ from live_engine import SETTINGS, Engine, found_by, make_checkpoint, start_engin
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.rollout_engine import (
+from nemo_rl_ext.workers.rollout_engine import (
     OWN_BYTES,
     create_engine,
     hold_if_idle,
@@ -27,7 +27,7 @@ from nemo_rl_ext.rollout_engine import (
     restart_in_bf16,
     within_free_memory,
 )
-from nemo_rl_ext.self_calibration import CalibratingLLM
+from nemo_rl_ext.workers.self_calibration import CalibratingLLM
 
 SCRIPT = Path(__file__).with_name("rollout_engine_cases.py")
 PROMPTS = [[(31 * i + 7 * j * j) % 500 + 5 for j in range(20 + 9 * i)] for i in range(3)]

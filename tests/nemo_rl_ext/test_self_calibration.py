@@ -17,12 +17,12 @@ from live_engine import LAYERS, Engine, load_tensors, make_checkpoint, start_eng
 from fp8rl import Recipe
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_names
-from nemo_rl_ext import self_calibration
-from nemo_rl_ext.guard import LOGGER
-from nemo_rl_ext.rollout import FencedSession
-from nemo_rl_ext.self_calibration import SEQUENCES, TOKENS, CalibratingLLM
-from vllm_fp8rl.calibrate import calibrate_kv_scales
-from vllm_fp8rl.kv_cache import forget_kv_scales, kv_scale_state, missing_kv_scales
+from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.workers import self_calibration
+from nemo_rl_ext.workers.rollout import FencedSession
+from nemo_rl_ext.workers.self_calibration import SEQUENCES, TOKENS, CalibratingLLM
+from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
+from vllm_fp8rl.quantization.kv_cache import forget_kv_scales, kv_scale_state, missing_kv_scales
 
 PROMPTS = [[(31 * i + 7 * j * j) % 500 + 5 for j in range(150 + 9 * i)] for i in range(4)]
 

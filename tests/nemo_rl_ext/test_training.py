@@ -23,9 +23,9 @@ from megatron_fp8rl.conversion import conversion_of
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.models import build_gpt
-from nemo_rl_ext import training
-from nemo_rl_ext.activation import Seams
-from nemo_rl_ext.seams import kv_scales, megatron
+from nemo_rl_ext.patches import kv_scales, megatron
+from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.workers import training
 
 CONFIG = Qwen3Config(
     vocab_size=96,

@@ -26,8 +26,8 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
 from fp8rl.kv_scales import scale_names
-from vllm_fp8rl.async_refit import refit_async, refit_async_from_files
-from vllm_fp8rl.worker import RefitMixin
+from vllm_fp8rl.refit.asynchronous import refit_async, refit_async_from_files
+from vllm_fp8rl.refit.worker import RefitMixin
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 LONG = [7, 8, 9]

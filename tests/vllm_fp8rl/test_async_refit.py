@@ -14,9 +14,9 @@ from live_engine import LAYERS, Engine, found_by, load_tensors
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
-from vllm_fp8rl.async_refit import refit_async
-from vllm_fp8rl.liveness import ended_by_death
-from vllm_fp8rl.worker import EXTENSION
+from vllm_fp8rl.refit.asynchronous import refit_async
+from vllm_fp8rl.refit.liveness import ended_by_death
+from vllm_fp8rl.refit.worker import EXTENSION
 
 SCRIPT = Path(__file__).with_name("async_cases.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -20,8 +20,9 @@ from fp8rl.recipe import KVCache
 pytest.importorskip("vllm")
 from live_engine import KV_SCALE, LAYERS, VOCAB, load_tensors
 
-from vllm_fp8rl.calibrate import calibrate_kv_scales, lacks_kv_scales, send_kv_scales
-from vllm_fp8rl.kv_cache import (
+from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, lacks_kv_scales, send_kv_scales
+from vllm_fp8rl.calibration.observer import ObservedImpl, observed, start_observing, stop_observing
+from vllm_fp8rl.quantization.kv_cache import (
     forget_kv_scales,
     fp8_layers,
     kv_scale_state,
@@ -29,10 +30,9 @@ from vllm_fp8rl.kv_cache import (
     set_kv_scales,
     set_uncalibrated_kv_scales,
 )
-from vllm_fp8rl.kv_observer import ObservedImpl, observed, start_observing, stop_observing
 from vllm_fp8rl.refit import drop_requests
+from vllm_fp8rl.refit.worker import EXTENSION, METHODS, STEPS, RefitMixin, read_answer
 from vllm_fp8rl.testing.hf_reference import load_reference
-from vllm_fp8rl.worker import EXTENSION, METHODS, STEPS, RefitMixin, read_answer
 
 if TYPE_CHECKING:
     from live_engine import Engine

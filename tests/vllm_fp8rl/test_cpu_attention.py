@@ -19,7 +19,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_fp8rl.cpu_attention import (
+from vllm_fp8rl.attention.cpu import (
     Fp8RLCpuImpl,
     Fp8RLCpuMetadata,
     Fp8RLCpuMetadataBuilder,

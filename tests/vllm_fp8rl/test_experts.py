@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import FP8_DTYPE, Quantized, cdiv, dequantize_block, quantize_block
-from vllm_fp8rl.experts import SLOTS, ExpertGrids, ExpertLayout, PlainExperts, empty_stacks
+from vllm_fp8rl.storage.experts import SLOTS, ExpertGrids, ExpertLayout, PlainExperts, empty_stacks
 
 HIDDEN = 200
 

@@ -15,9 +15,9 @@ from live_engine import Engine, load_tensors
 from safetensors.torch import save, save_file
 
 from fp8rl.errors import RefitError
-from vllm_fp8rl import files as files_module
-from vllm_fp8rl.files import INDEX, read_files
 from vllm_fp8rl.refit import drop_requests, refit_from_files
+from vllm_fp8rl.refit import files as files_module
+from vllm_fp8rl.refit.files import INDEX, read_files
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
@@ -212,7 +212,7 @@ def test_a_refit_from_a_file_that_is_rewritten(engine: Engine, checkpoints, tmp_
     assert engine.greedy(PROMPTS) == tokens  # the file fits into one batch
     with monkeypatch.context() as patch:
         patch.setattr(files_module._File, "read", rewritten)
-        patch.setattr("vllm_fp8rl.worker.BATCH_BYTES", 1 << 18)
+        patch.setattr("vllm_fp8rl.refit.worker.BATCH_BYTES", 1 << 18)
         path.write_bytes((checkpoints["a"] / "model.safetensors").read_bytes())
         with pytest.raises(RefitError, match=rf"'{path}' was changed while it was read"):
             refit_from_files(engine.llm, str(path), expect_kv_scales=False)
@@ -226,7 +226,7 @@ def test_a_refit_from_a_file_that_is_rewritten(engine: Engine, checkpoints, tmp_
 CUT = """
 import os, sys
 from pathlib import Path
-from vllm_fp8rl import files
+from vllm_fp8rl.refit import files
 
 files._require_agreement = lambda *args: None  # one rank, without an engine
 path = Path(sys.argv[1])

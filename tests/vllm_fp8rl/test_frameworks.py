@@ -21,9 +21,10 @@ from safetensors.torch import load_file
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, RefitError, UnsupportedError
 from fp8rl.kv_scales import scale_names
-from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS, config
+from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.quantization import config
 from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
-from vllm_fp8rl.worker import has_refit_methods
+from vllm_fp8rl.refit.worker import has_refit_methods
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DOC = (EXAMPLES.parent / "docs" / "vllm.md").read_text(encoding="utf-8")

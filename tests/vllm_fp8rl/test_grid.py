@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import dequantize_block, quantize_block
-from vllm_fp8rl import grid as grid_module
-from vllm_fp8rl.grid import BlockGrid, empty_storage
+from vllm_fp8rl.storage import block_grid as grid_module
+from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 
 
 def make_grid(partitions: list[int], columns: int, scale_format: str = "fp32"):

@@ -19,11 +19,11 @@ from fp8rl.recipe import KVCache
 pytest.importorskip("vllm")
 from live_engine import load_tensors
 
-from vllm_fp8rl.grid import BlockGrid, empty_storage
-from vllm_fp8rl.guard import GUARD, RefitGuard, guarded
-from vllm_fp8rl.kv_cache import check_backend, kv_scale_state, set_kv_scales
+from vllm_fp8rl.patches.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
+from vllm_fp8rl.quantization.kv_cache import check_backend, kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
-from vllm_fp8rl.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
+from vllm_fp8rl.refit.guard import GUARD, RefitGuard, guarded
+from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 
 if TYPE_CHECKING:
     from live_engine import Engine

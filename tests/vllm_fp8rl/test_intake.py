@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from fp8rl.errors import RefitError
-from vllm_fp8rl.intake import steady
 from vllm_fp8rl.refit import batches
-from vllm_fp8rl.transport import pack, received
+from vllm_fp8rl.refit.intake import steady
+from vllm_fp8rl.refit.transport import pack, received
 
 MEMORY = torch.zeros(8, 9, 10)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

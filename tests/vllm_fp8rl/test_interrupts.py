@@ -24,11 +24,11 @@ from fp8rl.kv_scales import scale_name, scale_names
 pytest.importorskip("vllm")
 from live_engine import KV_SCALE, LAYERS, VOCAB, load_tensors
 
-from vllm_fp8rl.calibrate import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.kv_cache import fp8_layers, kv_scale_state
-from vllm_fp8rl.kv_observer import ObservedImpl
+from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.calibration.observer import ObservedImpl
+from vllm_fp8rl.quantization.kv_cache import fp8_layers, kv_scale_state
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
-from vllm_fp8rl.worker import STEPS, read_answer
+from vllm_fp8rl.refit.worker import STEPS, read_answer
 
 if TYPE_CHECKING:
     from live_engine import Engine

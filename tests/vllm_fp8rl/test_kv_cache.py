@@ -20,8 +20,8 @@ from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
-from vllm_fp8rl.config import check_scale_source
-from vllm_fp8rl.kv_cache import (
+from vllm_fp8rl.quantization.config import check_scale_source
+from vllm_fp8rl.quantization.kv_cache import (
     kv_scale_state,
     missing_kv_scales,
     require_kv_scales,

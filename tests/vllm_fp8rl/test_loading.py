@@ -23,11 +23,11 @@ from fp8rl.errors import (
 )
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from vllm_fp8rl.config import Fp8RLConfig, read_recipe
-from vllm_fp8rl.index import ModelIndex
-from vllm_fp8rl.kernels import CPU_CACHE_ENV
-from vllm_fp8rl.linear import Fp8RLLinearMethod, RefitLinearMethod
+from vllm_fp8rl.kernels.choice import CPU_CACHE_ENV
+from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
+from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
 from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit.index import ModelIndex
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 FUSED = {

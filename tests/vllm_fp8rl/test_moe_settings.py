@@ -9,7 +9,7 @@ import pytest
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ActivationFormat
-from vllm_fp8rl.moe_settings import ACTIVATION_SCALES_ENV, set_activation_scales
+from vllm_fp8rl.kernels.moe_settings import ACTIVATION_SCALES_ENV, set_activation_scales
 
 POW2 = Recipe(activations=ActivationFormat(scale_format="pow2"))
 

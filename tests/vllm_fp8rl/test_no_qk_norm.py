@@ -16,7 +16,7 @@ from test_teacher_forced import PROMPTS, vllm_logprobs
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fp8rl import Recipe
-from vllm_fp8rl.calibrate import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.testing.hf_reference import gap, load_reference
 
 RECIPE = Recipe(rollout=False)  # the cache alone, so that nothing else is in the difference

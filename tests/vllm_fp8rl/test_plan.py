@@ -15,8 +15,8 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from vllm_fp8rl.plan import LoadPlan
 from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit.plan import LoadPlan
 
 UP = "model.layers.1.mlp.up_proj.weight"
 SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}

@@ -17,9 +17,10 @@ from fp8rl.errors import ModelError, PinError, UnsupportedError
 from fp8rl.gemm import GemmShape, ReferenceBackend
 from fp8rl.numerics import quantize_block, quantize_group
 from fp8rl.pinning import dense_module_names
-from vllm_fp8rl import compat, config, models
-from vllm_fp8rl.config import Fp8RLConfig
-from vllm_fp8rl.kernels import CachedCpuKernel, CpuKernel, select_kernel
+from vllm_fp8rl import compat
+from vllm_fp8rl.kernels.choice import CachedCpuKernel, CpuKernel, select_kernel
+from vllm_fp8rl.quantization import config, models
+from vllm_fp8rl.quantization.config import Fp8RLConfig
 
 
 def test_importing_the_package_and_its_hooks_does_not_import_vllm():

@@ -239,7 +239,7 @@ def test_an_error_of_a_hook_is_logged_because_the_new_weights_serve(engine, b, t
     manager = PluginManager(discover=False)
     manager.register(Failing())
     logged = []
-    monkeypatch.setattr("vllm_fp8rl.client.logger.exception", logged.append)
+    monkeypatch.setattr("vllm_fp8rl.refit.client.logger.exception", logged.append)
     report = refit(engine.llm, b.items(), expect_kv_scales=False, plugins=manager)
     assert report.tensors == len(b)
     assert engine.greedy(PROMPTS) == tokens["b"]

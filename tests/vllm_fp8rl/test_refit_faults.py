@@ -15,10 +15,10 @@ from live_engine import KV_SCALE, LAYERS, Engine, load_tensors
 
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import scale_names
-from vllm_fp8rl import grid as grid_module
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
-from vllm_fp8rl.transport import Sender, place
-from vllm_fp8rl.worker import STEPS, read_answer
+from vllm_fp8rl.refit.transport import Sender, place
+from vllm_fp8rl.refit.worker import STEPS, read_answer
+from vllm_fp8rl.storage import block_grid as grid_module
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -96,7 +96,7 @@ def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.session.start_finite_check", failing)
+        patch.setattr("vllm_fp8rl.refit.session.start_finite_check", failing)
         with pytest.raises(RefitError, match="No memory was left"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
     assert same(before, state(engine))
@@ -116,8 +116,8 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.refit._load", staging)
-        patch.setattr("vllm_fp8rl.transport.torch.empty", failing)
+        patch.setattr("vllm_fp8rl.refit.synchronous._load", staging)
+        patch.setattr("vllm_fp8rl.refit.transport.torch.empty", failing)
         with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
     assert same(before, state(engine))

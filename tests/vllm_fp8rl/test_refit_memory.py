@@ -12,8 +12,8 @@ import torch
 from live_engine import Engine, make_checkpoint
 
 from fp8rl import Recipe
-from vllm_fp8rl.index import ModelIndex
 from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit.index import ModelIndex
 
 LAYERS = 4
 

@@ -15,7 +15,8 @@ from vllm.platforms import current_platform
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.gemm import GemmShape
-from vllm_fp8rl import compat, delegated
+from vllm_fp8rl import compat
+from vllm_fp8rl.kernels import block_gemm as delegated
 
 SHAPE = GemmShape(0, 512, 256)
 
@@ -109,7 +110,7 @@ def test_a_checkpoint_in_mxfp8(
 
 
 def test_other_devices() -> None:
-    from vllm_fp8rl.kernels import select_kernel
+    from vllm_fp8rl.kernels.choice import select_kernel
 
     with pytest.raises(UnsupportedError, match="no FP8 kernel for device 'xpu'"):
         select_kernel(torch.device("xpu"), SHAPE, Recipe(), torch.bfloat16)

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8rl.numerics import quantize_block
-from vllm_fp8rl.grid import BlockGrid, Writes, empty_storage
-from vllm_fp8rl.params import Fp8Weight, Shard
+from vllm_fp8rl.storage.block_grid import BlockGrid, Writes, empty_storage
+from vllm_fp8rl.storage.parameters import Fp8Weight, Shard
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -149,7 +149,7 @@ def test_shards_in_any_order(engine, data):
 
 def test_a_batch_is_done_in_one_call_of_the_kernels(engine, monkeypatch: pytest.MonkeyPatch):
     """What makes it fast on a GPU: one launch a batch and shape, whatever the number of layers."""
-    from vllm_fp8rl import grid as module
+    from vllm_fp8rl.storage import block_grid as module
 
     calls = []
     quantize = module.quantize_blocks

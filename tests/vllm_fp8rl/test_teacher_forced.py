@@ -22,7 +22,7 @@ from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache, Pins
 
 pytest.importorskip("vllm")
-from vllm_fp8rl.kv_cache import kv_scale_state, set_kv_scales
+from vllm_fp8rl.quantization.kv_cache import kv_scale_state, set_kv_scales
 from vllm_fp8rl.testing.hf_reference import (
     Gap,
     gap,

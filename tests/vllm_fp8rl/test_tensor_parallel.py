@@ -10,8 +10,8 @@ from live_engine import found_by, load_tensors, make_checkpoint
 
 from fp8rl import Recipe
 from fp8rl.numerics import dequantize_block, quantize_block
-from vllm_fp8rl.grid import BlockGrid, empty_storage
-from vllm_fp8rl.params import Fp8Scale, Fp8Weight, PlainWeight
+from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
+from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight, PlainWeight
 from vllm_fp8rl.testing.hf_reference import observed_kv_scales
 
 SCRIPT = Path(__file__).with_name("tp_refit.py")

@@ -31,8 +31,8 @@ from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
-from vllm_fp8rl.config import Resolved
-from vllm_fp8rl.models import check_architecture, check_widths, module_names
+from vllm_fp8rl.quantization.config import Resolved
+from vllm_fp8rl.quantization.models import check_architecture, check_widths, module_names
 from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint

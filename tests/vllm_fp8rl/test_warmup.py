@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import envs
 
-from vllm_fp8rl import deep_gemm_jit
-from vllm_fp8rl.deep_gemm_jit import Job, Shape, find_nvcc, rows_to_try
-from vllm_fp8rl.warmup import KernelWarmup, deep_gemm_job
+from vllm_fp8rl.deep_gemm_warmup import compile as deep_gemm_jit
+from vllm_fp8rl.deep_gemm_warmup.compile import Job, Shape, find_nvcc, rows_to_try
+from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup, deep_gemm_job
 
 # As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,
 # the compiler's version and the flags; a kernel is loaded as soon as it has been made.

@@ -16,10 +16,10 @@ from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
-from vllm_fp8rl.params import Fp8Scale
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.transport import pack
-from vllm_fp8rl.weight_transfer import Fp8RLNcclTransferEngine
+from vllm_fp8rl.refit.transport import pack
+from vllm_fp8rl.refit.weight_transfer import Fp8RLNcclTransferEngine
+from vllm_fp8rl.storage.parameters import Fp8Scale
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 NORM = "model.norm.weight"

@@ -53,8 +53,7 @@ def expected(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, list]:
 
 
 def main(root: Path) -> dict[str, object]:
-    from vllm_fp8rl import worker
-    from vllm_fp8rl.refit import refit
+    from vllm_fp8rl.refit import refit, worker
 
     a, b = (load_tensors(root / name) for name in "ab")
     engine = start_engine(

@@ -42,7 +42,7 @@ def codes(worker) -> dict[str, tuple[list, list]]:
 
 
 def kv_scales(worker) -> dict[str, float]:
-    from vllm_fp8rl.kv_cache import kv_scale_state
+    from vllm_fp8rl.quantization.kv_cache import kv_scale_state
 
     state = kv_scale_state(worker.model_runner.get_model())
     return {scale_name(*key): value for key, value in state.items()}
@@ -86,9 +86,12 @@ def error_of(attempt: Callable[[], object]) -> str:
 
 
 def main(root: Path) -> dict[str, object]:
-    from vllm_fp8rl import worker
-    from vllm_fp8rl.calibrate import calibrate_kv_scales, lacks_kv_scales, send_kv_scales
-    from vllm_fp8rl.refit import refit, refit_from_files
+    from vllm_fp8rl.calibration.calibrate import (
+        calibrate_kv_scales,
+        lacks_kv_scales,
+        send_kv_scales,
+    )
+    from vllm_fp8rl.refit import refit, refit_from_files, worker
 
     scales = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
     a, b = (load_tensors(root / name) for name in "ab")

@@ -29,7 +29,7 @@ from fp8rl.numerics import (
 )
 from fp8rl.numerics.reference import quantize_block, quantize_group  # no kernel, on a GPU too
 from fp8rl.recipe import ScaleFormat
-from vllm_fp8rl.models import module_names
+from vllm_fp8rl.quantization.models import module_names
 
 Attention = Literal["eager", "sdpa"]
 FLIPPED = 1e-4

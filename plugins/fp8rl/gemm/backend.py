@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from fp8rl.numerics import ColumnSegments, Quantized, RowSegments
+from fp8rl.numerics import GroupedColumns, GroupedRows, Quantized
 from fp8rl.recipe import ScaleFormat
 
 Direction = Literal["fprop", "dgrad", "wgrad", "wgrad_add"]
@@ -98,16 +98,16 @@ class GroupedBackend(Protocol):
     ) -> str | None:
         """None if the backend serves the case, otherwise the reason why not."""
 
-    def grouped_fprop(self, x: RowSegments, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """``[segments.rows, out]``: of each expert ``[tokens, in] x [out, in]``."""
 
-    def grouped_dgrad(self, grad: RowSegments, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grouped_dgrad(self, grad: GroupedRows, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """``[segments.rows, in]``: of each expert ``[tokens, out] x [in, out]``."""
 
     def grouped_wgrad(
         self,
-        grad_t: ColumnSegments,
-        x_t: ColumnSegments,
+        grad_t: GroupedColumns,
+        x_t: GroupedColumns,
         dtype: torch.dtype,
         out: Sequence[torch.Tensor] | None = None,
     ) -> Sequence[torch.Tensor]:

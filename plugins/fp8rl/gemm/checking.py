@@ -13,7 +13,7 @@ import torch
 
 from fp8rl.gemm.backend import Direction, GemmBackend, GemmShape, GroupedBackend, GroupedShape
 from fp8rl.gemm.tuning import operands, run, run_grouped
-from fp8rl.numerics import BLOCK, GROUP, ColumnSegments, Quantized
+from fp8rl.numerics import BLOCK, GROUP, GroupedColumns, Quantized
 
 # Bfloat16 rounds by 2e-3, and Hopper's tensor cores keep 14 bits of what they add.
 _TOLERANCE = 1e-2
@@ -60,7 +60,7 @@ def _parts(a: Any, b: Any, result: Any) -> Iterator[tuple[Quantized, Quantized, 
         yield a, b, result
         return
     segments = a.segments
-    if isinstance(a, ColumnSegments):
+    if isinstance(a, GroupedColumns):
         for position in range(len(segments.order)):
             yield a.at(position), b.at(position), result[position]
         return

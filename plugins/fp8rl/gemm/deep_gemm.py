@@ -15,7 +15,7 @@ import torch
 
 from fp8rl.gemm.backend import GemmShape, GroupedShape
 from fp8rl.gemm.scaled_mm import groups_outermost
-from fp8rl.numerics import GROUP, ColumnSegments, Quantized, RowSegments
+from fp8rl.numerics import GROUP, GroupedColumns, GroupedRows, Quantized
 from fp8rl.recipe import ScaleFormat
 
 _HOPPER = (9, 0)
@@ -144,16 +144,16 @@ class DeepGemmBackend:
             return f"its tiles were set to {alignment} rows, which reach over an expert's end"
         return None
 
-    def grouped_fprop(self, x: RowSegments, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         return self._by_rows(x, w, dtype)
 
-    def grouped_dgrad(self, grad: RowSegments, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grouped_dgrad(self, grad: GroupedRows, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
         return self._by_rows(grad, w_t, dtype)
 
     def grouped_wgrad(
         self,
-        grad_t: ColumnSegments,
-        x_t: ColumnSegments,
+        grad_t: GroupedColumns,
+        x_t: GroupedColumns,
         dtype: torch.dtype,
         out: Sequence[torch.Tensor] | None = None,
     ) -> Sequence[torch.Tensor]:
@@ -172,7 +172,7 @@ class DeepGemmBackend:
                 self.wgrad(grad_t.at(first), x_t.at(first), dtype, out[first])
         return out
 
-    def _by_rows(self, a: RowSegments, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def _by_rows(self, a: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         rows, features = a.segments.rows, w.codes.shape[1]
         out = torch.empty(rows, features, dtype=torch.bfloat16, device=a.codes.device)
         assert dtype == out.dtype  # supports_grouped() came first
@@ -184,7 +184,7 @@ class DeepGemmBackend:
         return out
 
     def _by_columns(
-        self, a: ColumnSegments, b: ColumnSegments, first: int, total: torch.Tensor
+        self, a: GroupedColumns, b: GroupedColumns, first: int, total: torch.Tensor
     ) -> None:
         """Add the products at the positions from ``first`` on to ``total``, one for each matrix."""
         segments, end = b.segments, first + len(total)
@@ -193,7 +193,7 @@ class DeepGemmBackend:
             return
         groups = slice(segments.group_starts[first], segments.group_starts[end])
 
-        def part(side: ColumnSegments) -> tuple[torch.Tensor, torch.Tensor]:
+        def part(side: GroupedColumns) -> tuple[torch.Tensor, torch.Tensor]:
             features = side.scale_inv.shape[1]
             codes = side.codes[rows[0] * features : rows[1] * features]
             return codes, side.scale_inv[groups].t()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fp8rl.gemm.backend import GemmBackend, GemmShape, GroupedShape
-from fp8rl.numerics import ColumnSegments, Quantized, RowSegments
+from fp8rl.numerics import GroupedColumns, GroupedRows, Quantized
 from fp8rl.recipe import ScaleFormat
 
 
@@ -28,16 +28,16 @@ class LoopBackend:
                 return reason
         return None
 
-    def grouped_fprop(self, x: RowSegments, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         return _each(self.plain.fprop, x, w, dtype)
 
-    def grouped_dgrad(self, grad: RowSegments, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def grouped_dgrad(self, grad: GroupedRows, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
         return _each(self.plain.dgrad, grad, w_t, dtype)
 
     def grouped_wgrad(
         self,
-        grad_t: ColumnSegments,
-        x_t: ColumnSegments,
+        grad_t: GroupedColumns,
+        x_t: GroupedColumns,
         dtype: torch.dtype,
         out: Sequence[torch.Tensor] | None = None,
     ) -> Sequence[torch.Tensor]:
@@ -57,7 +57,7 @@ class LoopBackend:
 
 def _each(
     product: Callable[[Quantized, Quantized, torch.dtype], torch.Tensor],
-    a: RowSegments,
+    a: GroupedRows,
     w: Quantized,
     dtype: torch.dtype,
 ) -> torch.Tensor:

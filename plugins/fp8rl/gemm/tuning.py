@@ -15,9 +15,9 @@ from fp8rl.gemm.backend import Direction, GemmBackend, GemmShape, GroupedBackend
 from fp8rl.numerics import (
     FP8_DTYPE,
     GROUP,
-    ColumnSegments,
+    GroupedColumns,
+    GroupedRows,
     Quantized,
-    RowSegments,
     Segments,
     cdiv,
     row_alignment,
@@ -98,14 +98,14 @@ def run(
 def run_grouped(
     backend: GroupedBackend,
     direction: Direction,
-    a: RowSegments | ColumnSegments,
-    b: Quantized | ColumnSegments,
+    a: GroupedRows | GroupedColumns,
+    b: Quantized | GroupedColumns,
     dtype: torch.dtype,
     out: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor | Sequence[torch.Tensor]:
     """:func:`run` for experts."""
-    if isinstance(a, ColumnSegments):
-        assert isinstance(b, ColumnSegments)
+    if isinstance(a, GroupedColumns):
+        assert isinstance(b, GroupedColumns)
         return backend.grouped_wgrad(a, b, dtype if out is None else out[0].dtype, out)
     assert isinstance(b, Quantized)
     if direction == "fprop":
@@ -182,19 +182,19 @@ def _operands(
 
 def _grouped_operands(
     direction: Direction, shape: GroupedShape, device: torch.device
-) -> tuple[RowSegments | ColumnSegments, Quantized | ColumnSegments]:
+) -> tuple[GroupedRows | GroupedColumns, Quantized | GroupedColumns]:
     random = _Random(device)
     segments = Segments(shape.sizes, row_alignment(device))
     experts, out_features, in_features = len(shape.sizes), shape.out_features, shape.in_features
 
-    def columns(features: int) -> ColumnSegments:
+    def columns(features: int) -> GroupedColumns:
         scale_inv = random.scales(segments.group_starts[-1], features)
-        return ColumnSegments(random.codes(shape.tokens * features), scale_inv, segments)
+        return GroupedColumns(random.codes(shape.tokens * features), scale_inv, segments)
 
     if direction == "fprop":
         x = random.groups(shape.tokens, in_features)
-        return RowSegments(*x, segments), random.blocks(experts, out_features, in_features)
+        return GroupedRows(*x, segments), random.blocks(experts, out_features, in_features)
     if direction == "dgrad":
         grad = random.groups(shape.tokens, out_features)
-        return RowSegments(*grad, segments), random.blocks(experts, in_features, out_features)
+        return GroupedRows(*grad, segments), random.blocks(experts, in_features, out_features)
     return columns(out_features), columns(in_features)

@@ -11,14 +11,15 @@ The functions here pick the implementation by the tensor's device: the torch ref
 Triton kernels on a GPU. Both give the same codes and scales, bit for bit.
 """
 
-from fp8rl.numerics._dispatch import (
+from fp8rl.numerics.amax import amax_into, count_amax
+from fp8rl.numerics.dispatch import (
     dequantize_block,
     dequantize_group,
     quantize_block,
     quantize_blocks,
     quantize_group,
+    quantize_grouped,
     quantize_operand,
-    quantize_segments,
     quantize_swiglu,
     quantize_swiglu_grad,
     quantize_weight,
@@ -26,47 +27,46 @@ from fp8rl.numerics._dispatch import (
     row_alignment,
     unpad,
 )
-from fp8rl.numerics._finite import all_finite, parts, start_finite_check
-from fp8rl.numerics._format import (
+from fp8rl.numerics.finite import all_finite, parts, start_finite_check
+from fp8rl.numerics.formats import (
+    AMAX_BINS,
     BLOCK,
     E4M3_MAX,
     FP8_DTYPE,
     GROUP,
-    PEAK_BINS,
     Operand,
     Quantized,
     cdiv,
 )
-from fp8rl.numerics._peaks import amax_into, count_peaks
-from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments, on_device
-from fp8rl.numerics.reference import mark_inf, peak_edges
+from fp8rl.numerics.grouped import GroupedColumns, GroupedRows, Segments, on_device
+from fp8rl.numerics.reference import amax_edges, mark_inf
 
 __all__ = [
+    "AMAX_BINS",
     "BLOCK",
     "E4M3_MAX",
     "FP8_DTYPE",
     "GROUP",
-    "PEAK_BINS",
-    "ColumnSegments",
+    "GroupedColumns",
+    "GroupedRows",
     "Operand",
     "Quantized",
-    "RowSegments",
     "Segments",
     "all_finite",
+    "amax_edges",
     "amax_into",
     "cdiv",
-    "count_peaks",
+    "count_amax",
     "dequantize_block",
     "dequantize_group",
     "mark_inf",
     "on_device",
     "parts",
-    "peak_edges",
     "quantize_block",
     "quantize_blocks",
     "quantize_group",
+    "quantize_grouped",
     "quantize_operand",
-    "quantize_segments",
     "quantize_swiglu",
     "quantize_swiglu_grad",
     "quantize_weight",

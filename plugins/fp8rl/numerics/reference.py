@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8rl.numerics._format import (
+from fp8rl.numerics.formats import (
+    AMAX_BINS,
     BLOCK,
     E4M3_MAX,
     FP8_DTYPE,
     GROUP,
-    PEAK_BINS,
     PEAK_FIRST,
     PEAK_SHIFT,
     Operand,
     Quantized,
     cdiv,
 )
-from fp8rl.numerics._segments import ColumnSegments, RowSegments, Segments
+from fp8rl.numerics.grouped import GroupedColumns, GroupedRows, Segments
 from fp8rl.recipe import ScaleFormat
 
 
@@ -142,18 +142,18 @@ ALIGNMENT = 1
 """Rows of an expert need no padding here."""
 
 
-def quantize_segments(
+def quantize_grouped(
     x: torch.Tensor,
     segments: Segments,
     scale_format: ScaleFormat,
     rowwise: bool,
     columnwise: bool,
-) -> tuple[RowSegments | None, ColumnSegments | None]:
-    """See :func:`fp8rl.numerics.quantize_segments`."""
+) -> tuple[GroupedRows | None, GroupedColumns | None]:
+    """See :func:`fp8rl.numerics.quantize_grouped`."""
     x = mark_inf(x)
     by_rows = by_columns = None
     if rowwise:
-        by_rows = RowSegments(*quantize_group(x, GROUP, scale_format), segments)
+        by_rows = GroupedRows(*quantize_group(x, GROUP, scale_format), segments)
     if columnwise:
         runs = x.split(segments.splits)
         made = [
@@ -163,7 +163,7 @@ def quantize_segments(
         # Bytes, because E4M3 has no cat kernel.
         raw = [q.codes.view(torch.uint8).flatten() for q in made] or [x.new_empty(0).byte()]
         scales = [q.scale_inv.t() for q in made] or [x.new_empty(0, x.shape[1]).float()]
-        by_columns = ColumnSegments(torch.cat(raw).view(FP8_DTYPE), torch.cat(scales), segments)
+        by_columns = GroupedColumns(torch.cat(raw).view(FP8_DTYPE), torch.cat(scales), segments)
     return by_rows, by_columns
 
 
@@ -243,19 +243,19 @@ def amax_into(slots: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
             torch.maximum(slot, torch.linalg.vector_norm(x.detach(), torch.inf), out=slot)
 
 
-def count_peaks(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """See :func:`fp8rl.numerics.count_peaks`."""
+def count_amax(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """See :func:`fp8rl.numerics.count_amax`."""
     for row, x in zip(counts, tensors, strict=True):
         if x.numel():
             low, high = torch.aminmax(x.detach(), dim=-1)
             peaks = torch.maximum(low.abs(), high.abs()).float().flatten()
             bins = (peaks.view(torch.int32) >> PEAK_SHIFT) - PEAK_FIRST
-            bins = bins.clamp_(0, PEAK_BINS - 1).masked_fill_(~peaks.isfinite(), PEAK_BINS).long()
+            bins = bins.clamp_(0, AMAX_BINS - 1).masked_fill_(~peaks.isfinite(), AMAX_BINS).long()
             row.scatter_add_(0, bins, torch.ones_like(bins))
 
 
-def peak_edges(bins: torch.Tensor) -> torch.Tensor:
-    """float32: the number that a bin of :func:`fp8rl.numerics.count_peaks` ends below.
+def amax_edges(bins: torch.Tensor) -> torch.Tensor:
+    """float32: the number that a bin of :func:`fp8rl.numerics.count_amax` ends below.
 
     At most 1/32 above its members, but for those outside of the range.
     """

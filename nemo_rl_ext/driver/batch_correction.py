@@ -1,0 +1,197 @@
+"""`Run`: what one training run does with each batch, in the process that has all of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from fp8rl import PluginManager
+from fp8rl.errors import UnsupportedError
+from fp8rl.recipe import ImportanceSampling, Rejection
+from nemo_rl_ext.driver.mismatch_guard import LEVELS, LOGGER, Level, MismatchGuard
+from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
+
+logger = logging.getLogger(LOGGER)
+
+WEIGHTS = "fp8rl_is_weights"
+"""Key in ``train_data``: float32 ``[B, S]``, the whole batch's importance weights."""
+
+
+@dataclass
+class Run:
+    """Correction of whole batches.
+
+    Args:
+        settings: section ``importance_sampling`` of the recipe.
+        guard: or None.
+        in_pieces: a step's batch comes in several calls, and :meth:`end_step` follows the last one
+            (single controller).
+    """
+
+    settings: ImportanceSampling
+    guard: MismatchGuard | None = None
+    in_pieces: bool = False
+    skips: bool = False
+    """Whether the step of the last batch is to be left out, in every pass over it."""
+
+    def __post_init__(self) -> None:
+        self._plugins = PluginManager()
+        self._pieces: list[tuple[torch.Tensor, ...]] = []
+        """Of each piece of the step ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``:
+        both engines' logprobs, the tokens that counted and those left after rejection."""
+
+    @property
+    def fallback_due(self) -> bool:
+        """Whether the engines are to be started anew in BF16 before the next refit."""
+        return self.guard is not None and self.guard.level == "bf16"
+
+    def correct(self, train_data: MutableMapping[str, Any]) -> dict[str, float]:
+        """Correct a batch in place and say what was done.
+
+        ``sample_mask`` loses rejected sequences, ``token_mask`` rejected tokens, and
+        :data:`WEIGHTS` is added. Positions are upstream's: column ``t`` of a logprob belongs to
+        token ``t``, the first column is empty.
+
+        Args:
+            train_data: ``token_mask``, ``prev_logprobs``, ``generation_logprobs`` ``[B, S]``,
+                ``sample_mask`` ``[B]``.
+
+        Returns:
+            Metrics of :func:`nemo_rl_ext.correct` as ``fp8rl/...``, and the guard's level.
+
+        Raises:
+            BatchError: a counted logprob is NaN.
+            UnsupportedError: the guard ends the run.
+        """
+        token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
+        if not self.in_pieces:
+            self.skips = False
+        counts = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)) != 0
+        if not counts.any():
+            return {}
+        rollout = train_data["generation_logprobs"][:, 1:]
+        trainer = train_data["prev_logprobs"][:, 1:]
+        result = self._loss(self.settings).correct(rollout, trainer, counts)
+        metrics = dict(result.metrics)
+        if self.guard is not None:
+            level = self._judge(self.guard, metrics["token_mult_prob_error"])
+            metrics |= self._told(self.guard, level)
+            if level == "tight" and result.mask.any():
+                bound = self.guard.config.geometric
+                tight = Rejection(level="geometric", low=1 / bound, high=bound)
+                settings = self.settings.model_copy(update={"rejection": tight})
+                extra = self._loss(settings).correct(rollout, trainer, result.mask)
+                metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
+                result = extra if extra.mask.any() else result
+        kept = result.mask
+        # A piece may be empty where an earlier one of its step is not.
+        if not kept.any() and not any(earlier.any() for *_, earlier in self._pieces):
+            logger.warning("fp8rl: every token of the batch was rejected; the step is left out.")
+            self.skips = True
+        if self.in_pieces:
+            self._pieces.append((rollout, trainer, counts, kept))
+        if self.skips:
+            kept = counts  # the loops cannot take an empty batch
+        metrics["step_skipped"] = float(self.skips)
+        self._write(train_data, kept, result.weights)
+        return _named(metrics)
+
+    def end_step(self) -> tuple[bool, dict[str, float]]:
+        """Close a step that came in pieces.
+
+        Returns:
+            Whether it is to be left out: the guard says so of all its tokens, or its first piece
+            was rejected whole. And the metrics of all its tokens, as :meth:`correct` has them of
+            a piece; empty where no piece had any.
+
+        Raises:
+            UnsupportedError: the guard ends the run.
+        """
+        metrics: dict[str, float] = {}
+        if self._pieces:
+            rollout, trainer, counts, kept = self._all_pieces()
+            whole = self._loss(self.settings).correct(rollout, trainer, counts)
+            metrics = dict(whole.metrics)
+            if self.guard is not None:
+                level = self._observe(self.guard, metrics["token_mult_prob_error"])
+                metrics |= self._told(self.guard, level)
+                dropped = float((whole.mask & ~kept).sum())
+                metrics["guard_rejected_share"] = dropped / max(float(whole.mask.sum()), 1.0)
+            metrics["step_skipped"] = float(self.skips)
+        self._pieces.clear()
+        skips, self.skips = self.skips, False
+        return skips, _named(metrics)
+
+    def _all_pieces(self) -> list[torch.Tensor]:
+        """The columns of the pieces, each padded to the longest piece."""
+        length = max(rollout.shape[1] for rollout, *_ in self._pieces)
+        return [
+            torch.cat([pad(part, (0, length - part.shape[1])) for part in parts])
+            for parts in zip(*self._pieces, strict=True)
+        ]
+
+    @staticmethod
+    def _told(guard: MismatchGuard, level: Level) -> dict[str, float]:
+        return {
+            "guard_level": float(LEVELS.index(level)),
+            "guard_bf16_rollouts": float(guard.bf16),
+        }
+
+    def _judge(self, guard: MismatchGuard, error: float) -> Level:
+        """The level that a batch, or a piece of one, is corrected by."""
+        if not self.in_pieces:
+            return self._observe(guard, error)
+        return (
+            "normal" if guard.level == "normal" and error <= guard.config.tighten_above else "tight"
+        )
+
+    def _observe(self, guard: MismatchGuard, error: float) -> Level:
+        level = guard.observe(error)
+        if level == "stop":
+            raise UnsupportedError(self._why_stop(guard))
+        self.skips = self.skips or level in ("skip", "bf16")
+        return level
+
+    @staticmethod
+    def _why_stop(guard: MismatchGuard) -> str:
+        what = (
+            f"token_mult_prob_error was above loss_fn.fp8rl_guard.skip_above="
+            f"{guard.config.skip_above} for {guard.skipped} steps in a row"
+        )
+        if guard.bf16:
+            return (
+                f"The guard ends the run: {what} with rollouts in BF16, so FP8 rollouts are not "
+                "what sets the engines apart; compare their logprobs of one batch."
+            )
+        return (
+            f"The guard gives FP8 rollouts up: {what}; resume the last checkpoint with "
+            "rollout=false in the fp8rl block and policy.generation.vllm_cfg.precision=bfloat16, "
+            "or with loss_fn.fp8rl_guard.fallback=bf16."
+        )
+
+    def _loss(self, settings: ImportanceSampling) -> GRPOLoss:
+        return GRPOLoss(GRPOConfig(), settings, self._plugins)
+
+    @staticmethod
+    def _write(
+        train_data: MutableMapping[str, Any], kept: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
+        rows = kept.any(dim=1)
+        train_data["sample_mask"] = sample_mask * rows.to(sample_mask.dtype)
+        tokens = token_mask.clone()
+        # A dropped row keeps its tokens: upstream tells it by its sample mask.
+        tokens[:, 1:] *= torch.where(rows[:, None], kept, True).to(tokens.dtype)
+        train_data["token_mask"] = tokens
+        full = torch.zeros(token_mask.shape, dtype=torch.float32, device=weights.device)
+        full[:, 1:] = weights
+        train_data[WEIGHTS] = full
+
+
+def _named(metrics: dict[str, float]) -> dict[str, float]:
+    return {f"fp8rl/{name}": float(value) for name, value in metrics.items()}

@@ -1,0 +1,112 @@
+"""The guard's last stage, in the process that refits: engines start anew in BF16."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fp8rl.errors import UnsupportedError
+from nemo_rl_ext.config.keys import withdraw_kv_cache
+from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.workers import rollout_engine
+
+logger = logging.getLogger(LOGGER)
+
+POLL_S = 0.5
+TOLD_EVERY_S = 60.0
+
+
+def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
+    """Start every rollout engine anew in BF16, ready for a refit and, after it, :func:`release`.
+
+    The workers stay, and with them the handles, ports and places that others know. Engines that
+    share GPUs with the trainer have them alone meanwhile. Requests that run are waited for (the
+    loops start no new ones before a refit); later ones wait. The trainer sends no KV scales any
+    more, and both sides agree anew on what a refit holds and by which group of ranks it goes.
+
+    Args:
+        policy: NeMo RL's ``Policy``.
+        generation: its ``VllmGeneration``.
+        synchronizer: the loop's ``WeightSynchronizer``; None where the loop has none.
+
+    Raises:
+        UnsupportedError: an engine did not start; the run has no rollouts any more.
+    """
+    shared = generation.cfg["colocated"]["enabled"]
+    workers = generation.worker_group.workers
+    started = time.perf_counter()
+    logger.warning("fp8rl guard: rollouts go to BF16 for the rest of this run.")
+    try:
+        if shared:
+            policy.offload_after_refit()
+        _wait_until_idle(workers)
+        seconds = [s for s in _on(workers, rollout_engine.restart_in_bf16) if s is not None]
+        if len(seconds) != generation.dp_size:
+            raise UnsupportedError(f"{len(seconds)} of {generation.dp_size} engines are fp8rl's.")
+        generation._post_init()
+        _on(policy.worker_group.workers, withdraw_from_trainer)
+        withdraw_kv_cache({"generation": generation.cfg})
+        if shared:
+            if not generation.finish_generation():
+                raise UnsupportedError("The new engines do not go to sleep.")
+            policy.prepare_for_lp_inference()  # a refit reads weights on the GPU
+        (synchronizer or _synchronizer(policy, generation, shared)).init_communicator()
+    except Exception as error:
+        raise UnsupportedError(
+            "The guard could not start BF16 rollouts in the place of FP8 ones "
+            f"({type(error).__name__}: {error}); resume the last checkpoint with rollout=false in "
+            "the fp8rl block and policy.generation.vllm_cfg.precision=bfloat16."
+        ) from error
+    logger.warning(
+        "fp8rl guard: rollouts are in BF16: %d engines started in %.0f s, %.0f s in all.",
+        len(seconds),
+        max(seconds),
+        time.perf_counter() - started,
+    )
+
+
+def release(generation: Any) -> None:
+    """Let the requests go on that have come since :func:`fall_back`."""
+    _on(generation.worker_group.workers, rollout_engine.release)
+
+
+def _synchronizer(policy: Any, generation: Any, shared: bool) -> Any:
+    from nemo_rl.weight_sync.factory import create_weight_synchronizer
+
+    return create_weight_synchronizer(
+        policy,
+        generation,
+        generation_backend="vllm",
+        colocated=shared,
+        train_cluster=policy.worker_group.cluster,
+        inference_cluster=generation.worker_group.cluster,
+    )
+
+
+def withdraw_from_trainer(worker: Any) -> None:
+    """Let a policy worker send what a BF16 engine takes."""
+    withdraw_kv_cache(worker.cfg)
+
+
+def _on(workers: list[Any], function: Callable[[Any], Any]) -> list[Any]:
+    import ray
+
+    results: list[Any] = ray.get([worker.__ray_call__.remote(function) for worker in workers])
+    return results
+
+
+def _wait_until_idle(workers: list[Any]) -> None:
+    """Close each engine's gate when its last request has ended."""
+    told = time.perf_counter()
+    busy = workers
+    while True:
+        idle = _on(busy, rollout_engine.hold_if_idle)
+        busy = [worker for worker, held in zip(busy, idle, strict=True) if not held]
+        if not busy:
+            return
+        if time.perf_counter() - told > TOLD_EVERY_S:
+            logger.warning("fp8rl guard: %d engines still have rollouts in FP8.", len(busy))
+            told = time.perf_counter()
+        time.sleep(POLL_S)

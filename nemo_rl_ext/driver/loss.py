@@ -1,0 +1,131 @@
+"""`CorrectedPGLossFn`: upstream's clipped loss with our importance weights in the place of its own.
+
+Imports NeMo RL; :mod:`nemo_rl_ext.patches.loss` imports it where ``loss_fn.fp8rl`` asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from nemo_rl.algorithms.loss.interfaces import MetricNormalizer
+from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
+
+from fp8rl import Recipe
+from fp8rl.errors import BatchError, UnsupportedError
+from nemo_rl_ext.config.drivers import BLOCK, DRIVER, GUARD, LOSS, MAX_AGE, MEGATRON
+from nemo_rl_ext.driver.batch_correction import WEIGHTS, Run
+from nemo_rl_ext.driver.mismatch_guard import GuardConfig, MismatchGuard
+from nemo_rl_ext.grpo.importance_sampling import resolve_corrector
+from nemo_rl_ext.patches.ledger import install
+
+_MEGATRON_SETUP = "nemo_rl.models.megatron.setup"
+_MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+
+
+class CorrectedPGLossFn(ClippedPGLossFn):
+    """``ClippedPGLossFn`` corrected by ``loss_fn.fp8rl.importance_sampling``.
+
+    Every form of upstream's policy term (PPO clip, dual clip, GSPO, CISPO, on-policy) is linear in
+    a non-negative factor of the advantage, so the weights go there and upstream's code runs
+    unchanged, with its own correction off; KL and metrics are untouched. Weights are the whole
+    batch's (:data:`nemo_rl_ext.driver.batch_correction.WEIGHTS`) where the loop carries them to the workers, else they
+    are made here from the sequences at hand, which gives the same for every setting but
+    ``self_normalize``.
+
+    Metrics are upstream's, and ``fp8rl_is_weight_mean``. It travels by reference: a worker without
+    this package fails with a ModuleNotFoundError that names it.
+    """
+
+    def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False) -> None:
+        super().__init__(cfg, use_fused_linear_logprobs)
+        self.recipe = Recipe.from_dict(getattr(cfg, BLOCK), where=f"{LOSS}.{BLOCK}")
+        guard = getattr(cfg, GUARD, None)
+        self.guard = None if guard is None else GuardConfig.from_dict(guard, where=GUARD)
+        self.driver = getattr(cfg, DRIVER, "grpo")
+        self.max_age = getattr(cfg, MAX_AGE, 0)
+        self.use_importance_sampling_correction = False
+        self.truncated_importance_sampling_type = None
+        self.truncated_importance_sampling_ratio = None
+        self.metric_normalizations.pop("is_oob_ratio", None)
+        self.metric_normalizations["fp8rl_is_weight_mean"] = MetricNormalizer.TOKENS
+        self._begin()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_corrector"}
+
+    def _begin(self) -> None:
+        """Whoever holds the loss may meet whole batches: the driver, or a controller's actor."""
+        settings = self.recipe.importance_sampling
+        self._corrector = resolve_corrector(settings.corrector)
+        seams = install()
+        if seams.run is None or seams.run.settings != settings:
+            guard = None
+            if self.guard is not None:
+                guard = MismatchGuard(
+                    self.guard, bf16=not self.recipe.rollout, max_age=self.max_age
+                )
+            seams.run = Run(settings, guard, in_pieces=self.driver == "single_controller")
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: Any,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """As ``ClippedPGLossFn.__call__``.
+
+        Raises:
+            BatchError: a counted logprob is NaN, or ``self_normalize`` without the whole batch's
+                weights.
+            UnsupportedError: this Megatron worker's model is not the FP8 one the recipe asks for.
+        """
+        self._require_training_as_asked()
+        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+        weights = self._weights(next_token_logprobs, data, mask)
+        advantages = data["advantages"].clone()
+        advantages[:, 1:] *= weights.to(advantages.dtype)
+        loss, metrics = super().__call__(
+            next_token_logprobs,
+            {**data, "advantages": advantages},
+            global_valid_seqs,
+            global_valid_toks,
+        )
+        mean = (weights * mask).sum() / (global_valid_toks + 1e-8)
+        return loss, {**metrics, "fp8rl_is_weight_mean": float(mean)}
+
+    def _weights(
+        self, next_token_logprobs: torch.Tensor, data: Any, mask: torch.Tensor
+    ) -> torch.Tensor:
+        settings = self.recipe.importance_sampling
+        if WEIGHTS in data:
+            return data[WEIGHTS][:, 1:]
+        if settings.self_normalize:
+            raise BatchError(
+                f"{LOSS}.{BLOCK}.importance_sampling.self_normalize is a mean over the whole "
+                f"batch, which came without '{WEIGHTS}'; set it to false in this loop."
+            )
+        if not mask.any():
+            return torch.zeros_like(mask, dtype=torch.float32)
+        if self.force_on_policy_ratio:
+            trainer = next_token_logprobs.detach()
+        else:
+            trainer = data["prev_logprobs"][:, 1:]
+        rollout = data["generation_logprobs"][:, 1:]
+        return self._corrector(rollout, trainer, mask != 0, settings).weights
+
+    def _require_training_as_asked(self) -> None:
+        if not self.recipe.training or _MEGATRON_WORKER not in sys.modules:
+            return
+        if (_MEGATRON_SETUP, "megatron") not in install().applied:
+            raise UnsupportedError(
+                f"'{MEGATRON}.{BLOCK}' asks for FP8 training, but this worker built its model "
+                "without fp8rl: torch's autoload is off there. Leave "
+                "TORCH_DEVICE_BACKEND_AUTOLOAD and FP8RL_AUTOLOAD unset for the workers."
+            )

@@ -1,0 +1,1 @@
+"""Corrected GRPO on plain tensors: nothing here knows NeMo RL."""

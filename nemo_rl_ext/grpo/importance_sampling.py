@@ -1,0 +1,175 @@
+"""Importance-sampling weights for tokens that another policy than the trainer's has sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fp8rl import PluginManager
+from fp8rl.errors import BatchError
+from fp8rl.mismatch import mismatch_metrics
+from fp8rl.recipe import ImportanceSampling
+from nemo_rl_ext.grpo.log_ratio import (
+    Level,
+    bounded_exp,
+    check_shapes,
+    reduce_level,
+    token_log_ratio,
+)
+from nemo_rl_ext.grpo.rejection import reject
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Weights and mask of one batch, both ``[B, T]`` and without gradient."""
+
+    weights: torch.Tensor
+    """float32; 0 wherever ``mask`` is false."""
+    mask: torch.Tensor
+    """bool: tokens that still count after rejection."""
+    metrics: dict[str, float]
+    """Of the whole batch, also in a part of it."""
+
+    def rows(self, index: slice | torch.Tensor) -> Correction:
+        """The part that belongs to a micro-batch of these rows."""
+        return Correction(self.weights[index], self.mask[index], self.metrics)
+
+
+Corrector = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, ImportanceSampling],
+    Correction,
+]
+"""``(rollout_logprobs, trainer_logprobs, mask, config) -> Correction``; see :func:`correct`."""
+
+
+def correct(
+    rollout_logprobs: torch.Tensor,
+    trainer_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    config: ImportanceSampling,
+) -> Correction:
+    """Weights for the ratio ``trainer / rollout`` and the mask after rejection.
+
+    Let ``d_t`` be the token's log ratio, in float32, clamped to plus or minus
+    ``config.log_ratio_clamp``, ``c`` below. The ratio ``rho`` is, by ``config.level``:
+
+    - ``token``: ``exp(d_t)`` (Yao et al., "Your Efficient RL Framework Secretly Brings You
+      Off-Policy RL Training", 2025; FlashRL): low variance, biased in the sequence's prefix;
+    - ``sequence``: ``exp(clamp(sum_t d_t, -c, c))`` for every token of a sequence: unbiased, with
+      a variance that grows with length (Liu, Li et al., "When Speed Kills Stability", 2025);
+    - ``geometric``: ``exp(mean_t d_t)``, the length-normalised ratio of GSPO (arXiv 2507.18071).
+
+    The weight is, by ``config.mode``:
+
+    - ``truncate``: ``min(rho, high)``, truncated importance sampling (Ionides, JCGS 17(2), 2008;
+      TIS of Yao et al.);
+    - ``clip``: ``min(max(rho, low), high)``, as the detached weight of CISPO (MiniMax-M1, arXiv
+      2506.13585);
+    - ``mask``: ``rho`` inside ``[low, high]``, else 0, IcePop (Ring-1T, arXiv 2510.18855);
+      as there, tokens of weight 0 still count in the denominator of the loss;
+    - ``off``: 1.
+
+    A ratio too large for float32 takes the largest weight its mode allows, never 0.
+
+    Rejection (:func:`nemo_rl_ext.grpo.rejection.reject`) looks at the ratios, not at the weights, and
+    what it drops leaves the mask. With ``config.self_normalize`` the weights are then divided by
+    their mean over the kept tokens (level ``token``) or over the kept sequences, each once (other
+    levels): self-normalised importance sampling (Owen, "Monte Carlo theory, methods and examples",
+    9.2). They may then exceed ``high``; where nothing is kept, or all weights are 0, they stay 0.
+
+    Args:
+        rollout_logprobs: ``[B, T]``, any float dtype: logprobs of the policy that sampled.
+        trainer_logprobs: ``[B, T]``: the same tokens under the trainer's policy before the update
+            (the old, or proximal, policy).
+        mask: ``[B, T]``, nonzero where a token counts; other places may hold anything, also NaN.
+        config: section ``importance_sampling`` of the recipe.
+
+    Returns:
+        Weights, mask, and metrics: those of :class:`fp8rl.mismatch.MismatchMetrics` and of
+        :class:`nemo_rl_ext.grpo.rejection.RejectionResult`, and over the kept units (tokens, or
+        sequences) ``is_weight_mean``, ``is_weight_min``, ``is_weight_max``, ``is_weight_ess``
+        (effective sample size as a share of the units) and ``is_low_share``, ``is_high_share``
+        (ratios outside the bounds); these are all 0 where nothing is kept.
+
+    Raises:
+        BatchError: shapes differ, the mask is empty, or a counted token's log ratio is NaN.
+    """
+    check_shapes(rollout_logprobs=rollout_logprobs, trainer_logprobs=trainer_logprobs, mask=mask)
+    rollout, trainer, counts = rollout_logprobs.detach(), trainer_logprobs.detach(), mask != 0
+    if not counts.any():
+        raise BatchError("The mask counts no token; a batch needs at least one response token.")
+    raw = token_log_ratio(trainer, rollout, counts, "trainer_logprobs - rollout_logprobs")
+    limit = config.log_ratio_clamp
+    clamped = reduce_level(raw.clamp(-limit, limit), counts, config.level)
+    ratio = bounded_exp(clamped, limit)
+    rejection = reject(raw, counts, config.rejection, config.token_veto)
+    kept = rejection.mask
+    weights = torch.where(kept, _weigh(ratio, config), 0.0)
+    if config.self_normalize:
+        units = _units(weights, kept, config.level)
+        mean = units.double().sum() / max(units.numel(), 1)
+        weights = torch.where(mean > 0, weights / mean, weights).float()
+    metrics = {
+        **mismatch_metrics(rollout, trainer, counts).to_dict(),
+        **_weight_metrics(weights, ratio, kept, config),
+        **rejection.metrics,
+    }
+    return Correction(weights, kept, metrics)
+
+
+def resolve_corrector(name: str, plugins: PluginManager | None = None) -> Corrector:
+    """The corrector that ``importance_sampling.corrector`` names.
+
+    Args:
+        name: ``is`` (:func:`correct`), or a name of a plugin's ``register_is_correctors``.
+        plugins: where to look; by default all installed plugins.
+
+    Raises:
+        RecipeError: no plugin offers the name.
+        PluginError: a plugin cannot be loaded, or two offer one name.
+    """
+    return (plugins or PluginManager()).is_corrector(name)
+
+
+def _weigh(ratio: torch.Tensor, config: ImportanceSampling) -> torch.Tensor:
+    if config.mode == "off":
+        return torch.ones_like(ratio)
+    if config.mode == "mask":
+        assert config.low is not None, "the recipe refuses mode 'mask' without 'low'"
+        inside = (ratio >= config.low) & (ratio <= config.high)
+        return torch.where(inside, ratio, 0.0)
+    # 'low' is None for 'truncate'.
+    return ratio.clamp(min=config.low, max=config.high)
+
+
+def _units(values: torch.Tensor, kept: torch.Tensor, level: Level) -> torch.Tensor:
+    """One value for each kept token, or for each sequence with a kept token."""
+    if level == "token":
+        return values[kept]
+    first = kept.int().argmax(dim=1, keepdim=True)
+    return values.gather(1, first).squeeze(1)[kept.any(dim=1)]
+
+
+def _weight_metrics(
+    weights: torch.Tensor, ratio: torch.Tensor, kept: torch.Tensor, config: ImportanceSampling
+) -> dict[str, float]:
+    names = ("mean", "min", "max", "ess")
+    w = _units(weights, kept, config.level).double()
+    rho = _units(ratio, kept, config.level)
+    if w.numel() == 0:
+        return {f"is_weight_{n}": 0.0 for n in names} | {"is_low_share": 0.0, "is_high_share": 0.0}
+    square = w.square().sum()
+    ess = torch.where(square > 0, w.sum().square() / (w.numel() * square), 0.0)
+    low = rho < (config.low if config.low is not None else 0.0)
+    values = torch.stack(
+        [w.mean(), w.min(), w.max(), ess, low.double().mean(), (rho > config.high).double().mean()]
+    )
+    return dict(
+        zip(
+            [*(f"is_weight_{n}" for n in names), "is_low_share", "is_high_share"],
+            values.tolist(),
+            strict=True,
+        )
+    )

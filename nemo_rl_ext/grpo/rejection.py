@@ -1,0 +1,93 @@
+"""Rejection of tokens and sequences that the trainer's policy would hardly have sampled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fp8rl.recipe import Rejection
+from nemo_rl_ext.grpo.log_ratio import reduce_level
+
+
+@dataclass(frozen=True)
+class RejectionResult:
+    """What is left of a batch.
+
+    ``metrics`` are shares of the tokens that counted before, by reason (one token may have more
+    than one): ``rejected_low_share``, ``rejected_high_share``, ``rejected_veto_share``, and for
+    any reason ``rejected_share``; ``rejected_sequence_share`` is the share of sequences left with
+    no token, ``all_rejected`` is 1.0 where nothing is left at all.
+    """
+
+    mask: torch.Tensor
+    """bool ``[B, T]``: tokens that still count."""
+    metrics: dict[str, float]
+
+
+def reject(
+    log_ratio: torch.Tensor,
+    mask: torch.Tensor,
+    rejection: Rejection | None = None,
+    token_veto: float | None = None,
+) -> RejectionResult:
+    """Drop tokens or sequences by the ratio trainer / rollout, whatever their weight is.
+
+    A bound drops what lies outside ``[low, high]`` (both ends stay):
+
+    - ``token``: each token by its own ratio; the masking of IcePop (arXiv 2510.18855), but
+      dropped tokens leave the denominator of the loss as well;
+    - ``sequence``: whole sequences by the product of their ratios, masked importance sampling
+      (Liu, Li et al., "When Speed Kills Stability", 2025);
+    - ``geometric``: whole sequences by the geometric mean of their ratios, which does not punish
+      length (same source; the ratio is that of GSPO, arXiv 2507.18071).
+
+    The veto drops a whole sequence when any one of its ratios is below ``token_veto``: one token
+    that the trainer holds to be impossible spoils what follows it (same source; slime, verl).
+
+    Bounds are compared in log space on ratios that no clamp has touched.
+
+    Args:
+        log_ratio: float32 ``[B, T]``, 0 where ``mask`` is false
+            (:func:`nemo_rl_ext.grpo.log_ratio.token_log_ratio`).
+        mask: bool ``[B, T]``.
+        rejection: level and bounds, or None.
+        token_veto: smallest ratio a sequence may hold, or None.
+    """
+    low = torch.zeros_like(mask)
+    high = torch.zeros_like(mask)
+    veto = torch.zeros_like(mask)
+    if rejection is not None:
+        value = reduce_level(log_ratio, mask, rejection.level)
+        if rejection.low is not None:
+            low = mask & (value < math.log(rejection.low))
+        if rejection.high is not None:
+            high = mask & (value > math.log(rejection.high))
+    if token_veto is not None:
+        vetoed = (mask & (log_ratio < math.log(token_veto))).any(dim=1, keepdim=True)
+        veto = mask & vetoed
+    kept = mask & ~(low | high | veto)
+    return RejectionResult(kept, _shares(mask, kept, low, high, veto))
+
+
+def _shares(
+    mask: torch.Tensor,
+    kept: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    veto: torch.Tensor,
+) -> dict[str, float]:
+    sums = [mask.sum(), kept.sum(), low.sum(), high.sum(), veto.sum()]
+    tokens, left, n_low, n_high, n_veto, rows, rows_left = torch.stack(
+        [*sums, mask.any(dim=1).sum(), kept.any(dim=1).sum()]
+    ).tolist()
+    of_tokens = 1 / max(tokens, 1)
+    return {
+        "rejected_share": (tokens - left) * of_tokens,
+        "rejected_low_share": n_low * of_tokens,
+        "rejected_high_share": n_high * of_tokens,
+        "rejected_veto_share": n_veto * of_tokens,
+        "rejected_sequence_share": (rows - rows_left) / max(rows, 1),
+        "all_rejected": float(tokens > 0 and left == 0),
+    }

@@ -1,0 +1,44 @@
+"""The drivers' look at a whole batch before advantages: correction, rejection, guard.
+
+Why: with sequence packing the loss is called for one sequence at a time; rejection must leave the
+denominators, and self-normalisation, ESS and the guard need the whole batch.
+How: wraps ``compute_and_apply_seq_logprob_error_masking``, which the synchronous, asynchronous and
+single-controller loops all call with masks and both engines' logprobs; what it returns is logged.
+Upstream: ``nemo_rl/algorithms/grpo.py``.
+Goes: when NeMo RL has a hook for a batch before its advantages.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from types import ModuleType
+from typing import Any
+
+from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.upstream import Upstream, resolve
+
+UPSTREAM = (
+    Upstream(
+        "nemo_rl.algorithms.grpo",
+        "compute_and_apply_seq_logprob_error_masking",
+        ("train_data", "rewards", "seq_logprob_error_threshold"),
+    ),
+)
+
+
+def apply(module: ModuleType, seams: Seams) -> None:
+    masking = resolve(module, UPSTREAM[0])
+
+    @functools.wraps(masking)
+    def correcting(*args: Any, **kwargs: Any) -> Any:
+        train_data, rewards, threshold = inspect.signature(masking).bind(*args, **kwargs).args
+        if threshold == math.inf:  # ours (config_keys): it would drop NaN before we see it
+            threshold = None
+        metrics = masking(train_data, rewards, threshold)
+        if seams.run is not None:
+            metrics.update(seams.run.correct(train_data))
+        return metrics
+
+    setattr(module, UPSTREAM[0].name, correcting)

@@ -1,0 +1,41 @@
+"""``ClippedPGLossFn``: with ``loss_fn.fp8rl`` it is made as our subclass.
+
+Why: the drivers name the class themselves; there is no key for another one.
+How: ``__new__`` of the class itself, so that it does not matter who has imported the class
+already. A loss without our key is upstream's own class, untouched.
+Upstream: ``nemo_rl/algorithms/loss/loss_functions.py``.
+Goes: when the drivers take a loss by name.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.upstream import Upstream, resolve
+
+_MODULE = "nemo_rl.algorithms.loss.loss_functions"
+UPSTREAM = (
+    Upstream(_MODULE, "ClippedPGLossFn.__init__", ("self", "cfg", "use_fused_linear_logprobs")),
+    Upstream(
+        _MODULE,
+        "ClippedPGLossFn.__call__",
+        ("self", "next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks"),
+    ),
+)
+
+
+def apply(module: ModuleType, seams: Seams) -> None:
+    for upstream in UPSTREAM:
+        resolve(module, upstream)
+    base = module.ClippedPGLossFn
+
+    def __new__(cls: type, cfg: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if cls is base and getattr(cfg, "fp8rl", None) is not None:
+            from nemo_rl_ext.driver.loss import CorrectedPGLossFn
+
+            cls = CorrectedPGLossFn
+        return object.__new__(cls)
+
+    base.__new__ = __new__

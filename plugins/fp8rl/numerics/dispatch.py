@@ -1,0 +1,369 @@
+"""Public functions: check the arguments, then run the device's implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import reference
+from fp8rl.numerics.formats import (
+    BLOCK,
+    GROUP,
+    Operand,
+    Quantized,
+    cdiv,
+    check_codes,
+    check_out,
+    check_scale_shape,
+    check_source,
+)
+from fp8rl.numerics.grouped import GroupedColumns, GroupedRows, Segments
+from fp8rl.recipe import ScaleFormat
+
+
+def _implementation(x: torch.Tensor, kernels: str = "quantize") -> ModuleType:
+    if not x.is_cuda:
+        return reference
+    try:
+        return import_module(f"fp8rl.numerics.triton.{kernels}")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"Quantizing on {x.device} needs triton ({error}); install the triton of your torch."
+        ) from error
+
+
+def quantize_block(
+    w: torch.Tensor,
+    block: tuple[int, int] = BLOCK,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    out: Quantized | None = None,
+) -> Quantized:
+    """Quantize a weight in blocks.
+
+    Args:
+        w: ``[N, K]``, bfloat16, float16 or float32, any strides. Ragged blocks at the end are
+            padded with zeros.
+        block: rows and columns of a block.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        out: contiguous tensors on ``w``'s device to write to instead of new ones.
+
+    Returns:
+        codes ``float8_e4m3fn [N, K]`` contiguous, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``;
+        neither takes part in autograd.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format, or an ``out`` that does not fit.
+    """
+    check_source(w, ndim=2, scale_format=scale_format)
+    if out is not None:
+        check_out(out, w, block)
+    return _implementation(w).quantize_block(w.detach(), block, scale_format, out)
+
+
+def quantize_blocks(
+    jobs: Sequence[tuple[torch.Tensor, Quantized]],
+    block: tuple[int, int] = BLOCK,
+    scale_format: ScaleFormat = "fp32",
+) -> None:
+    """:func:`quantize_block` of many weights into given tensors, one launch for each shape.
+
+    Args:
+        jobs: ``(w, out)`` as for :func:`quantize_block`, all on one device; no two may write to
+            the same memory.
+        block: rows and columns of a block.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format, or an ``out`` that does not fit;
+            nothing has been written then.
+    """
+    for w, out in jobs:
+        check_source(w, ndim=2, scale_format=scale_format)
+        check_out(out, w, block)
+    if jobs:
+        kernels = _implementation(jobs[0][0], "multi_tensor")
+        kernels.quantize_blocks(jobs, block, scale_format)
+
+
+def quantize_group(
+    x: torch.Tensor, group: int = GROUP, scale_format: ScaleFormat = "fp32"
+) -> Quantized:
+    """Quantize activations or gradients in groups along the last dimension.
+
+    Args:
+        x: ``[..., K]``, bfloat16, float16 or float32. A ragged last group is padded with zeros.
+        group: elements of a group.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+
+    Returns:
+        codes ``float8_e4m3fn [..., K]`` contiguous, scale_inv ``float32 [..., ceil(K/group)]``;
+        neither takes part in autograd.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format.
+    """
+    check_source(x, ndim=None, scale_format=scale_format)
+    return _implementation(x).quantize_group(x.detach(), group, scale_format)
+
+
+def quantize_operand(
+    x: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """Quantize an activation or gradient in 1x128 groups along both dimensions, in one read.
+
+    Unlike :func:`quantize_group` this turns every infinity into a NaN code (0x7F), so that an
+    overflow survives the product.
+
+    Args:
+        x: ``[N, K]``, bfloat16, float16 or float32.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        rowwise: make the codes in groups along K.
+        columnwise: make the codes in groups along N.
+
+    Returns:
+        rowwise: codes ``float8_e4m3fn [N, K]``, scale_inv ``float32 [N, ceil(K/128)]``.
+        columnwise: codes ``[K, N']``, scale_inv ``[K, ceil(N/128)]``; a GPU pads N to a multiple
+        of 128 with zero codes, which add nothing to a product along N.
+        The strides of scale_inv are the implementation's choice.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format.
+    """
+    check_source(x, ndim=2, scale_format=scale_format)
+    kernels = _implementation(x, "dual")
+    return kernels.quantize_operand(x.detach(), scale_format, rowwise, columnwise)
+
+
+def quantize_weight(
+    w: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """Quantize a weight in 128x128 blocks, codes in both orders, in one read.
+
+    Both sides hold the same codes and scales: those of :func:`quantize_block`, except that a
+    non-finite weight gives a NaN code (0x7F).
+
+    Args:
+        w: ``[N, K]``, bfloat16, float16 or float32.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        rowwise: make codes ``[N, K]``.
+        columnwise: make codes ``[K, N]``; a CPU returns views of the rowwise ones.
+
+    Returns:
+        rowwise: codes ``float8_e4m3fn [N, K]``, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``;
+        columnwise: both transposed.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format.
+    """
+    check_source(w, ndim=2, scale_format=scale_format)
+    kernels = _implementation(w, "dual")
+    return kernels.quantize_weight(w.detach(), scale_format, rowwise, columnwise)
+
+
+def row_alignment(device: torch.device) -> int:
+    """What :func:`quantize_grouped` pads the rows of each expert to on this device."""
+    return _implementation(torch.empty(0, device=device), "grouped").ALIGNMENT
+
+
+def quantize_grouped(
+    x: torch.Tensor,
+    segments: Segments,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> tuple[GroupedRows | None, GroupedColumns | None]:
+    """:func:`quantize_operand` of each expert's rows, in one launch.
+
+    Args:
+        x: ``[tokens, K]``, bfloat16, float16 or float32, the rows of expert 0 first.
+        segments: whose rows are which; its alignment is :func:`row_alignment` of the device.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        rowwise: make the codes in groups along K.
+        columnwise: make the codes in groups along each expert's rows.
+
+    Returns:
+        The sides that were asked for; each expert's part has the codes and scales of
+        :func:`quantize_operand` of its rows alone, padded ones zeros.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format, or segments of another tensor.
+    """
+    check_source(x, ndim=2, scale_format=scale_format)
+    kernels = _implementation(x, "grouped")
+    if segments.tokens != len(x) or segments.alignment != kernels.ALIGNMENT:
+        raise UnsupportedError(
+            f"{len(x)} rows on {x.device} cannot be cut into segments of {segments.tokens} rows, "
+            f"aligned to {segments.alignment}; make the segments for this tensor with an alignment "
+            f"of {kernels.ALIGNMENT}."
+        )
+    return kernels.quantize_grouped(x.detach(), segments, scale_format, rowwise, columnwise)
+
+
+def quantize_weights(
+    weights: Sequence[torch.Tensor],
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """:func:`quantize_weight` of the weights of many experts into one stack, in one launch a side.
+
+    Args:
+        weights: at least one, ``[N, K]`` each, all of one shape, dtype and device.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        rowwise: make codes ``[E, N, K]``.
+        columnwise: make codes ``[E, K, N]``; a CPU returns views of the rowwise ones.
+
+    Returns:
+        rowwise: codes ``float8_e4m3fn [E, N, K]``, scale_inv ``float32 [E, ceil(N/128),
+        ceil(K/128)]``; columnwise: both with the last two dimensions transposed.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format, or weights that differ in shape.
+    """
+    if len({(w.shape, w.dtype, w.device) for w in weights}) != 1:
+        shapes = sorted({f"{tuple(w.shape)} {w.dtype} on {w.device}" for w in weights})
+        raise UnsupportedError(
+            f"Weights of experts must have one shape, dtype and device, not {shapes}; quantize "
+            "them one by one."
+        )
+    check_source(weights[0], ndim=2, scale_format=scale_format)
+    kernels = _implementation(weights[0], "grouped")
+    return kernels.quantize_weights(
+        [w.detach() for w in weights], scale_format, rowwise, columnwise
+    )
+
+
+def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """``[segments.tokens, K]``, contiguous: the rows of ``x`` that are no padding.
+
+    Args:
+        x: ``[segments.rows, K]``, contiguous; returned as it is where nothing is padded.
+        segments: where each expert's rows lie.
+    """
+    if not segments.padded:
+        return x
+    return _implementation(x, "grouped").unpad(x, segments)
+
+
+def quantize_swiglu(
+    h: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """:func:`quantize_operand` of ``silu(gate) * up``.
+
+    The activation is computed in float32 and rounded once to ``h``'s dtype before it is quantized,
+    so the codes are those of the two operations one after the other, up to the last bits of the
+    exponential. They are one kernel, and the activation is never written to memory, on Hopper or
+    later for bfloat16 with K a multiple of 128 and rows that are contiguous and aligned to 8 bytes.
+
+    Args:
+        h: ``[N, 2 K]``, bfloat16, float16 or float32, gate and up side by side.
+        scale_format: as in :func:`quantize_operand`.
+        rowwise: as there.
+        columnwise: as there.
+
+    Returns:
+        As :func:`quantize_operand` of ``[N, K]``.
+
+    Raises:
+        UnsupportedError: another dtype, rank or scale format, or an odd width.
+    """
+    _check_halves(h, scale_format)
+    kernels = _implementation(h, "swiglu")
+    return kernels.quantize_swiglu(h.detach(), scale_format, rowwise, columnwise)
+
+
+def quantize_swiglu_grad(
+    grad: torch.Tensor,
+    h: torch.Tensor,
+    scale_format: ScaleFormat = "fp32",
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Operand:
+    """:func:`quantize_operand` of the gradient of ``h``, computed like :func:`quantize_swiglu`.
+
+    Args:
+        grad: ``[N, K]`` of ``h``'s dtype, the gradient of ``silu(gate) * up``; one kernel needs it
+            contiguous.
+        h: as in :func:`quantize_swiglu`.
+        scale_format: as in :func:`quantize_operand`.
+        rowwise: as there.
+        columnwise: as there.
+
+    Returns:
+        As :func:`quantize_operand` of ``[N, 2 K]``.
+
+    Raises:
+        UnsupportedError: another dtype, rank, shape or scale format.
+    """
+    _check_halves(h, scale_format)
+    if grad.shape != (h.shape[0], h.shape[1] // 2) or grad.dtype != h.dtype:
+        raise UnsupportedError(
+            f"The gradient of an activation of {tuple(h.shape)} {h.dtype} must be "
+            f"{(h.shape[0], h.shape[1] // 2)} of that dtype, not {tuple(grad.shape)} {grad.dtype}."
+        )
+    kernels = _implementation(h, "swiglu")
+    return kernels.quantize_swiglu_grad(
+        grad.detach(), h.detach(), scale_format, rowwise, columnwise
+    )
+
+
+def _check_halves(h: torch.Tensor, scale_format: ScaleFormat) -> None:
+    check_source(h, ndim=2, scale_format=scale_format)
+    if h.shape[1] % 2:
+        raise UnsupportedError(
+            f"A tensor of shape {tuple(h.shape)} has no halves of equal width, gate and up; give "
+            "both side by side."
+        )
+
+
+def dequantize_block(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    block: tuple[int, int] = BLOCK,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Inverse of :func:`quantize_block`: ``codes * scale_inv`` in float32, cast to ``dtype``.
+
+    Raises:
+        UnsupportedError: codes are not 2-D E4M3, or scale_inv not float32 of their block grid.
+    """
+    check_codes(codes, ndim=2)
+    n, k = codes.shape
+    check_scale_shape(scale_inv, (cdiv(n, block[0]), cdiv(k, block[1])))
+    return reference.dequantize_block(codes, scale_inv, block, dtype)
+
+
+def dequantize_group(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    group: int = GROUP,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Inverse of :func:`quantize_group`: ``codes * scale_inv`` in float32, cast to ``dtype``.
+
+    Raises:
+        UnsupportedError: codes are not E4M3, or scale_inv not float32 of their groups.
+    """
+    check_codes(codes, ndim=None)
+    check_scale_shape(scale_inv, (*codes.shape[:-1], cdiv(codes.shape[-1], group)))
+    return reference.dequantize_group(codes, scale_inv, group, dtype)

@@ -1,0 +1,94 @@
+"""Whether tensors are finite, without temporaries of their size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fp8rl.numerics.dispatch import _implementation
+from fp8rl.numerics.formats import FP8_DTYPE, SOURCE_DTYPES
+
+_SCAN_ELEMENTS = 1 << 18
+_TOGETHER = (*SOURCE_DTYPES, FP8_DTYPE)
+
+
+def all_finite(tensors: Sequence[torch.Tensor], limit: float = math.inf) -> list[bool]:
+    """Whether each tensor has no NaN and no infinity; see :func:`start_finite_check`."""
+    return start_finite_check(tensors, limit)()
+
+
+def start_finite_check(
+    tensors: Sequence[torch.Tensor], limit: float = math.inf
+) -> Callable[[], list[bool]]:
+    """Begin to look for NaN and infinities; what is returned waits and says which are finite.
+
+    Contiguous tensors on a GPU are read by one kernel launch a dtype, which is on its way when this
+    returns; others are read in parts, by the second call.
+
+    Args:
+        tensors: any shapes; bfloat16, float16, float32 or float8_e4m3fn; any devices.
+        limit: the largest magnitude that passes for finite, such as that of a dtype to come. Codes
+            in float8_e4m3fn have none but their own.
+    """
+    together: dict[torch.device, list[int]] = {}
+    apart: dict[int, torch.Tensor] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.is_cuda and tensor.is_contiguous() and tensor.dtype in _TOGETHER:
+            together.setdefault(tensor.device, []).append(number)
+        else:
+            apart[number] = tensor
+    started = []
+    for numbers in together.values():
+        chosen = [tensors[number] for number in numbers]
+        kernels = _implementation(chosen[0], "multi_tensor")
+        started.append((numbers, kernels.start_finite_check(chosen, limit)))
+    count = len(tensors)
+
+    def answers() -> list[bool]:  # keeps no tensor that a GPU reads
+        found = dict.fromkeys(range(count), True)
+        found |= {number: _finite_in_parts(tensor, limit) for number, tensor in apart.items()}
+        for numbers, wait in started:
+            found.update(zip(numbers, wait(), strict=True))
+        return list(found.values())
+
+    return answers
+
+
+def _finite_in_parts(tensor: torch.Tensor, limit: float) -> bool:
+    for part in parts(tensor):
+        if tensor.dtype == FP8_DTYPE:
+            if bool(((part.view(torch.uint8) & 0x7F) == 0x7F).any()):
+                return False
+        elif part.numel():
+            part = part.float() if part.element_size() == 1 else part
+            low, high = (float(extreme) for extreme in part.aminmax())  # a NaN makes both NaN
+            if not (max(-low, high) <= limit and math.isfinite(low) and math.isfinite(high)):
+                return False
+    return True
+
+
+def largest_bits(dtype: torch.dtype, limit: float) -> int:
+    """The bits of the largest finite number up to ``limit``, read as an integer.
+
+    Bits of positive numbers grow with them, and those of infinity and NaN come last.
+
+    Args:
+        dtype: bfloat16, float16, float32 or float8_e4m3fn, whose numbers are never beyond a limit.
+        limit: positive.
+    """
+    if dtype == FP8_DTYPE:
+        return 0x7E
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    number = torch.tensor(min(limit, torch.finfo(dtype).max), dtype=torch.float64)
+    bits = int(number.to(dtype).view(kind))
+    return bits - int(number.to(dtype).double() > number)  # rounded up: the one before
+
+
+def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Slices along the first dimension of about ``_SCAN_ELEMENTS`` elements."""
+    if tensor.ndim == 0:
+        return (tensor,)
+    row = max(1, tensor.numel() // max(1, tensor.shape[0]))
+    return tensor.split(max(1, _SCAN_ELEMENTS // row))

@@ -1,0 +1,148 @@
+"""Where the rows of several experts lie in memory, and a tensor quantized that way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics.formats import GROUP, Quantized, cdiv
+
+
+class Segments:
+    """Runs of rows, one for each expert, each padded to a multiple of ``alignment``.
+
+    A rowwise operand holds the runs in the order of the experts. A columnwise one has the expert
+    ``order[position]`` at each position, so that a kernel can add its result to gradients that lie
+    in memory in another order than the experts do, or leave experts out.
+
+    Args:
+        splits: rows of each expert in the tensor to quantize, 0 allowed.
+        alignment: 1, or 128 where kernels want whole tiles of one expert.
+        order: experts of a columnwise operand, by position; all of them as they come by default.
+
+    Raises:
+        UnsupportedError: ``order`` names an expert twice, or one that is not there.
+    """
+
+    def __init__(
+        self, splits: Sequence[int], alignment: int, order: Sequence[int] | None = None
+    ) -> None:
+        self.splits = tuple(splits)
+        self.alignment = alignment
+        self.order = tuple(range(len(self.splits))) if order is None else tuple(order)
+        if len(set(self.order)) != len(self.order) or not set(self.order) <= set(
+            range(len(self.splits))
+        ):
+            raise UnsupportedError(
+                f"An order of {len(self.splits)} experts cannot be {self.order}; name each at most "
+                "once."
+            )
+        self.sizes = tuple(cdiv(rows, alignment) * alignment for rows in self.splits)
+        """Padded rows of each expert."""
+        self.starts = tuple(accumulate(self.sizes, initial=0))[:-1]
+        """First padded row of each expert in a rowwise operand."""
+        self.rows = sum(self.sizes)
+        """Of a rowwise operand."""
+        self.tokens = sum(self.splits)
+        self.column_sizes = tuple(self.sizes[expert] for expert in self.order)
+        """Padded rows at each position of a columnwise operand."""
+        self.column_starts = tuple(accumulate(self.column_sizes, initial=0))
+        """First padded row at each position, and the end."""
+        groups = (cdiv(size, GROUP) for size in self.column_sizes)
+        self.group_starts = tuple(accumulate(groups, initial=0))
+        """First group of 128 rows at each position, and the end."""
+        self._tables: dict[torch.device, torch.Tensor] = {}
+        self._experts: dict[torch.device, torch.Tensor] = {}
+        self._column_sizes: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def padded(self) -> bool:
+        """Whether a rowwise operand has other rows than the tensor it was made of."""
+        return self.rows != self.tokens
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Int32 ``[rows / 128, 6]``, for kernels with one program a tile; copied to a GPU once.
+
+        Of each tile of 128 padded rows: its first source row, how many source rows it has, its
+        expert, the position's first tile and tiles in columnwise memory (none: left out), and its
+        number within the expert. Needs ``alignment`` 128.
+        """
+        if device not in self._tables:
+            splits = torch.tensor(self.splits, dtype=torch.int64)
+            tiles = torch.tensor(self.sizes, dtype=torch.int64) // GROUP
+            column_first, column_tiles = torch.zeros_like(tiles), torch.zeros_like(tiles)
+            order = torch.tensor(self.order, dtype=torch.int64)
+            column_tiles[order] = tiles[order]
+            column_first[order] = torch.tensor(self.column_starts[:-1], dtype=torch.int64) // GROUP
+            expert = torch.arange(len(tiles)).repeat_interleave(tiles)
+            within = torch.arange(len(expert)) - (tiles.cumsum(0) - tiles)[expert]
+            source = (splits.cumsum(0) - splits)[expert] + within * GROUP
+            left = (splits[expert] - within * GROUP).clamp_(max=GROUP)
+            columns = (source, left, expert, column_first[expert], column_tiles[expert], within)
+            self._tables[device] = on_device(torch.stack(columns, 1).int(), device)
+        return self._tables[device]
+
+    def experts(self, device: torch.device) -> torch.Tensor:
+        """Int32 ``[rows]``, contiguous: the expert of each padded row. Needs ``alignment`` 128."""
+        if device not in self._experts:
+            of_tile = self.table(device)[:, 2:3]
+            # One tile alone would stay a view with a stride of 0.
+            self._experts[device] = of_tile.expand(-1, GROUP).reshape(-1).contiguous()
+        return self._experts[device]
+
+    def column_sizes_on(self, device: torch.device) -> torch.Tensor:
+        """:attr:`column_sizes` as int32."""
+        if device not in self._column_sizes:
+            sizes = torch.tensor(self.column_sizes, dtype=torch.int32)
+            self._column_sizes[device] = on_device(sizes, device)
+        return self._column_sizes[device]
+
+
+class GroupedRows(NamedTuple):
+    """An operand of several experts, in groups along its columns.
+
+    codes: ``[segments.rows, K]``; scale_inv: ``[segments.rows, ceil(K/128)]``, on a GPU groups
+    outermost in memory. Padded rows have zero codes.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+    segments: Segments
+
+    def of(self, expert: int) -> Quantized:
+        """The part of one expert, with scales that are as dense as if it had been made alone."""
+        start = self.segments.starts[expert]
+        rows = slice(start, start + self.segments.sizes[expert])
+        scale_inv = self.scale_inv[rows]
+        if scale_inv.stride(0) == 1:
+            scale_inv = scale_inv.t().contiguous().t()
+        return Quantized(self.codes[rows], scale_inv)
+
+
+class GroupedColumns(NamedTuple):
+    """An operand of several experts, in groups along each expert's own rows.
+
+    codes: one dimension; at each position ``[K, rows]`` of one expert, contiguous. scale_inv:
+    ``[groups of all, K]``, contiguous.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+    segments: Segments
+
+    def at(self, position: int) -> Quantized:
+        """codes ``[K, rows]``, scale_inv ``[K, ceil(rows/128)]`` of the expert at a position."""
+        segments, features = self.segments, self.scale_inv.shape[1]
+        first, end = segments.column_starts[position : position + 2]
+        codes = self.codes[first * features : end * features].view(features, end - first)
+        groups = slice(*segments.group_starts[position : position + 2])
+        return Quantized(codes, self.scale_inv[groups].t())
+
+
+def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor of the host on ``device``; pinned first, or the host would wait for a GPU."""
+    return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)

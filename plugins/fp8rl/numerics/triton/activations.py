@@ -1,0 +1,203 @@
+"""Activations quantized in the kernel that makes them: SiLU and product, RMS norm, or none.
+
+One read and one write of memory instead of two of each. Every intermediate is rounded to the
+activations' dtype where the separate operations round it, so codes and scales are those of
+:func:`fp8rl.numerics.quantize_group` on the separate result, up to the last bit of ``exp`` and of
+the norm's sum.
+
+Scales leave with those of one group side by side, which block-scaled GEMMs read in place (TMA wants
+rows of 16 bytes, so that rows are padded to a multiple of four).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics.formats import FP8_DTYPE, GROUP
+from fp8rl.numerics.triton.quantize import _encode, _scales
+from fp8rl.recipe import ScaleFormat
+
+_FEW_ROWS = 512  # below, small tiles to occupy every multiprocessor
+
+
+@triton.jit
+def _codes(y, POW2: tl.constexpr):
+    """(codes, scale_inv) of float32 values, one group along the last dimension."""
+    source = y.to(tl.int32, bitcast=True)
+    bits = source & 0x7FFFFFFF
+    scale, scale_inv = _scales(tl.max(bits, 1), POW2)
+    scaled = tl.minimum(bits.to(tl.float32, bitcast=True) * scale[:, None], 448.0)
+    code = tl.where(bits > 0x7F800000, 0x7F, _encode(scaled, True)).to(tl.uint8)
+    return code | ((source >> 24) & 0x80).to(tl.uint8), scale_inv
+
+
+# Batches have any number of rows: one kernel for all, so that none is compiled in a step.
+@triton.jit(do_not_specialize=["rows", "stride_scale"])
+def _rows_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    stride_row,
+    stride_scale,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SILU: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    group = tl.program_id(1)
+    column = group * GROUP + tl.arange(0, GROUP)
+    inside = row < rows
+    place = x_ptr + row[:, None] * stride_row + column[None, :]
+    x = tl.load(place, inside[:, None], other=0.0)
+    if SILU:
+        gate = x.to(tl.float32)
+        gate = (gate / (1.0 + tl.exp(-gate))).to(x.dtype)
+        up = tl.load(place + columns, inside[:, None], other=0.0)
+        x = (gate.to(tl.float32) * up.to(tl.float32)).to(x.dtype)
+    codes, scale_inv = _codes(x.to(tl.float32), POW2)
+    tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, inside[:, None])
+    tl.store(scale_ptr + group * stride_scale + row, scale_inv, inside)
+
+
+@triton.jit(do_not_specialize=["stride_scale"])
+def _norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    codes_ptr,
+    scale_ptr,
+    sum_ptr,
+    columns,
+    stride_row,
+    stride_scale,
+    epsilon,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ADD: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = column < columns
+    loaded = tl.load(x_ptr + row * stride_row + column, inside, other=0.0)
+    x = loaded.to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * columns + column, inside, other=0.0).to(tl.float32)
+        tl.store(sum_ptr + row * columns + column, x.to(loaded.dtype), inside)
+    variance = tl.sum(tl.sum(x * x, 1), 0) / columns
+    y = (x * tl.rsqrt(variance + epsilon)).to(loaded.dtype)
+    weight = tl.load(weight_ptr + column, inside, other=0.0)
+    y = (y.to(tl.float32) * weight.to(tl.float32)).to(loaded.dtype)
+    codes, scale_inv = _codes(y.to(tl.float32), POW2)
+    tl.store(codes_ptr + row * columns + column, codes, inside)
+    tl.store(scale_ptr + group * stride_scale + row, scale_inv, group * GROUP < columns)
+
+
+def empty_rows(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised results for ``x``'s rows: codes, and scales ``[groups, rows padded to 4]``.
+
+    Works on symbolic shapes.
+
+    Raises:
+        UnsupportedError: ``columns`` is no multiple of a group.
+    """
+    if columns % GROUP:
+        raise UnsupportedError(
+            f"Fused quantization needs features in multiples of {GROUP}, not {columns}; pin the "
+            "layer to BF16."
+        )
+    rows = x.shape[0]
+    codes = torch.empty((rows, columns), dtype=FP8_DTYPE, device=x.device)
+    padded = (rows + 3) // 4 * 4
+    scales = torch.empty((columns // GROUP, padded), dtype=torch.float32, device=x.device)
+    return codes, scales
+
+
+def quantize_rows(
+    x: torch.Tensor, scale_format: ScaleFormat, *, silu_and_mul: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize activations in groups, after ``silu(x[:, :K]) * x[:, K:]`` if asked.
+
+    Args:
+        x: ``[M, K]``, or ``[M, 2 K]`` with ``silu_and_mul``; bfloat16 or float16, rows contiguous.
+        scale_format: of the scales.
+
+    Returns:
+        codes ``[M, K]``; scale_inv float32 ``[K / 128, M padded to 4]``.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, columns = x.shape[0], x.shape[1] // 2 if silu_and_mul else x.shape[1]
+    codes, scales = empty_rows(x, columns)
+    if rows:
+        tile = 8 if rows <= _FEW_ROWS else 32
+        _rows_kernel[(triton.cdiv(rows, tile), columns // GROUP)](
+            x,
+            codes.view(torch.uint8),
+            scales,
+            rows,
+            columns,
+            x.stride(0),
+            scales.stride(0),
+            TILE=tile,
+            GROUP=GROUP,
+            SILU=silu_and_mul,
+            POW2=scale_format == "pow2",
+            num_warps=1 if rows <= _FEW_ROWS else 4,
+        )
+    return codes, scales
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    scale_format: ScaleFormat,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Quantize ``rms_norm(x + residual) * weight`` in groups.
+
+    Args:
+        x: ``[M, K]``, bfloat16 or float16, rows contiguous.
+        residual: like ``x``, or None.
+        weight: ``[K]``.
+        epsilon: added to the mean square.
+        scale_format: of the scales.
+
+    Returns:
+        codes ``[M, K]``; scale_inv float32 ``[K / 128, M padded to 4]``; ``x + residual`` or None.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, columns = x.shape
+    codes, scales = empty_rows(x, columns)
+    total = (
+        torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+        if residual is not None
+        else None
+    )
+    if rows:
+        groups = triton.next_power_of_2(columns // GROUP)
+        _norm_kernel[(rows,)](
+            x,
+            residual.contiguous() if residual is not None else x,
+            weight,
+            codes.view(torch.uint8),
+            scales,
+            total if total is not None else x,
+            columns,
+            x.stride(0),
+            scales.stride(0),
+            epsilon,
+            GROUPS=groups,
+            GROUP=GROUP,
+            ADD=residual is not None,
+            POW2=scale_format == "pow2",
+            num_warps=min(max(groups // 4, 1), 8),
+        )
+    return codes, scales, total

@@ -1,0 +1,304 @@
+"""Triton kernel for the operands of a linear layer: one read, codes along both dimensions.
+
+One program owns a 128x128 tile, which holds whole groups of either direction (and one whole block
+of a weight), so the tile's amaxes come from registers. Scales are written in the order in which
+GEMM kernels on Hopper read them: groups outermost, so that one load fetches the scales of
+consecutive rows (cuBLASLt's VEC128 layout and DeepGEMM's TMA layout are both this one).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics.triton.launch import Launcher
+from fp8rl.numerics.triton.packed import QUADS_REGISTERS, has_quads, quads_kernel
+from fp8rl.numerics.triton.quantize import _codes, _scales, _spread, has_native_cast
+from fp8rl.recipe import ScaleFormat
+
+_SCALE_ALIGNMENT = 4  # float32 values; TMA wants 16 bytes between groups
+# Of a thread, so that several programs fit a multiprocessor: some load, some compute.
+_REGISTERS = 80
+
+
+@triton.jit
+def _mask(row, col, rows, cols):
+    return (row < rows)[:, None] & (col < cols)[None, :]
+
+
+@triton.jit
+def _load(at, mask, WHOLE: tl.constexpr):
+    """``WHOLE``: no tile reaches over an end, so nobody asks for the mask."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask, other=0.0)
+
+
+@triton.jit
+def _store(at, value, mask, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask)
+
+
+@triton.jit
+def _write_tile(
+    x,
+    tile_row,
+    tile_col,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    padded_rows,
+    scale_stride,
+    scale_t_stride,
+    BLOCK: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Codes and scales of one 128x128 tile of a ``[rows, cols]`` source, zeros beyond its ends."""
+    row = tl.arange(0, 128)
+    col = tl.arange(0, 128)
+    left = rows - tile_row * 128
+    left_cols = cols - tile_col * 128
+    inside = _mask(row, col, left, left_cols)
+    inside_t = _mask(col, row, left_cols, padded_rows - tile_row * 128)
+    codes_at = codes_ptr + tile_row * 128 * cols + tile_col * 128
+    codes_at += row[:, None] * cols + col[None, :]
+    codes_t_at = codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128
+    codes_t_at += col[:, None] * padded_rows + row[None, :]
+    SHIFT: tl.constexpr = 16 if x.dtype == tl.bfloat16 else 0
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.int16, bitcast=True)
+        magnitude = bits & 0x7FFF
+        # Not a conversion: Triton's interpreter gets subnormals wrong.
+        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        x = x.to(tl.float32)
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if BLOCK:
+        amax = tl.max(tl.max(magnitude, 1), 0, keep_dims=True).to(tl.int32) << SHIFT
+        scale, scale_inv = _scales(amax, POW2)
+        code = _codes(x, scale[:, None], NATIVE)
+        one = tl.arange(0, 1)
+        if ROWWISE:
+            _store(codes_at, code, inside, WHOLE)
+            tl.store(scale_inv_ptr + tile_row * scale_stride + tile_col + one, scale_inv)
+        if COLUMNWISE:
+            _store(codes_t_at, tl.trans(code), inside_t, WHOLE)
+            tl.store(scale_inv_t_ptr + tile_col * scale_t_stride + tile_row + one, scale_inv)
+    else:
+        if ROWWISE:
+            amax = _spread(tl.max(magnitude, 1).to(tl.int32) << SHIFT)
+            scale, scale_inv = _scales(amax, POW2)
+            at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128 + row
+            _store(at, scale_inv, row < left, WHOLE)
+            _store(codes_at, _codes(x, scale[:, None], NATIVE), inside, WHOLE)
+        if COLUMNWISE:
+            amax = _spread(tl.max(magnitude, 0).to(tl.int32) << SHIFT)
+            scale, scale_inv = _scales(amax, POW2)
+            at = scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128 + col
+            _store(at, scale_inv, col < left_cols, WHOLE)
+            _store(codes_t_at, tl.trans(_codes(x, scale[None, :], NATIVE)), inside_t, WHOLE)
+
+
+# Tokens differ from step to step: what follows from them is no reason to compile again.
+@triton.jit(do_not_specialize=["rows", "scale_stride", "scale_t_stride", "tile_cols"])
+def _two_way_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    stride_row,
+    stride_col,
+    padded_rows,
+    scale_stride,
+    scale_t_stride,
+    tile_cols,
+    BLOCK: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
+    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    row = tl.arange(0, 128)
+    col = tl.arange(0, 128)
+    inside = _mask(row, col, rows - tile_row * 128, cols - tile_col * 128)
+    x_ptr += tile_row * 128 * stride_row + tile_col * 128 * stride_col
+    at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
+    x = _load(at, inside, WHOLE)
+    if not (ROWWISE and COLUMNWISE):
+        _write_tile(
+            x,
+            tile_row,
+            tile_col,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            BLOCK,
+            ROWWISE,
+            COLUMNWISE,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
+    else:
+        _write_tile(
+            x,
+            tile_row,
+            tile_col,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            BLOCK,
+            True,
+            False,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
+        # Read again, now from the cache: kept, the tile would take too many registers.
+        x = _load(at, inside, WHOLE)
+        _write_tile(
+            x,
+            tile_row,
+            tile_col,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            cols,
+            padded_rows,
+            scale_stride,
+            scale_t_stride,
+            BLOCK,
+            False,
+            True,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
+
+
+class Room:
+    """Memory for both sides of an operand ``[rows, cols]``, and what a kernel must know of it."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        shape: tuple[int, int],
+        scale_format: ScaleFormat,
+        rowwise: bool,
+        columnwise: bool,
+        *,
+        block: bool = False,
+    ) -> None:
+        rows, cols = shape
+        device = x.device
+        self.padded_rows = rows if block else cdiv(rows, GROUP) * GROUP
+        self.rowwise = self.columnwise = None
+        stride = stride_t = 0
+        if rowwise:
+            codes = torch.empty(rows, cols, dtype=FP8_DTYPE, device=device)
+            scale_inv, stride = _scales_room(device, rows, cols, block)
+            self.rowwise = Quantized(codes, scale_inv)
+        if columnwise:
+            codes = torch.empty(cols, self.padded_rows, dtype=FP8_DTYPE, device=device)
+            scale_inv, stride_t = _scales_room(device, cols, rows, block)
+            self.columnwise = Quantized(codes, scale_inv)
+        self.pointers = (*(self.rowwise or (x, x)), *(self.columnwise or (x, x)))
+        """Of both sides; in place of one that is not wanted a kernel gets anything."""
+        self.strides = (stride, stride_t)
+        """Of the scales' outermost dimension."""
+        self.whole = rows % 128 == 0 and cols % 128 == 0
+        self.constants = (rowwise, columnwise, scale_format == "pow2", has_native_cast(device))
+        """``ROWWISE``, ``COLUMNWISE``, ``POW2`` and ``NATIVE`` of a kernel."""
+
+    def operand(self) -> Operand:
+        return Operand(self.rowwise, self.columnwise)
+
+
+def _scales_room(
+    device: torch.device, rows: int, cols: int, block: bool
+) -> tuple[torch.Tensor, int]:
+    """``[ceil(rows/128), ceil(cols/128)]`` of blocks; ``[rows, ceil(cols/128)]`` of groups, those
+    outermost in memory; and the stride of the outermost dimension."""
+    across = cdiv(cols, GROUP)
+    if block:
+        down = cdiv(rows, GROUP)
+        return torch.empty(down, across, dtype=torch.float32, device=device), across
+    aligned = cdiv(rows, _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
+    scale_inv = torch.empty(across, aligned, dtype=torch.float32, device=device).t()
+    return scale_inv if rows == aligned else scale_inv[:rows], aligned
+
+
+_launch = Launcher(_two_way_kernel, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
+_launch_quads = Launcher(quads_kernel, num_warps=8, maxnreg=QUADS_REGISTERS, enable_fp_fusion=False)
+
+
+def quantize_operand(
+    x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_operand`."""
+    return _quantize(x, scale_format, rowwise, columnwise, block=False)
+
+
+def quantize_weight(
+    w: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_weight`."""
+    if rowwise and columnwise and w.dtype == torch.float32:
+        # Triton 3.6 miscompiles the transposed store of codes that are stored as they are too.
+        first, _ = quantize_weight(w, scale_format, True, False)
+        _, second = quantize_weight(w, scale_format, False, True)
+        return Operand(first, second)
+    return _quantize(w, scale_format, rowwise, columnwise, block=True)
+
+
+def _quantize(
+    x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool, *, block: bool
+) -> Operand:
+    rows, cols = x.shape
+    room = Room(x, (rows, cols), scale_format, rowwise, columnwise, block=block)
+    if not (rows and cols):
+        return room.operand()
+    tile_cols = cdiv(cols, 128)
+    programs = cdiv(rows, 128) * tile_cols
+    constants = (block, *room.constants)
+    padded_rows, ends = room.padded_rows, (*room.strides, tile_cols)
+    sizes: tuple[int, ...]
+    if has_quads(x) and (room.whole or not block):
+        sizes = (padded_rows, cols, x.stride(0), *ends, rows)
+        _launch_quads(programs, (x, *room.pointers, *sizes), (*constants, not room.whole))
+    else:
+        sizes = (rows, cols, *x.stride(), padded_rows, *ends)
+        _launch(programs, (x, *room.pointers, *sizes), (*constants, room.whole))
+    return room.operand()

@@ -1,0 +1,368 @@
+"""Triton kernels for the operands of many experts, one launch each.
+
+Tiles are those of :mod:`fp8rl.numerics.triton.dual`; a table tells each program which rows of
+the source its tile holds, since every expert starts a tile of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
+from fp8rl.numerics.grouped import GroupedColumns, GroupedRows, Segments, on_device
+from fp8rl.numerics.triton.dual import _write_tile
+from fp8rl.numerics.triton.multi_tensor import _TRITON_DTYPES, _aligned
+from fp8rl.numerics.triton.packed import QUADS_REGISTERS, fits_quads, has_quads, quads_tile
+from fp8rl.numerics.triton.quantize import has_native_cast
+from fp8rl.recipe import ScaleFormat
+
+ALIGNMENT = GROUP
+"""Rows of every expert are padded to a multiple of this."""
+_REGISTERS = 80  # as in triton_two_way
+_COPIED = 1024  # columns that one program of the copy moves
+
+
+@triton.jit
+def _load_rows(at, left, inside_cols, WHOLE: tl.constexpr):
+    """128 rows of which ``left`` are there; the others are zeros."""
+    row = tl.arange(0, 128)
+    if WHOLE:
+        return tl.load(at, (row < left)[:, None], other=0.0)
+    return tl.load(at, (row < left)[:, None] & inside_cols[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["scale_stride", "scale_t_stride", "tile_cols"])
+def _segments_kernel(
+    x_ptr,
+    table_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    stride_row,
+    stride_col,
+    scale_stride,
+    scale_t_stride,
+    tile_cols,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    QUADS: tl.constexpr,
+):
+    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
+    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    entry = table_ptr + tile_row * 6
+    row = tl.arange(0, 128)
+    col = tl.arange(0, 128)
+    left = tl.load(entry + 1)
+    x_ptr += tl.load(entry).to(tl.int64) * stride_row + tile_col * 128 * stride_col
+    at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
+    inside_cols = col < cols - tile_col * 128
+    codes_at = codes_ptr + (tile_row * cols + tile_col) * 128
+    scale_at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128
+    if ROWWISE:
+        if QUADS:
+            quads_tile(
+                x_ptr,
+                stride_row,
+                left,
+                codes_at,
+                scale_at,
+                cols,
+                codes_t_ptr,
+                scale_inv_t_ptr,
+                rows,
+                False,
+                True,
+                False,
+                True,
+                True,
+                POW2,
+                NATIVE,
+            )
+        else:
+            _write_tile(
+                _load_rows(at, left, inside_cols, WHOLE),
+                tile_row,
+                tile_col,
+                codes_ptr,
+                scale_inv_ptr,
+                codes_t_ptr,
+                scale_inv_t_ptr,
+                rows,
+                cols,
+                rows,
+                scale_stride,
+                scale_t_stride,
+                False,
+                True,
+                False,
+                POW2,
+                NATIVE,
+                WHOLE,
+            )
+    if COLUMNWISE:
+        tiles = tl.load(entry + 4).to(tl.int64)
+        if tiles > 0:
+            # The expert's own [cols, 128 * tiles], as if it were alone.
+            first = tl.load(entry + 3).to(tl.int64)
+            within = tl.load(entry + 5).to(tl.int64)
+            codes_t_ptr += first * 128 * cols
+            scale_inv_t_ptr += first * scale_t_stride
+            if QUADS:
+                quads_tile(
+                    x_ptr,
+                    stride_row,
+                    left,
+                    codes_at,
+                    scale_at,
+                    cols,
+                    codes_t_ptr + (tile_col * 128 * tiles + within) * 128,
+                    scale_inv_t_ptr + within * scale_t_stride + tile_col * 128,
+                    tiles * 128,
+                    False,
+                    False,
+                    True,
+                    True,
+                    True,
+                    POW2,
+                    NATIVE,
+                )
+            else:
+                _write_tile(
+                    _load_rows(at, left, inside_cols, WHOLE),
+                    within,
+                    tile_col,
+                    codes_ptr,
+                    scale_inv_ptr,
+                    codes_t_ptr,
+                    scale_inv_t_ptr,
+                    tiles * 128,
+                    cols,
+                    tiles * 128,
+                    scale_stride,
+                    scale_t_stride,
+                    False,
+                    False,
+                    True,
+                    POW2,
+                    NATIVE,
+                    WHOLE,
+                )
+
+
+@triton.jit(do_not_specialize=["tile_rows", "tile_cols"])
+def _weights_kernel(
+    table_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    tile_rows,
+    tile_cols,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    QUADS: tl.constexpr,
+):
+    """Codes of one 128x128 block, of the expert of the second program axis."""
+    expert = tl.program_id(1).to(tl.int64)
+    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
+    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    x_ptr = tl.load(table_ptr + expert).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    x_ptr += (tile_row * cols + tile_col) * 128
+    codes_ptr += expert * rows * cols
+    codes_t_ptr += expert * rows * cols
+    scale_inv_ptr += expert * tile_rows * tile_cols
+    scale_inv_t_ptr += expert * tile_rows * tile_cols
+    if QUADS:
+        quads_tile(
+            x_ptr,
+            cols,
+            128,
+            codes_ptr + (tile_row * cols + tile_col) * 128,
+            scale_inv_ptr + tile_row * tile_cols + tile_col,
+            cols,
+            codes_t_ptr + (tile_col * rows + tile_row) * 128,
+            scale_inv_t_ptr + tile_col * tile_rows + tile_row,
+            rows,
+            True,
+            ROWWISE,
+            COLUMNWISE,
+            False,
+            False,
+            POW2,
+            NATIVE,
+        )
+    else:
+        row = tl.arange(0, 128)
+        col = tl.arange(0, 128)
+        at = x_ptr + row[:, None] * cols + col[None, :]
+        left = tl.minimum(rows - tile_row * 128, 128)
+        _write_tile(
+            _load_rows(at, left, col < cols - tile_col * 128, WHOLE),
+            tile_row,
+            tile_col,
+            codes_ptr,
+            scale_inv_ptr,
+            codes_t_ptr,
+            scale_inv_t_ptr,
+            rows,
+            cols,
+            rows,
+            tile_cols,
+            tile_rows,
+            True,
+            ROWWISE,
+            COLUMNWISE,
+            POW2,
+            NATIVE,
+            WHOLE,
+        )
+
+
+@triton.jit
+def _unpad_kernel(x_ptr, table_ptr, out_ptr, cols, STEP: tl.constexpr):
+    """Copy the source rows of one tile of 128 padded rows, 16 at a time."""
+    tile = tl.program_id(0).to(tl.int64)
+    first = tl.load(table_ptr + tile * 6).to(tl.int64)
+    left = tl.load(table_ptr + tile * 6 + 1)
+    col = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    for begin in range(0, left, 16):
+        row = begin + tl.arange(0, 16)
+        inside = (row < left)[:, None] & (col < cols)[None, :]
+        offset = row[:, None].to(tl.int64) * cols + col[None, :]
+        x = tl.load(x_ptr + tile * 128 * cols + offset, inside)
+        tl.store(out_ptr + first * cols + offset, x, inside)
+
+
+def quantize_grouped(
+    x: torch.Tensor,
+    segments: Segments,
+    scale_format: ScaleFormat,
+    rowwise: bool,
+    columnwise: bool,
+) -> tuple[GroupedRows | None, GroupedColumns | None]:
+    """See :func:`fp8rl.numerics.quantize_grouped`."""
+    rows, cols = segments.rows, x.shape[1]
+    groups = cdiv(cols, GROUP)
+    by_rows = by_columns = None
+    if rowwise:
+        scales = x.new_empty(groups, rows, dtype=torch.float32)
+        by_rows = GroupedRows(
+            torch.empty(rows, cols, dtype=FP8_DTYPE, device=x.device), scales.t(), segments
+        )
+    if columnwise:
+        end = segments.column_starts[-1]
+        by_columns = GroupedColumns(
+            torch.empty(end * cols, dtype=FP8_DTYPE, device=x.device),
+            x.new_empty(segments.group_starts[-1], cols, dtype=torch.float32),
+            segments,
+        )
+    if rows and cols:
+        sides = [None if side is None else Quantized(*side[:2]) for side in (by_rows, by_columns)]
+        with torch.cuda.device_of(x):
+            _segments_kernel[(rows // GROUP * groups,)](
+                x,
+                segments.table(x.device),
+                *_pointers(sides[0], x),
+                *_pointers(sides[1], x),
+                rows,
+                cols,
+                *x.stride(),
+                rows,
+                cols,
+                groups,
+                ROWWISE=rowwise,
+                COLUMNWISE=columnwise,
+                WHOLE=cols % GROUP == 0,
+                **_options(x, scale_format, has_quads(x)),
+            )
+    return by_rows, by_columns
+
+
+def quantize_weights(
+    weights: Sequence[torch.Tensor], scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_weights`."""
+    weights = [w.contiguous() for w in weights]
+    first, experts = weights[0], len(weights)
+    addresses = [w.data_ptr() for w in weights]
+    quads = fits_quads(first) and _aligned(addresses)
+    if rowwise and columnwise and not quads:
+        # Both sides in one launch are for quads alone: see triton_two_way.quantize_weight.
+        (by_rows, _), (_, by_columns) = (
+            quantize_weights(weights, scale_format, one, not one) for one in (True, False)
+        )
+        return Operand(by_rows, by_columns)
+    rows, cols = first.shape
+    blocks = cdiv(rows, GROUP), cdiv(cols, GROUP)
+
+    def side(shape: tuple[int, int], grid: tuple[int, int]) -> Quantized:
+        codes = torch.empty(experts, *shape, dtype=FP8_DTYPE, device=first.device)
+        return Quantized(codes, first.new_empty(experts, *grid, dtype=torch.float32))
+
+    made = side((rows, cols), blocks) if rowwise else None
+    made_t = side((cols, rows), (blocks[1], blocks[0])) if columnwise else None
+    if first.numel():
+        with torch.cuda.device_of(first):
+            _weights_kernel[(blocks[0] * blocks[1], experts)](
+                on_device(torch.tensor(addresses, dtype=torch.int64), first.device),
+                *_pointers(made, first),
+                *_pointers(made_t, first),
+                rows,
+                cols,
+                *blocks,
+                DTYPE=_TRITON_DTYPES[first.dtype],
+                ALIGNED=_aligned(addresses),
+                ROWWISE=rowwise,
+                COLUMNWISE=columnwise,
+                WHOLE=rows % GROUP == 0 and cols % GROUP == 0,
+                **_options(first, scale_format, quads),
+            )
+    return Operand(made, made_t)
+
+
+def _pointers(side: Quantized | None, spare: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel writes to; ``spare`` in place of a side that is not wanted."""
+    return (spare, spare) if side is None else (side.codes.view(torch.uint8), side.scale_inv)
+
+
+def _options(x: torch.Tensor, scale_format: ScaleFormat, quads: bool) -> dict[str, Any]:
+    return {
+        "POW2": scale_format == "pow2",
+        "NATIVE": has_native_cast(x.device),
+        "QUADS": quads,
+        "num_warps": 8,
+        "maxnreg": QUADS_REGISTERS if quads else _REGISTERS,
+        "enable_fp_fusion": False,
+    }
+
+
+def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """See :func:`fp8rl.numerics.unpad`."""
+    cols = x.shape[1]
+    out = x.new_empty(segments.tokens, cols)
+    if out.numel():
+        with torch.cuda.device_of(x):
+            _unpad_kernel[(segments.rows // GROUP, cdiv(cols, _COPIED))](
+                x, segments.table(x.device), out, cols, STEP=_COPIED, num_warps=8
+            )
+    return out

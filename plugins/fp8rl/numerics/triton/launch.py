@@ -1,0 +1,73 @@
+"""Kernel launches that cost the host little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+
+from fp8rl.numerics.formats import FP8_DTYPE
+
+
+class Launcher:
+    """Launches one Triton kernel, at less than what ``kernel[grid](...)`` costs the host.
+
+    On the host of an H200 22 instead of 28 us; without the driver's part half.
+
+    Triton binds arguments, reads its settings from the environment and builds a key of strings
+    before each launch. Here what it has compiled is found by a key that tells apart whatever Triton
+    compiles differently (``native_specialize_impl``: dtypes, addresses and integers that 16
+    divides, ones, integers beyond 32 bits), so only the first launch of its kind is Triton's own.
+    Settings that change after that, such as ``TRITON_DEBUG``, change nothing.
+
+    Args:
+        kernel: a ``triton.jit`` function, its constants last.
+        options: of the compilation, e.g. ``num_warps``.
+    """
+
+    def __init__(self, kernel: triton.JITFunction, **options: Any) -> None:
+        self._kernel = kernel
+        self._options = options
+        self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+    def __call__(
+        self, programs: int, arguments: tuple[torch.Tensor | int, ...], constants: tuple[Any, ...]
+    ) -> None:
+        """Run ``programs`` of the kernel on the device of the first argument, a tensor.
+
+        Args:
+            programs: along the only axis of the grid.
+            arguments: those that are no constants, in the kernel's order; E4M3 tensors are seen as
+                bytes.
+            constants: the others, in the kernel's order.
+        """
+        first = arguments[0]
+        assert isinstance(first, torch.Tensor)
+        key = (first.get_device(), constants, *map(_kind, arguments))
+        compiled = self._compiled.get(key)
+        with torch.cuda.device_of(first):
+            if compiled is not None:
+                compiled[programs, 1, 1](*arguments, *constants)
+                return
+            plain = map(_bytes, arguments)
+            compiled = self._kernel[(programs,)](*plain, *constants, **self._options)
+        if isinstance(compiled, CompiledKernel):  # not of the interpreter, nor still compiling
+            self._compiled[key] = compiled
+
+
+def _kind(argument: torch.Tensor | int) -> object:
+    """Equal for arguments that Triton need not compile for anew."""
+    if isinstance(argument, int):
+        if argument == 1:
+            return 1
+        return 2 + (argument % 16 == 0) + 2 * (-(2**31) <= argument < 2**31)
+    dtype = argument.dtype
+    return dtype if argument.data_ptr() % 16 == 0 else (dtype,)
+
+
+def _bytes(argument: torch.Tensor | int) -> torch.Tensor | int:
+    if isinstance(argument, torch.Tensor) and argument.dtype == FP8_DTYPE:
+        return argument.view(torch.uint8)
+    return argument

@@ -1,0 +1,208 @@
+"""Triton kernels for many tensors in one launch: a model's weights take 250 launches otherwise.
+
+Addresses reach the GPU as a table of integers, one row a tensor, in one copy from pinned memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8rl.numerics.finite import largest_bits
+from fp8rl.numerics.formats import FP8_DTYPE, Quantized, cdiv
+from fp8rl.numerics.grouped import on_device
+from fp8rl.numerics.triton.quantize import _quantize_tile, has_native_cast
+from fp8rl.recipe import ScaleFormat
+
+_TRITON_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+_MAGNITUDES = {
+    torch.bfloat16: (tl.int16, 0x7FFF),
+    torch.float16: (tl.int16, 0x7FFF),
+    torch.float32: (tl.int32, 0x7FFFFFFF),
+    FP8_DTYPE: (tl.uint8, 0x7F),
+}
+"""Integer type of an element, and its bits without the sign."""
+_SEGMENT = 1 << 17
+"""Elements that one program of the finite check reads."""
+_STEP = 1 << 13
+_ALIGNMENT = 16  # bytes: the widest load of a thread
+
+
+# Every group of tensors has its part of the table, aligned or not.
+@triton.jit(do_not_specialize=["table_ptr", "tile_cols"])
+def _quantize_many_kernel(
+    table_ptr,
+    rows,
+    cols,
+    stride_row,
+    stride_col,
+    tile_cols,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    entry = table_ptr + tl.program_id(1) * 3
+    x_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
+    codes_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
+    if ALIGNED:  # a hint that a conversion would drop; without it every access is a scalar
+        x_ptr = tl.multiple_of(x_ptr, 16)
+        codes_ptr = tl.multiple_of(codes_ptr, 16)
+    _quantize_tile(
+        x_ptr,
+        codes_ptr,
+        tl.load(entry + 2).to(tl.pointer_type(tl.float32)),
+        rows,
+        cols,
+        stride_row,
+        stride_col,
+        tile_cols,
+        TILE_ROWS,
+        TILE_COLS,
+        False,
+        POW2,
+        NATIVE,
+    )
+
+
+@triton.jit(do_not_specialize=["tensors"])
+def _finite_kernel(
+    table_ptr,
+    bad_ptr,
+    tensors,
+    DTYPE: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    segment = tl.program_id(0)
+    low, high = 0, tensors  # whose segment this is: the first that ends behind it
+    while low < high:
+        middle = (low + high) // 2
+        before = tl.load(table_ptr + middle * 4 + 3) <= segment
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    entry = table_ptr + low * 4
+    elements = tl.load(entry + 1)
+    first = (segment - tl.load(entry + 3) + (elements + SEGMENT - 1) // SEGMENT) * SEGMENT
+    x_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    x_ptr += first
+    count = tl.minimum(elements - first, SEGMENT).to(tl.int32)
+    found = tl.zeros((STEP,), tl.int32)
+    if count == SEGMENT:  # without a mask, which would make every access a scalar
+        for step in range(0, SEGMENT, STEP):
+            x = tl.load(x_ptr + step + tl.arange(0, STEP)).to(tl.int32)
+            found |= ((x & MAGNITUDE) > LARGEST).to(tl.int32)
+    else:
+        for step in range(0, count, STEP):
+            at = step + tl.arange(0, STEP)
+            x = tl.load(x_ptr + at, at < count, other=0).to(tl.int32)
+            found |= ((x & MAGNITUDE) > LARGEST).to(tl.int32)
+    if tl.max(found, 0) > 0:
+        tl.store(bad_ptr + tl.load(entry + 2), 1)
+
+
+def quantize_blocks(
+    jobs: Sequence[tuple[torch.Tensor, Quantized]],
+    block: tuple[int, int],
+    scale_format: ScaleFormat,
+) -> None:
+    """See :func:`fp8rl.numerics.quantize_blocks`; ``block`` sides are powers of two."""
+    groups: dict[tuple[object, ...], list[tuple[torch.Tensor, Quantized]]] = {}
+    for job in jobs:
+        x = job[0]
+        if x.numel():
+            groups.setdefault((x.shape, x.stride(), x.dtype), []).append(job)
+    if not groups:
+        return
+    device = jobs[0][0].device
+    table = [
+        pointer
+        for group in groups.values()
+        for x, (codes, scale_inv) in group
+        for pointer in (x.data_ptr(), codes.data_ptr(), scale_inv.data_ptr())
+    ]
+    with torch.cuda.device_of(jobs[0][0]):
+        addresses, first = on_device(torch.tensor(table, dtype=torch.int64), device), 0
+        for group in groups.values():
+            x = group[0][0]
+            (rows, cols), end = x.shape, first + 3 * len(group)
+            tile_cols = cdiv(cols, block[1])
+            wide = (p for i, p in enumerate(table[first:end]) if i % 3 < 2)
+            _quantize_many_kernel[(cdiv(rows, block[0]) * tile_cols, len(group))](
+                addresses[first:],
+                rows,
+                cols,
+                x.stride(0),
+                x.stride(1),
+                tile_cols,
+                DTYPE=_TRITON_DTYPES[x.dtype],
+                ALIGNED=_aligned(wide),
+                TILE_ROWS=block[0],
+                TILE_COLS=block[1],
+                POW2=scale_format == "pow2",
+                NATIVE=has_native_cast(device),
+                num_warps=8,
+                enable_fp_fusion=False,
+            )
+            first = end
+
+
+def start_finite_check(
+    tensors: Sequence[torch.Tensor], limit: float = math.inf
+) -> Callable[[], list[bool]]:
+    """See :func:`fp8rl.numerics.start_finite_check`.
+
+    Args:
+        tensors: bfloat16, float16, float32 or float8_e4m3fn, of one device, each contiguous.
+        limit: the largest magnitude that passes for finite.
+    """
+    groups: dict[torch.dtype, list[int]] = {}
+    for number, x in enumerate(tensors):
+        if x.numel():
+            groups.setdefault(x.dtype, []).append(number)
+    if not groups:
+        nothing = [True] * len(tensors)
+        return lambda: nothing
+    device = tensors[0].device
+    with torch.cuda.device_of(tensors[0]):
+        bad = torch.zeros(len(tensors), dtype=torch.int32, device=device)
+        for dtype, numbers in groups.items():
+            table: list[int] = []
+            segments = 0
+            for n in numbers:
+                count = tensors[n].numel()
+                segments += cdiv(count, _SEGMENT)
+                table += (tensors[n].data_ptr(), count, n, segments)
+            kind, magnitude = _MAGNITUDES[dtype]
+            _finite_kernel[(segments,)](
+                on_device(torch.tensor(table, dtype=torch.int64), device),
+                bad,
+                len(numbers),
+                DTYPE=kind,
+                MAGNITUDE=magnitude,
+                LARGEST=largest_bits(dtype, limit),
+                ALIGNED=_aligned(table[::4]),
+                SEGMENT=_SEGMENT,
+                STEP=_STEP,
+                num_warps=8,
+            )
+    return lambda: [flag == 0 for flag in bad.tolist()]
+
+
+def _aligned(addresses: Iterable[int]) -> bool:
+    return all(address % _ALIGNMENT == 0 for address in addresses)

@@ -1,0 +1,300 @@
+"""Triton kernels that compute SwiGLU, or its gradient, in front of the quantization of the result.
+
+Of bfloat16 tiles read as in :mod:`fp8rl.numerics.triton.packed`, by the functions of that module;
+neither the activation nor the gradient of gate and up is written to memory. Anything else is
+computed apart and quantized then.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8rl.numerics import reference
+from fp8rl.numerics.formats import GROUP, Operand, cdiv
+from fp8rl.numerics.triton.dual import Room, quantize_operand
+from fp8rl.numerics.triton.launch import Launcher
+from fp8rl.numerics.triton.packed import (
+    _high,
+    _low,
+    has_quads,
+    load_quads,
+    quads_at,
+    quads_groups,
+)
+from fp8rl.recipe import ScaleFormat
+
+# Of a thread: the tile stays there, since reading it again would be computing it again.
+_REGISTERS = 128
+
+
+@triton.jit
+def _sigmoid(x, NATIVE: tl.constexpr):
+    if NATIVE:  # tl.sigmoid takes three times as many instructions, for subnormal results
+        exponential = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1
+        )
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + exponential], tl.float32, True, 1
+        )
+    return tl.sigmoid(x)
+
+
+@triton.jit
+def _first(pair):
+    """The first of two bfloat16 values in a word, as float32."""
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _second(pair):
+    return (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(x):
+    """Bits of bfloat16 in the upper half of a word; Triton's interpreter would cut them off."""
+    bits = x.to(tl.int32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, nearest)
+
+
+@triton.jit
+def _pair(first, second, NATIVE: tl.constexpr):
+    """Two float32 values, rounded to bfloat16, in a word."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [first, second], tl.int32, True, 1
+        )
+    return ((_rounded(first) >> 16) & 0xFFFF) | _rounded(second)
+
+
+@triton.jit
+def _quad(low, high):
+    return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+
+
+@triton.jit
+def _swiglu(gate, up, NATIVE: tl.constexpr):
+    return gate * _sigmoid(gate, NATIVE) * up
+
+
+@triton.jit
+def _swiglu_pair(gate, up, NATIVE: tl.constexpr):
+    return _pair(
+        _swiglu(_first(gate), _first(up), NATIVE),
+        _swiglu(_second(gate), _second(up), NATIVE),
+        NATIVE,
+    )
+
+
+@triton.jit
+def _swiglu_quad(at, to_up, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    gate = load_quads(at, line, left, MASKED)
+    up = load_quads(at + to_up, line, left, MASKED)
+    return _quad(
+        _swiglu_pair(_low(gate), _low(up), NATIVE), _swiglu_pair(_high(gate), _high(up), NATIVE)
+    )
+
+
+@triton.jit
+def _of_gate(grad, gate, up, NATIVE: tl.constexpr):
+    sigmoid = _sigmoid(gate, NATIVE)
+    return grad * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
+
+
+@triton.jit
+def _of_gate_pair(grad, gate, up, NATIVE: tl.constexpr):
+    return _pair(
+        _of_gate(_first(grad), _first(gate), _first(up), NATIVE),
+        _of_gate(_second(grad), _second(gate), _second(up), NATIVE),
+        NATIVE,
+    )
+
+
+@triton.jit
+def _of_gate_quad(grad_at, at, to_up, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    grad = load_quads(grad_at, line, left, MASKED)
+    gate = load_quads(at, line, left, MASKED)
+    up = load_quads(at + to_up, line, left, MASKED)
+    return _quad(
+        _of_gate_pair(_low(grad), _low(gate), _low(up), NATIVE),
+        _of_gate_pair(_high(grad), _high(gate), _high(up), NATIVE),
+    )
+
+
+@triton.jit
+def _of_up_pair(grad, gate, NATIVE: tl.constexpr):
+    first, second = _first(gate), _second(gate)
+    return _pair(
+        _first(grad) * (first * _sigmoid(first, NATIVE)),
+        _second(grad) * (second * _sigmoid(second, NATIVE)),
+        NATIVE,
+    )
+
+
+@triton.jit
+def _of_up_quad(grad_at, at, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    grad = load_quads(grad_at, line, left, MASKED)
+    gate = load_quads(at, line, left, MASKED)
+    return _quad(
+        _of_up_pair(_low(grad), _low(gate), NATIVE), _of_up_pair(_high(grad), _high(gate), NATIVE)
+    )
+
+
+# Tokens differ from step to step: what follows from them is no reason to compile again.
+@triton.jit(do_not_specialize=["rows", "scale_stride", "scale_t_stride", "tile_cols"])
+def swiglu_quads(
+    h_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    stride_row,
+    padded_rows,
+    scale_stride,
+    scale_t_stride,
+    tile_cols,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """``silu(gate) * up`` of ``h = [gate, up]``, ``cols`` each, one tile a program."""
+    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
+    tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
+    left = rows - tile_row * 128
+    step = stride_row // 4
+    up = cols // 4
+    at = quads_at(h_ptr + tile_row * 128 * stride_row + tile_col * 128, step)
+    x0 = _swiglu_quad(at, up, 0, left, MASKED, NATIVE)
+    x1 = _swiglu_quad(at + step, up, 1, left, MASKED, NATIVE)
+    x2 = _swiglu_quad(at + 2 * step, up, 2, left, MASKED, NATIVE)
+    x3 = _swiglu_quad(at + 3 * step, up, 3, left, MASKED, NATIVE)
+    quads_groups(
+        x0,
+        x1,
+        x2,
+        x3,
+        left,
+        codes_ptr + tile_row * 128 * cols + tile_col * 128,
+        scale_inv_ptr + tile_col * scale_stride + tile_row * 128,
+        cols,
+        codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128,
+        scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128,
+        padded_rows,
+        ROWWISE,
+        COLUMNWISE,
+        MASKED,
+        POW2,
+        NATIVE,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "scale_stride", "scale_t_stride", "tile_cols"])
+def grad_quads(
+    grad_ptr,
+    h_ptr,
+    codes_ptr,
+    scale_inv_ptr,
+    codes_t_ptr,
+    scale_inv_t_ptr,
+    rows,
+    cols,
+    stride_row,
+    padded_rows,
+    scale_stride,
+    scale_t_stride,
+    tile_cols,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The gradient of ``h`` from that of :func:`swiglu_quads`, contiguous; one tile a program."""
+    tile_row = (tl.program_id(0) // (2 * tile_cols)).to(tl.int64)
+    within = tl.program_id(0) % (2 * tile_cols)
+    # The two programs that read the same tiles follow each other.
+    tile_col = (within // 2).to(tl.int64)
+    of_up = within % 2
+    left = rows - tile_row * 128
+    step = stride_row // 4
+    up = cols // 4
+    at = quads_at(h_ptr + tile_row * 128 * stride_row + tile_col * 128, step)
+    grad_at = quads_at(grad_ptr + tile_row * 128 * cols + tile_col * 128, up)
+    if of_up == 1:
+        x0 = _of_up_quad(grad_at, at, 0, left, MASKED, NATIVE)
+        x1 = _of_up_quad(grad_at + up, at + step, 1, left, MASKED, NATIVE)
+        x2 = _of_up_quad(grad_at + 2 * up, at + 2 * step, 2, left, MASKED, NATIVE)
+        x3 = _of_up_quad(grad_at + 3 * up, at + 3 * step, 3, left, MASKED, NATIVE)
+    else:
+        x0 = _of_gate_quad(grad_at, at, up, 0, left, MASKED, NATIVE)
+        x1 = _of_gate_quad(grad_at + up, at + step, up, 1, left, MASKED, NATIVE)
+        x2 = _of_gate_quad(grad_at + 2 * up, at + 2 * step, up, 2, left, MASKED, NATIVE)
+        x3 = _of_gate_quad(grad_at + 3 * up, at + 3 * step, up, 3, left, MASKED, NATIVE)
+    tile_col += of_up * tile_cols
+    quads_groups(
+        x0,
+        x1,
+        x2,
+        x3,
+        left,
+        codes_ptr + tile_row * 256 * cols + tile_col * 128,
+        scale_inv_ptr + tile_col * scale_stride + tile_row * 128,
+        2 * cols,
+        codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128,
+        scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128,
+        padded_rows,
+        ROWWISE,
+        COLUMNWISE,
+        MASKED,
+        POW2,
+        NATIVE,
+    )
+
+
+_launch = Launcher(swiglu_quads, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
+_launch_grad = Launcher(grad_quads, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
+
+
+def quantize_swiglu(
+    h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_swiglu`."""
+    rows, cols = h.shape[0], h.shape[1] // 2
+    if not (rows and cols and cols % GROUP == 0 and has_quads(h)):
+        return quantize_operand(reference.swiglu(h), scale_format, rowwise, columnwise)
+    room = Room(h, (rows, cols), scale_format, rowwise, columnwise)
+    return _launched(_launch, (h,), h, room, cols)
+
+
+def quantize_swiglu_grad(
+    grad: torch.Tensor,
+    h: torch.Tensor,
+    scale_format: ScaleFormat,
+    rowwise: bool,
+    columnwise: bool,
+) -> Operand:
+    """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
+    rows, cols = grad.shape
+    if not (rows and cols and has_quads(h) and has_quads(grad) and grad.is_contiguous()):
+        of_h = reference.swiglu_grad(grad, h)
+        return quantize_operand(of_h, scale_format, rowwise, columnwise)
+    room = Room(h, (rows, 2 * cols), scale_format, rowwise, columnwise)
+    return _launched(_launch_grad, (grad, h), h, room, 2 * cols)
+
+
+def _launched(
+    launch: Launcher, sources: tuple[torch.Tensor, ...], h: torch.Tensor, room: Room, width: int
+) -> Operand:
+    """The operand, ``width`` columns wide, that a kernel makes of ``sources``."""
+    rows, cols = h.shape[0], h.shape[1] // 2
+    sizes = (rows, cols, h.stride(0), room.padded_rows, *room.strides, cols // GROUP)
+    programs = cdiv(rows, GROUP) * (width // GROUP)
+    launch(programs, (*sources, *room.pointers, *sizes), (*room.constants, not room.whole))
+    return room.operand()

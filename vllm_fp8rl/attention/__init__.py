@@ -1,0 +1,1 @@
+"""Attention backends over an FP8 KV cache."""

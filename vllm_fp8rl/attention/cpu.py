@@ -1,0 +1,337 @@
+"""FP8 KV cache for vLLM's CPU attention backend.
+
+vLLM's own FP8 cache on a CPU needs AVX-512 or AMX. This backend keeps genuine one-byte E4M3 codes
+on any CPU, and takes the same path on all of them, so that a run on a laptop and one on a server
+write the same codes and read the same values; that is why the native path is not used where it
+exists.
+
+* Write: ``codes = clamp(x / scale, -448, 448)`` in float32 with the layer's scales of this moment.
+* Read: the pages in use are decoded to a compact copy in the model's dtype, which vLLM's own
+  attention kernel then reads. The copy holds plain codes (exact even in bfloat16): k_scale goes
+  into the softmax scale and v_scale into the output, as FP8 attention kernels on a GPU do.
+
+An engine that was not started with ``quantization="fp8rl"``, and a cache that is not FP8, get
+vLLM's behaviour unchanged. Layout and metadata: ``vllm/v1/attention/backends/cpu_attn.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
+from vllm_fp8rl.names import NAME
+from vllm_fp8rl.quantization.kv_cache import check_kv_cache_dtype
+
+_PAGE = 32
+"""Tokens of a page of the compact copy: the smallest that every vLLM kernel takes."""
+_CHUNK = 1 << 18
+"""Codes decoded at a time: their float32 copy stays within a core's cache."""
+_HALF = 256.0
+"""An E4M3 bit pattern moved up by 7 bits is the float16 of code / 256: exponent biases 7 and 15."""
+
+
+class Fp8RLCpuBackend(CPUAttentionBackend):
+    """Registered in place of ``CPU_ATTN``: vLLM's CPU platform asks for that name only."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return Fp8RLCpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return Fp8RLCpuMetadataBuilder
+
+
+class Scratch:
+    """Named buffers that grow and are used again; fresh pages from the OS would cost more time
+    than the decoding."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor, valid until the next call with this name."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
+
+
+@dataclass
+class CompactPages:
+    """Which pages of the cache one step reads, shared by the layers of a group."""
+
+    used: torch.Tensor
+    """int64 ``[pages]``: page numbers in the cache, without duplicates."""
+    block_table: torch.Tensor
+    """int32 ``[requests, max pages]``: rows of ``used``."""
+    slots: torch.Tensor
+    """int64 ``[pages * page_size]``: 0, 1, 2, ..."""
+    page_size: int
+    seq_lens: torch.Tensor
+    """Tokens of each request."""
+    scratch: Scratch
+
+    def unread(self) -> torch.Tensor:
+        """bool ``[pages, page_size]``: slots behind the last token of a request."""
+        first = torch.arange(self.block_table.shape[1]) * self.page_size
+        inside = (self.seq_lens[:, None] - first).clamp(0, self.page_size).long()
+        tokens = torch.zeros(self.used.numel(), dtype=torch.int64)
+        tokens.scatter_reduce_(0, self.block_table.long().flatten(), inside.flatten(), "amax")
+        return torch.arange(self.page_size) >= tokens[:, None]
+
+
+@dataclass
+class Fp8RLCpuMetadata(CPUAttentionMetadata):
+    """vLLM's metadata and the pages to decode."""
+
+    pages: CompactPages | None = None
+
+
+class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Plans once a step what the layers of a group decode."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        if _is_fp8rl(vllm_config):
+            # The kernel reads the decoded copy, so it is planned for a cache that is not FP8.
+            vllm_config = copy.copy(vllm_config)
+            vllm_config.cache_config = copy.copy(vllm_config.cache_config)
+            vllm_config.cache_config.cache_dtype = "auto"
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
+        self._fp8_layers = [
+            layer
+            for layer in layers
+            if isinstance(layer.impl, Fp8RLCpuImpl) and layer.impl.stores_fp8
+        ]
+        self._scratch = Scratch()
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not self._fp8_layers:
+            return stock
+        values = {f.name: getattr(stock, f.name) for f in fields(stock)}
+        return Fp8RLCpuMetadata(**values, pages=self._plan(stock.block_table, stock.seq_lens))
+
+    def _plan(self, block_table: torch.Tensor, seq_lens: torch.Tensor) -> CompactPages:
+        # Pages smaller than vLLM's blocks: a block of 128 tokens is mostly empty early on.
+        size = _PAGE if self.block_size % _PAGE == 0 else self.block_size
+        per_block = self.block_size // size
+        counts = (seq_lens + (size - 1)) // size
+        column = torch.arange(int(counts.max()))
+        page = block_table[:, column // per_block].long() * per_block + column % per_block
+        reads = column < counts[:, None]
+        used, row = torch.unique(page[reads], return_inverse=True)  # a shared prefix once
+        table = torch.zeros(page.shape, dtype=torch.int32)
+        table[reads] = row.int()
+        slots = torch.arange(used.numel() * size)
+        return CompactPages(used, table, slots, size, seq_lens, self._scratch)
+
+
+class Fp8RLCpuImpl(CPUAttentionBackendImpl):
+    """Attention of one layer.
+
+    Raises:
+        UnsupportedError: under ``quantization="fp8rl"``, a head size that vLLM's CPU kernels do not
+            have; with a quantized cache, another format than E4M3, encoder or cross attention, or a
+            cache shared between layers.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stores_fp8 = False
+        if _is_fp8rl(get_current_vllm_config()):
+            self._check_head_size()
+            self.stores_fp8 = check_kv_cache_dtype(self.kv_cache_dtype)
+        if self.stores_fp8:
+            self._check_kind()
+
+    def _check_head_size(self) -> None:
+        sizes = Fp8RLCpuBackend.get_supported_head_sizes()
+        if self.head_size not in sizes:
+            raise UnsupportedError(
+                f"Head size {self.head_size} has no attention kernel in vLLM on a CPU; use a model "
+                f"with a head size of {', '.join(map(str, sizes))}."
+            )
+
+    def _check_kind(self) -> None:
+        if self.attn_type != AttentionType.DECODER:
+            raise UnsupportedError(
+                f"fp8rl has no FP8 KV cache for attention of type '{self.attn_type}'; set "
+                "kv_cache_dtype to 'auto'."
+            )
+        if self.kv_sharing_target_layer_name is not None:
+            raise UnsupportedError(
+                "fp8rl has no FP8 KV cache that layers share (here with "
+                f"'{self.kv_sharing_target_layer_name}'); set kv_cache_dtype to 'auto'."
+            )
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Quantize ``key`` and ``value``, ``[tokens, kv_heads, head_size]``, into their slots."""
+        if not self.stores_fp8:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        tokens = slot_mapping.numel()
+        shape = (tokens, 2, self.num_kv_heads, self.head_size)
+        pair = torch.empty(shape, dtype=torch.float32)
+        pair[:, 0].copy_(key[:tokens]).div_(layer._k_scale_float)
+        pair[:, 1].copy_(value[:tokens]).div_(layer._v_scale_float)
+        codes = pair.clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE).view(torch.uint8).flatten(1)
+        padding = slot_mapping < 0
+        if padding.any():
+            codes, slot_mapping = codes[~padding], slot_mapping[~padding]
+        self._token_rows(kv_cache).index_copy_(0, slot_mapping.long(), codes)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of ``query``, ``[tokens, heads, head_size]``, over the decoded cache."""
+        if not self.stores_fp8 or attn_metadata is None:
+            return super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError(
+                "Attention on a CPU cannot quantize its output; switch off that fusion pass."
+            )
+        assert isinstance(attn_metadata, Fp8RLCpuMetadata)
+        assert attn_metadata.pages is not None
+        key_cache, value_cache = self._decode(
+            self._token_rows(kv_cache), attn_metadata.pages, query.dtype, layer.isa
+        )
+        tokens = attn_metadata.num_actual_tokens
+        ops.cpu_attention_with_kv_cache(
+            query=query[:tokens],
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=output[:tokens],
+            query_start_loc=attn_metadata.query_start_loc,
+            seq_lens=attn_metadata.seq_lens,
+            scale=self.scale * layer._k_scale_float * _HALF,
+            causal=attn_metadata.causal,
+            alibi_slopes=self.alibi_slopes,
+            sliding_window=self.sliding_window,
+            block_table=attn_metadata.pages.block_table,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=attn_metadata.scheduler_metadata,
+            s_aux=self._sinks(),
+            dynamic_causal=attn_metadata.dynamic_causal,
+        )
+        output[:tokens].mul_(layer._v_scale_float * _HALF)
+        return output
+
+    def _token_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The cache as ``uint8 [slots, 2 * kv_heads * head_size]``: K, then V, of one token."""
+        if not kv_cache.is_contiguous():
+            raise UnsupportedError(
+                "fp8rl needs a KV cache whose blocks lie next to each other, but this model mixes "
+                "layers with blocks of different sizes; set kv_cache_dtype to 'auto'."
+            )
+        return kv_cache.view(torch.uint8).view(-1, 2 * self.num_kv_heads * self.head_size)
+
+    def _decode(
+        self, rows: torch.Tensor, pages: CompactPages, dtype: torch.dtype, isa: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V codes / 256 of the pages in use, in the kernel's own layout."""
+        heads, size, step = self.num_kv_heads, self.head_size, pages.page_size
+        page_rows = rows.view(-1, step * rows.shape[1])
+        packed = pages.scratch.take("packed", (pages.used.numel(), heads, 2 * step, size), dtype)
+        key_cache, value_cache = packed.chunk(2, dim=2)
+        chunk = max(1, _CHUNK // page_rows.shape[1])
+        for start in range(0, pages.used.numel(), chunk):
+            part = pages.used[start : start + chunk]
+            codes = pages.scratch.take("codes", (part.numel(), page_rows.shape[1]), torch.uint8)
+            torch.index_select(page_rows, 0, part, out=codes)
+            values = _codes_to_float(codes, dtype, pages.scratch)
+            if values is None:
+                # The kernel multiplies by 0 what lies behind a request's last token: a NaN that
+                # an earlier request has left there would stay NaN.
+                codes.view(-1, step, rows.shape[1])[pages.unread()[start : start + len(part)]] = 0
+                values = codes.view(FP8_DTYPE).float().div_(_HALF).to(dtype)
+            pair = values.view(-1, 2, heads, size)
+            slots = pages.slots[start * step : start * step + pair.shape[0]]
+            ops.cpu_attn_reshape_and_cache(
+                pair[:, 0], pair[:, 1], key_cache, value_cache, slots, isa
+            )
+        return key_cache, value_cache
+
+    def _sinks(self) -> torch.Tensor | None:
+        # The kernel takes sinks in bfloat16 or float32.
+        if self.sinks is None or self.sinks.dtype in (torch.bfloat16, torch.float32):
+            return self.sinks
+        return self.sinks.float()
+
+
+def _codes_to_float(
+    codes: torch.Tensor, dtype: torch.dtype, scratch: Scratch
+) -> torch.Tensor | None:
+    """E4M3 codes, uint8 of any shape, to code / 256 in ``dtype``; exact. None if one is NaN.
+
+    torch's own conversion goes element by element and takes ten times as long.
+    """
+    masked = scratch.take("masked", tuple(codes.shape), torch.uint8)
+    if int(torch.bitwise_and(codes, 0x7F, out=masked).max()) == 0x7F:  # E4M3's NaN
+        return None
+    values = scratch.take("values", tuple(codes.shape), dtype)
+    bits = scratch.take("bits", tuple(codes.shape), torch.int16)
+    bits.copy_(codes.view(torch.int8))  # sign-extended
+    bits.bitwise_left_shift_(7).bitwise_and_(-0x4001)  # all but bit 14, a copy of the sign
+    return values.copy_(bits.view(torch.float16))
+
+
+def _is_fp8rl(vllm_config: VllmConfig) -> bool:
+    quant_config = vllm_config.quant_config
+    return quant_config is not None and quant_config.get_name() == NAME

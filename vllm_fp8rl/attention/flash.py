@@ -1,0 +1,175 @@
+"""FlashAttention with a faster decode step over an FP8 KV cache, for Hopper GPUs.
+
+A batch of single tokens goes to :mod:`vllm_fp8rl.attention.paged_decode`; every other one to
+FlashAttention 3 as in vLLM, with the query quantized by the layer's ``q_scale``. Registered in
+place of ``FLASH_ATTN``, so that vLLM's own choice of a backend leads here. An engine that was not
+started with ``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernel does not
+serve (``_served``) get vLLM's behaviour unchanged. Upstream:
+``vllm/v1/attention/backends/flash_attn.py``. It can go when FlashAttention reads FP8 caches at the
+speed of BF16 ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.utils.torch_utils import (
+    canonicalize_singleton_dim_strides,  # FA3 wants aligned strides of one KV head too
+    is_quantized_kv_cache,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from fp8rl.numerics import FP8_DTYPE
+from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
+from vllm_fp8rl.names import NAME
+from vllm_fp8rl.quantization.kv_cache import check_kv_cache_dtype
+
+_HEAD_SIZES = (64, 128, 256)
+
+
+class Fp8RLFlashBackend(FlashAttentionBackend):
+    """``FLASH_ATTN`` with this module's implementation and metadata builder."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return Fp8RLFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return Fp8RLFlashMetadataBuilder
+
+
+class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
+    """vLLM's metadata; full graphs are for decoding alone.
+
+    A graph captured with single tokens holds our kernel, which cannot run the mixed batches that
+    FlashAttention 3 would replay it for.
+    """
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        if _decodes(vllm_config):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        return not _decodes(self.vllm_config) and super().use_cascade_attention(*args, **kwargs)
+
+
+class Fp8RLFlashImpl(FlashAttentionImpl):
+    """One layer's attention."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.quantizes_queries = self._served()
+        """Whether single tokens go to our kernel and only the queries of prompts are quantized."""
+        if self.quantizes_queries:
+            # The layer would otherwise round every query to E4M3, which decoding does not need.
+            self.supports_quant_query_input = False
+            self._processors = torch.cuda.get_device_properties().multi_processor_count
+
+    def _served(self) -> bool:
+        return (
+            _asked_for(get_current_vllm_config_or_none())
+            and check_kv_cache_dtype(self.kv_cache_dtype)
+            and self.vllm_flash_attn_version == 3
+            and self.attn_type == AttentionType.DECODER
+            and self.head_size in _HEAD_SIZES
+            and self.sliding_window == (-1, -1)
+            and not self.logits_soft_cap
+            and self.alibi_slopes is None
+            and self.sinks is None
+            and self.dcp_world_size == 1
+            and not self.batch_invariant_enabled  # splits follow the size of the batch
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As upstream; ``query`` ``[tokens, heads, head_size]`` is not quantized yet."""
+        if not self.quantizes_queries or attn_metadata is None:
+            return super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("FlashAttention does not quantize its output.")
+        keys, values = kv_cache.view(FP8_DTYPE).unbind(1)
+        tokens = attn_metadata.num_actual_tokens
+        if attn_metadata.max_query_len == 1:
+            sequences = attn_metadata.seq_lens.shape[0]
+            paged_decode(
+                query[:sequences],
+                keys,
+                values,
+                attn_metadata.block_table,
+                attn_metadata.seq_lens,
+                softmax_scale=self.scale,
+                k_scale=layer._k_scale,
+                v_scale=layer._v_scale,
+                out=output[:sequences],
+                splits=splits_for(sequences, self.num_kv_heads, self._processors),
+            )
+            return output
+        starts = attn_metadata.query_start_loc
+        scales = (starts.shape[0] - 1, self.num_kv_heads)
+        codes, _ = ops.scaled_fp8_quant(query[:tokens].flatten(1), layer._q_scale)
+        flash_attn_varlen_func(
+            q=codes.view(tokens, self.num_heads, self.head_size),
+            k=canonicalize_singleton_dim_strides(keys),
+            v=canonicalize_singleton_dim_strides(values),
+            out=output[:tokens],
+            cu_seqlens_q=starts,
+            max_seqlen_q=attn_metadata.max_query_len,
+            seqused_k=attn_metadata.seq_lens,
+            max_seqlen_k=attn_metadata.max_seq_len,
+            softmax_scale=self.scale,
+            causal=attn_metadata.causal,
+            block_table=attn_metadata.block_table,
+            scheduler_metadata=attn_metadata.scheduler_metadata,
+            num_splits=attn_metadata.max_num_splits,
+            fa_version=3,
+            q_descale=layer._q_scale.expand(scales),
+            k_descale=layer._k_scale.expand(scales),
+            v_descale=layer._v_scale.expand(scales),
+        )
+        return output
+
+
+def _asked_for(engine: VllmConfig | None) -> bool:
+    model = engine.model_config if engine is not None else None
+    return model is not None and model.quantization == NAME
+
+
+def _decodes(engine: VllmConfig) -> bool:
+    """Whether layers of an engine may hold our kernel in their graphs."""
+    return _asked_for(engine) and is_quantized_kv_cache(engine.cache_config.cache_dtype)

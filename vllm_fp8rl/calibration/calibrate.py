@@ -1,0 +1,224 @@
+"""KV scales of a live ``LLM``: sent by name, or calibrated from prompts when no trainer sends any.
+
+Both empty the prefix cache, whose blocks hold codes of the old scales. With an ``AsyncLLM`` without
+requests in flight call the step by name: ``await engine.collective_rpc("fp8rl_set_kv_scales",
+args=(scales,))``, then ``await engine.reset_prefix_cache()``; the engine is shut in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8rl.errors import RefitError, ScaleError
+from fp8rl.kv_scales import check_scale
+from fp8rl.numerics import E4M3_MAX
+from vllm_fp8rl.refit.client import (
+    Changes,
+    RequestGate,
+    Workers,
+    admitted,
+    drop_requests,
+    forget_prefixes,
+)
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token numbers, or vLLM's dict of either."""
+
+_PASSES = 2
+"""The first runs with scale 1, the second with what the first found, which is as in service."""
+_MOST_PASSES = 5
+_COVERED = 1 + 1 / 16
+"""Values up to this factor beyond a scale's range lose no more than rounding does anyway."""
+_OLD_CODES = "codes of the old KV scales"
+_REMEDY = "calibrate again, send KV scales, or refit the engine"
+
+
+def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
+    """Set scales on every worker, in effect from the next step, and empty the prefix cache.
+
+    Args:
+        llm: an idle engine started with ``quantization="fp8rl"`` and an FP8 KV cache.
+        scales: see :func:`vllm_fp8rl.quantization.kv_cache.set_kv_scales`.
+
+    Raises:
+        ScaleError: an unknown name or a bad value; nothing is set.
+        RefitError: requests are in flight, another thread is changing the engine, or the prefix
+            cache cannot be emptied; then the engine refuses to run until it has been.
+        UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
+    """
+    from vllm_fp8rl.quantization.kv_cache import checked_scale, require_mapping
+
+    workers = Workers(llm)
+    require_mapping(scales, "KV scales")
+    values = {name: checked_scale(name, scale) for name, scale in scales.items()}
+
+    def change() -> None:
+        _require_idle(llm)
+        workers.call("set_kv_scales", values)
+        forget_prefixes(llm, _OLD_CODES)
+
+    def undo(reason: str) -> None:
+        with contextlib.suppress(RefitError):  # then the workers' guards stay shut
+            forget_prefixes(llm, _OLD_CODES)
+
+    Changes.of(llm).run(change, undo)
+
+
+def lacks_kv_scales(llm: LLM) -> bool:
+    """Whether a worker has an FP8 KV cache without all the scales that generation needs.
+
+    Raises:
+        UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
+    """
+    return any(Workers(llm).call("missing_kv_scales"))
+
+
+def calibrate_kv_scales(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    *,
+    margin: float | None = None,
+    start: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Set scales from the largest magnitudes that the engine's own weights make of prompts.
+
+    The prompts run twice, as prompts only: give whole conversations, responses included, such as
+    the engine will see. It serves eager engines and those whose prompts run outside full CUDA
+    graphs (vLLM's default), and any tensor parallel size. Meanwhile the engine takes no other
+    requests. Scales from before stay if it fails.
+
+    Args:
+        llm: an idle engine started with ``quantization="fp8rl"`` and an FP8 KV cache.
+        prompts: text, token numbers, or vLLM's dicts of either; of at least two tokens each, and
+            short enough for one more.
+        margin: factor on the magnitudes; the recipe's ``kv_cache.margin`` by default.
+        start: scales of weights that differ little from these, such as those of the last
+            calibration; then one run is enough, unless it clips.
+
+    Returns:
+        The scales by their names on the wire: ``margin * amax / 448``. Those of queries that are
+        seen quantized only are up to 7 % larger.
+
+    Raises:
+        ScaleError: no FP8 KV cache, a bad margin, or prompts that show nothing of a layer.
+        RefitError: requests are in flight, or the weights are not complete.
+    """
+    if not prompts:
+        raise ScaleError("There are no prompts to calibrate KV scales from; give some.")
+    if margin is not None and not margin > 0:
+        raise ScaleError(f"The margin of KV scales is {margin}; set it to 1 or a little more.")
+    gate, workers = RequestGate(llm), Workers(llm)
+    begun = False
+
+    def change() -> dict[str, float]:
+        nonlocal begun
+        _require_idle(llm)
+        gate.require_open()
+        begun = True
+        gate.close("KV scales are being calibrated, or a calibration broke off", _REMEDY)
+        scales = _calibrated(llm, workers, prompts, margin, dict(start or {}))
+        workers.call("set_kv_scales", scales)
+        forget_prefixes(llm, _OLD_CODES)
+        gate.open()
+        return scales
+
+    def undo(reason: str) -> None:
+        if begun:
+            drop_requests(llm)
+            workers.call("stop_observing_kv")
+            forget_prefixes(llm, _OLD_CODES)
+            gate.open()
+
+    return Changes.of(llm).run(change, undo)
+
+
+def _calibrated(
+    llm: LLM,
+    workers: Workers,
+    prompts: Sequence[Prompt],
+    margin: float | None,
+    scales: dict[str, float],
+) -> dict[str, float]:
+    """Run the prompts under observation until the scales found are those that were in use.
+
+    Args:
+        llm: idle, and closed to others' requests.
+        workers: of the engine.
+        prompts: see :func:`calibrate_kv_scales`.
+        margin: factor on the magnitudes; None: that of the workers' recipe.
+        scales: of the first run, 1 where there is none.
+    """
+    enough = 1 if scales else _PASSES
+    for number in range(1, _MOST_PASSES + 1):
+        workers.call("observe_kv", scales)
+        forget_prefixes(llm, _OLD_CODES)
+        workers.call("admit_kv_calibration", True)
+        tokens = admitted(lambda: _run(llm, prompts))
+        workers.call("admit_kv_calibration", False)
+        seen = workers.call("observed_kv")
+        factor = seen[0]["margin"] if margin is None else margin
+        before, scales = scales, _scales(seen, tokens, factor)
+        clipped = any(rank["clipped"] for rank in seen) or any(
+            scale > before.get(name, 1.0) * factor * _COVERED for name, scale in scales.items()
+        )
+        if number >= enough and not clipped:
+            break
+    return scales
+
+
+def _scales(seen: Sequence[Mapping[str, Any]], tokens: int, margin: float) -> dict[str, float]:
+    amax: dict[str, float] = {}
+    for rank in seen:  # each holds some of the heads
+        for name, value in rank["amax"].items():
+            amax[name] = max(amax.get(name, 0.0), value) if value == value else value
+    if not amax:
+        raise ScaleError(
+            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
+        )
+    if min(rank["tokens"] for rank in seen) < tokens:
+        raise ScaleError(
+            "Not all prompts could be observed: some ran inside full CUDA graphs. Give prompts of "
+            "at least two tokens, and start the engine with cudagraph_mode 'FULL_AND_PIECEWISE' "
+            "or 'PIECEWISE', or enforce_eager=True."
+        )
+    factor = margin / E4M3_MAX
+    return {
+        name: check_scale(name, torch.tensor(value * factor, dtype=torch.float32))
+        for name, value in amax.items()
+    }
+
+
+def _run(llm: LLM, prompts: Sequence[Prompt]) -> int:
+    """Run prompts alone; how many of their tokens no full CUDA graph takes.
+
+    It may take the last token of a prompt that ends in a step of its own.
+    """
+    from vllm import SamplingParams
+
+    requests: Any = [
+        prompt if isinstance(prompt, str | Mapping) else {"prompt_token_ids": list(prompt)}
+        for prompt in prompts
+    ]
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        detokenize=False,
+        skip_reading_prefix_cache=True,  # or a prefix that prompts share is seen only once
+    )
+    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    return sum(len(output.prompt_token_ids or ()) - 1 for output in outputs)
+
+
+def _require_idle(llm: LLM) -> None:
+    if llm.llm_engine.has_unfinished_requests():
+        raise RefitError(
+            "The engine has requests in flight; finish them, or drop them with "
+            "vllm_fp8rl.refit.drop_requests(llm), before KV scales change."
+        )

@@ -1,0 +1,1 @@
+"""Compile DeepGEMM's kernels while a model loads."""

@@ -1,0 +1,115 @@
+"""Which kernel multiplies a layer's activations with its FP8 weight.
+
+One function, :func:`select_kernel`, decides when a layer is built; a case that no kernel serves is
+an error there, never a quiet detour.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import GemmShape, ReferenceBackend
+from fp8rl.numerics import Quantized, dequantize_block, dequantize_group, quantize_group
+from fp8rl.recipe import Recipe
+
+CPU_CACHE_ENV = "FP8RL_CPU_WEIGHT_CACHE"
+"""``1`` (default) keeps a float32 copy of each FP8 weight on CPU, 5 further bytes an element, which
+makes decoding faster; ``0`` dequantizes one weight at a time."""
+
+
+class LinearKernel(Protocol):
+    """``y = x @ w.T`` of one layer, over activations in groups and a weight in blocks."""
+
+    backend: str
+    """Whose product it is: ``cpu``, or a key of vLLM's ``linear_backend``."""
+    traceable: bool
+    """Whether torch.compile may look inside; otherwise it sees one opaque operation."""
+
+    def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
+        """``[..., K]`` -> ``[..., N]`` in ``x``'s dtype."""
+
+
+class CpuKernel:
+    """Quantize, dequantize, multiply in float32: the result of ``ReferenceBackend.fprop``."""
+
+    backend = "cpu"
+    traceable = False
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._format = recipe.activations.scale_format
+        self._backend = ReferenceBackend()
+
+    def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
+        rows = quantize_group(x.reshape(-1, x.shape[-1]), scale_format=self._format)
+        return self._product(rows, weight, x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
+
+    def _product(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        return self._backend.fprop(x, weight, dtype)
+
+
+class CachedCpuKernel(CpuKernel):
+    """The same with the dequantized weight kept from call to call.
+
+    The copy is used only while the live codes and scales equal those it was made from, compared
+    bit by bit at each call, so it cannot go stale whoever writes to the parameters, and by
+    whichever way. The comparison reads 2 bytes an element where the product reads 4.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._source: Quantized | None = None
+        self._weight: torch.Tensor | None = None
+
+    def _product(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        if self._weight is None or not _identical(weight, self._source):
+            self._weight = None  # before the next is made: one copy at a time
+            self._source = Quantized(weight.codes.clone(), weight.scale_inv.clone())
+            self._weight = dequantize_block(*weight)
+        return (dequantize_group(*x) @ self._weight.t()).to(dtype)
+
+
+def _identical(a: Quantized, b: Quantized | None) -> bool:
+    return b is not None and all(torch.equal(_bits(x), _bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    flat = x.view(torch.uint8).view(-1)
+    return flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
+
+
+def select_kernel(
+    device: torch.device, shape: GemmShape, recipe: Recipe, dtype: torch.dtype
+) -> LinearKernel:
+    """The kernel of one layer on one rank.
+
+    Args:
+        device: where the weight lives.
+        shape: of the layer on this rank; ``tokens`` is 0, any number will come.
+        recipe: scale formats.
+        dtype: of the activations.
+
+    Raises:
+        UnsupportedError: no kernel serves the device or the shape; the message says why.
+    """
+    if shape.in_features < 1 or shape.out_features < 1:
+        raise UnsupportedError(
+            f"An FP8 weight of shape [{shape.out_features}, {shape.in_features}] is empty; lower "
+            "the tensor parallel size."
+        )
+    if device.type == "cuda":
+        from vllm_fp8rl.kernels.block_gemm import delegate
+
+        return delegate(shape, recipe, dtype)
+    if device.type != "cpu":
+        raise UnsupportedError(
+            f"vllm_fp8rl has no FP8 kernel for device '{device}', only for cuda and cpu; use "
+            "recipe.rollout=false there."
+        )
+    cached = os.environ.get(CPU_CACHE_ENV, "1")
+    if cached not in ("0", "1"):
+        raise UnsupportedError(f"{CPU_CACHE_ENV}='{cached}' has no meaning; set it to 0 or 1.")
+    return CachedCpuKernel(recipe) if cached == "1" else CpuKernel(recipe)

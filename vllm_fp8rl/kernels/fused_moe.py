@@ -1,0 +1,179 @@
+"""vLLM's own fused MoE kernels over expert stacks that never move.
+
+As in :mod:`vllm_fp8rl.kernels.block_gemm`, what vLLM does to weights after loading is left out: Triton and
+DeepGEMM both read codes ``[experts, N, K]`` and float32 scales ``[experts, N/128, K/128]``
+(``vllm/model_executor/layers/fused_moe/experts``). The kernel object is made once, over the layer's
+own scale tensors, because captured graphs hold the addresses of what it holds.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import envs
+from vllm.distributed.parallel_state import get_dp_group
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.deep_gemm_utils import compute_aligned_M_and_alignment
+from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import (
+    TritonOrDeepGemmExperts,
+)
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import (
+    Fp8MoeBackend,
+    backend_to_kernel_cls,
+    make_fp8_moe_kernel,
+    make_fp8_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+    UnquantizedMoeBackend,
+    make_unquantized_moe_kernel,
+)
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+    backend_to_kernel_cls as plain_backend_to_kernel_cls,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+)
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import BLOCK, GROUP
+from fp8rl.recipe import Recipe
+from vllm_fp8rl.compat import require_gpu_supported
+from vllm_fp8rl.deep_gemm_warmup.compile import NO_NVCC, find_nvcc
+from vllm_fp8rl.kernels.block_gemm import require_served_gpu
+from vllm_fp8rl.kernels.moe_settings import ACTIVATION_SCALES_ENV
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+_BACKENDS = {"triton": Fp8MoeBackend.TRITON, "deep_gemm": Fp8MoeBackend.DEEPGEMM}
+"""By vLLM's ``moe_backend``, in vLLM's own order for block FP8 on Hopper. What is called DeepGEMM
+is Triton too below 128 tokens, or for experts of at most 512 columns."""
+
+_Made = tuple[FusedMoEQuantConfig, mk.FusedMoEKernel]
+
+
+def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) -> _Made:
+    """The fastest of vLLM's kernels that can run FP8 experts, or the one ``moe_backend`` names.
+
+    Args:
+        layer: with its stacks registered.
+        moe: the layer, in vLLM's terms.
+        recipe: scale formats.
+
+    Raises:
+        UnsupportedError: the GPU, vLLM's version, the backend asked for, the shape, or a format of
+            activation scales that vLLM will not use in this process.
+    """
+    require_served_gpu()
+    if moe.hidden_dim % GROUP:
+        raise UnsupportedError(
+            f"vLLM's FP8 experts need a hidden size in multiples of {GROUP}, not "
+            f"{moe.hidden_dim}; pin the experts to BF16 with pins.kinds: [experts]."
+        )
+    _require_activation_scales(recipe)
+    reasons = []
+    for name in _names(moe):
+        found = _kernel_class(name, moe)
+        if isinstance(found, str):
+            reasons.append(f"{name}: {found}")
+            continue
+        backend = _BACKENDS[name]
+        config = make_fp8_moe_quant_config(
+            backend,
+            w1_scale=layer.w13_weight_scale_inv,
+            w2_scale=layer.w2_weight_scale_inv,
+            a1_scale=None,
+            a2_scale=None,
+            block_shape=list(BLOCK),
+        )
+        routing = layer._expert_routing_tables()
+        return config, make_fp8_moe_kernel(config, moe, found, backend, routing, layer)
+    raise UnsupportedError(
+        f"No FP8 kernel takes these experts ({'; '.join(reasons)}); pin them to BF16 with "
+        "pins.kinds: [experts]."
+    )
+
+
+def deep_gemm_rows(kernel: mk.FusedMoEKernel, moe: FusedMoEConfig, tokens: int) -> int | None:
+    """Most rows of a grouped product over so many tokens, None where it is not DeepGEMM's.
+
+    As vLLM's own warm-up counts them, for the tokens of all data-parallel ranks.
+    """
+    if not isinstance(kernel.impl.fused_experts, TritonOrDeepGemmExperts):
+        return None
+    rows, _ = compute_aligned_M_and_alignment(
+        M=tokens * get_dp_group().world_size,
+        num_topk=moe.experts_per_token,
+        local_num_experts=moe.num_local_experts,
+        alignment=BLOCK[0],
+        expert_tokens_meta=None,
+    )
+    return rows
+
+
+def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> _Made:
+    """Triton over unquantized experts: vLLM's other kernels need repacked weights.
+
+    Raises:
+        UnsupportedError: vLLM's version, the backend asked for, or the layer.
+    """
+    require_gpu_supported("start the engine without quantization='fp8rl'")
+    if moe.moe_backend not in ("auto", *_BACKENDS):
+        _refuse(moe.moe_backend)
+    kind = plain_backend_to_kernel_cls(UnquantizedMoeBackend.TRITON)
+    supported, reason = kind.is_supported_config(
+        kind, moe, None, None, mk.FusedMoEActivationFormat.Standard
+    )
+    if not supported:
+        raise UnsupportedError(f"No BF16 kernel takes these experts (triton: {reason}).")
+    config = FusedMoEQuantConfig.make()
+    kernel = make_unquantized_moe_kernel(
+        config, moe, UnquantizedMoeBackend.TRITON, kind, layer._expert_routing_tables()
+    )
+    return config, kernel
+
+
+def _names(moe: FusedMoEConfig) -> tuple[str, ...]:
+    if moe.moe_backend == "auto":
+        return tuple(_BACKENDS)
+    if moe.moe_backend not in _BACKENDS:
+        _refuse(moe.moe_backend)
+    return (moe.moe_backend,)
+
+
+def _refuse(backend: str) -> None:
+    raise UnsupportedError(
+        f"moe_backend='{backend}' cannot run experts that are refitted in place; set it to "
+        f"{', '.join(_BACKENDS)} or auto."
+    )
+
+
+def _kernel_class(name: str, moe: FusedMoEConfig) -> type[mk.FusedMoEExperts] | str:
+    """The class of a backend, or why it cannot run the layer."""
+    if name == "deep_gemm" and not envs.VLLM_MOE_USE_DEEP_GEMM:
+        return "VLLM_MOE_USE_DEEP_GEMM is 0"
+    if name == "deep_gemm" and find_nvcc(os.environ) is None:  # vLLM does not check that
+        return NO_NVCC
+    (kind,) = backend_to_kernel_cls(_BACKENDS[name])
+    supported, reason = kind.is_supported_config(
+        kind,
+        moe,
+        kFp8Static128BlockSym,
+        kFp8Dynamic128Sym,
+        mk.FusedMoEActivationFormat.Standard,
+    )
+    return kind if supported else str(reason)
+
+
+def _require_activation_scales(recipe: Recipe) -> None:
+    wanted = recipe.activations.scale_format == "pow2"
+    if is_deep_gemm_e8m0_used() != wanted:
+        raise UnsupportedError(
+            f"vLLM's experts would not quantize activations with {recipe.activations.scale_format} "
+            f"scales in this process: {ACTIVATION_SCALES_ENV} was read before, or DeepGEMM is off; "
+            "start the engine in a process of its own, with DeepGEMM for pow2."
+        )

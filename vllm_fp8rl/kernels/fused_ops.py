@@ -1,0 +1,70 @@
+"""The fused quantization kernels as operations of torch.compile's graphs.
+
+Functional (nothing is mutated), with shapes that Inductor can trace; scales come as
+``[groups, rows padded to 4]``, see :mod:`fp8rl.numerics.triton.activations`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8rl.numerics.triton.activations import empty_rows, quantize_rows, rms_norm_quantize
+from fp8rl.recipe import ScaleFormat
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _format(pow2: bool) -> ScaleFormat:
+    return "pow2" if pow2 else "fp32"
+
+
+@torch.library.custom_op("fp8rl::quantize", mutates_args=(), device_types="cuda")
+def quantize(x: torch.Tensor, pow2: bool) -> Pair:
+    """Codes and scales of ``x`` ``[M, K]``."""
+    return quantize_rows(x, _format(pow2))
+
+
+@quantize.register_fake
+def _(x: torch.Tensor, pow2: bool) -> Pair:
+    return empty_rows(x, x.shape[1])
+
+
+@torch.library.custom_op("fp8rl::silu_mul_quantize", mutates_args=(), device_types="cuda")
+def silu_mul_quantize(x: torch.Tensor, pow2: bool) -> Pair:
+    """Codes and scales of ``silu(x[:, :K]) * x[:, K:]``, ``x`` ``[M, 2 K]``."""
+    return quantize_rows(x, _format(pow2), silu_and_mul=True)
+
+
+@silu_mul_quantize.register_fake
+def _(x: torch.Tensor, pow2: bool) -> Pair:
+    return empty_rows(x, x.shape[1] // 2)
+
+
+@torch.library.custom_op("fp8rl::rms_norm_quantize", mutates_args=(), device_types="cuda")
+def norm_quantize(x: torch.Tensor, weight: torch.Tensor, epsilon: float, pow2: bool) -> Pair:
+    """Codes and scales of ``rms_norm(x) * weight``."""
+    codes, scales, _ = rms_norm_quantize(x, None, weight, epsilon, _format(pow2))
+    return codes, scales
+
+
+@norm_quantize.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, epsilon: float, pow2: bool) -> Pair:
+    return empty_rows(x, x.shape[1])
+
+
+@torch.library.custom_op("fp8rl::add_rms_norm_quantize", mutates_args=(), device_types="cuda")
+def add_norm_quantize(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, pow2: bool
+) -> Triple:
+    """Codes and scales of ``rms_norm(x + residual) * weight``, and ``x + residual``."""
+    codes, scales, total = rms_norm_quantize(x, residual, weight, epsilon, _format(pow2))
+    assert total is not None
+    return codes, scales, total
+
+
+@add_norm_quantize.register_fake
+def _(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, pow2: bool
+) -> Triple:
+    return *empty_rows(x, x.shape[1]), x.new_empty(x.shape)  # contiguous, as the kernel makes it

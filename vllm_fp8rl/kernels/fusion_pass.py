@@ -1,0 +1,143 @@
+"""A pass of torch.compile's: a norm, or SiLU and product, merged with the quantization after it.
+
+vLLM has such passes for its own quantization kernels
+(``vllm/compilation/passes/fusion/{rms,act}_quant_fusion.py``); ours go the way it offers to others,
+``post_grad_custom_post_pass`` in ``inductor_compile_config``. A place that no pattern matches runs
+the two kernels apart, with the same result.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.ir.ops
+from vllm.compilation.passes.fusion.matcher_utils import MatcherSiluAndMul
+from vllm.compilation.passes.vllm_inductor_pass import (
+    VllmFusionPatternMatcherPass,
+    VllmPatternReplacement,
+)
+from vllm.config import CompilationMode, VllmConfig
+
+from fp8rl.numerics import GROUP
+from fp8rl.numerics.triton import activations as triton_fused
+from fp8rl.recipe import Recipe
+from vllm_fp8rl.kernels import fused_ops as fused_ops  # registers the operations named below
+
+NAME = "fp8rl_quantize_fusion"
+PASS_KEY = "post_grad_custom_post_pass"
+_EPSILONS = (1e-5, 1e-6)
+_ROWS = 5  # of the tensors that patterns are traced with
+
+
+class SiluMulQuantize(VllmPatternReplacement):
+    """``quantize(silu_and_mul(x))``."""
+
+    def __init__(self, dtype: torch.dtype, pow2: bool) -> None:
+        self._dtype = dtype
+        self._pow2 = pow2
+        self._silu_and_mul = MatcherSiluAndMul()
+
+    def get_inputs(self) -> list[torch.Tensor]:
+        return [self.empty(_ROWS, 2 * GROUP, dtype=self._dtype)]
+
+    @property
+    def pattern(self) -> Callable[..., Any]:
+        def pattern(x: torch.Tensor) -> Any:
+            return torch.ops.fp8rl.quantize(self._silu_and_mul(x), self._pow2)
+
+        return pattern
+
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        def replacement(x: torch.Tensor) -> Any:
+            return torch.ops.fp8rl.silu_mul_quantize(x, self._pow2)
+
+        return replacement
+
+
+class RmsNormQuantize(VllmPatternReplacement):
+    """``quantize(rms_norm(x) * weight)``."""
+
+    def __init__(self, dtype: torch.dtype, epsilon: float, pow2: bool) -> None:
+        self._dtype = dtype
+        self._epsilon = epsilon
+        self._pow2 = pow2
+
+    def get_inputs(self) -> list[torch.Tensor]:
+        return [
+            self.empty(_ROWS, GROUP, dtype=self._dtype),
+            self.empty(GROUP, dtype=self._dtype),
+        ]
+
+    @property
+    def pattern(self) -> Callable[..., Any]:
+        def pattern(x: torch.Tensor, weight: torch.Tensor) -> Any:
+            normed = vllm.ir.ops.rms_norm(x, weight, self._epsilon)
+            return torch.ops.fp8rl.quantize(normed, self._pow2)
+
+        return pattern
+
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        def replacement(x: torch.Tensor, weight: torch.Tensor) -> Any:
+            return torch.ops.fp8rl.rms_norm_quantize(x, weight, self._epsilon, self._pow2)
+
+        return replacement
+
+
+class AddRmsNormQuantize(RmsNormQuantize):
+    """``quantize(rms_norm(x + residual) * weight)``, and the sum."""
+
+    def get_inputs(self) -> list[torch.Tensor]:
+        return [*super().get_inputs(), self.empty(_ROWS, GROUP, dtype=self._dtype)]
+
+    @property
+    def pattern(self) -> Callable[..., Any]:
+        def pattern(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
+            normed, total = vllm.ir.ops.fused_add_rms_norm(x, residual, weight, self._epsilon)
+            codes, scales = torch.ops.fp8rl.quantize(normed, self._pow2)
+            return codes, scales, total
+
+        return pattern
+
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        def replacement(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
+            return torch.ops.fp8rl.add_rms_norm_quantize(
+                x, residual, weight, self._epsilon, self._pow2
+            )
+
+        return replacement
+
+
+class FuseQuantization(VllmFusionPatternMatcherPass):
+    """All of this module's patterns, for one scale format."""
+
+    def __init__(self, engine: VllmConfig, pow2: bool) -> None:
+        super().__init__(engine, NAME)
+        self._pow2 = pow2
+        dtype = engine.model_config.dtype
+        self.register(SiluMulQuantize(dtype, pow2))
+        for epsilon in _EPSILONS:
+            self.register(AddRmsNormQuantize(dtype, epsilon, pow2))  # before the one it contains
+            self.register(RmsNormQuantize(dtype, epsilon, pow2))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FuseQuantization:
+        return self  # vLLM copies the dictionary it finds this in; patterns do not change
+
+    def uuid(self) -> str:
+        """For vLLM's and Inductor's caches: patterns, format, and what compiled code assumes of the
+        operations (shapes, strides), whose files Dynamo does not trace."""
+        operations = (inspect.getsource(module) for module in (fused_ops, triton_fused))
+        return self.hash_source(super().uuid(), str(self._pow2), *operations)
+
+
+def install(engine: VllmConfig, recipe: Recipe) -> None:
+    """Add the pass to an engine that is being built, unless its user has one there."""
+    compilation = engine.compilation_config
+    passes = compilation.inductor_compile_config
+    if PASS_KEY not in passes and compilation.mode != CompilationMode.NONE:
+        passes[PASS_KEY] = FuseQuantization(engine, recipe.activations.scale_format == "pow2")

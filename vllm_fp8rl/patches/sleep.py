@@ -1,0 +1,94 @@
+"""Sleep mode: the guard of a sleeping model knows what is gone.
+
+vLLM lets plugins register sleep-mode backends. This one is vLLM's own ``cumem`` (the only one it
+brings) that also tells each model's :class:`~vllm_fp8rl.refit.guard.RefitGuard` what goes and what comes
+back; :func:`watch` selects it for an engine that runs ``quantization="fp8rl"``.
+
+Level 1 keeps weights on the host. Level 2 discards every parameter; vLLM itself then serves
+whatever the new memory holds. KV scales survive both, because loaded values live in
+``LayerKVScales`` on the host and are written again in the first step after a wake-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+from fp8rl.errors import UnsupportedError
+from vllm_fp8rl.refit.guard import GUARD, RefitGuard
+
+NAME = "fp8rl_cumem"
+_STOCK = "cumem"
+_TAGS = ("weights", "kv_cache")
+
+
+def watch(model_config: Any, guard: RefitGuard) -> None:
+    """Choose the backend for an engine that may sleep; called in each worker.
+
+    Raises:
+        UnsupportedError: the engine was started with a backend that is not vLLM's own.
+    """
+    if not model_config.enable_sleep_mode:
+        return
+    if model_config.sleep_mode_backend not in (_STOCK, NAME):
+        raise UnsupportedError(
+            f"fp8rl cannot tell what sleep_mode_backend='{model_config.sleep_mode_backend}' does "
+            f"to weights and KV scales; leave it at '{_STOCK}'."
+        )
+    try:
+        SleepModeBackendFactory.get_backend_class(NAME)
+    except ValueError:
+        SleepModeBackendFactory.register_backend(NAME, __name__, WatchedBackend.__name__)
+    model_config.sleep_mode_backend = NAME
+    guard.may_sleep = True
+
+
+class WatchedBackend(CuMemBackend):
+    """vLLM's backend, with a word to the guards of the models that sleep.
+
+    vLLM's allocator is one a process, and so is what it puts to sleep.
+    """
+
+    def suspend(self, level: int = 1) -> None:
+        for guard, model in guarded_models():
+            guard.sleep(_TAGS, {} if level == 1 else dict(discardable(model)))
+        super().suspend(level)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        super().resume(tags)
+        for guard, _ in guarded_models():
+            guard.wake(tags)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """vLLM 0.32: give memory with certain tags back without keeping its contents."""
+        for guard, model in guarded_models():
+            lost = dict(discardable(model)) if "weights" in tags else {}
+            guard.sleep([tag for tag in _TAGS if tag in tags], lost)
+        super().discard(tags)
+
+
+def guarded_models() -> Iterator[tuple[RefitGuard, torch.nn.Module]]:
+    """Every live model in this process whose engine may sleep, with its guard.
+
+    vLLM hands a sleep-mode backend no worker; its book of loaded modules has the models.
+    """
+    modules = list(LAYERWISE_INFO)
+    children = {id(child) for module in modules for child in module.children()}
+    for model in (module for module in modules if id(module) not in children):
+        guards = (getattr(module, GUARD, None) for module in model.modules())
+        guard = next((g for g in guards if g is not None), None)
+        if guard is not None and guard.may_sleep:
+            yield guard, model
+
+
+def discardable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that only a refit can bring back: all but KV scales, which the host keeps."""
+    for path, module in model.named_modules():
+        if getattr(module, GUARD, None) is not None:
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{leaf}" if path else leaf, parameter

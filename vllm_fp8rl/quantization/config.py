@@ -1,0 +1,407 @@
+"""`Fp8RLConfig`: vLLM's quantization method ``fp8rl``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+
+from fp8rl import PinPolicy, PluginManager, Recipe
+from fp8rl.errors import PinError, RecipeError, UnsupportedError
+from fp8rl.numerics import BLOCK
+from fp8rl.pinning import ALWAYS_BF16, PinRow
+from fp8rl.reading import near_miss
+from fp8rl.recipe import RECIPE_ENV
+from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
+from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup, deep_gemm_job
+from vllm_fp8rl.kernels.moe_settings import set_activation_scales
+from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.patches.kv_connectors import check_connector
+from vllm_fp8rl.quantization.models import (
+    check_architecture,
+    check_sizes,
+    check_widths,
+    is_mixture,
+    module_names,
+)
+from vllm_fp8rl.refit.guard import RefitGuard
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+# Under vLLM's name, so that its log level and format apply in every worker.
+logger = init_logger("vllm.fp8rl")
+
+SETTINGS_KEY = "fp8rl"
+_KV_NAMES = {"fp8": "fp8_e4m3"}  # vLLM's alias
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe applied to one model."""
+
+    recipe: Recipe
+    policy: PinPolicy
+    dummy: bool
+    """The engine loads no checkpoint."""
+    layers: dict[str, Any]
+    """vLLM's table of layers by name, for compiled code."""
+    mixture: bool
+    """The model has experts."""
+    guard: RefitGuard
+    """Asked in every step whether the model may run."""
+    warmup: KernelWarmup
+
+    def precision(self, name: str) -> str:
+        """``fp8`` or ``bf16`` for a linear module.
+
+        Raises:
+            UnsupportedError: a linear layer that no dense Llama/Qwen3-style model has.
+        """
+        try:
+            pinned = self.policy.precision(name)
+        except PinError:
+            raise UnsupportedError(
+                f"'{name}' is no layer of a Llama/Qwen3-style model, which is what "
+                f"quantization='{NAME}' serves; start this model without it."
+            ) from None
+        return pinned if self.recipe.rollout else "bf16"
+
+    def experts_precision(self, name: str) -> str:
+        """The same for the experts of a layer, which one kernel runs.
+
+        Raises:
+            PinError: a pin covers a part of them only.
+        """
+        rows = [row for row in self.policy.report() if row.name.startswith(f"{name}.")]
+        pinned = next((row for row in rows if row.precision == "bf16"), None)
+        if pinned and any(row.precision == "fp8" for row in rows):
+            raise PinError(
+                f"pins.{pinned.reason} pins '{pinned.name}' but not all experts of its layer; pin "
+                f"all with names: ['{name}.*'], or use kinds: [experts]."
+            )
+        return "bf16" if pinned or not self.recipe.rollout else "fp8"
+
+
+class Fp8RLConfig(QuantizationConfig):
+    """Block-FP8 linear layers by recipe, loaded and refitted in place.
+
+    The recipe is ``additional_config["fp8rl"]`` of the engine, else ``quantization_config.recipe``
+    of the model's config, else the one ``FP8RL_RECIPE`` names, else the default. It is read when
+    the first layer is built, because vLLM makes this object before its own configuration is
+    complete.
+    """
+
+    weight_block_size = list(BLOCK)
+    use_deep_gemm = False
+
+    def __init__(self, recipe: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        require_supported()
+        self._recipe = recipe
+        self._resolved: Resolved | None = None
+
+    def get_name(self) -> str:  # type: ignore[override]
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 89
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # so that quantization="fp8rl" alone makes a config, without arguments
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Fp8RLConfig:
+        """For a model whose config describes its quantization.
+
+        Either a block-FP8 checkpoint, or ``{"quant_method": "fp8rl", "recipe": {...}}``: so a
+        framework that has no argument for the quantization runs a BF16 checkpoint in FP8.
+
+        Raises:
+            UnsupportedError: the checkpoint is quantized in another way.
+            RecipeError: a key that is a misspelling of ``recipe``, or belongs inside it.
+        """
+        _check_checkpoint(config)
+        sections = Recipe.model_fields if config["quant_method"] == NAME else ()
+        _refuse_lost_recipe(config, "quantization_config", "recipe", (SETTINGS_KEY, *sections))
+        return cls(config.get("recipe"))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take a block-FP8 checkpoint over when the user asks for ``fp8rl``, and only then.
+
+        Raises:
+            UnsupportedError: ``fp8rl`` is asked for, but the checkpoint is quantized otherwise.
+        """
+        if user_quant != NAME:
+            return None
+        _check_checkpoint(hf_quant_cfg)
+        return NAME
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one layer; stateless but for the recipe resolved at the first call.
+
+        Raises:
+            RecipeError: unknown or bad key in ``additional_config.fp8rl``.
+            PinError: a pin that matches nothing or splits a fused layer.
+            UnsupportedError: an architecture, layer or width that is not served.
+        """
+        # vLLM's layer modules are heavy: imported only where an engine is being built.
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        from vllm_fp8rl.quantization.kv_cache import Fp8RLKVCacheMethod
+        from vllm_fp8rl.quantization.linear import (
+            Fp8RLLinearMethod,
+            RefitEmbeddingMethod,
+            RefitLinearMethod,
+        )
+
+        resolved = self.resolve()
+        if isinstance(layer, LinearBase):
+            if resolved.precision(prefix) == "bf16":
+                return RefitLinearMethod(prefix, dummy=resolved.dummy)
+            return Fp8RLLinearMethod(
+                resolved.recipe,
+                prefix,
+                dummy=resolved.dummy,
+                layers=resolved.layers,
+                on_unpaired=resolved.guard.recheck,
+                warmup=resolved.warmup,
+            )
+        if isinstance(layer, RoutedExperts):
+            return _experts_method(resolved, layer, prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            if resolved.mixture:  # the output projection is built last, behind every router
+                from vllm_fp8rl.quantization.moe import keep_gates_refittable
+
+                keep_gates_refittable(resolved.layers, dummy=resolved.dummy)
+            return RefitEmbeddingMethod(prefix, dummy=resolved.dummy)
+        if isinstance(layer, Attention):
+            return Fp8RLKVCacheMethod(self, resolved.guard)
+        raise UnsupportedError(
+            f"'{prefix}' ({type(layer).__name__}) has no FP8 method in vllm_fp8rl; start this "
+            f"model without quantization='{NAME}'."
+        )
+
+    def resolve(self) -> Resolved:
+        """The recipe applied to the engine's model; read and logged once."""
+        if self._resolved is None:
+            from vllm.config import get_current_vllm_config
+
+            engine = get_current_vllm_config()
+            self._resolved = _resolve(engine, self._recipe)
+            expect_quantizing_loads()
+            logger.info("%s", _table(self._resolved.recipe, self._resolved.policy))
+        return self._resolved
+
+
+def _experts_method(resolved: Resolved, layer: RoutedExperts, name: str) -> QuantizeMethodBase:
+    from vllm_fp8rl.quantization.moe import Fp8RLMoEMethod, RefitMoEMethod
+
+    dummy, layers = resolved.dummy, resolved.layers
+    if resolved.experts_precision(name) == "bf16":
+        return RefitMoEMethod(layer, name, dummy=dummy, layers=layers)
+    return Fp8RLMoEMethod(
+        layer,
+        resolved.recipe,
+        name,
+        dummy=dummy,
+        layers=layers,
+        on_unpaired=resolved.guard.recheck,
+        warmup=resolved.warmup,
+    )
+
+
+def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of an engine, see :class:`Fp8RLConfig`.
+
+    Args:
+        additional_config: of the engine.
+        of_model: ``quantization_config.recipe`` of the model's config.
+
+    Raises:
+        RecipeError: unknown or bad key, with its full path; a misspelling of ``fp8rl``, or a key of
+            the recipe beside it.
+    """
+    settings = additional_config if isinstance(additional_config, Mapping) else {}
+    _refuse_lost_recipe(
+        settings, "additional_config", SETTINGS_KEY, ("recipe", RECIPE_ENV, *Recipe.model_fields)
+    )
+    if SETTINGS_KEY in settings:
+        return Recipe.from_dict(settings[SETTINGS_KEY], where=f"additional_config.{SETTINGS_KEY}")
+    if of_model is not None:
+        return Recipe.from_dict(of_model, where="quantization_config.recipe")
+    return Recipe.from_env() or Recipe()
+
+
+def _refuse_lost_recipe(
+    config: Mapping[str, Any], where: str, own: str, misplaced: Iterable[str]
+) -> None:
+    """Raise RecipeError for a key that is meant for us and that nobody would read.
+
+    Other plugins have keys in these mappings too, so only what is nearly one of ours is refused.
+
+    Args:
+        config: a mapping that holds the recipe under ``own``.
+        where: path of the mapping.
+        own: the one key that is read.
+        misplaced: names that have no meaning beside it.
+    """
+    for key in config:
+        if key == own:
+            continue
+        if near_miss(key, [own]):
+            raise RecipeError(f"'{where}.{key}' is read by nobody; write '{where}.{own}'.")
+        if name := near_miss(key, misplaced, cutoff=1.0):
+            inside = f".{name}" if name in Recipe.model_fields else ""
+            raise RecipeError(f"'{where}.{key}' is read by nobody; write '{where}.{own}{inside}'.")
+
+
+def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved:
+    from vllm_fp8rl.patches.reload import install as refuse_unseen_reloads
+    from vllm_fp8rl.refit.plan import install as install_load_plans
+
+    install_load_plans()
+    refuse_unseen_reloads()
+    recipe = read_recipe(engine.additional_config, of_model)
+    hf_config = engine.model_config.hf_text_config
+    parallel = engine.parallel_config
+    check_architecture(hf_config, engine.model_config.hf_config)
+    check_sizes(hf_config)
+    check_widths(
+        hf_config,
+        parallel.tensor_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+    )
+    _check_weight_transfer(engine.weight_transfer_config)
+    _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
+    check_scale_source(engine.cache_config)
+    check_connector(engine.kv_transfer_config)
+    if engine.device_config.device_type == "cuda" and recipe.rollout:
+        set_activation_scales(recipe, experts=is_mixture(hf_config))
+    policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))
+    if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
+        engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
+    return Resolved(
+        recipe,
+        policy,
+        dummy=engine.load_config.load_format == "dummy",
+        layers=engine.compilation_config.static_forward_context,
+        mixture=is_mixture(hf_config),
+        guard=_guard(engine),
+        warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens, deep_gemm_job),
+    )
+
+
+def _guard(engine: VllmConfig) -> RefitGuard:
+    from vllm_fp8rl.patches.sleep import watch
+
+    guard = RefitGuard(engine.compilation_config.static_forward_context)
+    watch(engine.model_config, guard)
+    return guard
+
+
+def _check_checkpoint(config: Mapping[str, Any]) -> None:
+    method = config.get("quant_method")
+    if method == NAME:
+        return
+    block = config.get("weight_block_size")
+    scheme = config.get("activation_scheme", "dynamic")
+    if method != "fp8":
+        raise UnsupportedError(
+            f"The checkpoint is quantized with '{method}', but quantization='{NAME}' loads BF16 or "
+            "block-FP8 (quant_method 'fp8') checkpoints; choose one of those."
+        )
+    if block is None or tuple(block) != BLOCK:
+        what = "per-tensor FP8" if block is None else f"FP8 with weight_block_size {list(block)}"
+        raise UnsupportedError(
+            f"The checkpoint is {what}, but quantization='{NAME}' needs weight_block_size "
+            f"{list(BLOCK)}; load a BF16 checkpoint or one in that format."
+        )
+    if scheme != "dynamic":
+        raise UnsupportedError(
+            f"The checkpoint has activation_scheme '{scheme}', but quantization='{NAME}' scales "
+            "activations dynamically; load a BF16 checkpoint."
+        )
+
+
+def _check_weight_transfer(chosen: WeightTransferConfig | None) -> None:
+    if chosen is None or chosen.backend in WEIGHT_TRANSFER_BACKENDS:
+        return
+    raise UnsupportedError(
+        f"The weight-transfer backend '{chosen.backend}' takes an incomplete update for a complete "
+        f"one, or writes BF16 into FP8 storage; with quantization='{NAME}' set it to one of "
+        f"{sorted(WEIGHT_TRANSFER_BACKENDS)} (the trainer's side of 'fp8rl_nccl' is vLLM's 'nccl')."
+    )
+
+
+def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype) -> None:
+    wanted = recipe.kv_cache.dtype
+    actual = _KV_NAMES.get(engine_dtype, engine_dtype)
+    if actual == str(model_dtype).removeprefix("torch."):
+        actual = "auto"
+    if actual != wanted:
+        raise RecipeError(
+            f"The recipe has kv_cache.dtype '{wanted}', but the engine was started with "
+            f"kv_cache_dtype '{engine_dtype}'; make them equal, e.g. with "
+            "LLM(..., **vllm_fp8rl.engine_args(recipe))."
+        )
+
+
+def check_scale_source(cache: Any) -> None:
+    """Raise UnsupportedError where vLLM would make KV scales from whatever runs first.
+
+    Args:
+        cache: vLLM's ``CacheConfig``; 0.32 has no such setting any more.
+    """
+    if getattr(cache, "calculate_kv_scales", False):
+        raise UnsupportedError(
+            "calculate_kv_scales overwrites the KV scales that a checkpoint or a refit brought "
+            "with those of the first batch; leave it off, and use "
+            "vllm_fp8rl.calibration.calibrate.calibrate_kv_scales."
+        )
+
+
+def _table(recipe: Recipe, policy: PinPolicy) -> str:
+    """The resolved precisions, with equal neighbouring layers on one line."""
+    if not recipe.rollout:
+        return "fp8rl: recipe.rollout is false, every linear layer is in the model's dtype"
+    rows = [row for row in policy.report() if row.kind not in ALWAYS_BF16]
+    layers = [(number, _line(list(group))) for number, group in groupby(rows, lambda r: r.layer)]
+    lines = [policy.summary()]
+    for text, same in groupby(layers, lambda pair: pair[1]):
+        numbers = [number for number, _ in same]
+        lines.append(f"  layers {numbers[0]}-{numbers[-1]}: {text}")
+    return "\n".join(lines)
+
+
+def _line(rows: list[PinRow]) -> str:
+    texts = [
+        f"{'experts' if row.kind == 'experts' else row.name.rpartition('.')[2]} {row.precision}"
+        + (f" ({row.reason})" if row.reason else "")
+        for row in rows
+    ]
+    return ", ".join(dict.fromkeys(texts))  # experts of one layer are said once
+
+
+__all__ = ["RECIPE_ENV", "Fp8RLConfig", "Resolved", "read_recipe"]

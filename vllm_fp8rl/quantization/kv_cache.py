@@ -1,0 +1,389 @@
+"""KV-cache scales of a live vLLM model: loaded by name, validated, effective at once.
+
+vLLM's own ``BaseKVCacheMethod`` deletes its scale parameters after the first load, so that later
+ones are skipped in silence, and falls back to scale 1.0. Here the parameters stay, only a value
+that a loader set counts, and until one has come the engine refuses to run
+(:class:`~vllm_fp8rl.refit.guard.RefitGuard`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import repeat
+from numbers import Real
+from typing import Any
+
+import torch
+from vllm.config import CompilationConfig, get_current_vllm_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+from fp8rl.errors import ScaleError, UnsupportedError
+from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
+from vllm_fp8rl.refit.guard import GUARD, RefitGuard, guarded
+from vllm_fp8rl.storage.block_grid import Writes
+
+FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
+"""Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
+
+Fill = Callable[[torch.Tensor, float], object]
+"""Writes a number into a float32 tensor, perhaps later."""
+TAKES_FILL = "fp8rl_takes_fill"
+"""Mark of a weight loader with an argument ``fill``."""
+
+_STATE = "fp8rl_kv_scales"
+_OLDER_CODES = "codes of older KV scales"
+_UNSET = 1.0
+"""Stands for a scale that no loader has set. Only vLLM's trial runs at the start compute with it:
+the guard refuses every other step. A NaN would become token numbers outside the vocabulary there,
+and those an assertion that kills the process's CUDA context."""
+_READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+"""Attention backends that read the scales from tensors, or from the layer at each call."""
+_BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
+"""Takes the scales as host numbers."""
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
+    """Whether the cache is FP8.
+
+    Raises:
+        UnsupportedError: a quantized cache of another format than E4M3 with per-tensor scales.
+    """
+    if not is_quantized_kv_cache(kv_cache_dtype):
+        return False
+    if kv_cache_dtype not in FP8_KV_DTYPES:
+        raise UnsupportedError(
+            f"fp8rl has no KV cache of dtype '{kv_cache_dtype}'; set kv_cache_dtype to 'fp8' "
+            "(E4M3, one scale a tensor) or 'auto'."
+        )
+    return True
+
+
+def check_backend(name: str, compilation: CompilationConfig) -> None:
+    """Raise UnsupportedError for an attention backend that would not see new scales.
+
+    Args:
+        name: of the backend in vLLM.
+        compilation: of the engine.
+    """
+    if name in _READ_AT_EACH_STEP:
+        return
+    if name != _BAKES_INTO_FULL_GRAPHS:
+        raise UnsupportedError(
+            f"Attention backend '{name}' is not known to read new KV scales; choose one of "
+            f"{', '.join(_READ_AT_EACH_STEP)} with attention_backend=..., or set "
+            "kv_cache_dtype='auto'."
+        )
+    if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
+        raise UnsupportedError(
+            f"Attention backend '{name}' writes KV scales into full CUDA graphs as constants, so "
+            "that new ones would have no effect; choose attention_backend='FLASH_ATTN' or "
+            "'TRITON_ATTN', or set compilation_config={'cudagraph_mode': 'PIECEWISE'}."
+        )
+
+
+@dataclass
+class LayerKVScales:
+    """What loaders have set so far for one attention layer, by role; float32 values."""
+
+    index: int
+    """Global number of the decoder layer."""
+    values: dict[Role, float] = field(default_factory=dict)
+    provisional: dict[Role, float] | None = None
+    """Scales that attention computes with during a calibration; they never count as loaded."""
+
+    def in_use(self, role: Role) -> float:
+        """The scale that attention computes with."""
+        values = self.values if self.provisional is None else self.provisional
+        return values.get(role, _UNSET)
+
+    def required(self, layer: torch.nn.Module) -> tuple[Role, ...]:
+        """Roles without which ``layer`` cannot run; q only where the backend quantizes queries."""
+        by_layer = getattr(layer, "query_quant", None) is not None
+        by_backend = getattr(getattr(layer, "impl", None), "quantizes_queries", False)
+        return ROLES if by_layer or by_backend else ("k", "v")
+
+
+class Fp8RLKVCacheMethod(BaseKVCacheMethod):
+    """Scale parameters ``q_scale``, ``k_scale``, ``v_scale`` of an ``Attention`` layer.
+
+    Stateless, because vLLM asks for a new method object whenever it post-processes a layer; the
+    state is the layer's :class:`LayerKVScales`. On a layer whose cache is not FP8 it has nothing to
+    do but to have the guard asked.
+
+    Args:
+        quant_config: the engine's.
+        guard: of the engine's model.
+    """
+
+    supports_pre_processed_weights = False
+
+    def __init__(self, quant_config: QuantizationConfig, guard: RefitGuard) -> None:
+        super().__init__(quant_config)
+        self._guard = guard
+
+    def create_weights(self, layer: Any) -> None:
+        """Register the parameters, float32 scalars.
+
+        A layerwise reload calls this again on a live layer: loaded values then stay.
+
+        Raises:
+            UnsupportedError: see :func:`check_kv_cache_dtype` and :func:`check_backend`.
+        """
+        fp8 = check_kv_cache_dtype(layer.kv_cache_dtype)
+        if getattr(layer, GUARD, None) is None:
+            if fp8:
+                engine = get_current_vllm_config()
+                check_backend(layer.attn_backend.get_name(), engine.compilation_config)
+            setattr(layer, GUARD, self._guard)
+            layer.attn_backend = guarded(layer.attn_backend)
+        if not fp8:
+            return
+        if _state_of(layer) is None:
+            setattr(layer, _STATE, LayerKVScales(extract_layer_index(layer.layer_name)))
+        for role in ROLES:
+            parameter = torch.nn.Parameter(
+                torch.full((), _UNSET, dtype=torch.float32), requires_grad=False
+            )
+            parameter.weight_loader = _loader(layer, role)  # type: ignore[attr-defined]
+            layer.register_parameter(f"{role}_scale", parameter)
+        publish_scales(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Put the loaded values back wherever vLLM keeps a copy; any number of times.
+
+        ``load_format=dummy`` writes random numbers into parameters and buffers alike, so whatever
+        no loader set becomes the placeholder again.
+        """
+        publish_scales(layer)
+
+    def restore(self, layer: Any) -> None:
+        """Write the loaded values again where a sleep or vLLM's wake-up has lost them."""
+        publish_scales(layer)
+
+    def require_ready(self, layer: Any) -> None:
+        """Raise ScaleError, for all layers at once, unless this one has the scales it needs."""
+        state = _state_of(layer)
+        if state is not None and state.provisional is None and _missing(layer):
+            require_kv_scales(*self._guard.layers.values())
+
+
+def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> None:
+    """Set scales by their names on the wire; all are checked before the first is set.
+
+    Call ``reset_prefix_cache()`` afterwards: cached blocks hold codes of the old scales, and until
+    it has answered True the engine refuses to run.
+
+    Args:
+        model: the live vLLM model of this rank.
+        scales: ``model.layers.N.self_attn.{k,v}_scale`` or ``.attn.{q,k,v}_scale`` -> the factor
+            that multiplies codes back.
+
+    Raises:
+        ScaleError: a name that the model does not have, or a value that is 0, negative, NaN,
+            infinite or not one element.
+        RefitError: the engine's weights sleep.
+    """
+    require_mapping(scales, "KV scales")
+    found = list(fp8_layers(model))
+    layers = {state.index: layer for layer, state in found}
+    states = {state.index: state for _, state in found}
+    values = {index: dict(state.values) for index, state in states.items()}
+    given: list[tuple[int, Role]] = []
+    for name, scale in scales.items():
+        value = checked_scale(name, scale)
+        parsed = parse_scale_name(name)
+        if parsed is None or parsed[0] not in layers:
+            raise ScaleError(
+                f"'{name}' is no KV scale of this model, which has an FP8 KV cache in layers "
+                f"{sorted(layers)}; use names such as '{scale_name(0, 'k')}'."
+            )
+        values[parsed[0]][parsed[1]] = value
+        given.append(parsed)
+    if not scales:
+        return
+    guard = RefitGuard.of(model)
+    guard.require_awake()
+    if any(state.values != values[index] for index, state in states.items()):
+        guard.outdate_cache(_OLDER_CODES)
+    guard.restore()  # where what follows is interrupted, the next step does it
+    # In one go: Ctrl-C interrupts no call of C, and a half of the scales is never left behind.
+    deque(map(setattr, states.values(), repeat("values"), values.values()), maxlen=0)
+    writes = Writes()
+    for index, role in given:
+        _publish(layers[index], role, states[index].in_use(role), writes.fill)
+    writes.run()
+
+
+def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
+    """Give every layer and role the same scale, knowingly, without calibration.
+
+    For a standalone engine whose checkpoint has no scales and that gets no refit. ``value * 448``
+    is the largest magnitude that K and V can have without being clipped: 0.05 suits the RMS-normed
+    keys of a Qwen3. ``llm.apply_model(functools.partial(set_uncalibrated_kv_scales, value=0.05))``
+    reaches every worker; with engine processes it needs ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``.
+
+    Raises:
+        ScaleError: the model has no FP8 KV cache, or a bad value.
+    """
+    indices = [state.index for _, state in fp8_layers(model)]
+    if not indices:
+        raise ScaleError(
+            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
+        )
+    set_kv_scales(model, {scale_name(i, role): value for i in indices for role in ROLES})
+
+
+def forget_kv_scales(model: torch.nn.Module) -> None:
+    """Take all scales away, as those of older weights; the engine waits for others to run."""
+    for layer, state in fp8_layers(model):
+        state.values.clear()
+        publish_scales(layer)
+        getattr(layer, GUARD).recheck()
+
+
+def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
+    """(global layer number, role) -> value, for every scale that a loader has set."""
+    return {
+        (state.index, role): value
+        for _, state in fp8_layers(model)
+        for role, value in state.values.items()
+    }
+
+
+def required_kv_scales(model: torch.nn.Module) -> set[str]:
+    """Names on the wire of the scales that generation needs, loaded or not."""
+    return {
+        scale_name(state.index, role)
+        for layer, state in fp8_layers(model)
+        for role in state.required(layer)
+    }
+
+
+def missing_kv_scales(model: torch.nn.Module) -> list[str]:
+    """Names on the wire of the scales that generation needs and that no loader has set yet."""
+    return [name for layer, _ in fp8_layers(model) for name in _missing(layer)]
+
+
+def require_kv_scales(*layers: torch.nn.Module) -> None:
+    """Raise unless every FP8 attention layer has the scales that generation needs.
+
+    Args:
+        layers: a model, or attention layers.
+
+    Raises:
+        ScaleError: names the first missing scale and the remedies.
+    """
+    missing = [name for layer in layers for name in missing_kv_scales(layer)]
+    if missing:
+        raise ScaleError(
+            f"KV scale '{missing[0]}' was never loaded ({len(missing)} missing): the FP8 KV cache "
+            "does not start from scale 1.0. Send the scales with a refit, store them in the "
+            "checkpoint, call vllm_fp8rl.calibration.calibrate.calibrate_kv_scales or "
+            "vllm_fp8rl.quantization.kv_cache.set_uncalibrated_kv_scales, or set kv_cache_dtype='auto'."
+        )
+
+
+def publish_scales(layer: Any) -> None:
+    """Put what the loaders have set, and a placeholder for the rest, where vLLM reads it."""
+    state = _state_of(layer)
+    if state is not None:
+        for role in ROLES:
+            _publish(layer, role, state.in_use(role))
+        layer._prob_scale.fill_(1.0)  # softmax output lies in [0, 1]: nothing to calibrate
+
+
+def _state_of(layer: torch.nn.Module) -> LayerKVScales | None:
+    return getattr(layer, _STATE, None)
+
+
+def fp8_layers(model: torch.nn.Module) -> Iterator[tuple[Any, LayerKVScales]]:
+    """Attention layers with an FP8 cache, and what loaders have set for them."""
+    for module in model.modules():
+        state = _state_of(module)
+        if state is not None:
+            yield module, state
+
+
+def _missing(layer: torch.nn.Module) -> list[str]:
+    state = _state_of(layer)
+    if state is None:
+        return []
+    return [scale_name(state.index, r) for r in state.required(layer) if r not in state.values]
+
+
+def require_mapping(scales: object, what: str) -> None:
+    """Raise ScaleError for scales in anything but a mapping.
+
+    Args:
+        scales: as a caller gave them.
+        what: they are, for the message.
+    """
+    if not isinstance(scales, Mapping):
+        raise ScaleError(
+            f"{what} come as a mapping of names and numbers, not as {type(scales).__name__}."
+        )
+
+
+def checked_scale(name: str, scale: torch.Tensor | float) -> float:
+    """A scale as engines keep it, in float32: so 1e-50 counts as 0.
+
+    Raises:
+        ScaleError: no KV scale's name, no number, or see :func:`fp8rl.kv_scales.check_scale`.
+    """
+    if not isinstance(name, str) or parse_scale_name(name) is None:
+        raise ScaleError(f"{name!r} is no name of a KV scale; use such as '{scale_name(0, 'k')}'.")
+    if not isinstance(scale, (Real, torch.Tensor)) or isinstance(scale, bool):
+        raise ScaleError(f"KV scale '{name}' is {scale!r}; send one number.")
+    return check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
+
+
+def _commit(
+    layer: torch.nn.Module, role: Role, value: float, fill: Fill = torch.Tensor.fill_
+) -> None:
+    state = _state_of(layer)
+    assert state is not None
+    if state.values.get(role) != value:
+        getattr(layer, GUARD).outdate_cache(_OLDER_CODES)
+    state.values[role] = value
+    if state.provisional is None:
+        _publish(layer, role, value, fill)
+
+
+def _publish(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fill_) -> None:
+    """Write one scale to the parameter and to every copy that attention backends read."""
+    fill(getattr(layer, f"{role}_scale").data, value)
+    fill(getattr(layer, f"_{role}_scale"), value)
+    setattr(layer, f"_{role}_scale_float", value)
+    host = getattr(layer, f"_{role}_scale_cpu", None)  # vLLM 0.32, for k and v
+    if host is not None:
+        fill(host, value)
+    for cached in ("bmm1_scale", "bmm2_scale"):  # FlashInfer caches products of the scales
+        if getattr(layer.impl, cached, None) is not None:
+            setattr(layer.impl, cached, None)
+
+
+def _loader(layer: torch.nn.Module, role: Role) -> Callable[..., None]:
+    # Weak, because vLLM keeps loaders in a table that must not keep the model alive.
+    reference = weakref.ref(layer)
+
+    def load_kv_scale(
+        param: torch.Tensor, loaded_weight: torch.Tensor, fill: Fill = torch.Tensor.fill_
+    ) -> None:
+        owner = reference()
+        assert owner is not None, "a weight loader outlived its layer"
+        state = _state_of(owner)
+        assert state is not None
+        value = checked_scale(scale_name(state.index, role), loaded_weight)
+        if param.is_meta:  # a layerwise reload counts first and loads later
+            param.data.copy_(loaded_weight.reshape(()))
+            return
+        _commit(owner, role, value, fill)
+
+    setattr(load_kv_scale, TAKES_FILL, True)
+    return load_kv_scale

@@ -1,0 +1,321 @@
+"""Linear, embedding and output methods that live weight updates survive.
+
+vLLM's own methods prepare weights once after loading: they repack or replace parameters (oneDNN on
+CPU drops ``layer.weight``), so a later ``model.load_weights`` fails or is silently ignored. The
+methods here allocate everything at construction and have nothing to do after loading.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    ReplicatedLinear,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.utils import set_weight_attrs
+
+from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
+from fp8rl.gemm import GemmShape
+from fp8rl.numerics import Quantized
+from fp8rl.recipe import Recipe
+from vllm_fp8rl.compat import before_reload
+from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
+from vllm_fp8rl.kernels.choice import select_kernel
+from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
+from vllm_fp8rl.storage.parameters import (
+    Fp8Scale,
+    Fp8Weight,
+    PlainWeight,
+    ShardedParameter,
+    check_plain_dtype,
+)
+
+_LOADED = "fp8rl_loaded"
+_DUMMY_RANGE = 1e-3  # what vLLM's dummy loader draws weights from
+
+
+def _replicated_loader(param: ShardedParameter, loaded_weight: torch.Tensor) -> None:
+    # vLLM's layerwise reload binds the first argument by the name 'param'.
+    param.load_replicated_weight(loaded_weight)
+
+
+def _loader_of(layer: torch.nn.Module, loader: Callable[..., None], name: str) -> Callable:
+    """The loader to put on a parameter: vLLM's for parallel layers, ours for replicated ones."""
+    if getattr(loader, "__name__", "") == "weight_loader_v2":
+        return loader
+    if getattr(type(layer), "weight_loader", None) is ReplicatedLinear.weight_loader:
+        return _replicated_loader
+    raise UnsupportedError(
+        f"'{name}' is a {type(layer).__name__}, which loads its weight in a way that fp8rl does "
+        "not know; pin it to BF16 in another engine or use a dense Llama/Qwen3-style model."
+    )
+
+
+@register_weight_loader_v2_supported_method
+class Fp8RLLinearMethod(LinearMethodBase):
+    """Block-FP8 weight, written in place by every load.
+
+    Args:
+        recipe: scale formats.
+        name: module name, for messages.
+        dummy: the engine loads no checkpoint (``load_format="dummy"``).
+        layers: the engine's table of layers that compiled code finds by name
+            (``compilation_config.static_forward_context``).
+        on_unpaired: called when FP8 codes arrive before their scales, or scales before codes.
+        warmup: has kernels compiled that would otherwise be when first met.
+    """
+
+    supports_pre_processed_weights = False
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str,
+        *,
+        dummy: bool,
+        layers: dict[str, Any],
+        warmup: KernelWarmup,
+        on_unpaired: Callable[[], None],
+    ) -> None:
+        self.recipe = recipe
+        self._on_unpaired = on_unpaired
+        self.name = name
+        self._dummy = dummy
+        self._layers = layers
+        self._warmup = warmup
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        loader = _loader_of(layer, extra_weight_attrs.pop("weight_loader"), self.name)
+        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        codes, scale_inv = empty_storage(rows, columns)
+        try:
+            self.kernel = select_kernel(
+                codes.device, GemmShape(0, rows, columns), self.recipe, params_dtype
+            )
+        except UnsupportedError as error:
+            raise UnsupportedError(f"'{self.name}': {error}") from None
+        if self.kernel.backend == "deep_gemm":
+            self._warmup.add(rows, columns)
+        self.grid = BlockGrid(
+            self.name,
+            partial(_live_storage, weakref.ref(layer)),
+            output_partition_sizes,
+            columns,
+            self.recipe.weights.scale_format,
+            codes.device,
+            on_unpaired=self._on_unpaired,
+            former=partial(_former_storage, weakref.ref(layer)),
+        )
+        weight = Fp8Weight(codes, grid=self.grid, weight_loader=loader)
+        scale = Fp8Scale(scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader)
+        layer.register_parameter("weight", weight)
+        layer.register_parameter("weight_scale_inv", scale)
+        self._layers[self.name] = layer
+        for parameter in (weight, scale):
+            set_weight_attrs(parameter, extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing to do for loaded weights, however often it is called.
+
+        Raises:
+            CheckpointError: the checkpoint left out a part of this layer. vLLM does not check that
+                for quantized models.
+        """
+        self._warmup.close()  # every layer has been built
+        if self.grid.complete:
+            return
+        if not self._dummy:
+            self.grid.require_paired()
+            raise _torn(self.name, self.grid.missing())
+        self._fill_with_dummies()
+
+    def _fill_with_dummies(self) -> None:
+        # vLLM's dummy loader has drawn codes and scales one by one, negative scales among them.
+        device = self.grid.device
+        generator = torch.Generator(device).manual_seed(1234)
+        for start in self.grid.missing():
+            rows = torch.empty(self.grid.shape_of(start), dtype=torch.bfloat16, device=device)
+            rows.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+            self.grid.load_source(start, rows)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            y = self.product(layer, x)
+        elif self.kernel.traceable:
+            y = self.kernel.apply(x, Quantized(layer.weight, layer.weight_scale_inv))
+        else:
+            y = _opaque_product(x, self.name, self.grid.total_rows)
+        return y if bias is None else y + bias
+
+    def discard(self, layer: torch.nn.Module) -> None:
+        """A sleep has discarded the weight."""
+        self.grid.discard()
+
+    def require_ready(self, layer: torch.nn.Module) -> None:
+        """Raise RefitError where FP8 codes arrived without their scales."""
+        self.grid.require_paired()
+
+    def product(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """``x @ weight.T`` over the codes of this moment."""
+        return self.kernel.apply(x, Quantized(*_storage_of(layer)))
+
+
+@torch.library.custom_op(
+    "fp8rl::linear", mutates_args=(), schema="(Tensor x, str name, int out_features) -> Tensor"
+)
+def _opaque_product(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
+    """What torch.compile sees of :meth:`Fp8RLLinearMethod.product`, whose checks it cannot trace.
+
+    The layer comes from vLLM's forward context by its name, as in vLLM's own attention op.
+    """
+    layer = get_forward_context().no_compile_layers[name]
+    return layer.quant_method.product(layer, x)
+
+
+@_opaque_product.register_fake
+def _(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _torn(name: str, rows: list[int]) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint has no tensor for local rows from {rows[0]} of '{name}'; load a complete "
+        "checkpoint, or use load_format='dummy' and refit."
+    )
+
+
+def _live_storage(layer: weakref.ref[torch.nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+    module = layer()
+    if module is None:
+        raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
+    return _storage_of(module)
+
+
+def _former_storage(
+    layer: weakref.ref[torch.nn.Module],
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    codes, scales = _former(layer, "weight"), _former(layer, "weight_scale_inv")
+    return None if codes is None or scales is None else (codes, scales)
+
+
+def _former(layer: weakref.ref[torch.nn.Module], name: str) -> torch.Tensor | None:
+    module = layer()
+    parameter = None if module is None else before_reload(module, name)
+    return None if parameter is None else parameter.data
+
+
+def _storage_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    parameters = layer._parameters  # asked for each shard of a refit: not through __getattr__
+    return parameters["weight"].data, parameters["weight_scale_inv"].data
+
+
+@register_weight_loader_v2_supported_method
+class RefitLinearMethod(UnquantizedLinearMethod):
+    """A linear layer in the model's dtype (a pinned one, or all with ``rollout: false``)."""
+
+    def __init__(self, name: str, *, dummy: bool) -> None:
+        super().__init__()
+        self.name = name
+        self._dummy = dummy
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        loader = _loader_of(layer, extra_weight_attrs.pop("weight_loader"), self.name)
+        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        data = torch.empty(rows, columns, dtype=params_dtype)
+        weight = PlainWeight(
+            data,
+            module=self.name,
+            partitions=output_partition_sizes,
+            weight_loader=loader,
+            former=partial(_former, weakref.ref(layer), "weight"),
+        )
+        layer.register_parameter("weight", weight)
+        set_weight_attrs(weight, extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: upstream would hand the weight to oneDNN here and empty the parameter.
+
+        Raises:
+            CheckpointError: the checkpoint left out a part of this layer.
+        """
+        weight = layer.weight
+        if isinstance(weight, PlainWeight) and weight.missing and not self._dummy:
+            raise _torn(self.name, sorted(weight.missing))
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if layer.weight.device.type == "cpu":
+            return torch.nn.functional.linear(x, layer.weight, bias)
+        return super().apply(layer, x, bias)
+
+
+class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Embedding and output projection, tied or not, without a packed copy."""
+
+    def __init__(self, name: str, *, dummy: bool) -> None:
+        self.name = name
+        self._dummy = dummy
+
+    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **extra: Any) -> None:
+        extra["weight_loader"] = _checked(extra["weight_loader"], self.name)
+        super().create_weights(layer, *sizes, **extra)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: upstream would make a packed copy here that later loads do not reach.
+
+        Raises:
+            CheckpointError: the checkpoint has no such tensor. A tied one has its partner's.
+        """
+        if not (self._dummy or getattr(layer.weight, _LOADED, False)):
+            raise _torn(self.name, [0])
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if layer.weight.device.type == "cpu":
+            return torch.nn.functional.linear(x, layer.weight, bias)
+        return super().apply(layer, x, bias)
+
+
+def _checked(loader: Callable[..., None], name: str) -> Callable[..., None]:
+    method = weakref.WeakMethod(loader)  # vLLM's reload bookkeeping must not keep the layer alive
+
+    def load(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        check_plain_dtype(loaded_weight, f"{name}.weight")
+        live = method()
+        if live is None:
+            raise RefitError(
+                f"'{name}' was loaded after its model was deleted; restart the engine."
+            )
+        live(param, loaded_weight)
+        setattr(param, _LOADED, True)
+
+    return load

@@ -1,0 +1,432 @@
+"""Mixture-of-experts methods that live weight updates survive.
+
+vLLM's own methods repack or replace the expert stacks once after loading (``Fp8MoEMethod``,
+``UnquantizedFusedMoEMethod``), so a later ``model.load_weights`` casts BF16 to FP8 under stale
+scales without a word. The methods here allocate everything, and make their kernel, when the layer
+is built; loads write in place (:mod:`vllm_fp8rl.storage.experts`), so captured graphs stay valid.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
+from fp8rl.gemm import GemmShape
+from fp8rl.numerics import BLOCK, Quantized, cdiv
+from fp8rl.recipe import Recipe
+from vllm_fp8rl.compat import before_reload
+from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
+from vllm_fp8rl.kernels.choice import LinearKernel, select_kernel
+from vllm_fp8rl.quantization.linear import RefitLinearMethod
+from vllm_fp8rl.storage.experts import (
+    ExpertGrids,
+    ExpertLayout,
+    ExpertParameter,
+    ExpertScale,
+    PlainExperts,
+    empty_stacks,
+)
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+_DUMMY_RANGE = 1e-3  # what vLLM's dummy loader draws weights from
+
+Product = Callable[[int, torch.Tensor], torch.Tensor]
+"""``(local expert, rows [n, K]) -> [n, N]``."""
+
+
+class _ExpertsMethod(FusedMoEMethodBase):
+    """What pinned and quantized experts have in common.
+
+    Args:
+        layer: being built.
+        name: its module name, e.g. ``model.layers.0.mlp.experts``.
+        dummy: the engine loads no checkpoint (``load_format="dummy"``).
+        layers: the engine's table of layers that compiled code finds by name.
+
+    Raises:
+        UnsupportedError: experts that are not Qwen3-MoE's, or a communication pattern that needs
+            them in another layout.
+    """
+
+    supports_pre_processed_weights = False
+    grids: ExpertGrids | PlainExperts
+
+    def __init__(
+        self, layer: RoutedExperts, name: str, *, dummy: bool, layers: dict[str, Any]
+    ) -> None:
+        super().__init__(layer.moe_config)
+        self.name = name
+        self._dummy = dummy
+        self._key = f"{name}.routed_experts"
+        _check(self.moe, layer, name)
+        layers[self._key] = layer
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
+        """Of the kernel; None on CPU, where there is none of vLLM's."""
+        return self.moe_quant_config
+
+    def require_ready(self, layer: RoutedExperts) -> None:
+        """Raise unless the experts can run."""
+
+    def discard(self, layer: RoutedExperts) -> None:
+        """A sleep has discarded the weights: put back what no refit brings."""
+        self._clear_padding(layer)
+
+    def _clear_padding(self, layer: RoutedExperts) -> None:
+        self.grids.layout.clear_padding(layer.w13_weight.data, layer.w2_weight.data)
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self.moe_kernel is None:
+            return _opaque_experts(x, topk_weights, topk_ids, self._key)
+        return self.moe_kernel.apply(
+            hidden_states=x,
+            w1=layer.w13_weight,
+            w2=layer.w2_weight,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.activation,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            shared_experts=shared_experts,
+            shared_experts_input=shared_experts_input,
+        )
+
+    def products(self, layer: RoutedExperts) -> tuple[Product, Product]:
+        """``w13`` and ``w2`` on CPU."""
+        raise NotImplementedError
+
+    def _layout(self, layer: RoutedExperts, padded: int, hidden: int) -> ExpertLayout:
+        to_local = layer._map_global_expert_id_to_local_expert_id
+        numbers = {expert: to_local(expert) for expert in range(self.moe.num_experts)}
+        width = self.moe.intermediate_size_per_partition_unpadded
+        assert width is not None
+        return ExpertLayout(
+            name=self.name,
+            local={expert: number for expert, number in numbers.items() if number >= 0},
+            total=self.moe.num_experts,
+            hidden=hidden,
+            intermediate=width,
+            padded=padded,
+            tp_rank=self.moe.tp_rank,
+            tp_size=self.moe.tp_size,
+        )
+
+    def _torn(self) -> CheckpointError:
+        return CheckpointError(
+            f"The checkpoint has no tensor '{self.grids.missing()[0]}'; load a complete "
+            "checkpoint, or use load_format='dummy' and refit."
+        )
+
+
+class Fp8RLMoEMethod(_ExpertsMethod):
+    """Block-FP8 experts, written in place by every load.
+
+    Args:
+        layer, name, dummy, layers: see the base class.
+        recipe: scale formats.
+        on_unpaired: called when FP8 codes arrive before their scales, or scales before codes.
+        warmup: has kernels compiled that would otherwise be when first met.
+    """
+
+    grids: ExpertGrids
+
+    def __init__(
+        self,
+        layer: RoutedExperts,
+        recipe: Recipe,
+        name: str,
+        *,
+        dummy: bool,
+        layers: dict[str, Any],
+        on_unpaired: Callable[[], None],
+        warmup: KernelWarmup,
+    ) -> None:
+        super().__init__(layer, name, dummy=dummy, layers=layers)
+        self.recipe = recipe
+        self._on_unpaired = on_unpaired
+        self._warmup = warmup
+        self._kernels: list[tuple[LinearKernel, LinearKernel]] = []
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,
+    ) -> tuple[int, int]:
+        """Whole blocks for each of gate and up, whatever this rank's part of them."""
+        hidden, width = super().maybe_roundup_sizes(
+            hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+        )
+        return hidden, cdiv(width, BLOCK[0]) * BLOCK[0]
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        layout = self._layout(layer, intermediate_size_per_partition, hidden_size)
+        stacks = empty_stacks(layout)
+        device = stacks["w13_weight"].device
+        storage = _storage_of(weakref.ref(layer), tuple(stacks))
+        self.grids = ExpertGrids(
+            layout,
+            storage,
+            self.recipe.weights.scale_format,
+            device,
+            self._on_unpaired,
+            _former_of(weakref.ref(layer), tuple(stacks)),
+        )
+        for name, data in stacks.items():
+            kind = ExpertScale if name.endswith("_scale_inv") else ExpertParameter
+            layer.register_parameter(name, kind(data, self.grids))
+        try:
+            self._make_kernels(layer, device, params_dtype)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"'{self.name}': {error}") from None
+
+    def _make_kernels(self, layer: RoutedExperts, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type == "cuda":
+            from vllm_fp8rl.kernels.fused_moe import deep_gemm_rows, delegate_experts
+
+            self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, self.recipe)
+            rows = deep_gemm_rows(self.moe_kernel, self.moe, self._warmup.rows)
+            if rows is not None:
+                for stack in (layer.w13_weight, layer.w2_weight):
+                    experts, out_features, in_features = stack.shape
+                    self._warmup.add_experts(experts, out_features, in_features, rows)
+            return
+        layout = self.grids.layout
+        shapes = [
+            GemmShape(0, 2 * layout.padded, layout.hidden),
+            GemmShape(0, layout.hidden, layout.padded),
+        ]
+        self._kernels = [
+            (
+                select_kernel(device, shapes[0], self.recipe, dtype),
+                select_kernel(device, shapes[1], self.recipe, dtype),
+            )
+            for _ in layout.local
+        ]
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Nothing to do for loaded weights, however often it is called.
+
+        Raises:
+            CheckpointError: the checkpoint left out a part of this layer.
+        """
+        self._warmup.close()  # every layer has been built
+        # vLLM's dummy loader and its layerwise reload leave anything there.
+        self._clear_padding(layer)
+        if self.grids.complete:
+            return
+        if not self._dummy:
+            self.grids.require_paired()
+            raise self._torn()
+        self._fill_with_dummies(layer.w13_weight.device)
+
+    def _fill_with_dummies(self, device: torch.device) -> None:
+        # vLLM's dummy loader has drawn codes and scales one by one, negative scales among them.
+        generator = torch.Generator(device).manual_seed(1234)
+
+        def make(shape: tuple[int, int]) -> torch.Tensor:
+            rows = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            return rows.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+
+        self.grids.fill_missing(make)
+
+    def discard(self, layer: RoutedExperts) -> None:
+        """A sleep has discarded the weights: put back what no refit brings."""
+        super().discard(layer)
+        self.grids.forget_unpaired()
+
+    def require_ready(self, layer: RoutedExperts) -> None:
+        """Raise RefitError while FP8 codes lack their scales."""
+        self.grids.require_paired()
+
+    def products(self, layer: RoutedExperts) -> tuple[Product, Product]:
+        def w13(expert: int, x: torch.Tensor) -> torch.Tensor:
+            weight = Quantized(layer.w13_weight[expert], layer.w13_weight_scale_inv[expert])
+            return self._kernels[expert][0].apply(x, weight)
+
+        def w2(expert: int, x: torch.Tensor) -> torch.Tensor:
+            weight = Quantized(layer.w2_weight[expert], layer.w2_weight_scale_inv[expert])
+            return self._kernels[expert][1].apply(x, weight)
+
+        return w13, w2
+
+
+class RefitMoEMethod(_ExpertsMethod):
+    """Experts in the model's dtype (pinned ones, or all with ``rollout: false``)."""
+
+    grids: PlainExperts
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        layout = self._layout(layer, intermediate_size_per_partition, hidden_size)
+        width, shapes = layout.padded, {}
+        shapes["w13_weight"] = (num_experts, 2 * width, hidden_size)
+        shapes["w2_weight"] = (num_experts, hidden_size, width)
+        names, own = tuple(shapes), weakref.ref(layer)
+        self.grids = PlainExperts(layout, _storage_of(own, names), _former_of(own, names))
+        for name, shape in shapes.items():
+            data = torch.empty(shape, dtype=params_dtype)
+            layer.register_parameter(name, ExpertParameter(data, self.grids))
+        if layer.w13_weight.device.type == "cuda":
+            from vllm_fp8rl.kernels.fused_moe import delegate_plain_experts
+
+            self.moe_quant_config, self.moe_kernel = delegate_plain_experts(layer, self.moe)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Nothing: upstream would repack or shuffle the stacks here, out of reach of a refit.
+
+        Raises:
+            CheckpointError: the checkpoint left out a part of this layer.
+        """
+        if self.grids.missing() and not self._dummy:
+            raise self._torn()
+
+    def products(self, layer: RoutedExperts) -> tuple[Product, Product]:
+        linear = torch.nn.functional.linear
+        return (
+            lambda expert, x: linear(x, layer.w13_weight[expert]),
+            lambda expert, x: linear(x, layer.w2_weight[expert]),
+        )
+
+
+@torch.library.custom_op(
+    "fp8rl::experts",
+    mutates_args=(),
+    schema="(Tensor x, Tensor topk_weights, Tensor topk_ids, str name) -> Tensor",
+)
+def _opaque_experts(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, name: str
+) -> torch.Tensor:
+    """The experts of a layer on CPU, in float32 where vLLM's fused kernels are.
+
+    One operation for torch.compile, which could not trace which tokens go where. The layer comes
+    from vLLM's forward context by its name, as in vLLM's own MoE op.
+    """
+    layer = get_forward_context().no_compile_layers[name]
+    w13, w2 = layer.quant_method.products(layer)
+    expert_map = layer.expert_map
+    numbers = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()]
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in numbers.unique().tolist():
+        if expert < 0:  # on another rank
+            continue
+        token, slot = torch.where(numbers == expert)
+        gate, up = w13(expert, x[token]).float().chunk(2, dim=-1)
+        hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+        part = w2(expert, hidden).float() * topk_weights[token, slot, None].float()
+        y.index_add_(0, token, part)
+    return y.to(x.dtype)
+
+
+@_opaque_experts.register_fake
+def _(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, name: str
+) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def keep_gates_refittable(layers: Mapping[str, Any], *, dummy: bool) -> None:
+    """Give the routers of all MoE layers the method that every pinned linear layer has.
+
+    vLLM 0.32 makes them without asking a quantization method; on CPU it would then pack their
+    weights after loading and drop them. (0.25.1 asks.)
+
+    Args:
+        layers: the engine's table of layers by name.
+        dummy: the engine loads no checkpoint.
+    """
+    for name, runner in list(layers.items()):
+        gate = getattr(runner, "gate", None)
+        if gate is not None and type(gate.quant_method) is UnquantizedLinearMethod:
+            method = RefitLinearMethod(name.removesuffix("experts") + "gate", dummy=dummy)
+            old = gate.weight
+            gate.quant_method = method
+            method.create_weights(
+                gate,
+                old.shape[1],
+                [old.shape[0]],
+                old.shape[1],
+                old.shape[0],
+                old.dtype,
+                weight_loader=gate.weight_loader,
+            )
+
+
+def _check(moe: FusedMoEConfig, layer: RoutedExperts, name: str) -> None:
+    reasons = {
+        f"activation '{moe.activation.value}'": moe.activation != MoEActivation.SILU,
+        "biases": moe.has_bias,
+        "a clamped SwiGLU": getattr(layer, "swiglu_limit", None) is not None,
+        "router weights on the input": layer.apply_router_weight_on_input,
+        "LoRA": moe.is_lora_enabled,
+        "an all2all backend with batched experts": (
+            moe.moe_parallel_config.use_batched_activation_format
+        ),
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise UnsupportedError(
+                f"'{name}' has {reason}, which vllm_fp8rl does not serve; start this model without "
+                "quantization='fp8rl', or change that setting."
+            )
+
+
+def _storage_of(
+    layer: weakref.ref[torch.nn.Module], names: tuple[str, ...]
+) -> Callable[[], dict[str, torch.Tensor]]:
+    def live() -> dict[str, torch.Tensor]:
+        module = layer()
+        if module is None:
+            raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
+        return {name: getattr(module, name).data for name in names}
+
+    return live
+
+
+def _former_of(
+    layer: weakref.ref[torch.nn.Module], names: tuple[str, ...]
+) -> Callable[[], dict[str, torch.Tensor] | None]:
+    def former() -> dict[str, torch.Tensor] | None:
+        module = layer()
+        kept = {name: before_reload(module, name) for name in names} if module else {}
+        if not kept or any(parameter is None for parameter in kept.values()):
+            return None
+        return {name: parameter.data for name, parameter in kept.items()}
+
+    return former

@@ -1,0 +1,223 @@
+"""What a process that owns an ``LLM`` does with it: one change at a time, and calls to its workers.
+
+A change (a refit, a calibration of KV scales) shuts the engine first and opens it last. Whatever
+ends it early, an error or Ctrl-C at any point, it is undone; and if the undoing is interrupted too,
+the engine stays shut and the next change begins by undoing what was left.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fp8rl import PluginManager
+from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
+from fp8rl.refit import RefitReport
+from vllm_fp8rl.compat import abort_requests
+from vllm_fp8rl.refit.guard import REMEDY
+from vllm_fp8rl.refit.liveness import ended_by_death, lost_worker
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+T = TypeVar("T")
+
+_CHANGES = "_fp8rl_changes"
+_REQUIRE_OPEN = "fp8rl_require_open"
+_ADMITTED: ContextVar[bool] = ContextVar("fp8rl_admitted", default=False)
+
+logger = logging.getLogger("vllm.fp8rl")
+
+
+class Changes:
+    """The changes of one engine, one after the other.
+
+    It is kept on vLLM's ``LLMEngine`` object, because whoever holds that may start a change.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._left: Callable[[str], None] | None = None
+        self._plugins: PluginManager | None = None
+
+    @classmethod
+    def of(cls, llm: LLM) -> Changes:
+        """The changes of an ``LLM``'s engine."""
+        return llm.llm_engine.__dict__.setdefault(_CHANGES, cls())
+
+    @property
+    def plugins(self) -> PluginManager:
+        """The installed plugins, looked for once, as every package's metadata is read."""
+        if self._plugins is None:
+            self._plugins = PluginManager()
+        return self._plugins
+
+    def run(self, change: Callable[[], T], undo: Callable[[str], None]) -> T:
+        """Make a change.
+
+        Args:
+            change: makes it.
+            undo: leaves the engine as it was or shut, wherever the change has ended; it takes the
+                name of the error and may be called twice.
+
+        Raises:
+            RefitError: another thread is changing the engine.
+        """
+        if self._turn.locked():
+            raise RefitError(
+                "Another refit or calibration of this engine is already under way in another "
+                "thread; wait until it has ended."
+            )
+        # ``with``, because Python runs no signal handler between it and the lock.
+        with self._turn:
+            if self._left is not None:
+                self._left("interrupted")
+            self._left = undo
+            try:
+                result = change()
+            except BaseException as error:
+                undo(type(error).__name__)
+                self._left = None  # not reached if that was interrupted
+                raise
+            self._left = None
+            return result
+
+
+class RequestGate:
+    """Refuses new requests where an ``LLM`` takes them, before any worker hears of them.
+
+    vLLM has no such switch. A worker that raises ends a multiprocess engine, and leaves requests
+    behind in an in-process one, so the refusal must come earlier: on this one engine object
+    ``add_request`` is covered by an attribute, and uncovered again. ``RefitGuard`` in the workers
+    stays behind it for callers who come another way.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine: Any = llm.llm_engine
+
+    def close(
+        self, reason: str, remedy: str = REMEDY, *, mended: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Refuse requests from now on, but for those of :func:`admitted`.
+
+        Args:
+            reason: beginning of the error.
+            remedy: end of the error.
+            mended: whether the workers may run by now, e.g. by a refit that did not come this way;
+                asked at each request, which opens the gate.
+        """
+        engine = self._engine
+        take = type(engine).add_request.__get__(engine)
+
+        def require_open() -> None:
+            if not mended():
+                raise RefitError(f"{reason}; {remedy}.")
+            self.open()
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if not _ADMITTED.get():
+                require_open()
+            return take(*args, **kwargs)
+
+        setattr(refuse, _REQUIRE_OPEN, require_open)
+        engine.add_request = refuse
+
+    def open(self) -> None:
+        """Take requests again."""
+        self._engine.__dict__.pop("add_request", None)
+
+    def require_open(self) -> None:
+        """Raise RefitError with the reason why requests are refused, if they are."""
+        refuse = self._engine.__dict__.get("add_request")
+        if refuse is not None:
+            getattr(refuse, _REQUIRE_OPEN)()
+
+
+def admitted(run: Callable[[], T]) -> T:
+    """Call a function whose requests pass a closed :class:`RequestGate`; others' still do not."""
+
+    def inside() -> T:
+        _ADMITTED.set(True)
+        return run()
+
+    return copy_context().run(inside)  # however it ends, the variable is as before outside
+
+
+class Workers:
+    """The engine's workers: one call reaches all, errors come back as they were raised."""
+
+    def __init__(self, llm: LLM) -> None:
+        from vllm_fp8rl.refit import worker
+
+        self._llm = llm
+        engine: Any = llm.llm_engine
+        executor = getattr(engine, "model_executor", None)
+        self.in_process = type(executor).__name__ == "UniProcExecutor"
+        extension = engine.vllm_config.parallel_config.worker_extension_cls
+        self._by_name = worker.has_refit_methods(extension)
+        if executor is None and not self._by_name:
+            raise UnsupportedError(
+                "This engine runs in a process of its own, which takes calls by name only; start "
+                f"it with worker_extension_cls='{worker.EXTENSION}', or set "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0."
+            )
+
+    def call(self, step: str, *args: object) -> list[Any]:
+        """Run a step of :mod:`vllm_fp8rl.refit.worker` on every worker; their values.
+
+        Raises:
+            Fp8RLError: what the step raised.
+            RefitError: a worker failed in another way, e.g. its process has died.
+        """
+        from vllm_fp8rl.refit import worker
+
+        method: Any = worker.METHODS[step] if self._by_name else worker.STEPS[step]
+        core: Any = self._llm.llm_engine.engine_core
+        try:
+            with ended_by_death(core):
+                answers = self._llm.collective_rpc(method, args=args)
+        except Exception as error:
+            raise lost_worker(step, error) from error
+        return [worker.read_answer(answer) for answer in answers]
+
+    def may_run(self) -> bool:
+        """Whether a step could run on every worker."""
+        try:
+            self.call("check")
+        except Fp8RLError:
+            return False
+        return True
+
+
+def drop_requests(llm: LLM) -> None:
+    """Abort every request, e.g. those that an in-process engine keeps after a step raised.
+
+    It empties the prefix cache too: vLLM enters blocks there before the step that fills them.
+    """
+    engine: Any = llm.llm_engine
+    abort_requests(engine, list(engine.output_processor.request_states))
+    llm.reset_prefix_cache(reset_connector=True)
+
+
+def forget_prefixes(llm: LLM, what: str) -> None:
+    """Empty the prefix cache of an idle engine, and a KV connector's, which hold ``what``.
+
+    Raises:
+        RefitError: something holds KV blocks.
+    """
+    if not llm.reset_prefix_cache(reset_connector=True):
+        raise RefitError(
+            f"vLLM could not reset its prefix cache, which holds {what}; stop whatever holds KV "
+            "blocks and try again."
+        )
+
+
+def announce(report: RefitReport, plugins: PluginManager) -> None:
+    """Tell plugins of a complete refit. The new weights serve: an error of theirs is logged."""
+    try:
+        plugins.hook.refit_finished(report=report)
+    except Exception:
+        logger.exception("A plugin's refit_finished failed; the refit itself is complete.")

@@ -1,0 +1,294 @@
+"""`RefitGuard`: whether a rank's model may run, asked once in every step of its engine.
+
+The question is put where vLLM builds a step's attention metadata: plain Python on the host, before
+the forward, in eager mode and before the replay of piecewise and full CUDA graphs alike, in both
+model runners. :func:`guarded` makes the backend whose metadata builder asks, in the way in which
+vLLM makes its own variants of a backend (``subclass_attention_backend``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from fp8rl.errors import RefitError
+from vllm_fp8rl.refit.values import PlainValues
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionBackend
+
+
+GUARD = "fp8rl_guard"
+"""Attribute of every attention layer: the guard of its model."""
+
+REMEDY = "refit the engine with a complete set of tensors before generating"
+_REHEARSALS = frozenset(
+    {"determine_available_memory", "compile_or_warm_up_model", "execute_dummy_batch"}
+)
+"""Methods of vLLM's ``WorkerBase`` that run the model on made-up tokens for nobody to read."""
+_SCAN_ELEMENTS = 1 << 26
+
+
+class OpenSession(Protocol):
+    """A refit that is under way, see :class:`~vllm_fp8rl.refit.session.RefitSession`."""
+
+    name: str
+    loading: bool
+
+    def abandon(self, reason: str) -> None:
+        """End it."""
+
+
+class RefitGuard:
+    """Whether one rank's model may run.
+
+    A step raises while a refit is under way or the weights are a mixture, while FP8 codes lack
+    their scales, while an FP8 KV cache lacks its scales or may hold codes of other scales, while
+    scales are being calibrated, while weights or cache sleep, and from a level-2 sleep, which
+    discards weights, until every one of them has come again. Each cause calls :meth:`recheck`;
+    without one a step costs the test of a flag.
+
+    Args:
+        layers: the engine's layers by name. A layer's ``quant_method`` may have
+            ``require_ready(layer)``, which raises unless the layer can run, ``discard(layer)``,
+            called where its parameters became NaN, and ``restore(layer)``, which puts back, e.g.
+            after a sleep, what no refit brings.
+    """
+
+    def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:
+        self.session: OpenSession | None = None
+        self.may_sleep = False
+        self.layers = layers
+        self._reason: str | None = None
+        self._asleep: set[str] = set()
+        self._restore = False
+        self._lost: dict[str, torch.Tensor] = {}
+        self._discarded: list[tuple[str, torch.Tensor]] = []
+        self._ready = False
+        self._cache_used = False
+        self._outdated: str | None = None
+        self._calibration: Literal["shut", "running"] | None = None
+        self.values = PlainValues()
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> RefitGuard:
+        """The guard of a model's engine.
+
+        Raises:
+            RefitError: the engine was not started with ``quantization="fp8rl"``.
+        """
+        for module in model.modules():
+            guard = getattr(module, GUARD, None)
+            if guard is not None:
+                return guard
+        raise RefitError("This engine has no quantization='fp8rl'; start it with that to refit it.")
+
+    @property
+    def closed(self) -> bool:
+        return self._reason is not None
+
+    @property
+    def loading(self) -> bool:
+        """Whether what is being loaded comes from the open session, which has looked at it."""
+        return self.session is not None and self.session.loading
+
+    def close(self, reason: str) -> None:
+        self._reason = reason
+        self.recheck()
+
+    def open(self) -> None:
+        self._reason = None
+
+    def recheck(self) -> None:
+        """Look at everything in the next step."""
+        self._ready = False
+
+    def restore(self) -> None:
+        """Let the next step write again what no refit brings, such as KV scales."""
+        self._restore = True
+        self.recheck()
+
+    def outdate_cache(self, what: str) -> None:
+        """Shut the model until its KV cache is emptied, unless no step has written to the cache.
+
+        Args:
+            what: describes what the cache may hold that no longer fits.
+        """
+        if self._cache_used:
+            self._outdated = what
+            self.recheck()
+
+    def cache_emptied(self) -> None:
+        """Note that neither vLLM's prefix cache nor a request holds a KV block any more."""
+        self._cache_used, self._outdated = False, None
+        self.recheck()
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether attention runs with provisional KV scales."""
+        return self._calibration is not None
+
+    def calibrate(self, state: Literal["shut", "running"] | None) -> None:
+        """Note that attention runs with provisional KV scales.
+
+        Args:
+            state: ``shut`` refuses every step; ``running`` lets the steps of the calibration pass;
+                None: the loaded scales are back.
+        """
+        self._calibration = state
+        self.recheck()
+
+    def sleep(self, tags: Sequence[str], discarded: Mapping[str, torch.Tensor]) -> None:
+        """The engine falls asleep.
+
+        Args:
+            tags: of the memory that goes, ``weights`` and ``kv_cache``.
+            discarded: parameters whose contents will not come back by themselves.
+        """
+        self._asleep.update(tags)
+        self._lost.update(discarded)
+        self.recheck()
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        """Memory is back, all of it or that with certain tags; discarded parameters become NaN."""
+        was_asleep = "weights" in self._asleep
+        self._asleep.difference_update(self._asleep if tags is None else tags)
+        self._restore = True
+        if was_asleep and "weights" not in self._asleep:
+            # Not what an earlier sleep discarded: that came back as it was, new or still NaN.
+            for tensor in self._lost.values():
+                _fill_with_nan(tensor)
+            if self._lost:
+                self._each("discard")
+            self._discarded = list({**dict(self._discarded), **self._lost}.items())
+            self._lost = {}
+        self.recheck()
+
+    def require_awake(self) -> None:
+        """Raise RefitError while there is no memory to write weights or scales to."""
+        if self.half_reloaded():
+            raise RefitError("A reload of weights broke off half way; restart the engine.")
+        if "weights" in self._asleep:
+            raise RefitError(
+                "The engine's weights sleep; wake them first, e.g. with "
+                "llm.wake_up(tags=['weights'])."
+            )
+
+    def half_reloaded(self) -> bool:
+        """Whether one of vLLM's layerwise reloads has left parameters without memory."""
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters would answer in Python
+            return any(
+                parameter is not None and parameter.is_meta
+                for layer in self.layers.values()
+                for parameter in layer._parameters.values()
+            )
+
+    def check(self) -> None:
+        """Raise unless the model can run; vLLM's own trial runs may always.
+
+        Raises:
+            RefitError: the weights are not those of one complete refit, or sleep; or the KV cache
+                may hold codes of other scales.
+            ScaleError: KV scales are missing.
+        """
+        if self._ready or _is_rehearsal():
+            return
+        self.require_ready()
+        self._ready = self._cache_used = True
+
+    def require_ready(self) -> None:
+        """The same without regard to trial runs, looking at everything."""
+        if self._reason is not None:
+            raise RefitError(f"{self._reason}; {REMEDY}.")
+        if self._calibration == "shut":
+            raise RefitError(
+                "KV scales are being calibrated, or a calibration broke off; calibrate again, send "
+                "KV scales, refit the engine, or call fp8rl_stop_observing_kv for the old scales."
+            )
+        if self._outdated is not None:
+            raise RefitError(
+                f"The KV cache may hold {self._outdated}; call reset_prefix_cache, with "
+                "reset_connector=True where a KV connector is in use, until it answers True."
+            )
+        self.require_awake()
+        if self._asleep:
+            raise RefitError("The engine's KV cache sleeps; wake it first with llm.wake_up().")
+        if self._restore:
+            # After a wake-up, not in it: vLLM 0.25.1 ends it by setting KV scales to 1.
+            self._each("restore")
+            self._restore = False
+        self._require_loaded()
+        self.values.require_finite()
+        self._each("require_ready")
+
+    def _require_loaded(self) -> None:
+        self._discarded = [(name, t) for name, t in self._discarded if _has_nan(t)]
+        if self._discarded:
+            raise RefitError(
+                f"reset_weights or a level-2 sleep discarded '{self._discarded[0][0]}' and no "
+                f"refit has brought it since ({len(self._discarded)} such parameters); {REMEDY}."
+            )
+
+    def _each(self, step: str) -> None:
+        for layer in list(self.layers.values()):
+            method = getattr(getattr(layer, "quant_method", None), step, None)
+            if method is not None:
+                method(layer)
+
+
+@cache
+def guarded(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """A backend's variant whose metadata builder asks the guard of its layers in every step."""
+    from vllm.v1.attention.backend import subclass_attention_backend
+
+    stock: Any = backend.get_builder_cls()
+
+    class GuardedBuilder(stock):
+        def __init__(
+            self, spec: Any, layer_names: list[str], vllm_config: Any, *rest: Any, **options: Any
+        ) -> None:
+            super().__init__(spec, layer_names, vllm_config, *rest, **options)
+            layers = vllm_config.compilation_config.static_forward_context
+            self._fp8rl_guard: RefitGuard = getattr(layers[layer_names[0]], GUARD)
+
+        def build(self, *args: Any, **kwargs: Any) -> Any:
+            self._fp8rl_guard.check()
+            return super().build(*args, **kwargs)
+
+    return subclass_attention_backend("Fp8RLGuarded", backend, GuardedBuilder)
+
+
+def _is_rehearsal() -> bool:
+    # vLLM has no flag for this: its second model runner warms up through ``execute_model``. Where
+    # vLLM has renamed a method, an engine that waits for KV scales fails at the start.
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _REHEARSALS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _fill_with_nan(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        tensor.data.fill_(torch.nan)
+    elif tensor.is_floating_point():
+        tensor.data.view(torch.uint8).fill_(0xFF)  # NaN in every FP8 format
+
+
+@torch.no_grad()
+def _has_nan(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return False
+    parts = tensor.data.reshape(-1).split(_SCAN_ELEMENTS)
+    return bool(torch.stack([_nan_codes(part).any() for part in parts]).any())
+
+
+def _nan_codes(part: torch.Tensor) -> torch.Tensor:
+    if part.dtype == torch.float8_e4m3fn:
+        return (part.view(torch.uint8) & 0x7F) == 0x7F
+    return (part.float() if part.element_size() == 1 else part).isnan()

@@ -1,0 +1,367 @@
+"""`RefitSession`: one refit of one rank's model, every tensor checked before it is written.
+
+What imports vLLM is imported in functions, so that importing the doors of a refit does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8rl.errors import Fp8RLError, RefitError
+from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
+from fp8rl.numerics import FP8_DTYPE, parts, start_finite_check
+from fp8rl.refit import RefitReport
+from vllm_fp8rl.compat import reported_name
+from vllm_fp8rl.refit.guard import REMEDY, RefitGuard
+from vllm_fp8rl.refit.intake import came_twice, steady
+from vllm_fp8rl.refit.values import not_finite
+from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, check_scales
+
+if TYPE_CHECKING:
+    from vllm_fp8rl.refit.inventory import Entry
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+_SCALES = "_scale_inv"
+
+
+class RefitSession:
+    """One refit of one rank's live model, as a context manager.
+
+    Every tensor is checked before it is written, and a batch before its first tensor is. Leaving
+    the block without an exception verifies that every parameter and every KV scale came exactly
+    once; then the report is in ``report``. Otherwise the model refuses to run until a later refit
+    is complete, unless nothing had been written yet. Emptying the prefix cache, which may hold keys
+    of the old weights, is the caller's: ``reset_prefix_cache(reset_connector=True)``.
+
+    Args:
+        model: the vLLM model of this rank.
+        expect_kv_scales: whether k and v scales of every layer come with the weights; None: either
+            all or none.
+        name: of the session, by which others can tell that it is not theirs.
+
+    Raises:
+        RefitError: on entry, when another session is open or the engine has no FP8 KV cache to
+            scale; from :meth:`load`, a tensor that is unknown, repeated, wrongly shaped, of a wrong
+            dtype, not finite as it comes or as the engine stores it, or whose FP8 codes would have
+            to be quantized once more; on exit, a tensor that is missing.
+        ScaleError: a scale that is 0, negative, NaN or infinite, or not of the engine's format.
+        UnsupportedError: a pipeline-parallel engine.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, *, expect_kv_scales: bool | None, name: str = "unnamed"
+    ) -> None:
+        self.model: Any = model  # load_weights is not torch's
+        self.name = name
+        self.expect_kv_scales = expect_kv_scales
+        self.report: RefitReport | None = None
+        self.wrote = False
+        self.loading = False
+        """Whether the model loads a batch of this session at the moment."""
+        self._guard = RefitGuard.of(model)
+        self._entries: dict[str, Entry] = {}
+        self._scales: frozenset[str] = frozenset()
+        self._grids: tuple[Any, ...] = ()
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._kv_scales: dict[str, float] = {}
+        self._covered: set[str] = set()
+        self._scaled: set[str] = set()
+        self._written: set[str] = set()
+        self._bytes = 0
+        self._started = 0.0
+
+    def __enter__(self) -> RefitSession:
+        from vllm_fp8rl.calibration.observer import stop_observing
+        from vllm_fp8rl.refit.index import ModelIndex
+
+        if self._guard.session is not None:
+            name = self._guard.session.name
+            raise RefitError(
+                f"A refit of this model, '{name}', is already under way; wait until it has ended, "
+                f"or, if its sender is gone, call fp8rl_refit_abort with '{name}' and a reason."
+            )
+        self._guard.require_awake()
+        stop_observing(self.model)  # of a calibration that broke off
+        index = ModelIndex.of(self.model)
+        self._entries, self._scales, self._grids = index.entries, index.kv_scales, index.grids
+        if self.expect_kv_scales and not self._scales:
+            raise RefitError(
+                "KV scales were announced, but the engine has no FP8 KV cache; start it with "
+                "kv_cache_dtype='fp8_e4m3' or refit with expect_kv_scales=False."
+            )
+        self._guard.session = self
+        self._started = time.perf_counter()
+        return self
+
+    def load(self, batch: Tensors) -> None:
+        """Check a batch of HF-named tensors, then write it into the live weights.
+
+        Args:
+            batch: whole HF tensors: bfloat16, float16 or float32; FP8 codes with their
+                ``weight_scale_inv`` for FP8 layers; KV scales by the names of
+                :mod:`fp8rl.kv_scales`. All of a generator are pulled before one is read.
+
+        Raises:
+            RefitError: see the class; or tensors share memory, as those of a generator do that
+                fills one buffer again and again; or the GPU's memory did not suffice.
+        """
+        if self._guard.session is not self:
+            raise _ended(self.name)
+        try:
+            self._load(batch)
+        except torch.OutOfMemoryError as error:
+            raise RefitError(
+                f"No memory was left to load a batch of tensors ({str(error).splitlines()[0]}); "
+                "send smaller batches (batch_bytes), or give vLLM less (gpu_memory_utilization)."
+            ) from error
+
+    def _load(self, batch: Tensors) -> None:
+        from vllm_fp8rl.refit.plan import scalars_on_host
+
+        tensors = scalars_on_host(steady(batch))
+        known = [(name, tensor) for name, tensor in tensors if name in self._entries]
+        limit = self._guard.values.limit(self.model)
+        finite = start_finite_check([tensor for _, tensor in known], limit)  # a GPU reads meanwhile
+        arriving: dict[str, torch.dtype] = {}
+        kv_scales: dict[str, float] = {}
+        covered = set(self._covered)
+        seen = (arriving, self._dtypes, covered)
+        for name, tensor in tensors:
+            entry, key = self._entries.get(name), name
+            if entry is None:
+                key = self._known_kv_scale(name)
+                kv_scales[key] = check_scale(name, tensor)
+            else:
+                self._check(name, tensor, entry)
+            if key in arriving or key in self._dtypes or key in covered:
+                raise came_twice(name)
+            arriving[key] = tensor.dtype
+            if entry is not None and entry.covers:
+                if any(part in names for names in seen for part in entry.covers):
+                    raise came_twice(name)
+                covered.update(entry.covers)
+        scaled = self._check_pairs(arriving)
+        self._check_values(known, finite(), limit)
+        if known:
+            self._write(known)
+        self._kv_scales |= kv_scales
+        self._dtypes |= arriving
+        self._scaled = scaled
+        self._covered = covered
+        self._bytes += sum(tensor.nbytes for _, tensor in tensors)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        from vllm_fp8rl.quantization.kv_cache import set_kv_scales
+
+        if kind is not None:
+            self.abandon(kind.__name__)
+            return
+        if self._guard.session is not self:
+            raise _ended(self.name)
+        self._guard.session = None
+        try:
+            self._verify_complete()
+        except Fp8RLError:
+            self._leave_closed("a refit was incomplete")
+            raise
+        # Not before: what a refit that breaks off had brought must not serve with the next weights.
+        set_kv_scales(self.model, self._kv_scales)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # tensors may be freed or reused, on whatever stream they came
+        self.report = RefitReport(
+            parameters=len(
+                {self._entries[n].parameter for n in self._dtypes if n in self._entries}
+            ),
+            kv_scales=sum(name in self._scales for name in self._dtypes),
+            tensors=len(self._dtypes),
+            received_bytes=self._bytes,
+            seconds=time.perf_counter() - self._started,
+        )
+        self._guard.values.forget()
+        self._guard.open()
+
+    def abandon(self, reason: str) -> None:
+        """Give up: without a write all stays as it was, otherwise the model refuses to run.
+
+        Nothing where the session has ended already: another may be open by now.
+        """
+        if self._guard.session is not self:
+            return
+        self._guard.session = None
+        self._leave_closed(f"a refit broke off ({reason})")
+
+    def _begin_writing(self) -> None:
+        for grid in self._grids:
+            grid.forget_unpaired()
+        self.wrote = True
+        self._guard.close("a refit is under way")
+
+    def _leave_closed(self, what: str) -> None:
+        if self.wrote:
+            self._guard.close(f"The weights are a mixture: {what}")
+
+    def _check(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
+        """Check one tensor by itself, but for its values."""
+        if tensor.shape != entry.shape:
+            raise RefitError(
+                f"'{name}' has shape {tuple(tensor.shape)}, but the engine's model has "
+                f"{entry.shape}; send the whole HF tensor."
+            )
+        if tensor.dtype not in SOURCE_DTYPES and not (
+            entry.kind == "codes" and tensor.dtype == FP8_DTYPE
+        ):
+            also = ", or float8_e4m3fn with its scales" if entry.kind == "codes" else ""
+            raise RefitError(
+                f"'{name}' has dtype {tensor.dtype}; send bfloat16, float16 or float32{also}."
+            )
+        if not entry.codes_fit and (tensor.dtype == FP8_DTYPE or entry.kind == "scales"):
+            raise RefitError(
+                f"'{name}' came for FP8 codes, whose 128x128 blocks are no blocks of this rank's "
+                f"'{entry.parameter}': quantizing them once more would change the weights; send "
+                "the weight in BF16."
+            )
+
+    def _check_values(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], finite: Sequence[bool], limit: float
+    ) -> None:
+        for (name, tensor), good in zip(tensors, finite, strict=True):
+            if not good:
+                raise RefitError(f"{not_finite(name, tensor, limit)}; the engine was not given it.")
+            if self._entries[name].kind == "scales":
+                check_scales(name, tensor, self._grids[0].scale_format)
+
+    def _write(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        if not self.wrote:
+            self._begin_writing()
+        written = list(self._untied(weights))
+        self.loading = True
+        try:
+            loaded = self.model.load_weights(written)
+        finally:
+            self.loading = False
+        self._verify_taken([name for name, _ in written], loaded)
+        self._written.update(name for name, _ in written)
+
+    def _known_kv_scale(self, name: str) -> str:
+        """The canonical name of a tensor that is no weight of the model."""
+        parsed = parse_scale_name(name)
+        if parsed is None:
+            raise RefitError(
+                f"The engine's model has no tensor '{name}'; send the HF names of the checkpoint "
+                "that it was started with."
+            )
+        canonical = scale_name(*parsed)
+        if self.expect_kv_scales is False:
+            raise RefitError(
+                f"KV scale '{name}' came unannounced; refit with expect_kv_scales=True, or leave "
+                "the scales out."
+            )
+        if scale_name(parsed[0], "k") not in self._scales:
+            raise RefitError(f"KV scale '{name}' is for a layer that this engine does not have.")
+        return canonical
+
+    def _check_pairs(self, arriving: dict[str, torch.dtype]) -> set[str]:
+        """All scales of FP8 codes that have come, those arriving included."""
+        scaled = self._scaled | {name for name in arriving if name.endswith(_SCALES)}
+        for scales in scaled:
+            weight = scales.removesuffix(_SCALES)
+            dtype = arriving.get(weight, self._dtypes.get(weight, FP8_DTYPE))
+            if dtype == FP8_DTYPE:
+                continue
+            if scales in arriving:
+                raise RefitError(
+                    f"'{scales}' came with '{weight}' in {dtype}; scales belong to FP8 codes."
+                )
+            raise RefitError(
+                f"'{weight}' came in {dtype} after its scales; they belong to FP8 codes."
+            )
+        return scaled
+
+    def _untied(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stream with tied tensors under their first name, and each of them once.
+
+        vLLM skips the second name unread, or raises where the first is not in the same batch.
+        """
+        batch: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            entry = self._entries.get(name)
+            first = (entry.alias_of or name) if entry else name
+            if first in batch:
+                same = torch.equal(batch[first], tensor)
+            elif entry is not None and first in self._written:
+                same = _equals_live(self.model, entry, tensor)
+            else:
+                batch[first] = tensor
+                yield first, tensor
+                continue
+            if not same:
+                raise RefitError(
+                    f"'{name}' is tied to another tensor of this engine, '{first}' or its alias, "
+                    "but came with other values; send them equal, or untie them in the config."
+                )
+
+    def _verify_taken(self, arriving: Iterable[str], loaded: set[str] | None) -> None:
+        """vLLM skips some names in silence: compare with what it says it has loaded."""
+        taken = {reported_name(name) for name in loaded or ()}
+        for name in arriving:
+            entry = self._entries.get(name)
+            if entry is None or entry.alias_of is not None or loaded is None or not entry.local:
+                continue
+            if reported_name(entry.parameter) not in taken:
+                raise RefitError(
+                    f"vLLM did not take '{name}' for its parameter '{entry.parameter}'; this model "
+                    "class loads weights in a way that fp8rl does not know."
+                )
+
+    def _verify_complete(self) -> None:
+        received = self._dtypes
+        here = received.keys() | self._covered
+        missing = [n for n, entry in self._entries.items() if entry.required and n not in here]
+        missing += [
+            name + _SCALES
+            for name, dtype in received.items()
+            if dtype == FP8_DTYPE and name + _SCALES not in received
+        ]
+        if self.expect_kv_scales or (
+            self.expect_kv_scales is None and self._scales & received.keys()
+        ):
+            missing += sorted(self._scales - received.keys())
+        if missing:
+            raise RefitError(
+                f"The refit lacks {len(missing)} of the model's tensors: {_some(missing)}; "
+                f"{REMEDY}."
+            )
+
+
+def _ended(name: str) -> RefitError:
+    return RefitError(
+        f"The refit '{name}' is not open: it was not begun (RefitSession is a context manager), or "
+        "has ended, e.g. by fp8rl_refit_abort; begin a new one and send all tensors again."
+    )
+
+
+def _equals_live(model: torch.nn.Module, entry: Entry, tensor: torch.Tensor) -> bool:
+    """Whether this rank's rows of a vocabulary tensor are what the engine holds."""
+    path, _, leaf = entry.parameter.rpartition(".")
+    module: Any = model.get_submodule(path)
+    live = getattr(module, leaf).data
+    first = module.shard_indices.org_vocab_start_index
+    local = tensor[first : module.shard_indices.org_vocab_end_index]
+    pairs = zip(parts(local), parts(live[: local.shape[0]]), strict=True)
+    return all(torch.equal(ours.to(held), held) for ours, held in pairs)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
