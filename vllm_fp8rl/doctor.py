@@ -29,11 +29,11 @@ from fp8rl.reading import explain
 from fp8rl.recipe import ModuleKind
 from vllm_fp8rl.compat import TESTED, installed_version
 from vllm_fp8rl.kernels.choice import select_kernel
-from vllm_fp8rl.quantization.config import Resolved
 from vllm_fp8rl.quantization.kv_cache import check_backend, check_kv_cache_dtype
 from vllm_fp8rl.quantization.models import check_widths
 from vllm_fp8rl.quantization.sizes import Sizes
 from vllm_fp8rl.refit.intake import BATCH_BYTES
+from vllm_fp8rl.state import RankState
 
 _LINEARS: tuple[ModuleKind, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts")
 _GIB = 1 << 30
@@ -80,7 +80,7 @@ def _engine_config(model: Path, recipe: Recipe) -> VllmConfig:
 
 
 def _sections(
-    engine: VllmConfig, resolved: Resolved, ranks: int, problems: list[str]
+    engine: VllmConfig, resolved: RankState, ranks: int, problems: list[str]
 ) -> list[Section]:
     config = engine.model_config.hf_text_config
     sizes = Sizes(config, ranks)
@@ -105,7 +105,7 @@ def _in_bf16(row: PinRow) -> PinRow:
 
 def _linears(
     engine: VllmConfig,
-    resolved: Resolved,
+    resolved: RankState,
     sizes: Sizes,
     rows: list[PinRow],
     ranks: int,

@@ -21,7 +21,7 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.patches.ledger import install
-from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.state import state_of
 
 install()
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2]]
@@ -67,7 +67,7 @@ def refit(engine: Engine, tensors: list[tuple[str, torch.Tensor]], size: int = 3
 
 def test_the_engine_of_dummy_weights_is_not_ready(engine: Engine) -> None:
     with pytest.raises(Fp8RLError, match="scale"):  # a failed step would stay in vLLM's queue
-        RefitGuard.of(engine.model).require_ready()
+        state_of(engine.model).guard.require_ready()
 
 
 def test_a_refit_through_upstreams_extension_is_a_refit(engine: Engine, folder: Path) -> None:
@@ -89,7 +89,7 @@ def test_an_incomplete_refit_is_refused_and_a_complete_one_heals(
     tensors = stream(folder / "a")
     with pytest.raises(RefitError):
         refit(engine, [t for t in tensors if "layers.1.mlp.down_proj" not in t[0]])
-    assert RefitGuard.of(engine.model).closed
+    assert state_of(engine.model).guard.closed
     with pytest.raises(RefitError):
         refit(engine, [t for t in tensors if not t[0].endswith("k_scale")])
     refit(engine, tensors)
@@ -102,7 +102,7 @@ def test_a_sender_that_breaks_off_leaves_the_engine_closed(engine: Engine, folde
     with pytest.raises(OSError, match="gone"), worker._weight_update_lifecycle("ipc"):
         worker._load_weights(tensors[:3])
         raise OSError("gone")
-    assert RefitGuard.of(engine.model).closed
+    assert state_of(engine.model).guard.closed
     refit(engine, tensors)
     assert engine.greedy(PROMPTS)
 

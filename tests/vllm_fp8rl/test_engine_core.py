@@ -21,8 +21,8 @@ from vllm.config import KVTransferConfig
 from vllm_fp8rl.patches.kv_connectors import check_connector
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
-from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.refit.worker import EXTENSION, read_answer
+from vllm_fp8rl.state import state_of
 
 if TYPE_CHECKING:
     from live_engine import Engine
@@ -185,7 +185,7 @@ def test_a_kv_connector_forgets_old_keys(
     assert keeping.greedy([LONG]) != expected, "the naive way would have sufficed"
     refit(keeping.llm, b.items(), expect_kv_scales=False)
     assert keeping.greedy([LONG]) == expected
-    guard = RefitGuard.of(keeping.model)
+    guard = state_of(keeping.model).guard
     guard.outdate_cache("a test's keys")
     keeping.llm.reset_prefix_cache()
     with pytest.raises(RefitError, match=r"a test's keys.*reset_connector=True"):

@@ -226,18 +226,6 @@ def test_replaced_storage_is_written_where_it_is_now(engine, a, b, plan):
         layer.weight.data = old
 
 
-def test_a_layerwise_reload_in_between(engine, a, b, plan):
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(b.items())})
-    reloaded = state(engine)
-    walked(engine, b.items())
-    assert same(reloaded, state(engine))
-    assert plan.covers(a)
-    refit(engine.llm, a.items(), expect_kv_scales=True)
-    planned = state(engine)
-    walked(engine, a.items())
-    assert same(planned, state(engine))
-
-
 def test_recording_leaves_no_trace(engine, a, plan):
     def loaders() -> dict[str, object]:
         return {n: getattr(p, "weight_loader", None) for n, p in engine.model.named_parameters()}

@@ -16,13 +16,12 @@ from fp8rl.errors import RefitError
 from fp8rl.kv_scales import ROLES, scale_name
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl.quantization.kv_cache import (
-    LayerKVScales,
     checked_scale,
     fp8_layers,
     publish_scales,
     require_mapping,
 )
-from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.state import LayerKVScales, state_of
 
 _HALF_STEP = 1 + 1 / 16
 """An E4M3 code stands for values up to this factor larger."""
@@ -103,7 +102,7 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
     require_mapping(provisional, "Provisional KV scales")
     for name, scale in provisional.items():
         checked_scale(name, scale)
-    guard = RefitGuard.of(model)
+    guard = state_of(model).guard
     guard.require_awake()
     guard.calibrate("shut")
     guard.outdate_cache(_OTHER_CODES)
@@ -122,7 +121,7 @@ def admit_calibration(model: torch.nn.Module, admitted: bool) -> None:
     Raises:
         RefitError: nothing is being observed.
     """
-    guard = RefitGuard.of(model)
+    guard = state_of(model).guard
     if not guard.calibrating:
         raise RefitError(_NOT_OBSERVED)
     guard.calibrate("running" if admitted else "shut")
@@ -163,7 +162,7 @@ def observed(model: torch.nn.Module) -> dict[str, Any]:
 
 def stop_observing(model: torch.nn.Module) -> None:
     """Take the observers away and put the loaded scales back; nothing if none are there."""
-    guard = RefitGuard.of(model)
+    guard = state_of(model).guard
     if not guard.calibrating:
         return
     guard.outdate_cache(_OTHER_CODES)

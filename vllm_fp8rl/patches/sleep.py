@@ -19,7 +19,9 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBack
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.refit.guard import GUARD, RefitGuard
+from vllm_fp8rl.quantization.kv_cache import Fp8RLKVCacheMethod
+from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.state import find_state
 
 NAME = "fp8rl_cumem"
 _STOCK = "cumem"
@@ -79,16 +81,15 @@ def guarded_models() -> Iterator[tuple[RefitGuard, torch.nn.Module]]:
     modules = list(LAYERWISE_INFO)
     children = {id(child) for module in modules for child in module.children()}
     for model in (module for module in modules if id(module) not in children):
-        guards = (getattr(module, GUARD, None) for module in model.modules())
-        guard = next((g for g in guards if g is not None), None)
-        if guard is not None and guard.may_sleep:
-            yield guard, model
+        state = find_state(model)
+        if state is not None and state.guard.may_sleep:
+            yield state.guard, model
 
 
 def discardable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters that only a refit can bring back: all but KV scales, which the host keeps."""
     for path, module in model.named_modules():
-        if getattr(module, GUARD, None) is not None:
+        if isinstance(getattr(module, "quant_method", None), Fp8RLKVCacheMethod):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             yield f"{path}.{leaf}" if path else leaf, parameter

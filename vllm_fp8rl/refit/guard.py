@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend
 
 
-GUARD = "fp8rl_guard"
-"""Attribute of every attention layer: the guard of its model."""
-
 REMEDY = "refit the engine with a complete set of tensors before generating"
 _REHEARSALS = frozenset(
     {"determine_available_memory", "compile_or_warm_up_model", "execute_dummy_batch"}
@@ -82,9 +79,9 @@ class RefitGuard:
             RefitError: the engine was not started with ``quantization="fp8rl"``.
         """
         for module in model.modules():
-            guard = getattr(module, GUARD, None)
-            if guard is not None:
-                return guard
+            state = getattr(getattr(module, "quant_method", None), "state", None)
+            if state is not None:
+                return state.guard
         raise RefitError("This engine has no quantization='fp8rl'; start it with that to refit it.")
 
     @property
@@ -170,21 +167,10 @@ class RefitGuard:
 
     def require_awake(self) -> None:
         """Raise RefitError while there is no memory to write weights or scales to."""
-        if self.half_reloaded():
-            raise RefitError("A reload of weights broke off half way; restart the engine.")
         if "weights" in self._asleep:
             raise RefitError(
                 "The engine's weights sleep; wake them first, e.g. with "
                 "llm.wake_up(tags=['weights'])."
-            )
-
-    def half_reloaded(self) -> bool:
-        """Whether one of vLLM's layerwise reloads has left parameters without memory."""
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters would answer in Python
-            return any(
-                parameter is not None and parameter.is_meta
-                for layer in self.layers.values()
-                for parameter in layer._parameters.values()
             )
 
     def check(self) -> None:
@@ -253,10 +239,10 @@ def guarded(backend: type[AttentionBackend]) -> type[AttentionBackend]:
         ) -> None:
             super().__init__(spec, layer_names, vllm_config, *rest, **options)
             layers = vllm_config.compilation_config.static_forward_context
-            self._fp8rl_guard: RefitGuard = getattr(layers[layer_names[0]], GUARD)
+            self._guard: RefitGuard = layers[layer_names[0]].quant_method.state.guard
 
         def build(self, *args: Any, **kwargs: Any) -> Any:
-            self._fp8rl_guard.check()
+            self._guard.check()
             return super().build(*args, **kwargs)
 
     return subclass_attention_backend("Fp8RLGuarded", backend, GuardedBuilder)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from vllm_fp8rl.quantization.kv_cache import required_kv_scales
 from vllm_fp8rl.refit.inventory import Entry, inventory
+from vllm_fp8rl.state import state_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,6 @@ class ModelIndex:
     """What writes the FP8 parameters, each once."""
     slots: tuple[Slot, ...]
 
-    _ATTRIBUTE: ClassVar[str] = "fp8rl_model_index"
-
     @classmethod
     def of(cls, model: torch.nn.Module) -> ModelIndex:
         """The model's index, made anew whenever a parameter has been replaced.
@@ -60,12 +59,13 @@ class ModelIndex:
         Raises:
             UnsupportedError: see :func:`vllm_fp8rl.refit.inventory.inventory`.
         """
-        known = model.__dict__.get(cls._ATTRIBUTE)
+        state = state_of(model)
+        known: ModelIndex | None = state.index
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters would answer in Python
             if known is not None and all(slot.live for slot in known.slots):
                 return known
-        made = model.__dict__[cls._ATTRIBUTE] = cls._make(model)
-        return made
+        state.index = cls._make(model)
+        return state.index
 
     @classmethod
     def _make(cls, model: torch.nn.Module) -> ModelIndex:

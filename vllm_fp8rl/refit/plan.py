@@ -195,7 +195,7 @@ class LoadPlan:
             yield names
         except BaseException as error:
             untouched = not names and isinstance(error, Exception)
-            if was_open and (untouched or guard.half_reloaded()):  # which has a remedy of its own
+            if was_open and untouched:
                 guard.open()
             elif was_open:
                 guard.close(f"{_BROKE_OFF} ({type(error).__name__})")

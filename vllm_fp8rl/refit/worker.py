@@ -21,11 +21,11 @@ from vllm_fp8rl.calibration import observer as kv_observer
 from vllm_fp8rl.quantization import kv_cache
 from vllm_fp8rl.refit import transport
 from vllm_fp8rl.refit.files import read_files
-from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
 from vllm_fp8rl.refit.liveness import lost_worker
 from vllm_fp8rl.refit.session import RefitSession
 from vllm_fp8rl.refit.transport import Payload, Place
+from vllm_fp8rl.state import state_of
 
 logger = logging.getLogger("vllm.fp8rl")
 
@@ -66,7 +66,7 @@ def _answers(step: Callable[..., Any]) -> Callable[..., Answer]:
 
 
 def _open_session(model: torch.nn.Module, name: str) -> RefitSession:
-    session = RefitGuard.of(model).session
+    session = state_of(model).guard.session
     if session is None:
         raise RefitError("No refit is under way on this worker; begin one first.")
     if session.name != name:
@@ -131,14 +131,14 @@ def finish(model: torch.nn.Module, session: str) -> dict[str, Any]:
     opened = _open_session(model, session)
     opened.__exit__(None, None, None)
     assert opened.report is not None
-    RefitGuard.of(model).outdate_cache("keys of older weights")
+    state_of(model).guard.outdate_cache("keys of older weights")
     return asdict(opened.report)
 
 
 @_answers
 def abort(model: torch.nn.Module, session: str, reason: str) -> bool:
     """Give up a session if it is open; whether the model now refuses to run."""
-    guard = RefitGuard.of(model)
+    guard = state_of(model).guard
     if guard.session is not None and guard.session.name == session:
         guard.session.abandon(reason)
     return guard.closed
@@ -147,7 +147,7 @@ def abort(model: torch.nn.Module, session: str, reason: str) -> bool:
 @_answers
 def check(model: torch.nn.Module) -> None:
     """Whether a step could run now."""
-    RefitGuard.of(model).require_ready()
+    state_of(model).guard.require_ready()
 
 
 @_answers
@@ -224,12 +224,12 @@ def refusal(method: str) -> Answer:
 
 def cache_emptied(worker: Any) -> None:
     """Note on a worker that its engine core has emptied the KV cache."""
-    RefitGuard.of(worker.model_runner.get_model()).cache_emptied()
+    state_of(worker.model_runner.get_model()).guard.cache_emptied()
 
 
 def weights_going(worker: Any) -> None:
     """Shut the model before vLLM's ``reset_weights``."""
-    RefitGuard.of(worker.model_runner.get_model()).close("vLLM is resetting the weights")
+    state_of(worker.model_runner.get_model()).guard.close("vLLM is resetting the weights")
 
 
 def weights_gone(worker: Any) -> None:
@@ -237,7 +237,7 @@ def weights_gone(worker: Any) -> None:
     from vllm_fp8rl.patches.sleep import discardable
 
     model = worker.model_runner.get_model()
-    guard = RefitGuard.of(model)
+    guard = state_of(model).guard
     guard.sleep(["weights"], dict(discardable(model)))
     guard.wake(["weights"])
     guard.open()
