@@ -267,11 +267,10 @@ def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
 
     from fp8rl.kv_scales import scale_names
     from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
-    from vllm_fp8rl.refit.worker import METHODS
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     scales = dict.fromkeys(scale_names(4, ["k", "v"]), 0.05)
-    assert MsgpackEncoder().encode((METHODS["set_kv_scales"], None, (scales,), {}))
+    assert MsgpackEncoder().encode(("fp8rl_set_kv_scales", None, (scales,), {}))
     with pytest.raises(TypeError, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
         MsgpackEncoder().encode(("apply_model", None, (set_uncalibrated_kv_scales,), {}))
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):

@@ -27,9 +27,10 @@ def register() -> None:
 
     served = supported(installed_version() or "")
     try:
+        import vllm.v1.engine.core  # noqa: F401 (patched below)
         from vllm.model_executor.layers.quantization import register_quantization_config
 
-        from vllm_fp8rl.patches.engine_core import install
+        from vllm_fp8rl.patches.ledger import ENGINE_CORE, install
         from vllm_fp8rl.quantization.config import Fp8RLConfig
     except ImportError:
         if served:
@@ -38,7 +39,7 @@ def register() -> None:
 
     if served:
         _register_weight_transfer()
-        install()
+        install(ENGINE_CORE)
         _register_attention_backends()
     # Last, because vLLM goes on without a plugin that raises: an engine that asks for fp8rl must
     # then fail. Where the version is not served, asking for it is what raises.

@@ -18,8 +18,8 @@ pytest.importorskip("vllm")
 from live_engine import KV_SCALE, LAYERS, VOCAB, load_tensors
 from vllm.config import KVTransferConfig
 
-from vllm_fp8rl.patches.kv_connectors import check_connector
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state
+from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.worker import EXTENSION, read_answer
 from vllm_fp8rl.state import state_of

@@ -19,10 +19,10 @@ from fp8rl.recipe import KVCache
 pytest.importorskip("vllm")
 from live_engine import load_tensors
 
-from vllm_fp8rl.patches.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.quantization.kv_cache import check_backend, kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.guard import RefitGuard, guarded
+from vllm_fp8rl.refit.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 

@@ -108,15 +108,16 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
     tokens, before = engine.greedy(PROMPTS), state(engine)
     name, tensor = next(iter(b.items()))
 
-    def staging(workers, session, tensors, batch_bytes):
+    def staging(session, tensors, batch_bytes, gpu_factor):
         with Sender([place()], 256 << 20) as sender:
             sender._stage(torch.device("cpu"), [(name, tensor)], {"tensors": {}, "storages": []})
+        yield from ()
 
     def failing(*shape, **options):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.refit.synchronous._load", staging)
+        patch.setattr("vllm_fp8rl.refit.synchronous.hand_over", staging)
         patch.setattr("vllm_fp8rl.refit.transport.torch.empty", failing)
         with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
@@ -295,7 +296,7 @@ def test_a_mixture_is_mended_by_any_complete_way(engine, a, b, way):
             session.load(a.items())
     elif way == "steps":
         for step, *args in (["begin", True], ["load_batch", list(a.items())], ["finish"]):
-            answers = engine.llm.collective_rpc(STEPS[step], args=("steps", *args))
+            answers = engine.llm.collective_rpc(STEPS[f"fp8rl_refit_{step}"], args=("steps", *args))
             read_answer(answers[0])
         engine.llm.reset_prefix_cache()
     else:

@@ -1,11 +1,9 @@
-"""vLLM's ``reload_weights``, served by a refit session for models of fp8rl."""
+"""vLLM's ``reload_weights``, served by a refit session; see :mod:`vllm_fp8rl.patches.ledger`."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,23 +13,11 @@ from vllm_fp8rl.names import NAME
 from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
 from vllm_fp8rl.refit.session import RefitSession
 
-_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-"""Modules with a ``GPUModelRunner``; the runner of a CPU inherits from the first."""
-_MARK = "fp8rl_patch"
 
-
-def install() -> None:
-    """Patch the model runners that this process has imported."""
-    for module in _RUNNERS:
-        runner: Any = getattr(sys.modules.get(module), "GPUModelRunner", None)
-        if runner is not None and not hasattr(runner.reload_weights, _MARK):
-            runner.reload_weights = _in_place(runner.reload_weights)
-
-
-def _in_place(reload: Any) -> Any:
+def reload_in_place(reload: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``GPUModelRunner.reload_weights`` by a refit session, for models of fp8rl."""
     signature = inspect.signature(reload)
 
-    @functools.wraps(reload)
     def reload_weights(runner: Any, *args: Any, **kwargs: Any) -> Any:
         config = runner.vllm_config.quant_config
         if config is None or config.get_name() != NAME:
@@ -51,7 +37,6 @@ def _in_place(reload: Any) -> Any:
             for batch in batches(weights, BATCH_BYTES):
                 session.load(batch)
 
-    setattr(reload_weights, _MARK, True)
     return reload_weights
 
 

@@ -23,7 +23,7 @@ from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup, deep_gemm_job
 from vllm_fp8rl.kernels.moe_settings import set_activation_scales
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
-from vllm_fp8rl.patches.kv_connectors import check_connector
+from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.quantization.models import (
     check_architecture,
     check_sizes,
@@ -31,6 +31,7 @@ from vllm_fp8rl.quantization.models import (
     is_mixture,
     module_names,
 )
+from vllm_fp8rl.refit.client import Changes
 from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.state import RankState
 
@@ -63,10 +64,15 @@ class Fp8RLConfig(QuantizationConfig):
         require_supported()
         self._recipe = recipe
         self._state: RankState | None = None
+        self.changes = Changes()
+        """The changes of the engine, in the process that owns its ``LLM`` or ``AsyncLLM``."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied or unpickled config belongs to another engine or process.
-        return self.__dict__ | {"_state": None}
+        # A copied or unpickled config belongs to another engine or process: it starts anew.
+        return self.__dict__ | {"_state": None, "changes": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"changes": Changes()}
 
     def get_name(self) -> str:  # type: ignore[override]
         return NAME
@@ -235,11 +241,11 @@ def _refuse_lost_recipe(
 
 
 def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankState:
-    from vllm_fp8rl.patches.reload import install as install_reload
+    from vllm_fp8rl.patches.ledger import RUNNERS, install
     from vllm_fp8rl.refit.plan import install as install_load_plans
 
     install_load_plans()
-    install_reload()
+    install(RUNNERS)
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config
@@ -271,7 +277,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
 
 
 def _guard(engine: VllmConfig) -> RefitGuard:
-    from vllm_fp8rl.patches.sleep import watch
+    from vllm_fp8rl.refit.sleep import watch
 
     guard = RefitGuard(engine.compilation_config.static_forward_context)
     watch(engine.model_config, guard)
