@@ -108,7 +108,7 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
     tokens, before = engine.greedy(PROMPTS), state(engine)
     name, tensor = next(iter(b.items()))
 
-    def staging(session, tensors, batch_bytes, gpu_factor):
+    def staging(session, tensors, batch_bytes, held):
         with Sender([place()], 256 << 20) as sender:
             sender._stage(torch.device("cpu"), [(name, tensor)], {"tensors": {}, "storages": []})
         yield from ()
@@ -117,7 +117,7 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.refit.synchronous.hand_over", staging)
+        patch.setattr("vllm_fp8rl.refit.synchronous.send", staging)
         patch.setattr("vllm_fp8rl.refit.transport.torch.empty", failing)
         with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
             refit(engine.llm, b.items(), expect_kv_scales=True)

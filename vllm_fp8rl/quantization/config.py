@@ -28,7 +28,7 @@ from vllm_fp8rl.quantization.models import (
     check_architecture,
     check_sizes,
     check_widths,
-    is_mixture,
+    is_moe,
     module_names,
 )
 from vllm_fp8rl.refit.client import Changes
@@ -261,7 +261,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     check_scale_source(engine.cache_config)
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
-        set_activation_scales(recipe, experts=is_mixture(hf_config))
+        set_activation_scales(recipe, experts=is_moe(hf_config))
     policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
@@ -270,7 +270,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
         policy,
         dummy=engine.load_config.load_format == "dummy",
         layers=engine.compilation_config.static_forward_context,
-        moe=is_mixture(hf_config),
+        moe=is_moe(hf_config),
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens, deep_gemm_job),
     )

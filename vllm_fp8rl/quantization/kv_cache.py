@@ -19,8 +19,6 @@ import torch
 from vllm.config import CompilationConfig, get_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
@@ -30,6 +28,7 @@ from vllm_fp8rl.storage.block_grid import Writes
 
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
+_PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 Fill = Callable[[torch.Tensor, float], object]
 """Writes a number into a float32 tensor, perhaps later."""
@@ -49,7 +48,7 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
     Raises:
         UnsupportedError: a quantized cache of another format than E4M3 with per-tensor scales.
     """
-    if not is_quantized_kv_cache(kv_cache_dtype):
+    if kv_cache_dtype in _PLAIN_KV_DTYPES:
         return False
     if kv_cache_dtype not in FP8_KV_DTYPES:
         raise UnsupportedError(
@@ -113,8 +112,8 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         layer.attn_backend = guarded(layer.attn_backend)
         if not fp8:
             return
-        index = extract_layer_index(layer.layer_name)
-        self.state.kv_scales[layer.layer_name] = LayerKVScales(index)
+        index = next(part for part in layer.layer_name.split(".") if part.isdigit())
+        self.state.kv_scales[layer.layer_name] = LayerKVScales(int(index))
         for role in ROLES:
             parameter = torch.nn.Parameter(
                 torch.full((), UNSET, dtype=torch.float32), requires_grad=False

@@ -170,11 +170,10 @@ class Workers:
 
         self._llm = llm
         engine: Any = llm.llm_engine
-        executor = getattr(engine, "model_executor", None)
-        self.in_process = type(executor).__name__ == "UniProcExecutor"
+        core_here = getattr(engine, "model_executor", None) is not None
         extension = engine.vllm_config.parallel_config.worker_extension_cls
         self._by_name = worker.has_refit_methods(extension)
-        if executor is None and not self._by_name:
+        if not core_here and not self._by_name:
             raise UnsupportedError(
                 "This engine runs in a process of its own, which takes calls by name only; start "
                 f"it with worker_extension_cls='{worker.EXTENSION}', or set "

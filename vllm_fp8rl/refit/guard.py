@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 REMEDY = "refit the engine with a complete set of tensors before generating"
-_REHEARSALS = frozenset(
+_DUMMY_RUNS = frozenset(
     {"determine_available_memory", "compile_or_warm_up_model", "execute_dummy_batch"}
 )
 """Methods of vLLM's ``WorkerBase`` that run the model on made-up tokens for nobody to read."""
@@ -181,7 +181,7 @@ class RefitGuard:
                 may hold codes of other scales.
             ScaleError: KV scales are missing.
         """
-        if self._ready or _is_rehearsal():
+        if self._ready or _is_dummy_run():
             return
         self.require_ready()
         self._ready = self._cache_used = True
@@ -248,12 +248,12 @@ def guarded(backend: type[AttentionBackend]) -> type[AttentionBackend]:
     return subclass_attention_backend("Fp8RLGuarded", backend, GuardedBuilder)
 
 
-def _is_rehearsal() -> bool:
+def _is_dummy_run() -> bool:
     # vLLM has no flag for this: its second model runner warms up through ``execute_model``. Where
     # vLLM has renamed a method, an engine that waits for KV scales fails at the start.
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in _REHEARSALS:
+        if frame.f_code.co_name in _DUMMY_RUNS:
             return True
         frame = frame.f_back
     return False

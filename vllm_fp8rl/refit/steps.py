@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_fp8rl.refit.intake import batches
-from vllm_fp8rl.refit.transport import GPU_BATCH_FACTOR, Sender
+from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
+from vllm_fp8rl.refit.transport import GPU_BATCH_FACTOR, Sender, place
+
+_NO_LIMIT = 1 << 62  # as the factor by which batches of GPU tensors are larger
 
 
 class Call(NamedTuple):
@@ -48,17 +50,28 @@ def refit_steps(session: str, expect_kv_scales: bool, transfer: Steps) -> Steps:
     return reports[0]
 
 
-def hand_over(
-    session: str, tensors: Iterable[tuple[str, torch.Tensor]], batch_bytes: int, gpu_factor: int
+def send(
+    session: str,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    batch_bytes: int = BATCH_BYTES,
+    *,
+    held: bool = False,
 ) -> Steps:
-    """Describe how a worker of this process gets tensors: as they are."""
-    for batch in batches(tensors, batch_bytes, gpu_factor=gpu_factor):
-        yield Call("fp8rl_refit_load_batch", (session, batch))
+    """Describe how workers get tensors: as they are in this process, packed in others.
 
-
-def send(session: str, tensors: Iterable[tuple[str, torch.Tensor]], batch_bytes: int) -> Steps:
-    """Describe how workers in other processes get tensors."""
+    Args:
+        session: name of the session.
+        tensors: HF-named tensors, read one batch at a time.
+        batch_bytes: bytes handed over at once; more for tensors on a GPU that the workers see.
+        held: all tensors exist already, so that those on a GPU may go to this process at once.
+    """
     places = yield Call("fp8rl_refit_place")
+    here = place()
+    if all((each["host"], each["process"]) == (here["host"], here["process"]) for each in places):
+        factor = _NO_LIMIT if held else GPU_BATCH_FACTOR
+        for batch in batches(tensors, batch_bytes, gpu_factor=factor):
+            yield Call("fp8rl_refit_load_batch", (session, batch))
+        return
     with Sender(places, batch_bytes * GPU_BATCH_FACTOR) as sender:
         for batch in batches(tensors, batch_bytes, gpu_factor=sender.gpu_factor):
             yield Call("fp8rl_refit_load_batch", (session, sender.wrap(batch)))

@@ -20,13 +20,11 @@ from fp8rl.refit import RefitReport
 from vllm_fp8rl.refit.client import Changes, RequestGate, Workers, announce, forget_prefixes
 from vllm_fp8rl.refit.intake import BATCH_BYTES
 from vllm_fp8rl.refit.session import Tensors
-from vllm_fp8rl.refit.steps import EMPTY_CACHE, Steps, hand_over, refit_steps, send, send_path
-from vllm_fp8rl.refit.transport import GPU_BATCH_FACTOR
+from vllm_fp8rl.refit.steps import EMPTY_CACHE, Steps, refit_steps, send, send_path
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-_NO_LIMIT = 1 << 62  # as the factor by which batches of GPU tensors are larger
 
 
 def refit(
@@ -66,15 +64,11 @@ def refit(
         ScaleError: a bad scale.
         UnsupportedError: an engine that cannot be reached in this way.
     """
-    limit = BATCH_BYTES if batch_bytes is None else batch_bytes
     held = batch_bytes is None and isinstance(tensors, Collection)
-
-    def transfer(workers: Workers, session: str) -> Steps:
-        if not workers.in_process:
-            return send(session, tensors, limit)
-        return hand_over(session, tensors, limit, _NO_LIMIT if held else GPU_BATCH_FACTOR)
-
-    return _run(llm, transfer, expect_kv_scales, plugins)
+    limit = BATCH_BYTES if batch_bytes is None else batch_bytes
+    return _run(
+        llm, lambda session: send(session, tensors, limit, held=held), expect_kv_scales, plugins
+    )
 
 
 def refit_from_files(
@@ -85,7 +79,7 @@ def refit_from_files(
     plugins: PluginManager | None = None,
 ) -> RefitReport:
     """Like :func:`refit`, from a safetensors file, or a folder of them, that every worker reads."""
-    return _run(llm, lambda workers, session: send_path(session, path), expect_kv_scales, plugins)
+    return _run(llm, lambda session: send_path(session, path), expect_kv_scales, plugins)
 
 
 def require_ready(llm: LLM) -> None:
@@ -104,7 +98,7 @@ def require_ready(llm: LLM) -> None:
 
 def _run(
     llm: LLM,
-    transfer: Callable[[Workers, str], Steps],
+    transfer: Callable[[str], Steps],
     expect_kv_scales: bool,
     plugins: PluginManager | None,
 ) -> RefitReport:
@@ -118,7 +112,7 @@ def _run(
                 "vllm_fp8rl.refit.drop_requests(llm), then refit; if some stay, restart it."
             )
         gate.close("a refit is under way")
-        steps = refit_steps(session, expect_kv_scales, transfer(workers, session))
+        steps = refit_steps(session, expect_kv_scales, transfer(session))
         counts = _run_steps(llm, workers, steps)
         gate.open()
         return counts

@@ -11,6 +11,7 @@ only.
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
@@ -208,11 +209,7 @@ class RefitWorker(RefitMixin):
 
 def has_refit_methods(extension: str) -> bool:
     """Whether a ``worker_extension_cls`` (a qualified name, or empty) has :class:`RefitMixin`."""
-    if not extension:
-        return False
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    return issubclass(resolve_obj_by_qualname(extension), RefitMixin)
+    return bool(extension) and issubclass(pkgutil.resolve_name(extension), RefitMixin)
 
 
 def refusal(step: str) -> Answer:
