@@ -25,7 +25,6 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
@@ -249,49 +248,11 @@ def test_refused_before_anything_is_written(moe: Engine, tokens, b: Tensors) -> 
     assert moe.greedy(SHORT) == tokens["a"]
 
 
-def test_vllms_own_reload_and_any_number_of_processings(moe: Engine, tokens, b: Tensors) -> None:
-    before = pointers(moe)
-    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": b.items()})
-    moe.llm.reset_prefix_cache()
-    assert moe.greedy(SHORT) == tokens["b"]
-    assert pointers(moe) == before
+def test_any_number_of_processings(moe: Engine) -> None:
     held = bytes_of(moe)
     for _ in range(2):
         experts_of(moe).quant_method.process_weights_after_loading(experts_of(moe))
     assert all(torch.equal(held[name], found) for name, found in bytes_of(moe).items())
-
-
-def test_reload_of_codes_and_of_a_part(moe: Engine, tokens, a: Tensors, b: Tensors) -> None:
-    wire: Tensors = {}
-    for name, tensor in b.items():
-        wire[name] = tensor
-        if name.endswith("proj.weight"):
-            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
-    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": wire.items()})
-    moe.llm.reset_prefix_cache()
-    assert moe.greedy(SHORT) == tokens["b"]
-    give(moe, a)
-    moe.model.load_weights([(DOWN, b[DOWN])])
-    expected = bytes_of(moe)
-    give(moe, a)
-    some = {name: b[name] if name == DOWN else tensor for name, tensor in a.items()}
-    del some[DOWN.replace("down", "up")], some[DOWN.replace(".3.", ".4.")]
-    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": some.items()})
-    assert all(torch.equal(expected[name], found) for name, found in bytes_of(moe).items())
-
-
-def test_a_layer_is_reloaded_as_soon_as_it_is_there(moe: Engine, tokens, b: Tensors) -> None:
-    done: list[bool] = []
-
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for first in (True, False):
-            yield from ((n, t) for n, t in b.items() if n.startswith(LAYER) == first)
-            done.append(not get_layerwise_info(experts_of(moe)).can_load())
-
-    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
-    moe.llm.reset_prefix_cache()
-    assert done[0] is True
-    assert moe.greedy(SHORT) == tokens["b"]
 
 
 def test_dummy_weights_then_a_refit(moe_engine, paths, tokens, b: Tensors) -> None:

@@ -278,10 +278,10 @@ def _refuse_lost_recipe(
 
 
 def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved:
+    from vllm_fp8rl.patches.plain_loads import install as check_plain_loads
     from vllm_fp8rl.patches.reload import install as refuse_unseen_reloads
-    from vllm_fp8rl.refit.plan import install as install_load_plans
 
-    install_load_plans()
+    check_plain_loads()
     refuse_unseen_reloads()
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
