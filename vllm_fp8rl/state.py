@@ -8,16 +8,18 @@ method of an attention layer (:func:`state_of`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role
-from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
 from vllm_fp8rl.names import NAME
 from vllm_fp8rl.refit.guard import RefitGuard
+
+if TYPE_CHECKING:  # it imports vLLM, which whoever sends a refit does without
+    from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
 
 UNSET = 1.0
 """Stands for a KV scale that no loader has set. Only vLLM's dummy runs at the start compute with
@@ -64,8 +66,8 @@ class RankState:
     warmup: KernelWarmup
     kv_scales: dict[str, LayerKVScales] = field(default_factory=dict)
     """By the name of the attention layer, for those with an FP8 KV cache."""
-    index: Any = None
-    """:class:`~vllm_fp8rl.refit.index.ModelIndex` of the model, made by the first refit."""
+    inventory: Any = None
+    """:class:`~vllm_fp8rl.refit.inventory.Inventory` of the model, made by the first load."""
 
     def precision(self, name: str) -> str:
         """Return ``fp8`` or ``bf16`` for a linear module.

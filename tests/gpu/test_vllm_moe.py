@@ -36,7 +36,7 @@ from fp8rl.numerics import dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
 from vllm_fp8rl.kernels.moe_settings import set_activation_scales
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.storage.experts import SLOTS, ExpertGrids, ExpertLayout, empty_stacks
+from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertLayout, empty_stacks
 from vllm_fp8rl.testing.hf_reference import gap
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
@@ -66,7 +66,7 @@ def experts() -> Experts:
     generator = torch.Generator().manual_seed(3)
     sources = {}
     for expert in range(EXPERTS):
-        for slot in SLOTS:
+        for slot in MATRICES:
             source = torch.randn(layout.shard(slot).full, generator=generator) * 0.04
             sources[expert, slot] = source.bfloat16()
             grids.load(expert, slot, sources[expert, slot].cuda())

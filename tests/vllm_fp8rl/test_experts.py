@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import FP8_DTYPE, Quantized, cdiv, dequantize_block, quantize_block
-from vllm_fp8rl.storage.experts import SLOTS, ExpertGrids, ExpertLayout, PlainExperts, empty_stacks
+from vllm_fp8rl.storage.experts import (
+    MATRICES,
+    ExpertGrids,
+    ExpertLayout,
+    PlainExperts,
+    empty_stacks,
+)
 
 HIDDEN = 200
 
@@ -37,7 +43,7 @@ def matrices(layout: ExpertLayout, seed: int) -> dict:
     return {
         (expert, slot): torch.randn(layout.shard(slot).full, generator=generator).bfloat16()
         for expert in range(layout.total)
-        for slot in SLOTS
+        for slot in MATRICES
     }
 
 
@@ -96,7 +102,7 @@ def test_codes_and_scales_in_any_order(width, ranks, data):
     layout = layout_of(2, width, rank=rank, ranks=ranks)
     grids, stacks = grids_of(layout)
     aligned = (rank * width) % 128 == 0
-    assert [layout.codes_fit(slot) for slot in SLOTS] == [aligned] * 3
+    assert [layout.codes_fit(slot) for slot in MATRICES] == [aligned] * 3
     wire = {key: quantize_block(tensor) for key, tensor in matrices(layout, 3).items()}
     pieces = [(key, piece) for key in sorted(wire) for piece in ("codes", "scales")]
     for key, piece in data.draw(st.permutations(pieces)):
@@ -140,7 +146,7 @@ def test_expert_parallel_ranks_keep_their_own_and_name_what_lacks():
             if expert in local:
                 grids.load(expert, slot, tensor)
         for expert, number in local.items():
-            for slot in SLOTS:
+            for slot in MATRICES:
                 wanted = quantize_block(everything[expert, slot])
                 for found, value in zip(held(layout, stacks, number, slot), wanted, strict=True):
                     assert same_bits(found, value)

@@ -16,6 +16,7 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.patches.engine_core import reset_and_tell, rpc_unless_busy
+from vllm_fp8rl.patches.plain_loads import check_plain_loads
 from vllm_fp8rl.patches.reload import reload_in_place
 
 _MARK = "fp8rl_patch"
@@ -84,7 +85,21 @@ ENGINE_CORE = (
         replacement=rpc_unless_busy,
     ),
 )
-RUNNERS = tuple(
+LOADS = (
+    Patch(
+        "vllm.model_executor.models.utils",
+        "AutoWeightsLoader.load_weights",
+        ("weights",),
+        why="TRL, verl, prime-rl and others call model.load_weights and nothing else; NaN and "
+        "infinity must not become codes, a load that breaks off must not serve half-updated "
+        "weights, and only around the whole call can one know that it broke off",
+        how="closes the model meanwhile, checks values, and writes a collection whose names the "
+        "inventory knows without vLLM's walk through the model",
+        until="vLLM calls a quantization config before and after a load",
+        replacement=check_plain_loads,
+    ),
+)
+RELOADS = tuple(
     Patch(
         module,
         "GPUModelRunner.reload_weights",
@@ -119,7 +134,9 @@ GATES = (
     ),
 )  # fmt: skip
 
-LEDGER: tuple[Patch, ...] = (*ENGINE_CORE, *RUNNERS, *GATES)
+WORKER = (*LOADS, *RELOADS)
+"""Installed where a model is built."""
+LEDGER: tuple[Patch, ...] = (*ENGINE_CORE, *WORKER, *GATES)
 
 
 def install(patches: Iterable[Patch]) -> None:

@@ -241,11 +241,9 @@ def _refuse_lost_recipe(
 
 
 def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankState:
-    from vllm_fp8rl.patches.ledger import RUNNERS, install
-    from vllm_fp8rl.refit.plan import install as install_load_plans
+    from vllm_fp8rl.patches.ledger import WORKER, install
 
-    install_load_plans()
-    install(RUNNERS)
+    install(WORKER)
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config

@@ -24,7 +24,7 @@ from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
 from vllm_fp8rl.refit.guard import guarded
 from vllm_fp8rl.state import UNSET, LayerKVScales, RankState, find_state, state_of
-from vllm_fp8rl.storage.block_grid import Writes
+from vllm_fp8rl.storage.block_grid import WriteBatch
 
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
@@ -32,8 +32,6 @@ _PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 Fill = Callable[[torch.Tensor, float], object]
 """Writes a number into a float32 tensor, perhaps later."""
-TAKES_FILL = "fp8rl_takes_fill"
-"""Mark of a weight loader with an argument ``fill``."""
 
 _OLDER_CODES = "codes of older KV scales"
 _READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
@@ -182,10 +180,10 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     guard.restore()  # where what follows is interrupted, the next step does it
     # In one go: Ctrl-C interrupts no call of C, and a half of the scales is never left behind.
     deque(map(setattr, states.values(), repeat("values"), values.values()), maxlen=0)
-    writes = Writes()
+    batch = WriteBatch()
     for index, role in given:
-        _publish(layers[index], role, states[index].in_use(role), writes.fill)
-    writes.run()
+        _publish(layers[index], role, states[index].in_use(role), batch.fill)
+    batch.run()
 
 
 def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
@@ -350,5 +348,4 @@ def _loader(layer: torch.nn.Module, role: Role) -> Callable[..., None]:
         value = checked_scale(scale_name(scales.index, role), loaded_weight)
         _commit(owner, role, value, fill)
 
-    setattr(load_kv_scale, TAKES_FILL, True)
     return load_kv_scale

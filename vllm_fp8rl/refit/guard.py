@@ -71,19 +71,6 @@ class RefitGuard:
         self._calibration: Literal["shut", "running"] | None = None
         self.values = PlainValues()
 
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> RefitGuard:
-        """The guard of a model's engine.
-
-        Raises:
-            RefitError: the engine was not started with ``quantization="fp8rl"``.
-        """
-        for module in model.modules():
-            state = getattr(getattr(module, "quant_method", None), "state", None)
-            if state is not None:
-                return state.guard
-        raise RefitError("This engine has no quantization='fp8rl'; start it with that to refit it.")
-
     @property
     def closed(self) -> bool:
         return self._reason is not None

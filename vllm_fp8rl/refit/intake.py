@@ -215,6 +215,24 @@ def _runs(span: _Span) -> tuple[torch.Tensor, int]:
     return starts.sort().values, length
 
 
+def scalars_on_host(weights: Iterable[Named]) -> list[Named]:
+    """The batch with its one-element GPU tensors, such as KV scales, on the host.
+
+    Their loaders read the value: this waits for the GPU once for all, not once for each.
+    """
+    batch = list(weights)
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, (_, tensor) in enumerate(batch):
+        if tensor.is_cuda and tensor.numel() == 1:
+            together.setdefault((tensor.device, tensor.dtype), []).append(number)
+    for numbers in together.values():
+        values = torch.stack([batch[number][1].reshape(()) for number in numbers]).cpu()
+        for number, value in zip(numbers, values, strict=True):
+            name, tensor = batch[number]
+            batch[number] = (name, value.view(tensor.shape))
+    return batch
+
+
 def batches(tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1) -> Iterator[Batch]:
     """Tensors in lists of at most ``limit`` bytes; a larger tensor goes alone.
 

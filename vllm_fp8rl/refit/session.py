@@ -17,13 +17,14 @@ from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import FP8_DTYPE, parts, start_finite_check
 from fp8rl.refit import RefitReport
 from vllm_fp8rl.compat import reported_name
-from vllm_fp8rl.refit.guard import REMEDY, RefitGuard
-from vllm_fp8rl.refit.intake import came_twice, steady
+from vllm_fp8rl.refit.guard import REMEDY
+from vllm_fp8rl.refit.intake import came_twice, scalars_on_host, steady
 from vllm_fp8rl.refit.values import not_finite
+from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, check_scales
 
 if TYPE_CHECKING:
-    from vllm_fp8rl.refit.inventory import Entry
+    from vllm_fp8rl.refit.inventory import Entry, Inventory
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -64,10 +65,10 @@ class RefitSession:
         self.wrote = False
         self.loading = False
         """Whether the model loads a batch of this session at the moment."""
-        self._guard = RefitGuard.of(model)
+        self._guard = state_of(model).guard
+        self._inventory: Inventory
         self._entries: dict[str, Entry] = {}
         self._scales: frozenset[str] = frozenset()
-        self._grids: tuple[Any, ...] = ()
         self._dtypes: dict[str, torch.dtype] = {}
         self._kv_scales: dict[str, float] = {}
         self._covered: set[str] = set()
@@ -78,7 +79,7 @@ class RefitSession:
 
     def __enter__(self) -> RefitSession:
         from vllm_fp8rl.calibration.observer import stop_observing
-        from vllm_fp8rl.refit.index import ModelIndex
+        from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
 
         if self._guard.session is not None:
             name = self._guard.session.name
@@ -88,8 +89,9 @@ class RefitSession:
             )
         self._guard.require_awake()
         stop_observing(self.model)  # of a calibration that broke off
-        index = ModelIndex.of(self.model)
-        self._entries, self._scales, self._grids = index.entries, index.kv_scales, index.grids
+        require_one_stage()
+        self._inventory = inventory = Inventory.of(self.model)
+        self._entries, self._scales = inventory.entries, inventory.kv_scales
         if self.expect_kv_scales and not self._scales:
             raise RefitError(
                 "KV scales were announced, but the engine has no FP8 KV cache; start it with "
@@ -122,8 +124,6 @@ class RefitSession:
             ) from error
 
     def _load(self, batch: Tensors) -> None:
-        from vllm_fp8rl.refit.plan import scalars_on_host
-
         tensors = scalars_on_host(steady(batch))
         known = [(name, tensor) for name, tensor in tensors if name in self._entries]
         limit = self._guard.values.limit(self.model)
@@ -202,7 +202,7 @@ class RefitSession:
         self._leave_closed(f"a refit broke off ({reason})")
 
     def _begin_writing(self) -> None:
-        for grid in self._grids:
+        for grid in self._inventory.grids:
             grid.forget_unpaired()
         self.wrote = True
         self._guard.close("a refit is under way")
@@ -239,19 +239,27 @@ class RefitSession:
             if not good:
                 raise RefitError(f"{not_finite(name, tensor, limit)}; the engine was not given it.")
             if self._entries[name].kind == "scales":
-                check_scales(name, tensor, self._grids[0].scale_format)
+                check_scales(name, tensor, self._inventory.grids[0].scale_format)
 
     def _write(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         if not self.wrote:
             self._begin_writing()
-        written = list(self._untied(weights))
+        batch = list(self._untied(weights))
+        routed = [item for item in batch if self._entries[item[0]].route is not None]
+        self._inventory.write(routed, [])
+        rest = [item for item in batch if self._entries[item[0]].route is None]
+        if rest:
+            self._write_by_vllm(rest)
+        self._written.update(name for name, _ in batch)
+
+    def _write_by_vllm(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write tensors for which the inventory has no route."""
         self.loading = True
         try:
-            loaded = self.model.load_weights(written)
+            loaded = self.model.load_weights(weights)
         finally:
             self.loading = False
-        self._verify_taken([name for name, _ in written], loaded)
-        self._written.update(name for name, _ in written)
+        self._verify_taken([name for name, _ in weights], loaded)
 
     def _known_kv_scale(self, name: str) -> str:
         """The canonical name of a tensor that is no weight of the model."""

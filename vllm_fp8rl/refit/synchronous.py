@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 
-
 def refit(
     llm: LLM,
     tensors: Tensors,
