@@ -157,10 +157,10 @@ def _experts_kernel(engine: VllmConfig, device: torch.device) -> tuple[str, str]
 def _why(device: torch.device, shape: Any, dtype: torch.dtype) -> str:
     if device.type != "cuda":
         return _NO_FP8_UNITS
-    from vllm_fp8rl.kernels.block_gemm import obstacles
+    from vllm_fp8rl.kernels.block_gemm import unsupported_reasons
 
-    refused = obstacles(shape, dtype)
-    return "; ".join(f"{name}: {why}" for name, why in refused.items()) or "the fastest fits"
+    reasons = unsupported_reasons(shape, dtype)
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "the fastest fits"
 
 
 def _attention(engine: VllmConfig, sizes: Sizes, problems: list[str]) -> Section:

@@ -24,7 +24,7 @@ from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import before_reload
-from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.choice import LinearKernel, select_kernel
 from vllm_fp8rl.quantization.linear import RefitLinearMethod
 from vllm_fp8rl.storage.experts import (

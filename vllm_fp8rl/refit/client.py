@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.refit import RefitReport
-from vllm_fp8rl.compat import abort_requests
 from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.liveness import ended_by_death, lost_worker
 
@@ -198,7 +197,7 @@ def drop_requests(llm: LLM) -> None:
     It empties the prefix cache too: vLLM enters blocks there before the step that fills them.
     """
     engine: Any = llm.llm_engine
-    abort_requests(engine, list(engine.output_processor.request_states))
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
     llm.reset_prefix_cache(reset_connector=True)
 
 
