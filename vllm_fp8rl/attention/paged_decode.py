@@ -2,7 +2,7 @@
 
 A decode step reads the whole cache once and computes little, so memory bandwidth limits it.
 FlashAttention 3 converts and transposes V inside its tensor-core pipeline and reads an FP8 cache at
-60% of an H100's bandwidth, a BF16 one at 83% (``docs/performance.md``). This kernel converts codes
+60% of an H100's bandwidth, a BF16 one at 83% (``docs/``). This kernel converts codes
 to float16, which represents every E4M3 value exactly, when it loads them into registers. Queries
 and probabilities stay in 16 bits; FlashAttention 3 rounds both to E4M3.
 
