@@ -1,4 +1,4 @@
-"""Read the files of all runs in an output folder; incomplete lines and missing files are skipped."""
+"""Read the files of all runs in an output folder, without those that are incomplete or missing."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from vllm_fp8rl.quantization.models import module_names
 
 Attention = Literal["eager", "sdpa"]
 FLIPPED = 1e-4
-"""Difference of a logprob in nats: a hundred times the error of float32 rounding, and a hundredth of
-the error of one flipped code."""
+"""Difference of a logprob in nats: a hundred times the error of float32 rounding, and a hundredth
+of the error of one flipped code."""
 
 
 @dataclass(frozen=True)
