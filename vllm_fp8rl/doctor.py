@@ -225,7 +225,7 @@ def _memory(
 
 
 def _numbers(layers: Iterable[int | None]) -> str:
-    """Format layer numbers, consecutive ones as ``0-35``."""
+    """Layer numbers, with runs written as ``0-35``."""
     runs: list[list[int]] = []
     for layer in sorted({layer for layer in layers if layer is not None}):
         if runs and layer == runs[-1][-1] + 1:

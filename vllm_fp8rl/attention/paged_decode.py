@@ -2,9 +2,9 @@
 
 A decode step reads the whole cache once and computes little, so memory bandwidth limits it.
 FlashAttention 3 converts and transposes V inside its tensor-core pipeline and reads an FP8 cache at
-60% of an H100's bandwidth, a BF16 one at 83% (``docs/``). This kernel converts codes
-to float16, which represents every E4M3 value exactly, when it loads them into registers. Queries
-and probabilities stay in 16 bits; FlashAttention 3 rounds both to E4M3.
+60% of an H100's bandwidth, a BF16 one at 83% (``docs/measurements/kernels.md``). This kernel
+converts codes to float16, which represents every E4M3 value exactly, when it loads them into
+registers. Queries and probabilities stay in 16 bits; FlashAttention 3 rounds both to E4M3.
 
 Layout of the cache: ``vllm/v1/attention/backends/flash_attn.py``. A sequence is split over several
 programs as in Flash-Decoding (Dao et al., 2023).

@@ -42,6 +42,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK, GROUP
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import require_gpu_supported
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.block_gemm import require_served_gpu
 from vllm_fp8rl.kernels.moe_settings import ACTIVATION_SCALES_ENV
 from vllm_fp8rl.kernels.nvcc import NO_NVCC, find_nvcc
@@ -99,22 +100,23 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
     )
 
 
-def deep_gemm_rows(kernel: mk.FusedMoEKernel, moe: FusedMoEConfig, tokens: int) -> int | None:
-    """Return the largest number of rows of a grouped GEMM over ``tokens`` tokens per rank.
-
-    It is counted as vLLM's own warm-up does, over the tokens of all data-parallel ranks. None if
-    the kernel is not DeepGEMM's.
-    """
+def warm_up_experts(
+    kernel: mk.FusedMoEKernel, layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup
+) -> None:
+    """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM."""
     if not isinstance(kernel.impl.fused_experts, TritonOrDeepGemmExperts):
-        return None
+        return
+    # Rows as vLLM's own warm-up counts them: the tokens of all data-parallel ranks, padded.
     rows, _ = compute_aligned_M_and_alignment(
-        M=tokens * get_dp_group().world_size,
+        M=warmup.rows * get_dp_group().world_size,
         num_topk=moe.experts_per_token,
         local_num_experts=moe.num_local_experts,
         alignment=BLOCK[0],
         expert_tokens_meta=None,
     )
-    return rows
+    for stack in (layer.w13_weight, layer.w2_weight):
+        experts, out_features, in_features = stack.shape
+        warmup.add_experts(experts, out_features, in_features, rows)
 
 
 def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> ConfiguredKernel:

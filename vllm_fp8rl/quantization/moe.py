@@ -211,14 +211,10 @@ class Fp8RLMoEMethod(_ExpertsMethod):
 
     def _make_kernels(self, layer: RoutedExperts, device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda":
-            from vllm_fp8rl.kernels.fused_moe import deep_gemm_rows, delegate_experts
+            from vllm_fp8rl.kernels.fused_moe import delegate_experts, warm_up_experts
 
             self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, self.recipe)
-            rows = deep_gemm_rows(self.moe_kernel, self.moe, self._warmup.rows)
-            if rows is not None:
-                for stack in (layer.w13_weight, layer.w2_weight):
-                    experts, out_features, in_features = stack.shape
-                    self._warmup.add_experts(experts, out_features, in_features, rows)
+            warm_up_experts(self.moe_kernel, layer, self.moe, self._warmup)
             return
         layout = self.grids.layout
         shapes = [
