@@ -1,7 +1,7 @@
-"""What an engine would do with a model and a recipe on this machine, without loading weights.
+"""Report what an engine would do with a model and a recipe here, without loading weights.
 
-vLLM's own configuration is made, and its own functions choose kernels and the attention backend, so
-that what is shown is what an engine with the same arguments does. Importing this imports vLLM.
+vLLM's own functions make the configuration and choose kernels and the attention backend, so the
+report shows what an engine with the same arguments does. Importing this imports vLLM.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ _NO_FP8_UNITS = "no FP8 units: a float32 product of dequantized codes"
 
 
 def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
-    """Kernels, attention backend, pins and memory of a model's engine.
+    """Report kernels, attention backend, pins and memory of an engine.
 
     Args:
         model: folder with a ``config.json``; weights and a tokenizer are not needed.
-        recipe: to run.
+        recipe: recipe that the engine would run.
         ranks: tensor parallel size.
+
+    Returns:
+        A section per topic. What would stop the engine is in ``problems``; nothing is raised.
     """
     vllm_fp8rl.register()
     problems: list[str] = []
@@ -58,9 +61,9 @@ def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
             sections = _sections(engine, resolved, ranks, problems)
     except Fp8RLError as error:
         problems.append(str(error))
-    except Exception as error:  # what vLLM and transformers raise for a config they cannot use
+    except Exception as error:  # whatever vLLM and transformers raise for an unusable config
         problems.append(
-            f"vLLM refuses '{model}': {_said(error)}; correct its config.json, or use another "
+            f"vLLM refuses '{model}': {_one_line(error)}; correct its config.json, or use another "
             "model."
         )
     return Diagnosis(
@@ -75,7 +78,7 @@ def _engine_config(model: Path, recipe: Recipe) -> VllmConfig:
         skip_tokenizer_init=True,
         **vllm_fp8rl.engine_args(recipe),
     )
-    # For one rank: vLLM does not make a configuration for more GPUs than there are.
+    # One rank: vLLM makes no configuration for more GPUs than there are.
     return arguments.create_engine_config()
 
 
@@ -122,7 +125,8 @@ def _linears(
         pinned = sorted({(row.reason, row.layer or 0) for row in mine if row.precision == "bf16"})
         shape, kernel, why = "", "-", ""
         if kind == "experts":
-            kernel, why = _experts_kernel(engine, device) if fp8 else ("-", "")
+            if fp8:
+                kernel, why = _experts_kernel(engine, device)
         else:
             gemm = sizes.linear(kind)
             shape = f"{gemm.out_features} x {gemm.in_features}"
@@ -157,10 +161,10 @@ def _experts_kernel(engine: VllmConfig, device: torch.device) -> tuple[str, str]
 def _why(device: torch.device, shape: Any, dtype: torch.dtype) -> str:
     if device.type != "cuda":
         return _NO_FP8_UNITS
-    from vllm_fp8rl.kernels.block_gemm import obstacles
+    from vllm_fp8rl.kernels.block_gemm import unsupported_reasons
 
-    refused = obstacles(shape, dtype)
-    return "; ".join(f"{name}: {why}" for name, why in refused.items()) or "the fastest fits"
+    reasons = unsupported_reasons(shape, dtype)
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "the fastest fits"
 
 
 def _attention(engine: VllmConfig, sizes: Sizes, problems: list[str]) -> Section:
@@ -239,8 +243,8 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
-def _said(error: Exception) -> str:
-    """What an error of vLLM, pydantic or transformers says, in one line without lists of models."""
+def _one_line(error: Exception) -> str:
+    """Shorten an error of vLLM, pydantic or transformers to one line without lists of models."""
     if isinstance(error, ValidationError):
         text = explain(error, error.title)
     elif isinstance(error, ValueError | OSError):

@@ -19,7 +19,7 @@ from vllm_fp8rl.names import NAME
 from vllm_fp8rl.refit.guard import RefitGuard
 
 if TYPE_CHECKING:  # it imports vLLM, which whoever sends a refit does without
-    from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
+    from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 
 UNSET = 1.0
 """Stands for a KV scale that no loader has set. Only vLLM's dummy runs at the start compute with

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_fp8rl.names import NAME
+from vllm_fp8rl.names import uses_fp8rl
 
 
 def reset_and_tell(reset: Callable[..., bool]) -> Callable[..., bool]:
@@ -19,7 +19,7 @@ def reset_and_tell(reset: Callable[..., bool]) -> Callable[..., bool]:
     ) -> bool:
         emptied = reset(core, reset_running_requests, reset_connector)
         whole = reset_connector or core.vllm_config.kv_transfer_config is None
-        if emptied and whole and _runs_fp8rl(core):
+        if emptied and whole and uses_fp8rl(core.vllm_config):
             from vllm_fp8rl.refit.worker import cache_emptied
 
             core.model_executor.collective_rpc(cache_emptied)
@@ -32,7 +32,7 @@ def rpc_unless_busy(rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Replace ``collective_rpc`` by one that refuses steps that need an idle engine."""
 
     def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        if not _runs_fp8rl(core):
+        if not uses_fp8rl(core.vllm_config):
             return rpc(core, method, *args, **kwargs)
         from vllm_fp8rl.refit import worker
 
@@ -47,7 +47,3 @@ def rpc_unless_busy(rpc: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         return answers
 
     return collective_rpc
-
-
-def _runs_fp8rl(core: Any) -> bool:
-    return core.vllm_config.model_config.quantization == NAME

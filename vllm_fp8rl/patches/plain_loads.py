@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from vllm_fp8rl.names import NAME
 from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.refit.intake import scalars_on_host
 from vllm_fp8rl.refit.inventory import Inventory
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.state import find_state, state_of
 
 Named = tuple[str, torch.Tensor]
 Walk = Callable[[Iterable[Named]], set[str]]
@@ -38,8 +37,7 @@ def check_plain_loads(walk: Callable[..., set[str]]) -> Callable[..., set[str]]:
         def vllms_walk(batch: Iterable[Named]) -> set[str]:
             return walk(self, batch, *args, **options)
 
-        config = getattr(self.module, "quant_config", None)
-        if _WALKING.get() or config is None or config.get_name() != NAME:
+        if _WALKING.get() or find_state(self.module) is None:
             return vllms_walk(weights)
         # However this ends, the variable is outside as it was before.
         return copy_context().run(_load, self.module, weights, vllms_walk)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.names import NAME
+from vllm_fp8rl.names import NAME, uses_fp8rl
 from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
 from vllm_fp8rl.refit.session import RefitSession
 
@@ -19,8 +19,7 @@ def reload_in_place(reload: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(reload)
 
     def reload_weights(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        config = runner.vllm_config.quant_config
-        if config is None or config.get_name() != NAME:
+        if not uses_fp8rl(runner.vllm_config):
             return reload(runner, *args, **kwargs)
         given = signature.bind(runner, *args, **kwargs).arguments
         if not given.get("is_checkpoint_format", True):

@@ -20,7 +20,7 @@ from fp8rl.pinning import ALWAYS_BF16, PinRow
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
-from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup, deep_gemm_job
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.moe_settings import set_activation_scales
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization.kv_connectors import check_connector
@@ -270,7 +270,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
         layers=engine.compilation_config.static_forward_context,
         moe=is_moe(hf_config),
         guard=_guard(engine),
-        warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens, deep_gemm_job),
+        warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
     )
 
 

@@ -27,7 +27,7 @@ from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import Quantized
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.choice import select_kernel
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 from vllm_fp8rl.storage.parameters import (
@@ -110,8 +110,6 @@ class Fp8RLLinearMethod(LinearMethodBase):
             )
         except UnsupportedError as error:
             raise UnsupportedError(f"'{self.name}': {error}") from None
-        if self.kernel.backend == "deep_gemm":
-            self._warmup.add(rows, columns)
         self.grid = BlockGrid(
             self.name,
             partial(_live_storage, weakref.ref(layer)),
@@ -125,6 +123,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
         scale = Fp8Scale(scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader)
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
+        self.kernel.warm_up(layer, self._warmup)
         self._layers[self.name] = layer
         for parameter in (weight, scale):
             set_weight_attrs(parameter, extra_weight_attrs)

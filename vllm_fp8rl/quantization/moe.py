@@ -23,7 +23,7 @@ from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.choice import LinearKernel, select_kernel
 from vllm_fp8rl.quantization.linear import RefitLinearMethod
 from vllm_fp8rl.storage.experts import (
@@ -209,14 +209,10 @@ class Fp8RLMoEMethod(_ExpertsMethod):
 
     def _make_kernels(self, layer: RoutedExperts, device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda":
-            from vllm_fp8rl.kernels.fused_moe import deep_gemm_rows, delegate_experts
+            from vllm_fp8rl.kernels.fused_moe import delegate_experts, warm_up_experts
 
             self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, self.recipe)
-            rows = deep_gemm_rows(self.moe_kernel, self.moe, self._warmup.rows)
-            if rows is not None:
-                for stack in (layer.w13_weight, layer.w2_weight):
-                    experts, out_features, in_features = stack.shape
-                    self._warmup.add_experts(experts, out_features, in_features, rows)
+            warm_up_experts(self.moe_kernel, layer, self.moe, self._warmup)
             return
         layout = self.grids.layout
         shapes = [

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.refit import RefitReport
-from vllm_fp8rl.compat import abort_requests
-from vllm_fp8rl.names import NAME
+from vllm_fp8rl.names import NAME, uses_fp8rl
 from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.liveness import ended_by_death, lost_worker
 
@@ -56,12 +55,11 @@ class Changes:
         Raises:
             RefitError: the engine was not started with ``quantization="fp8rl"``.
         """
-        changes = getattr(engine.vllm_config.quant_config, "changes", None)
-        if changes is None:
+        if not uses_fp8rl(engine.vllm_config):
             raise RefitError(
                 f"This engine has no quantization='{NAME}'; start it with that to refit it."
             )
-        return changes
+        return engine.vllm_config.quant_config.changes
 
     @property
     def plugins(self) -> PluginManager:
@@ -216,7 +214,7 @@ def drop_requests(llm: LLM) -> None:
     It empties the prefix cache too: vLLM enters blocks there before the step that fills them.
     """
     engine: Any = llm.llm_engine
-    abort_requests(engine, list(engine.output_processor.request_states))
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
     llm.reset_prefix_cache(reset_connector=True)
 
 
