@@ -16,6 +16,7 @@ from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
+from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
 from megatron_fp8rl.backends import BackendChoice, Shape, Timings
@@ -305,7 +306,7 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
 
 def describe(setup: Setup) -> str:
     """The resolved pins of the whole model, for the log."""
-    backends, text = ", ".join(setup.backends.names), table.render(setup.policy)
+    backends, text = ", ".join(setup.backends.names), precision_text(setup.policy.report())
     return (
         f"fp8rl [rank {global_rank()}]: precision of each module; GEMM backends: {backends}\n{text}"
     )

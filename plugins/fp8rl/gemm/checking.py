@@ -59,12 +59,12 @@ def _parts(a: Any, b: Any, result: Any) -> Iterator[tuple[Quantized, Quantized, 
     if isinstance(a, Quantized):
         yield a, b, result
         return
-    segments = a.segments
+    expert_rows = a.expert_rows
     if isinstance(a, GroupedColumns):
-        for position in range(len(segments.order)):
+        for position in range(len(expert_rows.order)):
             yield a.at(position), b.at(position), result[position]
         return
-    for expert, (start, size) in enumerate(zip(segments.starts, segments.sizes, strict=True)):
+    for expert, (start, size) in enumerate(zip(expert_rows.starts, expert_rows.sizes, strict=True)):
         of_expert = Quantized(b.codes[expert], b.scale_inv[expert])
         yield a.of(expert), of_expert, result[start : start + size]
 

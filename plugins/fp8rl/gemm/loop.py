@@ -42,7 +42,7 @@ class LoopBackend:
         out: Sequence[torch.Tensor] | None = None,
     ) -> Sequence[torch.Tensor]:
         results = []
-        for position, tokens in enumerate(x_t.segments.column_sizes):
+        for position, tokens in enumerate(x_t.expert_rows.column_sizes):
             total = None if out is None else out[position]
             if tokens:
                 a, b = grad_t.at(position), x_t.at(position)
@@ -63,7 +63,7 @@ def _each(
 ) -> torch.Tensor:
     parts = [
         product(a.of(expert), Quantized(w.codes[expert], w.scale_inv[expert]), dtype)
-        for expert, tokens in enumerate(a.segments.sizes)
+        for expert, tokens in enumerate(a.expert_rows.sizes)
         if tokens
     ]
     if not parts:

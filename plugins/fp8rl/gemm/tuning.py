@@ -15,10 +15,10 @@ from fp8rl.gemm.backend import Direction, GemmBackend, GemmShape, GroupedBackend
 from fp8rl.numerics import (
     FP8_DTYPE,
     GROUP,
+    ExpertRows,
     GroupedColumns,
     GroupedRows,
     Quantized,
-    Segments,
     cdiv,
     row_alignment,
 )
@@ -184,17 +184,17 @@ def _grouped_operands(
     direction: Direction, shape: GroupedShape, device: torch.device
 ) -> tuple[GroupedRows | GroupedColumns, Quantized | GroupedColumns]:
     random = _Random(device)
-    segments = Segments(shape.sizes, row_alignment(device))
+    expert_rows = ExpertRows(shape.sizes, row_alignment(device))
     experts, out_features, in_features = len(shape.sizes), shape.out_features, shape.in_features
 
     def columns(features: int) -> GroupedColumns:
-        scale_inv = random.scales(segments.group_starts[-1], features)
-        return GroupedColumns(random.codes(shape.tokens * features), scale_inv, segments)
+        scale_inv = random.scales(expert_rows.group_starts[-1], features)
+        return GroupedColumns(random.codes(shape.tokens * features), scale_inv, expert_rows)
 
     if direction == "fprop":
         x = random.groups(shape.tokens, in_features)
-        return GroupedRows(*x, segments), random.blocks(experts, out_features, in_features)
+        return GroupedRows(*x, expert_rows), random.blocks(experts, out_features, in_features)
     if direction == "dgrad":
         grad = random.groups(shape.tokens, out_features)
-        return GroupedRows(*grad, segments), random.blocks(experts, in_features, out_features)
+        return GroupedRows(*grad, expert_rows), random.blocks(experts, in_features, out_features)
     return columns(out_features), columns(in_features)
