@@ -52,8 +52,9 @@ class Patch:
                 "install a vLLM that vllm_fp8rl.compat.TESTED names."
             )
         known = inspect.signature(function).parameters
+        passes_all_on = any(each.kind is each.VAR_KEYWORD for each in known.values())
         missing = [parameter for parameter in self.parameters if parameter not in known]
-        if missing:
+        if missing and not passes_all_on:
             raise UnsupportedError(
                 f"vllm_fp8rl patches '{self.module}.{self.target}', whose parameter "
                 f"'{missing[0]}' this vLLM does not have; install a vLLM that "

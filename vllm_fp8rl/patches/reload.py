@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,27 +15,32 @@ from vllm_fp8rl.refit.session import RefitSession
 
 def reload_in_place(reload: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``GPUModelRunner.reload_weights`` by a refit session, for models of fp8rl."""
-    signature = inspect.signature(reload)
 
-    def reload_weights(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        if not uses_fp8rl(runner.vllm_config):
-            return reload(runner, *args, **kwargs)
-        given = signature.bind(runner, *args, **kwargs).arguments
-        if not given.get("is_checkpoint_format", True):
-            raise UnsupportedError(
-                "reload_weights(is_checkpoint_format=False) copies tensors into FP8 storage "
-                f"unseen, which quantization='{NAME}' does not serve; send HF tensors, without "
-                "that argument or with vllm_fp8rl.refit.refit."
-            )
-        weights = given.get("weights_iterator")
-        if weights is None:
-            weights = _checkpoint(runner, given.get("weights_path"))
-        session = RefitSession(runner.get_model(), expect_kv_scales=None, name="reload_weights")
-        with session:
-            for batch in batches(weights, BATCH_BYTES):
-                session.load(batch)
+    def reload_weights(runner: Any, *args: Any, **kwargs: Any) -> None:
+        if uses_fp8rl(runner.vllm_config):
+            _reload(runner, *args, **kwargs)
+        else:
+            reload(runner, *args, **kwargs)
 
     return reload_weights
+
+
+def _reload(
+    runner: Any,
+    weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
+    weights_path: str | None = None,
+    is_checkpoint_format: bool = True,
+) -> None:
+    if not is_checkpoint_format:
+        raise UnsupportedError(
+            "reload_weights(is_checkpoint_format=False) copies tensors into FP8 storage unseen, "
+            f"which quantization='{NAME}' does not serve; send HF tensors, without that argument "
+            "or with vllm_fp8rl.refit.refit."
+        )
+    weights = _checkpoint(runner, weights_path) if weights_iterator is None else weights_iterator
+    with RefitSession(runner.get_model(), expect_kv_scales=None, name="reload_weights") as session:
+        for batch in batches(weights, BATCH_BYTES):
+            session.load(batch)
 
 
 def _checkpoint(runner: Any, path: str | None) -> Iterable[tuple[str, torch.Tensor]]:

@@ -89,9 +89,9 @@ class Fp8RLConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp8RLConfig:
-        """For a model whose config describes its quantization.
+        """Make the config of a model that describes its quantization.
 
-        Either a block-FP8 checkpoint, or ``{"quant_method": "fp8rl", "recipe": {...}}``: so a
+        It is a block-FP8 checkpoint, or has ``{"quant_method": "fp8rl", "recipe": {...}}``: so a
         framework that has no argument for the quantization runs a BF16 checkpoint in FP8.
 
         Raises:
@@ -195,10 +195,10 @@ def _experts_method(state: RankState, layer: RoutedExperts, name: str) -> Quanti
 
 
 def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe of an engine, see :class:`Fp8RLConfig`.
+    """Return the recipe of an engine, see :class:`Fp8RLConfig`.
 
     Args:
-        additional_config: of the engine.
+        additional_config: ``additional_config`` of the engine.
         of_model: ``quantization_config.recipe`` of the model's config.
 
     Raises:
@@ -219,9 +219,9 @@ def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = Non
 def _refuse_lost_recipe(
     config: Mapping[str, Any], where: str, own: str, misplaced: Iterable[str]
 ) -> None:
-    """Raise RecipeError for a key that is meant for us and that nobody would read.
+    """Raise RecipeError for a key that is meant for fp8rl but that nothing would read.
 
-    Other plugins have keys in these mappings too, so only what is nearly one of ours is refused.
+    Other plugins have keys in these mappings too, so only near misses of our keys are refused.
 
     Args:
         config: a mapping that holds the recipe under ``own``.
@@ -329,7 +329,7 @@ def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype)
 
 
 def check_scale_source(cache: Any) -> None:
-    """Raise UnsupportedError where vLLM would make KV scales from whatever runs first.
+    """Raise UnsupportedError where vLLM would compute KV scales from the first batch.
 
     Args:
         cache: vLLM's ``CacheConfig``; 0.32 has no such setting any more.
@@ -338,7 +338,7 @@ def check_scale_source(cache: Any) -> None:
         raise UnsupportedError(
             "calculate_kv_scales overwrites the KV scales that a checkpoint or a refit brought "
             "with those of the first batch; leave it off, and use "
-            "vllm_fp8rl.calibration.calibrate.calibrate_kv_scales."
+            "vllm_fp8rl.calibration.calibrate_kv_scales."
         )
 
 

@@ -41,10 +41,10 @@ _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
-    """Whether the cache is FP8.
+    """Return whether the cache is FP8.
 
     Raises:
-        UnsupportedError: a quantized cache of another format than E4M3 with per-tensor scales.
+        UnsupportedError: a cache of another format than E4M3 with per-tensor scales.
     """
     if kv_cache_dtype in _PLAIN_KV_DTYPES:
         return False
@@ -60,8 +60,8 @@ def check_backend(name: str, compilation: CompilationConfig) -> None:
     """Raise UnsupportedError for an attention backend that would not see new scales.
 
     Args:
-        name: of the backend in vLLM.
-        compilation: of the engine.
+        name: name of the backend in vLLM.
+        compilation: compilation config of the engine.
     """
     if name in _READ_AT_EACH_STEP:
         return
@@ -129,7 +129,7 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         publish_scales(layer)
 
     def restore(self, layer: Any) -> None:
-        """Write the loaded values again where a sleep or vLLM's wake-up has lost them."""
+        """Write the loaded values again, which a sleep or vLLM's wake-up may have overwritten."""
         publish_scales(layer)
 
     def require_ready(self, layer: Any) -> None:
@@ -206,7 +206,7 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
 
 
 def forget_kv_scales(model: torch.nn.Module) -> None:
-    """Take all scales away, as those of older weights; the engine waits for others to run."""
+    """Remove all scales, as those of older weights; the engine refuses to run without new ones."""
     for layer, scales in fp8_layers(model):
         scales.values.clear()
         publish_scales(layer)
@@ -214,7 +214,7 @@ def forget_kv_scales(model: torch.nn.Module) -> None:
 
 
 def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
-    """(global layer number, role) -> value, for every scale that a loader has set."""
+    """Return (global layer number, role) -> value, for every scale that a loader has set."""
     return {
         (state.index, role): value
         for _, state in fp8_layers(model)
@@ -223,7 +223,7 @@ def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
 
 
 def required_kv_scales(model: torch.nn.Module) -> set[str]:
-    """Names on the wire of the scales that generation needs, loaded or not."""
+    """Return the wire names of the scales that generation needs, loaded or not."""
     return {
         scale_name(state.index, role)
         for layer, state in fp8_layers(model)
@@ -232,7 +232,7 @@ def required_kv_scales(model: torch.nn.Module) -> set[str]:
 
 
 def missing_kv_scales(model: torch.nn.Module) -> list[str]:
-    """Names on the wire of the scales that generation needs and that no loader has set yet."""
+    """Return the wire names of the scales that generation needs and that no loader has set."""
     return [name for layer, scales in fp8_layers(model) for name in _missing(layer, scales)]
 
 
@@ -252,13 +252,13 @@ def _require(state: RankState) -> None:
         raise ScaleError(
             f"KV scale '{missing[0]}' was never loaded ({len(missing)} missing): the FP8 KV cache "
             "does not start from scale 1.0. Send the scales with a refit, store them in the "
-            "checkpoint, call vllm_fp8rl.calibration.calibrate.calibrate_kv_scales or "
-            "vllm_fp8rl.quantization.kv_cache.set_uncalibrated_kv_scales, or set kv_cache_dtype='auto'."
+            "checkpoint, call vllm_fp8rl.calibration.calibrate_kv_scales or "
+            "vllm_fp8rl.calibration.set_uncalibrated_kv_scales, or set kv_cache_dtype='auto'."
         )
 
 
 def publish_scales(layer: Any) -> None:
-    """Put what the loaders have set, and a placeholder for the rest, where vLLM reads it."""
+    """Write the loaded scales, and a placeholder for missing ones, to where vLLM reads them."""
     scales = _scales_of(layer)
     if scales is not None:
         for role in ROLES:
@@ -289,8 +289,8 @@ def require_mapping(scales: object, what: str) -> None:
     """Raise ScaleError for scales in anything but a mapping.
 
     Args:
-        scales: as a caller gave them.
-        what: they are, for the message.
+        scales: the caller's argument.
+        what: name of the scales in the message.
     """
     if not isinstance(scales, Mapping):
         raise ScaleError(
@@ -299,10 +299,10 @@ def require_mapping(scales: object, what: str) -> None:
 
 
 def checked_scale(name: str, scale: torch.Tensor | float) -> float:
-    """A scale as engines keep it, in float32: so 1e-50 counts as 0.
+    """Return a scale rounded to float32, as engines keep it: 1e-50 counts as 0.
 
     Raises:
-        ScaleError: no KV scale's name, no number, or see :func:`fp8rl.kv_scales.check_scale`.
+        ScaleError: not the name of a KV scale, or see :func:`fp8rl.kv_scales.check_scale`.
     """
     if not isinstance(name, str) or parse_scale_name(name) is None:
         raise ScaleError(f"{name!r} is no name of a KV scale; use such as '{scale_name(0, 'k')}'.")

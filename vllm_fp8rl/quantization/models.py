@@ -1,4 +1,4 @@
-"""Which models ``quantization="fp8rl"`` serves, and the HF names of their modules."""
+"""Models that ``quantization="fp8rl"`` serves, and the HF names of their modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fp8rl.families import check_count, dense_module_names, has_experts, moe_mod
 from vllm_fp8rl.names import NAME
 
 MOE_MODELS = ("qwen3_moe",)
-"""``model_type`` of the mixtures of experts whose names are known here."""
+"""``model_type`` of the MoE models whose module names are known here."""
 _WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -24,17 +24,17 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 
 
 def is_moe(hf_config: Any) -> bool:
-    """Whether a transformers config is that of a mixture of experts."""
+    """Return whether a transformers config is that of a MoE model."""
     return any(getattr(hf_config, key, None) for key in _EXPERT_KEYS)
 
 
 def is_moe_layer(hf_config: Any, layer: int) -> bool:
-    """Whether a decoder layer has experts."""
+    """Return whether a decoder layer has experts."""
     return is_moe(hf_config) and has_experts(vars(hf_config), layer)
 
 
 def module_names(hf_config: Any) -> list[str]:
-    """HF names of the modules with weights, in order."""
+    """Return the HF names of the modules with weights, in order."""
     if not is_moe(hf_config):
         return dense_module_names(hf_config.num_hidden_layers)
     return moe_module_names(
@@ -47,11 +47,11 @@ def check_architecture(hf_config: Any, top_config: Any) -> None:
     """Refuse a model whose modules are not known here.
 
     Args:
-        hf_config: of the language model.
-        top_config: of the whole model.
+        hf_config: config of the language model.
+        top_config: config of the whole model.
 
     Raises:
-        UnsupportedError: a multimodal model, or a mixture that is not one of ``MOE_MODELS``.
+        UnsupportedError: a multimodal model, or a MoE model that is not one of ``MOE_MODELS``.
     """
     kind = getattr(hf_config, "model_type", "this model")
     if hf_config is not top_config:
@@ -68,10 +68,10 @@ def check_architecture(hf_config: Any, top_config: Any) -> None:
 
 
 def check_sizes(hf_config: Any) -> None:
-    """Refuse numbers that no model has; vLLM takes some of them and divides by others.
+    """Refuse sizes that no model has; vLLM accepts some of them and divides by others.
 
     Raises:
-        ModelError: with the key.
+        ModelError: names the key.
     """
     for key in _WIDTHS:
         value = getattr(hf_config, key, None)
@@ -80,10 +80,10 @@ def check_sizes(hf_config: Any) -> None:
 
 
 def check_widths(hf_config: Any, ranks: int, *, expert_parallel: bool) -> None:
-    """Refuse a number of ranks that does not divide what it has to.
+    """Refuse a number of ranks that does not divide the widths that are split.
 
     Raises:
-        UnsupportedError: the intermediate size of MLPs, or of experts that are split.
+        UnsupportedError: names the intermediate size of MLPs, or of experts.
     """
     layers = range(hf_config.num_hidden_layers)
     experts = [is_moe_layer(hf_config, layer) for layer in layers]

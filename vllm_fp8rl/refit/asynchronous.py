@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 InFlight = Literal["drain", "abort", "keep"]
-"""What happens to requests in flight: ``drain`` lets them end, ``abort`` aborts them, ``keep`` stops
-them; they go on with the new weights after the tokens that they have, whose keys and values are
+"""What happens to requests in flight: ``drain`` lets them end; ``abort`` aborts; ``keep`` stops
+them, and they go on with the new weights after the tokens that they have, whose keys and values are
 computed again."""
 
 _PAUSE_MODES: dict[InFlight, str] = {"drain": "wait", "abort": "abort", "keep": "keep"}

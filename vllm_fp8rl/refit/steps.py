@@ -1,8 +1,8 @@
 """The steps of a refit, described once for ``LLM`` and ``AsyncLLM``.
 
 A description is a generator that yields :class:`Call` and is sent the workers' values. How a call
-reaches the workers, and what happens around a failure, is in :mod:`vllm_fp8rl.refit.synchronous` and
-:mod:`vllm_fp8rl.refit.asynchronous`.
+reaches the workers, and what happens after a failure, is in :mod:`vllm_fp8rl.refit.synchronous`
+and :mod:`vllm_fp8rl.refit.asynchronous`.
 """
 
 from __future__ import annotations

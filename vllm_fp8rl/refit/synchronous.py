@@ -1,4 +1,4 @@
-"""The doors for new weights and KV scales into a live engine, complete or refused.
+"""Refit of an ``LLM``: new weights and KV scales for a live engine, complete or refused.
 
 :func:`refit` takes HF-named tensors and an ``LLM``, feeds every worker in bounded batches, and
 leaves the engine with the new weights or closed to generation. What works on one rank's model is
