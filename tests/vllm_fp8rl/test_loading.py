@@ -28,6 +28,7 @@ from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
 from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.state import state_of
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 FUSED = {
@@ -213,7 +214,7 @@ def as_up_to_vllm_0_27(tied) -> None:
     assert model.lm_head is not model.model.embed_tokens
     model.lm_head = model.model.embed_tokens
     assert not any(path == "lm_head" for path, _ in model.named_modules())
-    del model.__dict__["fp8rl_inventory"]  # of the model as it was
+    state_of(model).inventory = None  # it was made before
     entries = Inventory.of(model).entries
     assert entries["lm_head.weight"].alias_of == "model.embed_tokens.weight"
     assert entries["lm_head.weight"].route is None

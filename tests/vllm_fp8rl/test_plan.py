@@ -17,6 +17,7 @@ from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.state import state_of
 
 UP = "model.layers.1.mlp.up_proj.weight"
 SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
@@ -93,7 +94,7 @@ def test_a_name_without_a_route_is_left_to_vllm(engine, a, b, inventory, monkeyp
     walks, norm = Walks(monkeypatch), engine.model.model.norm.weight
     norm.weight_loader = lambda param, tensor: param.data.copy_(2 * tensor)
     try:
-        del engine.model.__dict__["fp8rl_inventory"]
+        state_of(engine.model).inventory = None
         assert not Inventory.of(engine.model).routes(["model.norm.weight"])
         for load in (
             lambda: refit(engine.llm, b.items(), expect_kv_scales=True),
@@ -106,7 +107,7 @@ def test_a_name_without_a_route_is_left_to_vllm(engine, a, b, inventory, monkeyp
             assert torch.equal(norm.data, 2 * b["model.norm.weight"].float())
     finally:
         del norm.weight_loader
-        del engine.model.__dict__["fp8rl_inventory"]
+        state_of(engine.model).inventory = None
 
 
 @settings(
