@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fp8rl import PluginManager, Recipe, hookimpl
+from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import RefitError, ScaleError
-from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
+from support.engine import LAYERS, PROMPTS, SCALES, Engine
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
 
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 UP = "model.layers.1.mlp.up_proj.weight"
-SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
-
-
-@pytest.fixture(scope="module")
-def a(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return load_tensors(checkpoints["a"])
-
-
-@pytest.fixture(scope="module")
-def b(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return load_tensors(checkpoints["b"])
-
-
-@pytest.fixture(scope="module")
-def tokens(
-    engine: Engine, other_engine, checkpoints: dict[str, Path]
-) -> dict[str, list[list[int]]]:
-    """What fresh engines say: the session's for ``a``, one of its own for ``b``."""
-    fresh = other_engine(checkpoints["b"], Recipe())
-    said = {"a": engine.greedy(PROMPTS), "b": fresh.greedy(PROMPTS)}
-    assert said["a"] != said["b"]
-    return said
-
-
-@pytest.fixture(autouse=True)
-def leave_it_as_it_was(engine: Engine, a: dict[str, torch.Tensor]):
-    yield
-    drop_requests(engine.llm)
-    restore(engine, a)
-
-
-def pointers(engine: Engine) -> dict[str, int]:
-    return {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def restore(engine: Engine, a: dict[str, torch.Tensor]) -> None:
@@ -58,12 +22,12 @@ def restore(engine: Engine, a: dict[str, torch.Tensor]) -> None:
 
 
 def test_there_and_back(engine, a, b, tokens):
-    before = pointers(engine)
+    before = engine.pointers()
     report = refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True)
     assert engine.greedy(PROMPTS) == tokens["b"]
     restore(engine, a)
     assert engine.greedy(PROMPTS) == tokens["a"]
-    assert pointers(engine) == before
+    assert engine.pointers() == before
     wire = b | SCALES
     assert (report.tensors, report.kv_scales) == (len(wire), 2 * LAYERS)
     assert report.received_bytes == sum(t.nbytes for t in wire.values())
@@ -72,7 +36,7 @@ def test_there_and_back(engine, a, b, tokens):
 
 
 def test_plain_load_weights_in_any_order_and_batching(engine, a, b, tokens):
-    before = pointers(engine)
+    before = engine.pointers()
     names = sorted(b, key=lambda name: name[::-1])
     for name in names:
         engine.model.load_weights([(name, b[name])])
@@ -82,20 +46,20 @@ def test_plain_load_weights_in_any_order_and_batching(engine, a, b, tokens):
         engine.model.load_weights(reversed(a.items()))
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens["a"]
-    assert pointers(engine) == before
+    assert engine.pointers() == before
 
 
 def test_vllms_own_reload_works_too(engine, a, b, tokens):
-    before = pointers(engine)
+    before = engine.pointers()
     for weights, name in ((b, "b"), (a, "a")):
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
         engine.llm.reset_prefix_cache()
         assert engine.greedy(PROMPTS) == tokens[name]
-    assert pointers(engine) == before
+    assert engine.pointers() == before
 
 
 def test_process_weights_after_loading_changes_nothing(engine, tokens):
-    before = pointers(engine)
+    before = engine.pointers()
     for module in engine.model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None:
@@ -103,7 +67,7 @@ def test_process_weights_after_loading_changes_nothing(engine, tokens):
             method.process_weights_after_loading(module)
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens["a"]
-    assert pointers(engine) == before
+    assert engine.pointers() == before
 
 
 def test_live_codes_are_those_of_the_contract(engine, a):
