@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, RefitError, UnsupportedError
 from support.engine import PROMPTS, SCALES, load_tensors
+from support.processes import environment
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization import config
 from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
@@ -260,7 +261,7 @@ def test_push_to_an_engine_with_processes_of_its_own(
     }
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        patch.setenv("PYTHONPATH", str(EXAMPLES))
+        patch.setenv("PYTHONPATH", environment(EXAMPLES)["PYTHONPATH"])
         pushed = example("vllm_push").main(str(checkpoints["b"]), arguments)
     recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
     (wanted,) = other_engine(checkpoints["b"], recipe).greedy([[5, 6, 7]], tokens=5)

@@ -286,54 +286,49 @@ def test_fp8_codes_without_their_scales(engine, b):
         refit(engine.llm, wire.items(), expect_kv_scales=False)
 
 
+K0, NORM = "model.layers.0.self_attn.k_scale", "model.norm.weight"
+NO_LAYER = "model.layers.9.mlp.up_proj.weight"
+K_OF_NO_LAYER = f"model.layers.{LAYERS}.self_attn.k_scale"
+K_TO_NO_LAYER = f"'{K_OF_NO_LAYER}' is for a layer that this engine does not have"
+
+
+def one_bad(value: float) -> torch.Tensor:
+    scales = torch.ones(4, 2)
+    scales[3, 1] = value
+    return scales
+
+
+BAD_WEIGHT_SCALE = f"'{UP}_scale_inv' has a scale that is 0, negative"
+TWICE = r"'model.norm.weight' arrived twice"
+BOTH_NAMES = [(K0, torch.ones(1)), (K0.replace("self_attn.", "self_attn.attn."), torch.ones(1))]
+
+
 @pytest.mark.parametrize(
-    ("name", "tensor", "message"),
+    ("stream", "kv_scales", "kind", "message"),
     [
-        ("model.layers.9.mlp.up_proj.weight", torch.ones(2), "no tensor 'model.layers.9"),
-        (UP, torch.ones(3, 5), r"\(3, 5\).*\(512, 256\)"),
-        (UP, torch.ones(512, 256, dtype=torch.int8), "dtype torch.int8"),
-        ("model.norm.weight", torch.ones(256).to(torch.float8_e4m3fn), "float8"),
-        (f"{UP}_scale_inv", torch.full((4, 2), torch.nan), "NaN"),
-        ("model.layers.0.self_attn.k_scale", torch.ones(1), "unannounced"),
+        ([(NO_LAYER, torch.ones(2))], False, RefitError, f"no tensor '{NO_LAYER}"),
+        ([(UP, torch.ones(3, 5))], False, RefitError, r"\(3, 5\).*\(512, 256\)"),
+        ([(UP, torch.ones(512, 256, dtype=torch.int8))], False, RefitError, "dtype torch.int8"),
+        ([(NORM, torch.ones(256).to(torch.float8_e4m3fn))], False, RefitError, "float8"),
+        ([(f"{UP}_scale_inv", torch.full((4, 2), torch.nan))], False, RefitError, "NaN"),
+        *(
+            ([(f"{UP}_scale_inv", one_bad(bad))], False, ScaleError, BAD_WEIGHT_SCALE)
+            for bad in (0.0, -1.0, 1e36)
+        ),
+        ([(K0, torch.ones(1))], False, RefitError, "unannounced"),
+        *(
+            ([(K0, torch.tensor([bad]))], True, ScaleError, K0)
+            for bad in (0.0, float("nan"), float("inf"), -1.0)
+        ),
+        (BOTH_NAMES, True, RefitError, "twice"),
+        ([(K_OF_NO_LAYER, torch.ones(1))], True, RefitError, K_TO_NO_LAYER),
+        ([(NORM, torch.ones(256).bfloat16())] * 2, False, RefitError, TWICE),
     ],
 )
-def test_refused_before_anything_is_written(engine, tokens, name, tensor, message):
-    with pytest.raises(RefitError, match=message):
-        refit(engine.llm, [(name, tensor)], expect_kv_scales=False)
+def test_refused_before_anything_is_written(engine, tokens, stream, kv_scales, kind, message):
+    with pytest.raises(kind, match=message):
+        refit(engine.llm, stream, expect_kv_scales=kv_scales)
     assert engine.greedy(PROMPTS) == tokens["a"]  # still the old weights, still serving
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, 1e36])
-def test_bad_weight_scale(engine, tokens, bad):
-    scales = torch.ones(4, 2)
-    scales[3, 1] = bad
-    with pytest.raises(ScaleError, match=f"'{UP}_scale_inv' has a scale that is 0, negative"):
-        refit(engine.llm, [(f"{UP}_scale_inv", scales)], expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens["a"]
-
-
-@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf"), -1.0])
-def test_bad_kv_scale(engine, tokens, bad):
-    name = next(iter(SCALES))
-    with pytest.raises(ScaleError, match=name):
-        refit(engine.llm, [(name, torch.tensor([bad]))], expect_kv_scales=True)
-    assert engine.greedy(PROMPTS) == tokens["a"]
-
-
-def test_repeated_tensor(engine, a, tokens):
-    stream = [("model.norm.weight", a["model.norm.weight"])] * 2
-    with pytest.raises(RefitError, match=r"'model.norm.weight' arrived twice"):
-        refit(engine.llm, stream, expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens["a"]
-
-
-def test_kv_scale_repeated_under_its_other_name(engine):
-    stream = [
-        ("model.layers.0.self_attn.k_scale", torch.ones(1)),
-        ("model.layers.0.self_attn.attn.k_scale", torch.ones(1)),
-    ]
-    with pytest.raises(RefitError, match="twice"):
-        refit(engine.llm, stream, expect_kv_scales=True)
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 1 << 30])
@@ -342,13 +337,6 @@ def test_scales_of_a_weight_that_is_not_fp8(engine, b, batch_bytes):
     for stream in (wire, wire[::-1]):
         with pytest.raises(RefitError, match=rf"'{UP}.*belong to FP8 codes"):
             refit(engine.llm, stream, expect_kv_scales=False, batch_bytes=batch_bytes)
-
-
-def test_kv_scale_of_a_layer_that_is_not_there(engine, tokens):
-    name = f"model.layers.{LAYERS}.self_attn.k_scale"
-    with pytest.raises(RefitError, match=f"'{name}' is for a layer that this engine does not have"):
-        refit(engine.llm, [(name, torch.ones(1))], expect_kv_scales=True)
-    assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeypatch):
