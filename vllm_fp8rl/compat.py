@@ -130,11 +130,3 @@ def reported_name(parameter: str) -> str:
     0.25.1 leaves the module out that holds a layer's experts, 0.32 does not.
     """
     return parameter.replace(".routed_experts.", ".")
-
-
-def before_reload(layer: Any, name: str) -> Any:
-    """A parameter that vLLM's layerwise reload has set aside until the layer is done, or None."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    kept = get_layerwise_info(layer).kernel_tensors
-    return None if kept is None else kept[0].get(name)

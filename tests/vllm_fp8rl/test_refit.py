@@ -85,15 +85,6 @@ def test_plain_load_weights_in_any_order_and_batching(engine, a, b, tokens):
     assert pointers(engine) == before
 
 
-def test_vllms_own_reload_works_too(engine, a, b, tokens):
-    before = pointers(engine)
-    for weights, name in ((b, "b"), (a, "a")):
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
-        engine.llm.reset_prefix_cache()
-        assert engine.greedy(PROMPTS) == tokens[name]
-    assert pointers(engine) == before
-
-
 def test_process_weights_after_loading_changes_nothing(engine, tokens):
     before = pointers(engine)
     for module in engine.model.modules():
