@@ -116,7 +116,7 @@ class Inventory:
     def routes(self, names: Sequence[str]) -> bool:
         """Whether a batch of these names can be written by :meth:`write`.
 
-        Each has a route then, and no two of them are for the same place.
+        Each has a route then, and no two of them are for the same rows.
         """
         covered: list[str] = []
         for name in names:

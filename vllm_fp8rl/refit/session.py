@@ -1,6 +1,11 @@
 """`RefitSession`: one refit of one rank's model, every tensor checked before it is written.
 
-What imports vLLM is imported in functions, so that importing the doors of a refit does not.
+The walk of a weight: :meth:`RefitSession.load` checks a batch,
+:meth:`~vllm_fp8rl.refit.inventory.Inventory.write` sends each tensor along its route,
+:class:`~vllm_fp8rl.storage.block_grid.BlockGrid` finds the rows of live storage, and
+:func:`fp8rl.numerics.quantize_blocks` quantizes all of them together.
+
+Modules that import vLLM are imported in functions, so that importing this module does not.
 """
 
 from __future__ import annotations
@@ -34,23 +39,23 @@ _SCALES = "_scale_inv"
 class RefitSession:
     """One refit of one rank's live model, as a context manager.
 
-    Every tensor is checked before it is written, and a batch before its first tensor is. Leaving
-    the block without an exception verifies that every parameter and every KV scale came exactly
-    once; then the report is in ``report``. Otherwise the model refuses to run until a later refit
-    is complete, unless nothing had been written yet. Emptying the prefix cache, which may hold keys
-    of the old weights, is the caller's: ``reset_prefix_cache(reset_connector=True)``.
+    A whole batch is checked before its first tensor is written. Leaving the block without an
+    exception verifies that every parameter and every KV scale came exactly once; then the report
+    is in ``report``. Otherwise the model refuses to run until a later refit is complete, unless
+    nothing had been written yet. The caller must then empty the prefix cache, which may hold keys
+    of the old weights: ``reset_prefix_cache(reset_connector=True)``.
 
     Args:
         model: the vLLM model of this rank.
         expect_kv_scales: whether k and v scales of every layer come with the weights; None: either
             all or none.
-        name: of the session, by which others can tell that it is not theirs.
+        name: name of the session, so that other senders can tell that it is not theirs.
 
     Raises:
         RefitError: on entry, when another session is open or the engine has no FP8 KV cache to
             scale; from :meth:`load`, a tensor that is unknown, repeated, wrongly shaped, of a wrong
             dtype, not finite as it comes or as the engine stores it, or whose FP8 codes would have
-            to be quantized once more; on exit, a tensor that is missing.
+            to be quantized again; on exit, a tensor that is missing.
         ScaleError: a scale that is 0, negative, NaN or infinite, or not of the engine's format.
         UnsupportedError: a pipeline-parallel engine.
     """
@@ -58,13 +63,13 @@ class RefitSession:
     def __init__(
         self, model: torch.nn.Module, *, expect_kv_scales: bool | None, name: str = "unnamed"
     ) -> None:
-        self.model: Any = model  # load_weights is not torch's
+        self.model: Any = model  # its load_weights is not in torch's class
         self.name = name
         self.expect_kv_scales = expect_kv_scales
         self.report: RefitReport | None = None
         self.wrote = False
         self.loading = False
-        """Whether the model loads a batch of this session at the moment."""
+        """Whether vLLM's loader is writing tensors of this session at the moment."""
         self._guard = state_of(model).guard
         self._inventory: Inventory
         self._entries: dict[str, Entry] = {}
@@ -107,11 +112,11 @@ class RefitSession:
         Args:
             batch: whole HF tensors: bfloat16, float16 or float32; FP8 codes with their
                 ``weight_scale_inv`` for FP8 layers; KV scales by the names of
-                :mod:`fp8rl.kv_scales`. All of a generator are pulled before one is read.
+                :mod:`fp8rl.kv_scales`. A generator is exhausted before its first tensor is read.
 
         Raises:
-            RefitError: see the class; or tensors share memory, as those of a generator do that
-                fills one buffer again and again; or the GPU's memory did not suffice.
+            RefitError: see the class; or tensors share memory, as with a generator that fills one
+                buffer again and again; or the GPU's memory did not suffice.
         """
         if self._guard.session is not self:
             raise _ended(self.name)
@@ -175,10 +180,10 @@ class RefitSession:
         except Fp8RLError:
             self._leave_closed("a refit was incomplete")
             raise
-        # Not before: what a refit that breaks off had brought must not serve with the next weights.
+        # Only now: the scales of a refit that breaks off must not serve with the next weights.
         set_kv_scales(self.model, self._kv_scales)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # tensors may be freed or reused, on whatever stream they came
+            torch.cuda.synchronize()  # from now on the sender may free or reuse its tensors
         self.report = RefitReport(
             parameters=len(
                 {self._entries[n].parameter for n in self._dtypes if n in self._entries}
@@ -192,9 +197,9 @@ class RefitSession:
         self._guard.open()
 
     def abandon(self, reason: str) -> None:
-        """Give up: without a write all stays as it was, otherwise the model refuses to run.
+        """Give up. If nothing was written all stays as it was, else the model refuses to run.
 
-        Nothing where the session has ended already: another may be open by now.
+        Does nothing if the session has ended already: another one may be open by now.
         """
         if self._guard.session is not self:
             return
@@ -212,7 +217,7 @@ class RefitSession:
             self._guard.close(f"The weights are a mixture: {what}")
 
     def _check(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
-        """Check one tensor by itself, but for its values."""
+        """Check the shape and dtype of one tensor."""
         if tensor.shape != entry.shape:
             raise RefitError(
                 f"'{name}' has shape {tuple(tensor.shape)}, but the engine's model has "
@@ -280,7 +285,11 @@ class RefitSession:
         return canonical
 
     def _check_pairs(self, arriving: dict[str, torch.dtype]) -> set[str]:
-        """All scales of FP8 codes that have come, those arriving included."""
+        """Names of all scales of FP8 codes that have come, those arriving included.
+
+        Raises:
+            RefitError: a weight that is not in FP8 came with scales.
+        """
         scaled = self._scaled | {name for name in arriving if name.endswith(_SCALES)}
         for scales in scaled:
             weight = scales.removesuffix(_SCALES)
@@ -320,7 +329,7 @@ class RefitSession:
                 )
 
     def _verify_taken(self, arriving: Iterable[str], loaded: set[str] | None) -> None:
-        """vLLM skips some names in silence: compare with what it says it has loaded."""
+        """Raise RefitError for a tensor that vLLM's loader skipped without an error."""
         taken = {reported_name(name) for name in loaded or ()}
         for name in arriving:
             entry = self._entries.get(name)

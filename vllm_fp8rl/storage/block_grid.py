@@ -49,7 +49,7 @@ class _Quantized:
 class WriteBatch:
     """Writes of one batch of tensors, done with few kernel launches.
 
-    No two tensors of a batch may be for the same place, and each must keep its values until
+    No two tensors of a batch may be for the same rows, and each must keep its values until
     :meth:`run`. The owner switches autograd off.
     """
 

@@ -1,4 +1,4 @@
-"""The ledger of patches: the installed vLLM has what it names, and another one is refused by name."""
+"""The ledger of patches: the installed vLLM has its targets; another one is refused by name."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_a_reload_that_breaks_off_closes_the_engine(receiver, checkpoints, token
         patch.setattr("vllm_fp8rl.patches.reload.BATCH_BYTES", 1)  # so that some are written
         with pytest.raises(ConnectionError):
             reload(receiver, weights_iterator=stream())
-    with pytest.raises(RefitError, match="mixture: a refit broke off .ConnectionError"):
+    with pytest.raises(RefitError, match=r"mixture: a refit broke off .ConnectionError"):
         receiver.greedy(PROMPTS)
     drop_requests(receiver.llm)
     refit(receiver.llm, load_tensors(checkpoints["a"]).items(), expect_kv_scales=False)
