@@ -20,15 +20,15 @@ from pathlib import Path
 
 import torch
 from facts import versions
+from fp8rl.gemm.tuning import flops
 from megatron_common import interleaved, profiled
+from megatron_fp8rl.backends import BackendChoice
 from rich.console import Console
 from rich.table import Table
 
 from fp8rl import PluginManager
-from fp8rl.gemm.tuning import flops
-from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.export.layout import plain_layout
 from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
-from megatron_fp8rl.layout import plain_layout
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from facts import versions
+from fp8rl.gemm.tuning import flops, measure
 from megatron_common import PEAK_TFLOPS, QWEN3_8B, build, interleaved, profiled, single_process
 from rich.console import Console
 from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.gemm import PREFERENCE, GemmShape
-from fp8rl.gemm.tuning import flops, measure
 from fp8rl.numerics import quantize_operand, quantize_weight
 from megatron_fp8rl import convert
 

@@ -20,7 +20,7 @@ from fp8rl import PinPolicy
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.pinning import layer_module_names
 from megatron_fp8rl import compat
-from megatron_fp8rl.layout import (
+from megatron_fp8rl.export.layout import (
     RowLayout,
     gate_up_layout,
     plain_layout,

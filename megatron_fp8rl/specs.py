@@ -39,6 +39,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
 from megatron_fp8rl.conversion import Report, Setup, adopt, describe, global_rank, prepare
+from megatron_fp8rl.linear import Fp8Module
 
 LayerSpec = Any
 """A ``ModuleSpec`` of one layer or the ``TransformerBlockSubmodules`` of a stage."""
@@ -68,12 +69,12 @@ class SpecDoor:
             weakref.WeakValueDictionary()
         )
 
-    def adopt(self, layer: Any, *, reaches_mtp: bool) -> None:
-        """Convert one layer.
+    def adopt(self, layer: Fp8TransformerLayer, *, reaches_mtp: bool) -> None:
+        """Convert one layer that was just built.
 
         Args:
-            layer: just built.
-            reaches_mtp: multi-token-prediction layers are built from the same spec.
+            layer: layer to convert.
+            reaches_mtp: whether multi-token-prediction layers are built from the same spec.
 
         Raises:
             As :func:`megatron_fp8rl.convert`.
@@ -101,7 +102,7 @@ class SpecDoor:
         return setup
 
 
-class Fp8TransformerLayer(TransformerLayer):
+class Fp8TransformerLayer(Fp8Module, TransformerLayer):
     """A ``TransformerLayer`` whose linear layers run in FP8 where the recipe does not pin them.
 
     Args:

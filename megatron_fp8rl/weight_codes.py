@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8rl.numerics import Operand, Quantized, quantize_weight, quantize_weights
 from fp8rl.recipe import ScaleFormat
-from megatron_fp8rl.layout import RowLayout
+from megatron_fp8rl.export.layout import RowLayout
 
 
 class WeightEpoch:

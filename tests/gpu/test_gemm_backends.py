@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from fp8rl.gemm import GemmShape, builtin_backends
 from fp8rl.gemm.checking import fault
 from fp8rl.gemm.tuning import measure
+
+from fp8rl.gemm import GemmShape, builtin_backends
 from fp8rl.numerics import Operand, Quantized, quantize_operand, quantize_weight
 from fp8rl.testing.numeric import relative_error
 

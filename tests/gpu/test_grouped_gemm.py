@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fp8rl.gemm.checking import fault
+from fp8rl.gemm.tuning import measure
 from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.gemm import GroupedShape, LoopBackend, builtin_backends
-from fp8rl.gemm.checking import fault
-from fp8rl.gemm.tuning import measure
 from fp8rl.numerics import (
     GroupedRows,
     Quantized,
@@ -189,10 +189,11 @@ def test_timing_finds_every_backend_and_the_check_passes_it():
 def test_a_module_of_experts_is_that_of_each_expert(together):
     """Against the product of each expert alone, gradients added to a buffer like megatron's."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from fp8rl import PluginManager
     from megatron_fp8rl.backends import BackendChoice
+
+    from fp8rl import PluginManager
+    from megatron_fp8rl.export.layout import plain_layout
     from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
-    from megatron_fp8rl.layout import plain_layout
     from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
     from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 

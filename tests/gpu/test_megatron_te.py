@@ -183,7 +183,7 @@ def test_one_layer_against_transformer_engine(kind, bias):
 def _swap_alone(layer: Any, kind: str) -> None:
     """Convert one layer by the same code that converts a model."""
     from megatron_fp8rl.conversion import _check, _swap, prepare
-    from megatron_fp8rl.layout import plain_layout
+    from megatron_fp8rl.export.layout import plain_layout
     from megatron_fp8rl.sites import Site
 
     layout = plain_layout("o_proj", 768)
