@@ -63,7 +63,7 @@ def _gpt(kind: str = "dense", seed: int = 0, **more: Any):
 
 
 def _convert(model: Any, **options: Any):
-    # The measured choice compiles DeepGEMM for each of these small shapes, seconds each.
+    # The table's choice compiles DeepGEMM for each of these small shapes, seconds each.
     options = {"gemm_backend": "triton", **options}
     return convert(model, Recipe(), plugins=PluginManager(), **options)
 
