@@ -31,9 +31,13 @@ def register_pins(module_names: Sequence[str]) -> Pins | None:
 
 @hookspec
 def register_gemm_backends() -> Sequence[GemmBackend]:
-    """GEMM backends to offer beside the built-in ones; names must be unique. One may have the
-    products of :class:`fp8rl.gemm.GroupedBackend` too. The first product of each kind is checked
-    (:mod:`fp8rl.gemm.checking`)."""
+    """GEMM backends to offer beside the built-in ones; names must be unique.
+
+    They are asked before the built-in ones (:mod:`fp8rl.gemm.table`), and ``gemm_backend`` of
+    ``megatron_fp8rl.convert`` can name one for every product. A backend may have the products of
+    :class:`fp8rl.gemm.GroupedBackend` too. :func:`fp8rl.testing.gemm.product_error` compares its
+    products with float64.
+    """
 
 
 @hookspec
