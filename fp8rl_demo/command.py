@@ -100,7 +100,7 @@ def demo(
 def _check_recipe(recipe: Recipe, num_layers: int) -> None:
     """What plugins decide about a recipe, before the warm start rather than after it."""
     from fp8rl import PluginManager
-    from fp8rl.pinning import dense_module_names
+    from fp8rl.families import dense_module_names
 
     plugins = PluginManager()
     plugins.pin_policy(recipe.pins, dense_module_names(num_layers))

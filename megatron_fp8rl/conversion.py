@@ -16,6 +16,7 @@ from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
+from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
@@ -273,7 +274,7 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
 
 def describe(setup: Setup) -> str:
     """Write the resolved pins of the whole model as a text for the log."""
-    backends, text = ", ".join(setup.backends.names), table.render(setup.policy)
+    backends, text = ", ".join(setup.backends.names), precision_text(setup.policy.report())
     return (
         f"fp8rl [rank {global_rank()}]: precision of each module; GEMM backends: {backends}\n{text}"
     )

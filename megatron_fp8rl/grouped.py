@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import Direction, GroupedBackend, GroupedShape
 from fp8rl.numerics import (
+    ExpertRows,
     GroupedColumns,
     GroupedRows,
-    Segments,
     quantize_grouped,
     row_alignment,
     unpad,
@@ -103,15 +103,17 @@ class _GroupedCall:
     splits: tuple[int, ...]
 
     def quantize(
-        self, x: torch.Tensor, segments: Segments, *, rowwise: bool = False, columnwise: bool
+        self, x: torch.Tensor, expert_rows: ExpertRows, *, rowwise: bool = False, columnwise: bool
     ) -> tuple[GroupedRows | None, GroupedColumns | None]:
         scale_format = self.state.experts[0].activation_format
-        return quantize_grouped(x, segments, scale_format, rowwise=rowwise, columnwise=columnwise)
+        return quantize_grouped(
+            x, expert_rows, scale_format, rowwise=rowwise, columnwise=columnwise
+        )
 
     def backend(
-        self, direction: Direction, weight: torch.Tensor, segments: Segments
+        self, direction: Direction, weight: torch.Tensor, expert_rows: ExpertRows
     ) -> GroupedBackend:
-        shape = GroupedShape(segments.sizes, weight.shape[0], weight.shape[1], weight.dtype)
+        shape = GroupedShape(expert_rows.sizes, weight.shape[0], weight.shape[1], weight.dtype)
         backends = self.state.experts[0].backends
         return backends.pick_grouped(weight.device, shape, self.state.name, direction)
 
@@ -137,15 +139,15 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         # In the order of the gradients in memory, so that a kernel can add to all of them as one
         # stack: megatron's buffers hold the last parameter first.
         trained.sort(key=lambda expert: _address(ctx.main_grads[expert]))
-        ctx.segments = segments = Segments(call.splits, row_alignment(x.device), trained)
-        operand, for_wgrad = call.quantize(x, segments, rowwise=True, columnwise=bool(trained))
+        ctx.expert_rows = expert_rows = ExpertRows(call.splits, row_alignment(x.device), trained)
+        operand, for_wgrad = call.quantize(x, expert_rows, rowwise=True, columnwise=bool(trained))
         assert operand is not None
         kept = () if for_wgrad is None else for_wgrad[:2]
         ctx.save_for_backward(*weights, *kept)
         codes = call.state.codes
-        backend = call.backend("fprop", weights[0], segments)
+        backend = call.backend("fprop", weights[0], expert_rows)
         y = backend.grouped_fprop(operand, codes.rowwise(weights, bool(trained)), x.dtype)
-        y = unpad(y, segments)
+        y = unpad(y, expert_rows)
         if not codes.layout.in_place:
             y = codes.layout.from_hf(y, -1)
         if biases:
@@ -175,25 +177,25 @@ class _Fp8GroupedFunction(torch.autograd.Function):
             }
             return grad_x, None, *_hand_over(ctx.main_grads, weights, wanted, zeros), *grad_biases
 
-        codes, segments = call.state.codes, ctx.segments
+        codes, expert_rows = call.state.codes, ctx.expert_rows
         in_place = codes.layout.in_place
         operand, grad_t = call.quantize(
-            grad, segments, rowwise=need_x and in_place, columnwise=bool(wanted)
+            grad, expert_rows, rowwise=need_x and in_place, columnwise=bool(wanted)
         )
         grad_x = None
         if need_x:
             if operand is None:
                 reordered = codes.layout.to_hf(grad, -1)
-                operand, _ = call.quantize(reordered, segments, rowwise=True, columnwise=False)
+                operand, _ = call.quantize(reordered, expert_rows, rowwise=True, columnwise=False)
             assert operand is not None
-            backend = call.backend("dgrad", weights[0], segments)
+            backend = call.backend("dgrad", weights[0], expert_rows)
             grad_x = backend.grouped_dgrad(operand, codes.columnwise(weights), ctx.x_dtype)
-            grad_x = unpad(grad_x, segments)
+            grad_x = unpad(grad_x, expert_rows)
         products: dict[int, torch.Tensor] = {}
         if wanted:
             assert grad_t is not None
             codes_t, scale_inv_t = saved
-            x_t = GroupedColumns(codes_t, scale_inv_t, segments)
+            x_t = GroupedColumns(codes_t, scale_inv_t, expert_rows)
             products = _weight_grads(call, grad_t, x_t, weights, ctx.main_grads)
         handed = _hand_over(ctx.main_grads, weights, wanted, products)
         return grad_x, None, *handed, *grad_biases
@@ -207,13 +209,13 @@ def _weight_grads(
     main_grads: Sequence[torch.Tensor | None],
 ) -> dict[int, torch.Tensor]:
     """Return the gradients of the experts without a ``main_grad``; add those of the others."""
-    order = x_t.segments.order
+    order = x_t.expert_rows.order
     totals = [main_grads[expert] for expert in order]
     dtypes = {None if total is None else total.dtype for total in totals}
     # One kernel adds to gradients of one dtype; where only some experts have any, none is added to.
     out = [t for t in totals if t is not None] if len(dtypes) == 1 and None not in dtypes else None
     direction: Direction = "wgrad_add" if out and out[0].dtype == torch.float32 else "wgrad"
-    backend = call.backend(direction, weights[0], x_t.segments)
+    backend = call.backend(direction, weights[0], x_t.expert_rows)
     if out is not None:
         backend.grouped_wgrad(grad_t, x_t, out[0].dtype, out)
         return {}

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from fp8rl import PinPolicy
 from fp8rl.errors import PinError, UnsupportedError
-from fp8rl.pinning import layer_module_names
+from fp8rl.families import layer_module_names
 from megatron_fp8rl import compat
 from megatron_fp8rl.export.layout import (
     RowLayout,

@@ -25,6 +25,7 @@ from fp8rl import Recipe
 from fp8rl.adapters import Diagnosis, Section
 from fp8rl.errors import Fp8RLError
 from fp8rl.pinning import PinRow
+from fp8rl.precision_report import number_ranges
 from fp8rl.reading import explain
 from fp8rl.recipe import ModuleKind
 from vllm_fp8rl.compat import TESTED, installed_version
@@ -221,14 +222,7 @@ def _memory(
 
 
 def _numbers(layers: Iterable[int | None]) -> str:
-    """Layer numbers, with runs written as ``0-35``."""
-    runs: list[list[int]] = []
-    for layer in sorted({layer for layer in layers if layer is not None}):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1][1:] = [layer]
-        else:
-            runs.append([layer])
-    return ", ".join("-".join(map(str, run)) for run in runs) or "-"
+    return number_ranges(layer for layer in layers if layer is not None) or "-"
 
 
 def _gib(count: int) -> str:

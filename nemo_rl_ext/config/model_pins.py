@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
-from fp8rl.pinning import config_module_names
+from fp8rl.families import config_module_names
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
 
 logger = logging.getLogger(LOGGER)

@@ -288,8 +288,8 @@ def test_the_table_is_logged_once_with_a_warning_about_ragged_widths(caplog):
         return [r for r in caplog.records if r.name.startswith("megatron_fp8rl")]
 
     assert [r.levelname for r in ours()] == ["INFO"]
-    assert "model.layers.*.mlp.down_proj [layers 0]: bf16 (first: 1)" in caplog.text
-    assert "model.layers.*.mlp.down_proj [layers 1]: fp8" in caplog.text
+    assert "layers 0: BF16 qkv_proj (first: 1), o_proj (first: 1)" in caplog.text
+    assert "layers 1: FP8 qkv_proj, o_proj, gate_up_proj, down_proj" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="megatron_fp8rl"):
         _convert(_gpt(head_dim=32), _recipe(names=("*.0.self_attn.*",)))

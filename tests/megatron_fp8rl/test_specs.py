@@ -133,7 +133,7 @@ def test_the_table_is_printed_once_and_saved_beside_megatron_lms_checkpoint(
     ]
     printed = capsys.readouterr().out
     assert printed.count("fp8rl [rank 0]") == 1
-    assert "model.layers.*.self_attn.o_proj [layers 3]: bf16 (layers: -1)" in printed
+    assert "layers 3: BF16 qkv_proj (layers: -1), o_proj (layers: -1)" in printed
     # This rank has layers 0 and 2 of 4, each the first of its chunk; the table has the whole model.
     found = conversion_of(first)
     assert {int(name.split(".")[2]) for name in found.modules} == {0, 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import PinError, RecipeError, UnsupportedError
 from fp8rl.numerics import BLOCK
-from fp8rl.pinning import ALWAYS_BF16, PinRow
+from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
@@ -383,25 +382,10 @@ def check_scale_source(cache: Any) -> None:
 
 
 def _table(recipe: Recipe, policy: PinPolicy) -> str:
-    """The resolved precisions, with equal neighbouring layers on one line."""
+    """The resolved precisions, for the log."""
     if not recipe.rollout:
         return "fp8rl: recipe.rollout is false, every linear layer is in the model's dtype"
-    rows = [row for row in policy.report() if row.kind not in ALWAYS_BF16]
-    layers = [(number, _line(list(group))) for number, group in groupby(rows, lambda r: r.layer)]
-    lines = [policy.summary()]
-    for text, same in groupby(layers, lambda pair: pair[1]):
-        numbers = [number for number, _ in same]
-        lines.append(f"  layers {numbers[0]}-{numbers[-1]}: {text}")
-    return "\n".join(lines)
-
-
-def _line(rows: list[PinRow]) -> str:
-    texts = [
-        f"{'experts' if row.kind == 'experts' else row.name.rpartition('.')[2]} {row.precision}"
-        + (f" ({row.reason})" if row.reason else "")
-        for row in rows
-    ]
-    return ", ".join(dict.fromkeys(texts))  # experts of one layer are said once
+    return f"{policy.summary()}\n{precision_text(policy.report())}"
 
 
 __all__ = ["RECIPE_ENV", "Fp8RLConfig", "Resolved", "read_recipe"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.pinning import check_count, dense_module_names, has_experts, mixture_module_names
+from fp8rl.families import check_count, dense_module_names, has_experts, moe_module_names
 from vllm_fp8rl.names import NAME
 
 MIXTURES = ("qwen3_moe",)
@@ -37,7 +37,7 @@ def module_names(hf_config: Any) -> list[str]:
     """HF names of the modules with weights, in order."""
     if not is_mixture(hf_config):
         return dense_module_names(hf_config.num_hidden_layers)
-    return mixture_module_names(
+    return moe_module_names(
         hf_config.num_experts,
         [is_mixture_layer(hf_config, layer) for layer in range(hf_config.num_hidden_layers)],
     )

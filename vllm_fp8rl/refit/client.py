@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
-from fp8rl.refit import RefitReport
+from fp8rl.hookspecs import RefitReport
 from vllm_fp8rl.compat import abort_requests
 from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.liveness import ended_by_death, lost_worker

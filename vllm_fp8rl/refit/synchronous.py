@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError
-from fp8rl.refit import RefitReport
+from fp8rl.hookspecs import RefitReport
 from vllm_fp8rl.refit.client import Changes, RequestGate, Workers, announce, forget_prefixes
 from vllm_fp8rl.refit.client import (
     drop_requests as drop_requests,  # a part of this module's interface

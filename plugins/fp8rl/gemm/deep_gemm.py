@@ -158,7 +158,7 @@ class DeepGemmBackend:
         dtype: torch.dtype,
         out: Sequence[torch.Tensor] | None = None,
     ) -> Sequence[torch.Tensor]:
-        positions = len(x_t.segments.order)
+        positions = len(x_t.expert_rows.order)
         m, n = grad_t.scale_inv.shape[1], x_t.scale_inv.shape[1]
         if out is None or out[0].dtype != torch.float32:
             total = x_t.scale_inv.new_zeros(positions, m, n)
@@ -169,15 +169,15 @@ class DeepGemmBackend:
         for first, stack in _stacks(out):
             if len(stack) > 1:
                 self._by_columns(grad_t, x_t, first, stack)
-            elif x_t.segments.column_sizes[first]:
+            elif x_t.expert_rows.column_sizes[first]:
                 self.wgrad(grad_t.at(first), x_t.at(first), dtype, out[first])
         return out
 
     def _by_rows(self, a: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        rows, features = a.segments.rows, w.codes.shape[1]
+        rows, features = a.expert_rows.rows, w.codes.shape[1]
         out = torch.empty(rows, features, dtype=torch.bfloat16, device=a.codes.device)
         assert dtype == out.dtype  # supports_grouped() came first
-        experts = a.segments.experts(out.device)
+        experts = a.expert_rows.experts(out.device)
         scaled = (a.codes, groups_outermost(a.scale_inv))
         getattr(self._library, _BY_ROWS)(
             scaled, (w.codes, w.scale_inv), out, experts, disable_ue8m0_cast=True
@@ -188,20 +188,20 @@ class DeepGemmBackend:
         self, a: GroupedColumns, b: GroupedColumns, first: int, total: torch.Tensor
     ) -> None:
         """Add the products at the positions from ``first`` on to ``total``, one for each matrix."""
-        segments, end = b.segments, first + len(total)
-        rows = segments.column_starts[first], segments.column_starts[end]
+        expert_rows, end = b.expert_rows, first + len(total)
+        rows = expert_rows.column_starts[first], expert_rows.column_starts[end]
         if rows[0] == rows[1]:
             return
-        groups = slice(segments.group_starts[first], segments.group_starts[end])
+        groups = slice(expert_rows.group_starts[first], expert_rows.group_starts[end])
 
         def part(side: GroupedColumns) -> tuple[torch.Tensor, torch.Tensor]:
             features = side.scale_inv.shape[1]
             codes = side.codes[rows[0] * features : rows[1] * features]
             return codes, side.scale_inv[groups].t()
 
-        sizes = segments.column_sizes_on(total.device)[first:end]
+        sizes = expert_rows.column_sizes_on(total.device)[first:end]
         getattr(self._library, _BY_COLUMNS)(
-            part(a), part(b), total, list(segments.column_sizes[first:end]), sizes, total
+            part(a), part(b), total, list(expert_rows.column_sizes[first:end]), sizes, total
         )
 
     def _by_blocks(self, a: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:

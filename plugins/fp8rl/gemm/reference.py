@@ -62,7 +62,7 @@ class ReferenceBackend:
         dtype: torch.dtype,
         out: Sequence[torch.Tensor] | None = None,
     ) -> Sequence[torch.Tensor]:
-        positions = range(len(x_t.segments.order))
+        positions = range(len(x_t.expert_rows.order))
         totals = [None] * len(positions) if out is None else out
         return [self.wgrad(grad_t.at(i), x_t.at(i), dtype, totals[i]) for i in positions]
 
@@ -73,6 +73,6 @@ def _each_expert(
     w: Quantized,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    experts = range(len(a.segments.sizes))
+    experts = range(len(a.expert_rows.sizes))
     weights = [Quantized(w.codes[i], w.scale_inv[i]) for i in experts]
     return torch.cat([product(a.of(i), weights[i], dtype) for i in experts])

@@ -38,7 +38,7 @@ from fp8rl.numerics.formats import (
     Quantized,
     cdiv,
 )
-from fp8rl.numerics.grouped import GroupedColumns, GroupedRows, Segments, on_device
+from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows, on_device
 from fp8rl.numerics.reference import amax_edges, mark_inf
 
 __all__ = [
@@ -47,11 +47,11 @@ __all__ = [
     "E4M3_MAX",
     "FP8_DTYPE",
     "GROUP",
+    "ExpertRows",
     "GroupedColumns",
     "GroupedRows",
     "Operand",
     "Quantized",
-    "Segments",
     "all_finite",
     "amax_edges",
     "amax_into",

@@ -21,7 +21,7 @@ from fp8rl.numerics.formats import (
     check_scale_shape,
     check_source,
 )
-from fp8rl.numerics.grouped import GroupedColumns, GroupedRows, Segments
+from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows
 from fp8rl.recipe import ScaleFormat
 
 
@@ -180,7 +180,7 @@ def row_alignment(device: torch.device) -> int:
 
 def quantize_grouped(
     x: torch.Tensor,
-    segments: Segments,
+    expert_rows: ExpertRows,
     scale_format: ScaleFormat = "fp32",
     *,
     rowwise: bool = True,
@@ -190,7 +190,7 @@ def quantize_grouped(
 
     Args:
         x: ``[tokens, K]``, bfloat16, float16 or float32, the rows of expert 0 first.
-        segments: whose rows are which; its alignment is :func:`row_alignment` of the device.
+        expert_rows: whose rows are which; its alignment is :func:`row_alignment` of the device.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
         rowwise: make the codes in groups along K.
         columnwise: make the codes in groups along each expert's rows.
@@ -200,17 +200,17 @@ def quantize_grouped(
         :func:`quantize_operand` of its rows alone, padded ones zeros.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format, or segments of another tensor.
+        UnsupportedError: another dtype, rank or scale format, or expert_rows of another tensor.
     """
     check_source(x, ndim=2, scale_format=scale_format)
     kernels = _implementation(x, "grouped")
-    if segments.tokens != len(x) or segments.alignment != kernels.ALIGNMENT:
+    if expert_rows.tokens != len(x) or expert_rows.alignment != kernels.ALIGNMENT:
         raise UnsupportedError(
-            f"{len(x)} rows on {x.device} cannot be cut into segments of {segments.tokens} rows, "
-            f"aligned to {segments.alignment}; make the segments for this tensor with an alignment "
-            f"of {kernels.ALIGNMENT}."
+            f"{len(x)} rows on {x.device} do not fit expert_rows of {expert_rows.tokens} rows, "
+            f"aligned to {expert_rows.alignment}; make them for this tensor with an alignment of "
+            f"{kernels.ALIGNMENT}."
         )
-    return kernels.quantize_grouped(x.detach(), segments, scale_format, rowwise, columnwise)
+    return kernels.quantize_grouped(x.detach(), expert_rows, scale_format, rowwise, columnwise)
 
 
 def quantize_weights(
@@ -248,16 +248,16 @@ def quantize_weights(
     )
 
 
-def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """``[segments.tokens, K]``, contiguous: the rows of ``x`` that are no padding.
+def unpad(x: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
+    """``[expert_rows.tokens, K]``, contiguous: the rows of ``x`` that are no padding.
 
     Args:
-        x: ``[segments.rows, K]``, contiguous; returned as it is where nothing is padded.
-        segments: where each expert's rows lie.
+        x: ``[expert_rows.rows, K]``, contiguous; returned as it is where nothing is padded.
+        expert_rows: where each expert's rows lie.
     """
-    if not segments.padded:
+    if not expert_rows.padded:
         return x
-    return _implementation(x, "grouped").unpad(x, segments)
+    return _implementation(x, "grouped").unpad(x, expert_rows)
 
 
 def quantize_swiglu(

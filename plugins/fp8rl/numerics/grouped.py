@@ -12,7 +12,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.numerics.formats import GROUP, Quantized, cdiv
 
 
-class Segments:
+class ExpertRows:
     """Runs of rows, one for each expert, each padded to a multiple of ``alignment``.
 
     A rowwise operand holds the runs in the order of the experts. A columnwise one has the expert
@@ -105,18 +105,18 @@ class Segments:
 class GroupedRows(NamedTuple):
     """An operand of several experts, in groups along its columns.
 
-    codes: ``[segments.rows, K]``; scale_inv: ``[segments.rows, ceil(K/128)]``, on a GPU groups
-    outermost in memory. Padded rows have zero codes.
+    codes: ``[expert_rows.rows, K]``; scale_inv: ``[expert_rows.rows, ceil(K/128)]``, with the
+    groups outermost in memory on a GPU. Padded rows have zero codes.
     """
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
-    segments: Segments
+    expert_rows: ExpertRows
 
     def of(self, expert: int) -> Quantized:
         """The part of one expert, with scales that are as dense as if it had been made alone."""
-        start = self.segments.starts[expert]
-        rows = slice(start, start + self.segments.sizes[expert])
+        start = self.expert_rows.starts[expert]
+        rows = slice(start, start + self.expert_rows.sizes[expert])
         scale_inv = self.scale_inv[rows]
         if scale_inv.stride(0) == 1:
             scale_inv = scale_inv.t().contiguous().t()
@@ -132,14 +132,14 @@ class GroupedColumns(NamedTuple):
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
-    segments: Segments
+    expert_rows: ExpertRows
 
     def at(self, position: int) -> Quantized:
         """codes ``[K, rows]``, scale_inv ``[K, ceil(rows/128)]`` of the expert at a position."""
-        segments, features = self.segments, self.scale_inv.shape[1]
-        first, end = segments.column_starts[position : position + 2]
+        expert_rows, features = self.expert_rows, self.scale_inv.shape[1]
+        first, end = expert_rows.column_starts[position : position + 2]
         codes = self.codes[first * features : end * features].view(features, end - first)
-        groups = slice(*segments.group_starts[position : position + 2])
+        groups = slice(*expert_rows.group_starts[position : position + 2])
         return Quantized(codes, self.scale_inv[groups].t())
 
 

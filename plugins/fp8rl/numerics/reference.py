@@ -18,7 +18,7 @@ from fp8rl.numerics.formats import (
     Quantized,
     cdiv,
 )
-from fp8rl.numerics.grouped import GroupedColumns, GroupedRows, Segments
+from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows
 from fp8rl.recipe import ScaleFormat
 
 
@@ -144,7 +144,7 @@ ALIGNMENT = 1
 
 def quantize_grouped(
     x: torch.Tensor,
-    segments: Segments,
+    expert_rows: ExpertRows,
     scale_format: ScaleFormat,
     rowwise: bool,
     columnwise: bool,
@@ -153,17 +153,17 @@ def quantize_grouped(
     x = mark_inf(x)
     by_rows = by_columns = None
     if rowwise:
-        by_rows = GroupedRows(*quantize_group(x, GROUP, scale_format), segments)
+        by_rows = GroupedRows(*quantize_group(x, GROUP, scale_format), expert_rows)
     if columnwise:
-        runs = x.split(segments.splits)
+        runs = x.split(expert_rows.splits)
         made = [
             quantize_group(runs[expert].t().contiguous(), GROUP, scale_format)
-            for expert in segments.order
+            for expert in expert_rows.order
         ]
         # Bytes, because E4M3 has no cat kernel.
         raw = [q.codes.view(torch.uint8).flatten() for q in made] or [x.new_empty(0).byte()]
         scales = [q.scale_inv.t() for q in made] or [x.new_empty(0, x.shape[1]).float()]
-        by_columns = GroupedColumns(torch.cat(raw).view(FP8_DTYPE), torch.cat(scales), segments)
+        by_columns = GroupedColumns(torch.cat(raw).view(FP8_DTYPE), torch.cat(scales), expert_rows)
     return by_rows, by_columns
 
 
@@ -180,9 +180,9 @@ def quantize_weights(
     )
 
 
-def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
+def unpad(x: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
     """See :func:`fp8rl.numerics.unpad`."""
-    runs = zip(segments.starts, segments.splits, strict=True)
+    runs = zip(expert_rows.starts, expert_rows.splits, strict=True)
     return torch.cat([x[start : start + rows] for start, rows in runs])
 
 

@@ -11,9 +11,9 @@ from fp8rl.gemm import Direction, GemmShape, GroupedShape
 from fp8rl.numerics import (
     BLOCK,
     GROUP,
+    ExpertRows,
     GroupedColumns,
     Quantized,
-    Segments,
     quantize_grouped,
     quantize_operand,
     quantize_weight,
@@ -61,8 +61,8 @@ def operands(
     tokens, outs, ins = shape.tokens, shape.out_features, shape.in_features
     out: Any = None
     if isinstance(shape, GroupedShape):
-        segments, experts = Segments(shape.sizes, row_alignment(device)), len(shape.sizes)
-        x, grad = (quantize_grouped(random(tokens, n), segments) for n in (ins, outs))
+        expert_rows, experts = ExpertRows(shape.sizes, row_alignment(device)), len(shape.sizes)
+        x, grad = (quantize_grouped(random(tokens, n), expert_rows) for n in (ins, outs))
         w = quantize_weights([random(outs, ins) for _ in range(experts)])
         sides = _sides(direction, x, grad, w)
         if direction == "wgrad_add":
@@ -104,12 +104,12 @@ def _parts(a: Any, b: Any, result: Any) -> Iterator[tuple[Quantized, Quantized, 
     if isinstance(a, Quantized):
         yield a, b, result
         return
-    segments = a.segments
+    expert_rows = a.expert_rows
     if isinstance(a, GroupedColumns):
-        for position in range(len(segments.order)):
+        for position in range(len(expert_rows.order)):
             yield a.at(position), b.at(position), result[position]
         return
-    for expert, (start, size) in enumerate(zip(segments.starts, segments.sizes, strict=True)):
+    for expert, (start, size) in enumerate(zip(expert_rows.starts, expert_rows.sizes, strict=True)):
         weight = Quantized(b.codes[expert], b.scale_inv[expert])
         yield a.of(expert), weight, result[start : start + size]
 

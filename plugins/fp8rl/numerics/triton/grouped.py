@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
-from fp8rl.numerics.grouped import GroupedColumns, GroupedRows, Segments, on_device
+from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows, on_device
 from fp8rl.numerics.triton.dual import _write_tile
 from fp8rl.numerics.triton.multi_tensor import _TRITON_DTYPES, _aligned
 from fp8rl.numerics.triton.packed import QUADS_REGISTERS, fits_quads, has_quads, quads_tile
@@ -37,7 +37,7 @@ def _load_rows(at, left, inside_cols, WHOLE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale_stride", "scale_t_stride", "tile_cols"])
-def _segments_kernel(
+def _grouped_kernel(
     x_ptr,
     table_ptr,
     codes_ptr,
@@ -255,33 +255,33 @@ def _unpad_kernel(x_ptr, table_ptr, out_ptr, cols, STEP: tl.constexpr):
 
 def quantize_grouped(
     x: torch.Tensor,
-    segments: Segments,
+    expert_rows: ExpertRows,
     scale_format: ScaleFormat,
     rowwise: bool,
     columnwise: bool,
 ) -> tuple[GroupedRows | None, GroupedColumns | None]:
     """See :func:`fp8rl.numerics.quantize_grouped`."""
-    rows, cols = segments.rows, x.shape[1]
+    rows, cols = expert_rows.rows, x.shape[1]
     groups = cdiv(cols, GROUP)
     by_rows = by_columns = None
     if rowwise:
         scales = x.new_empty(groups, rows, dtype=torch.float32)
         by_rows = GroupedRows(
-            torch.empty(rows, cols, dtype=FP8_DTYPE, device=x.device), scales.t(), segments
+            torch.empty(rows, cols, dtype=FP8_DTYPE, device=x.device), scales.t(), expert_rows
         )
     if columnwise:
-        end = segments.column_starts[-1]
+        end = expert_rows.column_starts[-1]
         by_columns = GroupedColumns(
             torch.empty(end * cols, dtype=FP8_DTYPE, device=x.device),
-            x.new_empty(segments.group_starts[-1], cols, dtype=torch.float32),
-            segments,
+            x.new_empty(expert_rows.group_starts[-1], cols, dtype=torch.float32),
+            expert_rows,
         )
     if rows and cols:
         sides = [None if side is None else Quantized(*side[:2]) for side in (by_rows, by_columns)]
         with torch.cuda.device_of(x):
-            _segments_kernel[(rows // GROUP * groups,)](
+            _grouped_kernel[(rows // GROUP * groups,)](
                 x,
-                segments.table(x.device),
+                expert_rows.table(x.device),
                 *_pointers(sides[0], x),
                 *_pointers(sides[1], x),
                 rows,
@@ -356,13 +356,13 @@ def _options(x: torch.Tensor, scale_format: ScaleFormat, quads: bool) -> dict[st
     }
 
 
-def unpad(x: torch.Tensor, segments: Segments) -> torch.Tensor:
+def unpad(x: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
     """See :func:`fp8rl.numerics.unpad`."""
     cols = x.shape[1]
-    out = x.new_empty(segments.tokens, cols)
+    out = x.new_empty(expert_rows.tokens, cols)
     if out.numel():
         with torch.cuda.device_of(x):
-            _unpad_kernel[(segments.rows // GROUP, cdiv(cols, _COPIED))](
-                x, segments.table(x.device), out, cols, STEP=_COPIED, num_warps=8
+            _unpad_kernel[(expert_rows.rows // GROUP, cdiv(cols, _COPIED))](
+                x, expert_rows.table(x.device), out, cols, STEP=_COPIED, num_warps=8
             )
     return out

@@ -30,7 +30,7 @@ _MAGNITUDES = {
     FP8_DTYPE: (tl.uint8, 0x7F),
 }
 """Integer type of an element, and its bits without the sign."""
-_SEGMENT = 1 << 17
+_CHUNK = 1 << 17
 """Elements that one program of the finite check reads."""
 _STEP = 1 << 13
 _ALIGNMENT = 16  # bytes: the widest load of a thread
@@ -84,27 +84,27 @@ def _finite_kernel(
     MAGNITUDE: tl.constexpr,
     LARGEST: tl.constexpr,
     ALIGNED: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    segment = tl.program_id(0)
-    low, high = 0, tensors  # whose segment this is: the first that ends behind it
+    chunk = tl.program_id(0)
+    low, high = 0, tensors  # whose chunk this is: the first that ends behind it
     while low < high:
         middle = (low + high) // 2
-        before = tl.load(table_ptr + middle * 4 + 3) <= segment
+        before = tl.load(table_ptr + middle * 4 + 3) <= chunk
         low = tl.where(before, middle + 1, low)
         high = tl.where(before, high, middle)
     entry = table_ptr + low * 4
     elements = tl.load(entry + 1)
-    first = (segment - tl.load(entry + 3) + (elements + SEGMENT - 1) // SEGMENT) * SEGMENT
+    first = (chunk - tl.load(entry + 3) + (elements + CHUNK - 1) // CHUNK) * CHUNK
     x_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         x_ptr = tl.multiple_of(x_ptr, 16)
     x_ptr += first
-    count = tl.minimum(elements - first, SEGMENT).to(tl.int32)
+    count = tl.minimum(elements - first, CHUNK).to(tl.int32)
     found = tl.zeros((STEP,), tl.int32)
-    if count == SEGMENT:  # without a mask, which would make every access a scalar
-        for step in range(0, SEGMENT, STEP):
+    if count == CHUNK:  # without a mask, which would make every access a scalar
+        for step in range(0, CHUNK, STEP):
             x = tl.load(x_ptr + step + tl.arange(0, STEP)).to(tl.int32)
             found |= ((x & MAGNITUDE) > LARGEST).to(tl.int32)
     else:
@@ -183,13 +183,13 @@ def start_finite_check(
         bad = torch.zeros(len(tensors), dtype=torch.int32, device=device)
         for dtype, numbers in groups.items():
             table: list[int] = []
-            segments = 0
+            chunks = 0
             for n in numbers:
                 count = tensors[n].numel()
-                segments += cdiv(count, _SEGMENT)
-                table += (tensors[n].data_ptr(), count, n, segments)
+                chunks += cdiv(count, _CHUNK)
+                table += (tensors[n].data_ptr(), count, n, chunks)
             kind, magnitude = _MAGNITUDES[dtype]
-            _finite_kernel[(segments,)](
+            _finite_kernel[(chunks,)](
                 on_device(torch.tensor(table, dtype=torch.int64), device),
                 bad,
                 len(numbers),
@@ -197,7 +197,7 @@ def start_finite_check(
                 MAGNITUDE=magnitude,
                 LARGEST=largest_bits(dtype, limit),
                 ALIGNED=_aligned(table[::4]),
-                SEGMENT=_SEGMENT,
+                CHUNK=_CHUNK,
                 STEP=_STEP,
                 num_warps=8,
             )
