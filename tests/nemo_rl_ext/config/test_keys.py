@@ -1,0 +1,576 @@
+"""The fp8rl keys of a NeMo RL config, on plain mappings of the shape that NeMo RL gives."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
+from nemo_rl_ext.config.drivers import DRIVERS
+from nemo_rl_ext.config.keys import (
+    KV_BACKENDS,
+    MAX_AGE,
+    announce_kv_cache,
+    prepare,
+    read,
+    rollouts_in_bf16,
+    withdraw_kv_cache,
+)
+
+GRPO = DRIVERS["grpo"]
+
+
+VLLM, MEGATRON = "policy.generation.vllm_cfg.", "policy.megatron_cfg."
+SECTIONS = {
+    "vllm": VLLM,
+    "megatron": MEGATRON,
+    "generation": "policy.generation.",
+    "loss": "loss_fn.",
+}
+
+
+def put(value: dict[str, Any], path: str, new: Any) -> None:
+    """Set a key by its dotted path; None takes it out."""
+    *sections, key = path.split(".")
+    for section in sections:
+        value = value.setdefault(section, {})
+    if new is None:
+        value.pop(key, None)
+    else:
+        value[key] = new
+
+
+def config(
+    block: dict[str, Any] | None = None, overrides: str = "", **changes: Any
+) -> dict[str, Any]:
+    """A Megatron GRPO config.
+
+    Args:
+        block: stands at all three places; None for a config without our keys.
+        overrides: as on NeMo RL's command line: ``path=value``, or ``~path`` without the key.
+            :data:`SECTIONS` has short names, and ``block`` stands for the block.
+        changes: further top-level sections or keys of ``policy``.
+    """
+    value: dict[str, Any] = {
+        "policy": {
+            "generation": {
+                "backend": "vllm",
+                "vllm_cfg": {
+                    "precision": "bfloat16",
+                    "kv_cache_dtype": "auto",
+                    "async_engine": False,
+                },
+            },
+            "megatron_cfg": {"enabled": True, "fp8_cfg": {"enabled": False, "fp8": "e4m3"}},
+        },
+        "loss_fn": {"use_importance_sampling_correction": True},
+        "grpo": {"val_at_start": False},
+    }
+    places = (f"{VLLM}fp8rl", f"{MEGATRON}fp8rl", "loss_fn.fp8rl")
+    for place in places if block is not None else ():
+        put(value, place, copy.deepcopy(block))
+    for part in overrides.split():
+        path, equals, text = part.partition("=")
+        section, dot, rest = path.removeprefix("~").partition(".")
+        targets = [SECTIONS[section] + rest] if section in SECTIONS else [section + dot + rest]
+        if section == "block":
+            targets = [f"{place}.{rest}" for place in places]
+        for target in targets:
+            put(value, target, yaml.safe_load(text) if equals else None)
+    value["policy"] |= changes
+    return value
+
+
+def recipe(block: dict[str, Any], overrides: str = "") -> Recipe:
+    keys = read(config(block, overrides), GRPO)
+    assert keys is not None
+    return keys.recipe
+
+
+def test_without_a_block_nothing_is_read() -> None:
+    upstream = config(None, "vllm.precision=fp8 vllm.is_mx=true")
+    assert read(upstream, GRPO) is None
+
+
+def test_the_empty_block_is_the_default_recipe() -> None:
+    assert recipe({}) == Recipe()
+
+
+def test_upstreams_keys_add_to_the_block() -> None:
+    got = recipe(
+        {"pins": {"layers": [3], "last": 2}},
+        """vllm.precision=fp8 vllm.kv_cache_dtype=fp8
+        vllm.num_first_layers_in_bf16=1 vllm.num_last_layers_in_bf16=1
+        vllm.pow2_weight_scaling_factors=true vllm.pow2_activation_scaling_factors=true
+        vllm.quantization_ignored_layer_kws=[a_proj]
+        megatron.fp8_cfg.enabled=true megatron.fp8_cfg.fp8_recipe=blockwise
+        loss.truncated_importance_sampling_type=icepop loss.truncated_importance_sampling_ratio=5
+        loss.truncated_importance_sampling_ratio_min=0.5""",
+    )
+    assert got.pins.model_dump() == {
+        "layers": (3,),
+        "first": 1,
+        "last": 2,
+        "names": ("*a_proj*",),
+        "kinds": (),
+    }
+    assert (got.weights.scale_format, got.activations.scale_format) == ("pow2", "pow2")
+    correction = got.importance_sampling
+    assert (correction.mode, correction.low, correction.high) == ("mask", 0.5, 5.0)
+
+
+def test_megatrons_first_and_last_layers_are_pins() -> None:
+    overrides = "megatron.model_overrides"
+    pins = recipe(
+        {},
+        f"{overrides}.first_last_layers_bf16=true {overrides}.num_layers_at_start_in_bf16=2",
+    ).pins
+    assert (pins.first, pins.last) == (2, 1)
+
+
+def test_its_pins_beside_our_block_count_though_upstream_does_not_read_them() -> None:
+    """Upstream's YAMLs have them under `megatron_cfg`, where no line of NeMo RL looks."""
+    pins = recipe({}, "megatron.first_last_layers_bf16=true").pins
+    assert (pins.first, pins.last) == (1, 1)
+
+
+def test_gspo_corrects_by_the_sequence() -> None:
+    got = recipe({}, "loss.sequence_level_importance_ratios=true")
+    assert got.importance_sampling.level == "sequence"
+
+
+WRONG = """
+block.weight={}
+    unknown key 'policy.generation.vllm_cfg.fp8rl.weight'
+vllm.num_last_layers_in_bf16=2.7
+    'policy.generation.vllm_cfg.num_last_layers_in_bf16' must be a number of layers, not 2.7
+block.kv_cache.margin=0.5
+    'policy.generation.vllm_cfg.fp8rl.kv_cache.margin'
+block.rollout=false vllm.precision=fp8
+    'policy.generation.vllm_cfg.precision' asks for rollout=True
+block.kv_cache.dtype=auto vllm.kv_cache_dtype=fp8_e4m3
+    'policy.generation.vllm_cfg.kv_cache_dtype' asks for kv_cache.dtype='fp8_e4m3'
+block.weights.scale_format=fp32 vllm.pow2_weight_scaling_factors=true
+    'policy.generation.vllm_cfg.pow2_weight_scaling_factors'
+block.training=false megatron.fp8_cfg.enabled=true
+    'policy.megatron_cfg.fp8_cfg.enabled' asks for training=True
+generation.vllm_kwargs.quantization=fp8
+    'policy.generation.vllm_kwargs.quantization' is 'fp8'
+megatron.fp8rl.training=false
+    'policy.megatron_cfg.fp8rl' differs from 'policy.generation.vllm_cfg.fp8rl' in training
+~vllm.fp8rl vllm.precision=fp8
+    'policy.generation.vllm_cfg.precision' is fp8 without
+~megatron.fp8rl megatron.fp8_cfg.enabled=true
+    'policy.megatron_cfg.fp8_cfg.enabled' is true without
+~loss.fp8rl loss.use_importance_sampling_correction=false
+    set 'loss_fn.fp8rl' or 'loss_fn.use_importance_sampling_correction'
+loss.fp8rl_guard.tighten=2
+    'loss_fn.fp8rl_guard.tighten'
+fp8rl_guard={}
+    'fp8rl_guard' has no effect
+"""
+NOT_SERVED = """
+megatron.fp8_cfg.enabled=true megatron.fp8_cfg.fp8=hybrid
+    'policy.megatron_cfg.fp8_cfg.fp8' is 'hybrid'
+megatron.fp8_cfg.enabled=true megatron.fp8_cfg.fp8_param=true
+    'policy.megatron_cfg.fp8_cfg.fp8_param' is True
+megatron.fp8_cfg.enabled=true megatron.fp8_cfg.fp8_recipe=tensorwise
+    'policy.megatron_cfg.fp8_cfg.fp8_recipe'
+megatron.model_overrides.fp8=e4m3
+    'policy.megatron_cfg.model_overrides.fp8'
+vllm.is_mx=true
+    'policy.generation.vllm_cfg.is_mx'
+generation.quant_cfg=NVFP4
+    'policy.generation.quant_cfg'
+generation.backend=sglang
+    'policy.generation.backend' vllm, not 'sglang'
+generation.refit_transport=nccl_reshard
+    'policy.generation.refit_transport' is 'nccl_reshard'
+loss.truncated_importance_sampling_type=seq-mask-tis
+    'loss_fn.truncated_importance_sampling_type' is 'seq-mask-tis'
+megatron.enabled=false vllm.async_engine=true
+    'policy.generation.vllm_cfg.async_engine' false
+megatron.enabled=false vllm.expert_parallel_size=2
+    'policy.megatron_cfg.enabled' true or 'policy.generation.vllm_cfg.expert_parallel_size'
+grpo.val_at_start=true vllm.expert_parallel_size=2
+    'grpo.val_at_start' false or 'policy.generation.vllm_cfg.expert_parallel_size'
+block.kv_cache.dtype=auto vllm.pipeline_parallel_size=2
+    'policy.generation.vllm_cfg.pipeline_parallel_size' is 2
+vllm.async_engine=true
+    'policy.generation.vllm_cfg.async_engine' false
+grpo.async_grpo.enabled=true
+    'grpo.async_grpo.enabled'
+block.importance_sampling.self_normalize=true data_plane.enabled=true
+    'loss_fn.fp8rl.importance_sampling.self_normalize' needs 'data_plane.enabled' false
+block.importance_sampling.rejection={"level":"token","high":2} data_plane.enabled=true
+    'loss_fn.fp8rl.importance_sampling.rejection.level' token
+vllm.kv_cache_dtype=fp8_e5m2
+    'policy.generation.vllm_cfg.kv_cache_dtype' is 'fp8_e5m2'
+generation.vllm_kwargs.kv_cache_dtype=fp8_e5m2
+    'policy.generation.vllm_kwargs.kv_cache_dtype' is 'fp8_e5m2'
+generation.vllm_kwargs.attention_backend=FLASHMLA
+    'policy.generation.vllm_kwargs.attention_backend' is 'FLASHMLA'
+block.importance_sampling.rejection.high=2 loss.force_on_policy_ratio=true
+    'loss_fn.fp8rl.importance_sampling.rejection' needs the trainer's logprobs
+loss.force_on_policy_ratio=true loss.fp8rl_guard={}
+    'loss_fn.fp8rl_guard' needs the trainer's logprobs
+block.kv_cache.dtype=auto vllm.async_engine=true vllm.expose_http_server=true loss.fp8rl_guard={}
+    'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expose_http_server'
+block.kv_cache.dtype=auto async_rl.generation_fleet_health.enabled=true loss.fp8rl_guard={}
+    'loss_fn.fp8rl_guard.fallback' bf16 needs 'async_rl.generation_fleet_health.enabled'
+vllm.expert_parallel_size=2 loss.fp8rl_guard.fallback=bf16
+    'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expert_parallel_size'
+~megatron.fp8rl megatron.pipeline_model_parallel_size=2
+    needs 'policy.megatron_cfg.fp8rl' where
+"""
+
+
+def table(text: str) -> list[tuple[str, str]]:
+    """Overrides, and below them a part of the error that they give."""
+    lines = text.strip().splitlines()
+    return [(o, said.strip()) for o, said in zip(lines[::2], lines[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [(RecipeError, *row) for row in table(WRONG)]
+    + [(UnsupportedError, *row) for row in table(NOT_SERVED)],
+)
+def test_a_wrong_config_is_refused_by_its_path(
+    kind: type[Fp8RLError], overrides: str, message: str
+) -> None:
+    with pytest.raises(kind) as raised:
+        read(config({}, overrides), GRPO)
+    assert message in str(raised.value)
+
+
+def test_a_block_that_no_section_uses_is_refused() -> None:
+    with pytest.raises(RecipeError, match="'fp8rl' is set, but no section uses it"):
+        read(config(None, "fp8rl={}"), GRPO)
+    with pytest.raises(RecipeError, match=r"'loss_fn\.fp8rl_guard' is set, but no section"):
+        read(config(None, "loss.fp8rl_guard={}"), GRPO)
+
+
+def test_ppo_has_no_fp8_cache() -> None:
+    for megatron in ("true", "false"):
+        with pytest.raises(UnsupportedError, match="a GRPO driver"):
+            read(config({}, f"megatron.enabled={megatron}"), DRIVERS["ppo"])
+    keys = read(config({"kv_cache": {"dtype": "auto"}}), DRIVERS["ppo"])
+    assert keys is not None
+    assert keys.recipe.rollout
+
+
+def test_pipeline_parallel_trainers_are_served() -> None:
+    assert recipe({}, "megatron.pipeline_model_parallel_size=4") == Recipe()
+
+
+def test_dtensor_trainers_run_in_bf16_and_say_so() -> None:
+    keys = read(config({}, "block.kv_cache.dtype=auto megatron.enabled=false"), GRPO)
+    assert keys is not None
+    assert not keys.recipe.training
+    assert keys.notes == ("the DTensor trainer runs in BF16; only the rollouts run in FP8.",)
+
+
+def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
+    value = config({}, "megatron.enabled=false grpo.val_at_start=true")
+    keys = read(value, GRPO)
+    assert keys is not None
+    assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
+    assert "vLLM calibrates them itself" in keys.notes[-1]
+    run = master(value)
+    prepare(run, GRPO, lambda key: None)
+    announce_kv_cache(run.policy)
+    generation = run.policy["generation"]
+    assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
+
+
+def test_validation_at_the_start_is_served() -> None:
+    keys = read(config({}, "grpo.val_at_start=true"), GRPO)
+    assert keys is not None
+    assert keys.notes == ()
+
+
+def test_engines_that_share_experts_are_served_where_every_refit_brings_scales() -> None:
+    assert recipe({}, "vllm.expert_parallel_size=2") == Recipe()
+
+
+def master(value: dict[str, Any]) -> Any:
+    """As much of a MasterConfig as is read: sections as attributes, the loss as an object."""
+
+    class Loss(SimpleNamespace):
+        def model_dump(self) -> dict[str, Any]:
+            return dict(vars(self))
+
+    class Master(SimpleNamespace):
+        def model_dump(self) -> dict[str, Any]:
+            return {
+                key: part.model_dump() if hasattr(part, "model_dump") else part
+                for key, part in vars(self).items()
+            }
+
+    return Master(**{**value, "loss_fn": Loss(**value["loss_fn"])})
+
+
+def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
+    value = config(
+        {"pins": {"first": 1}},
+        """vllm.precision=fp8 vllm.kv_cache_dtype=fp8 vllm.num_last_layers_in_bf16=2
+        megatron.fp8_cfg.enabled=true
+        generation.vllm_kwargs.additional_config.mine=1 generation.vllm_kwargs.seed=3""",
+    )
+    run = master(value)
+    asked: list[str] = []
+    prepare(run, GRPO, asked.append)
+
+    expected = Recipe.from_dict({"pins": {"first": 1, "last": 2}}).to_dict()
+    vllm = run.policy["generation"]["vllm_cfg"]
+    assert asked == ["policy.generation.vllm_cfg.fp8rl"]
+    assert (vllm["precision"], vllm["kv_cache_dtype"]) == ("bfloat16", "auto")
+    assert vllm["fp8rl"] == run.policy["megatron_cfg"]["fp8rl"] == run.loss_fn.fp8rl == expected
+    assert run.policy["megatron_cfg"]["fp8_cfg"] == {"enabled": False, "fp8": "e4m3"}
+    from vllm_fp8rl import engine_args
+
+    arguments = run.policy["generation"]["vllm_kwargs"]
+    ours = engine_args(Recipe.from_dict(expected))
+    ours["additional_config"]["mine"] = 1
+    assert arguments == {**ours, "seed": 3}
+
+    announce_kv_cache(run.policy)
+    assert vllm["kv_cache_dtype"] == "fp8"
+
+
+def test_preparing_twice_changes_nothing_more() -> None:
+    run = master(config({}, "vllm.precision=fp8"))
+    prepare(run, GRPO, lambda key: None)
+    once = copy.deepcopy((run.policy, vars(run.loss_fn)))
+    prepare(run, GRPO, lambda key: None)
+    assert (run.policy, vars(run.loss_fn)) == once
+
+
+def test_a_config_without_keys_is_left_as_it_is() -> None:
+    run = master(config(None, "vllm.precision=fp8 vllm.kv_cache_dtype=fp8"))
+    before = copy.deepcopy((run.policy, vars(run.loss_fn)))
+    prepare(run, GRPO, lambda key: pytest.fail("no key asks for fp8rl"))
+    announce_kv_cache(run.policy)
+    assert (run.policy, vars(run.loss_fn)) == before
+
+
+def test_bf16_rollouts_keep_upstreams_engine() -> None:
+    run = master(config({"rollout": False}))
+    prepare(run, GRPO, lambda key: None)
+    assert "vllm_kwargs" not in run.policy["generation"]
+    announce_kv_cache(run.policy)
+    assert run.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"layers": [0, -2]}, None),
+        ({"first": 1, "last": 2}, None),
+        ({"names": ["model.layers.1.mlp.*"], "kinds": ["qkv_proj"]}, None),
+        ({"layers": [1, 2]}, r"vllm_cfg\.fp8rl\.pins\.layers: 2 matches nothing"),
+        ({"layers": [-3]}, r"vllm_cfg\.fp8rl\.pins\.layers: -3 matches nothing"),
+        ({"last": 3}, r"vllm_cfg\.fp8rl\.pins\.last: 3 is more than the model's 2 layers"),
+        ({"names": ["model.layer.1.*"]}, r"fp8rl\.pins\.names: model\.layer\.1\.\* matches no"),
+        ({"names": ["*.q_proj"]}, r"fp8rl\.pins\.names: .* but not all parts of the fused"),
+    ],
+)
+def test_a_pin_that_does_not_fit_the_model_is_refused(
+    pins: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
+    made = master(config({"pins": pins}, model_name=str(tmp_path)))
+    if message is None:
+        prepare(made, GRPO, lambda key: None)
+        return
+    before = copy.deepcopy(made.policy)
+    with pytest.raises(RecipeError, match=message):
+        prepare(made, GRPO, lambda key: None)
+    assert made.policy == before
+
+
+def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
+    text = {"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(text | {"vision_config": {}}))
+    value = config({}, model_name=str(tmp_path))
+    with pytest.raises(UnsupportedError, match="a multimodal model; remove the block"):
+        prepare(master(value), GRPO, lambda key: None)
+    off = {"rollout": False, "training": False}
+    prepare(master(config(off, model_name=str(tmp_path))), GRPO, lambda key: None)
+
+
+def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = config({"pins": {"layers": [9]}}, model_name=str(tmp_path / "none"))
+    prepare(master(missing), GRPO, lambda key: None)
+    assert "pins are checked by the workers" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_pins_of_experts_are_matched_too(key: str, tmp_path: Path) -> None:
+    model = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        key: 4,  # the hub's files have the first name, transformers 5 writes the second
+        "mlp_only_layers": [0],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    for layer, fits in ((1, True), (0, False)):
+        pins = {"names": [f"model.layers.{layer}.mlp.experts.*"]}
+        made = master(config({"pins": pins}, model_name=str(tmp_path)))
+        if fits:
+            prepare(made, GRPO, lambda key: None)
+        else:
+            with pytest.raises(RecipeError, match="matches no module"):
+                prepare(made, GRPO, lambda key: None)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        (f"{VLLM}fp8_rl", "fp8rl"),
+        (f"{VLLM}fp8lr", "fp8rl"),
+        (f"{MEGATRON}FP8RL", "fp8rl"),
+        ("loss_fn.fp8rl_gard", "fp8rl_guard"),
+        ("policy.fp8-rl", "fp8rl"),
+    ],
+)
+def test_misspelled_keys_are_named_with_what_was_meant(path: str, meant: str) -> None:
+    with pytest.raises(RecipeError, match=rf"'{path}' is no key.*'{meant}'"):
+        prepare(master(config(None, f"{path}={{}}")), GRPO, lambda key: None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FP8RL_AUTOLOAD", "0"),
+        ("FP8RL_AUTOLOAD", "False"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "true"),  # torch takes anything but 1 for off
+    ],
+)
+def test_workers_that_would_get_no_hooks_are_refused(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    off = rf"{variable}={value} switches off"
+    with pytest.raises(UnsupportedError, match=rf"{off}.*vllm_cfg\.env_vars\.{variable}'"):
+        prepare(master(config({})), GRPO, lambda key: None)
+    opened = f"vllm.env_vars.{variable}='1'"
+    with pytest.raises(UnsupportedError, match=rf"{off}.*megatron_cfg\.env_vars\.{variable}'"):
+        prepare(master(config({}, opened)), GRPO, lambda key: None)
+    opened += f" megatron.env_vars.{variable}='1'"
+    prepare(master(config({}, opened)), GRPO, lambda key: None)
+
+
+def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
+    from vllm.config import CompilationConfig
+
+    from vllm_fp8rl.quantization.kv_cache import check_backend
+
+    for name in KV_BACKENDS:
+        check_backend(name, CompilationConfig(cudagraph_mode="NONE"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "loss.fp8rl_guard.fallback=stop",
+        "block.rollout=false block.kv_cache.dtype=auto loss.fp8rl_guard={}",
+    ],
+    ids=["ends the run", "nothing to fall back from"],
+)
+def test_engines_that_cannot_start_anew_are_no_hindrance(overrides: str) -> None:
+    assert read(config({}, f"{overrides} vllm.expert_parallel_size=2"), GRPO) is not None
+
+
+def test_what_bf16_engines_are_started_with() -> None:
+    """The merged recipe stays but for its rollouts; nothing else of the arguments changes."""
+    block = Recipe.from_dict({"pins": {"layers": [1]}}).to_dict()
+    arguments = {
+        "quantization": "fp8rl",
+        "kv_cache_dtype": "fp8_e4m3",
+        "additional_config": {"fp8rl": block, "other": 1},
+        "seed": 3,
+    }
+    before = copy.deepcopy(arguments)
+    changed = rollouts_in_bf16(arguments)
+    assert arguments == before
+    recipe = Recipe.from_dict(changed["additional_config"]["fp8rl"])
+    assert (recipe.rollout, recipe.kv_cache.dtype, recipe.training) == (False, "auto", True)
+    assert recipe.pins == Recipe.from_dict(block).pins
+    assert changed["additional_config"]["other"] == 1
+    assert {**arguments, "kv_cache_dtype": "auto", "additional_config": None} == {
+        **changed,
+        "additional_config": None,
+    }
+
+
+def test_driver_and_trainer_stop_sending_kv_scales() -> None:
+    value = config({"kv_cache": {"dtype": "fp8_e4m3"}})
+    made = master(value)
+    prepare(made, GRPO, lambda key: None)
+    announce_kv_cache(made.policy)
+    generation = made.policy["generation"]
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == "fp8"
+    recipe_of_run = copy.deepcopy(generation["vllm_cfg"]["fp8rl"])
+    withdraw_kv_cache(made.policy)
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"
+    assert generation["vllm_cfg"]["fp8rl"] == recipe_of_run  # what checkpoints keep starts again
+
+
+ASYNC = "grpo.async_grpo"
+
+
+@pytest.mark.parametrize(
+    ("driver", "overrides", "expected"),
+    [
+        ("grpo", "", 0),
+        ("grpo", f"{ASYNC}.enabled=false {ASYNC}.max_trajectory_age_steps=4", 0),
+        ("grpo", f"{ASYNC}.enabled=true {ASYNC}.max_trajectory_age_steps=4", 4),
+        ("single_controller", "async_rl.sampler.max_lookahead_versions=2", 2),
+        ("single_controller", "async_rl.sampler.max_staleness_versions=3", 3),
+        ("single_controller", "async_rl.sampler.name=custom", 0),
+    ],
+)
+def test_the_guard_knows_how_old_sequences_may_be(
+    driver: str, overrides: str, expected: int
+) -> None:
+    block = {"kv_cache": {"dtype": "auto"}}
+    value = config(block, f"vllm.async_engine={driver != 'grpo'} {overrides}")
+    made = master(value | {"grpo": SimpleNamespace(seq_logprob_error_threshold=None)})
+    made.grpo.model_dump = lambda: value["grpo"]
+    prepare(made, DRIVERS[driver], lambda key: None)
+    assert getattr(made.loss_fn, MAX_AGE) == expected
+
+
+@pytest.mark.parametrize(
+    ("driver", "guard", "given", "expected"),
+    [
+        ("single_controller", {}, None, math.inf),
+        ("single_controller", {}, 1.5, 1.5),
+        ("single_controller", None, None, None),
+        ("grpo", {}, None, None),
+    ],
+)
+def test_the_single_controller_takes_masks_back(
+    driver: str, guard: dict[str, Any] | None, given: float | None, expected: float | None
+) -> None:
+    value = config(
+        {}, "block.kv_cache.dtype=auto " + ("" if guard is None else "loss.fp8rl_guard={}")
+    )
+    made = master(value | {"grpo": SimpleNamespace(seq_logprob_error_threshold=given)})
+    made.grpo.model_dump = dict
+    prepare(made, DRIVERS[driver], lambda key: None)
+    assert made.grpo.seq_logprob_error_threshold == expected

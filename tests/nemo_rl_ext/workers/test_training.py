@@ -1,0 +1,210 @@
+"""What the Megatron workers' seams do, on a real GPTModel and a module shaped like upstream's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from transformers import Qwen3Config
+
+from fp8rl import Recipe
+from fp8rl.errors import RecipeError, ScaleError
+from fp8rl.kv_scales import scale_names
+from megatron_fp8rl.conversion import conversion_of
+from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.testing.models import build_gpt
+from nemo_rl_ext.patches import kv_scales, megatron
+from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.workers import training
+from support.megatron import one_process
+
+CONFIG = Qwen3Config(
+    vocab_size=96,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_world() -> Iterator[None]:
+    with one_process() as shim, shim.active():
+        yield
+
+
+def forward(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    ids = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return model(ids, torch.arange(16).expand(2, -1), None)
+
+
+def upstream_setup(
+    policy_cfg: Any,
+    megatron_cfg: Any,
+    load_optimizer: bool = True,
+    get_embedding_ranks: Any = None,
+    get_position_embedding_ranks: Any = None,
+    pre_load_checkpoint_hook: Any = None,
+    additional_pre_wrap_hooks: Any = None,
+    load_weights: bool = True,
+) -> Any:
+    """Upstream's contract: hooks take and give a list of chunks before they are wrapped."""
+    chunks = [build_gpt(CONFIG, dtype=torch.float32)]
+    for hook in additional_pre_wrap_hooks or ():
+        chunks = hook(chunks)
+    return SimpleNamespace(model=chunks[0])
+
+
+class MegatronPolicyWorkerImpl:
+    def __init__(self, policy: dict[str, Any], model: torch.nn.Module) -> None:
+        self.cfg, self.model, self.forwards = policy, model, 0
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        *,
+        data: Any,
+        micro_batch_size: int | None = None,
+        percentile: float = 99.9,
+        margin: float = 1.05,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        return {"layers": "upstream's"}
+
+    def get_logprobs(
+        self, *, data: Any, micro_batch_size: int | None, require_router_replay: bool
+    ) -> None:
+        self.forwards += 1
+        forward(self.model, data)
+
+
+def policy(block: dict[str, Any] | None) -> dict[str, Any]:
+    vllm: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+    cfg: dict[str, Any] = {"enabled": True}
+    if block is not None:
+        vllm["fp8rl"] = cfg["fp8rl"] = block
+    return {"megatron_cfg": cfg, "generation": {"vllm_cfg": vllm}}
+
+
+@pytest.fixture
+def modules() -> tuple[Any, Any]:
+    """Upstream's two modules with the seams in."""
+    seams = Seams()
+    setup = ModuleType("nemo_rl.models.megatron.setup")
+    setup.setup_model_and_optimizer = upstream_setup  # type: ignore[attr-defined]
+    megatron.apply(setup, seams)
+    worker = ModuleType("nemo_rl.models.policy.workers.megatron_policy_worker")
+
+    class Impl(MegatronPolicyWorkerImpl):
+        calibrate_qkv_fp8_scales = MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales
+
+    class Actor(Impl):  # Ray copies methods into the class that it makes an actor of
+        calibrate_qkv_fp8_scales = MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales
+
+    worker.MegatronPolicyWorkerImpl = Impl  # type: ignore[attr-defined]
+    worker.MegatronPolicyWorker = SimpleNamespace(  # type: ignore[attr-defined]
+        __ray_metadata__=SimpleNamespace(modified_class=Actor)
+    )
+    kv_scales.apply(worker, seams)
+    return setup, worker
+
+
+def test_without_the_key_upstreams_model_and_calibration_are_untouched(modules: Any) -> None:
+    setup, worker = modules
+    model = setup.setup_model_and_optimizer(policy(None), None).model
+    assert not hasattr(model, training.OBSERVER)
+    plain = worker.MegatronPolicyWorkerImpl(policy(None), model)
+    assert plain.calibrate_qkv_fp8_scales(data=0) == {"layers": "upstream's"}
+
+
+def test_the_model_is_converted_and_pinned_before_it_is_wrapped(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Bridge's registry of classes is for its export; Bridge needs Transformer Engine to import.
+    monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda: None)
+    block = {"pins": {"layers": [1]}, "kv_cache": {"dtype": "auto"}}
+    order: list[int] = []
+
+    def theirs(chunks: list[Any]) -> list[Any]:
+        order.append(sum("Fp8" in type(m).__name__ for m in chunks[0].modules()))
+        return chunks
+
+    state = modules[0].setup_model_and_optimizer(
+        policy(block), None, additional_pre_wrap_hooks=[theirs]
+    )
+    assert order == [0]  # ours is the last, after adapters and draft models
+    names = set(conversion_of(state.model).modules)
+    assert {n.split(".")[2] for n in names} == {"0", "2"}
+
+
+def test_a_frozen_teacher_that_has_the_policys_section_stays_in_bf16(modules: Any) -> None:
+    """GRPO's teachers (`on_policy_distillation`) get a copy of it, and no optimizer.
+
+    Naively they would be converted by the pins of another model, and nothing would tell.
+    """
+    for way in ((policy({}), None, False), (policy({}), None)):
+        named = {} if len(way) == 3 else {"load_optimizer": False}
+        model = modules[0].setup_model_and_optimizer(*way, **named).model
+        assert not any("Fp8" in type(m).__name__ for m in model.modules())
+        assert not hasattr(model, training.OBSERVER)
+
+
+def test_bf16_training_keeps_the_model_but_observes_it(modules: Any) -> None:
+    setup, _ = modules
+    model = setup.setup_model_and_optimizer(policy({"training": False}), None).model
+    assert isinstance(getattr(model, training.OBSERVER), QKVObserver)
+    assert not any("Fp8" in type(m).__name__ for m in model.modules())
+
+
+def test_scales_come_from_the_steps_forwards_and_change_with_them(modules: Any) -> None:
+    setup, worker_module = modules
+    cfg = policy({"training": False, "kv_cache": {"margin": 2.0}})
+    model = setup.setup_model_and_optimizer(cfg, None).model
+    actor_class = worker_module.MegatronPolicyWorker.__ray_metadata__.modified_class
+    worker = actor_class(cfg, model)
+
+    first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"]
+    assert worker.forwards == 1  # nothing had been seen
+    assert set(first) == set(scale_names(3))
+
+    forward(model, 1)
+    second = worker.calibrate_qkv_fp8_scales(data=0)["layers"]
+    assert worker.forwards == 1
+    assert set(second) == {n for n in scale_names(3) if not n.endswith("q_scale")}
+    assert all(second[n] != first[n] for n in second)
+
+    truth = QKVObserver(model)
+    forward(model, 1)
+    expected = truth.scales(2.0)
+    truth.close()
+    assert second == {n: float(expected[n]) for n in second}
+
+
+def test_a_model_that_gives_nan_is_told(modules: Any) -> None:
+    setup, worker_module = modules
+    cfg = policy({"training": False})
+    model = setup.setup_model_and_optimizer(cfg, None).model
+    with torch.no_grad():
+        model.decoder.layers[1].self_attention.linear_qkv.weight.fill_(float("nan"))
+    worker = worker_module.MegatronPolicyWorkerImpl(cfg, model)
+    with pytest.raises(ScaleError):
+        worker.calibrate_qkv_fp8_scales(data=0)
+
+
+def test_a_bad_block_is_told_with_its_path(modules: Any) -> None:
+    with pytest.raises(RecipeError, match=r"policy\.megatron_cfg\.fp8rl\.pin'"):
+        modules[0].setup_model_and_optimizer(policy({"pin": 1}), None)
+
+
+def test_the_helpers_import_no_engine() -> None:
+    assert training.recipe_of({"megatron_cfg": {"fp8rl": {}}}) == Recipe()
+    assert "nemo_rl" not in sys.modules

@@ -1,0 +1,154 @@
+"""`BlockGrid` against one quantization of the whole local matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import RefitError, ScaleError, UnsupportedError
+from fp8rl.numerics import dequantize_block, quantize_block
+from support.engine import same_bits
+from vllm_fp8rl.storage import block_grid as grid_module
+from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
+
+
+def make_grid(partitions: list[int], columns: int, scale_format: str = "fp32"):
+    storage = empty_storage(sum(partitions), columns)
+    return BlockGrid("layer", lambda: storage, partitions, columns, scale_format), storage
+
+
+def starts_of(partitions: list[int]) -> list[int]:
+    return [sum(partitions[:i]) for i in range(len(partitions))]
+
+
+widths = st.lists(
+    st.one_of(st.integers(1, 300), st.sampled_from([128, 256])), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    partitions=widths,
+    columns=st.integers(1, 300),
+    scale_format=st.sampled_from(["fp32", "pow2"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    data=st.data(),
+)
+def test_any_order_gives_the_codes_of_the_whole_matrix(
+    partitions, columns, scale_format, dtype, data
+):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
+    shards = list(zip(starts_of(partitions), partitions, strict=True))
+    grid, (codes, scale_inv) = make_grid(partitions, columns, scale_format)
+    for _ in range(2):  # the second round is a refit over the first
+        whole = torch.randn(sum(partitions), columns, generator=generator).to(dtype)
+        for start, rows in data.draw(st.permutations(shards)):
+            grid.load_source(start, whole[start : start + rows])
+        expected = quantize_block(whole, scale_format=scale_format)
+        assert same_bits(codes, expected.codes)
+        assert same_bits(scale_inv, expected.scale_inv)
+        assert grid.complete
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    partitions=widths,
+    columns=st.integers(1, 300),
+    origin_row=st.sampled_from([0, 128, 64, 200]),
+    origin_column=st.sampled_from([0, 128, 40]),
+    data=st.data(),
+)
+def test_codes_keep_their_values_or_are_refused(
+    partitions, columns, origin_row, origin_column, data
+):
+    """Never quantized once more: of the values that come, either all are there or none."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
+    grid, storage = make_grid(partitions, columns)
+    arrivals, values, refused = [], {}, set()
+    for start, rows in zip(starts_of(partitions), partitions, strict=True):
+        full = torch.randn(origin_row + rows, origin_column + columns, generator=generator)
+        wire = quantize_block(full)
+        values[start] = dequantize_block(*wire)[origin_row:, origin_column:]
+        part = wire.codes[origin_row:, origin_column:]
+        arrivals += [(grid.load_codes, start, part), (grid.load_scales, start, wire.scale_inv)]
+    for load, start, tensor in data.draw(st.permutations(arrivals)):
+        before = [live.clone() for live in storage]
+        try:
+            load(start, tensor, (origin_row, origin_column))
+        except UnsupportedError as error:
+            assert f"rows from {start}" in str(error) and "BF16" in str(error)
+            assert all(map(same_bits, storage, before))
+            refused.add(start)
+    assert sorted(refused) == grid.missing()
+    held = dequantize_block(*storage)
+    for start, rows in zip(starts_of(partitions), partitions, strict=True):
+        if start not in refused:
+            assert torch.equal(held[start : start + rows], values[start])
+    on_the_grid = origin_row % 128 == 0 and origin_column % 128 == 0
+    if on_the_grid and all(start % 128 == 0 for start in starts_of(partitions)):
+        assert not refused
+
+
+def test_chunks_do_not_change_codes(monkeypatch):
+    whole = torch.randn(700, 130)
+    results = []
+    for chunk in (1, 1 << 30):
+        monkeypatch.setitem(grid_module._CHUNK_ELEMENTS, "cpu", chunk)
+        grid, storage = make_grid([700], 130)
+        grid.load_source(0, whole)
+        results.append(storage)
+    assert same_bits(results[0][0], results[1][0])
+    assert same_bits(results[0][1], results[1][1])
+
+
+def test_source_after_half_an_fp8_pair_wins():
+    grid, (codes, _) = make_grid([128], 128)
+    whole = torch.randn(128, 128)
+    grid.load_codes(0, quantize_block(torch.randn(128, 128)).codes, (0, 0))
+    with pytest.raises(RefitError, match="without its 'weight_scale_inv'"):
+        grid.require_paired()
+    grid.load_source(0, whole)
+    grid.require_paired()
+    assert same_bits(codes, quantize_block(whole).codes)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_scale_is_refused(bad):
+    grid, (_, scale_inv) = make_grid([256], 128)
+    scales = torch.tensor([[1.0], [bad]])
+    with pytest.raises(ScaleError, match=r"layer\.weight_scale_inv"):
+        grid.load_scales(0, scales, (0, 0))
+    assert torch.equal(scale_inv, torch.ones(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("scale_format", "value", "message"),
+    [
+        ("fp32", 1e36, "makes a code of 448 infinite"),
+        ("pow2", 3.0, "no power of two, but the engine .*'pow2'"),
+        ("pow2", 2.0**-127 * 1.5, "no power of two"),
+    ],
+)
+def test_scales_that_the_engine_cannot_use(scale_format, value, message):
+    grid, (_, scale_inv) = make_grid([256], 128, scale_format)
+    with pytest.raises(ScaleError, match=rf"'layer\.weight_scale_inv' has a scale .*{message}"):
+        grid.load_scales(0, torch.tensor([[1.0], [value]]), (0, 0))
+    assert torch.equal(scale_inv, torch.ones(2, 1))
+    good = quantize_block(torch.randn(256, 128) * 2.0**-120, scale_format=scale_format).scale_inv
+    grid.load_scales(0, good, (0, 0))
+    assert torch.equal(scale_inv, good)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])
+def test_other_dtypes_are_refused_not_cast(dtype):
+    grid, _ = make_grid([128], 128)
+    with pytest.raises(UnsupportedError, match=str(dtype)):
+        grid.load_source(0, torch.zeros(128, 128).to(dtype))
+
+
+def test_wrong_shape_is_refused():
+    grid, _ = make_grid([128, 64], 128)
+    with pytest.raises(RefitError, match=r"\(64, 128\)"):
+        grid.load_source(128, torch.zeros(65, 128))
