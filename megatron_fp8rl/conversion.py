@@ -21,7 +21,7 @@ from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 from megatron_fp8rl.grouped import Fp8GroupedState
-from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State
+from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
 from megatron_fp8rl.swiglu import Fp8SwigluMLP, can_fuse
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
@@ -387,27 +387,23 @@ def _check(site: Site, backends: BackendChoice) -> None:
         )
     ours.check_options(site.path, site.module)
     for weight in site.weights:
-        out_features, in_features = weight.shape
-        if out_features != site.layout.rows:
+        if len(weight) != site.layout.rows:
             raise UnsupportedError(
-                f"'{site.path}' has {out_features} rows where its config says "
+                f"'{site.path}' has {len(weight)} rows where its config says "
                 f"{site.layout.rows}; pin it to BF16."
             )
-        if hasattr(weight, "__fsdp_param__"):
-            raise UnsupportedError(
-                f"'{site.path}' is sharded by Megatron-FSDP, which FP8 linears do not serve; use "
-                "DDP with the distributed optimizer."
-            )
-    # A model that is built on the meta device gets its memory, and its device, later.
-    if weight.device.type == "meta":
-        return
+        check_weight(site.path, weight)
+    first = site.weights[0]
+    out_features, in_features = first.shape
+    if first.device.type == "meta":
+        return  # the model gets its memory, and its device, later
     if site.grouped:
         sizes = (GROUP,) * len(site.weights)
-        experts = GroupedShape(sizes, out_features, in_features, weight.dtype)
-        backends.pick_grouped(weight.device, experts, site.name)
+        experts = GroupedShape(sizes, out_features, in_features, first.dtype)
+        backends.pick_grouped(first.device, experts, site.name)
     else:
-        shape = GemmShape(GROUP, out_features, in_features, weight.dtype)
-        backends.pick(weight.device, shape, site.name)
+        shape = GemmShape(GROUP, out_features, in_features, first.dtype)
+        backends.pick(first.device, shape, site.name)
 
 
 def _swap(site: Site, setup: Setup) -> None:

@@ -160,10 +160,10 @@ FP8_CLASSES: dict[type, type[Fp8Linear]] = {
 
 
 def check_weight(name: str, weight: torch.nn.Parameter) -> None:
-    """Refuse a parameter that is not the plain matrix it was at conversion.
+    """Refuse a weight that Megatron-FSDP has sharded.
 
     Raises:
-        UnsupportedError: naming the module.
+        UnsupportedError: the message has ``name``.
     """
     if hasattr(weight, "__fsdp_param__"):
         raise UnsupportedError(
@@ -324,7 +324,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
         need_x, need_weight, _, _ = ctx.needs_input_grad
         if not grad.numel():
             nothing = grad.new_zeros(ctx.x_shape, dtype=ctx.x_dtype) if need_x else None
-            grad_weight = _give(call, None, weight, ctx.main_grad) if need_weight else None
+            grad_weight = _no_grad_weight(call, weight, ctx.main_grad) if need_weight else None
             return nothing, grad_weight, grad.sum(0) if ctx.use_bias else None, None
         gathered = _done
         if need_weight and len(saved) == 1:
@@ -361,7 +361,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
                 else Quantized(*saved[:2])
             )
             assert grad_t is not None and x_t is not None
-            grad_weight = weight_grad(call, grad_t, x_t, len(grad), weight, ctx.main_grad)
+            grad_weight = _grad_weight(call, grad_t, x_t, len(grad), weight, ctx.main_grad)
         grad_bias = grad.sum(0) if ctx.use_bias else None
         reduced()
         return grad_x, grad_weight, grad_bias, None
@@ -383,7 +383,7 @@ def _grad_input(
     return full, _done
 
 
-def weight_grad(
+def _grad_weight(
     call: Call,
     grad_t: Quantized,
     x_t: Quantized,
@@ -399,33 +399,20 @@ def weight_grad(
     Raises:
         UnsupportedError: fusion without ``main_grad``.
     """
-    adds = main_grad is not None and main_grad.dtype == torch.float32
-    backend = call.backend("wgrad_add" if adds else "wgrad", weight, tokens)
-
-    def compute(dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-        return backend.wgrad(grad_t, x_t, dtype, out)
-
-    return _give(call, compute, weight, main_grad)
-
-
-def _give(
-    call: Call,
-    compute: Callable[[torch.dtype, torch.Tensor | None], torch.Tensor] | None,
-    weight: torch.Tensor,
-    main_grad: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Give autograd the gradient of a weight, which is zero without ``compute``.
-
-    With ``main_grad`` a parameter of DDP still needs a gradient, of any content, to run the hook
-    that starts its reduction (tensor_parallel/layers.py,
-    LinearWithGradAccumulationAndAsyncCommunication).
-    """
     check_main_grad(call, main_grad)
     if main_grad is None:
-        return compute(weight.dtype, None) if compute else torch.zeros_like(weight)
-    if compute:
-        compute(main_grad.dtype, main_grad)
+        return call.backend("wgrad", weight, tokens).wgrad(grad_t, x_t, weight.dtype)
+    direction: Direction = "wgrad_add" if main_grad.dtype == torch.float32 else "wgrad"
+    call.backend(direction, weight, tokens).wgrad(grad_t, x_t, main_grad.dtype, main_grad)
     return hand_over(weight, main_grad)
+
+
+def _no_grad_weight(
+    call: Call, weight: torch.Tensor, main_grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return what autograd needs for a weight that multiplied no token."""
+    check_main_grad(call, main_grad)
+    return torch.zeros_like(weight) if main_grad is None else hand_over(weight, main_grad)
 
 
 def check_main_grad(call: Call, main_grad: torch.Tensor | None) -> None:
@@ -445,6 +432,9 @@ def hand_over(
     weight: torch.Tensor, main_grad: torch.Tensor, placeholder: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """Return what autograd gets for a weight whose gradient has been added to ``main_grad``.
+
+    A parameter of DDP still needs a gradient, of any content, to run the hook that starts its
+    reduction (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
 
     Args:
         weight: parameter of the module.
