@@ -26,6 +26,7 @@ from vllm_fp8rl.attention.cpu import (
     Scratch,
     _codes_to_float,
 )
+from vllm_fp8rl.compat import attention_isa
 
 if TYPE_CHECKING:
     from live_engine import Engine
@@ -54,9 +55,8 @@ class Layer:
             self.builder = Fp8RLCpuMetadataBuilder(spec, [name], config, torch.device("cpu"))
         if not self.impl.stores_fp8:
             self.builder._fp8_layers = []  # the engine's own layer has an FP8 cache
-        self.scales = SimpleNamespace(
-            _k_scale_float=K_SCALE, _v_scale_float=V_SCALE, isa=self.attention.isa
-        )
+        isa = attention_isa(self.attention, self.attention.impl)
+        self.scales = SimpleNamespace(_k_scale_float=K_SCALE, _v_scale_float=V_SCALE, isa=isa)
         width = torch.uint8 if self.impl.stores_fp8 else dtype
         self.cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_SIZE, dtype=width)
 
