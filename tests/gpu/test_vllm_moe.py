@@ -191,7 +191,7 @@ def test_kernels_equal_float64_on_the_same_operands(delegated, experts, backend,
     layer = experts.layer
     _, kernel = delegated.delegate_experts(layer, moe_config(backend), RECIPE)
     names = {"triton": "TritonExperts", "deep_gemm": "TritonOrDeepGemmExperts"}
-    assert type(kernel.impl.fused_experts).__name__ == names[backend]
+    assert type(kernel.fused_experts).__name__ == names[backend]
     x, weights, ids, y = run(kernel, layer, tokens)
     w13 = dequantized(layer.w13_weight, layer.w13_weight_scale_inv)
     w2 = dequantized(layer.w2_weight, layer.w2_weight_scale_inv)
