@@ -69,7 +69,7 @@ def experts() -> Experts:
     layout = ExpertLayout("experts", numbers, EXPERTS, HIDDEN, WIDTH, PADDED, 0, 1)
     with DEVICE:
         stacks = empty_stacks(layout)
-    grids = ExpertGrids(layout, lambda: stacks, "fp32", DEVICE, lambda: None)
+    grids = ExpertGrids(layout, stacks.__getitem__, "fp32", DEVICE, lambda: None)
     generator = torch.Generator().manual_seed(3)
     sources = {}
     for expert in range(EXPERTS):
