@@ -24,6 +24,9 @@ MAX_AGE = "fp8rl_max_age"
 ARGUMENTS = "policy.generation.vllm_kwargs.additional_config"
 """Where vLLM's plugin reads its block; written for it from the one at :data:`VLLM`."""
 
+QUANTIZATION = "fp8rl"
+"""``vllm_fp8rl.NAME``, by which vLLM knows the plugin; reading a config must import no engine."""
+
 _ROLLOUTS_AND_LOSS = (VLLM, MEGATRON, LOSS)
 
 

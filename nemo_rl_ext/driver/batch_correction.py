@@ -1,4 +1,4 @@
-"""`Run`: what one training run does with each batch, in the process that has all of it."""
+"""`BatchCorrection`: corrects each whole batch of a run, in the process that has all of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext.driver.mismatch_guard import LEVELS, LOGGER, Level, MismatchGuard
-from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
+from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
 
 logger = logging.getLogger(LOGGER)
 
@@ -23,7 +22,7 @@ WEIGHTS = "fp8rl_is_weights"
 
 
 @dataclass
-class Run:
+class BatchCorrection:
     """Correction of whole batches.
 
     Args:
@@ -40,7 +39,7 @@ class Run:
     """Whether the step of the last batch is to be left out, in every pass over it."""
 
     def __post_init__(self) -> None:
-        self._plugins = PluginManager()
+        self._corrector = resolve_corrector(self.settings.corrector)
         self._pieces: list[tuple[torch.Tensor, ...]] = []
         """Of each piece of the step ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``:
         both engines' logprobs, the tokens that counted and those left after rejection."""
@@ -62,7 +61,8 @@ class Run:
                 ``sample_mask`` ``[B]``.
 
         Returns:
-            Metrics of :func:`nemo_rl_ext.correct` as ``fp8rl/...``, and the guard's level.
+            Metrics of :func:`nemo_rl_ext.correct` as ``fp8rl/...``, and the guard's level; empty
+            where no token counts.
 
         Raises:
             BatchError: a counted logprob is NaN.
@@ -76,7 +76,7 @@ class Run:
             return {}
         rollout = train_data["generation_logprobs"][:, 1:]
         trainer = train_data["prev_logprobs"][:, 1:]
-        result = self._loss(self.settings).correct(rollout, trainer, counts)
+        result = self._correct(self.settings, rollout, trainer, counts)
         metrics = dict(result.metrics)
         if self.guard is not None:
             level = self._judge(self.guard, metrics["token_mult_prob_error"])
@@ -85,7 +85,7 @@ class Run:
                 bound = self.guard.config.geometric
                 tight = Rejection(level="geometric", low=1 / bound, high=bound)
                 settings = self.settings.model_copy(update={"rejection": tight})
-                extra = self._loss(settings).correct(rollout, trainer, result.mask)
+                extra = self._correct(settings, rollout, trainer, result.mask)
                 metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
                 result = extra if extra.mask.any() else result
         kept = result.mask
@@ -115,7 +115,7 @@ class Run:
         metrics: dict[str, float] = {}
         if self._pieces:
             rollout, trainer, counts, kept = self._all_pieces()
-            whole = self._loss(self.settings).correct(rollout, trainer, counts)
+            whole = self._correct(self.settings, rollout, trainer, counts)
             metrics = dict(whole.metrics)
             if self.guard is not None:
                 level = self._observe(self.guard, metrics["token_mult_prob_error"])
@@ -174,8 +174,14 @@ class Run:
             "or with loss_fn.fp8rl_guard.fallback=bf16."
         )
 
-    def _loss(self, settings: ImportanceSampling) -> GRPOLoss:
-        return GRPOLoss(GRPOConfig(), settings, self._plugins)
+    def _correct(
+        self,
+        settings: ImportanceSampling,
+        rollout: torch.Tensor,
+        trainer: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> Correction:
+        return correct(rollout, trainer, mask, settings, self._corrector)
 
     @staticmethod
     def _write(

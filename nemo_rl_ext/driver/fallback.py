@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from nemo_rl_ext.config.keys import withdraw_kv_cache
+from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
-from nemo_rl_ext.workers import rollout_engine
 
 logger = logging.getLogger(LOGGER)
 
@@ -42,12 +40,15 @@ def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
         if shared:
             policy.offload_after_refit()
         _wait_until_idle(workers)
-        seconds = [s for s in _on(workers, rollout_engine.restart_in_bf16) if s is not None]
+        seconds = [s for s in _call(workers, "restart_in_bf16") if s is not None]
         if len(seconds) != generation.dp_size:
             raise UnsupportedError(f"{len(seconds)} of {generation.dp_size} engines are fp8rl's.")
         generation._post_init()
-        _on(policy.worker_group.workers, withdraw_from_trainer)
-        withdraw_kv_cache({"generation": generation.cfg})
+        if (
+            generation.cfg["vllm_cfg"]["kv_cache_dtype"] != "auto"
+        ):  # a Megatron trainer sends scales
+            _call(policy.worker_group.workers, "withdraw_kv_scales")
+            withdraw_kv_cache({"generation": generation.cfg})
         if shared:
             if not generation.finish_generation():
                 raise UnsupportedError("The new engines do not go to sleep.")
@@ -69,7 +70,7 @@ def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
 
 def release(generation: Any) -> None:
     """Let the requests go on that have come since :func:`fall_back`."""
-    _on(generation.worker_group.workers, rollout_engine.release)
+    _call(generation.worker_group.workers, "release")
 
 
 def _synchronizer(policy: Any, generation: Any, shared: bool) -> Any:
@@ -85,15 +86,11 @@ def _synchronizer(policy: Any, generation: Any, shared: bool) -> Any:
     )
 
 
-def withdraw_from_trainer(worker: Any) -> None:
-    """Let a policy worker send what a BF16 engine takes."""
-    withdraw_kv_cache(worker.cfg)
-
-
-def _on(workers: list[Any], function: Callable[[Any], Any]) -> list[Any]:
+def _call(workers: list[Any], method: str) -> list[Any]:
+    """Call a method of :mod:`nemo_rl_ext.workers` on Ray's handles; results in their order."""
     import ray
 
-    results: list[Any] = ray.get([worker.__ray_call__.remote(function) for worker in workers])
+    results: list[Any] = ray.get([getattr(worker, method).remote() for worker in workers])
     return results
 
 
@@ -102,7 +99,7 @@ def _wait_until_idle(workers: list[Any]) -> None:
     told = time.perf_counter()
     busy = workers
     while True:
-        idle = _on(busy, rollout_engine.hold_if_idle)
+        idle = _call(busy, "hold_if_idle")
         busy = [worker for worker, held in zip(busy, idle, strict=True) if not held]
         if not busy:
             return

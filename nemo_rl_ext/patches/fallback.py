@@ -3,12 +3,12 @@
 Why: upstream's engines keep their quantization for a whole run.
 How: wraps ``refit_policy_generation``, by which GRPO's loops refit, and ``sync_weights``, by which
 the single controller does; both are called in the process that corrects batches and know the
-trainer and the engines (:mod:`nemo_rl_ext.driver.fallback`). Requests that came meanwhile go on once the
-refit has succeeded: until then the new engines have no weights.
+trainer and the engines (:mod:`nemo_rl_ext.driver.fallback`). Requests that came meanwhile go on
+once the refit has succeeded: until then the new engines have no weights.
 Upstream: ``nemo_rl/algorithms/grpo.py``,
 ``nemo_rl/weight_sync/{factory,ipc_weight_synchronizer,collective_weight_synchronizer}.py``,
 ``nemo_rl/models/generation/vllm/vllm_generation.py``, ``nemo_rl/models/policy/lm_policy.py``.
-Goes: when a generation interface can be given another engine.
+Until: a generation interface can be given another engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.ledger import Ledger
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 _VLLM = "nemo_rl.models.generation.vllm"
@@ -44,7 +44,7 @@ UPSTREAM = (
         "CollectiveWeightSynchronizer.sync_weights",
         ("self", "timer", "kv_scales"),
     ),
-    # What :mod:`nemo_rl_ext.driver.fallback` calls; compared by reading, where a key asks for fp8rl.
+    # What nemo_rl_ext.driver.fallback calls.
     Upstream(
         "nemo_rl.weight_sync.factory",
         "create_weight_synchronizer",
@@ -73,14 +73,14 @@ UPSTREAM = (
 )
 
 
-def apply(module: ModuleType, seams: Seams) -> None:
+def apply(module: ModuleType, ledger: Ledger) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     refit = resolve(module, upstream)
     *owner, name = upstream.name.split(".")
 
     @functools.wraps(refit)
     def falling_back(*args: Any, **kwargs: Any) -> Any:
-        run = seams.run
+        run = ledger.run.correction
         if run is None or run.guard is None or not run.fallback_due:
             return refit(*args, **kwargs)
         from nemo_rl_ext.driver.fallback import fall_back, release

@@ -26,8 +26,8 @@ _Prompt = str | tuple[int, ...] | Mapping[str, Any]
 class CalibratingLLM(wrapt.ObjectProxy):
     """An ``LLM`` whose ``generate`` calibrates first where the engine lacks KV scales.
 
-    A refit that brings no scales takes the old ones away (:mod:`nemo_rl_ext.workers.rollout`), so there is
-    one calibration for each such refit, with the KV cache awake: over sequences of the latest
+    A refit that brings no scales removes the old ones (:mod:`nemo_rl_ext.workers.refit`), so there
+    is one calibration for each such refit, with the KV cache awake: over sequences of the latest
     rollouts, prompts and responses, or, before the first, over the prompts given.
 
     Args:

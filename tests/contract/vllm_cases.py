@@ -1,11 +1,10 @@
-"""Real NeMo RL's vLLM worker extension on a live vLLM: test_nemo_rl.py runs this file."""
+"""Our subclass of NeMo RL's vLLM worker extension on a live vLLM: test_nemo_rl.py runs this."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
 from live_engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
 
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_backend", exc_type=ImportError)
-from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import scale_names
-from nemo_rl_ext.patches.ledger import install
+from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
 from vllm_fp8rl.refit.guard import RefitGuard
 
-install()
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2]]
 SCALE = 0.05
 
@@ -41,9 +38,9 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 def extension(engine: Engine) -> Any:
-    """Upstream's extension over the engine's worker, as vLLM mixes it in."""
+    """The extension over the engine's worker, as vLLM mixes it in."""
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
-    mixed: Any = VllmInternalWorkerExtension()
+    mixed: Any = Fp8VllmWorkerExtension()
     mixed.model_runner = worker.model_runner
     mixed.model_config = worker.model_config
     mixed.device = worker.device
@@ -70,7 +67,7 @@ def test_the_engine_of_dummy_weights_is_not_ready(engine: Engine) -> None:
         RefitGuard.of(engine.model).require_ready()
 
 
-def test_a_refit_through_upstreams_extension_is_a_refit(engine: Engine, folder: Path) -> None:
+def test_a_refit_through_the_extension_is_a_refit(engine: Engine, folder: Path) -> None:
     refit(engine, stream(folder / "a"))
     first = engine.greedy(PROMPTS)
     other = make_checkpoint(folder / "b", 1)
@@ -105,19 +102,3 @@ def test_a_sender_that_breaks_off_leaves_the_engine_closed(engine: Engine, folde
     assert RefitGuard.of(engine.model).closed
     refit(engine, tensors)
     assert engine.greedy(PROMPTS)
-
-
-def test_other_engines_go_upstreams_way() -> None:
-    class Model(torch.nn.Module):
-        loaded: list[str] = []
-
-        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-            self.loaded += [name for name, _ in weights]
-
-    worker: Any = VllmInternalWorkerExtension()
-    worker.model_runner = SimpleNamespace(
-        model=Model(),
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(quantization=None)),
-    )
-    worker._load_hf_weights([("a.weight", torch.ones(1))])
-    assert worker.model_runner.model.loaded == ["a.weight"]

@@ -9,7 +9,7 @@ import pytest
 
 import nemo_rl_ext
 from fp8rl import PluginManager
-from nemo_rl_ext.grpo.importance_sampling import correct
+from nemo_rl_ext.grpo.importance_sampling import correct_is
 
 
 def run(code: str) -> str:
@@ -19,7 +19,7 @@ def run(code: str) -> str:
 
 
 def test_the_installed_entry_point_offers_the_corrector() -> None:
-    assert PluginManager().is_correctors()["is"] is correct
+    assert PluginManager().is_correctors()["is"] is correct_is
 
 
 def test_importing_the_package_imports_neither_torch_nor_pydantic() -> None:
