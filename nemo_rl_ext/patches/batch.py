@@ -23,7 +23,7 @@ UPSTREAM = (
     Upstream(
         "nemo_rl.algorithms.grpo",
         "compute_and_apply_seq_logprob_error_masking",
-        ("train_data", "rewards", "seq_logprob_error_threshold"),
+        "train_data, rewards, seq_logprob_error_threshold",
     ),
 )
 

@@ -25,50 +25,36 @@ UPSTREAM = (
     Upstream(
         "nemo_rl.algorithms.grpo",
         "refit_policy_generation",
-        (
-            "policy",
-            "policy_generation",
-            "colocated_inference",
-            "_refit_buffer_size_gb",
-            "timer",
-            "kv_scales",
-        ),
+        "policy, policy_generation, colocated_inference, _refit_buffer_size_gb, timer, kv_scales",
     ),
     Upstream(
         "nemo_rl.weight_sync.ipc_weight_synchronizer",
         "IPCWeightSynchronizer.sync_weights",
-        ("self", "timer", "kv_scales"),
+        "self, timer, kv_scales",
     ),
     Upstream(
         "nemo_rl.weight_sync.collective_weight_synchronizer",
         "CollectiveWeightSynchronizer.sync_weights",
-        ("self", "timer", "kv_scales"),
+        "self, timer, kv_scales",
     ),
     # What nemo_rl_ext.driver.fallback calls.
     Upstream(
         "nemo_rl.weight_sync.factory",
         "create_weight_synchronizer",
-        (
-            "policy",
-            "generation",
-            "generation_backend",
-            "colocated",
-            "train_cluster",
-            "inference_cluster",
-            "refit_buffer_size_gb",
-        ),
+        "policy, generation, generation_backend, colocated, train_cluster, inference_cluster, "
+        "refit_buffer_size_gb",
     ),
-    Upstream(f"{_VLLM}.vllm_generation", "VllmGeneration._post_init", ("self",)),
+    Upstream(f"{_VLLM}.vllm_generation", "VllmGeneration._post_init", "self"),
     Upstream(
         f"{_VLLM}.vllm_generation",
         "VllmGeneration.finish_generation",
-        ("self", "args", "kwargs"),
+        "self, args, kwargs",
     ),
-    Upstream("nemo_rl.models.policy.lm_policy", "Policy.offload_after_refit", ("self",)),
+    Upstream("nemo_rl.models.policy.lm_policy", "Policy.offload_after_refit", "self"),
     Upstream(
         "nemo_rl.models.policy.lm_policy",
         "Policy.prepare_for_lp_inference",
-        ("self", "keep_train_buffers"),
+        "self, keep_train_buffers",
     ),
 )
 

@@ -19,9 +19,7 @@ from nemo_rl_ext.patches.ledger import Ledger
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
-    Upstream(
-        "nemo_rl.models.megatron.router_replay", "configure_vllm_for_router_replay", ("config",)
-    ),
+    Upstream("nemo_rl.models.megatron.router_replay", "configure_vllm_for_router_replay", "config"),
 )
 
 

@@ -17,11 +17,11 @@ from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 _MODULE = "nemo_rl.algorithms.loss.loss_functions"
 UPSTREAM = (
-    Upstream(_MODULE, "ClippedPGLossFn.__init__", ("self", "cfg", "use_fused_linear_logprobs")),
+    Upstream(_MODULE, "ClippedPGLossFn.__init__", "self, cfg, use_fused_linear_logprobs"),
     Upstream(
         _MODULE,
         "ClippedPGLossFn.__call__",
-        ("self", "next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks"),
+        "self, next_token_logprobs, data, global_valid_seqs, global_valid_toks",
     ),
 )
 

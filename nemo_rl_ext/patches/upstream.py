@@ -27,8 +27,8 @@ class Upstream:
 
     module: str
     name: str
-    parameters: tuple[str, ...] | None = None
-    """Names of the parameters in order; None for what is not called."""
+    parameters: str | None = None
+    """Names of the parameters in order, as in "self, data"; None for what is not called."""
 
 
 def resolve(module: ModuleType, upstream: Upstream) -> Any:
@@ -45,7 +45,7 @@ def resolve(module: ModuleType, upstream: Upstream) -> Any:
     if _hidden(found):
         compare_source(sys.modules[upstream.module.split(".")[0]].__path__[0], upstream)
     elif upstream.parameters is not None:
-        _compare(upstream, tuple(inspect.signature(found).parameters))
+        _compare(upstream, list(inspect.signature(found).parameters))
     return found
 
 
@@ -76,7 +76,7 @@ def compare_source(package: str, upstream: Upstream) -> None:
         return
     given = node.args
     actual = (*given.posonlyargs, *given.args, *filter(None, [given.vararg]), *given.kwonlyargs)
-    _compare(upstream, tuple(a.arg for a in (*actual, *filter(None, [given.kwarg]))))
+    _compare(upstream, [a.arg for a in (*actual, *filter(None, [given.kwarg]))])
 
 
 def _names(node: Any) -> set[str | None]:
@@ -87,11 +87,12 @@ def _names(node: Any) -> set[str | None]:
     return {getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)}
 
 
-def _compare(upstream: Upstream, actual: tuple[str, ...]) -> None:
+def _compare(upstream: Upstream, parameters: list[str]) -> None:
+    actual = ", ".join(parameters)
     if actual != upstream.parameters:
         raise UnsupportedError(
-            f"{upstream.module}.{upstream.name} takes ({', '.join(actual)}), not "
-            f"({', '.join(upstream.parameters or ())}) as in NeMo RL {KNOWN}."
+            f"{upstream.module}.{upstream.name} takes ({actual}), not ({upstream.parameters}) as "
+            f"in NeMo RL {KNOWN}."
         )
 
 

@@ -37,56 +37,41 @@ STANDS_FOR = {
 """Upstream's actor class -> ours. DTensor workers stay upstream's: they train in BF16."""
 
 UPSTREAM = (
-    Upstream(
-        f"{_VLLM}.vllm_generation", "resolve_generation_worker_cls", ("default_cls", "config")
-    ),
-    Upstream(
-        "nemo_rl.models.policy.lm_policy", "resolve_policy_worker_cls", ("default_cls", "config")
-    ),
+    Upstream(f"{_VLLM}.vllm_generation", "resolve_generation_worker_cls", "default_cls, config"),
+    Upstream("nemo_rl.models.policy.lm_policy", "resolve_policy_worker_cls", "default_cls, config"),
     # What is called here.
-    Upstream(_REGISTRY, "get_actor_python_env", ("actor_class_fqn",)),
+    Upstream(_REGISTRY, "get_actor_python_env", "actor_class_fqn"),
     Upstream(_REGISTRY, "ACTOR_ENVIRONMENT_REGISTRY"),
-    Upstream(
-        "nemo_rl.utils.venvs", "create_local_venv_on_each_node", ("py_executable", "venv_name")
-    ),
+    Upstream("nemo_rl.utils.venvs", "create_local_venv_on_each_node", "py_executable, venv_name"),
     # What the subclasses of nemo_rl_ext.workers override or call.
-    Upstream(
-        f"{_VLLM}.vllm_worker", "VllmGenerationWorkerImpl._create_engine", ("self", "llm_kwargs")
-    ),
+    Upstream(f"{_VLLM}.vllm_worker", "VllmGenerationWorkerImpl._create_engine", "self, llm_kwargs"),
     Upstream(
         f"{_VLLM}.vllm_worker_async",
         "VllmAsyncGenerationWorkerImpl._create_engine",
-        ("self", "llm_kwargs"),
+        "self, llm_kwargs",
     ),
     Upstream(
         f"{_VLLM}.vllm_backend",
         "VllmInternalWorkerExtension._weight_update_lifecycle",
-        ("self", "transport"),
+        "self, transport",
     ),
     Upstream(
         f"{_VLLM}.vllm_backend",
         "VllmInternalWorkerExtension._load_hf_weights",
-        ("self", "policy_weights"),
+        "self, policy_weights",
     ),
-    Upstream(f"{_VLLM}.vllm_backend", "VllmInternalWorkerExtension._uses_fp8_kv_cache", ("self",)),
+    Upstream(f"{_VLLM}.vllm_backend", "VllmInternalWorkerExtension._uses_fp8_kv_cache", "self"),
     Upstream(
         "nemo_rl.models.megatron.setup",
         "setup_model_and_optimizer",
-        (
-            "policy_cfg",
-            "megatron_cfg",
-            "load_optimizer",
-            "get_embedding_ranks",
-            "get_position_embedding_ranks",
-            "pre_load_checkpoint_hook",
-            "additional_pre_wrap_hooks",
-            "load_weights",
-        ),
+        "policy_cfg, megatron_cfg, load_optimizer, get_embedding_ranks, "
+        "get_position_embedding_ranks, pre_load_checkpoint_hook, additional_pre_wrap_hooks, "
+        "load_weights",
     ),
     Upstream(
         _MEGATRON,
         "MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales",
-        ("self", "data", "micro_batch_size", "percentile", "margin", "include_q"),
+        "self, data, micro_batch_size, percentile, margin, include_q",
     ),
 )
 

@@ -85,18 +85,17 @@ class Fp8Training:
         *,
         data: Any,
         micro_batch_size: int | None = None,
-        percentile: float = 99.9,
-        margin: float = 1.05,
         include_q: bool = False,
+        **options: float,
     ) -> dict[str, Any]:
         """KV scales in upstream's form, from the forwards of the step; the same on every rank.
 
         Args:
             data: batch for a calibration forward, used when no forward has run since the last call.
             micro_batch_size: micro-batch size of that forward.
-            percentile: not used: the largest magnitude takes its place.
-            margin: not used: the recipe's ``kv_cache.margin`` takes its place.
             include_q: also return scales of q.
+            options: ``percentile`` and ``margin``, for upstream's own calibration. Here the
+                largest magnitude and the recipe's ``kv_cache.margin`` take their places.
 
         Returns:
             ``format``, ``percentile``, ``margin``, and ``layers``: scale by name. No layers after
@@ -111,11 +110,7 @@ class Fp8Training:
         recipe = recipe_of(self.cfg)
         if recipe is None:
             scales: dict[str, Any] = super().calibrate_qkv_fp8_scales(  # type: ignore[misc]
-                data=data,
-                micro_batch_size=micro_batch_size,
-                percentile=percentile,
-                margin=margin,
-                include_q=include_q,
+                data=data, micro_batch_size=micro_batch_size, include_q=include_q, **options
             )
             return scales
         return self._observed_scales(recipe, data, micro_batch_size, include_q)
