@@ -1,7 +1,7 @@
-"""Refusals: config keys on which nobody would act, and settings that fp8rl does not serve.
+"""Checks that refuse config keys without effect, and settings that fp8rl does not support.
 
-Each names the key by its full path and the remedy, before Ray has started and before anything of
-the config has been changed.
+Each message names the key by its full path and the remedy. The checks run before Ray has started
+and before anything in the config has been changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def refuse_unread_settings(
     sections: Mapping[str, Mapping[str, Any]],
     driver: Driver,
 ) -> None:
-    """What the block asks for must be somebody's to do; defaults, and BF16, ask for nothing."""
+    """Refuse what the block asks for and no section acts on; defaults and BF16 ask for nothing."""
     acting = set(blocks)
     if not sections[MEGATRON].get("enabled"):
         acting.discard(MEGATRON)
@@ -55,7 +55,9 @@ def refuse_unread_settings(
                 f"'{block_path(missing[0])}' is not set; interpolate the block there, or remove it"
             )
         else:
-            reason = f"{driver.scripts[0]} has no use for it ({driver.why_not}); remove it"
+            reason = (
+                f"{driver.scripts[0]} has no use for it ({driver.unsupported_reason}); remove it"
+            )
         raise RecipeError(f"'{where}.{key}' has no effect: {reason}.")
 
 
@@ -148,7 +150,7 @@ def _refuse_fp8_kv(
 def refuse_unseen_batches(
     recipe: Recipe, config: Mapping[str, Any], loss: Mapping[str, Any], driver: Driver
 ) -> None:
-    """Without ``prev_logprobs`` the loops skip the call that shows us the whole batch."""
+    """Refuse settings for whole batches where the loops do not compute ``prev_logprobs``."""
     threshold = (config.get("grpo") or {}).get("seq_logprob_error_threshold")
     if driver.name == "ppo" or not loss.get("force_on_policy_ratio") or threshold is not None:
         return
@@ -171,7 +173,7 @@ def refuse_unseen_batches(
 def refuse_fixed_engines(
     guard: GuardConfig, recipe: Recipe, config: Mapping[str, Any], vllm: Mapping[str, Any]
 ) -> None:
-    """Engines that cannot be started anew inside their workers."""
+    """Refuse the guard's fallback for engines that cannot be started anew in their workers."""
     if guard.fallback != "bf16" or not recipe.rollout:
         return
     health = (config.get("async_rl") or {}).get("generation_fleet_health") or {}
@@ -213,4 +215,4 @@ def _refuse_split_batches(recipe: Recipe, config: Mapping[str, Any], driver: Dri
 
 
 def not_served(driver: Driver) -> str:
-    return f"{driver.scripts[0]} serves none ({driver.why_not}), so remove it."
+    return f"{driver.scripts[0]} serves none ({driver.unsupported_reason}), so remove it."

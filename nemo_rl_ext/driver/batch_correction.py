@@ -36,13 +36,13 @@ class BatchCorrection:
     guard: MismatchGuard | None = None
     in_pieces: bool = False
     skips: bool = False
-    """Whether the step of the last batch is to be left out, in every pass over it."""
+    """Whether the step of the last batch is left out, in every pass over it."""
 
     def __post_init__(self) -> None:
         self._corrector = resolve_corrector(self.settings.corrector)
         self._pieces: list[tuple[torch.Tensor, ...]] = []
-        """Of each piece of the step ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``:
-        both engines' logprobs, the tokens that counted and those left after rejection."""
+        """Of each piece of the step: ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``
+        (both engines' logprobs, the tokens that counted, and those left after rejection)."""
 
     @property
     def fallback_due(self) -> bool:
@@ -50,7 +50,7 @@ class BatchCorrection:
         return self.guard is not None and self.guard.level == "bf16"
 
     def correct(self, train_data: MutableMapping[str, Any]) -> dict[str, float]:
-        """Correct a batch in place and say what was done.
+        """Correct a batch in place and return its metrics.
 
         ``sample_mask`` loses rejected sequences, ``token_mask`` rejected tokens, and
         :data:`WEIGHTS` is added. Positions are upstream's: column ``t`` of a logprob belongs to
@@ -80,7 +80,7 @@ class BatchCorrection:
         metrics = dict(result.metrics)
         if self.guard is not None:
             level = self._judge(self.guard, metrics["token_mult_prob_error"])
-            metrics |= self._told(self.guard, level)
+            metrics |= self._guard_metrics(self.guard, level)
             if level == "tight" and result.mask.any():
                 bound = self.guard.config.geometric
                 tight = Rejection(level="geometric", low=1 / bound, high=bound)
@@ -105,9 +105,9 @@ class BatchCorrection:
         """Close a step that came in pieces.
 
         Returns:
-            Whether it is to be left out: the guard says so of all its tokens, or its first piece
-            was rejected whole. And the metrics of all its tokens, as :meth:`correct` has them of
-            a piece; empty where no piece had any.
+            Whether the step is left out, because the guard decides so for all its tokens or because
+            its first piece was rejected as a whole; and the metrics of all its tokens, like those
+            of :meth:`correct`, empty where no piece had any.
 
         Raises:
             UnsupportedError: the guard ends the run.
@@ -119,7 +119,7 @@ class BatchCorrection:
             metrics = dict(whole.metrics)
             if self.guard is not None:
                 level = self._observe(self.guard, metrics["token_mult_prob_error"])
-                metrics |= self._told(self.guard, level)
+                metrics |= self._guard_metrics(self.guard, level)
                 dropped = float((whole.mask & ~kept).sum())
                 metrics["guard_rejected_share"] = dropped / max(float(whole.mask.sum()), 1.0)
             metrics["step_skipped"] = float(self.skips)
@@ -128,7 +128,7 @@ class BatchCorrection:
         return skips, _named(metrics)
 
     def _all_pieces(self) -> list[torch.Tensor]:
-        """The columns of the pieces, each padded to the longest piece."""
+        """Concatenate the pieces of the step, each padded to the longest one."""
         length = max(rollout.shape[1] for rollout, *_ in self._pieces)
         return [
             torch.cat([pad(part, (0, length - part.shape[1])) for part in parts])
@@ -136,14 +136,14 @@ class BatchCorrection:
         ]
 
     @staticmethod
-    def _told(guard: MismatchGuard, level: Level) -> dict[str, float]:
+    def _guard_metrics(guard: MismatchGuard, level: Level) -> dict[str, float]:
         return {
             "guard_level": float(LEVELS.index(level)),
             "guard_bf16_rollouts": float(guard.bf16),
         }
 
     def _judge(self, guard: MismatchGuard, error: float) -> Level:
-        """The level that a batch, or a piece of one, is corrected by."""
+        """Return the guard's level for a batch or for a piece of one."""
         if not self.in_pieces:
             return self._observe(guard, error)
         return (
@@ -153,12 +153,12 @@ class BatchCorrection:
     def _observe(self, guard: MismatchGuard, error: float) -> Level:
         level = guard.observe(error)
         if level == "stop":
-            raise UnsupportedError(self._why_stop(guard))
+            raise UnsupportedError(self._stop_reason(guard))
         self.skips = self.skips or level in ("skip", "bf16")
         return level
 
     @staticmethod
-    def _why_stop(guard: MismatchGuard) -> str:
+    def _stop_reason(guard: MismatchGuard) -> str:
         what = (
             f"token_mult_prob_error was above loss_fn.fp8rl_guard.skip_above="
             f"{guard.config.skip_above} for {guard.skipped} steps in a row"

@@ -1,4 +1,4 @@
-"""The guard's last stage, in the process that refits: engines start anew in BF16."""
+"""The guard's last stage, in the process that refits: rollout engines start anew in BF16."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from nemo_rl_ext.driver.mismatch_guard import LOGGER
 logger = logging.getLogger(LOGGER)
 
 POLL_S = 0.5
-TOLD_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 
 
 def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
     """Start every rollout engine anew in BF16, ready for a refit and, after it, :func:`release`.
 
-    The workers stay, and with them the handles, ports and places that others know. Engines that
-    share GPUs with the trainer have them alone meanwhile. Requests that run are waited for (the
-    loops start no new ones before a refit); later ones wait. The trainer sends no KV scales any
-    more, and both sides agree anew on what a refit holds and by which group of ranks it goes.
+    The workers stay, and with them the handles, ports and GPUs that others know. A trainer that
+    shares GPUs with the engines leaves them meanwhile. Running requests are waited for (the loops
+    start no new ones before a refit); later ones wait. The trainer sends no more KV scales, and
+    both sides agree anew on the content of a refit and on its process group.
 
     Args:
         policy: NeMo RL's ``Policy``.
@@ -30,7 +30,7 @@ def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
         synchronizer: the loop's ``WeightSynchronizer``; None where the loop has none.
 
     Raises:
-        UnsupportedError: an engine did not start; the run has no rollouts any more.
+        UnsupportedError: an engine did not start; the run cannot go on.
     """
     shared = generation.cfg["colocated"]["enabled"]
     workers = generation.worker_group.workers
@@ -69,7 +69,7 @@ def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
 
 
 def release(generation: Any) -> None:
-    """Let the requests go on that have come since :func:`fall_back`."""
+    """Let requests that have come since :func:`fall_back` go on."""
     _call(generation.worker_group.workers, "release")
 
 
@@ -103,7 +103,7 @@ def _wait_until_idle(workers: list[Any]) -> None:
         busy = [worker for worker, held in zip(busy, idle, strict=True) if not held]
         if not busy:
             return
-        if time.perf_counter() - told > TOLD_EVERY_S:
+        if time.perf_counter() - told > LOG_EVERY_S:
             logger.warning("fp8rl guard: %d engines still have rollouts in FP8.", len(busy))
             told = time.perf_counter()
         time.sleep(POLL_S)

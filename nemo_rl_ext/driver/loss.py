@@ -1,6 +1,7 @@
-"""`CorrectedPGLossFn`: upstream's clipped loss with our importance weights in the place of its own.
+"""`CorrectedPGLossFn`: upstream's clipped loss with our importance weights instead of its own.
 
-Imports NeMo RL; :mod:`nemo_rl_ext.patches.loss` imports it where ``loss_fn.fp8rl`` asks for it.
+This module imports NeMo RL; :mod:`nemo_rl_ext.patches.loss` imports it where ``loss_fn.fp8rl`` is
+set.
 """
 
 from __future__ import annotations

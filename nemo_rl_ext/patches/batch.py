@@ -1,4 +1,4 @@
-"""The drivers' look at a whole batch before advantages: correction, rejection, guard.
+"""The whole batch before its advantages: correction, rejection, guard.
 
 Why: with sequence packing the loss is called for one sequence at a time; rejection must leave the
 denominators, and self-normalisation, ESS and the guard need the whole batch.

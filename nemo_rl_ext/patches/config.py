@@ -1,9 +1,9 @@
-"""``MasterConfig``: our keys are read, checked and spread before Ray is started.
+"""``MasterConfig``: our keys are read, checked and merged before Ray is started.
 
-Why: unknown keys pass NeMo RL's config unseen, and its own FP8 keys lead into its own FP8 code.
-How: a constructor around the constructor of each driver's class, so that it does not matter who has
-imported the class already; :mod:`nemo_rl_ext.config.drivers` says what a driver serves, and
-:mod:`nemo_rl_ext.config.merge` has the rules, which are read where there is a key.
+Why: NeMo RL's config accepts and ignores unknown keys; its own FP8 keys select its own FP8 code.
+How: wraps the constructor of each driver's class, so that it does not matter who has imported the
+class already; :mod:`nemo_rl_ext.config.drivers` says what a driver serves, and
+:mod:`nemo_rl_ext.config.merge`, imported only where there is a key, has the rules.
 Upstream: the modules of :data:`nemo_rl_ext.config.drivers.DRIVERS`.
 Until: NeMo RL validates and hands out plugins' sections.
 """

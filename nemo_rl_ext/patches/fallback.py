@@ -1,10 +1,10 @@
-"""The call that refits: where the guard asks for it, engines in BF16 come first.
+"""The call that refits: where the guard asks for it, BF16 engines are started first.
 
 Why: upstream's engines keep their quantization for a whole run.
 How: wraps ``refit_policy_generation``, by which GRPO's loops refit, and ``sync_weights``, by which
-the single controller does; both are called in the process that corrects batches and know the
+the single controller does. Both are called in the process that corrects batches and know the
 trainer and the engines (:mod:`nemo_rl_ext.driver.fallback`). Requests that came meanwhile go on
-once the refit has succeeded: until then the new engines have no weights.
+once the refit has succeeded, because the new engines have no weights before it.
 Upstream: ``nemo_rl/algorithms/grpo.py``,
 ``nemo_rl/weight_sync/{factory,ipc_weight_synchronizer,collective_weight_synchronizer}.py``,
 ``nemo_rl/models/generation/vllm/vllm_generation.py``, ``nemo_rl/models/policy/lm_policy.py``.

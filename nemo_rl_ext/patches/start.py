@@ -1,8 +1,8 @@
-"""What every driver calls before its workers: ``load_config``, and then ``init_ray``.
+"""``load_config`` and ``init_ray``, which every driver calls before it makes its workers.
 
-Why: ``run_grpo.py`` imports ``nemo_rl.algorithms.grpo``, which imports torch, which installs our
-hooks in the middle of that import; nothing tells when it ends. And a driver that makes its config
-by a class we do not know would ignore our keys.
+Why: ``run_grpo.py`` imports ``nemo_rl.algorithms.grpo``, which imports torch, which installs the
+ledger in the middle of that import; nothing tells when it ends. And a driver whose config is of a
+class we do not know would ignore our keys.
 How: wraps ``load_config``, which every driver calls before it makes its ``MasterConfig``, and
 ``init_ray``, which refuses keys that no such class has seen.
 Upstream: ``nemo_rl/utils/config.py``, ``nemo_rl/distributed/virtual_cluster.py``.
