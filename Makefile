@@ -9,7 +9,7 @@ help:
 	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
 	@echo "make test    the tests"
 	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/reliability.md)"
-	@echo "make contract the seams into NeMo RL against its sources (docs/nemo_rl.md)"
+	@echo "make contract the patches of NeMo RL against its sources (docs/nemo_rl.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code and fix what it can"
 	@echo "make clean   remove .venv and caches; results in out/ stay"

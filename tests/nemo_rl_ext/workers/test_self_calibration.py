@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from  import FencedSession
+
 from fp8rl import Recipe
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
 from nemo_rl_ext.workers import self_calibration
-from nemo_rl_ext.workers.rollout import FencedSession
 from nemo_rl_ext.workers.self_calibration import SEQUENCES, TOKENS, CalibratingLLM
 from support.engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
