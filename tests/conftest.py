@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("support")
 ENGINES = {Path(__file__).parent / name for name in ("vllm_fp8rl", "fuzz")}
 
 

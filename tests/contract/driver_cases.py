@@ -24,7 +24,6 @@ from nemo_rl.distributed import virtual_cluster
 from nemo_rl.utils import config as nemo_config
 from omegaconf import OmegaConf
 from ray import cloudpickle
-from sources import source
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
@@ -33,6 +32,7 @@ from nemo_rl_ext.config.drivers import DRIVERS, Driver, find
 from nemo_rl_ext.config.worker_block import WorkerBlock
 from nemo_rl_ext.patches.ledger import install
 from nemo_rl_ext.workers.training import recipe_of
+from support.sources import source
 
 install().complete()
 

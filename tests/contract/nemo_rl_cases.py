@@ -24,7 +24,6 @@ from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm
 from nemo_rl.utils import config as nemo_config
 from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
-from sources import ROOT, source
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError
@@ -37,6 +36,7 @@ from nemo_rl_ext.driver.loss import CorrectedPGLossFn
 from nemo_rl_ext.driver.mismatch_guard import GuardConfig, MismatchGuard
 from nemo_rl_ext.patches import kv_scales
 from nemo_rl_ext.patches.ledger import SEAMS, install
+from support.sources import ROOT, source
 
 seams = install()
 seams.complete()

@@ -13,8 +13,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sources import ROOT, python, source
-from test_drivers import LIMIT_S, MODEL, digest, environment, ray_cluster
+
+from support.ray_driver import LIMIT_S, MODEL, digest, environment, ray_cluster
+from support.sources import ROOT, python, source
 
 STEPS = 2
 BATCH = 4

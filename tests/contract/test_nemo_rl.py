@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from sources import environment, source
+
+from support.sources import environment, source
 
 HERE = Path(__file__).parent
 CONFIG = "recipes/llm/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"

@@ -7,11 +7,11 @@ import importlib
 from pathlib import Path
 
 import pytest
-from sources import ROOT, parameters, source
 
 from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.patches.ledger import SEAMS
 from nemo_rl_ext.patches.upstream import Upstream
+from support.sources import ROOT, parameters, source
 
 SEAM_NAMES = sorted({seam for seams in SEAMS.values() for seam in seams})
 RELIED_ON = [

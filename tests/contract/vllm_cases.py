@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
-from live_engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
+from support.engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
+from support.nemo_rl import extension
 
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_backend", exc_type=ImportError)
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
@@ -38,16 +37,6 @@ def engine(folder: Path) -> Iterator[Engine]:
     started = start_engine(make_checkpoint(folder / "a", 0), Recipe(), load_format="dummy")
     yield started
     started.llm.llm_engine.engine_core.shutdown()
-
-
-def extension(engine: Engine) -> Any:
-    """Upstream's extension over the engine's worker, as vLLM mixes it in."""
-    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
-    mixed: Any = VllmInternalWorkerExtension()
-    mixed.model_runner = worker.model_runner
-    mixed.model_config = worker.model_config
-    mixed.device = worker.device
-    return mixed
 
 
 def stream(path: Path, scale: float = SCALE) -> list[tuple[str, torch.Tensor]]:

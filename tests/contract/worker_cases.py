@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
-from live_engine import LAYERS, SETTINGS, Engine, load_tensors, make_checkpoint
+from support.engine import LAYERS, SETTINGS, Engine, load_tensors, make_checkpoint
 
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_worker", exc_type=ImportError)
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.vllm import vllm_worker
 from ray import cloudpickle
 from vllm import SamplingParams
-from vllm_cases import extension
 
 import vllm_fp8rl
 from fp8rl import Recipe
@@ -27,6 +24,7 @@ from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_name, scale_names
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
 from nemo_rl_ext.patches.ledger import install
+from support.nemo_rl import extension
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state, missing_kv_scales
 
 install()

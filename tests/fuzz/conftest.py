@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
-from models import MODELS, Live
+from support.models import MODELS, Live
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 

@@ -18,10 +18,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
 import torch
-from live_engine import KV_SCALE, LAYERS, Engine, load_tensors, start_engine
 
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_names
+from support.engine import KV_SCALE, LAYERS, Engine, load_tensors, start_engine
 from vllm_fp8rl.refit import refit
 
 

@@ -22,10 +22,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import MODELS, Live, differing
 from safetensors.torch import save_file
-from wire import Wire, items, make_wire
 
+from support.models import MODELS, Live, differing
+from support.wire import Wire, items, make_wire
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
 

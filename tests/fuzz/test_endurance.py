@@ -18,12 +18,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_engine import found_by
-from models import MODELS, Live, differing
 from safetensors.torch import load, save
-from wire import make_wire
 
 from fp8rl.errors import Fp8RLError
+from support.engine import make_checkpoint
+from support.models import MODELS, Live, differing
+from support.processes import run_script
+from support.wire import make_wire
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit
 
@@ -138,14 +139,11 @@ def test_senders_that_are_killed(
 @pytest.mark.skipif(not KILLS, reason="each takes the start of an engine: make fuzz")
 def test_engine_cores_that_are_killed(tmp_path: Path, counts: Counter[str]) -> None:
     """SIGKILL in the middle of a refit; the caller gets an error, not a wait."""
-    from live_engine import make_checkpoint
-
     make_checkpoint(tmp_path / "a", 0)
     script = Path(__file__).with_name("kill_cases.py")
-    beside = Path(__file__).parents[1] / "vllm_fp8rl"
     for _ in range(KILLS):
         (tmp_path / "delay").write_text(str(random.uniform(0.0, 0.3)))
-        found = found_by(script, tmp_path, timeout=300, beside=beside)
+        found = run_script(script, tmp_path, timeout=300)
         assert found["error"].startswith("RefitError: Step "), found
         assert "restart the engine" in found["error"]
         assert found["afterwards"] != "served", found

@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import MODELS, Live, differing
-from wire import make_wire
 
 from fp8rl import errors
+from support.models import MODELS, Live, differing
+from support.wire import make_wire
 from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.refit.worker import METHODS
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from models import MODELS, Live, differing
 from safetensors.torch import save_file
-from wire import FAULTS, IN_FILES, SenderDied, Wire, items, make_wire, refilled, spoil
 
 from fp8rl.errors import Fp8RLError
+from support.models import MODELS, Live, differing
+from support.wire import FAULTS, IN_FILES, SenderDied, Wire, items, make_wire, refilled, spoil
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
 

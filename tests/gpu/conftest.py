@@ -1,17 +1,13 @@
-"""Workers and checks that CPU tests have, too; they are no tests and no package."""
+"""Fixtures of the tests on a GPU."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron_fp8rl"))
-pytest.register_assert_rewrite("parallel_checks")
 _GUARD = 1 << 20  # bytes behind each output
 
 

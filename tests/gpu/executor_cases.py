@@ -19,13 +19,13 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 import torch
-from gpu_engine import LAYERS, PROMPTS, make_checkpoints
 from safetensors.torch import load_file
 
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
+from support.gpu_engine import LAYERS, PROMPTS, make_checkpoints
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.asynchronous import refit_async
 from vllm_fp8rl.refit.transport import Sender

@@ -12,19 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gpu_engine import QUICK, GpuEngine, make_checkpoints, start_engine
 
 import vllm_fp8rl
 from fp8rl import Recipe
 from nemo_rl_ext.workers.rollout_engine import create_engine, restart_in_bf16
+from support.gpu_engine import QUICK, GpuEngine, make_checkpoints, start_engine
+from support.nemo_rl import Closing
 
 RECIPE = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
-
-
-class Closing:
-    """What NeMo RL's extension of vLLM's worker is asked for."""
-
-    def cleanup(self) -> None: ...
 
 
 class Worker(SimpleNamespace):
@@ -47,7 +42,7 @@ def main() -> None:
         arguments = {
             **vllm_fp8rl.engine_args(RECIPE),
             "enable_sleep_mode": True,
-            "worker_extension_cls": f"{Path(__file__).stem}.{Closing.__name__}",
+            "worker_extension_cls": f"{Closing.__module__}.{Closing.__name__}",
             **QUICK,
         }
         create_engine(worker, create, arguments)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_engine import QUICK, make_checkpoints, refit_tensors, start_engine
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
+from support.gpu_engine import QUICK, make_checkpoints, refit_tensors, start_engine
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state
 from vllm_fp8rl.refit import drop_requests, refit
 

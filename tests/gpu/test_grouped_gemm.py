@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.gemm import GroupedShape, LoopBackend, builtin_backends
 from fp8rl.gemm.checking import fault
@@ -25,6 +24,7 @@ from fp8rl.numerics import (
     reference,
 )
 from fp8rl.testing.numeric import relative_error
+from support.triton_device import DEVICE, INTERPRETED
 
 kernels = importlib.import_module("fp8rl.numerics.triton.grouped")
 

@@ -11,7 +11,8 @@ import itertools
 
 import pytest
 import torch
-from triton_device import DEVICE, INTERPRETED
+
+from support.triton_device import DEVICE, INTERPRETED
 
 triton = importlib.import_module("triton")
 tl = triton.language

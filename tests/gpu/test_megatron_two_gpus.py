@@ -21,13 +21,13 @@ import torch
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two CUDA GPUs", allow_module_level=True)
 pytest.importorskip("megatron.core")
-import parallel_cases as cases
-import parallel_checks as checks
-from parallel_run import SINGLES, TOPOLOGIES, random_weights
 from safetensors.torch import save_file
 
 from fp8rl.gemm import DeepGemmBackend, GemmShape, ScaledMmBackend
 from megatron_fp8rl.testing.launch import launch
+from support.parallel import cases, checks
+from support.parallel.run import SINGLES, TOPOLOGIES, random_weights
+from support.processes import environment
 
 DEVICE = "cuda"
 TIMEOUT = 400.0  # of a world; what it has finished by then counts
@@ -104,7 +104,7 @@ def ranks(request, tmp_path_factory, weights):
             [str(out), json.dumps({name: _backend(name) for name in names}), DEVICE],
             timeout=TIMEOUT,
             # What megatron asks for where it overlaps collectives with products.
-            env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            env=environment(CUDA_DEVICE_MAX_CONNECTIONS="1"),
         )
 
     worlds = [[name for name in world if name in asked] for world in WORLDS]

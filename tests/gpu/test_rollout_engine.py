@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.processes import environment
+
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("vllm")
@@ -17,7 +19,13 @@ CASES = Path(__file__).parent / "rollout_engine_cases.py"
 
 
 def test_bf16_takes_the_place_of_a_sleeping_fp8_engine() -> None:
-    done = subprocess.run([sys.executable, str(CASES)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(CASES)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     last = done.stdout.splitlines()[-1]
     assert last.startswith("passed: ")

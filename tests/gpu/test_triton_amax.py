@@ -9,9 +9,9 @@ import importlib
 
 import pytest
 import torch
-from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.numerics import AMAX_BINS, reference
+from support.triton_device import DEVICE, INTERPRETED
 
 triton_amax = importlib.import_module("fp8rl.numerics.triton.amax")
 

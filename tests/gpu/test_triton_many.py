@@ -9,9 +9,9 @@ import importlib
 
 import pytest
 import torch
-from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, quantize_blocks, reference
+from support.triton_device import DEVICE, INTERPRETED
 
 many = importlib.import_module("fp8rl.numerics.triton.multi_tensor")
 

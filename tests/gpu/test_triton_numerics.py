@@ -17,10 +17,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import Quantized, quantize_block, quantize_group, reference
+from support.triton_device import DEVICE, INTERPRETED
 
 triton_kernels = importlib.import_module("fp8rl.numerics.triton.quantize")
 triton_two_way = importlib.import_module("fp8rl.numerics.triton.dual")
@@ -186,7 +186,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     """Every kernel of the cases that are going to run."""
     if INTERPRETED:
         return
-    from compile_ahead import compiling_ahead
+    from support.compile_ahead import compiling_ahead
 
     items = [item for item in request.session.items if item.path == request.path]
     with compiling_ahead():

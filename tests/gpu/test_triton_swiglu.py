@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from triton_device import DEVICE, INTERPRETED
 
 from fp8rl.numerics import Operand, Quantized, quantize_swiglu, quantize_swiglu_grad, reference
+from support.triton_device import DEVICE, INTERPRETED
 
 triton_kernels = importlib.import_module("fp8rl.numerics.triton.quantize")
 triton_two_way = importlib.import_module("fp8rl.numerics.triton.dual")
@@ -76,7 +76,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
     tests = {item.name.partition("[")[0] for item in request.session.items}
     if INTERPRETED or "test_bit_for_bit" not in tests:
         return
-    from compile_ahead import compiling_ahead
+    from support.compile_ahead import compiling_ahead
 
     with compiling_ahead():
         for name, shape, sides, (cast, scale_format) in itertools.product(

@@ -18,7 +18,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from gpu_engine import (
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError, RefitError
+from fp8rl.kv_scales import scale_name
+from fp8rl.numerics import quantize_block
+from support.gpu_engine import (
     LAYERS,
     GpuEngine,
     expected_logprobs,
@@ -28,11 +32,6 @@ from gpu_engine import (
     slope,
     start_engine,
 )
-
-from fp8rl import Recipe
-from fp8rl.errors import Fp8RLError, RefitError
-from fp8rl.kv_scales import scale_name
-from fp8rl.numerics import quantize_block
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import gap

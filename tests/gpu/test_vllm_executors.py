@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from support.processes import run_script
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -21,21 +19,8 @@ SCRIPT = Path(__file__).with_name("executor_cases.py")
 
 
 def run(mode: str, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), mode, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        # Ray would else join a cluster that happens to run on this host, and wait for its GPUs.
-        env=os.environ
-        | {
-            "PYTHONPATH": f"{SCRIPT.parent}:{os.environ.get('PYTHONPATH', '')}",
-            "RAY_ADDRESS": "local",
-        },
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    # Ray would else join a cluster that happens to run on this host, and wait for its GPUs.
+    return run_script(SCRIPT, mode, folder, timeout=400, variables={"RAY_ADDRESS": "local"})
 
 
 @pytest.mark.parametrize("mode", ["core", "mp", "ray"])

@@ -12,7 +12,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from gpu_engine import (
+from fp8rl import Recipe
+from fp8rl.errors import RefitError, ScaleError, UnsupportedError
+from fp8rl.numerics import quantize_block
+from fp8rl.recipe import KVCache
+from support.gpu_engine import (
     PROMPTS,
     QUICK,
     GpuEngine,
@@ -23,11 +27,6 @@ from gpu_engine import (
     slope,
     start_engine,
 )
-
-from fp8rl import Recipe
-from fp8rl.errors import RefitError, ScaleError, UnsupportedError
-from fp8rl.numerics import quantize_block
-from fp8rl.recipe import KVCache
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit

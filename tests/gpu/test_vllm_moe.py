@@ -20,7 +20,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from gpu_engine import SHAPE, GpuEngine, expected_logprobs, refit_tensors, slope, start_engine
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -34,6 +33,14 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.numerics import dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
+from support.gpu_engine import (
+    SHAPE,
+    GpuEngine,
+    expected_logprobs,
+    refit_tensors,
+    slope,
+    start_engine,
+)
 from vllm_fp8rl.kernels.moe_settings import set_activation_scales
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.storage.experts import SLOTS, ExpertGrids, ExpertLayout, empty_stacks

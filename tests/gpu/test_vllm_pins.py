@@ -12,10 +12,15 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from gpu_engine import expected_logprobs, make_checkpoints, refit_tensors, slope, start_engine
-
 from fp8rl import Recipe
 from fp8rl.recipe import KVCache, Pins
+from support.gpu_engine import (
+    expected_logprobs,
+    make_checkpoints,
+    refit_tensors,
+    slope,
+    start_engine,
+)
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import gap
 

@@ -13,13 +13,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from gpu_engine import SHAPE, GpuEngine, make_checkpoints, refit_tensors, start_engine
 from safetensors.torch import load_file
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
+from support.gpu_engine import SHAPE, GpuEngine, make_checkpoints, refit_tensors, start_engine
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.plan import LoadPlan
 from vllm_fp8rl.storage.block_grid import BlockGrid, Writes, empty_storage

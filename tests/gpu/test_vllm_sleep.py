@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from support.processes import environment
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -25,7 +26,7 @@ CASES = Path(__file__).parent / "sleep_cases.py"
 def test_weights_and_scales_after_every_kind_of_sleep(version: str, runner: str) -> None:
     done = subprocess.run(
         [sys.executable, str(CASES)],
-        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": version},
+        env=environment(VLLM_USE_V2_MODEL_RUNNER=version),
         capture_output=True,
         text=True,
         timeout=300,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from support.processes import run_script
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -20,7 +19,7 @@ pytest.importorskip("vllm")
 START = """
 import json, sys
 from pathlib import Path
-from gpu_engine import make_checkpoints, start_engine
+from support.gpu_engine import make_checkpoints, start_engine
 from fp8rl import Recipe
 
 recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
@@ -45,20 +44,8 @@ print(json.dumps({
 
 
 def start(path: Path, cache: Path) -> dict[str, Any]:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
-        "DG_JIT_CACHE_DIR": str(cache),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(path), str(cache)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    variables = {"DG_JIT_CACHE_DIR": str(cache)}
+    return run_script(START, path, cache, timeout=300, variables=variables)
 
 
 def test_no_kernel_is_left_to_be_compiled_by_a_step(tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ pytest.importorskip("megatron.core")
 
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 
-pytest.register_assert_rewrite("parallel_checks")
-
 SEED = 1234
 
 

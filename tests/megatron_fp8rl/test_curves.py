@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from megatron_curves import VARIANTS, Curve, Setting, train
 
 ROOT = Path(__file__).resolve().parents[2]

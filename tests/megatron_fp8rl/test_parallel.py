@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -16,11 +15,9 @@ from fp8rl.numerics import dequantize_block
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.testing.launch import LaunchError, launch
-
-sys.path.insert(0, str(Path(__file__).parent))  # the workers' modules are no tests and no package
-import parallel_cases as cases
-import parallel_checks as checks
-from parallel_run import PINS, SINGLE, SINGLES, TOPOLOGIES, VOCAB, build, random_weights
+from support.parallel import cases, checks
+from support.parallel.run import PINS, SINGLE, SINGLES, TOPOLOGIES, VOCAB, build, random_weights
+from support.processes import environment
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,8 @@ def ranks(tmp_path_factory, weights) -> checks.Results:
     out = tmp_path_factory.mktemp("parallel")
     for kind, tensors in weights.items():
         save_file(tensors, out / f"{kind}.safetensors")
-    launch(cases.WORKER, 2, [str(out), json.dumps(dict.fromkeys(TOPOLOGIES)), "cpu"], timeout=180)
+    arguments = [str(out), json.dumps(dict.fromkeys(TOPOLOGIES)), "cpu"]
+    launch(cases.WORKER, 2, arguments, timeout=180, env=environment())
     return checks.Results(out)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-# Before anything that imports vLLM: it sets the environment that vLLM reads at import.
-from live_engine import KV_SCALE, Engine, make_checkpoint, start_engine
-
 from fp8rl import Recipe
+
+# Before anything that imports vLLM: it sets the environment that vLLM reads at import.
+from support.engine import KV_SCALE, Engine, make_checkpoint, start_engine
 
 
 @pytest.fixture(scope="session")

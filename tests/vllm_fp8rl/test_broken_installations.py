@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from broken_installation_cases import CASES
-from live_engine import found_by
 
-SCRIPT = Path(__file__).with_name("broken_installation_cases.py")
+from support import broken_installations
+from support.broken_installations import CASES
+from support.processes import run_script
+
 BY = ("by argument", "once more", "by the model's config")
 
 
@@ -17,7 +18,7 @@ BY = ("by argument", "once more", "by the model's config")
 def found(checkpoints: dict[str, Path]) -> dict[str, Any]:
     """Of each installation, what vLLM says to each way of asking."""
     # Made-up installations must lie before the real one, which may be a checkout.
-    return found_by(SCRIPT, checkpoints["a"].parent, timeout=180)
+    return run_script(Path(broken_installations.__file__), checkpoints["a"].parent, timeout=180)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from live_engine import Engine
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import Diagnosis
 from fp8rl.numerics import FP8_DTYPE
+from support.engine import Engine
 from vllm_fp8rl import compat, doctor, hooks
 from vllm_fp8rl.quantization.models import module_names
 from vllm_fp8rl.quantization.sizes import Sizes

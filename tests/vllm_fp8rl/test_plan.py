@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_engine import KV_SCALE, LAYERS, Engine, load_tensors
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
+from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.plan import LoadPlan
 

@@ -1,0 +1,448 @@
+"""What each of NeMo RL's drivers serves, and that no key of ours is ignored anywhere else."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
+from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, find, meant
+from nemo_rl_ext.config.keys import READERS, prepare, read
+from nemo_rl_ext.config.worker_block import WorkerBlock
+from nemo_rl_ext.patches import config as config_seam
+from nemo_rl_ext.patches.ledger import SEAMS, Seams
+from nemo_rl_ext.workers import training
+
+ROOT = Path(__file__).resolve().parents[3]
+ALL = [pytest.param(driver, id=driver.name) for driver in DRIVERS.values()]
+
+
+def config(block: dict[str, Any] | None, *sections: str, megatron: bool = True) -> dict[str, Any]:
+    """A config with a place for every wrong guess, and the block in ``sections``."""
+    model = {"model_name": "/none", "megatron_cfg": {"enabled": megatron}, "draft": {}}
+    generation: dict[str, Any] = {"vllm_cfg": {"env_vars": {"FP8RL_AUTOLOAD": "1"}}}
+    value: dict[str, Any] = {
+        "policy": {**copy.deepcopy(model), "generation": generation, "dtensor_cfg": {}},
+        "value": copy.deepcopy(model),
+        "teacher": copy.deepcopy(model),
+        "teachers": [copy.deepcopy(model), copy.deepcopy(model)],
+        "env": {"reward_model": copy.deepcopy(model)},
+        "data": {"train": {"dataset_name": "x"}},
+        "loss_fn": {"use_importance_sampling_correction": True},
+        "logger": {},
+    }
+    value["policy"]["megatron_cfg"]["model_overrides"] = {}
+    generation["vllm_kwargs"] = {"additional_config": {}}
+    for section in sections:
+        put(value, f"{section}.fp8rl", block)
+    return value
+
+
+def put(value: Any, path: str, new: Any) -> None:
+    *sections, key = path.split(".")
+    for section in sections:
+        value = value[int(section)] if section.isdigit() else value[section]
+    value[key] = new
+
+
+def mappings(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Path of every mapping."""
+    if isinstance(value, dict):
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        if isinstance(inner, dict | list):
+            yield from mappings(inner, (*path, str(key)))
+
+
+class Loss(BaseModel, extra="allow"):
+    pass
+
+
+class MasterConfig(BaseModel, extra="allow"):
+    """As upstream's: sections are plain, but the loss is a model."""
+
+    policy: dict[str, Any]
+    loss_fn: Loss
+
+
+def made(driver: Driver, value: dict[str, Any]) -> Any:
+    """A ``MasterConfig`` as the driver's script makes it, with the seam in."""
+
+    class Own(MasterConfig):
+        pass
+
+    Own.__qualname__ = "MasterConfig"  # a class of a function is read in its source
+    module: Any = ModuleType(driver.module)
+    module.MasterConfig = Own
+    config_seam.apply(module, Seams())
+    return module.MasterConfig(**copy.deepcopy(value))
+
+
+# --- places ---
+
+
+@pytest.mark.parametrize("driver", ALL)
+def test_a_block_is_read_or_refused_wherever_it_stands(driver: Driver) -> None:
+    """Naively, `MasterConfig` takes any of them without a word."""
+    block = {"kv_cache": {"dtype": "auto"}}
+    served = set()
+    for path in mappings(config(None)):
+        value = config(None)
+        key = ".".join([*path, "fp8rl"])
+        put(value, key, block)
+        assert MasterConfig(**value), "upstream's own class says nothing"
+        try:
+            read_keys = made(driver, value)
+        except RecipeError as error:
+            assert f"'{key}'" in str(error).replace("[", ".").replace("]", ""), key
+        else:
+            assert read_keys.model_dump()
+            served.add(key)
+    assert served == {f"{section}.fp8rl" for section in driver.serves}
+
+
+@pytest.mark.parametrize("driver", ALL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8_rl",
+        "Fp8rl",
+        "FP8RL",
+        "fp8lr",
+        "policy.megatron_cfg.fp8rl",
+        "fp8rl_cfg",  # beside upstream's fp8_cfg
+        "fp8rl.pins",
+        "nemo_fp8rl_recipe",
+    ],
+)
+def test_what_is_nearly_our_key_is_refused_everywhere(driver: Driver, name: str) -> None:
+    for path in mappings(config(None)):
+        value: Any = config(None)
+        inner = value
+        for part in path:
+            inner = inner[int(part)] if part.isdigit() else inner[part]
+        inner[name] = {}
+        with pytest.raises(RecipeError, match="is no key of NeMo RL or fp8rl; write 'fp8rl'"):
+            made(driver, value)
+
+
+@pytest.mark.parametrize(
+    ("driver", "path", "message"),
+    [
+        (
+            "sft",
+            "policy.generation.vllm_cfg.fp8rl",
+            "'policy.generation.vllm_cfg.fp8rl' has no effect in run_sft.py: it generates nothing, "
+            "and its loss compares no two engines; move it to 'policy.megatron_cfg.fp8rl', or "
+            "remove it.",
+        ),
+        ("dpo", "loss_fn.fp8rl_guard", "'loss_fn.fp8rl_guard' has no effect in run_dpo.py"),
+        ("rm", "policy.megatron_cfg.fp8rl", "DTensor workers alone, which run in BF16; remove it."),
+        ("distillation", "teacher.megatron_cfg.fp8rl", "the teacher stays in BF16"),
+        (
+            "xtoken_off_policy_distillation",
+            "teachers.1.megatron_cfg.fp8rl",
+            "'teachers[1].megatron_cfg.fp8rl' has no effect",
+        ),
+        ("ppo", "value.megatron_cfg.fp8rl", "the value model stays in BF16; move it to"),
+        ("grpo", "env.reward_model.fp8rl", "'env.reward_model.fp8rl' has no effect in run_grpo.py"),
+        ("grpo", "policy.draft.fp8rl", "'policy.draft.fp8rl' has no effect"),
+        ("eval", "fp8rl", "'fp8rl' is set, but no section uses it; run_eval.py serves none"),
+        ("sft", "fp8rl", "interpolate the recipe into 'policy.megatron_cfg.fp8rl'."),
+        (
+            "grpo",
+            "policy.generation.vllm_kwargs.additional_config.fp8rl",
+            "is set, but no section uses it; interpolate the recipe into",
+        ),
+    ],
+)
+def test_a_refusal_names_the_key_the_reason_and_the_remedy(
+    driver: str, path: str, message: str
+) -> None:
+    value = config(None)
+    put(value, path, {})
+    with pytest.raises(RecipeError) as raised:
+        made(DRIVERS[driver], value)
+    assert message in str(raised.value)
+
+
+def test_null_is_no_key() -> None:
+    """By which a teacher of the same YAML anchor is left out."""
+    block = {"kv_cache": {"dtype": "auto"}}
+    value = config(block, "policy.megatron_cfg", "policy.generation.vllm_cfg")
+    put(value, "teacher.megatron_cfg.fp8rl", None)
+    keys = read(value, DRIVERS["distillation"])
+    assert keys is not None
+    assert keys.recipe.rollout
+    assert keys.recipe.training
+
+
+def test_names_of_environment_variables_are_not_taken_for_keys() -> None:
+    for name in (
+        "FP8RL_AUTOLOAD",
+        "FP8RL_BLOCK_PLUGINS",
+        "FP8RL_RECIPE",
+        "fp8",
+        "fp8_cfg",
+        "fp8_param",
+        "fp8_recipe",
+    ):
+        assert meant(name) is None, name
+
+
+def test_the_source_of_an_interpolation_says_the_same() -> None:
+    value = config({"pins": {"first": 1}}, "policy.megatron_cfg")
+    value["fp8rl"] = {"pins": {"first": 2}}
+    with pytest.raises(RecipeError, match=r"'fp8rl' differs from 'policy\.megatron_cfg\.fp8rl'"):
+        made(DRIVERS["sft"], value)
+
+
+def test_models_are_looked_into() -> None:
+    class Teacher(BaseModel, extra="allow"):
+        pass
+
+    given = {"teachers": [Teacher(megatron_cfg={"fp8rl": {}})]}  # type: ignore[call-arg]
+    assert [path for path, *_ in find(given)] == ["teachers[0].megatron_cfg.fp8rl"]
+
+
+@pytest.mark.parametrize("driver", ALL)
+def test_without_a_key_nothing_is_changed_and_nothing_imported(driver: Driver) -> None:
+    value = config(None)
+    assert made(driver, value).model_dump() == MasterConfig(**value).model_dump()
+    assert not check_places(value, driver)
+    assert "config" in SEAMS[driver.module]
+
+
+def test_the_check_of_a_config_without_keys_imports_nothing_of_ours() -> None:
+    code = (
+        "import sys; from nemo_rl_ext.config.drivers import DRIVERS, check_places; "
+        "assert not any(check_places({'policy': {'fp8_cfg': {}}}, d) for d in DRIVERS.values()); "
+        "print([m for m in ('torch', 'pydantic', 'fp8rl', 'nemo_rl_ext.config.keys') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# --- what is served ---
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_supervised_training_runs_in_fp8(name: str) -> None:
+    value = config({"pins": {"layers": [3]}}, "policy.megatron_cfg")
+    value["policy"]["generation"] = None
+    value["policy"]["megatron_cfg"]["fp8_cfg"] = {"enabled": True, "fp8_recipe": "blockwise"}
+    prepared = made(DRIVERS[name], value)
+    megatron = prepared.policy["megatron_cfg"]
+    recipe = training.recipe_of(prepared.policy)
+    assert recipe == Recipe.from_dict({"pins": {"layers": [3]}, "rollout": False})
+    assert megatron["fp8_cfg"]["enabled"] is False, "not Transformer Engine's beside ours"
+    assert not training.sends_kv_scales(prepared.policy)
+
+
+def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
+    sections = ("policy.megatron_cfg", "policy.generation.vllm_cfg")
+    value = config({}, *sections)
+    value["loss_fn"] = {"kl_type": "mixed"}  # no correction to ask for
+    keys = read(value, DRIVERS["distillation"])
+    assert keys is not None
+    assert "vLLM calibrates them itself" in keys.notes[-1]  # its refits carry no KV scales
+    prepared = made(DRIVERS["distillation"], value)
+    vllm = prepared.policy["generation"]["vllm_kwargs"]
+    assert (vllm["quantization"], vllm["kv_cache_dtype"]) == ("fp8rl", "fp8_e4m3")
+    assert not training.sends_kv_scales(prepared.policy)
+    assert prepared.teacher == value["teacher"]
+    put(value, "policy.generation.vllm_cfg.expert_parallel_size", 2)
+    with pytest.raises(UnsupportedError, match="expert_parallel_size"):
+        made(DRIVERS["distillation"], value)
+
+
+@pytest.mark.parametrize(
+    ("driver", "block", "sections", "message"),
+    [
+        (
+            "sft",
+            {"rollout": True},
+            ["policy.megatron_cfg"],
+            r"rollout' has no effect: run_sft",
+        ),
+        ("dpo", {"kv_cache": {"margin": 2.0}}, ["policy.megatron_cfg"], r"kv_cache' has no effect"),
+        (
+            "sft",
+            {"importance_sampling": {"high": 3.0}},
+            ["policy.megatron_cfg"],
+            "importance_sampling' has no effect",
+        ),
+        (
+            "grpo",
+            {"rollout": True},
+            ["policy.megatron_cfg", "loss_fn"],
+            r"rollout' has no effect: 'policy\.generation\.vllm_cfg\.fp8rl' is not set",
+        ),
+        ("grpo", {"pins": {"first": 1}}, ["loss_fn"], "pins' has no effect"),
+        (
+            "distillation",
+            {"importance_sampling": {"high": 3.0}},
+            ["policy.generation.vllm_cfg"],
+            "importance_sampling' has no effect: run_distillation.py has no use for it",
+        ),
+    ],
+)
+def test_a_setting_that_nobody_acts_on_is_refused(
+    driver: str, block: dict[str, Any], sections: list[str], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        made(DRIVERS[driver], config(block, *sections))
+
+
+def test_what_is_so_anyway_may_be_said() -> None:
+    block = {"rollout": False, "kv_cache": {"dtype": "auto"}, "importance_sampling": {}}
+    assert made(DRIVERS["sft"], config(block, "policy.megatron_cfg"))
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "distillation", "grpo"])
+def test_fp8_training_is_not_asked_of_dtensor_workers(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"'policy\.megatron_cfg\.enabled' true"):
+        made(DRIVERS[name], config({}, "policy.megatron_cfg", megatron=False))
+    sections = ["policy.megatron_cfg", "policy.generation.vllm_cfg"]
+    block = {"training": True, "kv_cache": {"dtype": "auto"}}
+    if name in ("distillation", "grpo"):
+        with pytest.raises(RecipeError, match="training' has no effect: DTensor"):
+            made(DRIVERS[name], config(block, *sections, megatron=False))
+
+
+# --- every key of a recipe arrives ---
+
+OTHER: dict[str, Any] = {
+    "rollout": False,
+    "training": False,
+    "weights": {"scale_format": "pow2"},
+    "activations": {"scale_format": "pow2"},
+    "pins": {
+        "layers": [-2],
+        "first": 1,
+        "last": 2,
+        "names": ["model.layers.3.mlp.*"],
+        "kinds": ["o_proj"],
+    },
+    "kv_cache": {"margin": 1.5},
+    "importance_sampling": {
+        "level": "geometric",
+        "mode": "clip",
+        "low": 0.5,
+        "high": 3.0,
+        "self_normalize": True,
+        "log_ratio_clamp": 10.0,
+        "rejection": {"level": "sequence", "low": 0.8, "high": 1.2},
+        "token_veto": 1e-4,
+    },
+}
+
+
+def test_every_key_has_a_reader_and_another_value_here() -> None:
+    assert set(READERS) == set(Recipe.model_fields) == set(OTHER)
+
+
+@pytest.mark.parametrize("driver", ALL)
+@pytest.mark.parametrize("key", OTHER)
+def test_each_key_of_a_recipe_reaches_who_acts_on_it(driver: Driver, key: str) -> None:
+    """NeMo RL#4126: settings that a config takes and nobody forwards to the workers.
+
+    Naively, by copying the settings that one knows: a key that was forgotten is the default.
+    """
+    from vllm_fp8rl.quantization.config import read_recipe
+
+    if not driver.serves:
+        return
+    block = {"kv_cache": {"dtype": "auto"}} if key != "kv_cache" and driver.name == "ppo" else {}
+    block[key] = OTHER[key]
+    wanted = Recipe.from_dict(block)
+    try:
+        prepared = made(driver, config(block, *driver.serves))
+    except Fp8RLError as error:
+        assert key in str(error)  # told, not lost
+        return
+    acting = [section for section in READERS[key] if section in driver.serves]
+    if not acting:  # a driver without rollouts, which is what `false` asks for
+        assert wanted.rollout is False
+        return
+    found = []
+    if "policy.megatron_cfg" in acting:
+        sent = pickle.loads(pickle.dumps(prepared.policy))  # as Ray does
+        recipe = training.recipe_of(sent)
+        assert recipe is not None
+        found.append(recipe)
+    if "policy.generation.vllm_cfg" in acting and wanted.rollout:
+        arguments = prepared.policy["generation"]["vllm_kwargs"]
+        found.append(read_recipe(arguments["additional_config"]))
+    if "loss_fn" in acting:
+        found.append(Recipe.from_dict(prepared.loss_fn.fp8rl))
+    assert found or key == "rollout"
+    for recipe in found:
+        assert getattr(recipe, key) == getattr(wanted, key) != getattr(Recipe(), key)
+
+
+# --- on the way to the workers ---
+
+
+def test_a_worker_without_the_package_does_not_train_in_bf16(tmp_path: Path) -> None:
+    """Naively a plain dict: that worker would train in BF16, and SFT's loss tells nobody."""
+    prepared = made(DRIVERS["sft"], config({}, "policy.megatron_cfg"))
+    assert isinstance(prepared.policy["megatron_cfg"]["fp8rl"], WorkerBlock)
+    file = tmp_path / "policy.pkl"
+    file.write_bytes(pickle.dumps(prepared.policy))
+    load = f"import pickle; print(pickle.loads(open({str(file)!r}, 'rb').read())['model_name'])"
+
+    def worker(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    missing = worker(f"import sys; sys.modules['nemo_rl_ext'] = None; {load}")
+    assert "ModuleNotFoundError" in missing.stderr
+    assert "nemo_rl_ext" in missing.stderr.splitlines()[-1]
+    closed = worker(f"import torch; {load}", FP8RL_AUTOLOAD="0")
+    assert "torch's autoload is off in this worker" in closed.stderr.splitlines()[-1]
+
+
+def test_a_block_is_a_plain_dict_to_all_who_log_or_save_it() -> None:
+    import yaml
+
+    prepared = made(DRIVERS["sft"], config({}, "policy.megatron_cfg"))
+    saved = yaml.safe_load(yaml.safe_dump(prepared.model_dump()))
+    assert prepared.policy["megatron_cfg"]["fp8rl"] == saved["policy"]["megatron_cfg"]["fp8rl"]
+    again = made(DRIVERS["sft"], saved)  # resumed from what a checkpoint keeps
+    assert again.model_dump() == prepared.model_dump()
+    assert copy.deepcopy(prepared.policy) == prepared.policy
+
+
+@pytest.mark.parametrize("driver", ALL)
+def test_preparing_twice_changes_nothing_more(driver: Driver) -> None:
+    if not driver.serves:
+        return
+    value = config({"kv_cache": {"dtype": "auto"}}, *driver.serves)
+    value["fp8rl"] = {"kv_cache": {"dtype": "auto"}}
+    once = made(driver, value)
+    before = once.model_dump()
+    prepare(once, driver, lambda key: None)
+    assert once.model_dump() == before
+    assert made(driver, before).model_dump() == before

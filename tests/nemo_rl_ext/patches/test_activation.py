@@ -1,0 +1,286 @@
+"""Hooks after the import of named modules: on a package of that name made for the test, because
+what counts here is the machinery of imports; `tests/contract` has the real one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_ext.patches import ledger as activation
+from nemo_rl_ext.patches.ledger import SEAMS
+from nemo_rl_ext.patches.upstream import Upstream
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(code: str, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    folders = [str(p) for p in (path, ROOT, ROOT / "plugins") if p is not None]
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), **env},
+    )
+
+
+def package(tmp_path: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+        for folder in file.parents:
+            if folder == tmp_path:
+                break
+            (folder / "__init__.py").touch()
+    return tmp_path
+
+
+def test_the_entry_point_is_the_autoload() -> None:
+    points = {p.name: p.value for p in entry_points(group="torch.backends")}
+    assert points["fp8rl"] == "nemo_rl_ext.autoload:start"
+
+
+def test_importing_torch_installs_the_finder_and_imports_nothing_else() -> None:
+    code = """
+        import sys, torch
+        from nemo_rl_ext.patches.ledger import installed
+        print(installed() is sys.meta_path[0],
+              [m for m in ("wrapt", "pydantic", "pluggy", "fp8rl", "nemo_rl") if m in sys.modules])
+    """
+    assert run(code).stdout.strip() == "True []"
+
+
+def test_it_is_switched_off_with_torch_s_autoload() -> None:
+    code = """
+        import torch, sys
+        print([f for f in sys.meta_path if "nemo_rl_ext" in type(f).__module__])
+    """
+    assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.strip() == "[]"
+
+
+def test_words_that_switch_it_off_and_on() -> None:
+    code = """
+        import contextlib, io, os, sys, torch
+        from nemo_rl_ext import autoload
+        from nemo_rl_ext.patches import ledger as activation
+        words = ["0", "false", "off", "no", " OFF ", "1", "true", "on", "yes", "", "nope", "2"]
+        for value in words:
+            sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, activation.Seams)]
+            os.environ["FP8RL_AUTOLOAD"] = value
+            with contextlib.redirect_stderr(io.StringIO()) as told:
+                autoload.start()
+            print(value.strip() or "empty", activation.installed() is not None, told.getvalue())
+    """
+    lines = [line.split(" ", 2) for line in run(code).stdout.splitlines() if line]
+    found = {word: (on == "True", rest) for word, on, rest in lines}
+    off, on = ("0", "false", "off", "no", "OFF"), ("1", "true", "on", "yes", "empty")
+    assert {word: found[word] for word in off} == dict.fromkeys(off, (False, ""))
+    assert {word: found[word] for word in on} == dict.fromkeys(on, (True, ""))
+    for word in ("nope", "2"):
+        installed, told = found[word]
+        assert installed
+        assert told.startswith(f"FP8RL_AUTOLOAD is '{word}', which is neither on nor off")
+
+
+def test_an_error_of_ours_does_not_break_torch() -> None:
+    code = """
+        import sys
+        sys.modules["nemo_rl_ext.patches.ledger"] = None  # its import raises
+        import torch
+        print(torch.ones(2).sum().item())
+    """
+    done = run(code)
+    assert done.stdout.strip() == "2.0", done.stderr
+    assert "could not hook into NeMo RL" in done.stderr
+
+
+def test_the_list_is_what_the_seams_rely_on() -> None:
+    import importlib
+
+    for module, seams in SEAMS.items():
+        for seam in seams:
+            upstreams = importlib.import_module(f"nemo_rl_ext.patches.{seam}").UPSTREAM
+            assert all(isinstance(u, Upstream) for u in upstreams)
+            assert module in {u.module for u in upstreams}
+    files = {p.stem for p in (ROOT / "nemo_rl_ext" / "patches").glob("*.py")}
+    assert files - {"__init__", "ledger", "upstream"} == {
+        s for seams in SEAMS.values() for s in seams
+    }
+
+
+def test_every_seam_says_why_how_where_and_until_when() -> None:
+    import importlib
+
+    for seam in {s for seams in SEAMS.values() for s in seams}:
+        text = importlib.import_module(f"nemo_rl_ext.patches.{seam}").__doc__ or ""
+        for heading in ("Why:", "How:", "Upstream:", "Goes:"):
+            assert f"\n{heading}" in text, (seam, heading)
+
+
+LOAD_CONFIG = "def load_config(config_path):\n    return config_path\n"
+
+
+def test_a_module_of_the_list_is_wrapped_and_others_are_not(tmp_path: Path) -> None:
+    path = package(
+        tmp_path,
+        {"nemo_rl/utils/config.py": LOAD_CONFIG, "nemo_rl/utils/other.py": LOAD_CONFIG},
+    )
+    code = """
+        import torch, inspect
+        from nemo_rl.utils import config, other
+        print(hasattr(config.load_config, "__wrapped__"), hasattr(other.load_config, "__wrapped__"))
+        print(type(config.__spec__.loader).__name__, type(config.__loader__).__name__)
+        print(config.load_config("x"), inspect.getsource(config).splitlines()[0])
+    """
+    assert run(code, path).stdout.splitlines() == [
+        "True False",
+        "SourceFileLoader SourceFileLoader",
+        "x def load_config(config_path):",
+    ]
+
+
+def test_a_module_that_imports_torch_is_taken_up_when_it_is_whole(tmp_path: Path) -> None:
+    path = package(
+        tmp_path,
+        {
+            "nemo_rl/algorithms/grpo.py": """
+                import torch
+
+                class MasterConfig:
+                    pass
+
+                def compute_and_apply_seq_logprob_error_masking(
+                    train_data, rewards, seq_logprob_error_threshold
+                ):
+                    return {}
+            """,
+            "nemo_rl/utils/config.py": LOAD_CONFIG,
+        },
+    )
+    code = """
+        from nemo_rl.algorithms import grpo
+        from nemo_rl.utils.config import load_config
+        from nemo_rl_ext.patches.ledger import installed
+        print(sorted(installed().applied))
+        load_config("x")
+        print(sorted(installed().applied))
+    """
+    before, after = run(code, path).stdout.splitlines()
+    assert "grpo" not in before
+    assert "('nemo_rl.algorithms.grpo', 'batch'), ('nemo_rl.algorithms.grpo', 'config')" in after
+
+
+def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> None:
+    changed = LOAD_CONFIG.replace("config_path)", "path, strict)").replace("config_path", "path")
+    path = package(tmp_path, {"nemo_rl/utils/config.py": changed})
+    code = """
+        import torch
+        from nemo_rl.utils.config import load_config
+        print(load_config("x", True))
+        from nemo_rl_ext.patches.ledger import installed
+        try:
+            installed().require("policy.megatron_cfg.fp8rl")
+        except Exception as error:
+            print(type(error).__name__, error)
+    """
+    untouched, message = run(code, path).stdout.splitlines()
+    assert untouched == "x"
+    assert message == (
+        "UnsupportedError 'policy.megatron_cfg.fp8rl' is set, but fp8rl's seam 'start' does not "
+        "fit nemo_rl.utils.config: nemo_rl.utils.config.load_config takes (path, strict), not "
+        "(config_path) as in NeMo RL 7ea279a (22 August 2026). Install the NeMo RL that "
+        "docs/nemo_rl.md names, or remove the key."
+    )
+
+
+@pytest.mark.parametrize("parameter", ["config_path", "path"])
+def test_a_decorated_function_is_compared_by_its_source(tmp_path: Path, parameter: str) -> None:
+    """NeMo RL's NVTX decorator hides the parameters of the functions that it wraps."""
+    decorated = f"""
+        def named(f):
+            def wrapper(*args, **kwargs):
+                return f(*args, **kwargs)
+            return wrapper
+
+        @named
+        def load_config({parameter}):
+            return {parameter}
+    """
+    path = package(tmp_path, {"nemo_rl/utils/config.py": decorated})
+    code = """
+        import torch
+        from nemo_rl.utils import config
+        from nemo_rl_ext.patches.ledger import installed
+        print(*installed().failures.values())
+    """
+    message = run(code, path).stdout.strip()
+    assert ("load_config takes (path), not (config_path)" in message) == (parameter == "path")
+    assert parameter == "path" or not message
+
+
+def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
+    path = package(
+        tmp_path,
+        {
+            "nemo_rl/utils/config.py": LOAD_CONFIG,
+            "nemo_rl/models/generation/vllm/vllm_backend.py": """
+                import not_in_the_drivers_environment
+
+                class VllmInternalWorkerExtension:
+                    def _weight_update_lifecycle(self, transport): ...
+                    def _load_hf_weights(self, policy_weights, strict): ...
+            """,
+        },
+    )
+    code = """
+        import torch, nemo_rl.utils.config
+        from nemo_rl_ext.patches.ledger import installed
+        installed().require("policy.megatron_cfg.fp8rl")
+    """
+    last = run(code, path).stderr.strip().splitlines()[-1]
+    assert "seam 'refit' does not fit nemo_rl.models.generation.vllm.vllm_backend" in last
+    assert "_load_hf_weights takes (self, policy_weights, strict)" in last
+
+
+def test_an_import_error_of_the_module_is_its_own(tmp_path: Path) -> None:
+    path = package(tmp_path, {"nemo_rl/utils/config.py": "import nothing_of_that_name\n"})
+    done = run("import torch, nemo_rl.utils.config", path)
+    assert "No module named 'nothing_of_that_name'" in done.stderr
+
+
+def test_the_launcher_runs_a_driver_with_the_hooks(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import sys, neighbour\n"
+        "from nemo_rl_ext.patches.ledger import installed\n"
+        "print(__name__, sys.argv[1:], neighbour.x, installed() is not None)\n"
+    )
+    (tmp_path / "neighbour.py").write_text("x = 1\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_rl_ext", str(driver), "--config", "a.yaml"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        env={**os.environ, "FP8RL_AUTOLOAD": "0"},
+    )
+    assert done.stdout.strip() == "__main__ ['--config', 'a.yaml'] 1 True", done.stderr
+
+
+def test_the_launcher_says_what_is_wrong() -> None:
+    command = [sys.executable, "-m", "nemo_rl_ext", "none.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 1
+    assert "'none.py' is no file" in done.stderr
+
+
+def test_installing_twice_keeps_one_finder() -> None:
+    assert activation.install() is activation.install()
+    assert sum(isinstance(f, activation.Seams) for f in sys.meta_path) == 1

@@ -1,0 +1,123 @@
+"""An engine that calibrates itself after refits without KV scales: a real vLLM on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from fp8rl import Recipe
+from fp8rl.errors import ScaleError
+from fp8rl.kv_scales import scale_names
+from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.workers import self_calibration
+from nemo_rl_ext.workers.rollout import FencedSession
+from nemo_rl_ext.workers.self_calibration import SEQUENCES, TOKENS, CalibratingLLM
+from support.engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
+from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
+from vllm_fp8rl.quantization.kv_cache import forget_kv_scales, kv_scale_state, missing_kv_scales
+
+PROMPTS = [[(31 * i + 7 * j * j) % 500 + 5 for j in range(150 + 9 * i)] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Engine]:
+    started = start_engine(make_checkpoint(folder / "a", 0), Recipe(), enable_prefix_caching=True)
+    yield started
+    started.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def engine(live: Engine) -> Engine:
+    forget_kv_scales(live.model)
+    return Engine(CalibratingLLM(live.llm), live.recipe)
+
+
+def refit(engine: Engine, path: Path, scale: float | None = None) -> None:
+    import torch
+
+    scales = [] if scale is None else [(n, torch.full((1,), scale)) for n in scale_names(LAYERS)]
+    session = FencedSession(engine.model, True)
+    with session:
+        session.load([*load_tensors(path).items(), *scales])
+        session.finish()
+    engine.llm.reset_prefix_cache()
+
+
+def test_once_for_each_refit_without_scales(
+    engine: Engine, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    first = engine.greedy(PROMPTS)
+    assert engine.greedy(PROMPTS) == first
+    told = [m for m in caplog.messages if "calibrated" in m]
+    assert len(told) == 1
+    assert "from 4 prompts (654 tokens) in " in told[0]
+    before = kv_scale_state(engine.model)
+
+    refit(engine, make_checkpoint(folder / "b", 1))
+    assert missing_kv_scales(engine.model)
+    second = engine.greedy(PROMPTS)
+    assert second != first
+    found = kv_scale_state(engine.model)
+    assert found.keys() == before.keys()
+    assert all(found[key] != before[key] for key in before)
+    told = [m for m in caplog.messages if "calibrated" in m]
+    assert len(told) == 2
+    tokens = 2 * sum(len(p) + 12 for p in PROMPTS)
+    assert f"from 8 sequences of the latest rollouts ({tokens} tokens)" in told[1]
+
+    # Truth: a calibration from nothing, over the same whole sequences.
+    whole = [prompt + response for prompt, response in zip(PROMPTS, first, strict=True)]
+    truth = calibrate_kv_scales(engine.llm, whole)
+    kept = [found[layer, role] for layer in range(LAYERS) for role in ("k", "v")]  # type: ignore[index]
+    assert kept == pytest.approx(list(truth.values()), rel=0.02)
+
+    refit(engine, folder / "a", 0.0625)
+    engine.greedy(PROMPTS)
+    assert set(kv_scale_state(engine.model).values()) == {0.0625}  # scales that came are kept
+    refit(engine, folder / "a", 1.0)  # what NeMo RL sends where it has none
+    assert missing_kv_scales(engine.model)
+    engine.greedy(PROMPTS)
+    assert 1.0 not in kv_scale_state(engine.model).values()
+
+
+def test_a_calibration_that_fails_generates_nothing(engine: Engine) -> None:
+    engine.llm._self_seen.append((1,) * 999)  # longer than the engine takes
+    with pytest.raises(ScaleError, match=r"could not calibrate.*kv_cache\.dtype' to auto"):
+        engine.greedy(PROMPTS)
+    assert missing_kv_scales(engine.model)
+    engine.llm._self_seen.clear()
+    assert engine.greedy(PROMPTS)
+
+
+def test_whole_sequences_leave_room_for_one_token(engine: Engine) -> None:
+    longest = [list(range(5, 255))]  # of 256 tokens that the engine takes
+    engine.greedy(longest, tokens=6)
+    assert [len(s) for s in engine.llm._self_seen] == [255]
+    forget_kv_scales(engine.model)
+    engine.greedy(PROMPTS)
+
+
+def test_few_sequences_from_all_over_a_batch() -> None:
+    batch = [{"prompt_token_ids": [i // 16, 7]} for i in range(16 * 200)]
+    chosen = self_calibration._spread(batch)
+    assert len(chosen) <= SEQUENCES
+    assert chosen == [(i, 7) for i in range(0, 200, 4)]
+    image: dict[str, Any] = {"prompt_token_ids": [1], "multi_modal_data": {"image": object()}}
+    assert self_calibration._spread(["text", image, [1, 2], "text"]) == ["text", image, (1, 2)]
+
+
+def test_a_budget_of_tokens() -> None:
+    half = (1,) * (TOKENS // 2)
+    assert len(self_calibration._within_budget([half, half, half])) == 2
+    assert len(self_calibration._within_budget([half * 3, half])) == 1

@@ -1,0 +1,95 @@
+"""Real in-process engines and the tiny checkpoints that they load."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# vLLM reads these at import: the engine in this process, one thread, no downloads.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# vLLM compiles its logprobs helper at the first use: 15 s and a C++ compiler for nothing here.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from safetensors.torch import load_file
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from vllm_fp8rl.testing.tiny import make_checkpoint as make_checkpoint
+
+# Where another test has imported torch already, the variable above comes too late, and an engine in
+# a process of its own, which reads it, would sum in another order.
+torch.set_num_threads(1)
+
+LAYERS = 2
+VOCAB = 512
+KV_SCALE = 0.05
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 32 << 20,
+    "skip_tokenizer_init": True,
+    "seed": 0,
+}
+"""Of every small engine here."""
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """HF name -> BF16 tensor of a checkpoint made by :func:`make_checkpoint`."""
+    return load_file(path / "model.safetensors")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A live in-process engine."""
+
+    llm: Any
+    recipe: Recipe
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+    def greedy(self, prompts: list[list[int]], tokens: int = 12) -> list[list[int]]:
+        """Greedy continuations of prompts given as token numbers."""
+        from vllm import SamplingParams
+
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False),
+            use_tqdm=False,
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+_MODULES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
+
+
+def register_model(path: Path) -> None:
+    """Give vLLM the class of a model: a name it would ask in a process of its own, for 10 s."""
+    from vllm import ModelRegistry
+
+    (name,) = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
+    module = _MODULES.get(name.removesuffix("ForCausalLM"))
+    if module is not None:
+        source = importlib.import_module(f"vllm.model_executor.models.{module}")
+        ModelRegistry.register_model(name, getattr(source, name))
+
+
+def start_engine(path: Path, recipe: Recipe, **changes: Any) -> Engine:
+    """An in-process engine, float32 so that numeric assertions can be tight."""
+    from vllm import LLM
+
+    register_model(path)
+    arguments = SETTINGS | vllm_fp8rl.engine_args(recipe) | changes
+    return Engine(LLM(str(path), **arguments), recipe)

@@ -1,0 +1,29 @@
+"""Stand-ins for the parts of NeMo RL's vLLM workers that a test calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from support.engine import Engine  # sets what vLLM reads at import
+
+
+class Closing:
+    """NeMo RL's extension of vLLM's worker: what is called before an engine ends."""
+
+    closed = 0
+
+    def cleanup(self) -> None:
+        Closing.closed += 1
+
+
+def extension(engine: Engine) -> Any:
+    """Upstream's extension over the engine's worker, as vLLM mixes it in."""
+    from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    mixed: Any = VllmInternalWorkerExtension()
+    mixed.model_runner = worker.model_runner
+    mixed.model_config = worker.model_config
+    mixed.device = worker.device
+    return mixed

@@ -1,0 +1,250 @@
+"""What test_parallel.py compares: one small FP8 training run on any topology.
+
+:data:`WORKER` goes through topologies in one world of processes (see ``launch``), and each rank
+writes what it saw of one to ``OUT/<topology>.<rank>.pt``. On a CPU test_parallel.py runs
+:func:`train` in its own process for the truth; on GPUs a world of one process does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from safetensors.torch import load_file
+
+from fp8rl.errors import CheckpointError, ScaleError
+from fp8rl.gemm import builtin_backends
+from fp8rl.numerics import quantize_block
+from megatron_fp8rl import compat, weight_codes_hf
+from megatron_fp8rl.backends import BackendChoice
+from megatron_fp8rl.export import export_hf, load_hf
+from megatron_fp8rl.layout import plain_layout
+from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
+from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.swiglu import is_fused
+from megatron_fp8rl.testing.cpu_shim import CpuShim
+from megatron_fp8rl.testing.launch import join
+from megatron_fp8rl.testing.local_spec import completed_local_spec
+from megatron_fp8rl.testing.models import build_gpt
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+from support.parallel import checkpoints as checkpoint_cases
+from support.parallel.run import (
+    CPU,
+    LAYERS,
+    SINGLES,
+    STEPS,
+    TOPOLOGIES,
+    VOCAB,
+    Run,
+    Topology,
+    build,
+    hf_config,
+)
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def train(
+    topology: Topology, weights: dict[str, torch.Tensor], device: torch.device = CPU
+) -> dict[str, Any]:
+    """A few FP8 optimizer steps; what this rank saw of them, on the CPU."""
+    run = Run(topology, weights, device)
+    assert run.conversion is not None
+    observer = QKVObserver(run.model, enabled=False)
+    percentiles = QKVObserver(run.model, enabled=False, percentile=90.0)
+    result: dict[str, Any] = {
+        "exported": _exported(run),
+        "modules": sorted(run.conversion.modules),
+        "fused": sum(is_fused(module) for chunk in run.model for module in chunk.modules()),
+        "losses": [],
+    }
+    for step in range(STEPS):
+        with observer.observing(step == 0), percentiles.observing(step == 0):
+            loss = run.forward_backward(step)
+        if step == 0:
+            result["scales"] = observer.scales(margin=1.0)
+            result["percentiles"] = percentiles.scales(margin=1.0)
+        if loss is not None:
+            result["losses"].append(loss)
+        run.update()
+        if topology.overlap:  # a look at weights of which each rank has its own share alone
+            for module in run.conversion.modules.values():
+                weight_codes_hf(module)
+        result["trained"] = _exported(run)  # a refit after every step
+    result["codes"] = {"fp32": _code_mismatches(run.conversion, result["trained"], "fp32")}
+    run.conversion.close()
+    again = run.convert(weights={"scale_format": "pow2"})
+    result["codes"]["pow2"] = _code_mismatches(again, result["trained"], "pow2")
+    result["nan"] = _nan_on_the_last_rank(observer)
+    return result
+
+
+def _exported(run: Run) -> dict[str, torch.Tensor]:
+    return {name: t.cpu() for name, t in export_hf(run.model, vocab_size=VOCAB)}
+
+
+def _code_mismatches(conversion, exported, scale_format) -> dict[str, tuple[int, int]]:
+    """Per HF module of this rank: codes and scales compared, and how many differ from quantizing
+    the whole exported matrix, as a rollout engine on one rank does."""
+    dense = parallel_state.get_tensor_model_parallel_group()
+    experts = parallel_state.get_expert_tensor_parallel_group()
+    counts = {}
+    for module in conversion.modules.values():
+        for name, held in weight_codes_hf(module).items():
+            group = experts if ".experts." in name else dense
+            size, rank = group.size(), group.rank()
+            dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
+            weight = exported[f"{name}.weight"].to(held.codes.device)
+            whole = quantize_block(weight, scale_format=scale_format)
+            codes = whole.codes.view(torch.uint8).chunk(size, dim)[rank]
+            scales = whole.scale_inv.chunk(size, dim)[rank]
+            assert codes.shape == held.codes.shape and scales.shape == held.scale_inv.shape
+            wrong = (codes != held.codes.view(torch.uint8)).sum() + (scales != held.scale_inv).sum()
+            counts[name] = (codes.numel() + scales.numel(), int(wrong))
+    return counts
+
+
+def _nan_on_the_last_rank(observer: QKVObserver) -> str:
+    """What this rank is told when one rank alone saw a NaN."""
+    world = torch.distributed.get_world_size()
+    table = torch.ones(LAYERS, 3)
+    if torch.distributed.get_rank() == world - 1:
+        table[2, 1] = torch.nan
+    observer.load_state_dict({"amax": table})
+    try:
+        observer.scales(margin=1.0)
+    except ScaleError as error:
+        return str(error)
+    return "no error"
+
+
+def sequence_parallel_bits(device: torch.device, backend: str) -> dict[str, Any]:
+    """One column-parallel layer: gathering codes against gathering the activations first."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    layer = ColumnParallelLinear(
+        200,
+        256,
+        config=build_gpt(hf_config(), dtype=torch.float32).config,
+        init_method=torch.nn.init.xavier_normal_,
+        bias=False,
+    ).to(device)
+    codes = WeightCodes(plain_layout("o_proj", 128), "fp32", WeightEpoch())
+    offered = {each.name: each for each in builtin_backends()}
+    backends = BackendChoice(offered, ["fp32"], backend)
+    state = Fp8State("model.layers.0.self_attn.o_proj", codes, backends, "fp32")
+    generator = torch.Generator().manual_seed(9)
+    whole = torch.randn(12, 3, 200, generator=generator).to(device)
+    grad = torch.randn(12, 3, 256, generator=generator).chunk(2, -1)[group.rank()].to(device)
+    found, sent = [], []
+    for gathered_first in (True, False):
+        layer.weight.grad = None
+        x = whole if gathered_first else whole.chunk(2)[group.rank()]
+        x = x.clone().requires_grad_()
+        call = Call(
+            state=state,
+            fusion=False,
+            training=True,
+            sequence_parallel=not gathered_first,
+            allreduce_dgrad=gathered_first,
+            tp_group=group,
+        )
+        with _counting(sent):
+            y = fp8_linear(x, layer.weight, None, call)
+        y.backward(grad)
+        dx = x.grad.chunk(2)[group.rank()] if gathered_first else x.grad
+        found.append((y.detach(), dx, layer.weight.grad))
+    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    return {"same": same, "sent": sent, "tokens": len(whole) * 3 // 2}
+
+
+@contextmanager
+def _counting(sent: list[tuple[str, int]]) -> Iterator[None]:
+    """Note the dtype and the bytes of each all-gather's input."""
+    original = compat.all_gather
+
+    def count(output, shard, group, *, wait=True):
+        sent.append((str(shard.dtype), shard.numel() * shard.element_size()))
+        return original(output, shard, group, wait=wait)
+
+    compat.all_gather = count
+    try:
+        yield
+    finally:
+        compat.all_gather = original
+
+
+def round_trip_untied(
+    topology: Topology, weights: dict[str, torch.Tensor], device: torch.device
+) -> dict[str, Any]:
+    """Load and export with an output layer of its own, and a load that must fail everywhere."""
+    untied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].flip(0)}
+    model = build(topology, untied, tied=False, device=device)
+    message = "no error"
+    try:
+        load_hf(
+            model, {n: t for n, t in untied.items() if n != "model.layers.3.mlp.up_proj.weight"}
+        )
+    except CheckpointError as error:
+        message = str(error)
+    exported = {name: t.cpu() for name, t in export_hf(model, vocab_size=VOCAB)}
+    return {"untied": exported, "untied_error": message}
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """Pinned layers' activation, which megatron compiles, takes minutes to be compiled."""
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def _world(device_type: str) -> Iterator[torch.device]:
+    """This process in the world of ``launch``, and its device."""
+    on_cpu = device_type == "cpu"
+    with CpuShim().active() if on_cpu else completed_local_spec(), not_compiled():
+        join(device_type)
+        yield CPU if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        torch.distributed.destroy_process_group()
+
+
+def main(out: Path, backends: dict[str, str | None], device_type: str) -> None:
+    """Go through topologies, each with its GEMM backend."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    weights = {kind: load_file(out / f"{kind}.safetensors") for kind in ("dense", "moe")}
+    with _world(device_type) as device:
+        rank = torch.distributed.get_rank()
+        for name, backend in backends.items():
+            sys.stderr.write(f"{name}\n")  # a hang is told with the last line
+            sys.stderr.flush()
+            started = time.perf_counter()
+            topology = replace({**SINGLES, **TOPOLOGIES}[name], gemm_backend=backend)
+            parallel_state.initialize_model_parallel(
+                topology.tp,
+                topology.pp,
+                virtual_pipeline_model_parallel_size=topology.vpp,
+                expert_model_parallel_size=topology.ep,
+                expert_tensor_parallel_size=topology.expert_tp,
+            )
+            result = train(topology, weights[topology.kind], device)
+            if name == "tp2-sp":
+                small = "reference" if device == CPU else "triton"  # serves any width
+                result["bits"] = sequence_parallel_bits(device, small)
+            if name in ("tp2", "vpp2"):
+                result |= round_trip_untied(topology, weights["dense"], device)
+            if name == "dp2-bf16":
+                result["checkpoints"] = checkpoint_cases.both_ways(
+                    topology, weights["dense"], device, out
+                )
+            parallel_state.destroy_model_parallel()
+            result["seconds"] = time.perf_counter() - started
+            part = out / f"{name}.{rank}.part"
+            torch.save(result, part)
+            part.replace(out / f"{name}.{rank}.pt")  # what is there is complete

@@ -1,0 +1,438 @@
+"""Streams of tensors as a sender makes them, whole or with something wrong in them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fp8rl.kv_scales import scale_name
+from fp8rl.numerics.reference import quantize_block
+from support.models import BLOCK, LAYERS, Model, Tensors
+
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+Stream = list[tuple[str, Any]]
+
+
+class SenderDied(Exception):
+    """What a sender's generator raises."""
+
+
+@dataclass
+class Wire:
+    """One refit's tensors, in the order of the wire."""
+
+    model: Model
+    stream: Stream
+    kv_scales: dict[str, float]
+    """What the stream's KV scales say, by the names on the wire; empty: none are announced."""
+    faults: list[str] = field(default_factory=list)
+    """What is wrong; empty: the refit must succeed."""
+
+    @property
+    def announced(self) -> bool:
+        return bool(self.kv_scales) or "unannounced KV scales" in self.faults
+
+    def sent(self) -> Tensors:
+        return dict(self.stream)
+
+
+def make_wire(model: Model, seed: int, codes: bool, kv_scales: bool, *, calm: bool = False) -> Wire:
+    """A complete stream: random values, dtypes and order, all from ``seed``.
+
+    Args:
+        model: whose tensors.
+        seed: of everything.
+        codes: some FP8 weights come as codes with their scales.
+        kv_scales: K and V scales come too.
+        calm: no value that could make activations overflow.
+    """
+    rng = random.Random(seed)
+    tensors: Tensors = {}
+    fused_experts = bool(model.experts) and not codes and rng.random() < 0.5
+    for name, value in model.tensors(seed).items():
+        shaped = value if calm else _values(name, value, rng)
+        if model.is_fp8(name) and codes and rng.random() < 0.6 and not _ragged(model, name):
+            made = quantize_block(shaped, BLOCK, model.scale_format)
+            tensors[name], tensors[f"{name}_scale_inv"] = made
+        else:
+            dtype = rng.choice(SOURCES)
+            tensors[name] = shaped.clamp(-6e4, 6e4).to(dtype)
+    if fused_experts:
+        tensors = _fuse_experts(model, tensors)
+    if model.tied and rng.random() < 0.5:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    stream: Stream = list(tensors.items())
+    scales: dict[str, float] = {}
+    if kv_scales:
+        for layer in range(LAYERS):
+            for role in ("k", "v"):
+                value = torch.tensor(rng.choice((0.01, 0.05, 0.3, 2.0)) * (1 + rng.random()))
+                scales[scale_name(layer, role)] = value.item()
+                form = rng.choice(("self_attn", "self_attn.attn"))
+                shape = rng.choice(((), (1,)))
+                stream.append((f"model.layers.{layer}.{form}.{role}_scale", value.reshape(shape)))
+    rng.shuffle(stream)
+    return Wire(model, stream, scales)
+
+
+def _ragged(model: Model, name: str) -> bool:
+    return model.ragged and any(f".{part}_proj." in name for part in "qkv")
+
+
+def _values(name: str, value: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """Mostly as they are; some full of ties between codes, tiny, large or zero."""
+    if not name.endswith("proj.weight"):
+        return value
+    kind = rng.choice(("normal",) * 8 + ("ties", "tiny", "large", "zero"))
+    if kind == "ties":  # odd numbers lie in the middle of two codes; 448 makes the scale 1
+        value = (value * 200).round() * 2 + 1
+        value.view(-1)[:: BLOCK[1]] = 448.0
+    elif kind == "tiny":
+        value = value * 1e-30
+    elif kind == "large":
+        value = value * 5e4
+    elif kind == "zero":
+        value = torch.zeros_like(value)
+    return value
+
+
+def _fuse_experts(model: Model, tensors: Tensors) -> Tensors:
+    """With transformers' own tensors of all experts in one."""
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(LAYERS):
+        stem = f"model.layers.{layer}.mlp.experts"
+
+        def stack(leaf: str, stem: str = stem) -> torch.Tensor:
+            names = [f"{stem}.{expert}.{leaf}.weight" for expert in range(model.experts)]
+            return torch.stack([tensors[name].float() for name in names])
+
+        fused[f"{stem}.gate_up_proj"] = torch.cat([stack("gate_proj"), stack("up_proj")], 1)
+        fused[f"{stem}.down_proj"] = stack("down_proj")
+    return fused
+
+
+Fault = Callable[[Wire, random.Random], bool]
+FAULTS: dict[str, Fault] = {}
+IN_FILES = set[str]()
+"""Faults that a safetensors file can hold."""
+
+
+def fault(name: str, *, in_files: bool = True) -> Callable[[Fault], Fault]:
+    """Register a way to spoil a wire; the function says whether it could."""
+
+    def register(spoil: Fault) -> Fault:
+        FAULTS[name] = spoil
+        if in_files:
+            IN_FILES.add(name)
+        return spoil
+
+    return register
+
+
+def spoil(wire: Wire, name: str, rng: random.Random) -> None:
+    if FAULTS[name](wire, rng):
+        wire.faults.append(name)
+
+
+def _pick(wire: Wire, rng: random.Random, wanted: Callable[[str, Any], bool]) -> int | None:
+    """A place in the stream whose tensor is one; KV scales are none."""
+    places = [
+        place
+        for place, (name, value) in enumerate(wire.stream)
+        if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1
+        and wanted(name, value)
+    ]  # fmt: skip
+    return rng.choice(places) if places else None
+
+
+def _replace(
+    wire: Wire,
+    rng: random.Random,
+    wanted: Callable[[str, torch.Tensor], bool],
+    change: Callable[[torch.Tensor], Any],
+) -> bool:
+    place = _pick(wire, rng, wanted)
+    if place is None:
+        return False
+    name, tensor = wire.stream[place]
+    wire.stream[place] = (name, change(tensor))
+    return True
+
+
+def _source(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dtype in SOURCES and not name.endswith("_scale_inv")
+
+
+def _any(name: str, tensor: torch.Tensor) -> bool:
+    return True
+
+
+def _scales(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith("_scale_inv")
+
+
+def _codes(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float8_e4m3fn
+
+
+def _with(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.clone()
+        changed.view(-1)[changed.numel() // 2] = value
+        return changed
+
+    return change
+
+
+@fault("a missing tensor")
+def _(wire: Wire, rng: random.Random) -> bool:
+    # An alias need not be sent, and scales without codes are the matter of another fault.
+    place = _pick(wire, rng, lambda n, t: not _scales(n, t) and not _tied(wire, n))
+    if place is None:
+        return False
+    name = wire.stream[place][0]
+    wire.stream = [item for item in wire.stream if not item[0].startswith(name)]
+    return True
+
+
+def _tied(wire: Wire, name: str) -> bool:
+    return wire.model.tied and name in ("lm_head.weight", "model.embed_tokens.weight")
+
+
+@fault("a repeated tensor", in_files=False)
+def _(wire: Wire, rng: random.Random) -> bool:
+    item = rng.choice(wire.stream)
+    wire.stream.insert(rng.randrange(len(wire.stream) + 1), item)
+    return True
+
+
+@fault("a renamed tensor")
+def _(wire: Wire, rng: random.Random) -> bool:
+    place = _pick(wire, rng, lambda n, t: not _tied(wire, n))
+    if place is None:
+        return False
+    name, tensor = wire.stream[place]
+    wire.stream[place] = (rng.choice((f"module.{name}", f"{name}.more", name[1:], "")), tensor)
+    return True
+
+
+@fault("an unknown tensor")
+def _(wire: Wire, rng: random.Random) -> bool:
+    name = rng.choice(("model.layers.9.mlp.up_proj.weight", "rope.inv_freq", "model", "lm_head"))
+    wire.stream.insert(rng.randrange(len(wire.stream) + 1), (name, torch.ones(3)))
+    return True
+
+
+@fault("a wrong shape")
+def _(wire: Wire, rng: random.Random) -> bool:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return rng.choice((tensor[:1], tensor[None], tensor.reshape(-1, 1), tensor[:-1])).clone()
+
+    return _replace(wire, rng, lambda n, t: t.shape[0] > 1, change)
+
+
+for _value in ("nan", "inf", "-inf"):
+
+    @fault(_value)
+    def _(wire: Wire, rng: random.Random, value: str = _value) -> bool:
+        return _replace(wire, rng, _source, _with(float(value)))
+
+
+@fault("a value beyond the engine's dtype")
+def _(wire: Wire, rng: random.Random) -> bool:
+    dtype = wire.model.dtype
+    if dtype == torch.float32:
+        return False
+    value = 3.4e38 if dtype == torch.bfloat16 else 7e4
+
+    def plain(name: str, tensor: torch.Tensor) -> bool:
+        return _source(name, tensor) and not name.endswith("proj.weight") and "_proj" not in name
+
+    return _replace(wire, rng, plain, lambda t: _with(value)(t.float()))
+
+
+for _dtype in (torch.int8, torch.float64, torch.bool, torch.complex64, torch.float8_e5m2):
+
+    @fault(f"dtype {_dtype}", in_files=_dtype != torch.complex64)
+    def _(wire: Wire, rng: random.Random, dtype: torch.dtype = _dtype) -> bool:
+        return _replace(wire, rng, _source, lambda t: t.to(dtype))
+
+
+@fault("codes for a plain tensor")
+def _(wire: Wire, rng: random.Random) -> bool:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.float8_e4m3fn)
+
+    return _replace(wire, rng, lambda n, t: _source(n, t) and not wire.model.is_fp8(n), change)
+
+
+for _bad in (0.0, -1.0, float("nan"), float("inf")):
+
+    @fault(f"a block's scale of {_bad}")
+    def _(wire: Wire, rng: random.Random, value: float = _bad) -> bool:
+        return _replace(wire, rng, _scales, lambda t: torch.full_like(t, value))
+
+
+@fault("a NaN code")
+def _(wire: Wire, rng: random.Random) -> bool:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        bits = tensor.view(torch.uint8).clone()
+        bits.view(-1)[rng.randrange(bits.numel())] = rng.choice((0x7F, 0xFF))
+        return bits.view(torch.float8_e4m3fn)
+
+    return _replace(wire, rng, _codes, change)
+
+
+@fault("codes without scales")
+def _(wire: Wire, rng: random.Random) -> bool:
+    place = _pick(wire, rng, _scales)
+    if place is None:
+        return False
+    del wire.stream[place]
+    return True
+
+
+@fault("scales without codes")
+def _(wire: Wire, rng: random.Random) -> bool:
+    return _replace(wire, rng, _codes, lambda t: t.to(torch.bfloat16))
+
+
+@fault("codes of rows that share a block")
+def _(wire: Wire, rng: random.Random) -> bool:
+    place = _pick(wire, rng, lambda n, t: _source(n, t) and _ragged(wire.model, n)
+                  and n.endswith((".k_proj.weight", ".v_proj.weight")))  # fmt: skip
+    if place is None:
+        return False
+    name, tensor = wire.stream[place]
+    made = quantize_block(tensor, BLOCK, wire.model.scale_format)
+    wire.stream[place] = (name, made.codes)
+    wire.stream.append((f"{name}_scale_inv", made.scale_inv))
+    return True
+
+
+@fault("free scales for an engine of powers of two")
+def _(wire: Wire, rng: random.Random) -> bool:
+    if wire.model.scale_format != "pow2":
+        return False
+    return _replace(wire, rng, _scales, lambda t: t * 0.7)
+
+
+@fault("a tied tensor with other values")
+def _(wire: Wire, rng: random.Random) -> bool:
+    if "lm_head.weight" not in wire.sent() or not wire.model.tied:
+        return False
+    return _replace(wire, rng, lambda n, t: n == "lm_head.weight", lambda t: t + 1)
+
+
+@fault("an expert in both forms")
+def _(wire: Wire, rng: random.Random) -> bool:
+    stem = "model.layers.1.mlp.experts"
+    stacked = wire.sent().get(f"{stem}.down_proj")
+    if stacked is None:
+        return False
+    item = (f"{stem}.1.down_proj.weight", stacked[1].clone())
+    wire.stream.insert(rng.randrange(len(wire.stream) + 1), item)
+    return True
+
+
+for _bad in (0.0, -1.0, float("nan"), float("inf"), 1e-45, 3e38):
+
+    @fault(f"a KV scale of {_bad}")
+    def _(wire: Wire, rng: random.Random, value: float = _bad) -> bool:
+        return _replace_kv(wire, rng, torch.tensor([value]))
+
+
+@fault("a KV scale for each head")
+def _(wire: Wire, rng: random.Random) -> bool:
+    return _replace_kv(wire, rng, torch.full((2,), 0.05))
+
+
+@fault("a missing KV scale")
+def _(wire: Wire, rng: random.Random) -> bool:
+    return _replace_kv(wire, rng, None)
+
+
+def _replace_kv(wire: Wire, rng: random.Random, value: torch.Tensor | None) -> bool:
+    places = [i for i, (n, _) in enumerate(wire.stream) if n.endswith(("k_scale", "v_scale"))]
+    if not places:
+        return False
+    place = rng.choice(places)
+    name = wire.stream.pop(place)[0]
+    if value is not None:
+        wire.stream.insert(place, (name, value))
+    return True
+
+
+@fault("unannounced KV scales")
+def _(wire: Wire, rng: random.Random) -> bool:
+    if not wire.kv_scales:
+        return False
+    wire.kv_scales = {}
+    wire.faults.append("announced: False")
+    return True
+
+
+@fault("a KV scale of a layer that is not there")
+def _(wire: Wire, rng: random.Random) -> bool:
+    wire.stream.append((scale_name(LAYERS, "k"), torch.tensor([0.1])))
+    return True
+
+
+@fault("a KV scale under both its names", in_files=False)
+def _(wire: Wire, rng: random.Random) -> bool:
+    if not wire.kv_scales:
+        return False
+    for form in ("self_attn", "self_attn.attn"):
+        wire.stream.append((f"model.layers.0.{form}.k_scale", torch.tensor([0.1])))
+    return True
+
+
+@fault("a sender that dies", in_files=False)
+def _(wire: Wire, rng: random.Random) -> bool:
+    wire.stream.insert(rng.randrange(len(wire.stream) + 1), ("", SenderDied("trainer gone")))
+    return True
+
+
+@fault("no tensor at all", in_files=False)
+def _(wire: Wire, rng: random.Random) -> bool:
+    value = rng.choice((None, 3.0, "weights", [1.0], object()))
+    return _replace(wire, rng, _source, lambda t: value)
+
+
+@fault("a numpy array", in_files=False)
+def _(wire: Wire, rng: random.Random) -> bool:
+    return _replace(wire, rng, _source, lambda t: t.float().numpy())
+
+
+@fault("a sparse tensor", in_files=False)
+def _(wire: Wire, rng: random.Random) -> bool:
+    return _replace(wire, rng, _source, lambda t: t.to_sparse())
+
+
+@fault("a tensor without memory", in_files=False)
+def _(wire: Wire, rng: random.Random) -> bool:
+    return _replace(wire, rng, _source, lambda t: t.to("meta"))
+
+
+def items(wire: Wire) -> Iterator[tuple[str, Any]]:
+    """The stream as a generator gives it."""
+    for name, value in wire.stream:
+        if isinstance(value, SenderDied):
+            raise value
+        yield name, value
+
+
+def refilled(wire: Wire) -> Iterator[tuple[str, Any]]:
+    """The same in one buffer, filled again for each tensor."""
+    dense = [t for _, t in wire.stream if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+    memory = torch.empty(max(tensor.nbytes for tensor in dense) + 16, dtype=torch.uint8)
+    for name, value in items(wire):
+        if not any(value is tensor for tensor in dense) or value.is_meta or not value.numel():
+            yield name, value
+            continue
+        place = memory[: value.nbytes].view(value.dtype).view(value.shape)
+        yield name, place.copy_(value)

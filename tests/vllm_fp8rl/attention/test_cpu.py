@@ -1,0 +1,301 @@
+"""The FP8 cache of the CPU backend: bytes, attention over it, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import UnsupportedError
+
+pytest.importorskip("vllm")
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+
+from vllm_fp8rl.attention.cpu import (
+    Fp8RLCpuImpl,
+    Fp8RLCpuMetadata,
+    Fp8RLCpuMetadataBuilder,
+    Scratch,
+    _codes_to_float,
+)
+
+if TYPE_CHECKING:
+    from support.engine import Engine
+
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 128  # of the session's checkpoint
+BLOCK, BLOCKS = 128, 24
+K_SCALE, V_SCALE = 0.013, 0.021
+E4M3 = torch.float8_e4m3fn
+
+
+class Layer:
+    """One attention layer outside a model: implementation, metadata builder and cache."""
+
+    def __init__(self, vllm_config: Any, dtype: torch.dtype, kv_cache_dtype: str) -> None:
+        config = copy.copy(vllm_config)
+        config.model_config = copy.copy(config.model_config)
+        config.model_config.dtype = dtype
+        config.cache_config = copy.copy(config.cache_config)
+        config.cache_config.cache_dtype = kv_cache_dtype
+        name = "model.layers.0.self_attn.attn"
+        self.attention = config.compilation_config.static_forward_context[name]
+        spec = copy.copy(self.attention.get_kv_cache_spec(config))
+        with set_current_vllm_config(config):
+            self.impl = make_impl(kv_cache_dtype)
+            self.stock = make_impl(kv_cache_dtype, CPUAttentionBackendImpl)
+            self.builder = Fp8RLCpuMetadataBuilder(spec, [name], config, torch.device("cpu"))
+        if not self.impl.stores_fp8:
+            self.builder._fp8_layers = []  # the engine's own layer has an FP8 cache
+        self.scales = SimpleNamespace(
+            _k_scale_float=K_SCALE, _v_scale_float=V_SCALE, isa=self.attention.isa
+        )
+        width = torch.uint8 if self.impl.stores_fp8 else dtype
+        self.cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_SIZE, dtype=width)
+
+
+def make_impl(kv_cache_dtype: str, kind: type = Fp8RLCpuImpl, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "num_heads": HEADS,
+        "head_size": HEAD_SIZE,
+        "scale": HEAD_SIZE**-0.5,
+        "num_kv_heads": KV_HEADS,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    return kind(**(arguments | changes))
+
+
+def config_of(engine: Engine) -> Any:
+    return engine.llm.llm_engine.vllm_config
+
+
+def random_tables(lengths: list[int], generator: torch.Generator) -> torch.Tensor:
+    """Blocks of every request, drawn without order from the whole cache."""
+    free = torch.randperm(BLOCKS, generator=generator).tolist()
+    table = torch.full((len(lengths), 4), BLOCKS - 1, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        for column in range(-(-length // BLOCK)):
+            table[row, column] = free.pop()
+    return table
+
+
+def slots_of(table: torch.Tensor, row: int, positions: range) -> list[int]:
+    return [int(table[row, p // BLOCK]) * BLOCK + p % BLOCK for p in positions]
+
+
+def common_metadata(lengths: list[int], new: list[int], table: torch.Tensor) -> Any:
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+    slots = [s for i, n in enumerate(new) for s in slots_of(table, i, range(lengths[i])[-n:])]
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(new),
+        max_query_len=max(new),
+        max_seq_len=max(lengths),
+        block_table_tensor=table,
+        slot_mapping=torch.tensor(slots),
+    )
+
+
+def fake_quantized(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """float64 values that an E4M3 cache with this scale holds for ``x``."""
+    return (x.float() / scale).clamp(-448, 448).to(E4M3).double() * scale
+
+
+def attention_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last ``len(q)`` positions, written out; ``[tokens, heads, size]``."""
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for t in range(q.shape[0]):
+        visible = k.shape[0] - q.shape[0] + t + 1
+        for h in range(HEADS):
+            g = h // (HEADS // KV_HEADS)
+            logits = k[:visible, g] @ q[t, h].double() / HEAD_SIZE**0.5
+            weights = torch.exp(logits - logits.max())
+            out[t, h] = (weights / weights.sum()) @ v[:visible, g]
+    return out
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def layer(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Layer]:
+    yield Layer(config_of(engine), request.param, "fp8")
+
+
+def run_and_check(layer: Layer, lengths: list[int], new: list[int], seed: int) -> None:
+    """Write whole sequences in two steps, attend with the last ``new`` tokens of each."""
+    dtype = layer.builder.dtype
+    generator = torch.Generator().manual_seed(seed)
+    table = random_tables(lengths, generator)
+    keys, values = (
+        [torch.randn(n, KV_HEADS, HEAD_SIZE, generator=generator).mul(s).to(dtype) for n in lengths]
+        for s in (2.0, 3.0)
+    )
+    for row, length in enumerate(lengths):
+        past = length - new[row]
+        slots = torch.tensor(slots_of(table, row, range(past)), dtype=torch.int64)
+        layer.impl.do_kv_cache_update(
+            layer.scales, keys[row][:past], values[row][:past], layer.cache, slots
+        )
+    metadata = layer.builder.build(0, common_metadata(lengths, new, table))
+    layer.impl.do_kv_cache_update(
+        layer.scales,
+        torch.cat([k[len(k) - n :] for k, n in zip(keys, new, strict=True)]),
+        torch.cat([v[len(v) - n :] for v, n in zip(values, new, strict=True)]),
+        layer.cache,
+        metadata.slot_mapping,
+    )
+    query = torch.randn(sum(new), HEADS, HEAD_SIZE, generator=generator).to(dtype)
+    output = torch.empty_like(query)
+    layer.impl.forward(
+        layer.scales, query, query, query, layer.cache, metadata, output
+    )  # key and value come from the cache
+    for row, (q, actual) in enumerate(zip(query.split(new), output.split(new), strict=True)):
+        expected = attention_float64(
+            q, fake_quantized(keys[row], K_SCALE), fake_quantized(values[row], V_SCALE)
+        )
+        # bfloat16: the softmax weights and the output are rounded to 8 bits.
+        tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_equals_the_float64_formula_across_block_boundaries(layer: Layer) -> None:
+    lengths = [1, 31, 32, 33, 63, 127, 128, 129, 200, 256, 257, 3]
+    run_and_check(layer, lengths, [1] * len(lengths), seed=0)  # decode
+    run_and_check(layer, lengths, lengths, seed=1)  # prefill
+    run_and_check(layer, lengths, [(n + 1) // 2 for n in lengths], seed=2)  # chunked, mixed
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.data())
+def test_equals_the_float64_formula_for_any_batch(layer: Layer, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=5))
+    new = [min(n, data.draw(st.integers(1, 9))) for n in lengths]
+    run_and_check(layer, lengths, new, seed=data.draw(st.integers(0, 99)))
+
+
+def test_cache_holds_one_byte_a_value_and_the_codes_of_the_formula(engine: Engine) -> None:
+    layer = Layer(config_of(engine), torch.float32, "fp8_e4m3")
+    key, value = torch.randn(2, 5, KV_HEADS, HEAD_SIZE).mul(4).unbind()  # some are clipped
+    key[0, 0, :3] = torch.tensor([torch.inf, -torch.inf, 0.0])
+    slots = torch.tensor([3, 300, -1, 127, 128])  # -1 is padding
+    layer.impl.do_kv_cache_update(layer.scales, key, value, layer.cache, slots)
+    rows = layer.cache.view(BLOCKS * BLOCK, 2, KV_HEADS, HEAD_SIZE)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            for half, x, scale in ((0, key, K_SCALE), (1, value, V_SCALE)):
+                codes = (x[token] / scale).clamp(-448, 448).to(E4M3)
+                assert torch.equal(rows[slot, half], codes.view(torch.uint8))
+    assert int((rows != 0).any(-1).any(-1).any(-1).sum()) == 4  # no other slot was touched
+
+    attention = layer.attention
+    assert attention.kv_cache.element_size() == 1
+    blocks = config_of(engine).cache_config.num_gpu_blocks
+    assert attention.kv_cache.nbytes == blocks * BLOCK * KV_HEADS * HEAD_SIZE * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_decoding_is_exact_for_all_codes(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = codes.view(E4M3).double() / 256
+    assert _codes_to_float(codes, dtype, Scratch()) is None  # two are NaN
+    finite = ~expected.isnan()
+    actual = _codes_to_float(codes[finite], dtype, Scratch())
+    assert torch.equal(actual.double(), expected[finite])
+
+
+def test_nan_of_an_earlier_request_does_not_reach_a_later_one(layer: Layer) -> None:
+    """Blocks are not cleared when they change hands, and 0 * NaN is NaN."""
+    layer.cache.fill_(0x7F)
+    lengths = [1, 31, 40, 128, 257, 3]
+    run_and_check(layer, lengths, lengths, seed=3)
+    run_and_check(layer, lengths, [1] * len(lengths), seed=4)
+    layer.cache.zero_()
+
+
+def test_a_nan_stays_visible(engine: Engine) -> None:
+    layer = Layer(config_of(engine), torch.float32, "fp8")
+    key, value = torch.randn(2, 4, KV_HEADS, HEAD_SIZE).unbind()
+    value[1, 0, 0] = torch.nan
+    metadata = layer.builder.build(0, common_metadata([4], [4], torch.tensor([[2, 0, 0, 0]]).int()))
+    layer.impl.do_kv_cache_update(layer.scales, key, value, layer.cache, metadata.slot_mapping)
+    query = torch.randn(4, HEADS, HEAD_SIZE)
+    output = torch.empty_like(query)
+    layer.impl.forward(layer.scales, query, key, value, layer.cache, metadata, output)
+    assert output[1:, 0, 0].isnan().all()
+    assert not output[..., 1:].isnan().any()
+
+
+def test_shared_pages_are_decoded_once_and_empty_ones_never(engine: Engine) -> None:
+    layer = Layer(config_of(engine), torch.float32, "fp8")
+    table = torch.tensor([[5, 7, 0, 0], [5, 9, 0, 0]], dtype=torch.int32)  # block 5 is a prefix
+    metadata = layer.builder.build(0, common_metadata([129, 170], [1, 1], table))
+    assert isinstance(metadata, Fp8RLCpuMetadata)
+    # 4 pages of 32 tokens for block 5, then 1 and 2.
+    assert metadata.pages.used.tolist() == [20, 21, 22, 23, 28, 36, 37]
+    assert metadata.pages.block_table[0, :5].tolist() == [0, 1, 2, 3, 4]
+    assert metadata.pages.block_table[1, :6].tolist() == [0, 1, 2, 3, 5, 6]
+
+
+def test_a_cache_that_is_not_fp8_is_stock(engine: Engine) -> None:
+    layer = Layer(config_of(engine), torch.float32, "auto")
+    table = torch.tensor([[4, 1, 0, 0]], dtype=torch.int32)
+    metadata = layer.builder.build(0, common_metadata([150], [150], table))
+    assert type(metadata) is CPUAttentionMetadata
+    query = torch.randn(150, HEADS, HEAD_SIZE)
+    key, value = torch.randn(2, 150, KV_HEADS, HEAD_SIZE).unbind()
+    results = []
+    for impl in (layer.impl, layer.stock):
+        cache, output = torch.zeros_like(layer.cache), torch.empty_like(query)
+        impl.do_kv_cache_update(layer.scales, key, value, cache, metadata.slot_mapping)
+        impl.forward(layer.scales, query, key, value, cache, metadata, output)
+        results.append((cache, output))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_an_engine_without_fp8rl_is_left_alone(engine: Engine) -> None:
+    config = copy.copy(config_of(engine))
+    config.quant_config = None
+    with set_current_vllm_config(config):
+        assert not make_impl("fp8").stores_fp8
+        assert not make_impl("fp8_e5m2", head_size=40).stores_fp8
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "changes", "message"),
+    [
+        ("fp8_e5m2", {}, "no KV cache of dtype 'fp8_e5m2'.*'fp8'"),
+        ("fp8_per_token_head", {}, "'fp8_per_token_head'"),
+        ("nvfp4", {}, "'nvfp4'"),
+        ("fp8", {"head_size": 40}, "Head size 40 has no attention kernel.*128"),
+        ("auto", {"head_size": 40}, "Head size 40"),
+        ("fp8", {"attn_type": "encoder_only"}, "'encoder_only'.*'auto'"),
+        ("fp8", {"kv_sharing_target_layer_name": "model.layers.0"}, "share.*'model.layers.0'"),
+    ],
+)
+def test_refuses(engine: Engine, kv_cache_dtype: str, changes: dict, message: str) -> None:
+    with (
+        set_current_vllm_config(config_of(engine)),
+        pytest.raises(UnsupportedError, match=message),
+    ):
+        make_impl(kv_cache_dtype, **changes)
+
+
+def test_refuses_a_cache_with_gaps_between_blocks(engine: Engine) -> None:
+    layer = Layer(config_of(engine), torch.float32, "fp8")
+    gaps = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 4 * HEAD_SIZE, dtype=torch.uint8)
+    key = torch.randn(1, KV_HEADS, HEAD_SIZE)
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype to 'auto'"):
+        layer.impl.do_kv_cache_update(
+            layer.scales, key, key, gaps[..., : 2 * HEAD_SIZE], torch.tensor([0])
+        )

@@ -1,0 +1,41 @@
+"""vLLM compiles by default, with fullgraph=True: the FP8 layers must be opaque to the tracer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.processes import run_script
+from vllm_fp8rl.testing.tiny import make_moe_checkpoint
+
+CODE = """
+import json
+import sys
+from pathlib import Path
+from support.engine import load_tensors, start_engine
+from fp8rl import Recipe
+from vllm_fp8rl.refit import refit
+
+a, b = (Path(name) for name in sys.argv[1:])
+recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
+engine = start_engine(a, recipe, enforce_eager=False, compilation_config={"backend": "eager"})
+prompt = [[5, 6, 7, 8]]
+first = engine.greedy(prompt)
+refit(engine.llm, load_tensors(b).items(), expect_kv_scales=False)
+second = engine.greedy(prompt)
+refit(engine.llm, load_tensors(a).items(), expect_kv_scales=False)
+print(json.dumps([first != second, engine.greedy(prompt) == first]))
+"""
+
+
+def test_compiled_model_follows_refits(tmp_path: Path):
+    """With an MLP in one layer and experts in the other."""
+    paths = [
+        make_moe_checkpoint(tmp_path / name, seed, mlp_only_layers=[0])
+        for seed, name in enumerate("ab")
+    ]
+    variables = {
+        "TORCHDYNAMO_DISABLE": "0",  # support/engine.py switches it off for the other tests
+        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+    }
+    found = run_script(CODE, *paths, timeout=540, variables=variables)
+    assert found == [True, True]

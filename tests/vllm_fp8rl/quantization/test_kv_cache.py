@@ -1,0 +1,306 @@
+"""KV scales of a live engine: loaded by name, validated, in effect at once, kept."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from fp8rl.errors import RecipeError, RefitError, ScaleError, UnsupportedError
+from fp8rl.kv_scales import scale_name
+from fp8rl.recipe import KVCache
+
+pytest.importorskip("vllm")
+from vllm_fp8rl.quantization.config import check_scale_source
+from vllm_fp8rl.quantization.kv_cache import (
+    kv_scale_state,
+    missing_kv_scales,
+    require_kv_scales,
+    set_kv_scales,
+    set_uncalibrated_kv_scales,
+)
+from vllm_fp8rl.refit import refit
+
+if TYPE_CHECKING:
+    from support.engine import Engine
+
+K0, V0, Q0 = (scale_name(0, role) for role in ("k", "v", "q"))
+K1 = scale_name(1, "k")
+PROMPTS = [[7, 8, 9, 10, 11], [20, 21, 22]]
+
+
+def attention(model: torch.nn.Module, layer: int) -> Any:
+    return model.model.layers[layer].self_attn.attn
+
+
+def copies(layer: Any, role: str) -> list[float]:
+    """Every place from which some attention backend reads a scale."""
+    values = [
+        getattr(layer, f"{role}_scale").item(),
+        getattr(layer, f"_{role}_scale").item(),
+        getattr(layer, f"_{role}_scale_float"),
+    ]
+    host = getattr(layer, f"_{role}_scale_cpu", None)
+    return values if host is None else [*values, host.item()]
+
+
+def f32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+@pytest.fixture
+def model(engine: Engine) -> Iterator[torch.nn.Module]:
+    """The session's model; its scales are put back afterwards."""
+    before = kv_scale_state(engine.model)
+    yield engine.model
+    set_kv_scales(engine.model, {scale_name(*key): value for key, value in before.items()})
+    engine.llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("middle", ["", "attn."])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_loaded_by_name_in_both_forms(
+    model: torch.nn.Module, middle: str, shape: tuple[int, ...]
+) -> None:
+    sent = {"k": 0.11, "v": 0.12, "q": 0.13}
+    model.load_weights(
+        (f"model.layers.1.self_attn.{middle}{role}_scale", torch.full(shape, value))
+        for role, value in sent.items()
+    )
+    for role, value in sent.items():
+        assert set(copies(attention(model, 1), role)) == {f32(value)}
+        assert kv_scale_state(model)[1, role] == f32(value)
+    assert kv_scale_state(model)[0, "k"] != f32(0.11)
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, float("nan"), float("inf"), 1e-50])
+def test_a_bad_value_is_refused_and_changes_nothing(model: torch.nn.Module, bad: float) -> None:
+    before = kv_scale_state(model)
+    with pytest.raises(ScaleError, match=r"model\.layers\.0\.self_attn\.v_scale"):
+        model.load_weights([(V0, torch.tensor([bad], dtype=torch.float64))])
+    with pytest.raises(ScaleError, match=r"model\.layers\.0\.self_attn\.v_scale"):
+        set_kv_scales(model, {K0: 0.3, V0: bad})  # K0 is not set either
+    assert kv_scale_state(model) == before
+    assert set(copies(attention(model, 0), "k")) == {before[0, "k"]}
+    assert set(copies(attention(model, 0), "v")) == {before[0, "v"]}
+
+
+def test_a_scale_per_head_is_refused(model: torch.nn.Module) -> None:
+    with pytest.raises(ScaleError, match=r"shape \(2,\).*one value"):
+        model.load_weights([(K0, torch.ones(2))])
+
+
+def test_an_unknown_name_is_refused(model: torch.nn.Module) -> None:
+    before = kv_scale_state(model)
+    for name in (scale_name(2, "k"), "model.layers.0.self_attn.prob_scale", "k_scale"):
+        with pytest.raises(ScaleError, match=name):
+            set_kv_scales(model, {K0: 0.3, name: 0.3})
+    assert kv_scale_state(model) == before
+
+
+def test_in_effect_at_the_next_step(engine: Engine, model: torch.nn.Module) -> None:
+    def first_logprob() -> float:
+        from vllm import SamplingParams
+
+        engine.llm.reset_prefix_cache()
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        sampling.detokenize = False
+        output = engine.llm.generate([{"prompt_token_ids": PROMPTS[0]}], sampling, use_tqdm=False)[
+            0
+        ]
+        return output.prompt_logprobs[4][PROMPTS[0][4]].logprob
+
+    start = first_logprob()
+    assert first_logprob() == start
+    set_kv_scales(model, {K0: 0.9})
+    changed = first_logprob()
+    assert changed != start
+    set_kv_scales(model, {K0: kv_scale_state(model)[0, "v"]})  # what it was
+    assert first_logprob() == start
+
+
+def test_post_processing_any_number_of_times_changes_nothing(
+    engine: Engine, model: torch.nn.Module
+) -> None:
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    config = engine.llm.llm_engine.vllm_config
+    set_kv_scales(model, {K0: 0.2, V0: 0.3, Q0: 0.4})
+    before = kv_scale_state(model)
+    layer = attention(model, 0)
+    pointers = [p.data_ptr() for p in (*layer.parameters(), *layer.buffers())]
+    # What a wake-up of vLLM 0.25.1 does, and what a dummy load does to buffers and parameters.
+    layer._k_scale.fill_(1.0)
+    layer.v_scale.data.fill_(-3e-4)
+    layer._prob_scale.fill_(-3e-4)
+    for _ in range(2):
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        assert kv_scale_state(model) == before
+        for role, value in (("k", 0.2), ("v", 0.3), ("q", 0.4)):
+            assert set(copies(layer, role)) == {f32(value)}
+        assert layer._prob_scale.item() == 1.0
+    assert [p.data_ptr() for p in (*layer.parameters(), *layer.buffers())] == pointers
+
+
+@pytest.mark.parametrize("with_scales", [False, True])
+def test_survive_a_layerwise_reload(
+    engine: Engine,
+    model: torch.nn.Module,
+    checkpoints: dict[str, Path],
+    with_scales: bool,
+) -> None:
+    set_kv_scales(model, {K0: 0.2, V0: 0.3})
+    expected = kv_scale_state(model)
+    pointers = {n: t.data_ptr() for n, t in model.state_dict().items() if n.endswith("_scale")}
+    stream = list(load_file(checkpoints["a"] / "model.safetensors").items())
+    if with_scales:
+        stream += [(K0, torch.tensor([0.6])), (K1, torch.tensor([0.7]))]
+        expected |= {(0, "k"): f32(0.6), (1, "k"): f32(0.7)}
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
+    assert kv_scale_state(model) == expected
+    for (layer, role), value in expected.items():
+        assert set(copies(attention(model, layer), role)) == {value}
+    after = {n: t.data_ptr() for n, t in model.state_dict().items() if n.endswith("_scale")}
+    assert after == pointers
+    set_kv_scales(model, {K0: 0.8})  # the loaders still reach the live layer
+    assert set(copies(attention(model, 0), "k")) == {f32(0.8)}
+
+
+@pytest.fixture(scope="session")
+def start(engine: Engine) -> Iterator[Callable[..., Any]]:
+    """Engines whose scales nobody has set.
+
+    They live to the end of the session: the first to go takes the process groups with it.
+    """
+    from vllm import LLM
+
+    alive: list[Any] = []
+
+    def start_engine(path: Path, recipe: Recipe, **changes: Any) -> Any:
+        arguments = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "max_num_seqs": 4,
+            "kv_cache_memory_bytes": 8 << 20,
+            "skip_tokenizer_init": True,
+        }
+        arguments |= vllm_fp8rl.engine_args(recipe) | changes
+        alive.append(LLM(str(path), **arguments))
+        return alive[-1]
+
+    yield start_engine
+    gc.freeze()  # each engine that goes collects garbage twice
+    alive.clear()
+
+
+def model_of(llm: Any) -> torch.nn.Module:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def greedy(llm: Any) -> list[tuple[int, ...]]:
+    from vllm import SamplingParams
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_generation_is_refused_until_scales_are_set(
+    start: Callable[..., Any], checkpoints: dict[str, Path]
+) -> None:
+    llm = start(checkpoints["a"], Recipe(), load_format="dummy")
+    model = model_of(llm)
+    required = [scale_name(layer, role) for layer in (0, 1) for role in "kv"]
+    assert kv_scale_state(model) == {}  # whatever the dummy loader drew
+    assert missing_kv_scales(model) == required
+    for role in "qkv":
+        assert set(copies(attention(model, 0), role)) == {1.0}  # a placeholder, see below
+
+    message = r"'model\.layers\.0\.self_attn\.k_scale' was never loaded \(4 missing\)"
+    with pytest.raises(ScaleError, match=message + ".*set_uncalibrated_kv_scales"):
+        require_kv_scales(model)
+    with pytest.raises(ScaleError, match=message):
+        greedy(llm)
+    engine = llm.llm_engine  # as after any error inside a step, the request is still queued
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
+    set_kv_scales(model, dict.fromkeys(required[:-1], 0.1))
+    assert missing_kv_scales(model) == required[-1:]
+    set_uncalibrated_kv_scales(model, 0.1)
+    require_kv_scales(model)
+    assert set(kv_scale_state(model).values()) == {f32(0.1)}
+    assert len(greedy(llm)) == len(PROMPTS)
+
+
+def test_scales_stored_in_a_checkpoint_count(
+    start: Callable[..., Any], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    scales = {
+        scale_name(layer, role): torch.tensor([0.02 + 0.01 * layer])
+        for layer in (0, 1)
+        for role in ("k", "v")
+    }
+    tensors = load_file(checkpoints["a"] / "model.safetensors")
+    save_file(tensors | scales, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((checkpoints["a"] / "config.json").read_bytes())
+    llm = start(tmp_path, Recipe())
+    expected = {(layer, role): f32(0.02 + 0.01 * layer) for layer in (0, 1) for role in "kv"}
+    assert kv_scale_state(model_of(llm)) == expected
+    assert len(greedy(llm)) == len(PROMPTS)
+
+
+def test_without_an_fp8_cache_there_is_nothing_to_scale(
+    start: Callable[..., Any], checkpoints: dict[str, Path]
+) -> None:
+    llm = start(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
+    model = model_of(llm)
+    assert kv_scale_state(model) == {}
+    assert missing_kv_scales(model) == []
+    with pytest.raises(ScaleError, match="no FP8 KV cache"):
+        set_uncalibrated_kv_scales(model, 0.1)
+    assert attention(model, 0)._k_scale_float == 1.0
+    with pytest.raises(RefitError, match="announced, but the engine has no FP8 KV cache"):
+        refit(llm, [], expect_kv_scales=True)
+    assert len(greedy(llm)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "error", "message"),
+    [
+        ({"head_dim": 40}, {}, UnsupportedError, "Head size 40 has no attention kernel"),
+        ({}, {"kv_cache_dtype": "fp8_e5m2"}, RecipeError, "kv_cache_dtype 'fp8_e5m2'"),
+    ],
+)
+def test_an_engine_that_cannot_work_does_not_start(
+    start: Callable[..., Any],
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    config: dict[str, int],
+    arguments: dict[str, str],
+    error: type[Exception],
+    message: str,
+) -> None:
+    original = json.loads((checkpoints["a"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(original | config))
+    with pytest.raises(error, match=message):
+        start(tmp_path, Recipe(), load_format="dummy", **arguments)
+
+
+def test_scales_that_vllm_would_make_of_the_first_batch_are_refused() -> None:
+    check_scale_source(SimpleNamespace())  # vLLM 0.32
+    check_scale_source(SimpleNamespace(calculate_kv_scales=False))
+    with pytest.raises(UnsupportedError, match=r"calculate_kv_scales.*calibrate_kv_scales"):
+        check_scale_source(SimpleNamespace(calculate_kv_scales=True))

@@ -1,0 +1,454 @@
+"""Engines of other kinds: checkpoints in FP8, no checkpoint, pins, tied embeddings, odd widths."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8rl import Recipe
+from fp8rl.errors import (
+    CheckpointError,
+    PinError,
+    RecipeError,
+    RefitError,
+    ScaleError,
+    UnsupportedError,
+)
+from fp8rl.kv_scales import scale_names
+from fp8rl.numerics import quantize_block
+from support.engine import KV_SCALE, LAYERS, load_tensors, make_checkpoint
+from vllm_fp8rl.kernels.choice import CPU_CACHE_ENV
+from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
+from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
+from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit.index import ModelIndex
+
+PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
+FUSED = {
+    "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "self_attn.o_proj": ["self_attn.o_proj"],
+    "mlp.down_proj": ["mlp.down_proj"],
+}
+
+
+def block_fp8_checkpoint(source: Path, target: Path, **changes) -> Path:
+    """An HF checkpoint in the DeepSeek-V3 format (``weight_scale_inv``)."""
+    target.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_tensors(source).items():
+        if name.endswith("proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"] = quantize_block(tensor)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        **changes,
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def methods(engine) -> dict[str, type]:
+    return {
+        name: type(module.quant_method)
+        for name, module in engine.model.named_modules()
+        if name.endswith("proj")
+    }
+
+
+def test_block_fp8_checkpoint_keeps_its_codes(engine, other_engine, checkpoints, tmp_path):
+    path = block_fp8_checkpoint(checkpoints["a"], tmp_path / "fp8")
+    loaded = other_engine(path, Recipe())
+    for (name, ours), (_, theirs) in zip(
+        loaded.model.named_parameters(), engine.model.named_parameters(), strict=True
+    ):
+        assert same_bits(ours, theirs), name
+    assert loaded.greedy(PROMPTS) == engine.greedy(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
+        ({"weight_block_size": None}, "per-tensor FP8"),
+        ({"quant_method": "gptq"}, "quantized with 'gptq'"),
+        ({"activation_scheme": "static"}, "activation_scheme 'static'"),
+    ],
+)
+def test_other_checkpoints_are_refused(other_engine, checkpoints, tmp_path, changes, message):
+    path = block_fp8_checkpoint(checkpoints["a"], tmp_path / "bad", **changes)
+    with pytest.raises(UnsupportedError, match=message):
+        other_engine(path, Recipe())
+
+
+def test_a_block_fp8_checkpoint_is_vllms_own_without_our_name():
+    config = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    assert Fp8RLConfig.override_quantization_method(config, None) is None
+    assert Fp8RLConfig.override_quantization_method(config, "fp8") is None
+
+
+def test_dummy_weights_are_valid_and_refit(engine, other_engine, checkpoints):
+    dummy = other_engine(checkpoints["a"], Recipe(), load_format="dummy")
+    for name, parameter in dummy.model.named_parameters():
+        assert torch.isfinite(parameter.float()).all() or "attn.attn" in name, name
+        if name.endswith("weight_scale_inv"):
+            assert (parameter > 0).all(), name
+            assert parameter.max() < 1e-3, name  # of weights drawn from +-1e-3
+    codes = dummy.model.get_submodule("model.layers.0.mlp.down_proj").weight.float()
+    assert codes.abs().amax() == 448
+    assert len(dummy.greedy(PROMPTS)[0]) == 12
+    refit(dummy.llm, load_tensors(checkpoints["a"]).items(), expect_kv_scales=False)
+    assert dummy.greedy(PROMPTS) == engine.greedy(PROMPTS)
+
+
+def test_pinned_layers_stay_in_the_models_dtype_and_refit(engine, other_engine, checkpoints):
+    recipe = Recipe.from_dict({"pins": {"layers": [-1], "kinds": ["down_proj"]}})
+    pinned = other_engine(checkpoints["b"], recipe)
+    kinds = methods(pinned)
+    last = {name for name in kinds if f"layers.{LAYERS - 1}." in name or "down_proj" in name}
+    assert last
+    assert all(kinds[name] is RefitLinearMethod for name in last)
+    assert all(kinds[name] is Fp8RLLinearMethod for name in kinds.keys() - last)
+    before = {name: p.data_ptr() for name, p in pinned.model.named_parameters()}
+    fresh = pinned.greedy(PROMPTS)
+    weights = {name: load_tensors(checkpoints[name]) for name in "ab"}
+    refit(pinned.llm, weights["a"].items(), expect_kv_scales=False)
+    live = pinned.model.get_submodule(f"model.layers.{LAYERS - 1}.mlp.gate_up_proj").weight
+    gate_up = [f"model.layers.{LAYERS - 1}.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    assert torch.equal(live, torch.cat([weights["a"][name] for name in gate_up]).float())
+    with_a = pinned.greedy(PROMPTS)
+    assert with_a not in (fresh, engine.greedy(PROMPTS))
+    refit(pinned.llm, weights["b"].items(), expect_kv_scales=False)
+    assert pinned.greedy(PROMPTS) == fresh
+    assert {name: p.data_ptr() for name, p in pinned.model.named_parameters()} == before
+    codes = quantize_block(weights["a"][gate_up[0]]).codes
+    with pytest.raises(RefitError, match=r"float8_e4m3fn; send bfloat16"):
+        refit(pinned.llm, [(gate_up[0], codes)], expect_kv_scales=False)
+    with pytest.raises(UnsupportedError, match="kept in BF16 but arrives as"):
+        pinned.model.load_weights([(gate_up[0], codes)])
+
+
+def test_rollout_false_is_unquantized_vllm_that_refits(other_engine, checkpoints):
+    """Against transformers: stock vLLM in this process would use our attention backend too."""
+    from transformers import AutoModelForCausalLM
+
+    recipe = Recipe.from_dict({"rollout": False, "kv_cache": {"dtype": "auto"}})
+    plain = other_engine(checkpoints["b"], recipe)
+    assert set(methods(plain).values()) == {RefitLinearMethod}
+    refit(plain.llm, load_tensors(checkpoints["a"]).items(), expect_kv_scales=False)
+    reference = AutoModelForCausalLM.from_pretrained(checkpoints["a"], dtype=torch.float32)
+    with torch.no_grad():
+        for prompt, continuation in zip(PROMPTS, plain.greedy(PROMPTS), strict=True):
+            logits = reference(torch.tensor([prompt + continuation])).logits[0]
+            wanted = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+            assert continuation == wanted
+    with pytest.raises(RefitError, match="no FP8 KV cache"):
+        refit(plain.llm, [], expect_kv_scales=True)
+
+
+def test_bf16_engine_survives_refit(other_engine, checkpoints):
+    """In BF16 oneDNN would repack what AVX-512 machines have: weights must stay where they are."""
+    recipe = Recipe.from_dict({"pins": {"first": 1}})
+    low = other_engine(checkpoints["a"], recipe, dtype="bfloat16")
+    first = low.greedy(PROMPTS)
+    weights = {name: load_tensors(checkpoints[name]) for name in "ab"}
+    refit(low.llm, weights["b"].items(), expect_kv_scales=False)
+    assert low.greedy(PROMPTS) != first
+    head = low.model.get_submodule("lm_head").weight
+    assert torch.equal(head, weights["b"]["lm_head.weight"])
+    refit(low.llm, weights["a"].items(), expect_kv_scales=False)
+    assert low.greedy(PROMPTS) == first
+
+
+def test_tied_embeddings(other_engine, tmp_path):
+    paths = [make_checkpoint(tmp_path / str(i), 20 + i, tie_word_embeddings=True) for i in (0, 1)]
+    first, second = (load_tensors(path) for path in paths)
+    assert "lm_head.weight" not in first
+    tied = other_engine(paths[0], Recipe())
+    assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight
+    with_first = tied.greedy(PROMPTS)
+    refit(tied.llm, second.items(), expect_kv_scales=False)
+    assert tied.greedy(PROMPTS) != with_first
+    # A trainer may send the second name too, before or after, in the same batch or another.
+    head = {"lm_head.weight": first["model.embed_tokens.weight"]}
+    for stream in (head | first, first | head):
+        for batch_bytes in (1, 1 << 30):
+            refit(tied.llm, second.items(), expect_kv_scales=False)
+            refit(tied.llm, stream.items(), expect_kv_scales=False, batch_bytes=batch_bytes)
+            assert tied.greedy(PROMPTS) == with_first
+    as_up_to_vllm_0_27(tied)
+    for stream in (head | first, first | head, first):
+        refit(tied.llm, second.items(), expect_kv_scales=False)
+        refit(tied.llm, stream.items(), expect_kv_scales=False)
+        assert tied.greedy(PROMPTS) == with_first
+    other = {"lm_head.weight": second["model.embed_tokens.weight"]}
+    for stream in (other | first, first | other):
+        for batch_bytes in (1, 1 << 30):
+            with pytest.raises(RefitError, match="tied"):
+                refit(tied.llm, stream.items(), expect_kv_scales=False, batch_bytes=batch_bytes)
+
+
+def as_up_to_vllm_0_27(tied) -> None:
+    """Make the output projection the embedding itself, as vLLM 0.25.1 to 0.27.1 build such models.
+
+    This is a 0.32, where it is a module of its own with the same parameter.
+    """
+    model = tied.model
+    assert model.lm_head is not model.model.embed_tokens
+    model.lm_head = model.model.embed_tokens
+    assert not any(path == "lm_head" for path, _ in model.named_modules())
+    for kept in ("fp8rl_model_index", "fp8rl_load_plan"):  # of the model as it was
+        del model.__dict__[kept]
+    index = ModelIndex.of(model)
+    assert index.entries["lm_head.weight"].alias_of == "model.embed_tokens.weight"
+    assert len({id(slot.parameter) for slot in index.slots}) == len(index.slots)
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+def test_odd_widths_give_the_codes_of_the_fused_grid(other_engine, tmp_path, scale_format):
+    path = make_checkpoint(tmp_path / "odd", 30, intermediate_size=328, hidden_size=200)
+    recipe = Recipe.from_dict(
+        {"weights": {"scale_format": scale_format}, "activations": {"scale_format": scale_format}}
+    )
+    odd = other_engine(path, recipe)
+    assert len(odd.greedy(PROMPTS)[0]) == 12
+    other = load_tensors(
+        make_checkpoint(tmp_path / "odd2", 31, intermediate_size=328, hidden_size=200)
+    )
+    for name in sorted(other, key=lambda name: name[::-1]):
+        odd.model.load_weights([(name, other[name])])
+    for layer in range(LAYERS):
+        for module, parts in FUSED.items():
+            live = odd.model.get_submodule(f"model.layers.{layer}.{module}")
+            rows = torch.cat([other[f"model.layers.{layer}.{part}.weight"] for part in parts])
+            wanted = quantize_block(rows, scale_format=scale_format)
+            assert same_bits(live.weight, wanted.codes)
+            assert same_bits(live.weight_scale_inv, wanted.scale_inv)
+    refuses_codes_off_its_grid(odd, other, scale_format)
+
+
+def refuses_codes_off_its_grid(odd, other: dict[str, torch.Tensor], scale_format) -> None:
+    """Gate has 328 rows, so that a block holds rows of gate and of up."""
+    tokens = odd.greedy(PROMPTS)
+    wire: dict[str, torch.Tensor] = {}
+    for name, tensor in other.items():
+        if not name.endswith("proj.weight"):
+            wire[name] = tensor
+            continue
+        codes, scale_inv = quantize_block(tensor, scale_format=scale_format)
+        if "gate_proj" in name or "up_proj" in name:
+            wire[name] = tensor
+            for half in ((name, codes), (f"{name}_scale_inv", scale_inv)):
+                with pytest.raises(RefitError, match=rf"'{half[0]}' came for FP8.*send .* in BF16"):
+                    refit(odd.llm, [half], expect_kv_scales=False)
+                with pytest.raises(UnsupportedError, match=r"gate_up_proj' cannot take FP8 codes"):
+                    odd.model.load_weights([half])
+        else:
+            wire[name], wire[f"{name}_scale_inv"] = codes, scale_inv
+    assert odd.greedy(PROMPTS) == tokens  # nothing was written
+    refit(odd.llm, wire.items(), expect_kv_scales=False)
+    assert odd.greedy(PROMPTS) == tokens  # the same codes
+    name = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    if scale_format == "pow2":
+        with pytest.raises(ScaleError, match=f"'{name}' has a scale that is no power of two"):
+            refit(odd.llm, [(name, wire[name] * 1.5)], expect_kv_scales=False)
+        with pytest.raises(ScaleError, match=r"o_proj\.weight_scale_inv' has a scale that is no p"):
+            odd.model.load_weights([(name, wire[name] * 1.5)])
+    assert odd.greedy(PROMPTS) == tokens
+
+
+def test_an_fp8_checkpoint_whose_blocks_are_not_the_engines(other_engine, tmp_path):
+    """vLLM's own FP8 method refuses such widths too; quantizing once more would move the model."""
+    source = make_checkpoint(tmp_path / "source", 30, intermediate_size=328)
+    path = block_fp8_checkpoint(source, tmp_path / "fp8")
+    with pytest.raises(UnsupportedError, match=r"gate_up_proj' cannot .* load BF16 weights"):
+        other_engine(path, Recipe())
+
+
+def test_an_fp8_checkpoint_whose_scales_are_not_the_engines(other_engine, checkpoints, tmp_path):
+    recipe = Recipe.from_dict({"weights": {"scale_format": "pow2"}})
+    path = block_fp8_checkpoint(checkpoints["a"], tmp_path / "fp8")
+    with pytest.raises(ScaleError, match=r"no power of two.*quantize the weight in that format"):
+        other_engine(path, recipe)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_that_is_not_finite(other_engine, checkpoints, tmp_path, name, value):
+    """Fails where an infinite weight becomes a code like any other."""
+    path = tmp_path / "checkpoint"
+    shutil.copytree(checkpoints["a"], path)
+    tensors = load_tensors(path)
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefitError, match=f"'{name}' has NaN or infinite values; it was not loaded"):
+        other_engine(path, Recipe())
+
+
+def test_values_that_fp16_cannot_hold(other_engine, checkpoints):
+    """70,000 is an ordinary number in BF16 and float32, and infinite in FP16."""
+    low = other_engine(checkpoints["a"], Recipe(), dtype="float16")
+    tokens = low.greedy(PROMPTS)
+    weights = load_tensors(checkpoints["a"])
+    for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+        for dtype in (torch.bfloat16, torch.float32):
+            large = weights[name].to(dtype, copy=True)
+            large.view(-1)[5] = 7e4
+            message = f"'{name}' has values beyond 65504, the largest that the engine can hold"
+            with pytest.raises(RefitError, match=message):
+                refit(low.llm, [(name, large)], expect_kv_scales=False)
+            with pytest.raises(RefitError, match=message):
+                low.model.load_weights([(name, large)])
+    assert low.greedy(PROMPTS) == tokens
+    weights["lm_head.weight"].view(-1)[5] = 65280  # the largest of BF16 that is finite in FP16
+    refit(low.llm, weights.items(), expect_kv_scales=False)
+    assert low.model.get_submodule("lm_head").weight.isfinite().all()
+
+
+def test_no_float32_copies_in_the_bounded_mode(engine, other_engine, checkpoints, monkeypatch):
+    monkeypatch.setenv(CPU_CACHE_ENV, "0")
+    bounded = other_engine(checkpoints["a"], Recipe())
+    kernel = bounded.model.get_submodule("model.layers.0.mlp.down_proj").quant_method.kernel
+    assert bounded.greedy(PROMPTS) == engine.greedy(PROMPTS)
+    assert not any(isinstance(value, torch.Tensor) for value in vars(kernel).values())
+    monkeypatch.setenv(CPU_CACHE_ENV, "yes")
+    with pytest.raises(UnsupportedError, match=rf"qkv_proj.*{CPU_CACHE_ENV}"):
+        other_engine(checkpoints["a"], Recipe())
+
+
+def test_unknown_recipe_key_has_its_full_path(other_engine, checkpoints):
+    bad = {"fp8rl": {"pins": {"layer": [1]}}}
+    with pytest.raises(RecipeError, match=r"unknown key 'additional_config\.fp8rl\.pins\.layer'"):
+        other_engine(checkpoints["a"], Recipe(), additional_config=bad)
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("fp8_rl", "fp8rl"),
+        ("FP8RL", "fp8rl"),
+        ("fp8-rl", "fp8rl"),
+        ("fp8lr", "fp8rl"),
+        ("fprl", "fp8rl"),
+        ("fp8rl_cfg", "fp8rl"),
+        ("fp8rl.pins", "fp8rl"),
+        ("recipe", "fp8rl"),
+        ("FP8RL_RECIPE", "fp8rl"),
+        *((section, f"fp8rl.{section}") for section in Recipe.model_fields),
+        ("Pins", "fp8rl.pins"),
+        ("kv-cache", "fp8rl.kv_cache"),
+    ],
+)
+def test_a_recipe_that_nobody_would_read(key, right):
+    """vLLM's dictionary is shared, so it passes any key on, and the default would run instead."""
+    for settings in ({key: {"last": 1}}, {"fp8rl": {}, key: {"last": 1}}):
+        with pytest.raises(RecipeError) as caught:
+            read_recipe(settings)
+        assert str(caught.value) == (
+            f"'additional_config.{key}' is read by nobody; write 'additional_config.{right}'."
+        )
+
+
+def test_keys_of_other_plugins_stay_theirs():
+    others = [
+        "ascend_scheduler_config",
+        "refresh",
+        "torchair_graph_config",
+        "fp8",
+        "weight_prefetch",
+    ]
+    assert read_recipe(dict.fromkeys([*others, "training_mode", "gemm", 1])) == Recipe()
+
+
+def test_an_engine_refuses_a_recipe_that_nobody_would_read(other_engine, checkpoints):
+    with pytest.raises(RecipeError, match=r"'additional_config\.pins' is read by nobody"):
+        other_engine(checkpoints["a"], Recipe(), additional_config={"pins": {"last": 1}})
+
+
+@pytest.mark.parametrize("method", ["fp8rl", "fp8"])
+def test_a_recipe_that_the_model_s_config_loses(method):
+    asks = {"quant_method": method, "weight_block_size": [128, 128]}
+    Fp8RLConfig.from_config({**asks, "activation_scheme": "dynamic", "fmt": "e4m3", "recipe": {}})
+    for key in ("recipes", "Recipe", "recip", "fp8rl"):
+        with pytest.raises(
+            RecipeError,
+            match=rf"'quantization_config\.{key}' .*write 'quantization_config\.recipe'",
+        ):
+            Fp8RLConfig.from_config({**asks, key: {}})
+    inside = {**asks, "pins": {"last": 1}}
+    if method == "fp8":
+        Fp8RLConfig.from_config(inside)  # its other keys are the checkpoint's own
+        return
+    with pytest.raises(RecipeError, match=r"write 'quantization_config\.recipe\.pins'"):
+        Fp8RLConfig.from_config(inside)
+
+
+def test_pin_that_matches_nothing(other_engine, checkpoints):
+    recipe = Recipe.from_dict({"pins": {"names": ["model.layers.*.mlp.dawn_proj"]}})
+    with pytest.raises(PinError, match="dawn_proj"):
+        other_engine(checkpoints["a"], recipe)
+
+
+def test_kv_cache_dtype_must_agree(other_engine, checkpoints):
+    with pytest.raises(RecipeError, match=r"kv_cache\.dtype 'fp8_e4m3'.*kv_cache_dtype 'auto'"):
+        other_engine(checkpoints["a"], Recipe(), kv_cache_dtype="auto")
+
+
+@pytest.mark.parametrize(
+    ("missing", "module"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj"),
+        ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_up_proj"),  # pinned
+        ("lm_head.weight", "lm_head"),
+        ("model.embed_tokens.weight", "model.embed_tokens"),
+    ],
+)
+def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path, missing, module):
+    """vLLM itself would serve uninitialised memory: it checks unquantized models only."""
+    tensors = load_tensors(checkpoints["a"])
+    del tensors[missing]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((checkpoints["a"] / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=rf"no tensor for local rows from .*'{module}'"):
+        other_engine(tmp_path, Recipe.from_dict({"pins": {"last": 1}}))
+
+
+def test_mixture_of_experts_is_refused(other_engine, checkpoints):
+    with pytest.raises(UnsupportedError, match="mixture of experts"):
+        other_engine(checkpoints["a"], Recipe(), hf_overrides={"num_experts": 8})
+
+
+def test_recipe_from_the_environment(monkeypatch, tmp_path):
+    assert read_recipe({}) == Recipe()
+    monkeypatch.setenv("FP8RL_RECIPE", '{"pins": {"first": 1}}')
+    assert read_recipe({}).pins.first == 1
+    assert read_recipe({"fp8rl": {}}) == Recipe()  # the engine's own setting wins
+    monkeypatch.setenv("FP8RL_RECIPE", os.fspath(tmp_path / "none.yaml"))
+    with pytest.raises(RecipeError, match=r"none\.yaml"):
+        read_recipe(None)
+
+
+def test_scales_can_come_with_the_first_refit(other_engine, checkpoints, engine):
+    recipe = Recipe()
+    scales = {name: torch.tensor(KV_SCALE) for name in scale_names(LAYERS)}  # q too
+    late = other_engine(checkpoints["b"], recipe)
+    stream = load_tensors(checkpoints["a"]) | scales
+    report = refit(late.llm, stream.items(), expect_kv_scales=True)
+    assert report.kv_scales == 2 * LAYERS
+    assert late.greedy(PROMPTS) == engine.greedy(PROMPTS)

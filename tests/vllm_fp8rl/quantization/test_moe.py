@@ -1,0 +1,452 @@
+"""Qwen3-MoE in live CPU engines: against transformers, through refits, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from fp8rl import PinPolicy, Recipe
+from fp8rl.errors import PinError, RefitError, UnsupportedError
+from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
+from fp8rl.recipe import KVCache, Pins
+from support.engine import Engine, load_tensors
+from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
+from vllm_fp8rl.quantization.config import Resolved
+from vllm_fp8rl.quantization.models import check_architecture, check_widths, module_names
+from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
+from vllm_fp8rl.testing.tiny import make_moe_checkpoint
+
+RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
+PINNED = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(kinds=("experts",)))
+EXPERTS, WIDTH = 6, 192
+"""Experts of 192 columns: gate and up lie in stacks of 256, and 64 of them are padding."""
+SHORT = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
+LAYER = "model.layers.1.mlp.experts"
+DOWN = f"{LAYER}.3.down_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("moe")
+    return {
+        name: make_moe_checkpoint(root / name, seed, moe_intermediate_size=WIDTH)
+        for seed, name in enumerate("ab")
+    }
+
+
+@pytest.fixture(scope="module")
+def a(paths: dict[str, Path]) -> Tensors:
+    return load_tensors(paths["a"])
+
+
+@pytest.fixture(scope="module")
+def b(paths: dict[str, Path]) -> Tensors:
+    return load_tensors(paths["b"])
+
+
+@pytest.fixture(scope="module")
+def moe_engine(other_engine) -> Iterator[Callable[..., Engine]]:
+    """``other_engine`` for a mixture.
+
+    vLLM makes the group of expert-parallel ranks with the first engine of a process, and only for a
+    mixture, which the session's is not. One rank is a group of one in every sense.
+    """
+    before = parallel_state._EP
+    parallel_state._EP = parallel_state.get_tp_group()
+    yield other_engine
+    parallel_state._EP = before
+
+
+@pytest.fixture(scope="module")
+def started(moe_engine, paths: dict[str, Path]) -> Engine:
+    return moe_engine(paths["a"], RECIPE)
+
+
+@pytest.fixture
+def moe(started: Engine, a: Tensors) -> Iterator[Engine]:
+    yield started
+    drop_requests(started.llm)
+    give(started, a)
+
+
+@pytest.fixture(scope="module")
+def tokens(started: Engine, a: Tensors, b: Tensors) -> dict[str, list[list[int]]]:
+    """What the engine says after it was started from ``a``, and refitted with ``b`` and ``a``."""
+    said = {"a": started.greedy(SHORT)}
+    give(started, b)
+    said["b"] = started.greedy(SHORT)
+    give(started, a)
+    assert started.greedy(SHORT) == said["a"] != said["b"]
+    return said
+
+
+def give(engine: Engine, tensors: Tensors) -> None:
+    refit(engine.llm, tensors.items(), expect_kv_scales=False)
+
+
+def experts_of(engine: Engine, layer: int = 1):
+    return engine.model.get_submodule(f"model.layers.{layer}.mlp.experts.routed_experts")
+
+
+def pointers(engine: Engine) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+
+
+def bytes_of(engine: Engine) -> dict[str, torch.Tensor]:
+    layer = experts_of(engine)
+    return {name: p.data.view(torch.uint8).clone() for name, p in layer.named_parameters()}
+
+
+def fused(tensors: Tensors) -> Tensors:
+    """With transformers' own tensors of all experts in one."""
+    wire = {n: t for n, t in tensors.items() if ".experts." not in n}
+    for layer in (0, 1):
+        prefix = f"model.layers.{layer}.mlp.experts"
+
+        def stack(leaf: str, prefix: str = prefix) -> torch.Tensor:
+            return torch.stack([tensors[f"{prefix}.{e}.{leaf}.weight"] for e in range(EXPERTS)])
+
+        wire[f"{prefix}.gate_up_proj"] = torch.cat([stack("gate_proj"), stack("up_proj")], 1)
+        wire[f"{prefix}.down_proj"] = stack("down_proj")
+    return wire
+
+
+def test_equals_transformers_before_and_after_a_refit(
+    moe: Engine, paths: dict[str, Path], a: Tensors, b: Tensors
+) -> None:
+    for name, tensors in (("a", a), ("b", b)):
+        give(moe, tensors)
+        actual, floor = vllm_logprobs(moe), noise_floor(paths[name], RECIPE, PROMPTS)
+        found = gap(actual, load_reference(paths[name], RECIPE).many(PROMPTS))
+        assert found.within(floor, FACTOR), (name, found, floor)
+    for what, wrong in {
+        "experts of one layer not quantized": ["model.layers.1.mlp.experts"],
+        "one linear not quantized": ["model.layers.1.self_attn.o_proj"],
+    }.items():
+        reference = load_reference(paths["b"], RECIPE, unquantized=wrong)
+        found = gap(actual, reference.many(PROMPTS))
+        assert found.mean > FACTOR * floor.mean, (what, found, floor)
+        assert found.flipped > FACTOR * floor.flipped, (what, found, floor)
+
+
+def test_refits_write_in_place(moe: Engine, tokens, b: Tensors) -> None:
+    before = pointers(moe)
+    give(moe, b)
+    assert moe.greedy(SHORT) == tokens["b"]
+    assert pointers(moe) == before
+
+
+def test_live_codes_are_those_of_the_contract(moe: Engine, a: Tensors) -> None:
+    layer = experts_of(moe)
+    assert layer.w13_weight.shape == (EXPERTS, 512, 256)
+    for expert in range(EXPERTS):
+        parts = {
+            leaf: a[f"model.layers.1.mlp.experts.{expert}.{leaf}.weight"]
+            for leaf in ("gate_proj", "up_proj", "down_proj")
+        }
+        gate, up, down = (quantize_block(part) for part in parts.values())
+        live = layer.w13_weight[expert].view(torch.uint8)
+        for first, wanted in ((0, gate), (256, up)):
+            assert torch.equal(live[first : first + WIDTH], wanted.codes.view(torch.uint8))
+            assert not live[first + WIDTH : first + 256].any()
+        scales = torch.cat([gate.scale_inv, up.scale_inv])
+        assert torch.equal(layer.w13_weight_scale_inv[expert], scales)
+        live = layer.w2_weight[expert].view(torch.uint8)
+        assert torch.equal(live[:, :WIDTH], down.codes.view(torch.uint8))
+        assert not live[:, WIDTH:].any()
+        assert torch.equal(layer.w2_weight_scale_inv[expert], down.scale_inv)
+
+
+def test_plain_load_weights_one_by_one_in_random_order(moe: Engine, tokens, b: Tensors) -> None:
+    names = list(b)
+    random.Random(3).shuffle(names)
+    for name in names:
+        moe.model.load_weights([(name, b[name])])
+    moe.llm.reset_prefix_cache()
+    assert moe.greedy(SHORT) == tokens["b"]
+
+
+def test_all_experts_in_one_tensor(moe: Engine, tokens, b: Tensors) -> None:
+    report = refit(moe.llm, fused(b).items(), expect_kv_scales=False)
+    assert moe.greedy(SHORT) == tokens["b"]
+    assert report.tensors == len(fused(b))
+
+
+def test_codes_on_the_wire(moe: Engine, tokens, b: Tensors) -> None:
+    wire: Tensors = {}
+    for name, tensor in b.items():
+        wire[name] = tensor
+        if name.endswith("proj.weight"):
+            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
+    refit(moe.llm, wire.items(), expect_kv_scales=False, batch_bytes=1)
+    assert moe.greedy(SHORT) == tokens["b"]
+    del wire[f"{DOWN}_scale_inv"]
+    with pytest.raises(RefitError, match=f"lacks 1 .*'{DOWN}_scale_inv'"):
+        give(moe, wire)
+    with pytest.raises(RefitError, match="mixture"):
+        moe.greedy(SHORT)
+
+
+def test_codes_without_scales_outside_a_refit_stop_the_next_step(moe: Engine, a: Tensors) -> None:
+    moe.model.load_weights([(DOWN, quantize_block(a[DOWN]).codes)])
+    with pytest.raises(RefitError, match=r"experts.3.down_proj' received FP8 'weight' without"):
+        moe.greedy(SHORT)
+
+
+@pytest.mark.parametrize("missing", [DOWN, "model.layers.0.mlp.gate.weight"])
+def test_truncated_streams(moe: Engine, b: Tensors, missing: str) -> None:
+    with pytest.raises(RefitError, match=f"lacks 1 .*'{missing}'"):
+        give(moe, {n: t for n, t in b.items() if n != missing})
+    with pytest.raises(RefitError, match="mixture"):
+        moe.greedy(SHORT)
+
+
+def test_an_expert_with_nan(moe: Engine, tokens, b: Tensors) -> None:
+    bad = b[DOWN].clone()
+    bad[3, 5] = torch.nan
+    with pytest.raises(RefitError, match=f"'{DOWN}' has NaN"):
+        refit(moe.llm, (b | {DOWN: bad}).items(), expect_kv_scales=False, batch_bytes=1 << 16)
+    with pytest.raises(RefitError, match="mixture"):
+        moe.greedy(SHORT)
+    give(moe, b)
+    assert moe.greedy(SHORT) == tokens["b"]
+
+
+def test_refused_before_anything_is_written(moe: Engine, tokens, b: Tensors) -> None:
+    stacks = fused(b)
+    down = "model.layers.1.mlp.experts.down_proj"
+    for stream, message in (
+        ({DOWN.replace("3", "9"): b[DOWN]}, "no tensor 'model.layers.1.mlp.experts.9"),
+        ({DOWN: b[DOWN].t()}, r"shape \(192, 256\).*\(256, 192\)"),
+        ({DOWN: b[DOWN], down: stacks[down]}, f"'{down}' arrived twice"),
+        ({down: stacks[down], DOWN: b[DOWN]}, f"'{DOWN}' arrived twice"),
+        ({down: quantize_block(b[DOWN]).codes.expand(EXPERTS, -1, -1)}, "dtype torch.float8"),
+    ):
+        with pytest.raises(RefitError, match=message):
+            give(moe, stream)
+    assert moe.greedy(SHORT) == tokens["a"]
+
+
+def test_vllms_own_reload_and_any_number_of_processings(moe: Engine, tokens, b: Tensors) -> None:
+    before = pointers(moe)
+    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": b.items()})
+    moe.llm.reset_prefix_cache()
+    assert moe.greedy(SHORT) == tokens["b"]
+    assert pointers(moe) == before
+    held = bytes_of(moe)
+    for _ in range(2):
+        experts_of(moe).quant_method.process_weights_after_loading(experts_of(moe))
+    assert all(torch.equal(held[name], found) for name, found in bytes_of(moe).items())
+
+
+def test_reload_of_codes_and_of_a_part(moe: Engine, tokens, a: Tensors, b: Tensors) -> None:
+    wire: Tensors = {}
+    for name, tensor in b.items():
+        wire[name] = tensor
+        if name.endswith("proj.weight"):
+            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
+    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": wire.items()})
+    moe.llm.reset_prefix_cache()
+    assert moe.greedy(SHORT) == tokens["b"]
+    give(moe, a)
+    moe.model.load_weights([(DOWN, b[DOWN])])
+    expected = bytes_of(moe)
+    give(moe, a)
+    some = {name: b[name] if name == DOWN else tensor for name, tensor in a.items()}
+    del some[DOWN.replace("down", "up")], some[DOWN.replace(".3.", ".4.")]
+    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": some.items()})
+    assert all(torch.equal(expected[name], found) for name, found in bytes_of(moe).items())
+
+
+def test_a_layer_is_reloaded_as_soon_as_it_is_there(moe: Engine, tokens, b: Tensors) -> None:
+    done: list[bool] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for first in (True, False):
+            yield from ((n, t) for n, t in b.items() if n.startswith(LAYER) == first)
+            done.append(not get_layerwise_info(experts_of(moe)).can_load())
+
+    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream()})
+    moe.llm.reset_prefix_cache()
+    assert done[0] is True
+    assert moe.greedy(SHORT) == tokens["b"]
+
+
+def test_dummy_weights_then_a_refit(moe_engine, paths, tokens, b: Tensors) -> None:
+    engine = moe_engine(paths["a"], RECIPE, load_format="dummy")
+    layer = experts_of(engine)
+    assert (layer.w2_weight_scale_inv > 0).all() and (layer.w13_weight_scale_inv > 0).all()
+    assert layer.w2_weight.float().abs().sum() > 0
+    assert not layer.w2_weight[:, :, WIDTH:].view(torch.uint8).any()
+    assert not layer.w13_weight[:, WIDTH:256].view(torch.uint8).any()
+    give(engine, b)
+    assert engine.greedy(SHORT) == tokens["b"]
+
+
+def test_pinned_experts_are_refitted_too(moe_engine, paths, a: Tensors, b: Tensors) -> None:
+    engine = moe_engine(paths["b"], PINNED)
+    assert experts_of(engine).w13_weight.dtype == torch.float32
+    before = pointers(engine)
+    said = [engine.greedy(SHORT)]
+    for name, tensors in (("a", a), ("b", fused(b))):
+        give(engine, tensors)
+        said.append(engine.greedy(SHORT))
+        # Of the recipe with more codes to flip: with fewer, a flip or two make the whole floor.
+        actual, floor = vllm_logprobs(engine), noise_floor(paths[name], RECIPE, PROMPTS)
+        found = gap(actual, load_reference(paths[name], PINNED).many(PROMPTS))
+        assert found.within(floor, FACTOR), (name, found, floor)
+        quantized = gap(actual, load_reference(paths[name], RECIPE).many(PROMPTS))
+        assert not quantized.within(floor, FACTOR), (name, quantized, floor)
+    assert said[0] == said[2] != said[1]
+    assert pointers(engine) == before
+    with pytest.raises(RefitError, match=f"'{DOWN}' has dtype torch.float8"):
+        give(engine, {DOWN: quantize_block(a[DOWN]).codes})
+
+
+@contextmanager
+def one_of_two_ranks(engine: Engine, rank: int, how: str) -> Iterator[RoutedExperts]:
+    """The layer of experts that vLLM builds on one of two ranks, beside an engine."""
+    live = engine.llm.llm_engine.vllm_config
+    alone = FusedMoEParallelConfig.make_no_parallel()
+    if how == "split":
+        parallel = replace(alone, tp_size=2, tp_rank=rank)
+    else:
+        parallel = replace(alone, ep_size=2, ep_rank=rank, use_ep=True)
+    layers = live.compilation_config.static_forward_context
+    held = dict(layers)
+    with set_current_vllm_config(live), set_forward_context(None, live):
+        manager = ExpertMapManager(
+            max_num_batched_tokens=64,
+            top_k=2,
+            global_num_experts=EXPERTS,
+            num_redundant_experts=0,
+            num_expert_group=None,
+            moe_parallel_config=parallel,
+            placement_strategy="linear",
+            enable_eplb=False,
+        )
+        moe_config = FusedMoEConfig(
+            num_experts=EXPERTS,
+            experts_per_token=2,
+            hidden_dim=256,
+            intermediate_size=WIDTH,
+            num_local_experts=manager.local_num_experts,
+            num_logical_experts=EXPERTS,
+            activation=MoEActivation.SILU,
+            device="cpu",
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=parallel,
+            in_dtype=torch.float32,
+        )
+        yield RoutedExperts(
+            LAYER, torch.float32, moe_config, live.quant_config, expert_map_manager=manager
+        )
+    layers.update(held)
+
+
+@pytest.mark.parametrize("how", ["split", "whole"])
+def test_what_two_ranks_compute_adds_up(moe: Engine, b: Tensors, how: str) -> None:
+    """Halves of experts (96 columns, padded to 128), or half of the experts each."""
+    torch.manual_seed(1)
+    x, (weights, ids) = torch.randn(9, 256), torch.randn(9, EXPERTS).softmax(-1).topk(2)
+    wire = {n.removeprefix(f"{LAYER}."): t for n, t in b.items() if n.startswith(LAYER)}
+    total = torch.zeros(9, 256)
+    for rank in (0, 1):
+        with one_of_two_ranks(moe, rank, how) as layer:
+            taken = list(layer.load_weights(wire.items()))
+            assert len(taken) == (1 if how == "split" else 0.5) * 3 * EXPERTS
+            layer.quant_method.process_weights_after_loading(layer)
+            shape = (EXPERTS, 256, 256) if how == "split" else (EXPERTS // 2, 512, 256)
+            assert layer.w13_weight.shape == shape
+            total += layer.quant_method.apply(layer, x, weights, ids.int())
+    expected = torch.zeros(9, 256)
+    rounded = fake_quantized(x)
+    for token, slot in itertools.product(range(9), range(2)):
+        name = f"{LAYER}.{ids[token, slot]}"
+        parts = []
+        for rank in (0, 1) if how == "split" else (None,):
+            gate, up, down = (
+                fake_quantized_weight(b[f"{name}.{leaf}.weight"], dim, rank)
+                for leaf, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1))
+            )
+            y = torch.nn.functional.silu(gate @ rounded[token]) * (up @ rounded[token])
+            parts.append(down @ fake_quantized(y))
+        expected[token] += weights[token, slot] * sum(parts)
+    # A code that another order of additions flips leaves 1e-3, quantization as a whole 4e-2.
+    assert (total - expected).norm() < 2e-3 * expected.norm()
+
+
+def fake_quantized(x: torch.Tensor) -> torch.Tensor:
+    return dequantize_group(*quantize_group(x))
+
+
+def fake_quantized_weight(matrix: torch.Tensor, dim: int, rank: int | None) -> torch.Tensor:
+    local = matrix if rank is None else matrix.chunk(2, dim)[rank]
+    return dequantize_block(*quantize_block(local))
+
+
+def config(**changes) -> SimpleNamespace:
+    shape = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "num_experts": 3,
+        "moe_intermediate_size": 96,
+        "intermediate_size": 100,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
+    return SimpleNamespace(**(shape | changes))
+
+
+def resolved(**pins) -> Resolved:
+    recipe = Recipe(pins=Pins(**pins))
+    policy = PinPolicy(recipe.pins, module_names(config()))
+    return Resolved(recipe, policy, True, {}, True, None, None)
+
+
+def test_names_follow_the_config() -> None:
+    names = module_names(config())
+    assert [i for i in range(4) if f"model.layers.{i}.mlp.experts.2.up_proj" in names] == [1]
+    assert "model.layers.3.mlp.up_proj" in names and "model.layers.1.mlp.gate" in names
+
+
+def test_pins_of_experts_are_all_or_none() -> None:
+    name = "model.layers.1.mlp.experts"
+    assert resolved().experts_precision(name) == "fp8"
+    assert resolved(layers=(1,)).experts_precision(name) == "bf16"
+    assert resolved(names=(f"{name}.*",)).experts_precision(name) == "bf16"
+    assert resolved(kinds=("experts",)).experts_precision(name) == "bf16"
+    with pytest.raises(PinError, match=r"experts.2.down_proj' but not all experts of its layer"):
+        resolved(names=(f"{name}.2.down_proj",)).experts_precision(name)
+
+
+def test_models_and_ranks_that_are_not_served() -> None:
+    other = config(model_type="mixtral")
+    with pytest.raises(UnsupportedError, match=r"mixtral is another mixture of experts"):
+        check_architecture(other, other)
+    check_widths(config(), 4, expert_parallel=False)
+    check_widths(config(moe_intermediate_size=97), 4, expert_parallel=True)
+    with pytest.raises(UnsupportedError, match=r"moe_intermediate_size=97.*size=4"):
+        check_widths(config(moe_intermediate_size=97), 4, expert_parallel=False)

@@ -1,0 +1,136 @@
+"""Teacher-forced logprobs of live vLLM against transformers with the same fake quantization.
+
+The tolerance is the noise between two of transformers' own attention implementations, times
+``FACTOR``. vLLM rounds in more places than attention (norms, rotary embedding, order of the
+GEMMs), so a correct engine lies above 1: 0.6 to 4.3 over twelve pairs of checkpoint and recipe. One
+K scale wrong by 10% in one layer lies at 16 and more, a linear layer left unquantized at 19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8rl import Recipe
+from fp8rl.kv_scales import scale_name
+from fp8rl.recipe import KVCache, Pins
+
+pytest.importorskip("vllm")
+from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
+from vllm_fp8rl.quantization.kv_cache import kv_scale_state, set_kv_scales
+from vllm_fp8rl.testing.hf_reference import (
+    Gap,
+    gap,
+    load_reference,
+    noise_floor,
+    observed_kv_scales,
+)
+
+if TYPE_CHECKING:
+    from support.engine import Engine
+
+
+def refit(engine: Engine, path: Path) -> dict[str, float] | None:
+    """Weights of a checkpoint and, with an FP8 cache, the scales that its K and V call for."""
+    engine.model.load_weights(iter(load_file(path / "model.safetensors").items()))
+    scales = None
+    if engine.recipe.kv_cache.dtype != "auto":
+        scales = observed_kv_scales(path, engine.recipe, PROMPTS[:16])
+        engine.model.load_weights((n, torch.tensor([s])) for n, s in scales.items())
+    engine.llm.reset_prefix_cache()
+    return scales
+
+
+def floor_of(engine: Engine, path: Path, scales: Mapping[str, float] | None) -> Gap:
+    return noise_floor(path, engine.recipe, PROMPTS, kv_scales=scales)
+
+
+@pytest.fixture
+def fp8_engine(engine: Engine, checkpoints: dict[str, Path]) -> Iterator[Engine]:
+    """The session's engine; other tests find it with its weights and scales again."""
+    before = kv_scale_state(engine.model)
+    yield engine
+    refit(engine, checkpoints["a"])
+    set_kv_scales(engine.model, {scale_name(*key): value for key, value in before.items()})
+
+
+def test_equals_transformers_before_and_after_a_refit(
+    fp8_engine: Engine, checkpoints: dict[str, Path]
+) -> None:
+    tokens = {}
+    for step, name in enumerate(("a", "b", "a")):
+        path = checkpoints[name]
+        scales = refit(fp8_engine, path)
+        actual = vllm_logprobs(fp8_engine)
+        expected = load_reference(path, fp8_engine.recipe, kv_scales=scales).many(PROMPTS)
+        floor = floor_of(fp8_engine, path, scales)
+        assert gap(actual, expected).within(floor, FACTOR), (name, gap(actual, expected), floor)
+        tokens[step] = fp8_engine.greedy(PROMPTS[:8], tokens=24)
+    assert tokens[0] == tokens[2]
+    assert tokens[0] != tokens[1]
+
+
+def test_the_tolerance_catches_wrong_scales_and_wrong_weights(
+    fp8_engine: Engine, checkpoints: dict[str, Path]
+) -> None:
+    path, recipe = checkpoints["a"], fp8_engine.recipe
+    scales = refit(fp8_engine, path)
+    assert scales is not None
+    actual, floor = vllm_logprobs(fp8_engine), floor_of(fp8_engine, path, scales)
+    off = {**scales, scale_name(1, "k"): scales[scale_name(1, "k")] * 1.1}
+    wrong = {
+        "scale 1": load_reference(path, recipe, kv_scales=dict.fromkeys(scales, 1.0)),
+        "k_scale of one layer off by 10%": load_reference(path, recipe, kv_scales=off),
+        "K and V not quantized": load_reference(path, recipe),
+        "one weight not quantized": load_reference(
+            path, recipe, kv_scales=scales, unquantized=["model.layers.1.mlp.down_proj"]
+        ),
+        "weights of b": load_reference(path.parent / "b", recipe, kv_scales=scales),
+    }
+    for what, reference in wrong.items():
+        found = gap(actual, reference.many(PROMPTS))
+        assert found.mean > FACTOR * floor.mean, (what, found, floor)
+        assert found.flipped > FACTOR * floor.flipped, (what, found, floor)
+
+
+def test_a_new_scale_takes_effect_in_the_next_step(
+    fp8_engine: Engine, checkpoints: dict[str, Path]
+) -> None:
+    path = checkpoints["a"]
+    scales = refit(fp8_engine, path)
+    assert scales is not None
+    coarse = {name: scale * 3.0 for name, scale in scales.items()}
+    set_kv_scales(fp8_engine.model, coarse)
+    fp8_engine.llm.reset_prefix_cache()
+    actual = vllm_logprobs(fp8_engine)
+    before, after = (
+        gap(actual, load_reference(path, fp8_engine.recipe, kv_scales=s).many(PROMPTS))
+        for s in (scales, coarse)
+    )
+    floor = floor_of(fp8_engine, path, coarse)
+    assert after.within(floor, FACTOR), (after, floor)
+    assert not before.within(floor, FACTOR), (before, floor)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(Recipe(kv_cache=KVCache(dtype="auto")), id="fp8 linears alone"),
+        pytest.param(Recipe(rollout=False), id="fp8 cache alone"),
+        pytest.param(Recipe(pins=Pins(layers=(-1,), kinds=("down_proj",))), id="pins"),
+    ],
+)
+def test_other_recipes(recipe: Recipe, checkpoints: dict[str, Path], other_engine) -> None:
+    path = checkpoints["b"]
+    engine = other_engine(checkpoints["a"], recipe)
+    scales = refit(engine, path)
+    actual, floor = vllm_logprobs(engine), floor_of(engine, path, scales)
+    expected = load_reference(path, recipe, kv_scales=scales).many(PROMPTS)
+    assert gap(actual, expected).within(floor, FACTOR), (gap(actual, expected), floor)
+    other = load_reference(path, Recipe(), kv_scales=observed_kv_scales(path, recipe, PROMPTS[:8]))
+    assert not gap(actual, other.many(PROMPTS)).within(floor, FACTOR)

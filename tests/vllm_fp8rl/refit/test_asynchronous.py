@@ -1,0 +1,159 @@
+"""Refits of a real AsyncLLM with requests in flight, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8rl import Recipe
+from fp8rl.errors import RefitError, UnsupportedError
+from support.engine import LAYERS, Engine, load_tensors
+from support.processes import run_script
+from vllm_fp8rl.refit.asynchronous import refit_async
+from vllm_fp8rl.refit.liveness import ended_by_death
+from vllm_fp8rl.refit.worker import EXTENSION
+
+SCRIPT = Path(__file__).with_name("async_cases.py")
+EXAMPLES = Path(__file__).parents[3] / "examples"
+PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
+LONG, LENGTH = [7, 8, 9], 200
+
+
+@pytest.fixture(scope="module")
+def found(checkpoints: dict[str, Path]) -> dict[str, Any]:
+    return run_script(SCRIPT, checkpoints["a"].parent, timeout=240, folders=(EXAMPLES,))
+
+
+@pytest.fixture(scope="module")
+def truth(
+    engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
+) -> dict[str, Any]:
+    """What fresh synchronous engines say."""
+    said: dict[str, Any] = {}
+    for name, live in (("a", engine), ("b", other_engine(checkpoints["b"], Recipe()))):
+        # One at a time, as they are sent below: sums of a larger batch differ in the last bits.
+        said[name] = [live.greedy([prompt])[0] for prompt in PROMPTS]
+        said[f"long_{name}"] = live.greedy([LONG], LENGTH)[0]
+    assert said["a"] != said["b"]
+    return said
+
+
+def test_there_and_back(found, truth, checkpoints):
+    assert (found["a"], found["b"], found["a_again"]) == (truth["a"], truth["b"], truth["a"])
+    assert found["report"] == [len(load_tensors(checkpoints["b"])) + 2 * LAYERS, 2 * LAYERS]
+
+
+def test_the_mixin_leaves_another_extension_its_methods(found):
+    assert found["extension"] == [0]
+
+
+def test_drain_lets_requests_end_with_the_old_weights(found, truth):
+    assert found["drained"] == [truth["long_a"], "length", truth["b"]]
+
+
+def test_abort_ends_requests_at_once(found, truth):
+    tokens, reason = found["aborted"]
+    assert reason == "abort"
+    assert len(tokens) < LENGTH and tokens == truth["long_a"][: len(tokens)]
+
+
+def test_keep_goes_on_with_the_new_weights(found):
+    old_tokens, rest_is_of_the_new_weights = found["kept"]
+    assert 5 <= old_tokens < LENGTH
+    assert rest_is_of_the_new_weights is True
+
+
+def test_requests_that_come_meanwhile_wait_for_the_new_weights(found, truth):
+    assert found["waited"] == truth["a"][0]
+
+
+def test_a_second_refit_at_the_same_time_is_refused_and_does_no_harm(found):
+    assert found["second"].startswith("RefitError: A refit of this engine is already under way")
+
+
+def test_refused_before_a_write_leaves_the_old_weights(found, truth):
+    error, tokens = found["refused"]
+    assert error.startswith("RefitError: The engine's model has no tensor 'model.unknown'")
+    assert tokens == truth["a"]
+
+
+def test_broken_off_after_a_write_closes_the_engine_until_a_complete_refit(found, truth):
+    error, waiting, refused = found["nan"]
+    assert error.startswith("RefitError: 'model.norm.weight' has NaN")
+    assert waiting == [[], "abort"]
+    assert refused.startswith("RefitError: The weights are a mixture")
+    assert found["after_nan"] == truth["b"]
+
+
+def test_cancellation(found, truth):
+    error, refused = found["cancelled"]
+    assert error.startswith("CancelledError")
+    assert refused.startswith("RefitError: The weights are a mixture")
+    early = found["cancelled_early"]
+    assert early[0].startswith("CancelledError")
+    assert early[1:] == [truth["long_a"], "length", truth["a"]]
+
+
+def test_a_paused_engine_stays_paused(found, truth):
+    assert found["still_paused"] is True
+    assert found["resumed"] == truth["b"]
+
+
+def test_documented_code(found, truth):
+    assert found["doc"] == truth["b"]
+
+
+def test_recipe_for_a_server(found, truth):
+    tokens, with_other_scales, again, error, (lacking, paused) = found["http"]
+    assert "lacks 1 of the model's tensors: 'model.norm.weight'" in lacking
+    assert paused is True
+    assert tokens == again == truth["a"] != with_other_scales
+    assert "ScaleError" in error and "k_scale' is -1.0" in error
+
+
+def test_a_killed_engine_core_is_an_error_not_a_wait(found):
+    error, refused = found["killed"]
+    assert error.startswith("RefitError: Step 'load_batch' of the refit failed on a worker")
+    assert error.endswith("restart the engine.")
+    assert refused.startswith("RefitError: The weights are a mixture")
+
+
+def test_calls_of_a_synchronous_engine_end_with_its_core():
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    pending: Future[None] = Future()
+    core = SimpleNamespace(
+        resources=SimpleNamespace(engine_dead=False), utility_results={1: pending}
+    )
+    with ended_by_death(core):
+        with pytest.raises(TimeoutError):
+            pending.result(timeout=1.2)
+        core.resources.engine_dead = True
+        with pytest.raises(EngineDeadError):
+            pending.result(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("extension", "cores", "message"),
+    [("", 1, "takes calls by name only"), (EXTENSION, 2, "has 2 engine cores")],
+)
+def test_engines_that_cannot_be_reached(extension, cores, message):
+    parallel = SimpleNamespace(worker_extension_cls=extension)
+    unreachable: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+        engine_core=SimpleNamespace(core_engines=[b""] * cores),
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        asyncio.run(refit_async(unreachable, [], expect_kv_scales=False))
+
+
+def test_unknown_policy_for_requests_in_flight():
+    nothing: Any = None
+    with pytest.raises(RefitError, match="in_flight is 'later'; choose one of"):
+        asyncio.run(refit_async(nothing, [], expect_kv_scales=False, in_flight="later"))  # type: ignore[arg-type]

@@ -1,0 +1,353 @@
+"""The ways in which TRL and verl put weights into vLLM, and the recipes in examples/ for them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import re
+import shlex
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8rl import Recipe
+from fp8rl.errors import RecipeError, RefitError, UnsupportedError
+from fp8rl.kv_scales import scale_names
+from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
+from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.quantization import config
+from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
+from vllm_fp8rl.refit.worker import has_refit_methods
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+DOC = (EXAMPLES.parent / "docs" / "vllm.md").read_text(encoding="utf-8")
+PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
+SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def doc_block(heading: str) -> str:
+    """The first code block below a heading of docs/vllm.md."""
+    section = DOC.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return section.split("```")[1].split("\n", 1)[1].rstrip()
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def tokens(
+    engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
+) -> dict[str, list[list[int]]]:
+    return {
+        "a": engine.greedy(PROMPTS),
+        "b": other_engine(checkpoints["b"], Recipe()).greedy(PROMPTS),
+    }
+
+
+@pytest.fixture(autouse=True)
+def leave_it_as_it_was(engine: Engine, checkpoints: dict[str, Path]) -> Iterator[None]:
+    yield
+    drop_requests(engine.llm)
+    refit(engine.llm, (load_tensors(checkpoints["a"]) | SCALES).items(), expect_kv_scales=True)
+
+
+def test_trl_colocate(engine, checkpoints, tokens):
+    """trl/generation/vllm_generation.py, ``sync_weights`` without PEFT or FSDP."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(checkpoints["b"], dtype=torch.float32)
+    llm = engine.llm
+    for name, param in policy.named_parameters():
+        llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(
+            [(name, param.data)]
+        )
+    llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_trl_server(engine, checkpoints, tokens):
+    """trl/scripts/vllm_serve.py, ``update_named_param``: into memory that it then frees."""
+
+    def update_named_param(worker: Any, name: str, sent: torch.Tensor) -> None:
+        weight = torch.empty(sent.shape, dtype=sent.dtype)
+        weight.copy_(sent)
+        worker.model_runner.model.load_weights(weights=[(name, weight)])
+        weight.fill_(torch.nan)
+
+    for name, tensor in load_tensors(checkpoints["b"]).items():
+        engine.llm.collective_rpc(update_named_param, args=(name, tensor))
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_verl_buckets(engine, checkpoints, tokens, example):
+    """verl/workers/rollout/vllm_rollout/utils.py, ``update_weights_from_ipc``."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    # Where this holds, verl quantizes on its own and renames the scales.
+    assert not isinstance(engine.llm.llm_engine.vllm_config.quant_config, Fp8Config)
+    update = example("vllm_extension").BucketExtension.update_weights_from_bucket
+    bucket = torch.empty(300_000, dtype=torch.uint8)
+    places: dict[str, tuple[torch.Size, torch.dtype, int]] = {}
+    used = 0
+
+    def flush() -> None:
+        engine.llm.collective_rpc(update, args=(bucket, places))
+        bucket.fill_(0xFF)  # the trainer fills it anew
+        places.clear()
+
+    for name, weight in load_tensors(checkpoints["b"]).items():
+        if used + weight.nbytes > bucket.numel():
+            flush()
+            used = 0
+        places[name] = (weight.shape, weight.dtype, used)
+        bucket[used : used + weight.nbytes].copy_(weight.reshape(-1).view(torch.uint8))
+        used += weight.nbytes
+    flush()
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_extension_has_both_sets_of_methods(example):
+    extension = example("vllm_extension").Extension
+    assert has_refit_methods("vllm_extension.Extension")
+    assert not has_refit_methods("vllm_extension.BucketExtension")
+    assert callable(extension.update_weights_from_bucket)
+
+
+def test_plain_functions_serve_where_the_slot_is_taken(other_engine, checkpoints, tokens, example):
+    engine = other_engine(
+        checkpoints["a"], Recipe(), worker_extension_cls="vllm_extension.BucketExtension"
+    )
+    refit_from_files(engine.llm, str(checkpoints["b"]), expect_kv_scales=False)
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_a_model_folder_that_asks_for_fp8(other_engine, checkpoints, tmp_path, example):
+    """For frameworks that make their own LLM without a word on quantization."""
+    trl = example("vllm_trl")
+    recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
+    folder = trl.make_folder(checkpoints["b"], tmp_path / "b", recipe)
+    assert load_file(folder / "model.safetensors").keys() == load_tensors(checkpoints["b"]).keys()
+    silent = {"quantization": None, "additional_config": {}, "kv_cache_dtype": "auto"}
+    asked = other_engine(folder, recipe, **silent)
+    assert asked.llm.llm_engine.vllm_config.quant_config.get_name() == "fp8rl"
+    assert asked.llm.llm_engine.vllm_config.additional_config["fp8rl"] == recipe.to_dict()
+    assert asked.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
+    assert asked.model.model.layers[1].mlp.down_proj.weight.dtype == torch.float32
+    assert asked.greedy(PROMPTS) == other_engine(checkpoints["b"], recipe).greedy(PROMPTS)
+
+
+def test_overrides_of_the_model_config_ask_too(other_engine, checkpoints):
+    recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
+    asks = {"quant_method": "fp8rl", "recipe": recipe.to_dict()}
+    asked = other_engine(
+        checkpoints["b"],
+        recipe,
+        quantization=None,
+        additional_config={},
+        hf_overrides={"quantization_config": asks},
+    )
+    assert asked.llm.llm_engine.vllm_config.additional_config["fp8rl"] == recipe.to_dict()
+    assert asked.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
+
+
+def test_transformers_ignores_the_request(checkpoints, tmp_path, example):
+    """TRL's trainer loads the same folder."""
+    from transformers import AutoModelForCausalLM
+
+    folder = example("vllm_trl").make_folder(checkpoints["b"], tmp_path / "b")
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    loaded = dict(policy.named_parameters())
+    for name, tensor in load_tensors(checkpoints["b"]).items():
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_recipe_of_the_model_yields_to_that_of_the_engine():
+    asked = {"pins": {"last": 1}}
+    assert config.read_recipe({}, asked) == Recipe.from_dict(asked)
+    assert config.read_recipe({"fp8rl": {}}, asked) == Recipe()
+    with pytest.raises(RecipeError, match=r"quantization_config\.recipe"):
+        config.read_recipe({}, {"pin": {}})
+    with pytest.raises(UnsupportedError, match="quantized with 'gptq'"):
+        config.Fp8RLConfig.from_config({"quant_method": "gptq"})
+
+
+def test_verl_arguments(checkpoints):
+    """verl makes flags of its dictionary: names with underscores, dictionaries as JSON."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    overrides = [
+        line.lstrip("+").removeprefix("actor_rollout_ref.rollout.engine_kwargs.vllm.")
+        for line in doc_block("verl").splitlines()
+    ]
+    assert overrides == ["quantization=fp8rl", "additional_config.fp8rl.kv_cache.dtype=auto"]
+    settings = {
+        "quantization": "fp8rl",
+        "additional_config": {"fp8rl": {"kv_cache": {"dtype": "auto"}}},
+    }
+    flags = ["--model", str(checkpoints["a"]), "--hf_overrides", "{}"]
+    for name, value in settings.items():
+        flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else value]
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
+    arguments = AsyncEngineArgs.from_cli_args(parsed)
+    assert arguments.quantization == "fp8rl"
+    assert config.read_recipe(arguments.additional_config).kv_cache.dtype == "auto"
+
+
+def test_serve_command(checkpoints):
+    """The flags of docs/vllm.md, as the server reads them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command = doc_block("`vllm serve`").split("\npython ")[0]
+    mode, *words = shlex.split(command.replace("\\\n", ""))
+    assert [mode, *words[:3]] == ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "my-model"]
+    example = (EXAMPLES / "vllm_serve_refit.py").read_text(encoding="utf-8")
+    assert all(line.strip(" \\") in example for line in command.splitlines())
+    flags = ["--model", str(checkpoints["a"]), *words[3:]]
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
+    arguments = AsyncEngineArgs.from_cli_args(parsed)
+    assert arguments.quantization == "fp8rl"
+    assert config.read_recipe(arguments.additional_config).pins.last == 1
+    assert arguments.kv_cache_dtype == config.read_recipe({}).kv_cache.dtype
+    assert arguments.weight_transfer_config.backend in WEIGHT_TRANSFER_BACKENDS
+    assert has_refit_methods(arguments.worker_extension_cls)
+
+
+def test_offline_recipe(engine, checkpoints, tokens):
+    space = {
+        "llm": engine.llm,
+        "weights": load_tensors(checkpoints["b"]),
+        "conversations": [[5, 6, 7, 8, 9, 10], list(range(20, 60))],
+    }
+    code = doc_block("Offline `LLM`")
+    first, _, rest = code.partition("calibrate_kv_scales(llm")
+    exec(first, space)
+    assert engine.greedy(PROMPTS) == tokens["b"]
+    exec(f"found = calibrate_kv_scales(llm{rest}", space)
+    assert {name for name in space["found"] if name.endswith(("k_scale", "v_scale"))} == set(SCALES)
+
+
+def test_doc_names_what_there_is():
+    for path in re.findall(r"`(vllm_fp8rl(?:\.\w+)+)`", DOC):
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
+    for file in re.findall(r"\]\(\.\./(\S+?)\)|(?<=python )(examples/\S+)", DOC):
+        assert (EXAMPLES.parent / "".join(file)).is_file(), file
+
+
+def test_push_between_processes(engine, checkpoints, tokens, example):
+    push = example("vllm_push")
+    trainer, receiver = multiprocessing.Pipe()
+    sender = threading.Thread(
+        target=push.push, args=(trainer, load_tensors(checkpoints["b"]).items())
+    )
+    sender.start()
+    push.refit_from(engine.llm, receiver)
+    sender.join()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+@pytest.mark.timeout(300)
+def test_push_to_an_engine_with_processes_of_its_own(
+    other_engine, checkpoints, example, monkeypatch
+):
+    """As a user runs it: vLLM's engine core is a process of its own there."""
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 16 << 20,
+        "skip_tokenizer_init": True,
+    }
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setenv("PYTHONPATH", str(EXAMPLES))
+        pushed = example("vllm_push").main(str(checkpoints["b"]), arguments)
+    recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
+    (wanted,) = other_engine(checkpoints["b"], recipe).greedy([[5, 6, 7]], tokens=5)
+    assert pushed == wanted
+
+
+def test_push_that_ends_too_early(engine, checkpoints, example):
+    push = example("vllm_push")
+    trainer, receiver = multiprocessing.Pipe()
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(load_tensors(checkpoints["b"]).items())[:3]
+        trainer.close()  # as when its process dies
+
+    def send() -> None:
+        with pytest.raises(OSError, match="closed"):
+            push.push(trainer, stream())
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(EOFError):
+        refit(engine.llm, push.pull(receiver), expect_kv_scales=False, batch_bytes=1)
+    sender.join()
+    with pytest.raises(RefitError, match="mixture"):
+        engine.greedy(PROMPTS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_plain_loads_refuse_what_is_not_finite(engine, checkpoints, tokens, value):
+    """An infinite weight would otherwise be clamped to 448 like any large one."""
+    b = load_tensors(checkpoints["b"])
+    b[UP].view(-1)[7] = value
+    with pytest.raises(RefitError, match=f"'{UP}' has NaN or infinite values; it was not loaded"):
+        engine.model.load_weights([(UP, b[UP])])
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_plain_load_that_ends_half_way_shuts_until_all_has_come(
+    engine, checkpoints, tokens, error
+):
+    b = list(load_tensors(checkpoints["b"]).items())
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from b[:3]
+        raise error
+
+    with pytest.raises(error):
+        engine.model.load_weights(stream())
+    with pytest.raises(RefitError, match=rf"mixture: a load broke off \({error.__name__}\)"):
+        engine.greedy(PROMPTS)
+    drop_requests(engine.llm)
+    engine.model.load_weights(iter(b[:-1]))
+    with pytest.raises(RefitError, match="mixture"):
+        engine.greedy(PROMPTS)
+    drop_requests(engine.llm)
+    engine.model.load_weights(b[-1:])
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_a_reload_marks_what_is_not_finite(engine, checkpoints, tokens):
+    b = load_tensors(checkpoints["b"])
+    broken = b | {UP: torch.full_like(b[UP], torch.nan)}
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": broken.items()})
+    with pytest.raises(RefitError, match=rf"'{UP}' came with NaN .*\(1 such tensors\)"):
+        engine.greedy(PROMPTS)
+    drop_requests(engine.llm)
+    engine.model.load_weights([(UP, b[UP])])
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]

@@ -1,0 +1,263 @@
+"""vLLM's own ways to change weights: its weight-transfer API and ``reload_weights``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+
+from fp8rl import Recipe
+from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.kv_scales import scale_names
+from fp8rl.numerics import quantize_block
+from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
+from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.refit.transport import pack
+from vllm_fp8rl.refit.weight_transfer import Fp8RLNcclTransferEngine
+from vllm_fp8rl.storage.parameters import Fp8Scale
+
+PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
+NORM = "model.norm.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
+
+
+@pytest.fixture(scope="module")
+def tokens(
+    engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
+) -> dict[str, list[list[int]]]:
+    return {
+        "a": engine.greedy(PROMPTS),
+        "b": other_engine(checkpoints["b"], Recipe()).greedy(PROMPTS),
+    }
+
+
+@pytest.fixture(scope="module")
+def receiver(other_engine: Callable[..., Engine], checkpoints: dict[str, Path]) -> Engine:
+    from vllm.config import WeightTransferConfig
+
+    started = other_engine(
+        checkpoints["a"], Recipe(), weight_transfer_config=WeightTransferConfig(backend="fp8rl")
+    )
+    started.llm.init_weight_transfer_engine({"init_info": {}})
+    return started
+
+
+def update(engine: Engine, **update_info: Any) -> None:
+    engine.llm.update_weights({"update_info": update_info})
+
+
+def finish(engine: Engine) -> None:
+    engine.llm.finish_weight_update()
+    engine.llm.reset_prefix_cache()
+
+
+def test_update_from_files_and_from_payloads(receiver, checkpoints, tokens):
+    before = {name: p.data_ptr() for name, p in receiver.model.named_parameters()}
+    receiver.llm.start_weight_update()
+    update(receiver, path=str(checkpoints["b"]))
+    finish(receiver)
+    assert receiver.greedy(PROMPTS) == tokens["b"]
+    receiver.llm.start_weight_update()
+    for item in (load_tensors(checkpoints["a"]) | SCALES).items():
+        update(receiver, payload=pack([item]))
+    finish(receiver)
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+    assert {name: p.data_ptr() for name, p in receiver.model.named_parameters()} == before
+
+
+def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, checkpoints, tokens):
+    a, b = (load_tensors(checkpoints[name]) for name in "ab")
+    lacking = [(name, tensor) for name, tensor in b.items() if name != UP]
+    receiver.llm.start_weight_update()
+    update(receiver, payload=pack(lacking))
+    with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}'"):
+        finish(receiver)
+    with pytest.raises(RefitError, match="mixture"):
+        receiver.greedy(PROMPTS)
+    drop_requests(receiver.llm)
+    with pytest.raises(RefitError, match="send all of it again"):
+        finish(receiver)
+    # vLLM holds the update for active still: the second attempt goes on from there.
+    update(receiver, payload=pack(a.items()))
+    finish(receiver)
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
+def test_some_scales_but_not_all(receiver, checkpoints):
+    (name, scale), *_ = SCALES.items()
+    receiver.llm.start_weight_update()
+    update(receiver, payload=pack((load_tensors(checkpoints["a"]) | {name: scale}).items()))
+    with pytest.raises(RefitError, match=f"lacks {2 * LAYERS - 1} "):
+        finish(receiver)
+    update(receiver, path=str(checkpoints["a"]))
+    finish(receiver)
+
+
+def test_nan_breaks_an_update_off(receiver, checkpoints, tokens):
+    a = load_tensors(checkpoints["a"])
+    receiver.llm.start_weight_update()
+    update(receiver, payload=pack([(UP, a[UP])]))
+    with pytest.raises(RefitError, match=f"'{NORM}' has NaN"):
+        update(receiver, payload=pack([(NORM, torch.full_like(a[NORM], torch.nan))]))
+    with pytest.raises(RefitError, match="mixture"):
+        receiver.greedy(PROMPTS)
+    drop_requests(receiver.llm)
+    receiver.llm.start_weight_update()  # vLLM has forgotten the one that broke off
+    update(receiver, path=str(checkpoints["a"]))
+    finish(receiver)
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
+def test_one_source_for_an_update(receiver):
+    receiver.llm.start_weight_update()
+    with pytest.raises(ValueError, match="either 'path' or 'payload'"):
+        update(receiver)
+    assert len(receiver.greedy(PROMPTS)) == len(PROMPTS)  # nothing was written
+
+
+def reload(engine: Engine, **arguments: Any) -> None:
+    engine.llm.collective_rpc("reload_weights", kwargs=arguments)
+    engine.llm.reset_prefix_cache()
+
+
+def test_reload_from_a_folder(receiver, checkpoints, tokens):
+    before = {name: p.data_ptr() for name, p in receiver.model.named_parameters()}
+    for name in "ba":
+        reload(receiver, weights_path=str(checkpoints[name]))
+        assert receiver.greedy(PROMPTS) == tokens[name]
+    assert {name: p.data_ptr() for name, p in receiver.model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_reload_past_the_loaders_is_refused(receiver, checkpoints, tokens, positional):
+    """vLLM would cast BF16 to FP8 under the old scales."""
+    items = list(load_tensors(checkpoints["b"]).items())
+    arguments = {"args": (items, None, False)}
+    if not positional:
+        arguments = {"kwargs": {"weights_iterator": items, "is_checkpoint_format": False}}
+    with pytest.raises(UnsupportedError, match=r"is_checkpoint_format=False.* send HF tensors"):
+        receiver.llm.collective_rpc("reload_weights", **arguments)
+    receiver.llm.reset_prefix_cache()
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
+@pytest.mark.parametrize("scales_first", [False, True])
+def test_reload_of_fp8_codes(receiver, checkpoints, tokens, scales_first):
+    wire: dict[str, torch.Tensor] = {}
+    for name, tensor in load_tensors(checkpoints["b"]).items():
+        if name.endswith("proj.weight"):
+            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
+        else:
+            wire[name] = tensor
+    items = sorted(wire.items(), reverse=scales_first)
+    reload(receiver, weights_iterator=items)
+    assert receiver.greedy(PROMPTS) == tokens["b"]
+    reload(receiver, weights_path=str(checkpoints["a"]))
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
+def test_reload_without_a_part_of_a_layer_leaves_that_part(receiver, checkpoints):
+    """vLLM would leave the rows of up_proj without values, and takes no notice."""
+    some = {n: t for n, t in load_tensors(checkpoints["b"]).items() if n != UP}
+    reload(receiver, weights_iterator=some.items())
+    by_reload = receiver.greedy(PROMPTS)
+    reload(receiver, weights_path=str(checkpoints["a"]))
+    receiver.model.load_weights(some.items())
+    receiver.llm.reset_prefix_cache()
+    assert receiver.greedy(PROMPTS) == by_reload
+    reload(receiver, weights_path=str(checkpoints["a"]))
+
+
+@pytest.mark.parametrize("counting", ["0.32", "0.25.1"])
+def test_reload_quantizes_each_layer_once_it_is_there(
+    receiver, checkpoints, tokens, monkeypatch, counting
+):
+    """Not at the end, when BF16 of the whole model would lie in buffers that senders reuse."""
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    if counting == "0.25.1":  # which knows no weight_loader_numel: a layer has all its elements
+
+        def numel_loaded(loader: Any, args: Any) -> tuple[int, object]:
+            with meta.CopyCounter() as counter:
+                returned = loader(*args.args, **args.kwargs)
+            return counter.copied_numel, returned
+
+        monkeypatch.setattr(layerwise, "get_numel_loaded", numel_loaded)
+        monkeypatch.delattr(Fp8Scale, "weight_loader_numel")
+    done: list[bool] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = load_tensors(checkpoints["b"])
+        last = [n for n in tensors if n.startswith("model.layers.1.")]
+        for name in last:
+            yield name, tensors.pop(name)
+        modules = dict(receiver.model.named_modules())
+        for leaf in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            done.append(not get_layerwise_info(modules[f"model.layers.1.{leaf}"]).can_load())
+        yield from tensors.items()
+
+    reload(receiver, weights_iterator=stream())
+    assert done == [True] * 4
+    assert receiver.greedy(PROMPTS) == tokens["b"]
+    reload(receiver, weights_path=str(checkpoints["a"]))
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
+def test_a_reload_that_breaks_off_says_so(other_engine, checkpoints, tokens):
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    ruined = other_engine(checkpoints["a"], Recipe())
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(load_tensors(checkpoints["b"]).items())[:9]
+        raise ConnectionError("trainer gone")
+
+    with pytest.raises(ConnectionError):
+        reload(ruined, weights_iterator=stream())
+    try:
+        with pytest.raises(RefitError, match="restart the engine"):
+            ruined.greedy(PROMPTS)
+        drop_requests(ruined.llm)
+        with pytest.raises(RefitError, match="broke off half way; restart the engine"):
+            refit(ruined.llm, [], expect_kv_scales=False)
+    finally:  # vLLM's engines of one process share modules, which now have no values
+        config = ruined.llm.llm_engine.vllm_config
+        with set_current_vllm_config(config):
+            finalize_layerwise_reload(ruined.model, config.model_config)
+
+
+def test_nccl_receives_into_a_session(receiver, checkpoints, tokens):
+    """vLLM's transport needs GPUs; what it hands over, and when, is its side of a contract."""
+    config = receiver.llm.llm_engine.vllm_config
+    engine = Fp8RLNcclTransferEngine(None, config, torch.device("cpu"), receiver.model)
+    engine.start_weight_update()
+    for item in load_tensors(checkpoints["b"]).items():
+        engine.model.load_weights([item])
+    engine.finish_weight_update()
+    receiver.llm.reset_prefix_cache()
+    assert receiver.greedy(PROMPTS) == tokens["b"]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc", "sparse_nccl"])
+def test_engines_that_would_serve_a_mixture_are_refused_at_the_start(
+    other_engine, checkpoints, backend
+):
+    from vllm.config import WeightTransferConfig
+
+    with pytest.raises(UnsupportedError, match=f"'{backend}' takes an incomplete update"):
+        other_engine(
+            checkpoints["a"], Recipe(), weight_transfer_config=WeightTransferConfig(backend=backend)
+        )
+
+
+def test_backends_are_registered_in_vllm():
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    assert WEIGHT_TRANSFER_BACKENDS.keys() <= WeightTransferEngineFactory._registry.keys()
