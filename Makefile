@@ -8,7 +8,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
 	@echo "make test    the tests"
-	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/reliability.md)"
+	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/measurements/reliability.md)"
 	@echo "make contract the seams into NeMo RL against its sources (docs/nemo_rl.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code and fix what it can"

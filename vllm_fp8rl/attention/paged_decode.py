@@ -2,7 +2,7 @@
 
 A decode step reads the whole cache once and computes little, so this kernel is written for
 bandwidth. FlashAttention 3 converts and transposes V inside its tensor-core pipeline and reads an
-FP8 cache at 60% of an H100's bandwidth, a BF16 one at 83% (``docs/performance.md``). Here codes are
+FP8 cache at 60% of an H100's bandwidth, a BF16 one at 83% (``docs/measurements/kernels.md``). Here codes are
 widened to float16, which holds every E4M3 value exactly, on their way into the registers: queries
 and probabilities stay in 16 bits, where FlashAttention 3 rounds both to E4M3.
 
