@@ -1,11 +1,11 @@
-"""Build the wheel and the sdist, install the wheel into an empty environment, and try the README there.
+"""Build the wheel and the sdist, install the wheel into an empty environment, try the README there.
 
     python3 tools/dist.py
 
 Standard library only. Both files are left in ``dist/``. The environment is made in a temporary
-folder and removed afterwards. The plain-tensor GRPO blocks run with the wheel alone; the Megatron and
-vLLM blocks run after the extra ``cpu`` and vLLM's CPU wheel have been installed as `tools/install.py`
-does it.
+folder and removed afterwards. The plain-tensor GRPO blocks run with the wheel alone; the Megatron
+and vLLM blocks run after the extra ``cpu`` and vLLM's CPU wheel have been installed in the way of
+``tools/install.py``.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ def build(work: Path) -> Path:
         old.unlink()
     python = new_environment(work / "build")
     install(python, "build tool", "build>=1.2")
-    step(
-        "sdist and wheel", [str(python), "-m", "build", "--outdir", str(DIST), str(ROOT)], work
-    )
+    step("sdist and wheel", [str(python), "-m", "build", "--outdir", str(DIST), str(ROOT)], work)
     (wheel,) = DIST.glob("fp8rl-*.whl")
     return wheel
 
