@@ -1,4 +1,4 @@
-"""Build the site into ``out/site``; broken links and missing pages are errors. Standard library only.
+"""Build the site into ``out/site``; broken links and missing pages are errors. No dependencies.
 
     python3 tools/docs.py
 
