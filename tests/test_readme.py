@@ -293,15 +293,15 @@ def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
         assert "apply_model(" not in text and "INSECURE_SERIALIZATION" not in text, page
 
 
-def test_the_start_of_the_guide_is_that_of_the_readme():
+def test_the_start_of_the_guide_is_that_of_the_readme(tmp_path, monkeypatch):
     """Which test_engine_snippets runs: both give the same arguments to the same class."""
+    (tmp_path / "recipe.yaml").write_text(fenced("yaml")[0], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     calls = []
     for name in ("vllm", "vllm-start"):
         code = block(name).split("\n\n# Pairs of")[0]
-        names: dict[str, Any] = {}
-        code = code.replace("from vllm import LLM, SamplingParams", "")
-        names["LLM"] = lambda *args, **kwargs: calls.append((args, kwargs))
-        exec(code.replace('"recipe.yaml"', repr(fenced("yaml")[0])), names)
+        names: dict[str, Any] = {"LLM": lambda *args, **kwargs: calls.append((args, kwargs))}
+        exec(code.replace("from vllm import LLM, SamplingParams", ""), names)
     assert len(calls) == 2 and calls[0] == calls[1]
 
 
