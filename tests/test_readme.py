@@ -17,10 +17,9 @@ import pytest
 import torch
 import yaml
 
-from fp8rl import PluginManager, Recipe, hookspecs
+from fp8rl import Recipe, hookspecs
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmBackend, GemmShape, ReferenceBackend
-from fp8rl.numerics import quantize_block, quantize_group
+from fp8rl.gemm import GemmShape, ReferenceBackend
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -306,6 +305,10 @@ def test_the_start_of_the_guide_is_that_of_the_readme(tmp_path, monkeypatch):
 
 
 def test_gemm_snippet():
+    from fp8rl import PluginManager
+    from fp8rl.gemm import GemmBackend
+    from fp8rl.numerics import quantize_block, quantize_group
+
     names: dict[str, Any] = {}
     exec(block("gemm"), names)
     plugins = PluginManager(discover=False)
