@@ -18,7 +18,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import Float16Module
 from torch.distributed.fsdp import fully_shard
-from transformers import Qwen3Config
 
 from fp8rl import PinPolicy, PluginManager, Recipe, hookimpl
 from fp8rl.errors import PinError, UnsupportedError
@@ -31,44 +30,22 @@ from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from megatron_fp8rl.sites import sites
 from megatron_fp8rl.testing.models import build_gpt
+from support.megatron import LENGTH, VOCAB, convert_alone, dense, losses, pinned, tokens
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
-VOCAB, LENGTH = 64, 32
 LINEARS = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
 
 
 def _gpt(head_dim: int = 64, *, dtype=torch.bfloat16, layers: int = 2, tied=False, **overrides):
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
+    config = dense(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=head_dim,
-        max_position_embeddings=LENGTH,
         tie_word_embeddings=tied,
     )
     return build_gpt(config, dtype=dtype, **overrides)
-
-
-def _convert(model: Any, recipe: Recipe | None = None, **kwargs: Any) -> Conversion:
-    return convert(model, recipe or Recipe(), plugins=PluginManager(discover=False), **kwargs)
-
-
-def _recipe(**pins: Any) -> Recipe:
-    return Recipe(pins=Pins(**pins))
-
-
-def _tokens(seed: int = 0, batch: int = 4) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB, (batch, LENGTH + 1), generator=generator)
-
-
-def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(LENGTH).expand(len(tokens), -1)
-    return model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
 
 
 class _Trainer:
@@ -102,7 +79,7 @@ class _Trainer:
         self.optimizer.zero_grad()
 
         def step(iterator, model):
-            mean = _loss(model, next(iterator)).float()
+            mean = losses(model, next(iterator)).float()
             return mean, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
 
         out = get_forward_backward_func()(
@@ -149,7 +126,7 @@ def test_names_shapes_and_checkpoint_keys_stay(wrapped):
         )  # fmt: skip
 
     before = outside()
-    conversion = _convert(model)
+    conversion = convert_alone(model)
     assert outside() == before
     assert {name.split(".", 3)[3] for name in conversion.modules} == LINEARS
     assert len(conversion.modules) == 8
@@ -171,7 +148,7 @@ def test_names_shapes_and_checkpoint_keys_stay(wrapped):
 )
 def test_pinned_modules_keep_their_exact_class(pins, bf16):
     gpt = _gpt(layers=3)
-    conversion = _convert(gpt, _recipe(**pins))
+    conversion = convert_alone(gpt, pinned(**pins))
     every = {f"model.layers.{n}.{leaf}" for n in range(3) for leaf in LINEARS}
     assert set(conversion.modules) == every - bf16
     upstream = [
@@ -185,18 +162,18 @@ def test_pins_are_global_under_virtual_pipeline_stages():
     chunks = _chunks()
     assert [len(chunk.decoder.layers) for chunk in chunks] == [1, 1]
     # The first pipeline rank holds layers 0 and 2; both are number 0 of their chunk.
-    conversion = _convert(chunks, _recipe(layers=(-2,)))
+    conversion = convert_alone(chunks, pinned(layers=(-2,)))
     assert set(conversion.modules) == {f"model.layers.0.{leaf}" for leaf in LINEARS}
     assert conversion.policy.num_layers == 4
     # A pin on a layer of another rank alone is no error here.
     conversion.close()
-    conversion = _convert(chunks, _recipe(layers=(3,), names=("*.1.mlp.down_proj",)))
+    conversion = convert_alone(chunks, pinned(layers=(3,), names=("*.1.mlp.down_proj",)))
     assert len(conversion.modules) == 8
     conversion.close()
     # One that no rank has is, whatever the rank.
     for pins in ({"layers": (-5,)}, {"names": ("*.4.mlp.down_proj",)}, {"kinds": ("experts",)}):
         with pytest.raises(PinError, match="match"):
-            _convert(chunks, _recipe(**pins))
+            convert_alone(chunks, pinned(**pins))
     assert not any(hasattr(m, "fp8_state") for chunk in chunks for m in chunk.modules())
 
 
@@ -205,7 +182,9 @@ def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
     settings (NeMo RL did not pass ``first_last_layers_bf16`` on) or counts the layers of one stage:
     either gives another table, which is compared with the saved one."""
     gpt = _gpt(layers=4)
-    conversion = _convert(gpt, _recipe(first=1, last=1, names=("model.layers.1.mlp.down_proj",)))
+    conversion = convert_alone(
+        gpt, pinned(first=1, last=1, names=("model.layers.1.mlp.down_proj",))
+    )
     rows = {row.name: row.precision for row in conversion.policy.report()}
     checked = set()
     for site in sites(gpt):
@@ -223,9 +202,9 @@ def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
     assert {rows[name] for name in ("model.embed_tokens", "model.norm", "lm_head")} == {"bf16"}
 
     conversion.save_table(tmp_path)
-    pinned = {name for name in checked if rows[name] == "bf16"}
+    in_bf16 = {name for name in checked if rows[name] == "bf16"}
     naive = PinPolicy.for_dense_model(Pins(), 4)
-    assert set(table.differences(tmp_path, naive)) == pinned and len(pinned) == 2 * 7 + 1
+    assert set(table.differences(tmp_path, naive)) == in_bf16 and len(in_bf16) == 2 * 7 + 1
     naive = PinPolicy.for_dense_model(Pins(first=1, last=1), 2)  # two stages of two layers: all
     assert all(row.precision == "bf16" for row in naive.report())
     assert conversion.table_differences(tmp_path) == {}
@@ -240,7 +219,7 @@ def test_pins_of_plugins_join_those_of_the_recipe():
 
     plugins = PluginManager(discover=False)
     plugins.register(Plugin())
-    conversion = convert(_gpt(), _recipe(first=1), plugins=plugins)
+    conversion = convert(_gpt(), pinned(first=1), plugins=plugins)
     assert {n.rpartition(".")[2] for n in conversion.modules} == {
         "qkv_proj",
         "gate_up_proj",
@@ -251,7 +230,7 @@ def test_pins_of_plugins_join_those_of_the_recipe():
 
 def test_an_mlp_without_a_gate_has_an_up_proj():
     gpt = _gpt(gated_linear_unit=False, activation_func=torch.nn.functional.gelu)
-    conversion = _convert(gpt, _recipe(names=("model.layers.0.mlp.up_proj",)))
+    conversion = convert_alone(gpt, pinned(names=("model.layers.0.mlp.up_proj",)))
     assert "model.layers.1.mlp.up_proj" in conversion.modules
     assert "model.layers.0.mlp.up_proj" not in conversion.modules
     assert list(weight_codes_hf(conversion.modules["model.layers.1.mlp.up_proj"])) == [
@@ -261,7 +240,7 @@ def test_an_mlp_without_a_gate_has_an_up_proj():
 
 def test_training_in_bf16_converts_nothing():
     gpt = _gpt()
-    conversion = _convert(gpt, Recipe(training=False, pins=Pins(last=1)))
+    conversion = convert_alone(gpt, Recipe(training=False, pins=Pins(last=1)))
     assert not conversion.modules
     assert not any(hasattr(m, "fp8_state") for m in gpt.modules())
     assert conversion.policy.bf16_linears()[0] == "model.layers.1.self_attn.q_proj"
@@ -270,19 +249,19 @@ def test_training_in_bf16_converts_nothing():
 
 
 def test_close_gives_the_upstream_model_back():
-    gpt, tokens = _gpt(), _tokens()
-    before = _loss(gpt, tokens)
-    conversion = _convert(gpt)
-    assert not torch.equal(_loss(gpt, tokens), before)
+    gpt, ids = _gpt(), tokens(batch=4)
+    before = losses(gpt, ids)
+    conversion = convert_alone(gpt)
+    assert not torch.equal(losses(gpt, ids), before)
     conversion.close()
     conversion.close()
-    assert torch.equal(_loss(gpt, tokens), before)
-    assert len(_convert(gpt).modules) == 8  # and it can be converted again
+    assert torch.equal(losses(gpt, ids), before)
+    assert len(convert_alone(gpt).modules) == 8  # and it can be converted again
 
 
 def test_the_table_is_logged_once_with_a_warning_about_ragged_widths(caplog):
     with caplog.at_level(logging.INFO, logger="megatron_fp8rl"):
-        _convert(_gpt(head_dim=64), _recipe(first=1))
+        convert_alone(_gpt(head_dim=64), pinned(first=1))
 
     def ours() -> list[logging.LogRecord]:  # megatron has warnings of its own
         return [r for r in caplog.records if r.name.startswith("megatron_fp8rl")]
@@ -292,7 +271,7 @@ def test_the_table_is_logged_once_with_a_warning_about_ragged_widths(caplog):
     assert "model.layers.*.mlp.down_proj [layers 1]: fp8" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="megatron_fp8rl"):
-        _convert(_gpt(head_dim=32), _recipe(names=("*.0.self_attn.*",)))
+        convert_alone(_gpt(head_dim=32), pinned(names=("*.0.self_attn.*",)))
     (record,) = ours()
     assert "model.layers.1.self_attn.qkv_proj (k_proj 64, v_proj 64)" in record.getMessage()
     assert "layers.0" not in record.getMessage()
@@ -359,7 +338,7 @@ def test_what_is_not_served_is_named(change, message):
     change(gpt)
     classes = [type(m) for m in gpt.modules()]
     with pytest.raises(UnsupportedError, match=message):
-        _convert(gpt)
+        convert_alone(gpt)
     assert [type(m) for m in gpt.modules()] == classes
     assert not any(hasattr(m, "fp8_state") for m in gpt.modules())
 
@@ -367,7 +346,9 @@ def test_what_is_not_served_is_named(change, message):
 def test_a_pinned_module_may_be_of_any_class():
     gpt = _gpt()
     _te_like(gpt)
-    assert len(_convert(gpt, _recipe(names=("*.1.mlp.gate_proj", "*.1.mlp.up_proj"))).modules) == 7
+    assert (
+        len(convert_alone(gpt, pinned(names=("*.1.mlp.gate_proj", "*.1.mlp.up_proj"))).modules) == 7
+    )
 
 
 # ---- several handles of one model
@@ -388,19 +369,19 @@ def _use(conversion: Conversion, folder: Any) -> dict[str, Callable[[], Any]]:
 def test_converting_twice_is_an_error_whatever_the_second_recipe(recipe):
     """With other pins no module is asked for twice, so a check of each module to convert passes,
     and the second table lies: it calls layer 0 BF16, which runs in FP8."""
-    gpt, tokens = _gpt(), _tokens()
-    conversion = _convert(gpt, _recipe(last=1))
-    before = _loss(gpt, tokens)
+    gpt, ids = _gpt(), tokens(batch=4)
+    conversion = convert_alone(gpt, pinned(last=1))
+    before = losses(gpt, ids)
     modules = dict(conversion.modules)
     assert not set(modules) & {f"model.layers.1.{leaf}" for leaf in LINEARS}
     second = {
-        "same": _recipe(last=1),
-        "other pins": _recipe(first=1),
+        "same": pinned(last=1),
+        "other pins": pinned(first=1),
         "bf16": Recipe(training=False),
     }[recipe]
     with pytest.raises(UnsupportedError, match=r"linear_\w+' runs in FP8 already; close\(\)"):
-        _convert(gpt, second)
-    assert torch.equal(_loss(gpt, tokens), before)
+        convert_alone(gpt, second)
+    assert torch.equal(losses(gpt, ids), before)
     assert conversion.modules == modules
     conversion.close()
 
@@ -408,13 +389,13 @@ def test_converting_twice_is_an_error_whatever_the_second_recipe(recipe):
 def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
     """The naive handle keeps a list of modules: it tells of FP8 modules that run in BF16, and its
     own close() raises a TypeError half way."""
-    gpt, tokens = _gpt(), _tokens()
-    bf16 = _loss(gpt, tokens)
-    one = _convert(gpt)
+    gpt, ids = _gpt(), tokens(batch=4)
+    bf16 = losses(gpt, ids)
+    one = convert_alone(gpt)
     two = conversion_of(gpt)
     assert one.modules == two.modules
     two.close()
-    assert torch.equal(_loss(gpt, tokens), bf16)
+    assert torch.equal(losses(gpt, ids), bf16)
     for handle in (one, two):
         for name, call in _use(handle, tmp_path).items():
             with pytest.raises(
@@ -424,23 +405,23 @@ def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
             assert not list(tmp_path.iterdir()), name
     one.close()  # there is nothing left to do, and that is no error
     two.close()
-    assert torch.equal(_loss(gpt, tokens), bf16)
+    assert torch.equal(losses(gpt, ids), bf16)
     with pytest.raises(UnsupportedError, match="No module of this model was converted"):
         conversion_of(gpt)
 
 
 def test_a_stale_handle_does_not_turn_off_a_later_conversion(tmp_path):
-    gpt, tokens = _gpt(), _tokens()
-    one = _convert(gpt)
+    gpt, ids = _gpt(), tokens(batch=4)
+    one = convert_alone(gpt)
     conversion_of(gpt).close()
-    later = _convert(gpt, _recipe(first=1))
-    fp8, modules = _loss(gpt, tokens), dict(later.modules)
+    later = convert_alone(gpt, pinned(first=1))
+    fp8, modules = losses(gpt, ids), dict(later.modules)
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.1\..*' was converted again after"):
         one.close()
     for call in _use(one, tmp_path).values():
         with pytest.raises(UnsupportedError, match="is closed"):
             call()
-    assert torch.equal(_loss(gpt, tokens), fp8) and later.modules == modules
+    assert torch.equal(losses(gpt, ids), fp8) and later.modules == modules
     later.close()
     one.close()
     assert not any(hasattr(m, "fp8_setup") for m in gpt.modules())
@@ -449,11 +430,11 @@ def test_a_stale_handle_does_not_turn_off_a_later_conversion(tmp_path):
 def test_a_handle_that_converted_nothing_says_that_a_later_conversion_did(tmp_path):
     """It told of no FP8 module, and saved a table without one, of a model that runs in FP8."""
     gpt = _gpt()
-    every = _recipe(kinds=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
+    every = pinned(kinds=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
     for recipe in (Recipe(training=False), every):
-        idle = _convert(gpt, recipe)
+        idle = convert_alone(gpt, recipe)
         assert not idle.modules
-        later = _convert(gpt)
+        later = convert_alone(gpt)
         for call in _use(idle, tmp_path).values():
             with pytest.raises(UnsupportedError, match="converted nothing, and its model was"):
                 call()
@@ -479,21 +460,21 @@ def _chunks() -> list[Any]:
 
 def test_chunks_that_handles_share():
     first, second = chunks = _chunks()
-    whole = _convert(chunks)
+    whole = convert_alone(chunks)
     part = conversion_of(first)
     assert set(part.modules) == {name for name in whole.modules if ".0." in name}
     part.close()
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\..*' was converted back"):
         _ = whole.modules
     with pytest.raises(UnsupportedError, match="runs in FP8 already"):
-        _convert(chunks)  # the second is; the first must stay as it is
+        convert_alone(chunks)  # the second is; the first must stay as it is
     assert not any(hasattr(m, "fp8_state") for m in first.modules())
     whole.close()  # what is left of it
     assert not any(hasattr(m, "fp8_state") for m in second.modules())
 
     for pins in ({"first": 1}, {"kinds": ("o_proj",)}):  # of the first chunk: all, or some
-        _convert(first, _recipe(**pins))
-        _convert(second, _recipe(last=1))
+        convert_alone(first, pinned(**pins))
+        convert_alone(second, pinned(last=1))
         with pytest.raises(UnsupportedError, match="converted with another recipe than the rest"):
             conversion_of(chunks)
         conversion_of(second).close()
@@ -507,17 +488,17 @@ def test_chunks_that_hold_a_layer_twice_change_nothing():
     gpt = _gpt()
     for chunks in ([gpt, _gpt()], [gpt, Float16Module(gpt.config, gpt)]):
         with pytest.raises(UnsupportedError, match=r"chunks hold 'model\.layers\.0\..*' twice"):
-            _convert(chunks)
+            convert_alone(chunks)
         assert not any(hasattr(m, "fp8_state") for chunk in chunks for m in chunk.modules())
-    _convert(gpt)
+    convert_alone(gpt)
     with pytest.raises(UnsupportedError, match="twice"):
         conversion_of([gpt, gpt])
 
 
 @pytest.mark.parametrize("calls", [0, 1, 5])
 def test_an_interrupt_leaves_a_model_that_can_be_converted(calls, monkeypatch):
-    gpt, tokens = _gpt(), _tokens()
-    bf16 = _loss(gpt, tokens)
+    gpt, ids = _gpt(), tokens(batch=4)
+    bf16 = losses(gpt, ids)
     looked_up = conversion_module.fp8_class
     left = [8 + calls]  # each module is looked up when it is checked and when it is swapped
 
@@ -529,21 +510,21 @@ def test_an_interrupt_leaves_a_model_that_can_be_converted(calls, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(conversion_module, "fp8_class", interrupted)
-        _convert(gpt)
+        convert_alone(gpt)
     assert not any(hasattr(m, "fp8_setup") or hasattr(m, "fp8_state") for m in gpt.modules())
-    assert torch.equal(_loss(gpt, tokens), bf16)
-    assert len(_convert(gpt).modules) == 8
+    assert torch.equal(losses(gpt, ids), bf16)
+    assert len(convert_alone(gpt).modules) == 8
 
 
 def test_other_models_and_bad_pins_are_errors():
     with pytest.raises(UnsupportedError, match="GPTModel"):
-        _convert(torch.nn.Linear(2, 2))
+        convert_alone(torch.nn.Linear(2, 2))
     with pytest.raises(UnsupportedError, match="empty"):
-        _convert([])
+        convert_alone([])
     with pytest.raises(PinError, match="7 matches nothing"):
-        _convert(_gpt(), _recipe(layers=(7,)))
+        convert_alone(_gpt(), pinned(layers=(7,)))
     with pytest.raises(UnsupportedError, match="no GEMM backend 'fast'"):
-        _convert(_gpt(), gemm_backend="fast")
+        convert_alone(_gpt(), gemm_backend="fast")
 
 
 def test_an_unconverted_module_has_no_codes():
@@ -559,7 +540,7 @@ def test_an_unconverted_module_has_no_codes():
 def test_codes_are_those_of_the_exported_weights(head_dim, scale_format):
     recipe = Recipe.from_dict({"weights": {"scale_format": scale_format}})
     gpt = _gpt(head_dim)
-    conversion = _convert(gpt, recipe)
+    conversion = convert_alone(gpt, recipe)
     exported = {n.removesuffix(".weight"): t for n, t in export_hf(gpt)}
     seen = 0
     for module in conversion.modules.values():
@@ -578,8 +559,8 @@ def test_codes_are_those_of_the_exported_weights(head_dim, scale_format):
 @pytest.mark.parametrize("distributed", [False, True])
 def test_codes_follow_every_optimizer_step_and_no_micro_batch(distributed):
     trainer = _Trainer(_gpt(), distributed=distributed)
-    conversion = _convert(trainer.model)
-    batches = [_tokens(seed) for seed in range(3)]
+    conversion = convert_alone(trainer.model)
+    batches = [tokens(seed, batch=4) for seed in range(3)]
 
     def cached() -> list[Quantized]:
         return [m.fp8_state.codes.rowwise(m.weight) for m in conversion.modules.values()]
@@ -589,7 +570,7 @@ def test_codes_follow_every_optimizer_step_and_no_micro_batch(distributed):
     assert all(a is b for a, b in zip(cached(), before, strict=True))  # three micro-batches
     trainer.optimizer.step()
     weights = {n.removesuffix(".weight"): t for n, t in export_hf(trainer.model)}
-    _loss(trainer.model, batches[0])
+    losses(trainer.model, batches[0])
     after = cached()
     for old, new, module in zip(before, after, conversion.modules.values(), strict=True):
         assert not _codes_equal(old, new)
@@ -600,24 +581,24 @@ def test_codes_follow_every_optimizer_step_and_no_micro_batch(distributed):
 @pytest.mark.parametrize("keep", [None, True])
 def test_loading_weights_is_noticed_and_data_writes_after_invalidate(keep):
     gpt, other = _gpt(seed=1), _gpt(seed=2)
-    tokens = _tokens()
-    conversion = _convert(gpt, keep_codes=keep)
-    reference = _convert(other)
-    expected = _loss(other, tokens)
-    assert not torch.equal(_loss(gpt, tokens), expected)
+    ids = tokens(batch=4)
+    conversion = convert_alone(gpt, keep_codes=keep)
+    reference = convert_alone(other)
+    expected = losses(other, ids)
+    assert not torch.equal(losses(gpt, ids), expected)
     gpt.load_state_dict(other.state_dict())
-    assert torch.equal(_loss(gpt, tokens), expected)
+    assert torch.equal(losses(gpt, ids), expected)
 
     doubled = {n: p.detach() * 2 for n, p in other.named_parameters()}
     for model in (gpt, other):
         for name, parameter in model.named_parameters():
             parameter.data.copy_(doubled[name])
     reference.drop_codes()
-    expected = _loss(other, tokens)
+    expected = losses(other, ids)
     if keep:
-        assert not torch.equal(_loss(gpt, tokens), expected)
+        assert not torch.equal(losses(gpt, ids), expected)
         conversion.invalidate()
-    assert torch.equal(_loss(gpt, tokens), expected)
+    assert torch.equal(losses(gpt, ids), expected)
 
 
 # ---- training
@@ -650,7 +631,7 @@ def test_a_backend_of_a_plugin_is_used_for_all_three_products():
     plugins.register(Plugin())
     gpt = _gpt()
     convert(gpt, Recipe(), plugins=plugins)
-    _loss(gpt, _tokens()).mean().backward()
+    losses(gpt, tokens(batch=4)).mean().backward()
     assert calls == {"fprop": 8, "dgrad": 8, "wgrad": 8}
 
 
@@ -669,8 +650,8 @@ def test_a_backend_of_a_plugin_is_used_for_all_three_products():
 def test_recompute_gives_the_same_losses_and_gradients(recompute):
     def run(**overrides: Any) -> tuple[list[float], torch.Tensor]:
         trainer = _Trainer(_gpt(**overrides))
-        _convert(trainer.model)
-        losses = [trainer.step([_tokens(0), _tokens(1)]) for _ in range(2)]
+        convert_alone(trainer.model)
+        losses = [trainer.step([tokens(0, batch=4), tokens(1, batch=4)]) for _ in range(2)]
         return losses, torch.cat([p.main_grad.flatten() for p in trainer.model.parameters()])
 
     (plain, grads), (recomputed, regrads) = run(), run(**recompute)
@@ -681,19 +662,19 @@ def test_recompute_gives_the_same_losses_and_gradients(recompute):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("flag", [False, True])
 def test_gradients_are_added_to_the_buffers_of_ddp(overlap, flag):
-    batches = [_tokens(seed) for seed in range(3)]
+    batches = [tokens(seed, batch=4) for seed in range(3)]
     trainer = _Trainer(_gpt(), overlap_grad_reduce=overlap)
-    conversion = _convert(trainer.model)
+    conversion = convert_alone(trainer.model)
     for module in conversion.modules.values():
         module.gradient_accumulation_fusion = flag
     trainer.gradients(batches)
     added = {n: p.main_grad.clone() for n, p in trainer.model.named_parameters()}
 
     gpt = _gpt()
-    _convert(gpt)
+    convert_alone(gpt)
     total = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in gpt.named_parameters()}
     for batch in batches:
-        (_loss(gpt, batch).float().mean() / len(batches)).backward()
+        (losses(gpt, batch).float().mean() / len(batches)).backward()
         for name, parameter in gpt.named_parameters():
             total[name] += parameter.grad.float()  # rounded to bfloat16 before it is added
             parameter.grad = None
@@ -712,23 +693,23 @@ def test_torchs_fsdp_in_one_process_gives_the_same_losses(converted):
     def run(shard: bool) -> list[float]:
         gpt = _gpt()
         if converted == "before":
-            _convert(gpt)
+            convert_alone(gpt)
         if shard:
             mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
             for layer in gpt.decoder.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(gpt, mesh=mesh)
         if converted == "after":
-            _convert(gpt)
+            convert_alone(gpt)
         optimizer = torch.optim.SGD(gpt.parameters(), lr=0.5)
-        losses = []
+        curve = []
         for _ in range(3):
-            loss = _loss(gpt, _tokens()).float().mean()
+            loss = losses(gpt, tokens(batch=4)).float().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+            curve.append(loss.item())
+        return curve
 
     sharded = run(True)
     assert sharded == run(False) and sharded[1] < sharded[0]
@@ -754,7 +735,7 @@ def test_loss_curves_stay_with_bf16():
         trainer = _Trainer(_gpt(), lr=4e-3)
         if scale_format is not None:
             formats = {key: {"scale_format": scale_format} for key in ("weights", "activations")}
-            _convert(trainer.model, Recipe.from_dict(formats))
+            convert_alone(trainer.model, Recipe.from_dict(formats))
         return [trainer.step([batch]) for batch in batches]
 
     bf16 = run(None)

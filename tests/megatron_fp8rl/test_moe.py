@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from transformers import Qwen3Config, Qwen3MoeConfig
 
-from fp8rl import PluginManager, Recipe
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
-from fp8rl.recipe import Pins
-from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.backends import BackendChoice
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
@@ -23,37 +20,21 @@ from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.sites import module_names, sites
 from megatron_fp8rl.testing.models import build_gpt
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+from support.megatron import convert_alone, dense, losses, moe, pinned
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-}
-DENSE = Qwen3Config(**SMALL)
-EXPERTS = Qwen3MoeConfig(
-    **SMALL, moe_intermediate_size=128, num_experts=3, num_experts_per_tok=2, norm_topk_prob=True
-)
+DENSE, EXPERTS = dense(), moe(3)
 SHARED = {"moe_shared_expert_intermediate_size": 128, "moe_shared_expert_gate": True}
 
 
 def _convert(model: Any, **pins: Any):
-    return convert(model, Recipe(pins=Pins(**pins)), plugins=PluginManager(discover=False))
+    return convert_alone(model, pinned(**pins))
 
 
 def _losses(model: torch.nn.Module) -> torch.Tensor:
     ids = torch.arange(2 * 33).reshape(2, 33) % 61
-    positions = torch.arange(32).expand(2, -1)
-    mask = torch.ones(2, 32)
-    labels = ids[:, 1:].contiguous()
-    return model(ids[:, :-1].contiguous(), positions, None, labels=labels, loss_mask=mask)
+    return losses(model, ids, loss_mask=torch.ones(2, 32))
 
 
 # ---- grouped
@@ -202,7 +183,7 @@ def test_experts_of_any_width_have_the_codes_of_the_rollout():
     """768 rows of gate and up over 4 ranks are 192. vLLM's kernels begin each of both with a block
     of its own. The naive way, blocks over ``[gate; up]`` as in a dense MLP, has the last 64 rows of
     gate and all of up on other blocks."""
-    config = Qwen3MoeConfig(**{**EXPERTS.to_dict(), "moe_intermediate_size": 192})
+    config = moe(3, moe_intermediate_size=192)
     gpt = build_gpt(config, dtype=torch.float32)
     conversion = _convert(gpt)
     exported = dict(export_hf(gpt))

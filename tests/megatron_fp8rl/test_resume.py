@@ -17,53 +17,21 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, opt
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.module import Float16Module
 from torch.overrides import TorchFunctionMode
-from transformers import Qwen3Config, Qwen3MoeConfig
 
-from fp8rl import PluginManager, Recipe
 from fp8rl.errors import CheckpointError
 from fp8rl.numerics import quantize_block
-from fp8rl.recipe import Pins
-from megatron_fp8rl import convert
 from megatron_fp8rl.table import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
+from support.megatron import convert_alone, dense, losses, moe, pinned, tokens
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.05,
-}
-CONFIGS = {
-    "dense": Qwen3Config(**SMALL),
-    "experts": Qwen3MoeConfig(
-        **SMALL,
-        moe_intermediate_size=128,
-        num_experts=3,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    ),
-}
+CONFIGS = {"dense": dense(initializer_range=0.05), "experts": moe(3, initializer_range=0.05)}
 each_model = pytest.mark.parametrize("kind", CONFIGS)
 
 
-def _convert(model: Any, **options: Any):
-    return convert(model, Recipe(), plugins=PluginManager(discover=False), **options)
-
-
 def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 64, (2, 33), generator=generator)
-    positions = torch.arange(32).expand(2, -1)
-    out = model(ids[:, :-1].contiguous(), positions, None, labels=ids[:, 1:].contiguous())
-    return out.float().mean()
+    return losses(model, tokens(seed)).float().mean()
 
 
 class Run:
@@ -88,7 +56,7 @@ class Run:
             ),
             module=Float16Module(config, self.gpt),
         )
-        self.conversion = _convert(self.ddp, **convert_options) if fp8 else None
+        self.conversion = convert_alone(self.ddp, **convert_options) if fp8 else None
         self.optimizer = self.make_optimizer(use_distributed_optimizer=use_distributed_optimizer)
 
     def make_optimizer(self, **options: Any) -> Any:
@@ -138,7 +106,7 @@ class Run:
 def test_state_dicts_load_with_and_without_the_plugin(kind, saved_with):
     source, target = (build_gpt(CONFIGS[kind], seed=seed) for seed in (1, 2))
     expected = _loss(source)
-    _convert(source if saved_with else target)
+    convert_alone(source if saved_with else target)
     saved = source.state_dict()
     assert list(saved) == list(build_gpt(CONFIGS[kind]).state_dict())
     target.load_state_dict(saved)
@@ -164,7 +132,7 @@ def test_distributed_checkpoints_load_with_and_without_the_plugin(kind, saved_wi
     if source.conversion is not None:
         source.conversion.close()
     else:
-        _convert(source.ddp)
+        convert_alone(source.ddp)
     assert target.step(1) == source.step(1)
 
 
@@ -184,11 +152,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
 
 def test_the_table_tells_when_a_run_is_resumed_with_other_pins(tmp_path):
     gpt = build_gpt(CONFIGS["dense"])
-    _convert(gpt).save_table(tmp_path)
-    pinned = build_gpt(CONFIGS["dense"])
-    conversion = convert(
-        pinned, Recipe(pins=Pins(kinds=("o_proj",))), plugins=PluginManager(discover=False)
-    )
+    convert_alone(gpt).save_table(tmp_path)
+    other = build_gpt(CONFIGS["dense"])
+    conversion = convert_alone(other, pinned(kinds=("o_proj",)))
     assert conversion.table_differences(tmp_path) == {
         f"model.layers.{layer}.self_attn.o_proj": ("fp8", "bf16") for layer in range(2)
     }

@@ -17,7 +17,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import Recipe
 from fp8rl.errors import PinError, RecipeError, UnsupportedError
@@ -26,29 +25,12 @@ from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.swiglu import is_fused
 from megatron_fp8rl.table import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
+from support.megatron import dense, losses, moe
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-}
-DENSE = Qwen3Config(**SMALL)
-EXPERTS = Qwen3MoeConfig(
-    **SMALL,
-    moe_intermediate_size=128,
-    num_experts=4,
-    num_experts_per_tok=2,
-    mlp_only_layers=[0],
-    norm_topk_prob=True,
-)
+DENSE = dense(num_hidden_layers=3)
+EXPERTS = moe(4, num_hidden_layers=3, mlp_only_layers=[0])
 PINS = {"layers": [-1], "names": ["model.layers.0.mlp.down_proj"]}
 DENSE_FP8 = {
     f"model.layers.{layer}.{leaf}"
@@ -74,9 +56,7 @@ def _build(hf_config: Any, spec: Any, **options: Any):
 
 def _loss(model: torch.nn.Module) -> torch.Tensor:
     ids = torch.arange(2 * 17).reshape(2, 17) % 64
-    positions = torch.arange(16).expand(2, -1)
-    out = model(ids[:, :-1].contiguous(), positions, None, labels=ids[:, 1:].contiguous())
-    return out.float().mean()
+    return losses(model, ids).float().mean()
 
 
 @pytest.mark.parametrize("hf_config", [DENSE, EXPERTS], ids=["dense", "experts"])

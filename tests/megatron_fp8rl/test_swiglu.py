@@ -10,28 +10,18 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from transformers import Qwen3Config, Qwen3MoeConfig
 
-from fp8rl import PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl import convert, linear
+from megatron_fp8rl import linear
 from megatron_fp8rl.linear import Link
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
+from support.megatron import convert_alone, dense, losses, moe
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 32,
-}
+SHAPE = {"num_hidden_layers": 1, "head_dim": 64, "tie_word_embeddings": False}
 
 
 def _mlp(dtype: torch.dtype = torch.bfloat16, width: int = 256, **overrides: Any) -> Any:
@@ -40,16 +30,13 @@ def _mlp(dtype: torch.dtype = torch.bfloat16, width: int = 256, **overrides: Any
 
 
 def _gpt(dtype: torch.dtype = torch.bfloat16, width: int = 256, **overrides: Any) -> Any:
-    config = Qwen3Config(**{**SMALL, "intermediate_size": width})
+    config = dense(**SHAPE, intermediate_size=width)
     gpt = build_gpt(config, dtype=dtype, **{"bias_activation_fusion": True, **overrides})
-    return convert(gpt, Recipe(), plugins=PluginManager(discover=False)), gpt
+    return convert_alone(gpt), gpt
 
 
 def _loss(gpt: Any) -> torch.Tensor:
-    ids = torch.arange(33).expand(2, -1)
-    positions = torch.arange(32).expand(2, -1)
-    losses = gpt(ids[:, :-1].contiguous(), positions, None, labels=ids[:, 1:].contiguous())
-    return losses.float().mean()
+    return losses(gpt, torch.arange(33).expand(2, -1)).float().mean()
 
 
 def _separate(mlp: Any, x: torch.Tensor) -> torch.Tensor:
@@ -316,15 +303,10 @@ def test_no_tokens():
 
 def test_shared_experts_are_not_fused(quantized):
     """They overlap with communication, in a class of their own."""
-    config = Qwen3MoeConfig(
-        **SMALL,
-        moe_intermediate_size=128,
-        num_experts=3,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
+    gpt = build_gpt(
+        moe(3, **SHAPE), bias_activation_fusion=True, moe_shared_expert_intermediate_size=128
     )
-    gpt = build_gpt(config, bias_activation_fusion=True, moe_shared_expert_intermediate_size=128)
-    conversion = convert(gpt, Recipe(), plugins=PluginManager(discover=False))
+    conversion = convert_alone(gpt)
     mlp = gpt.decoder.layers[0].mlp
     assert "model.layers.0.mlp.shared_experts.gate_up_proj" in conversion.modules
     assert type(mlp.shared_experts) is SharedExpertMLP

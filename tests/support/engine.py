@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 import vllm_fp8rl
 from fp8rl import Recipe
+from fp8rl.kv_scales import scale_name, scale_names
 from vllm_fp8rl.testing.tiny import make_checkpoint as make_checkpoint
 
 # Where another test has imported torch already, the variable above comes too late, and an engine in
@@ -32,6 +33,7 @@ torch.set_num_threads(1)
 LAYERS = 2
 VOCAB = 512
 KV_SCALE = 0.05
+PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -44,9 +46,22 @@ SETTINGS: dict[str, Any] = {
 """Of every small engine here."""
 
 
+SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
+"""As a trainer sends them behind the weights."""
+
+
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """HF name -> BF16 tensor of a checkpoint made by :func:`make_checkpoint`."""
     return load_file(path / "model.safetensors")
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes, in whatever shapes."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(same_bits(tensor, other[name]) for name, tensor in one.items())
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,19 @@ class Engine:
     @property
     def model(self) -> torch.nn.Module:
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters."""
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def pointers(self) -> dict[str, int]:
+        return {name: p.data_ptr() for name, p in self.model.named_parameters()}
+
+    def kv_scales(self) -> dict[str, float]:
+        """KV scales in service, by their HF names."""
+        from vllm_fp8rl.quantization.kv_cache import kv_scale_state
+
+        return {scale_name(*key): value for key, value in kv_scale_state(self.model).items()}
 
     def greedy(self, prompts: list[list[int]], tokens: int = 12) -> list[list[int]]:
         """Greedy continuations of prompts given as token numbers."""

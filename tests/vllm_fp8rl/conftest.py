@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8rl import Recipe
 
 # Before anything that imports vLLM: it sets the environment that vLLM reads at import.
-from support.engine import KV_SCALE, Engine, make_checkpoint, start_engine
+from support.engine import (
+    KV_SCALE,
+    PROMPTS,
+    SCALES,
+    Engine,
+    load_tensors,
+    make_checkpoint,
+    start_engine,
+)
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +63,36 @@ def other_engine(engine: Engine) -> Callable[..., Engine]:
         return started
 
     return start
+
+
+@pytest.fixture(scope="session")
+def a(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
+    """Tensors of the checkpoint that the session's engine serves."""
+    return load_tensors(checkpoints["a"])
+
+
+@pytest.fixture(scope="session")
+def b(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
+    """Tensors of the checkpoint for refits."""
+    return load_tensors(checkpoints["b"])
+
+
+@pytest.fixture(scope="session")
+def tokens(
+    engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
+) -> dict[str, list[list[int]]]:
+    """Answers of fresh engines to ``PROMPTS``: the one of the session and one with ``b``."""
+    fresh = other_engine(checkpoints["b"], Recipe())
+    said = {"a": engine.greedy(PROMPTS), "b": fresh.greedy(PROMPTS)}
+    assert said["a"] != said["b"]
+    return said
+
+
+@pytest.fixture
+def restored(engine: Engine, a: dict[str, torch.Tensor]) -> Iterator[None]:
+    """After the test the session's engine is refitted with ``a`` and ``SCALES``."""
+    from vllm_fp8rl.refit import drop_requests, refit
+
+    yield
+    drop_requests(engine.llm)
+    refit(engine.llm, (a | SCALES).items(), expect_kv_scales=True)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
@@ -27,8 +28,37 @@ from nemo_rl_ext.config.keys import (
 GRPO = DRIVERS["grpo"]
 
 
-def config(block: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """A Megatron GRPO config with the block at all three places; changes by dotted path."""
+VLLM, MEGATRON = "policy.generation.vllm_cfg.", "policy.megatron_cfg."
+SECTIONS = {
+    "vllm": VLLM,
+    "megatron": MEGATRON,
+    "generation": "policy.generation.",
+    "loss": "loss_fn.",
+}
+
+
+def put(value: dict[str, Any], path: str, new: Any) -> None:
+    """Set a key by its dotted path; None takes it out."""
+    *sections, key = path.split(".")
+    for section in sections:
+        value = value.setdefault(section, {})
+    if new is None:
+        value.pop(key, None)
+    else:
+        value[key] = new
+
+
+def config(
+    block: dict[str, Any] | None = None, overrides: str = "", **changes: Any
+) -> dict[str, Any]:
+    """A Megatron GRPO config.
+
+    Args:
+        block: stands at all three places; None for a config without our keys.
+        overrides: as on NeMo RL's command line: ``path=value``, or ``~path`` without the key.
+            :data:`SECTIONS` has short names, and ``block`` stands for the block.
+        changes: further top-level sections or keys of ``policy``.
+    """
     value: dict[str, Any] = {
         "policy": {
             "generation": {
@@ -44,34 +74,29 @@ def config(block: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any
         "loss_fn": {"use_importance_sampling_correction": True},
         "grpo": {"val_at_start": False},
     }
-    if block is not None:
-        value["policy"]["generation"]["vllm_cfg"]["fp8rl"] = block
-        value["policy"]["megatron_cfg"]["fp8rl"] = block
-        value["loss_fn"]["fp8rl"] = block
-    for path, new in changes.items():
-        *sections, key = path.split("__")
-        place = value
-        for section in sections:
-            place = place.setdefault(section, {})
-        if new is None:
-            place.pop(key, None)
-        else:
-            place[key] = new
+    places = (f"{VLLM}fp8rl", f"{MEGATRON}fp8rl", "loss_fn.fp8rl")
+    for place in places if block is not None else ():
+        put(value, place, copy.deepcopy(block))
+    for part in overrides.split():
+        path, equals, text = part.partition("=")
+        section, dot, rest = path.removeprefix("~").partition(".")
+        targets = [SECTIONS[section] + rest] if section in SECTIONS else [section + dot + rest]
+        if section == "block":
+            targets = [f"{place}.{rest}" for place in places]
+        for target in targets:
+            put(value, target, yaml.safe_load(text) if equals else None)
+    value["policy"] |= changes
     return value
 
 
-VLLM = "policy__generation__vllm_cfg__"
-MEGATRON = "policy__megatron_cfg__"
-
-
-def recipe(block: dict[str, Any], **changes: Any) -> Recipe:
-    keys = read(config(block, **changes), GRPO)
+def recipe(block: dict[str, Any], overrides: str = "") -> Recipe:
+    keys = read(config(block, overrides), GRPO)
     assert keys is not None
     return keys.recipe
 
 
 def test_without_a_block_nothing_is_read() -> None:
-    upstream = config(None, **{VLLM + "precision": "fp8", VLLM + "is_mx": True})
+    upstream = config(None, "vllm.precision=fp8 vllm.is_mx=true")
     assert read(upstream, GRPO) is None
 
 
@@ -82,19 +107,13 @@ def test_the_empty_block_is_the_default_recipe() -> None:
 def test_upstreams_keys_add_to_the_block() -> None:
     got = recipe(
         {"pins": {"layers": [3], "last": 2}},
-        **{
-            VLLM + "precision": "fp8",
-            VLLM + "kv_cache_dtype": "fp8",
-            VLLM + "num_first_layers_in_bf16": 1,
-            VLLM + "num_last_layers_in_bf16": 1,
-            VLLM + "pow2_weight_scaling_factors": True,
-            VLLM + "pow2_activation_scaling_factors": True,
-            VLLM + "quantization_ignored_layer_kws": ["a_proj"],
-            MEGATRON + "fp8_cfg": {"enabled": True, "fp8": "e4m3", "fp8_recipe": "blockwise"},
-            "loss_fn__truncated_importance_sampling_type": "icepop",
-            "loss_fn__truncated_importance_sampling_ratio": 5,
-            "loss_fn__truncated_importance_sampling_ratio_min": 0.5,
-        },
+        """vllm.precision=fp8 vllm.kv_cache_dtype=fp8
+        vllm.num_first_layers_in_bf16=1 vllm.num_last_layers_in_bf16=1
+        vllm.pow2_weight_scaling_factors=true vllm.pow2_activation_scaling_factors=true
+        vllm.quantization_ignored_layer_kws=[a_proj]
+        megatron.fp8_cfg.enabled=true megatron.fp8_cfg.fp8_recipe=blockwise
+        loss.truncated_importance_sampling_type=icepop loss.truncated_importance_sampling_ratio=5
+        loss.truncated_importance_sampling_ratio_min=0.5""",
     )
     assert got.pins.model_dump() == {
         "layers": (3,),
@@ -109,289 +128,159 @@ def test_upstreams_keys_add_to_the_block() -> None:
 
 
 def test_megatrons_first_and_last_layers_are_pins() -> None:
-    overrides = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
-    pins = recipe({}, **{MEGATRON + "model_overrides": overrides}).pins
+    overrides = "megatron.model_overrides"
+    pins = recipe(
+        {},
+        f"{overrides}.first_last_layers_bf16=true {overrides}.num_layers_at_start_in_bf16=2",
+    ).pins
     assert (pins.first, pins.last) == (2, 1)
 
 
 def test_its_pins_beside_our_block_count_though_upstream_does_not_read_them() -> None:
     """Upstream's YAMLs have them under `megatron_cfg`, where no line of NeMo RL looks."""
-    pins = recipe({}, **{MEGATRON + "first_last_layers_bf16": True}).pins
+    pins = recipe({}, "megatron.first_last_layers_bf16=true").pins
     assert (pins.first, pins.last) == (1, 1)
 
 
 def test_gspo_corrects_by_the_sequence() -> None:
-    got = recipe({}, loss_fn__sequence_level_importance_ratios=True)
+    got = recipe({}, "loss.sequence_level_importance_ratios=true")
     assert got.importance_sampling.level == "sequence"
 
 
-BAD: list[tuple[dict[str, Any], dict[str, Any], type[Fp8RLError], str]] = [
-    ({"weight": {}}, {}, RecipeError, "unknown key 'policy.generation.vllm_cfg.fp8rl.weight'"),
-    (
-        {},
-        {VLLM + "num_last_layers_in_bf16": 2.7},
-        RecipeError,
-        "'policy.generation.vllm_cfg.num_last_layers_in_bf16' must be a number of layers, not 2.7",
-    ),
-    (
-        {"kv_cache": {"margin": 0.5}},
-        {},
-        RecipeError,
-        "'policy.generation.vllm_cfg.fp8rl.kv_cache.margin'",
-    ),
-    (
-        {"rollout": False},
-        {VLLM + "precision": "fp8"},
-        RecipeError,
-        "'policy.generation.vllm_cfg.precision' asks for rollout=True",
-    ),
-    (
-        {"kv_cache": {"dtype": "auto"}},
-        {VLLM + "kv_cache_dtype": "fp8_e4m3"},
-        RecipeError,
-        "'policy.generation.vllm_cfg.kv_cache_dtype' asks for kv_cache.dtype='fp8_e4m3'",
-    ),
-    (
-        {"weights": {"scale_format": "fp32"}},
-        {VLLM + "pow2_weight_scaling_factors": True},
-        RecipeError,
-        "'policy.generation.vllm_cfg.pow2_weight_scaling_factors'",
-    ),
-    (
-        {"training": False},
-        {MEGATRON + "fp8_cfg": {"enabled": True}},
-        RecipeError,
-        "'policy.megatron_cfg.fp8_cfg.enabled' asks for training=True",
-    ),
-    (
-        {},
-        {MEGATRON + "fp8_cfg": {"enabled": True, "fp8": "hybrid"}},
-        UnsupportedError,
-        "'policy.megatron_cfg.fp8_cfg.fp8' is 'hybrid'",
-    ),
-    (
-        {},
-        {MEGATRON + "fp8_cfg": {"enabled": True, "fp8_param": True}},
-        UnsupportedError,
-        "'policy.megatron_cfg.fp8_cfg.fp8_param' is True",
-    ),
-    (
-        {},
-        {MEGATRON + "fp8_cfg": {"enabled": True, "fp8_recipe": "tensorwise"}},
-        UnsupportedError,
-        "'policy.megatron_cfg.fp8_cfg.fp8_recipe'",
-    ),
-    (
-        {},
-        {MEGATRON + "model_overrides": {"fp8": "e4m3"}},
-        UnsupportedError,
-        "'policy.megatron_cfg.model_overrides.fp8'",
-    ),
-    ({}, {VLLM + "is_mx": True}, UnsupportedError, "'policy.generation.vllm_cfg.is_mx'"),
-    (
-        {},
-        {"policy__generation__quant_cfg": "NVFP4"},
-        UnsupportedError,
-        "'policy.generation.quant_cfg'",
-    ),
-    (
-        {},
-        {"policy__generation__backend": "sglang"},
-        UnsupportedError,
-        "'policy.generation.backend' vllm, not 'sglang'",
-    ),
-    (
-        {},
-        {"policy__generation__refit_transport": "nccl_reshard"},
-        UnsupportedError,
-        "'policy.generation.refit_transport' is 'nccl_reshard'",
-    ),
-    (
-        {},
-        {"policy__generation__vllm_kwargs": {"quantization": "fp8"}},
-        RecipeError,
-        "'policy.generation.vllm_kwargs.quantization' is 'fp8'",
-    ),
-    (
-        {},
-        {MEGATRON + "fp8rl": {"training": False}},
-        RecipeError,
-        "'policy.megatron_cfg.fp8rl' differs from 'policy.generation.vllm_cfg.fp8rl' in training",
-    ),
-    (
-        {},
-        {VLLM + "fp8rl": None, VLLM + "precision": "fp8"},
-        RecipeError,
-        "'policy.generation.vllm_cfg.precision' is fp8 without",
-    ),
-    (
-        {},
-        {MEGATRON + "fp8rl": None, MEGATRON + "fp8_cfg": {"enabled": True}},
-        RecipeError,
-        "'policy.megatron_cfg.fp8_cfg.enabled' is true without",
-    ),
-    (
-        {},
-        {"loss_fn__fp8rl": None, "loss_fn__use_importance_sampling_correction": False},
-        RecipeError,
-        "set 'loss_fn.fp8rl' or 'loss_fn.use_importance_sampling_correction'",
-    ),
-    (
-        {},
-        {"loss_fn__truncated_importance_sampling_type": "seq-mask-tis"},
-        UnsupportedError,
-        "'loss_fn.truncated_importance_sampling_type' is 'seq-mask-tis'",
-    ),
-    (
-        {},
-        {"loss_fn__fp8rl_guard": {"tighten": 2}},
-        RecipeError,
-        "'loss_fn.fp8rl_guard.tighten'",
-    ),
-    (
-        {},
-        {MEGATRON + "enabled": False, VLLM + "async_engine": True},
-        UnsupportedError,
-        "'policy.generation.vllm_cfg.async_engine' false",
-    ),
-    (
-        {},
-        {MEGATRON + "enabled": False, VLLM + "expert_parallel_size": 2},
-        UnsupportedError,
-        "'policy.megatron_cfg.enabled' true or 'policy.generation.vllm_cfg.expert_parallel_size'",
-    ),
-    (
-        {},
-        {"grpo__val_at_start": True, VLLM + "expert_parallel_size": 2},
-        UnsupportedError,
-        "'grpo.val_at_start' false or 'policy.generation.vllm_cfg.expert_parallel_size'",
-    ),
-    (
-        {"kv_cache": {"dtype": "auto"}},
-        {VLLM + "pipeline_parallel_size": 2},
-        UnsupportedError,
-        "'policy.generation.vllm_cfg.pipeline_parallel_size' is 2",
-    ),
-    (
-        {},
-        {VLLM + "async_engine": True},
-        UnsupportedError,
-        "'policy.generation.vllm_cfg.async_engine' false",
-    ),
-    ({}, {"grpo__async_grpo": {"enabled": True}}, UnsupportedError, "'grpo.async_grpo.enabled'"),
-    (
-        {"importance_sampling": {"self_normalize": True}},
-        {"data_plane": {"enabled": True}},
-        UnsupportedError,
-        "'loss_fn.fp8rl.importance_sampling.self_normalize' needs 'data_plane.enabled' false",
-    ),
-    (
-        {"importance_sampling": {"rejection": {"level": "token", "high": 2}}},
-        {"data_plane": {"enabled": True}},
-        UnsupportedError,
-        "'loss_fn.fp8rl.importance_sampling.rejection.level' token",
-    ),
-    (
-        {},
-        {VLLM + "kv_cache_dtype": "fp8_e5m2"},
-        UnsupportedError,
-        "'policy.generation.vllm_cfg.kv_cache_dtype' is 'fp8_e5m2'",
-    ),
-    (
-        {},
-        {"policy__generation__vllm_kwargs": {"kv_cache_dtype": "fp8_e5m2"}},
-        UnsupportedError,
-        "'policy.generation.vllm_kwargs.kv_cache_dtype' is 'fp8_e5m2'",
-    ),
-    (
-        {},
-        {"policy__generation__vllm_kwargs": {"attention_backend": "FLASHMLA"}},
-        UnsupportedError,
-        "'policy.generation.vllm_kwargs.attention_backend' is 'FLASHMLA'",
-    ),
-    (
-        {"importance_sampling": {"rejection": {"high": 2}}},
-        {"loss_fn__force_on_policy_ratio": True},
-        UnsupportedError,
-        "'loss_fn.fp8rl.importance_sampling.rejection' needs the trainer's logprobs",
-    ),
-    (
-        {},
-        {"loss_fn__force_on_policy_ratio": True, "loss_fn__fp8rl_guard": {}},
-        UnsupportedError,
-        "'loss_fn.fp8rl_guard' needs the trainer's logprobs",
-    ),
-    ({}, {"fp8rl_guard": {}}, RecipeError, "'fp8rl_guard' has no effect"),
-    (
-        {"kv_cache": {"dtype": "auto"}},
-        {
-            VLLM + "async_engine": True,
-            VLLM + "expose_http_server": True,
-            "loss_fn__fp8rl_guard": {},
-        },
-        UnsupportedError,
-        "'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expose_http_server'",
-    ),
-    (
-        {"kv_cache": {"dtype": "auto"}},
-        {"async_rl": {"generation_fleet_health": {"enabled": True}}, "loss_fn__fp8rl_guard": {}},
-        UnsupportedError,
-        "'loss_fn.fp8rl_guard.fallback' bf16 needs 'async_rl.generation_fleet_health.enabled'",
-    ),
-    (
-        {},
-        {VLLM + "expert_parallel_size": 2, "loss_fn__fp8rl_guard": {"fallback": "bf16"}},
-        UnsupportedError,
-        "'loss_fn.fp8rl_guard.fallback' bf16 needs "
-        "'policy.generation.vllm_cfg.expert_parallel_size'",
-    ),
-    (
-        {},
-        {MEGATRON + "fp8rl": None, MEGATRON + "pipeline_model_parallel_size": 2},
-        UnsupportedError,
-        "needs 'policy.megatron_cfg.fp8rl' where",
-    ),
-]
+WRONG = """
+block.weight={}
+    unknown key 'policy.generation.vllm_cfg.fp8rl.weight'
+vllm.num_last_layers_in_bf16=2.7
+    'policy.generation.vllm_cfg.num_last_layers_in_bf16' must be a number of layers, not 2.7
+block.kv_cache.margin=0.5
+    'policy.generation.vllm_cfg.fp8rl.kv_cache.margin'
+block.rollout=false vllm.precision=fp8
+    'policy.generation.vllm_cfg.precision' asks for rollout=True
+block.kv_cache.dtype=auto vllm.kv_cache_dtype=fp8_e4m3
+    'policy.generation.vllm_cfg.kv_cache_dtype' asks for kv_cache.dtype='fp8_e4m3'
+block.weights.scale_format=fp32 vllm.pow2_weight_scaling_factors=true
+    'policy.generation.vllm_cfg.pow2_weight_scaling_factors'
+block.training=false megatron.fp8_cfg.enabled=true
+    'policy.megatron_cfg.fp8_cfg.enabled' asks for training=True
+generation.vllm_kwargs.quantization=fp8
+    'policy.generation.vllm_kwargs.quantization' is 'fp8'
+megatron.fp8rl.training=false
+    'policy.megatron_cfg.fp8rl' differs from 'policy.generation.vllm_cfg.fp8rl' in training
+~vllm.fp8rl vllm.precision=fp8
+    'policy.generation.vllm_cfg.precision' is fp8 without
+~megatron.fp8rl megatron.fp8_cfg.enabled=true
+    'policy.megatron_cfg.fp8_cfg.enabled' is true without
+~loss.fp8rl loss.use_importance_sampling_correction=false
+    set 'loss_fn.fp8rl' or 'loss_fn.use_importance_sampling_correction'
+loss.fp8rl_guard.tighten=2
+    'loss_fn.fp8rl_guard.tighten'
+fp8rl_guard={}
+    'fp8rl_guard' has no effect
+"""
+NOT_SERVED = """
+megatron.fp8_cfg.enabled=true megatron.fp8_cfg.fp8=hybrid
+    'policy.megatron_cfg.fp8_cfg.fp8' is 'hybrid'
+megatron.fp8_cfg.enabled=true megatron.fp8_cfg.fp8_param=true
+    'policy.megatron_cfg.fp8_cfg.fp8_param' is True
+megatron.fp8_cfg.enabled=true megatron.fp8_cfg.fp8_recipe=tensorwise
+    'policy.megatron_cfg.fp8_cfg.fp8_recipe'
+megatron.model_overrides.fp8=e4m3
+    'policy.megatron_cfg.model_overrides.fp8'
+vllm.is_mx=true
+    'policy.generation.vllm_cfg.is_mx'
+generation.quant_cfg=NVFP4
+    'policy.generation.quant_cfg'
+generation.backend=sglang
+    'policy.generation.backend' vllm, not 'sglang'
+generation.refit_transport=nccl_reshard
+    'policy.generation.refit_transport' is 'nccl_reshard'
+loss.truncated_importance_sampling_type=seq-mask-tis
+    'loss_fn.truncated_importance_sampling_type' is 'seq-mask-tis'
+megatron.enabled=false vllm.async_engine=true
+    'policy.generation.vllm_cfg.async_engine' false
+megatron.enabled=false vllm.expert_parallel_size=2
+    'policy.megatron_cfg.enabled' true or 'policy.generation.vllm_cfg.expert_parallel_size'
+grpo.val_at_start=true vllm.expert_parallel_size=2
+    'grpo.val_at_start' false or 'policy.generation.vllm_cfg.expert_parallel_size'
+block.kv_cache.dtype=auto vllm.pipeline_parallel_size=2
+    'policy.generation.vllm_cfg.pipeline_parallel_size' is 2
+vllm.async_engine=true
+    'policy.generation.vllm_cfg.async_engine' false
+grpo.async_grpo.enabled=true
+    'grpo.async_grpo.enabled'
+block.importance_sampling.self_normalize=true data_plane.enabled=true
+    'loss_fn.fp8rl.importance_sampling.self_normalize' needs 'data_plane.enabled' false
+block.importance_sampling.rejection={"level":"token","high":2} data_plane.enabled=true
+    'loss_fn.fp8rl.importance_sampling.rejection.level' token
+vllm.kv_cache_dtype=fp8_e5m2
+    'policy.generation.vllm_cfg.kv_cache_dtype' is 'fp8_e5m2'
+generation.vllm_kwargs.kv_cache_dtype=fp8_e5m2
+    'policy.generation.vllm_kwargs.kv_cache_dtype' is 'fp8_e5m2'
+generation.vllm_kwargs.attention_backend=FLASHMLA
+    'policy.generation.vllm_kwargs.attention_backend' is 'FLASHMLA'
+block.importance_sampling.rejection.high=2 loss.force_on_policy_ratio=true
+    'loss_fn.fp8rl.importance_sampling.rejection' needs the trainer's logprobs
+loss.force_on_policy_ratio=true loss.fp8rl_guard={}
+    'loss_fn.fp8rl_guard' needs the trainer's logprobs
+block.kv_cache.dtype=auto vllm.async_engine=true vllm.expose_http_server=true loss.fp8rl_guard={}
+    'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expose_http_server'
+block.kv_cache.dtype=auto async_rl.generation_fleet_health.enabled=true loss.fp8rl_guard={}
+    'loss_fn.fp8rl_guard.fallback' bf16 needs 'async_rl.generation_fleet_health.enabled'
+vllm.expert_parallel_size=2 loss.fp8rl_guard.fallback=bf16
+    'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expert_parallel_size'
+~megatron.fp8rl megatron.pipeline_model_parallel_size=2
+    needs 'policy.megatron_cfg.fp8rl' where
+"""
 
 
-@pytest.mark.parametrize(("block", "changes", "kind", "message"), BAD)
+def table(text: str) -> list[tuple[str, str]]:
+    """Overrides, and below them a part of the error that they give."""
+    lines = text.strip().splitlines()
+    return [(o, said.strip()) for o, said in zip(lines[::2], lines[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [(RecipeError, *row) for row in table(WRONG)]
+    + [(UnsupportedError, *row) for row in table(NOT_SERVED)],
+)
 def test_a_wrong_config_is_refused_by_its_path(
-    block: dict[str, Any], changes: dict[str, Any], kind: type[Fp8RLError], message: str
+    kind: type[Fp8RLError], overrides: str, message: str
 ) -> None:
     with pytest.raises(kind) as raised:
-        read(config(block, **changes), GRPO)
+        read(config({}, overrides), GRPO)
     assert message in str(raised.value)
 
 
 def test_a_block_that_no_section_uses_is_refused() -> None:
     with pytest.raises(RecipeError, match="'fp8rl' is set, but no section uses it"):
-        read(config(None, fp8rl={}), GRPO)
+        read(config(None, "fp8rl={}"), GRPO)
     with pytest.raises(RecipeError, match=r"'loss_fn\.fp8rl_guard' is set, but no section"):
-        read(config(None, loss_fn__fp8rl_guard={}), GRPO)
+        read(config(None, "loss.fp8rl_guard={}"), GRPO)
 
 
 def test_ppo_has_no_fp8_cache() -> None:
-    for megatron in (True, False):
+    for megatron in ("true", "false"):
         with pytest.raises(UnsupportedError, match="a GRPO driver"):
-            read(config({}, **{MEGATRON + "enabled": megatron}), DRIVERS["ppo"])
+            read(config({}, f"megatron.enabled={megatron}"), DRIVERS["ppo"])
     keys = read(config({"kv_cache": {"dtype": "auto"}}), DRIVERS["ppo"])
     assert keys is not None
     assert keys.recipe.rollout
 
 
 def test_pipeline_parallel_trainers_are_served() -> None:
-    assert recipe({}, **{MEGATRON + "pipeline_model_parallel_size": 4}) == Recipe()
+    assert recipe({}, "megatron.pipeline_model_parallel_size=4") == Recipe()
 
 
 def test_dtensor_trainers_run_in_bf16_and_say_so() -> None:
-    keys = read(config({"kv_cache": {"dtype": "auto"}}, **{MEGATRON + "enabled": False}), GRPO)
+    keys = read(config({}, "block.kv_cache.dtype=auto megatron.enabled=false"), GRPO)
     assert keys is not None
     assert not keys.recipe.training
     assert keys.notes == ("the DTensor trainer runs in BF16; only the rollouts run in FP8.",)
 
 
 def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
-    value = config({}, **{MEGATRON + "enabled": False, "grpo__val_at_start": True})
+    value = config({}, "megatron.enabled=false grpo.val_at_start=true")
     keys = read(value, GRPO)
     assert keys is not None
     assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
@@ -405,13 +294,13 @@ def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
 
 
 def test_validation_at_the_start_is_served() -> None:
-    keys = read(config({}, grpo__val_at_start=True), GRPO)
+    keys = read(config({}, "grpo.val_at_start=true"), GRPO)
     assert keys is not None
     assert keys.notes == ()
 
 
 def test_engines_that_share_experts_are_served_where_every_refit_brings_scales() -> None:
-    assert recipe({}, **{VLLM + "expert_parallel_size": 2}) == Recipe()
+    assert recipe({}, "vllm.expert_parallel_size=2") == Recipe()
 
 
 def master(value: dict[str, Any]) -> Any:
@@ -434,13 +323,9 @@ def master(value: dict[str, Any]) -> Any:
 def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
     value = config(
         {"pins": {"first": 1}},
-        **{
-            VLLM + "precision": "fp8",
-            VLLM + "kv_cache_dtype": "fp8",
-            VLLM + "num_last_layers_in_bf16": 2,
-            MEGATRON + "fp8_cfg": {"enabled": True, "fp8": "e4m3"},
-            "policy__generation__vllm_kwargs": {"additional_config": {"mine": 1}, "seed": 3},
-        },
+        """vllm.precision=fp8 vllm.kv_cache_dtype=fp8 vllm.num_last_layers_in_bf16=2
+        megatron.fp8_cfg.enabled=true
+        generation.vllm_kwargs.additional_config.mine=1 generation.vllm_kwargs.seed=3""",
     )
     run = master(value)
     asked: list[str] = []
@@ -464,7 +349,7 @@ def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
 
 
 def test_preparing_twice_changes_nothing_more() -> None:
-    run = master(config({}, **{VLLM + "precision": "fp8"}))
+    run = master(config({}, "vllm.precision=fp8"))
     prepare(run, GRPO, lambda key: None)
     once = copy.deepcopy((run.policy, vars(run.loss_fn)))
     prepare(run, GRPO, lambda key: None)
@@ -472,7 +357,7 @@ def test_preparing_twice_changes_nothing_more() -> None:
 
 
 def test_a_config_without_keys_is_left_as_it_is() -> None:
-    run = master(config(None, **{VLLM + "precision": "fp8", VLLM + "kv_cache_dtype": "fp8"}))
+    run = master(config(None, "vllm.precision=fp8 vllm.kv_cache_dtype=fp8"))
     before = copy.deepcopy((run.policy, vars(run.loss_fn)))
     prepare(run, GRPO, lambda key: pytest.fail("no key asks for fp8rl"))
     announce_kv_cache(run.policy)
@@ -504,7 +389,7 @@ def test_a_pin_that_does_not_fit_the_model_is_refused(
     pins: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 2}')
-    made = master(config({"pins": pins}, policy__model_name=str(tmp_path)))
+    made = master(config({"pins": pins}, model_name=str(tmp_path)))
     if message is None:
         prepare(made, GRPO, lambda key: None)
         return
@@ -517,17 +402,17 @@ def test_a_pin_that_does_not_fit_the_model_is_refused(
 def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
     text = {"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 2}}
     (tmp_path / "config.json").write_text(json.dumps(text | {"vision_config": {}}))
-    value = config({}, policy__model_name=str(tmp_path))
+    value = config({}, model_name=str(tmp_path))
     with pytest.raises(UnsupportedError, match="a multimodal model; remove the block"):
         prepare(master(value), GRPO, lambda key: None)
     off = {"rollout": False, "training": False}
-    prepare(master(config(off, policy__model_name=str(tmp_path))), GRPO, lambda key: None)
+    prepare(master(config(off, model_name=str(tmp_path))), GRPO, lambda key: None)
 
 
 def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    missing = config({"pins": {"layers": [9]}}, policy__model_name=str(tmp_path / "none"))
+    missing = config({"pins": {"layers": [9]}}, model_name=str(tmp_path / "none"))
     prepare(master(missing), GRPO, lambda key: None)
     assert "pins are checked by the workers" in caplog.text
 
@@ -543,7 +428,7 @@ def test_pins_of_experts_are_matched_too(key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model))
     for layer, fits in ((1, True), (0, False)):
         pins = {"names": [f"model.layers.{layer}.mlp.experts.*"]}
-        made = master(config({"pins": pins}, policy__model_name=str(tmp_path)))
+        made = master(config({"pins": pins}, model_name=str(tmp_path)))
         if fits:
             prepare(made, GRPO, lambda key: None)
         else:
@@ -554,16 +439,16 @@ def test_pins_of_experts_are_matched_too(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
-        (VLLM + "fp8_rl", "fp8rl"),
-        (VLLM + "fp8lr", "fp8rl"),
-        ("policy__megatron_cfg__FP8RL", "fp8rl"),
-        ("loss_fn__fp8rl_gard", "fp8rl_guard"),
-        ("policy__fp8-rl", "fp8rl"),
+        (f"{VLLM}fp8_rl", "fp8rl"),
+        (f"{VLLM}fp8lr", "fp8rl"),
+        (f"{MEGATRON}FP8RL", "fp8rl"),
+        ("loss_fn.fp8rl_gard", "fp8rl_guard"),
+        ("policy.fp8-rl", "fp8rl"),
     ],
 )
 def test_misspelled_keys_are_named_with_what_was_meant(path: str, meant: str) -> None:
-    with pytest.raises(RecipeError, match=rf"'{path.replace('__', '.')}' is no key.*'{meant}'"):
-        prepare(master(config(None, **{path: {}})), GRPO, lambda key: None)
+    with pytest.raises(RecipeError, match=rf"'{path}' is no key.*'{meant}'"):
+        prepare(master(config(None, f"{path}={{}}")), GRPO, lambda key: None)
 
 
 @pytest.mark.parametrize(
@@ -582,11 +467,11 @@ def test_workers_that_would_get_no_hooks_are_refused(
     off = rf"{variable}={value} switches off"
     with pytest.raises(UnsupportedError, match=rf"{off}.*vllm_cfg\.env_vars\.{variable}'"):
         prepare(master(config({})), GRPO, lambda key: None)
-    opened = {VLLM + "env_vars": {variable: "1"}}
+    opened = f"vllm.env_vars.{variable}='1'"
     with pytest.raises(UnsupportedError, match=rf"{off}.*megatron_cfg\.env_vars\.{variable}'"):
-        prepare(master(config({}, **opened)), GRPO, lambda key: None)
-    opened[MEGATRON + "env_vars"] = {variable: "1"}
-    prepare(master(config({}, **opened)), GRPO, lambda key: None)
+        prepare(master(config({}, opened)), GRPO, lambda key: None)
+    opened += f" megatron.env_vars.{variable}='1'"
+    prepare(master(config({}, opened)), GRPO, lambda key: None)
 
 
 def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
@@ -599,15 +484,15 @@ def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "guard"),
-    [({}, {"fallback": "stop"}), ({"rollout": False, "kv_cache": {"dtype": "auto"}}, {})],
+    "overrides",
+    [
+        "loss.fp8rl_guard.fallback=stop",
+        "block.rollout=false block.kv_cache.dtype=auto loss.fp8rl_guard={}",
+    ],
     ids=["ends the run", "nothing to fall back from"],
 )
-def test_engines_that_cannot_start_anew_are_no_hindrance(
-    block: dict[str, Any], guard: dict[str, Any]
-) -> None:
-    value = config(block, **{VLLM + "expert_parallel_size": 2, "loss_fn__fp8rl_guard": guard})
-    assert read(value, GRPO) is not None
+def test_engines_that_cannot_start_anew_are_no_hindrance(overrides: str) -> None:
+    assert read(config({}, f"{overrides} vllm.expert_parallel_size=2"), GRPO) is not None
 
 
 def test_what_bf16_engines_are_started_with() -> None:
@@ -645,22 +530,25 @@ def test_driver_and_trainer_stop_sending_kv_scales() -> None:
     assert generation["vllm_cfg"]["fp8rl"] == recipe_of_run  # what checkpoints keep starts again
 
 
+ASYNC = "grpo.async_grpo"
+
+
 @pytest.mark.parametrize(
-    ("driver", "changes", "expected"),
+    ("driver", "overrides", "expected"),
     [
-        ("grpo", {}, 0),
-        ("grpo", {"grpo__async_grpo": {"enabled": False, "max_trajectory_age_steps": 4}}, 0),
-        ("grpo", {"grpo__async_grpo": {"enabled": True, "max_trajectory_age_steps": 4}}, 4),
-        ("single_controller", {"async_rl": {"sampler": {"max_lookahead_versions": 2}}}, 2),
-        ("single_controller", {"async_rl": {"sampler": {"max_staleness_versions": 3}}}, 3),
-        ("single_controller", {"async_rl": {"sampler": {"name": "custom"}}}, 0),
+        ("grpo", "", 0),
+        ("grpo", f"{ASYNC}.enabled=false {ASYNC}.max_trajectory_age_steps=4", 0),
+        ("grpo", f"{ASYNC}.enabled=true {ASYNC}.max_trajectory_age_steps=4", 4),
+        ("single_controller", "async_rl.sampler.max_lookahead_versions=2", 2),
+        ("single_controller", "async_rl.sampler.max_staleness_versions=3", 3),
+        ("single_controller", "async_rl.sampler.name=custom", 0),
     ],
 )
 def test_the_guard_knows_how_old_sequences_may_be(
-    driver: str, changes: dict[str, Any], expected: int
+    driver: str, overrides: str, expected: int
 ) -> None:
     block = {"kv_cache": {"dtype": "auto"}}
-    value = config(block, **{VLLM + "async_engine": driver != "grpo"}, **changes)
+    value = config(block, f"vllm.async_engine={driver != 'grpo'} {overrides}")
     made = master(value | {"grpo": SimpleNamespace(seq_logprob_error_threshold=None)})
     made.grpo.model_dump = lambda: value["grpo"]
     prepare(made, DRIVERS[driver], lambda key: None)
@@ -679,7 +567,9 @@ def test_the_guard_knows_how_old_sequences_may_be(
 def test_the_single_controller_takes_masks_back(
     driver: str, guard: dict[str, Any] | None, given: float | None, expected: float | None
 ) -> None:
-    value = config({"kv_cache": {"dtype": "auto"}}, loss_fn__fp8rl_guard=guard)
+    value = config(
+        {}, "block.kv_cache.dtype=auto " + ("" if guard is None else "loss.fp8rl_guard={}")
+    )
     made = master(value | {"grpo": SimpleNamespace(seq_logprob_error_threshold=given)})
     made.grpo.model_dump = dict
     prepare(made, DRIVERS[driver], lambda key: None)

@@ -12,8 +12,6 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from transformers import Qwen3Config
 
 from fp8rl import Recipe
@@ -21,11 +19,11 @@ from fp8rl.errors import RecipeError, ScaleError
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl.conversion import conversion_of
 from megatron_fp8rl.observers import QKVObserver
-from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.patches import kv_scales, megatron
 from nemo_rl_ext.patches.ledger import Seams
 from nemo_rl_ext.workers import training
+from support.megatron import one_process
 
 CONFIG = Qwen3Config(
     vocab_size=96,
@@ -41,16 +39,8 @@ CONFIG = Qwen3Config(
 
 @pytest.fixture(scope="module", autouse=True)
 def megatron_world() -> Iterator[None]:
-    shim = CpuShim()
-    ours = not torch.distributed.is_initialized()
-    with shim.active():
-        init_gloo()
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
+    with one_process() as shim, shim.active():
         yield
-    parallel_state.destroy_model_parallel()
-    if ours:
-        torch.distributed.destroy_process_group()
 
 
 def forward(model: torch.nn.Module, seed: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
+from support.engine import Engine
 
 pytest.importorskip("vllm")
 from vllm.config import set_current_vllm_config
@@ -26,9 +27,6 @@ from vllm_fp8rl.attention.cpu import (
     Scratch,
     _codes_to_float,
 )
-
-if TYPE_CHECKING:
-    from support.engine import Engine
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 128  # of the session's checkpoint
 BLOCK, BLOCKS = 128, 24

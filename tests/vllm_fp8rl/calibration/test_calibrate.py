@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
-from support.engine import KV_SCALE, LAYERS, VOCAB, load_tensors
+from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, lacks_kv_scales, send_kv_scales
 from vllm_fp8rl.calibration.observer import ObservedImpl, observed, start_observing, stop_observing
 from vllm_fp8rl.quantization.kv_cache import (
@@ -32,9 +32,6 @@ from vllm_fp8rl.quantization.kv_cache import (
 from vllm_fp8rl.refit import drop_requests
 from vllm_fp8rl.refit.worker import EXTENSION, METHODS, STEPS, RefitMixin, read_answer
 from vllm_fp8rl.testing.hf_reference import load_reference
-
-if TYPE_CHECKING:
-    from support.engine import Engine
 
 PROMPTS = [[(31 * i + 7 * j * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(6)]
 NAMES = [scale_name(layer, role) for layer in range(LAYERS) for role in ("k", "v")]
@@ -87,7 +84,7 @@ def test_equals_what_transformers_observes(fresh: Engine, checkpoints: dict[str,
         expected = fresh.recipe.kv_cache.margin * amax / 448
         # A float32 difference may flip an FP8 code before layer 1.
         assert found[name] == pytest.approx(expected, rel=1e-4 if ".0." in name else 0.01), name
-    assert {scale_name(*key): value for key, value in kv_scale_state(fresh.model).items()} == found
+    assert fresh.kv_scales() == found
     assert len(fresh.greedy(PROMPTS)) == len(PROMPTS)
     assert not any(isinstance(m.impl, ObservedImpl) for m, _ in fp8_layers(fresh.model))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +17,12 @@ from fp8rl.recipe import KVCache
 pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig
 
-from support.engine import KV_SCALE, LAYERS, VOCAB, load_tensors
+from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
 from vllm_fp8rl.patches.kv_connectors import check_connector
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.refit.worker import EXTENSION, read_answer
-
-if TYPE_CHECKING:
-    from support.engine import Engine
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 LONG = [(13 * i) % (VOCAB - 5) + 5 for i in range(200)]  # more than a block of the cache

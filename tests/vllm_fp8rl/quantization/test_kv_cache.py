@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from fp8rl import Recipe
 from fp8rl.errors import RecipeError, RefitError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache
+from support.engine import Engine
 
 pytest.importorskip("vllm")
 from vllm_fp8rl.quantization.config import check_scale_source
@@ -29,9 +30,6 @@ from vllm_fp8rl.quantization.kv_cache import (
     set_uncalibrated_kv_scales,
 )
 from vllm_fp8rl.refit import refit
-
-if TYPE_CHECKING:
-    from support.engine import Engine
 
 K0, V0, Q0 = (scale_name(0, role) for role in ("k", "v", "q"))
 K1 = scale_name(1, "k")

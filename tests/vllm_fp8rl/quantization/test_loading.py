@@ -22,14 +22,13 @@ from fp8rl.errors import (
 )
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from support.engine import KV_SCALE, LAYERS, load_tensors, make_checkpoint
+from support.engine import KV_SCALE, LAYERS, PROMPTS, load_tensors, make_checkpoint, same_bits
 from vllm_fp8rl.kernels.choice import CPU_CACHE_ENV
 from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
 from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.index import ModelIndex
 
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 FUSED = {
     "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
@@ -58,10 +57,6 @@ def block_fp8_checkpoint(source: Path, target: Path, **changes) -> Path:
     }
     (target / "config.json").write_text(json.dumps(config))
     return target
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def methods(engine) -> dict[str, type]:
@@ -125,7 +120,7 @@ def test_pinned_layers_stay_in_the_models_dtype_and_refit(engine, other_engine, 
     assert last
     assert all(kinds[name] is RefitLinearMethod for name in last)
     assert all(kinds[name] is Fp8RLLinearMethod for name in kinds.keys() - last)
-    before = {name: p.data_ptr() for name, p in pinned.model.named_parameters()}
+    before = pinned.pointers()
     fresh = pinned.greedy(PROMPTS)
     weights = {name: load_tensors(checkpoints[name]) for name in "ab"}
     refit(pinned.llm, weights["a"].items(), expect_kv_scales=False)
@@ -136,7 +131,7 @@ def test_pinned_layers_stay_in_the_models_dtype_and_refit(engine, other_engine, 
     assert with_a not in (fresh, engine.greedy(PROMPTS))
     refit(pinned.llm, weights["b"].items(), expect_kv_scales=False)
     assert pinned.greedy(PROMPTS) == fresh
-    assert {name: p.data_ptr() for name, p in pinned.model.named_parameters()} == before
+    assert pinned.pointers() == before
     codes = quantize_block(weights["a"][gate_up[0]]).codes
     with pytest.raises(RefitError, match=r"float8_e4m3fn; send bfloat16"):
         refit(pinned.llm, [(gate_up[0], codes)], expect_kv_scales=False)

@@ -29,6 +29,7 @@ from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
+from support.engine import PROMPTS as SHORT
 from support.engine import Engine, load_tensors
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl.quantization.config import Resolved
@@ -41,7 +42,6 @@ RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 PINNED = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(kinds=("experts",)))
 EXPERTS, WIDTH = 6, 192
 """Experts of 192 columns: gate and up lie in stacks of 256, and 64 of them are padding."""
-SHORT = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 LAYER = "model.layers.1.mlp.experts"
 DOWN = f"{LAYER}.3.down_proj.weight"
 Tensors = dict[str, torch.Tensor]
@@ -110,10 +110,6 @@ def experts_of(engine: Engine, layer: int = 1):
     return engine.model.get_submodule(f"model.layers.{layer}.mlp.experts.routed_experts")
 
 
-def pointers(engine: Engine) -> dict[str, int]:
-    return {name: p.data_ptr() for name, p in engine.model.named_parameters()}
-
-
 def bytes_of(engine: Engine) -> dict[str, torch.Tensor]:
     layer = experts_of(engine)
     return {name: p.data.view(torch.uint8).clone() for name, p in layer.named_parameters()}
@@ -152,10 +148,10 @@ def test_equals_transformers_before_and_after_a_refit(
 
 
 def test_refits_write_in_place(moe: Engine, tokens, b: Tensors) -> None:
-    before = pointers(moe)
+    before = moe.pointers()
     give(moe, b)
     assert moe.greedy(SHORT) == tokens["b"]
-    assert pointers(moe) == before
+    assert moe.pointers() == before
 
 
 def test_live_codes_are_those_of_the_contract(moe: Engine, a: Tensors) -> None:
@@ -250,11 +246,11 @@ def test_refused_before_anything_is_written(moe: Engine, tokens, b: Tensors) -> 
 
 
 def test_vllms_own_reload_and_any_number_of_processings(moe: Engine, tokens, b: Tensors) -> None:
-    before = pointers(moe)
+    before = moe.pointers()
     moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": b.items()})
     moe.llm.reset_prefix_cache()
     assert moe.greedy(SHORT) == tokens["b"]
-    assert pointers(moe) == before
+    assert moe.pointers() == before
     held = bytes_of(moe)
     for _ in range(2):
         experts_of(moe).quant_method.process_weights_after_loading(experts_of(moe))
@@ -308,7 +304,7 @@ def test_dummy_weights_then_a_refit(moe_engine, paths, tokens, b: Tensors) -> No
 def test_pinned_experts_are_refitted_too(moe_engine, paths, a: Tensors, b: Tensors) -> None:
     engine = moe_engine(paths["b"], PINNED)
     assert experts_of(engine).w13_weight.dtype == torch.float32
-    before = pointers(engine)
+    before = engine.pointers()
     said = [engine.greedy(SHORT)]
     for name, tensors in (("a", a), ("b", fused(b))):
         give(engine, tensors)
@@ -320,7 +316,7 @@ def test_pinned_experts_are_refitted_too(moe_engine, paths, a: Tensors, b: Tenso
         quantized = gap(actual, load_reference(paths[name], RECIPE).many(PROMPTS))
         assert not quantized.within(floor, FACTOR), (name, quantized, floor)
     assert said[0] == said[2] != said[1]
-    assert pointers(engine) == before
+    assert engine.pointers() == before
     with pytest.raises(RefitError, match=f"'{DOWN}' has dtype torch.float8"):
         give(engine, {DOWN: quantize_block(a[DOWN]).codes})
 

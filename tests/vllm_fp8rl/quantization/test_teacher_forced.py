@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache, Pins
+from support.engine import Engine
 
 pytest.importorskip("vllm")
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
@@ -30,9 +30,6 @@ from vllm_fp8rl.testing.hf_reference import (
     noise_floor,
     observed_kv_scales,
 )
-
-if TYPE_CHECKING:
-    from support.engine import Engine
 
 
 def refit(engine: Engine, path: Path) -> dict[str, float] | None:

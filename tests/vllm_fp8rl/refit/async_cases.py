@@ -24,16 +24,13 @@ from safetensors.torch import save_file
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
-from fp8rl.kv_scales import scale_names
-from support.engine import KV_SCALE, LAYERS, load_tensors
+from support.engine import KV_SCALE, PROMPTS, SCALES, load_tensors
 from vllm_fp8rl.refit.asynchronous import refit_async, refit_async_from_files
 from vllm_fp8rl.refit.worker import RefitMixin
 
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 LONG = [7, 8, 9]
 LENGTH = 200
 NORM = "model.norm.weight"
-SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
 
 
 class OtherFramework:

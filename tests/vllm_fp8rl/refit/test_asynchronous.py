@@ -13,7 +13,7 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
-from support.engine import LAYERS, Engine, load_tensors
+from support.engine import LAYERS, PROMPTS, Engine, load_tensors
 from support.processes import run_script
 from vllm_fp8rl.refit.asynchronous import refit_async
 from vllm_fp8rl.refit.liveness import ended_by_death
@@ -21,7 +21,6 @@ from vllm_fp8rl.refit.worker import EXTENSION
 
 SCRIPT = Path(__file__).with_name("async_cases.py")
 EXAMPLES = Path(__file__).parents[3] / "examples"
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 LONG, LENGTH = [7, 8, 9], 200
 
 

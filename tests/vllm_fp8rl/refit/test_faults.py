@@ -5,53 +5,30 @@ A rank that dies is in tp_refit.py; NaN, missing and repeated tensors are in tes
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import Fp8RLError, RefitError
-from fp8rl.kv_scales import scale_names
-from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
+from support.engine import PROMPTS, SCALES, Engine, same_state
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
 from vllm_fp8rl.refit.transport import Sender, place
 from vllm_fp8rl.refit.worker import STEPS, read_answer
 from vllm_fp8rl.storage import block_grid as grid_module
 
-PROMPTS = [[5, 6, 7, 8], [9] * 40]
 UP = "model.layers.0.mlp.up_proj.weight"
-SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 @pytest.fixture(scope="module")
-def a(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return load_tensors(checkpoints["a"]) | SCALES
+def a(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return a | SCALES
 
 
 @pytest.fixture(scope="module")
-def b(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return load_tensors(checkpoints["b"]) | SCALES
-
-
-@pytest.fixture(autouse=True)
-def with_a(engine: Engine, a: dict[str, torch.Tensor]):
-    refit(engine.llm, a.items(), expect_kv_scales=True)
-    yield
-    drop_requests(engine.llm)
-    refit(engine.llm, a.items(), expect_kv_scales=True)
-
-
-def state(engine: Engine) -> dict[str, torch.Tensor]:
-    return {n: t.detach().clone() for n, t in engine.model.named_parameters()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(
-        torch.equal(t.reshape(-1).view(torch.uint8), other[n].reshape(-1).view(torch.uint8))
-        for n, t in one.items()
-    )
+def b(b: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return b | SCALES
 
 
 def serves(engine: Engine) -> bool:
@@ -90,7 +67,7 @@ def test_out_of_memory_while_loading(engine, a, b, monkeypatch, known, call):
 
 
 def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypatch):
-    tokens, before = engine.greedy(PROMPTS), state(engine)
+    tokens, before = engine.greedy(PROMPTS), engine.state()
 
     def failing(*args):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -99,13 +76,13 @@ def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypat
         patch.setattr("vllm_fp8rl.refit.session.start_finite_check", failing)
         with pytest.raises(RefitError, match="No memory was left"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
-    assert same(before, state(engine))
+    assert same_state(before, engine.state())
     assert engine.greedy(PROMPTS) == tokens
 
 
 def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch):
     """A sender stages GPU tensors for workers in other processes: here, those of a CPU."""
-    tokens, before = engine.greedy(PROMPTS), state(engine)
+    tokens, before = engine.greedy(PROMPTS), engine.state()
     name, tensor = next(iter(b.items()))
 
     def staging(workers, session, tensors, batch_bytes):
@@ -120,7 +97,7 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
         patch.setattr("vllm_fp8rl.refit.transport.torch.empty", failing)
         with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
-    assert same(before, state(engine))
+    assert same_state(before, engine.state())
     assert engine.greedy(PROMPTS) == tokens
 
 
@@ -144,7 +121,7 @@ FAULTS = ["nan", "huge", "truncated", "repeated", "unknown", "dies", "shape", "N
 def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, data):
     """Bad values, a truncated stream, a repeated or unknown tensor, a sender that dies, ..."""
     refit(engine.llm, a.items(), expect_kv_scales=True)
-    before = state(engine)
+    before = engine.state()
     stream = data.draw(st.permutations(list(b.items())))
     place = data.draw(st.integers(0, len(stream) - 1))
     name, tensor = stream[place]
@@ -184,7 +161,7 @@ def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, da
     with pytest.raises((Fp8RLError, ConnectionError)):
         refit(engine.llm, broken(), expect_kv_scales=True, batch_bytes=size)
     if serves(engine):
-        assert same(before, state(engine))
+        assert same_state(before, engine.state())
     refit(engine.llm, b.items(), expect_kv_scales=True)
     assert serves(engine)
 

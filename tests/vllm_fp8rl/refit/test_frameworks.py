@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, RefitError, UnsupportedError
-from fp8rl.kv_scales import scale_names
-from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
+from support.engine import PROMPTS, SCALES, load_tensors
+from support.processes import environment
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization import config
 from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
@@ -28,8 +28,7 @@ from vllm_fp8rl.refit.worker import has_refit_methods
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DOC = (EXAMPLES.parent / "docs" / "vllm.md").read_text(encoding="utf-8")
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
-SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
+pytestmark = pytest.mark.usefixtures("restored")
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -47,23 +46,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
         return importlib.import_module(name)
 
     return load
-
-
-@pytest.fixture(scope="module")
-def tokens(
-    engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
-) -> dict[str, list[list[int]]]:
-    return {
-        "a": engine.greedy(PROMPTS),
-        "b": other_engine(checkpoints["b"], Recipe()).greedy(PROMPTS),
-    }
-
-
-@pytest.fixture(autouse=True)
-def leave_it_as_it_was(engine: Engine, checkpoints: dict[str, Path]) -> Iterator[None]:
-    yield
-    drop_requests(engine.llm)
-    refit(engine.llm, (load_tensors(checkpoints["a"]) | SCALES).items(), expect_kv_scales=True)
 
 
 def test_trl_colocate(engine, checkpoints, tokens):
@@ -279,7 +261,7 @@ def test_push_to_an_engine_with_processes_of_its_own(
     }
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        patch.setenv("PYTHONPATH", str(EXAMPLES))
+        patch.setenv("PYTHONPATH", environment(EXAMPLES)["PYTHONPATH"])
         pushed = example("vllm_push").main(str(checkpoints["b"]), arguments)
     recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
     (wanted,) = other_engine(checkpoints["b"], recipe).greedy([[5, 6, 7]], tokens=5)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,24 +16,16 @@ from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
-from support.engine import load_tensors
+from support.engine import Engine
 from vllm_fp8rl.patches.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.quantization.kv_cache import check_backend, kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.guard import GUARD, RefitGuard, guarded
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 
-if TYPE_CHECKING:
-    from support.engine import Engine
-
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 DOWN = "model.layers.1.mlp.down_proj.weight"
 TAGS = ("weights", "kv_cache")
-
-
-@pytest.fixture(scope="module")
-def a(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return load_tensors(checkpoints["a"])
 
 
 @pytest.fixture

@@ -6,27 +6,15 @@ makes them anew (test_async_refit.py); ``refit`` takes an idle engine only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
 from fp8rl.errors import RefitError
-from fp8rl.kv_scales import scale_names
-from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
+from support.engine import SCALES, Engine
 from vllm_fp8rl.refit import drop_requests, refit
 
 PROMPTS = [[(11 * i * j) % 500 + 5 for i in range(60)] for j in range(1, 9)]
-SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
-
-
-@pytest.fixture
-def a(engine: Engine, checkpoints: dict[str, Path]) -> Iterator[dict[str, torch.Tensor]]:
-    tensors = load_tensors(checkpoints["a"]) | SCALES
-    yield tensors
-    drop_requests(engine.llm)
-    refit(engine.llm, tensors.items(), expect_kv_scales=True)
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def begun(engine: Engine, prompts: list[list[int]], tokens: int) -> dict[str, list[int]]:
@@ -48,27 +36,23 @@ def one_step(engine: Engine) -> dict[str, list[int]]:
 
 
 def test_the_next_token_over_old_keys_is_not_that_of_the_new_weights(
-    engine: Engine, a: dict[str, torch.Tensor], checkpoints: dict[str, Path]
+    engine: Engine, b: dict[str, torch.Tensor]
 ) -> None:
-    b = load_tensors(checkpoints["b"]) | SCALES
     said = begun(engine, PROMPTS, 4)
-    engine.model.load_weights(b.items())  # the naive way
+    engine.model.load_weights((b | SCALES).items())  # the naive way
     naive = {name: tokens[len(said[name])] for name, tokens in one_step(engine).items()}
     drop_requests(engine.llm)
-    refit(engine.llm, b.items(), expect_kv_scales=True)
+    refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True)
     right = engine.greedy([p + said[f"{n}"] for n, p in enumerate(PROMPTS)], 1)
     wrong = [n for n in range(len(PROMPTS)) if naive[f"{n}"] != right[n][0]]
     assert len(wrong) >= len(PROMPTS) // 2
 
 
-def test_refit_takes_an_idle_engine_only(
-    engine: Engine, a: dict[str, torch.Tensor], checkpoints: dict[str, Path]
-) -> None:
-    b = load_tensors(checkpoints["b"]) | SCALES
+def test_refit_takes_an_idle_engine_only(engine: Engine, b: dict[str, torch.Tensor]) -> None:
     truth = engine.greedy(PROMPTS[:1], 8)[0]
     begun(engine, PROMPTS[:1], 4)
     with pytest.raises(RefitError, match="requests in flight"):
-        refit(engine.llm, b.items(), expect_kv_scales=True)
+        refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True)
     tokens: list[int] = []
     while len(tokens) < 8:
         tokens = one_step(engine)["0"]

@@ -12,28 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import vllm_fp8rl
 from fp8rl.errors import Fp8RLError, RefitError
-from fp8rl.kv_scales import scale_name, scale_names
 
 pytest.importorskip("vllm")
-from support.engine import KV_SCALE, LAYERS, VOCAB, load_tensors
+from support.engine import KV_SCALE, SCALES, VOCAB, Engine, load_tensors
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.calibration.observer import ObservedImpl
-from vllm_fp8rl.quantization.kv_cache import fp8_layers, kv_scale_state
+from vllm_fp8rl.quantization.kv_cache import fp8_layers
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 from vllm_fp8rl.refit.worker import STEPS, read_answer
 
-if TYPE_CHECKING:
-    from support.engine import Engine
-
 PROMPTS = [[(31 * i + 7 * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(3)]
-SCALES = {name: torch.tensor(KV_SCALE) for name in scale_names(LAYERS, ("k", "v"))}
+pytestmark = pytest.mark.usefixtures("restored")
 OURS = str(Path(vllm_fp8rl.__file__).parent)
 
 
@@ -75,13 +71,6 @@ def weights(checkpoints: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
     return {name: load_tensors(path) | SCALES for name, path in checkpoints.items()}
 
 
-@pytest.fixture(autouse=True)
-def leave_it_as_it_was(engine: Engine, weights: dict) -> Iterator[None]:
-    yield
-    drop_requests(engine.llm)
-    refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
-
-
 def served(engine: Engine) -> list[list[int]] | None:
     """Tokens of the prompts; None where the engine refuses."""
     try:
@@ -89,10 +78,6 @@ def served(engine: Engine) -> list[list[int]] | None:
     except Fp8RLError:
         drop_requests(engine.llm)
         return None
-
-
-def scales_of(engine: Engine) -> dict[str, float]:
-    return {scale_name(*key): value for key, value in kv_scale_state(engine.model).items()}
 
 
 def places(total: int, number: int) -> list[tuple[int, ...]]:
@@ -104,7 +89,7 @@ def places(total: int, number: int) -> list[tuple[int, ...]]:
 def test_an_interrupted_calibration_leaves_no_other_scales_in_service(engine: Engine) -> None:
     """Fails where provisional scales are written as if they had been loaded."""
     before = served(engine)
-    scales = scales_of(engine)
+    scales = engine.kv_scales()
     calibrate_kv_scales(engine.llm, PROMPTS)  # the first one does a little more
     with interrupts() as calls:
         found = calibrate_kv_scales(engine.llm, PROMPTS)
@@ -116,10 +101,10 @@ def test_an_interrupted_calibration_leaves_no_other_scales_in_service(engine: En
             calibrate_kv_scales(engine.llm, PROMPTS)
         tokens = served(engine)
         refused += tokens is None
-        if scales_of(engine) == scales:
+        if engine.kv_scales() == scales:
             assert tokens in (before, None), at
         elif tokens is not None:  # the end had been reached
-            assert found.items() <= scales_of(engine).items(), at
+            assert found.items() <= engine.kv_scales().items(), at
         assert calibrate_kv_scales(engine.llm, PROMPTS) == found, at
         assert served(engine) is not None
         send_kv_scales(engine.llm, dict.fromkeys(SCALES, KV_SCALE))

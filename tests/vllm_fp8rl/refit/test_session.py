@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fp8rl import PluginManager, Recipe, hookimpl
+from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import RefitError, ScaleError
-from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
+from support.engine import LAYERS, PROMPTS, SCALES, Engine
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
 
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 UP = "model.layers.1.mlp.up_proj.weight"
-SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
-
-
-@pytest.fixture(scope="module")
-def a(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return load_tensors(checkpoints["a"])
-
-
-@pytest.fixture(scope="module")
-def b(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return load_tensors(checkpoints["b"])
-
-
-@pytest.fixture(scope="module")
-def tokens(
-    engine: Engine, other_engine, checkpoints: dict[str, Path]
-) -> dict[str, list[list[int]]]:
-    """What fresh engines say: the session's for ``a``, one of its own for ``b``."""
-    fresh = other_engine(checkpoints["b"], Recipe())
-    said = {"a": engine.greedy(PROMPTS), "b": fresh.greedy(PROMPTS)}
-    assert said["a"] != said["b"]
-    return said
-
-
-@pytest.fixture(autouse=True)
-def leave_it_as_it_was(engine: Engine, a: dict[str, torch.Tensor]):
-    yield
-    drop_requests(engine.llm)
-    restore(engine, a)
-
-
-def pointers(engine: Engine) -> dict[str, int]:
-    return {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def restore(engine: Engine, a: dict[str, torch.Tensor]) -> None:
@@ -58,12 +22,12 @@ def restore(engine: Engine, a: dict[str, torch.Tensor]) -> None:
 
 
 def test_there_and_back(engine, a, b, tokens):
-    before = pointers(engine)
+    before = engine.pointers()
     report = refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True)
     assert engine.greedy(PROMPTS) == tokens["b"]
     restore(engine, a)
     assert engine.greedy(PROMPTS) == tokens["a"]
-    assert pointers(engine) == before
+    assert engine.pointers() == before
     wire = b | SCALES
     assert (report.tensors, report.kv_scales) == (len(wire), 2 * LAYERS)
     assert report.received_bytes == sum(t.nbytes for t in wire.values())
@@ -72,7 +36,7 @@ def test_there_and_back(engine, a, b, tokens):
 
 
 def test_plain_load_weights_in_any_order_and_batching(engine, a, b, tokens):
-    before = pointers(engine)
+    before = engine.pointers()
     names = sorted(b, key=lambda name: name[::-1])
     for name in names:
         engine.model.load_weights([(name, b[name])])
@@ -82,20 +46,20 @@ def test_plain_load_weights_in_any_order_and_batching(engine, a, b, tokens):
         engine.model.load_weights(reversed(a.items()))
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens["a"]
-    assert pointers(engine) == before
+    assert engine.pointers() == before
 
 
 def test_vllms_own_reload_works_too(engine, a, b, tokens):
-    before = pointers(engine)
+    before = engine.pointers()
     for weights, name in ((b, "b"), (a, "a")):
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
         engine.llm.reset_prefix_cache()
         assert engine.greedy(PROMPTS) == tokens[name]
-    assert pointers(engine) == before
+    assert engine.pointers() == before
 
 
 def test_process_weights_after_loading_changes_nothing(engine, tokens):
-    before = pointers(engine)
+    before = engine.pointers()
     for module in engine.model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None:
@@ -103,7 +67,7 @@ def test_process_weights_after_loading_changes_nothing(engine, tokens):
             method.process_weights_after_loading(module)
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens["a"]
-    assert pointers(engine) == before
+    assert engine.pointers() == before
 
 
 def test_live_codes_are_those_of_the_contract(engine, a):
@@ -322,54 +286,49 @@ def test_fp8_codes_without_their_scales(engine, b):
         refit(engine.llm, wire.items(), expect_kv_scales=False)
 
 
+K0, NORM = "model.layers.0.self_attn.k_scale", "model.norm.weight"
+NO_LAYER = "model.layers.9.mlp.up_proj.weight"
+K_OF_NO_LAYER = f"model.layers.{LAYERS}.self_attn.k_scale"
+K_TO_NO_LAYER = f"'{K_OF_NO_LAYER}' is for a layer that this engine does not have"
+
+
+def one_bad(value: float) -> torch.Tensor:
+    scales = torch.ones(4, 2)
+    scales[3, 1] = value
+    return scales
+
+
+BAD_WEIGHT_SCALE = f"'{UP}_scale_inv' has a scale that is 0, negative"
+TWICE = r"'model.norm.weight' arrived twice"
+BOTH_NAMES = [(K0, torch.ones(1)), (K0.replace("self_attn.", "self_attn.attn."), torch.ones(1))]
+
+
 @pytest.mark.parametrize(
-    ("name", "tensor", "message"),
+    ("stream", "kv_scales", "kind", "message"),
     [
-        ("model.layers.9.mlp.up_proj.weight", torch.ones(2), "no tensor 'model.layers.9"),
-        (UP, torch.ones(3, 5), r"\(3, 5\).*\(512, 256\)"),
-        (UP, torch.ones(512, 256, dtype=torch.int8), "dtype torch.int8"),
-        ("model.norm.weight", torch.ones(256).to(torch.float8_e4m3fn), "float8"),
-        (f"{UP}_scale_inv", torch.full((4, 2), torch.nan), "NaN"),
-        ("model.layers.0.self_attn.k_scale", torch.ones(1), "unannounced"),
+        ([(NO_LAYER, torch.ones(2))], False, RefitError, f"no tensor '{NO_LAYER}"),
+        ([(UP, torch.ones(3, 5))], False, RefitError, r"\(3, 5\).*\(512, 256\)"),
+        ([(UP, torch.ones(512, 256, dtype=torch.int8))], False, RefitError, "dtype torch.int8"),
+        ([(NORM, torch.ones(256).to(torch.float8_e4m3fn))], False, RefitError, "float8"),
+        ([(f"{UP}_scale_inv", torch.full((4, 2), torch.nan))], False, RefitError, "NaN"),
+        *(
+            ([(f"{UP}_scale_inv", one_bad(bad))], False, ScaleError, BAD_WEIGHT_SCALE)
+            for bad in (0.0, -1.0, 1e36)
+        ),
+        ([(K0, torch.ones(1))], False, RefitError, "unannounced"),
+        *(
+            ([(K0, torch.tensor([bad]))], True, ScaleError, K0)
+            for bad in (0.0, float("nan"), float("inf"), -1.0)
+        ),
+        (BOTH_NAMES, True, RefitError, "twice"),
+        ([(K_OF_NO_LAYER, torch.ones(1))], True, RefitError, K_TO_NO_LAYER),
+        ([(NORM, torch.ones(256).bfloat16())] * 2, False, RefitError, TWICE),
     ],
 )
-def test_refused_before_anything_is_written(engine, tokens, name, tensor, message):
-    with pytest.raises(RefitError, match=message):
-        refit(engine.llm, [(name, tensor)], expect_kv_scales=False)
+def test_refused_before_anything_is_written(engine, tokens, stream, kv_scales, kind, message):
+    with pytest.raises(kind, match=message):
+        refit(engine.llm, stream, expect_kv_scales=kv_scales)
     assert engine.greedy(PROMPTS) == tokens["a"]  # still the old weights, still serving
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, 1e36])
-def test_bad_weight_scale(engine, tokens, bad):
-    scales = torch.ones(4, 2)
-    scales[3, 1] = bad
-    with pytest.raises(ScaleError, match=f"'{UP}_scale_inv' has a scale that is 0, negative"):
-        refit(engine.llm, [(f"{UP}_scale_inv", scales)], expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens["a"]
-
-
-@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf"), -1.0])
-def test_bad_kv_scale(engine, tokens, bad):
-    name = next(iter(SCALES))
-    with pytest.raises(ScaleError, match=name):
-        refit(engine.llm, [(name, torch.tensor([bad]))], expect_kv_scales=True)
-    assert engine.greedy(PROMPTS) == tokens["a"]
-
-
-def test_repeated_tensor(engine, a, tokens):
-    stream = [("model.norm.weight", a["model.norm.weight"])] * 2
-    with pytest.raises(RefitError, match=r"'model.norm.weight' arrived twice"):
-        refit(engine.llm, stream, expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens["a"]
-
-
-def test_kv_scale_repeated_under_its_other_name(engine):
-    stream = [
-        ("model.layers.0.self_attn.k_scale", torch.ones(1)),
-        ("model.layers.0.self_attn.attn.k_scale", torch.ones(1)),
-    ]
-    with pytest.raises(RefitError, match="twice"):
-        refit(engine.llm, stream, expect_kv_scales=True)
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 1 << 30])
@@ -378,13 +337,6 @@ def test_scales_of_a_weight_that_is_not_fp8(engine, b, batch_bytes):
     for stream in (wire, wire[::-1]):
         with pytest.raises(RefitError, match=rf"'{UP}.*belong to FP8 codes"):
             refit(engine.llm, stream, expect_kv_scales=False, batch_bytes=batch_bytes)
-
-
-def test_kv_scale_of_a_layer_that_is_not_there(engine, tokens):
-    name = f"model.layers.{LAYERS}.self_attn.k_scale"
-    with pytest.raises(RefitError, match=f"'{name}' is for a layer that this engine does not have"):
-        refit(engine.llm, [(name, torch.ones(1))], expect_kv_scales=True)
-    assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeypatch):

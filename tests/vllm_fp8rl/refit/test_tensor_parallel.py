@@ -9,18 +9,13 @@ import torch
 
 from fp8rl import Recipe
 from fp8rl.numerics import dequantize_block, quantize_block
-from support.engine import load_tensors, make_checkpoint
+from support.engine import PROMPTS, load_tensors, make_checkpoint, same_bits
 from support.processes import run_script
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight, PlainWeight
 from vllm_fp8rl.testing.hf_reference import observed_kv_scales
 
 SCRIPT = Path(__file__).with_name("tp_refit.py")
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.timeout(600)

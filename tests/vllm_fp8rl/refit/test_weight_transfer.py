@@ -12,29 +12,16 @@ from vllm.config import set_current_vllm_config
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
+from support.engine import LAYERS, PROMPTS, SCALES, Engine, load_tensors
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.refit.transport import pack
 from vllm_fp8rl.refit.weight_transfer import Fp8RLNcclTransferEngine
 from vllm_fp8rl.storage.parameters import Fp8Scale
 
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
 NORM = "model.norm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
-SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
-
-
-@pytest.fixture(scope="module")
-def tokens(
-    engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
-) -> dict[str, list[list[int]]]:
-    return {
-        "a": engine.greedy(PROMPTS),
-        "b": other_engine(checkpoints["b"], Recipe()).greedy(PROMPTS),
-    }
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +45,7 @@ def finish(engine: Engine) -> None:
 
 
 def test_update_from_files_and_from_payloads(receiver, checkpoints, tokens):
-    before = {name: p.data_ptr() for name, p in receiver.model.named_parameters()}
+    before = receiver.pointers()
     receiver.llm.start_weight_update()
     update(receiver, path=str(checkpoints["b"]))
     finish(receiver)
@@ -68,7 +55,7 @@ def test_update_from_files_and_from_payloads(receiver, checkpoints, tokens):
         update(receiver, payload=pack([item]))
     finish(receiver)
     assert receiver.greedy(PROMPTS) == tokens["a"]
-    assert {name: p.data_ptr() for name, p in receiver.model.named_parameters()} == before
+    assert receiver.pointers() == before
 
 
 def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, checkpoints, tokens):
@@ -127,11 +114,11 @@ def reload(engine: Engine, **arguments: Any) -> None:
 
 
 def test_reload_from_a_folder(receiver, checkpoints, tokens):
-    before = {name: p.data_ptr() for name, p in receiver.model.named_parameters()}
+    before = receiver.pointers()
     for name in "ba":
         reload(receiver, weights_path=str(checkpoints[name]))
         assert receiver.greedy(PROMPTS) == tokens[name]
-    assert {name: p.data_ptr() for name, p in receiver.model.named_parameters()} == before
+    assert receiver.pointers() == before
 
 
 @pytest.mark.parametrize("positional", [False, True])

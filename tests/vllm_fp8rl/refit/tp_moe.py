@@ -13,12 +13,12 @@ from pathlib import Path
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a rank
 
 import torch
-from tp_refit import PROMPTS, error_of, pointers
+from tp_refit import error_of, pointers
 
 from fp8rl import Recipe
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
-from support.engine import load_tensors, start_engine
+from support.engine import PROMPTS, load_tensors, start_engine
 
 EXPERTS, WIDTH, LAYER = 6, 192, "model.layers.1.mlp.experts"
 DOWN = f"{LAYER}.5.down_proj.weight"

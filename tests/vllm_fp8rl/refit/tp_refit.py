@@ -20,9 +20,7 @@ from fp8rl import Recipe
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import scale_name, scale_names
 from fp8rl.numerics import quantize_block
-from support.engine import KV_SCALE, LAYERS, load_tensors, start_engine
-
-PROMPTS = [[5, 6, 7, 8], [9] * 40, [100, 200, 300]]
+from support.engine import KV_SCALE, LAYERS, PROMPTS, load_tensors, start_engine
 
 
 def pointers(worker) -> dict[str, int]:

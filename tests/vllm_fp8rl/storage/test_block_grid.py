@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import dequantize_block, quantize_block
+from support.engine import same_bits
 from vllm_fp8rl.storage import block_grid as grid_module
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 
@@ -20,10 +21,6 @@ def make_grid(partitions: list[int], columns: int, scale_format: str = "fp32"):
 
 def starts_of(partitions: list[int]) -> list[int]:
     return [sum(partitions[:i]) for i in range(len(partitions))]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 widths = st.lists(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import FP8_DTYPE, Quantized, cdiv, dequantize_block, quantize_block
+from support.engine import same_bits
 from vllm_fp8rl.storage.experts import SLOTS, ExpertGrids, ExpertLayout, PlainExperts, empty_stacks
 
 HIDDEN = 200
@@ -59,10 +60,6 @@ def padded(layout: ExpertLayout, part: torch.Tensor, slot: str) -> torch.Tensor:
     extra = layout.padded - layout.intermediate
     sides = (0, extra) if slot == "w2" else (0, 0, 0, extra)
     return torch.nn.functional.pad(part, sides)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @settings(max_examples=40, deadline=None)

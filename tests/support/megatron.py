@@ -1,0 +1,81 @@
+"""Small Megatron models in one process, their losses, and conversions without installed plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.recipe import Pins
+from megatron_fp8rl import Conversion, convert
+from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
+
+SEED = 1234
+VOCAB, LENGTH = 64, 32
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
+}
+
+
+def dense(**changes: Any) -> Qwen3Config:
+    return Qwen3Config(**(SMALL | changes))
+
+
+def moe(experts: int, **changes: Any) -> Qwen3MoeConfig:
+    """A model of which each token visits two experts of width 128."""
+    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    return Qwen3MoeConfig(**(SMALL | sizes | {"norm_topk_prob": True} | changes))
+
+
+def convert_alone(model: Any, recipe: Recipe | None = None, **options: Any) -> Conversion:
+    """Convert without the plugins that are installed here."""
+    return convert(model, recipe or Recipe(), plugins=PluginManager(discover=False), **options)
+
+
+def pinned(**pins: Any) -> Recipe:
+    return Recipe(pins=Pins(**pins))
+
+
+def tokens(seed: int = 0, batch: int = 2) -> torch.Tensor:
+    """Random token numbers, one more than a model sees: the last is a label."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (batch, LENGTH + 1), generator=generator)
+
+
+def losses(model: torch.nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The loss of each token."""
+    batch, length = ids[:, 1:].shape
+    positions = torch.arange(length).expand(batch, -1)
+    labels = ids[:, 1:].contiguous()
+    return model(ids[:, :-1].contiguous(), positions, None, labels=labels, **options)
+
+
+@contextmanager
+def one_process(**sizes: int) -> Iterator[CpuShim]:
+    """Megatron's parallel state over this process alone."""
+    shim = CpuShim()
+    ours = not torch.distributed.is_initialized()
+    with shim.active():
+        init_gloo()
+        parallel_state.initialize_model_parallel(**sizes)
+        model_parallel_cuda_manual_seed(SEED)
+    try:
+        yield shim
+    finally:
+        parallel_state.destroy_model_parallel()
+        if ours:
+            torch.distributed.destroy_process_group()
