@@ -1,4 +1,4 @@
-"""Imports run one way: no module reaches itself through those that it imports."""
+"""Imports run one way, and importing a package or its hooks imports no engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from support.processes import answer, run_code
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -51,3 +53,25 @@ def test_no_module_reaches_itself(package: str) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"A circle of imports: {' imports '.join(reversed(error.args[1]))}")
+
+
+ENGINES = ("vllm", "megatron.core", "nemo_rl", "ray", "transformers")
+
+
+@pytest.mark.parametrize(
+    ("modules", "without"),
+    [
+        ("vllm_fp8rl, vllm_fp8rl.hooks, vllm_fp8rl.compat", ["vllm"]),
+        (
+            "megatron_fp8rl, megatron_fp8rl.hooks, megatron_fp8rl.testing.cpu_shim",
+            ["megatron.core"],
+        ),
+        ("nemo_rl_ext", ["torch", "pydantic", "fp8rl"]),
+        ("nemo_rl_ext.hooks", [*ENGINES, "megatron", "vllm_fp8rl", "megatron_fp8rl"]),
+    ],
+    ids=["vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "nemo_rl_ext.hooks"],
+)
+def test_importing_imports_no_engine(modules: str, without: list[str]) -> None:
+    code = f"import json, sys, {modules}\nprint(json.dumps(sorted(sys.modules)))"
+    found = answer(run_code(code, timeout=120))
+    assert not [name for name in found for w in without if f"{name}.".startswith(f"{w}.")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from types import ModuleType
 
@@ -17,6 +16,7 @@ import fp8rl
 from fp8rl import PluginManager, Recipe, cli, hookimpl
 from fp8rl.adapters import Diagnosis, EngineAdapter, Section
 from fp8rl.errors import OptionError, PinError, RecipeError, UnsupportedError
+from support.processes import run_code
 
 GOOD = Diagnosis("1.2.3", ("1.2.3", "1.3"), {"device": "cpu [really]"})
 SICK = Diagnosis("0.1", ("1.2.3",), problems=("Version 0.1 is too old; install 1.2.3.",))
@@ -78,10 +78,7 @@ def test_version_and_module_entry_without_torch():
         "import fp8rl.cli; print('torch' in sys.modules)\n"
         "import runpy; runpy.run_module('fp8rl', run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.splitlines()[:2] == ["False", f"fp8rl {fp8rl.__version__}"]
+    assert run_code(code).stdout.splitlines()[:2] == ["False", f"fp8rl {fp8rl.__version__}"]
 
 
 def test_plugins_lists_the_own_ones(monkeypatch, capsys):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.processes import run_script
+from support.processes import answer, run_code
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -44,8 +44,7 @@ print(json.dumps({
 
 
 def start(path: Path, cache: Path) -> dict[str, Any]:
-    variables = {"DG_JIT_CACHE_DIR": str(cache)}
-    return run_script(START, path, cache, timeout=300, variables=variables)
+    return answer(run_code(START, path, cache, timeout=300, DG_JIT_CACHE_DIR=str(cache)))
 
 
 def test_no_kernel_is_left_to_be_compiled_by_a_step(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,35 @@ def environment(*folders: Path, **variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **variables}
 
 
+def run_code(
+    code: str,
+    *arguments: object,
+    timeout: float = 60.0,
+    folders: tuple[Path, ...] = (),
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code, indented or not, in a process of its own, whatever its exit code.
+
+    Args:
+        code: a program; or ``-m`` for the module that the first argument names.
+        arguments: given to the program as strings.
+        timeout: seconds.
+        folders: further folders from which it imports.
+        variables: environment variables that change.
+    """
+    program = [code] if code == "-m" else ["-c", textwrap.dedent(code)]
+    return subprocess.run(
+        [sys.executable, *program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(*folders, **variables),
+        check=False,
+    )
+
+
 def run_script(
-    script: Path | str,
+    script: Path,
     *arguments: object,
     timeout: float,
     folders: tuple[Path, ...] = (),
@@ -36,20 +64,24 @@ def run_script(
     """Run a script in a process of its own and return the JSON of its last line of output.
 
     Args:
-        script: file, or the code itself.
+        script: file to run.
         arguments: given to the script as strings.
         timeout: seconds.
         folders: further folders from which the script imports.
         variables: environment variables that change.
     """
-    given = ["-c", script] if isinstance(script, str) else [str(script)]
     done = subprocess.run(
-        [sys.executable, *given, *map(str, arguments)],
+        [sys.executable, str(script), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,
         env=environment(*folders, **(variables or {})),
         check=False,
     )
+    return answer(done)
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> Any:
+    """The JSON of the last line of output; fails with what a process that failed wrote."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,6 +189,31 @@ def _with(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def replaced(
+    name: str,
+    wanted: Callable[[str, torch.Tensor], bool],
+    change: Callable[[torch.Tensor], Any],
+    *,
+    in_files: bool = True,
+) -> None:
+    """Register a fault that changes one tensor of a kind."""
+    fault(name, in_files=in_files)(lambda wire, rng: _replace(wire, rng, wanted, change))
+
+
+for _value in ("nan", "inf", "-inf"):
+    replaced(_value, _source, _with(float(_value)))
+for _dtype in (torch.int8, torch.float64, torch.bool, torch.float8_e5m2):
+    replaced(f"dtype {_dtype}", _source, partial(torch.Tensor.to, dtype=_dtype))
+_complex = partial(torch.Tensor.to, dtype=torch.complex64)
+replaced("dtype torch.complex64", _source, _complex, in_files=False)
+for _bad in (0.0, -1.0, float("nan"), float("inf")):
+    replaced(f"a block's scale of {_bad}", _scales, partial(torch.full_like, fill_value=_bad))
+replaced("scales without codes", _codes, torch.Tensor.bfloat16)
+replaced("a sparse tensor", _source, torch.Tensor.to_sparse, in_files=False)
+replaced("a tensor without memory", _source, lambda t: t.to("meta"), in_files=False)
+replaced("a numpy array", _source, lambda t: t.float().numpy(), in_files=False)
+
+
 @fault("a missing tensor")
 def _(wire: Wire, rng: random.Random) -> bool:
     # An alias need not be sent, and scales without codes are the matter of another fault.
@@ -235,13 +261,6 @@ def _(wire: Wire, rng: random.Random) -> bool:
     return _replace(wire, rng, lambda n, t: t.shape[0] > 1, change)
 
 
-for _value in ("nan", "inf", "-inf"):
-
-    @fault(_value)
-    def _(wire: Wire, rng: random.Random, value: str = _value) -> bool:
-        return _replace(wire, rng, _source, _with(float(value)))
-
-
 @fault("a value beyond the engine's dtype")
 def _(wire: Wire, rng: random.Random) -> bool:
     dtype = wire.model.dtype
@@ -255,26 +274,12 @@ def _(wire: Wire, rng: random.Random) -> bool:
     return _replace(wire, rng, plain, lambda t: _with(value)(t.float()))
 
 
-for _dtype in (torch.int8, torch.float64, torch.bool, torch.complex64, torch.float8_e5m2):
-
-    @fault(f"dtype {_dtype}", in_files=_dtype != torch.complex64)
-    def _(wire: Wire, rng: random.Random, dtype: torch.dtype = _dtype) -> bool:
-        return _replace(wire, rng, _source, lambda t: t.to(dtype))
-
-
 @fault("codes for a plain tensor")
 def _(wire: Wire, rng: random.Random) -> bool:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.float8_e4m3fn)
 
     return _replace(wire, rng, lambda n, t: _source(n, t) and not wire.model.is_fp8(n), change)
-
-
-for _bad in (0.0, -1.0, float("nan"), float("inf")):
-
-    @fault(f"a block's scale of {_bad}")
-    def _(wire: Wire, rng: random.Random, value: float = _bad) -> bool:
-        return _replace(wire, rng, _scales, lambda t: torch.full_like(t, value))
 
 
 @fault("a NaN code")
@@ -294,11 +299,6 @@ def _(wire: Wire, rng: random.Random) -> bool:
         return False
     del wire.stream[place]
     return True
-
-
-@fault("scales without codes")
-def _(wire: Wire, rng: random.Random) -> bool:
-    return _replace(wire, rng, _codes, lambda t: t.to(torch.bfloat16))
 
 
 @fault("codes of rows that share a block")
@@ -401,21 +401,6 @@ def _(wire: Wire, rng: random.Random) -> bool:
 def _(wire: Wire, rng: random.Random) -> bool:
     value = rng.choice((None, 3.0, "weights", [1.0], object()))
     return _replace(wire, rng, _source, lambda t: value)
-
-
-@fault("a numpy array", in_files=False)
-def _(wire: Wire, rng: random.Random) -> bool:
-    return _replace(wire, rng, _source, lambda t: t.float().numpy())
-
-
-@fault("a sparse tensor", in_files=False)
-def _(wire: Wire, rng: random.Random) -> bool:
-    return _replace(wire, rng, _source, lambda t: t.to_sparse())
-
-
-@fault("a tensor without memory", in_files=False)
-def _(wire: Wire, rng: random.Random) -> bool:
-    return _replace(wire, rng, _source, lambda t: t.to("meta"))
 
 
 def items(wire: Wire) -> Iterator[tuple[str, Any]]:

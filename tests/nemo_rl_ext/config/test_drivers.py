@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,8 +20,8 @@ from nemo_rl_ext.config.worker_block import WorkerBlock
 from nemo_rl_ext.patches import config as config_seam
 from nemo_rl_ext.patches.ledger import SEAMS, Seams
 from nemo_rl_ext.workers import training
+from support.processes import run_code
 
-ROOT = Path(__file__).resolve().parents[3]
 ALL = [pytest.param(driver, id=driver.name) for driver in DRIVERS.values()]
 
 
@@ -232,9 +229,7 @@ def test_the_check_of_a_config_without_keys_imports_nothing_of_ours() -> None:
         "print([m for m in ('torch', 'pydantic', 'fp8rl', 'nemo_rl_ext.config.keys') "
         "if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_code(code)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -407,20 +402,10 @@ def test_a_worker_without_the_package_does_not_train_in_bf16(tmp_path: Path) -> 
     file.write_bytes(pickle.dumps(prepared.policy))
     load = f"import pickle; print(pickle.loads(open({str(file)!r}, 'rb').read())['model_name'])"
 
-    def worker(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    missing = worker(f"import sys; sys.modules['nemo_rl_ext'] = None; {load}")
+    missing = run_code(f"import sys; sys.modules['nemo_rl_ext'] = None; {load}")
     assert "ModuleNotFoundError" in missing.stderr
     assert "nemo_rl_ext" in missing.stderr.splitlines()[-1]
-    closed = worker(f"import torch; {load}", FP8RL_AUTOLOAD="0")
+    closed = run_code(f"import torch; {load}", FP8RL_AUTOLOAD="0")
     assert "torch's autoload is off in this worker" in closed.stderr.splitlines()[-1]
 
 

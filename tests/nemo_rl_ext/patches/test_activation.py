@@ -3,7 +3,6 @@ what counts here is the machinery of imports; `tests/contract` has the real one.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -15,19 +14,13 @@ import pytest
 from nemo_rl_ext.patches import ledger as activation
 from nemo_rl_ext.patches.ledger import SEAMS
 from nemo_rl_ext.patches.upstream import Upstream
+from support.processes import run_code
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(code: str, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    folders = [str(p) for p in (path, ROOT, ROOT / "plugins") if p is not None]
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), **env},
-    )
+    return run_code(code, timeout=120, folders=() if path is None else (path,), **env)
 
 
 def package(tmp_path: Path, files: dict[str, str]) -> Path:
@@ -263,20 +256,12 @@ def test_the_launcher_runs_a_driver_with_the_hooks(tmp_path: Path) -> None:
         "print(__name__, sys.argv[1:], neighbour.x, installed() is not None)\n"
     )
     (tmp_path / "neighbour.py").write_text("x = 1\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_rl_ext", str(driver), "--config", "a.yaml"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=60,
-        env={**os.environ, "FP8RL_AUTOLOAD": "0"},
-    )
+    done = run_code("-m", "nemo_rl_ext", driver, "--config", "a.yaml", FP8RL_AUTOLOAD="0")
     assert done.stdout.strip() == "__main__ ['--config', 'a.yaml'] 1 True", done.stderr
 
 
 def test_the_launcher_says_what_is_wrong() -> None:
-    command = [sys.executable, "-m", "nemo_rl_ext", "none.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = run_code("-m", "nemo_rl_ext", "none.py")
     assert done.returncode == 1
     assert "'none.py' is no file" in done.stderr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.processes import run_script
+from support.processes import answer, run_code
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
 CODE = """
@@ -37,5 +37,4 @@ def test_compiled_model_follows_refits(tmp_path: Path):
         "TORCHDYNAMO_DISABLE": "0",  # support/engine.py switches it off for the other tests
         "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
     }
-    found = run_script(CODE, *paths, timeout=540, variables=variables)
-    assert found == [True, True]
+    assert answer(run_code(CODE, *paths, timeout=540, **variables)) == [True, True]

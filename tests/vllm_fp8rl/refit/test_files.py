@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from safetensors.torch import save, save_file
 
 from fp8rl.errors import RefitError
 from support.engine import Engine, load_tensors
+from support.processes import run_code
 from vllm_fp8rl.refit import drop_requests, refit_from_files
 from vllm_fp8rl.refit import files as files_module
 from vllm_fp8rl.refit.files import INDEX, read_files
@@ -244,9 +243,7 @@ def test_a_file_that_is_cut_off_ends_no_process(tmp_path):
     """Mapped memory behind the end of a file is a SIGBUS, which nobody can catch."""
     path = tmp_path / "model.safetensors"
     save_file({str(n): torch.ones(1 << 20) for n in range(3)}, path)
-    done = subprocess.run(
-        [sys.executable, "-c", CUT, str(path)], capture_output=True, text=True, check=False
-    )
+    done = run_code(CUT, path)
     assert done.returncode == 0, done.stderr
     assert f"'{path}' was cut off while it was read" in done.stdout
 
