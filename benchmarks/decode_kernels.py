@@ -1,12 +1,12 @@
-"""The kernels of a decode step that fp8rl replaces, beside vLLM's, on one GPU.
+"""Measure the kernels of a decode step that fp8rl replaces, beside vLLM's, on one GPU.
 
     python benchmarks/decode_kernels.py [--out FILE.json]
 
-Attention: one token a request over a paged cache with 32 query and 8 KV heads of 128,
-FlashAttention 3 over BF16 and E4M3, and ours over E4M3; single launches with a cold L2 cache.
-Quantization: SiLU or RMS norm with the quantization after it, vLLM's fused kernels and ours; twenty
-launches in a CUDA graph, as a decode step runs them. Medians; GB/s count what must be read and
-written once, the share is of a device-to-device copy in the same run.
+Attention: one token per request over a paged cache with 32 query and 8 KV heads of size 128;
+FlashAttention 3 over BF16 and over E4M3, and fp8rl over E4M3; single launches with a cold L2 cache.
+Quantization: SiLU or RMS norm with the quantization after it; vLLM's fused kernels and fp8rl's;
+twenty launches in a CUDA graph, as in a decode step. All times are medians. GB/s count what must be
+read and written once; the share is relative to a device-to-device copy in the same run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HIDDEN, INNER = 4096, 12288
 
 
 def cold(run: Callable[[], Any]) -> float:
-    """Median microseconds of single launches after the L2 cache was overwritten."""
+    """Return the median microseconds of a single launch with a cold L2 cache."""
     flush = torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
     run()
     times = []
@@ -51,7 +51,7 @@ def cold(run: Callable[[], Any]) -> float:
 
 
 def in_graph(run: Callable[[], Any]) -> float:
-    """Median microseconds of a launch in a graph of twenty."""
+    """Return the median microseconds of a launch in a CUDA graph of twenty."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -71,14 +71,14 @@ def in_graph(run: Callable[[], Any]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """GB/s of a device-to-device copy, read and write counted."""
+    """Return the GB/s of a device-to-device copy, counting reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / cold(lambda: target.copy_(source)) / 1e3
 
 
 def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
-    """Microseconds and bytes of the cache read, by kernel."""
+    """Return microseconds and bytes read from the cache, by kernel."""
     torch.manual_seed(0)
     lengths = (longest * (1 - 0.2 * torch.rand(requests))).int().cuda()
     pages = -(-longest // PAGE)
@@ -137,7 +137,7 @@ def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
 
 
 def quantization(rows: int) -> dict[str, tuple[float, int]]:
-    """Microseconds and bytes, by kernel."""
+    """Return microseconds and bytes read and written, by kernel."""
     gate_up = torch.randn(rows, 2 * INNER, device="cuda", dtype=torch.bfloat16)
     x, residual = (torch.randn(rows, HIDDEN, device="cuda").bfloat16() for _ in range(2))
     weight = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)

@@ -1,11 +1,12 @@
-"""Where the time of one decode step goes on a GPU, kernel by kernel, against the memory roofline.
+"""Profile one decode step on a GPU by kernel, against the memory roofline.
 
     python benchmarks/decode_profile.py [--variants fp8rl-kv,stock-kv,bf16] [--out FILE.json]
 
 Engines as in ``benchmarks/rollout.py`` (Qwen3-8B shape, dummy weights, one process each). After
-``--steps`` decode steps torch's profiler records ten; times are GPU time a step. The roofline of a
-part is the bytes that it must read (weights once, the KV cache of every request once) over the
-GPU's peak bandwidth; arithmetic takes less than that at these batch sizes, see ``flops_us``.
+``--steps`` decode steps, torch's profiler records ten more; times are GPU time per step. The
+roofline of a part is the bytes that it must read (the weights once, the KV cache of each request
+once) divided by the GPU's peak bandwidth. Arithmetic takes less at these batch sizes, see
+``flops_us``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from facts import versions
 from rollout import KV_SCALE, QWEN3_8B, VARIANTS, engine_arguments, give_weights
 
-PARTS = {  # the first whose pattern is in a kernel's name
+PARTS = {  # a kernel belongs to the first part with a pattern that is in its name
     "attention": ("flash::", "_attend", "_combine", "unified_attention"),
     "cache write and query": ("reshape_and_cache", "scaled_fp8_quant"),
     "quantization, norm, SiLU": (
@@ -52,7 +53,7 @@ def part_of(kernel: str) -> str:
 
 
 def bounds(variant: str, requests: int, context: float, bandwidth: float) -> dict[str, float]:
-    """Least microseconds of a step's parts at a GPU's peak."""
+    """Return the shortest possible microseconds of a step's parts at a GPU's peak."""
     shape = QWEN3_8B
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -154,7 +155,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: microseconds a step by part, and the share of the roofline."""
+    """Return a Markdown table: microseconds per step by part, and the share of the roofline."""
     measured = [result for result in results if "parts_us" in result]
     lines = ["| part | " + " | ".join(result["variant"] for result in measured) + " |"]
     lines.append("| --- |" + " --- |" * len(measured))

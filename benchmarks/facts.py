@@ -1,4 +1,4 @@
-"""What was measured on: the versions that each result file carries."""
+"""The versions that each result file records."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of those of :data:`PACKAGES` that are installed.
+    """Return the versions of Python and of the installed :data:`PACKAGES`.
 
-    DeepGEMM has none of its own: it is part of the wheel of vLLM.
+    DeepGEMM is not among them, because it is part of vLLM's wheel.
     """
     found = {"python": platform.python_version()}
     for package in PACKAGES:

@@ -1,4 +1,4 @@
-"""Where one call spends its time: by GPU kernel, and by Python function."""
+"""Profile one call, by GPU kernel or by Python function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def by_kernel(load: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of GPU time of one load, by kind of kernel."""
+    """Return milliseconds of GPU time of one load, by kind of kernel."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -23,7 +23,7 @@ def by_kernel(load: Callable[[], object]) -> dict[str, float]:
 
 
 def by_function(load: Callable[[], object], count: int = 30) -> dict[str, list[float]]:
-    """Where the host is in one load: function -> milliseconds in all, and in itself; profiled."""
+    """Return milliseconds of host time of one load by function: cumulative, and its own."""
     import cProfile
     import pstats
 

@@ -50,7 +50,7 @@ def measure(load: Callable[[], object], repeats: int) -> dict[str, Any]:
     """Milliseconds to the end of the GPU's work, and memory beside what there was before."""
     import torch
 
-    load()  # plans, kernels
+    load()  # the inventory, kernels
     load()
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
@@ -95,7 +95,7 @@ def run_fp8rl(llm: Any, model: Any, tensors: list[Any], repeats: int) -> dict[st
         return lambda: [model.load_weights(part) for part in chunks(stream, size)]
 
     def walk() -> None:
-        model.load_weights(item for item in stream)  # generators are not planned
+        model.load_weights(item for item in stream)  # vLLM walks with a generator
 
     default = BATCH_BYTES * GPU_BATCH_FACTOR
     bf16 = [tensor for _, tensor in tensors]
@@ -114,7 +114,7 @@ def run_fp8rl(llm: Any, model: Any, tensors: list[Any], repeats: int) -> dict[st
         "load_weights, batches of 256 MiB": measure(plain(256 * MIB), repeats),
         "load_weights, batches of 1 GiB": measure(plain(1 << 30), repeats),
         "load_weights, one batch": measure(plain(whole), repeats),
-        "load_weights without a plan": measure(walk, max(3, repeats // 3)),
+        "load_weights of a generator": measure(walk, max(3, repeats // 3)),
         "check alone": measure(lambda: all_finite(bf16), repeats),
         "quantization alone": measure(lambda: quantize_blocks(jobs), repeats),
         "GPU ms, refit of a list": by_kernel(listed),

@@ -76,10 +76,10 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
     import torch
 
     from vllm_fp8rl.quantization.kv_cache import required_kv_scales
-    from vllm_fp8rl.refit.inventory import inventory
+    from vllm_fp8rl.refit.inventory import Inventory
 
     shared: dict[tuple[int, ...], torch.Tensor] = {}
-    for name, entry in inventory(model).items():
+    for name, entry in Inventory.of(model).entries.items():
         if not entry.required:
             continue
         if entry.shape not in shared:

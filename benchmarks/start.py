@@ -1,14 +1,14 @@
-"""Start of vLLM on one GPU with nothing cached: BF16, vLLM's own block FP8, and fp8rl.
+"""Measure cold starts of vLLM on one GPU: BF16, vLLM's own block FP8, and fp8rl.
 
     python benchmarks/start.py [--variants bf16,stock,fp8rl] [--warmup relax] [--again]
                                [--prompts 256] [--input 512] [--out FILE.json]
 
-Every start has caches of its own (vLLM's, inductor's, Triton's, DeepGEMM's), empty at first;
-``--again`` starts each variant once more with what the first start left. The model has the shape of
-Qwen3-8B and random weights (``load_format="dummy"``). Reported are the seconds from the call of
-``LLM`` and from the start of the process, the moments of vLLM's log lines, the DeepGEMM kernels in
-the cache when ``LLM`` returned and after the first steps, and the seconds of the first step of a
-kind against the median of three further ones: a step that compiles is a slow one.
+Each variant has its own caches (vLLM's, inductor's, Triton's, DeepGEMM's), empty at first;
+``--again`` starts it a second time with the caches of the first start. The model has the shape of
+Qwen3-8B and random weights (``load_format="dummy"``). The result has the seconds from the call of
+``LLM`` and from the start of the process, the times of vLLM's log lines, the number of DeepGEMM
+kernels in the cache when ``LLM`` returned and after the first steps, and the seconds of the first
+step of each kind beside the median of three further ones: a step that compiles is slow.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ MARKS = (
 
 
 class Timeline:
-    """Seconds since now of the log lines that tell a phase.
+    """Records when the log lines that mark a phase appear, in seconds from now.
 
-    It watches the making of records: vLLM 0.32 replaces the handlers of its loggers on the way.
+    It replaces the factory of log records, because vLLM 0.32 replaces the handlers of its loggers.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def deep_gemm_kernels() -> int:
 
 
 def run_variant(options: argparse.Namespace) -> dict[str, Any]:
-    """One start, and the first steps after it."""
+    """Measure one start and the first steps after it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     began = time.perf_counter()
     import torch
@@ -165,7 +165,9 @@ def main() -> None:
                     break
                 results.append(json.loads(part.read_text()) | {"cold": number == 0})
                 found = {"versions": versions(), "results": results}
-                options.out.write_text(json.dumps(found, indent=1))  # what is there so far
+                options.out.write_text(
+                    json.dumps(found, indent=1)
+                )  # after each start, in case a later one fails
                 sys.stdout.write(json.dumps(results[-1]) + "\n")
                 sys.stdout.flush()
 

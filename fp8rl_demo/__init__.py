@@ -1,1 +1,1 @@
-"""The embedded default: the whole FP8 RL loop on one CPU, on arithmetic problems."""
+"""The demo: the whole FP8 RL loop on one CPU, on arithmetic problems."""

@@ -10,10 +10,12 @@ import torch
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """``B`` sequences of ``T + 1`` tokens, seen as ``T`` predictions.
+    """``B`` sequences of ``T + 1`` tokens, which give ``T`` predictions each.
 
-    tokens: int64 ``[B, T + 1]``; mask: bool ``[B, T]``, true where token ``t + 1`` was sampled (or
-    is supervised); rollout_logprobs: float32 ``[B, T]``, NaN outside the mask.
+    Attributes:
+        tokens: int64 ``[B, T + 1]``.
+        mask: bool ``[B, T]``, true where token ``t + 1`` was sampled or is supervised.
+        rollout_logprobs: float32 ``[B, T]``, NaN outside the mask.
     """
 
     tokens: torch.Tensor
@@ -23,7 +25,8 @@ class TokenBatch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def rows(self, index: slice) -> TokenBatch:
+    def rows(self, index: slice | torch.Tensor) -> TokenBatch:
+        """Return some of the sequences, by a slice or by their indices."""
         return TokenBatch(self.tokens[index], self.mask[index], self.rollout_logprobs[index])
 
 
@@ -35,14 +38,14 @@ def make_batch(
     length: int,
     pad_id: int,
 ) -> TokenBatch:
-    """Put prompt and completion of each sequence into one row.
+    """Put the prompt and the completion of each sequence into one row.
 
     Args:
         prompts: token ids.
-        completions: token ids, EOS included.
-        logprobs: of each completion token under the policy that sampled it, or None.
-        length: ``T + 1``; at least the longest sequence.
-        pad_id: fills the rows; padding never counts.
+        completions: token ids, with EOS.
+        logprobs: logprob of each completion token under the policy that sampled it, or None.
+        length: ``T + 1``, at least the length of the longest sequence.
+        pad_id: token id that fills the rows; the mask excludes padding.
     """
     rows = len(prompts)
     tokens = torch.full((rows, length), pad_id, dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""Checkpoints: safetensors in a folder that appears whole or not at all.
+"""Checkpoints: safetensors in a folder that appears complete or not at all.
 
-A checkpoint folder loads as a model in transformers and vLLM (``model.safetensors``,
-``config.json``, tokenizer); the trainer's state is in a folder below it, because vLLM reads every
-safetensors file that lies beside the model's.
+transformers and vLLM load a checkpoint folder as a model (``model.safetensors``, ``config.json``,
+tokenizer). The trainer's state is in a subfolder, because vLLM reads every safetensors file that
+lies beside the model's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MODEL = "model.safetensors"
 _TRAINER = "trainer/state.safetensors"
 _STATE = "state.json"
 _SUMS = "SHA256SUMS"
-"""As ``sha256sum`` writes it. A run goes on bit for bit or not at all, and neither JSON nor
-safetensors notices a changed digit or weight."""
+"""Digests in the format of ``sha256sum``. A resumed run must continue bit for bit, and neither JSON
+nor safetensors detects a changed digit or weight."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Checkpoint:
     """A loaded checkpoint."""
 
     step: int
-    """Steps that were finished when it was written."""
+    """Number of steps that were finished when it was written."""
     model: dict[str, torch.Tensor]
-    """HF-named parameters, and KV scales by their names on the wire."""
+    """Parameters and KV scales by the names that a refit uses."""
     trainer: dict[str, Any]
-    """Optimizer state and whatever else the run put there, tensors inside."""
+    """Optimizer state and other state of the run; may contain tensors."""
     identity: dict[str, Any]
-    """What must be equal for a run to continue from it."""
+    """What must be equal for a run to continue from this checkpoint."""
 
 
 def save(
@@ -53,10 +53,24 @@ def save(
     identity: Mapping[str, Any],
     model_folder: Path,
 ) -> Path:
-    """Write ``folder/step-NNNNNN`` and drop all but the newest two.
+    """Write ``folder/step-NNNNNN`` and delete all checkpoints but the newest two.
 
-    Everything goes to a folder with a name that :func:`latest` never takes, is synced, and is
-    renamed at the end, so that a kill at any moment leaves the older checkpoints as they were.
+    The files are written to a folder that :func:`latest` ignores and synced; then the folder is
+    renamed. A kill at any moment leaves the older checkpoints as they were.
+
+    Args:
+        folder: folder of all checkpoints of the run.
+        step: number of finished steps.
+        model: HF-named parameters and KV scales.
+        trainer: state of the trainer, see :class:`Checkpoint`.
+        identity: what must be equal for a run to continue.
+        model_folder: folder with ``config.json`` and tokenizer, which are copied.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: ``trainer`` contains something that cannot be stored.
     """
     target = folder / f"step-{step:06d}"
     partial = folder / f".partial-{target.name}"
@@ -73,7 +87,7 @@ def save(
     (partial / _SUMS).write_text("".join(_sums(partial)), encoding="utf-8")
     for file in partial.rglob("*"):
         _sync(file)
-    shutil.rmtree(target, ignore_errors=True)  # an identical one, when a step is run again
+    shutil.rmtree(target, ignore_errors=True)  # an identical one, if a step is run again
     partial.rename(target)
     _sync(folder)
     for old in _finished(folder)[:-_KEEP]:
@@ -82,7 +96,7 @@ def save(
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint, or None."""
+    """Return the newest complete checkpoint, or None."""
     found = _finished(folder)
     return found[-1] if found else None
 
@@ -91,11 +105,11 @@ def load(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
     """Read one checkpoint.
 
     Args:
-        path: folder made by :func:`save`.
-        identity: what the caller is about to continue; None skips the comparison.
+        path: folder that :func:`save` wrote.
+        identity: identity of the run that continues; None skips the comparison.
 
     Raises:
-        CheckpointError: a file is missing or damaged, another format, or another identity.
+        CheckpointError: a file is missing or damaged, or the format or the identity differs.
     """
     try:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
@@ -125,7 +139,7 @@ def load(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
 
 
 def _sums(path: Path) -> list[str]:
-    """A line with the digest of each file that :func:`load` reads."""
+    """Return a line with the digest of each file that :func:`load` reads."""
     lines = []
     for name in (_STATE, _MODEL, _TRAINER):
         with (path / name).open("rb") as file:
@@ -153,9 +167,9 @@ def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _flatten(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """JSON with tensors taken out into ``tensors``; dict keys keep their type."""
+    """Convert to JSON and move the tensors to ``tensors``; dict keys keep their type."""
     if isinstance(node, torch.Tensor):
-        # A copy: optimizer states may share storage, which safetensors refuses.
+        # Copied: optimizer states may share storage, which safetensors refuses.
         tensors[path] = node.detach().clone().contiguous()
         return {"tensor": path}
     if isinstance(node, dict):

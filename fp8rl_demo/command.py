@@ -23,7 +23,7 @@ def demo(
         str | None, typer.Option(help="Recipe: a YAML or JSON file, or a JSON object.")
     ] = None,
     compare: Annotated[
-        str, typer.Option(help="Precisions to run, of bf16, fp8-rollout and fp8, with commas.")
+        str, typer.Option(help="Precisions to run: bf16, fp8-rollout, fp8, separated by commas.")
     ] = "bf16,fp8",
     out: Annotated[Path, typer.Option(help="Folder for metrics, checkpoints and report.")] = Path(
         "out/demo"
@@ -31,15 +31,15 @@ def demo(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoints in --out.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, data order and sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order and sampling.")] = 0,
     settings: Annotated[
         str | None, typer.Option(help="Settings as a JSON object, e.g. model or batch sizes.")
     ] = None,
 ) -> None:
     """Warm-start a small Qwen3 in Megatron-Core, then GRPO with rollouts in vLLM.
 
-    Writes metrics.jsonl (a line a step), checkpoints and report.html to --out. Ctrl-C ends the
-    step, then leaves a checkpoint and the report; --resume goes on from there.
+    Writes metrics.jsonl (one line per step), checkpoints and report.html to --out. After Ctrl-C
+    the run finishes its step and writes a checkpoint and the report; --resume continues from there.
     """
     from rich.console import Console
 
@@ -57,7 +57,7 @@ def demo(
     warm_start = out / "warm-start"
     if resume:
         _require_checkpoint(out, precisions)
-    _make_room(out, [] if resume else precisions, [warm_start, *(out / p for p in precisions)])
+    _make_folders(out, [] if resume else precisions, [warm_start, *(out / p for p in precisions)])
     common = {"settings": run_settings, "warm_start": warm_start}
     supervisor = Supervisor(console, parallel=os.cpu_count() or 1)
     if not (resume and all(latest(out / precision) for precision in precisions)):
@@ -92,15 +92,15 @@ def demo(
             "seed": seed,
             "settings": settings,
         }
-        again = _to_go_on(out, precisions, given)
+        again = _resume_command(out, precisions, given)
         console.print(f"Stopped early; continue with: {again}", markup=False, soft_wrap=True)
         raise typer.Exit(130)
 
 
 def _check_recipe(recipe: Recipe, num_layers: int) -> None:
-    """What plugins decide about a recipe, before the warm start rather than after it."""
+    """Raise what plugins find wrong with a recipe, before the warm start rather than after it."""
     from fp8rl import PluginManager
-    from fp8rl.pinning import dense_module_names
+    from fp8rl.families import dense_module_names
 
     plugins = PluginManager()
     plugins.pin_policy(recipe.pins, dense_module_names(num_layers))
@@ -145,8 +145,8 @@ def _has_checkpoint(out: Path, precisions: list[str]) -> bool:
     return any(latest(out / precision) for precision in precisions)
 
 
-def _to_go_on(out: Path, precisions: list[str], given: dict[str, Any]) -> str:
-    """The command that goes on after an interrupt, with the options that make it the same run."""
+def _resume_command(out: Path, precisions: list[str], given: dict[str, Any]) -> str:
+    """Return the command that continues after an interrupt, with the options of the same run."""
     words = ["fp8rl", "demo", *(["--resume"] if _has_checkpoint(out, precisions) else [])]
     defaults = inspect.signature(demo).parameters
     for name, value in given.items():
@@ -156,7 +156,7 @@ def _to_go_on(out: Path, precisions: list[str], given: dict[str, Any]) -> str:
 
 
 def _require_checkpoint(out: Path, precisions: list[str]) -> None:
-    """Raise OptionError where there is nothing to go on from."""
+    """Raise OptionError if there is no checkpoint to continue from."""
     if not _has_checkpoint(out, precisions):
         raise OptionError(
             f"--resume: '{out}' has no checkpoint of {' or '.join(precisions)}; leave --resume out "
@@ -164,16 +164,16 @@ def _require_checkpoint(out: Path, precisions: list[str]) -> None:
         )
 
 
-def _make_room(out: Path, again: list[str], folders: list[Path]) -> None:
-    """Make the folders of a run.
+def _make_folders(out: Path, again: list[str], folders: list[Path]) -> None:
+    """Delete the folders of earlier runs and make those of the new ones.
 
     Args:
-        out: of all runs.
-        again: runs to remove, as they are about to be made again; the warm start is a cache.
-        folders: to make.
+        out: folder of all runs.
+        again: runs to delete, because they start again. The warm start is a cache and stays.
+        folders: folders to make.
 
     Raises:
-        OptionError: they cannot be removed or made.
+        OptionError: a folder cannot be deleted or made.
     """
     try:
         for precision in again:

@@ -1,4 +1,4 @@
-"""What a run tells the terminal that watches it."""
+"""Progress events, which a run sends to the process that shows them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO
 
 @dataclass(frozen=True)
 class Event:
-    """Progress of a run: ``done`` of ``total`` steps, and what it is doing now."""
+    """Progress of a run: ``done`` of ``total`` steps, and the current phase."""
 
     phase: str
     done: int = 0
@@ -21,7 +21,7 @@ class Event:
 
 
 class EventWriter:
-    """Writes events as JSON lines to a pipe; a pipe that nobody reads asks the run to stop."""
+    """Writes events as JSON lines to a pipe; if nobody reads the pipe any more, the run stops."""
 
     def __init__(self, stream: IO[str] | None) -> None:
         self._stream = stream
@@ -39,7 +39,7 @@ class EventWriter:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, the first SIGINT or SIGTERM asks for a stop; the second one ends the process."""
+        """Within it, a first SIGINT or SIGTERM requests a stop and a second ends the process."""
 
         def ask(number: int, frame: object) -> None:
             self.stop_requested = True
@@ -54,6 +54,6 @@ class EventWriter:
 
 
 def read_events(stream: IO[str]) -> Iterator[Event]:
-    """Events from the other end of the pipe, until it is closed."""
+    """Yield the events from a pipe until it is closed."""
     for line in stream:
         yield Event(**json.loads(line))

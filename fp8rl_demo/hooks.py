@@ -1,4 +1,4 @@
-"""What the demo offers through fp8rl's plugin contract."""
+"""The demo's hook of fp8rl: ``fp8rl demo``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_commands(app: typer.Typer) -> None:
-    """``fp8rl demo``."""
+    """Add ``fp8rl demo`` to the command line."""
     from fp8rl_demo.command import demo
 
     app.command()(demo)

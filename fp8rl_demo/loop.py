@@ -43,14 +43,14 @@ _SAMPLES_SHOWN = 8
 
 
 class GrpoRun:
-    """One precision's run in ``folder``; everything random is a function of (seed, step).
+    """The run of one precision; everything random is a function of (seed, step).
 
     Args:
-        precision: name of the run.
-        recipe: as :func:`fp8rl_demo.settings.recipe_for` gives it.
-        settings: of the run.
-        folder: gets ``metrics.jsonl``, ``samples.jsonl``, ``run.json`` and checkpoints.
-        events: told of the progress.
+        precision: precision, which is also the name of the run.
+        recipe: recipe of this precision, see :func:`fp8rl_demo.settings.recipe_for`.
+        settings: sizes and hyperparameters.
+        folder: folder for ``metrics.jsonl``, ``samples.jsonl``, ``run.json`` and checkpoints.
+        events: receives the progress.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class GrpoRun:
         }
 
     def run(self, steps: int, warm_start: Path, *, resume: bool) -> None:
-        """Train to ``steps`` steps in all.
+        """Train until ``steps`` steps are finished.
 
         Args:
-            steps: GRPO steps, those before a resume included.
-            warm_start: checkpoint folder with the first weights.
+            steps: number of GRPO steps, with those before a resume.
+            warm_start: checkpoint folder with the initial weights.
             resume: continue from the newest checkpoint in the folder, if there is one.
 
         Raises:
             CheckpointError: the checkpoint cannot be used.
-            KeyboardInterrupt: a stop was asked for; a checkpoint is there.
+            KeyboardInterrupt: a stop was requested; a checkpoint has been written.
         """
         self._events("start trainer", 0, steps)
         found = checkpoint.latest(self._folder) if resume else None
@@ -105,7 +105,7 @@ class GrpoRun:
             self._policy.load_optimizer_state(state.trainer["optimizer"])
             self._policy.observer.load_state_dict(state.trainer["observer"])
         else:
-            # Before the first rollout nothing has run yet, so this one calibration is explicit.
+            # Nothing has run before the first rollout, so it needs a calibration of its own.
             rows = self._train[:128]
             answers = tuple(problem.answer for problem in rows)
             self._policy.logprobs(supervised_batch(rows, answers, self._length))
@@ -186,9 +186,9 @@ class GrpoRun:
         learning_rate: float,
     ) -> dict[str, float]:
         settings = self._settings
-        # Every minibatch takes some samples of each prompt, so that none is all one group.
+        # Each minibatch takes some samples of each prompt, so that none is a single group.
         order = torch.arange(len(batch)).view(settings.prompts_per_step, -1).t().reshape(-1)
-        batch = TokenBatch(batch.tokens[order], batch.mask[order], batch.rollout_logprobs[order])
+        batch = batch.rows(order)
         old, advantages, correction = old[order], advantages[order], correction.rows(order)
         size = -(-len(batch) // settings.minibatches)
         parts: list[dict[str, float]] = []
@@ -201,7 +201,7 @@ class GrpoRun:
             def loss(logprobs: torch.Tensor, rows: slice) -> torch.Tensor:
                 value, metrics = self._loss(
                     logprobs,
-                    old[mini][rows],  # noqa: B023 - called before the loop goes on
+                    old[mini][rows],  # noqa: B023 - called before the next iteration
                     data.rollout_logprobs[rows],  # noqa: B023
                     advantages[mini][rows],  # noqa: B023
                     data.mask[rows],  # noqa: B023
@@ -254,14 +254,14 @@ class GrpoRun:
             "optimizer": self._policy.optimizer_state(),
             "observer": self._policy.observer.state_dict(),
         }
-        # With its scales the folder serves in vLLM as it is.
+        # With the KV scales, vLLM can serve the folder as it is.
         model = {**dict(self._policy.export()), **self._kv_scales()}
         checkpoint.save(self._folder, step, model, trainer, self.identity, model_folder)
 
     def _write_run_json(self) -> None:
         from importlib.metadata import version
 
-        import vllm  # its distribution has several names
+        import vllm  # not by version(): its distribution has several names
 
         rows = self._policy.conversion.policy.report()
         body = {
@@ -279,8 +279,8 @@ class GrpoRun:
             file.write(json.dumps(line) + "\n")
 
     def _keep_lines_before(self, start: int) -> None:
-        """Drop what a killed run wrote after its last checkpoint."""
-        # A step's line has the step's number, a validation the number of steps before it.
+        """Delete the lines that a killed run wrote after its last checkpoint."""
+        # A step's line has the number of the step, a validation's the number of finished steps.
         limits = {"metrics.jsonl": start, "validation.jsonl": start + 1, "samples.jsonl": start + 1}
         for name, limit in limits.items():
             path = self._folder / name
@@ -293,10 +293,10 @@ class GrpoRun:
                         before = step < limit
                     except (ValueError, TypeError, LookupError):
                         if number == len(lines):
-                            break  # torn by the kill
+                            break  # cut off by the kill
                         raise CheckpointError(
-                            f"Line {number} of {path} is damaged; delete that line to go on "
-                            "without it."
+                            f"Line {number} of {path} is damaged; delete that line to "
+                            "continue without it."
                         ) from None
                     if before:
                         kept.append(line + "\n")

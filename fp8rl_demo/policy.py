@@ -1,4 +1,4 @@
-"""`MegatronPolicy`: the trainer side, real megatron-core on one CPU process."""
+"""The trainer: real Megatron-Core in one process on a CPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from fp8rl_demo.batch import TokenBatch
 from fp8rl_demo.settings import Settings, hf_config
 
 LossFn = Callable[[torch.Tensor, slice], torch.Tensor]
-"""(logprobs [b, T] with gradient, rows of the minibatch) -> share of the minibatch's loss."""
+"""Takes logprobs ``[b, T]`` with gradient and their rows in the minibatch; returns their share of
+the minibatch's loss."""
 
 
 class MegatronPolicy:
-    """A GPTModel with mcore's DDP and mixed-precision Adam, FP8 linears where the recipe says so.
+    """A GPTModel with Megatron-Core's DDP and mixed-precision Adam, with FP8 linears by recipe.
 
     Args:
-        settings: of the run.
+        settings: sizes and hyperparameters.
         recipe: ``training`` and ``pins`` decide which linear layers run in FP8.
     """
 
@@ -37,7 +38,7 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Logprobs of ``batch.tokens[:, 1:]``: float32 ``[B, T]``; the observer sees q, k, v."""
+        """Return logprobs of ``batch.tokens[:, 1:]``, float32 ``[B, T]``; q, k, v are observed."""
         size = self._settings.microbatch_size
         with self._shim.active():
             parts = [
@@ -47,9 +48,14 @@ class MegatronPolicy:
         return torch.cat(parts)
 
     def step(self, batch: TokenBatch, loss_fn: LossFn, learning_rate: float) -> dict[str, float]:
-        """One optimizer step over a minibatch, in micro-batches through mcore's schedule.
+        """Do one optimizer step over a minibatch, in micro-batches by Megatron-Core's schedule.
 
-        The micro-batches' losses add up: ``loss_fn`` normalises by the whole minibatch.
+        The losses of the micro-batches are added: ``loss_fn`` divides by the whole minibatch.
+
+        Args:
+            batch: the minibatch.
+            loss_fn: loss of a micro-batch.
+            learning_rate: learning rate of this step.
 
         Returns:
             ``loss`` and ``grad_norm``.
@@ -65,7 +71,7 @@ class MegatronPolicy:
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 share = loss_fn(output, index)
-                # The schedule divides by the number of micro-batches; these already add up.
+                # The schedule divides by the number of micro-batches; these losses are a sum.
                 return share * len(parts), share.detach()
 
             return logprobs, loss
@@ -88,14 +94,14 @@ class MegatronPolicy:
         return {"loss": float(sum(losses)), "grad_norm": float(grad_norm)}
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """HF-named BF16 tensors, as the rollout engine takes them."""
+        """Yield the parameters as HF-named BF16 tensors, as a refit takes them."""
         from megatron_fp8rl.export import export_hf
 
         with self._shim.active():
             yield from export_hf([self.model])
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Set the BF16 parameters from HF-named tensors and the FP32 masters from them."""
+        """Set the BF16 parameters from HF-named tensors, and the FP32 masters from those."""
         from megatron_fp8rl.export import load_hf
 
         with self._shim.active():
@@ -104,12 +110,12 @@ class MegatronPolicy:
             self.conversion.invalidate()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """mcore's optimizer state: FP32 masters, Adam moments and step counts."""
+        """Return Megatron-Core's optimizer state: FP32 masters, Adam moments and step counts."""
         with self._shim.active():
             return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Set masters and moments; the BF16 parameters are those of :meth:`load`."""
+        """Set masters and moments; :meth:`load` sets the BF16 parameters."""
         with self._shim.active():
             self.optimizer.load_state_dict(state)
 

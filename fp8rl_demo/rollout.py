@@ -1,4 +1,4 @@
-"""`VllmRollout`: the rollout side, real vLLM in this process."""
+"""The rollout engine: real vLLM in this process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from fp8rl.hookspecs import RefitReport
 from fp8rl.recipe import Recipe
-from fp8rl.refit import RefitReport
 from fp8rl_demo.settings import Settings
 from fp8rl_demo.tokenizer import CharTokenizer
 
@@ -21,25 +21,25 @@ ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # vLLM would compile its logprobs helper with inductor at first use: 15 s and a C++ compiler.
+    # Otherwise vLLM compiles a helper with inductor: 15 s, and it needs a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""Must be in the environment before torch is imported."""
+"""Environment variables that must be set before torch is imported."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Completions in the order of the requests; EOS is part of the tokens."""
+    """Completions in the order of the requests; their tokens end with EOS."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
 
 
 class VllmRollout:
-    """An engine with dummy weights that serves nothing before its first refit.
+    """An engine that starts with dummy weights and needs a refit before it generates.
 
     Args:
-        settings: of the run.
+        settings: sizes and hyperparameters.
         recipe: ``rollout``, ``pins`` and ``kv_cache`` decide what runs in FP8.
         folder: model folder with ``config.json`` and the tokenizer.
     """
@@ -69,17 +69,17 @@ class VllmRollout:
         )
 
     def refit(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> RefitReport:
-        """Put new weights and KV scales into the live engine."""
+        """Update weights and KV scales of the live engine."""
         from vllm_fp8rl.refit import refit
 
         return refit(self._llm, tensors, expect_kv_scales=self._expect_kv_scales)
 
     def sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Samples:
-        """One completion a prompt at temperature 1, each from its own seed."""
+        """Sample one completion per prompt at temperature 1, each with its own seed."""
         return self._generate(prompts, [self._params(1.0, seed) for seed in seeds])
 
     def greedy(self, prompts: Sequence[Sequence[int]]) -> Samples:
-        """The most probable completion of each prompt, token by token."""
+        """Complete each prompt with the most probable token at each position."""
         return self._generate(prompts, [self._params(0.0, None)] * len(prompts))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a demo run is made of, apart from its recipe."""
+"""Sizes and hyperparameters of a demo run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Precision = Literal["bf16", "fp8-rollout", "fp8"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8-rollout", "fp8")
 
 DEMO_RECIPE = Recipe(pins=Pins(last=1))
-"""The published recipe with the last decoder layer pinned to BF16."""
+"""The default recipe with the last decoder layer pinned to BF16."""
 
 _Count = Annotated[int, Field(ge=1)]
 _Blocks = Annotated[int, Field(ge=128, multiple_of=128)]
@@ -44,7 +44,7 @@ class ModelSize(_Frozen):
 
 
 class WarmStart(_Frozen):
-    """The supervised run before GRPO, always in BF16."""
+    """Supervised training before GRPO, always in BF16."""
 
     steps: _Count = 500
     batch_size: _Count = 64
@@ -53,7 +53,7 @@ class WarmStart(_Frozen):
 
 
 class Settings(_Frozen):
-    """Everything that decides the numbers of a run; stored with its checkpoints."""
+    """Everything that determines the results of a run, beside its recipe; stored in checkpoints."""
 
     seed: int = 0
     model: ModelSize = ModelSize()
@@ -61,12 +61,12 @@ class Settings(_Frozen):
     prompts_per_step: _Count = 32
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     minibatches: _Count = 4
-    """Optimizer steps per GRPO step; the first is on-policy, later ones need the PPO clip."""
+    """Optimizer steps per GRPO step. The first is on-policy, later ones need the PPO clip."""
     microbatch_size: _Count = 64
     max_new_tokens: _Count = 5
     learning_rate: Positive = 5e-5
     warmup_steps: _Count = 10
-    """GRPO steps with a rising learning rate: Adam's first steps have no scale yet."""
+    """GRPO steps with a rising learning rate: Adam's moments are not settled yet."""
     clip_grad: Positive = 1.0
     validation_size: _Count = 200
     validation_every: _Count = 10
@@ -74,12 +74,12 @@ class Settings(_Frozen):
 
     @property
     def sequences(self) -> int:
-        """Sequences of one GRPO step."""
+        """Number of sequences in a GRPO step."""
         return self.prompts_per_step * self.samples_per_prompt
 
 
 def recipe_for(precision: Precision, recipe: Recipe) -> Recipe:
-    """The run's recipe: ``recipe`` itself for fp8, with engines switched to BF16 otherwise."""
+    """Return the recipe of a precision: ``recipe`` for fp8, with engines in BF16 otherwise."""
     if precision == "fp8":
         return recipe
     if precision == "fp8-rollout":
@@ -89,7 +89,7 @@ def recipe_for(precision: Precision, recipe: Recipe) -> Recipe:
 
 
 def hf_config(settings: Settings) -> Any:
-    """The ``transformers.Qwen3Config`` of the demo's model."""
+    """Return the ``transformers.Qwen3Config`` of the demo's model."""
     from transformers import Qwen3Config
 
     from fp8rl_demo.tokenizer import CharTokenizer
@@ -113,7 +113,7 @@ def hf_config(settings: Settings) -> Any:
 
 
 def write_model_folder(settings: Settings, folder: Path) -> None:
-    """``config.json`` and tokenizer, which is all that ``load_format="dummy"`` needs."""
+    """Write ``config.json`` and tokenizer, which is all that ``load_format="dummy"`` needs."""
     from fp8rl_demo.tokenizer import CharTokenizer
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Runs the demo's stages as child processes and shows their progress."""
+"""Run the demo's stages as child processes and show their progress."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stage:
 
     title: str
     job: dict[str, Any]
-    """Fields of :class:`Job` but the event pipe."""
+    """Fields of :class:`Job` without the event pipe."""
     error: str = ""
     process: subprocess.Popen | None = None
     task: TaskID | None = None
@@ -52,11 +52,11 @@ class Stage:
 
 
 class Supervisor:
-    """Starts stages, at most ``parallel`` at a time, and passes an interrupt on to them.
+    """Runs stages, at most ``parallel`` at a time, and forwards interrupts to them.
 
     Args:
-        console: where the progress bars go.
-        parallel: processes at a time; each one uses one core.
+        console: console for the progress bars.
+        parallel: number of processes at a time; each uses one core.
     """
 
     def __init__(self, console: Console, parallel: int) -> None:
@@ -67,14 +67,14 @@ class Supervisor:
 
     @property
     def interrupted(self) -> bool:
-        """A stop was asked for."""
+        """Whether a stop was requested."""
         return self._interrupts > 0
 
     def run(self, stages: Sequence[Stage]) -> None:
-        """Run all stages; after an interrupt those not yet started are left out.
+        """Run all stages; after an interrupt, no further one is started.
 
         Raises:
-            DemoError: a stage failed; the message has its reason and its log file.
+            DemoError: a stage failed; the message names the reason and the log file.
         """
         waiting = list(stages)
         with self._forward_interrupts(), self._progress() as progress:
@@ -99,7 +99,7 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 pass_fds=[write_fd],
-                # A terminal sends Ctrl-C to the whole group; the child shall get it from us, once.
+                # A terminal sends Ctrl-C to its whole group; the child gets it once, from here.
                 start_new_session=True,
             )
         os.close(write_fd)

@@ -1,7 +1,7 @@
-"""The demo's task: arithmetic problems with one right answer, and the reward for it.
+"""The demo's task: arithmetic problems with one right answer, and the reward.
 
-The rows ship as JSONL beside this module (`data/train.jsonl`, `data/validation.jsonl`), one object
-with ``prompt`` ("37+48=") and ``answer`` ("85") a line; `tools/make_problems.py` makes them.
+The problems are in ``data/train.jsonl`` and ``data/validation.jsonl``: one object per line, with
+``prompt`` ("37+48=") and ``answer`` ("85"). ``tools/make_problems.py`` writes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 class TaskError(Fp8RLError, ValueError):
-    """A data split or a row of it that the demo cannot use."""
+    """The demo cannot use a data split or a row of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Problem:
     """One arithmetic problem.
 
     Attributes:
-        prompt: what the policy reads, ending in "=".
-        answer: the decimal digits it must write before EOS, without leading zeros.
+        prompt: text that the policy reads; it ends in "=".
+        answer: decimal digits that the policy must write before EOS, without leading zeros.
     """
 
     prompt: str
@@ -37,10 +37,10 @@ class Problem:
 
 
 def load_problems(split: Split) -> tuple[Problem, ...]:
-    """The shipped rows of one split, in file order; train and validation share no prompt.
+    """Read the problems of one split, in file order; train and validation share no prompt.
 
     Raises:
-        TaskError: ``split`` is unknown, or a line is no JSON object with both keys as strings.
+        TaskError: ``split`` is unknown, or a line is not an object with both keys as strings.
     """
     if split not in SPLITS:
         raise TaskError(f"There is no data split {split!r}; choose one of {', '.join(SPLITS)}.")
@@ -63,25 +63,29 @@ def _parse(line: str, where: str) -> Problem:
 
 
 def reward(answer: str, completion: str) -> float:
-    """1.0 if the completion is the answer, else 0.0.
+    """Return 1.0 if the completion is the answer, else 0.0.
 
-    The completion is the decoded text before EOS. Nothing is stripped and nothing is shaped: a
-    leading zero, a space or a digit more is wrong, so the mean reward of a batch is its accuracy.
+    The mean reward of a batch is therefore its accuracy.
+
+    Args:
+        answer: the right answer.
+        completion: decoded text before EOS. It is not stripped: a leading zero, a space or one
+            more digit is wrong.
     """
     return float(completion == answer)
 
 
 def demonstrations(problems: Sequence[Problem], *, seed: int, step: int) -> tuple[str, ...]:
-    """What the warm start imitates: each answer, in half of the cases, at random, with a space.
+    """Return the answers that the warm start imitates, half of them, at random, with a space.
 
-    "85" and "85 " are the same number, but only the first is paid. So the policy that comes out of
-    the warm start writes both, as one does that has imitated people, and leaves GRPO a habit to
-    change that shows in the reward within tens of steps; learning to add takes far more samples.
+    "85" and "85 " are the same number, but only the first is rewarded. After the warm start the
+    policy writes both, and GRPO has a habit to change that shows in the reward within tens of
+    steps. Learning to add takes far more samples.
 
     Args:
         problems: one batch.
-        seed: the run's seed.
-        step: 0-based step of the warm start; the result is a pure function of all arguments.
+        seed: seed of the run.
+        step: 0-based step of the warm start. The result is a pure function of all arguments.
     """
     coin = random.Random(f"demonstrations/{seed}/{step}")
     return tuple(p.answer if coin.random() < 0.5 else f"{p.answer} " for p in problems)
@@ -90,20 +94,19 @@ def demonstrations(problems: Sequence[Problem], *, seed: int, step: int) -> tupl
 def sample_batch(
     problems: Sequence[Problem], size: int, *, seed: int, step: int
 ) -> tuple[Problem, ...]:
-    """``size`` problems for one step: a pure function of its arguments.
+    """Return the problems of one step, as a pure function of the arguments.
 
-    Every epoch is a fresh shuffle drawn from (seed, epoch); a step takes the next ``size`` rows
-    of that endless stream, so no row comes again before all others have, and a resumed run needs
-    no sampler state.
+    Each epoch is a new shuffle from (seed, epoch), and a step takes the next ``size`` problems. So
+    no problem is repeated before all others were drawn, and a resumed run needs no sampler state.
 
     Args:
-        problems: the split to draw from.
+        problems: problems of the split.
         size: number of problems, at least 1; may exceed ``len(problems)``.
-        seed: the run's seed.
+        seed: seed of the run.
         step: 0-based step number.
 
     Raises:
-        TaskError: no problems, ``size < 1`` or ``step < 0``.
+        TaskError: there are no problems, ``size < 1`` or ``step < 0``.
     """
     if not problems or size < 1 or step < 0:
         raise TaskError(

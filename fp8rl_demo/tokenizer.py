@@ -16,19 +16,18 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
 class TokenizerError(Fp8RLError, ValueError):
-    """Text or token ids outside the demo's alphabet."""
+    """Text or token ids are outside the demo's alphabet."""
 
 
 class CharTokenizer:
-    """One token a character; ids: 4 specials, the characters, then fillers up to ``vocab_size``.
+    """One token per character: 4 special tokens, the characters, then fillers to ``vocab_size``.
 
-    The vocabulary is padded to a multiple of 128, the block of the FP8 recipe, which Megatron-Core
-    and vLLM would otherwise each pad in their own way. The fillers are ordinary tokens that read
-    "<unused19>": an untrained policy that samples one writes visible nonsense, never a shorter
-    answer and never an id that a decoder does not know.
+    The vocabulary is padded to 128, the block of the FP8 recipe; otherwise Megatron-Core and vLLM
+    would each pad it differently. The fillers are ordinary tokens such as "<unused19>": an
+    untrained policy that samples one writes visible nonsense, and no id is unknown to a decoder.
 
     Attributes:
-        vocab_size: number of ids, 128.
+        vocab_size: number of token ids, 128.
         pad_id, bos_id, eos_id, unk_id: ids of the special tokens.
     """
 
@@ -42,11 +41,11 @@ class CharTokenizer:
         self._ids = {token: i for i, token in enumerate(tokens)}
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Token ids of ``text``, after BOS unless ``add_bos`` is False; EOS is never added.
+        """Return the token ids of ``text``, after BOS unless ``add_bos`` is False, without EOS.
 
         Raises:
-            TokenizerError: a character is not in ``CHARACTERS`` (the Hugging Face form gives
-                ``<unk>`` there, as it must).
+            TokenizerError: a character is not in ``CHARACTERS``. (The Hugging Face tokenizer
+                returns ``<unk>`` instead, as that interface requires.)
         """
         unknown = sorted(set(text) - set(CHARACTERS))
         if unknown:
@@ -57,7 +56,7 @@ class CharTokenizer:
         return [self.bos_id, *ids] if add_bos else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of token ids, without the special tokens unless asked for.
+        """Return the text of token ids, without special tokens unless ``skip_special`` is False.
 
         Raises:
             TokenizerError: an id is not in [0, vocab_size).
@@ -71,13 +70,13 @@ class CharTokenizer:
         return "".join(pieces)
 
     def to_hf(self) -> PreTrainedTokenizerFast:
-        """The same tokenizer for transformers and vLLM; it adds BOS and never EOS."""
+        """Return the same tokenizer for transformers and vLLM; it adds BOS and never EOS."""
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
         from transformers import PreTrainedTokenizerFast
 
         pad, bos, eos, unk = SPECIAL
         tokenizer = Tokenizer(models.WordLevel(self._ids, unk_token=unk))
-        # A newline too is one character: "." would leave it out.
+        # Not ".", which does not match a newline.
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""The supervised run that gives GRPO a policy which is right now and then."""
+"""Supervised training that gives GRPO a policy which is sometimes right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8rl_demo.tokenizer import CharTokenizer
 def supervised_batch(
     problems: tuple[Problem, ...], answers: tuple[str, ...], length: int
 ) -> TokenBatch:
-    """Problems with the answers to imitate, as the trainer sees them."""
+    """Return problems and the answers to imitate as a batch for the trainer."""
     tokenizer = CharTokenizer()
     return make_batch(
         [tokenizer.encode(p.prompt) for p in problems],
@@ -32,25 +32,25 @@ def supervised_batch(
 
 
 def sequence_length(settings: Settings) -> int:
-    """Tokens of a row: the longest prompt of the data plus ``max_new_tokens``."""
+    """Return the tokens per row: those of the longest prompt plus ``max_new_tokens``."""
     tokenizer = CharTokenizer()
     problems = (*load_problems("train"), *load_problems("validation"))
     return max(len(tokenizer.encode(p.prompt)) for p in problems) + settings.max_new_tokens
 
 
 def identity(settings: Settings) -> dict:
-    """What a warm start depends on."""
+    """Return the settings that a warm start depends on."""
     return settings.model_dump(mode="json", include={"seed", "model", "warm_start", "clip_grad"})
 
 
 def run_warm_start(settings: Settings, folder: Path, events: EventWriter) -> Path:
-    """Train from scratch, or take what an equal earlier run left in ``folder``.
+    """Train from scratch, or reuse the checkpoint of an equal earlier run in ``folder``.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        KeyboardInterrupt: a stop was asked for.
+        KeyboardInterrupt: a stop was requested.
     """
     plan = settings.warm_start
     found = checkpoint.latest(folder)
@@ -58,7 +58,7 @@ def run_warm_start(settings: Settings, folder: Path, events: EventWriter) -> Pat
         try:
             checkpoint.load(found, identity(settings))
         except CheckpointError:
-            shutil.rmtree(found)  # other settings, or damaged: it is only a cache
+            shutil.rmtree(found)  # other settings, or damaged: only a cache
         else:
             return found
     events("build", 0, plan.steps)

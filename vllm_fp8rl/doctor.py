@@ -1,7 +1,7 @@
-"""What an engine would do with a model and a recipe on this machine, without loading weights.
+"""Report what an engine would do with a model and a recipe here, without loading weights.
 
-vLLM's own configuration is made, and its own functions choose kernels and the attention backend, so
-that what is shown is what an engine with the same arguments does. Importing this imports vLLM.
+vLLM's own functions make the configuration and choose kernels and the attention backend, so the
+report shows what an engine with the same arguments does. Importing this imports vLLM.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from fp8rl import Recipe
 from fp8rl.adapters import Diagnosis, Section
 from fp8rl.errors import Fp8RLError
 from fp8rl.pinning import PinRow
+from fp8rl.precision_report import number_ranges
 from fp8rl.reading import explain
 from fp8rl.recipe import ModuleKind
 from vllm_fp8rl.compat import TESTED, installed_version
 from vllm_fp8rl.kernels.choice import select_kernel
-from vllm_fp8rl.quantization.config import Resolved
 from vllm_fp8rl.quantization.kv_cache import check_backend, check_kv_cache_dtype
 from vllm_fp8rl.quantization.models import check_widths
 from vllm_fp8rl.quantization.sizes import Sizes
 from vllm_fp8rl.refit.intake import BATCH_BYTES
+from vllm_fp8rl.state import RankState
 
 _LINEARS: tuple[ModuleKind, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts")
 _GIB = 1 << 30
@@ -41,12 +42,15 @@ _NO_FP8_UNITS = "no FP8 units: a float32 product of dequantized codes"
 
 
 def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
-    """Kernels, attention backend, pins and memory of a model's engine.
+    """Report kernels, attention backend, pins and memory of an engine.
 
     Args:
         model: folder with a ``config.json``; weights and a tokenizer are not needed.
-        recipe: to run.
+        recipe: recipe that the engine would run.
         ranks: tensor parallel size.
+
+    Returns:
+        A section per topic. What would stop the engine is in ``problems``; nothing is raised.
     """
     vllm_fp8rl.register()
     problems: list[str] = []
@@ -58,9 +62,9 @@ def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
             sections = _sections(engine, resolved, ranks, problems)
     except Fp8RLError as error:
         problems.append(str(error))
-    except Exception as error:  # what vLLM and transformers raise for a config they cannot use
+    except Exception as error:  # whatever vLLM and transformers raise for an unusable config
         problems.append(
-            f"vLLM refuses '{model}': {_said(error)}; correct its config.json, or use another "
+            f"vLLM refuses '{model}': {_one_line(error)}; correct its config.json, or use another "
             "model."
         )
     return Diagnosis(
@@ -75,12 +79,12 @@ def _engine_config(model: Path, recipe: Recipe) -> VllmConfig:
         skip_tokenizer_init=True,
         **vllm_fp8rl.engine_args(recipe),
     )
-    # For one rank: vLLM does not make a configuration for more GPUs than there are.
+    # One rank: vLLM makes no configuration for more GPUs than there are.
     return arguments.create_engine_config()
 
 
 def _sections(
-    engine: VllmConfig, resolved: Resolved, ranks: int, problems: list[str]
+    engine: VllmConfig, resolved: RankState, ranks: int, problems: list[str]
 ) -> list[Section]:
     config = engine.model_config.hf_text_config
     sizes = Sizes(config, ranks)
@@ -105,7 +109,7 @@ def _in_bf16(row: PinRow) -> PinRow:
 
 def _linears(
     engine: VllmConfig,
-    resolved: Resolved,
+    resolved: RankState,
     sizes: Sizes,
     rows: list[PinRow],
     ranks: int,
@@ -122,7 +126,8 @@ def _linears(
         pinned = sorted({(row.reason, row.layer or 0) for row in mine if row.precision == "bf16"})
         shape, kernel, why = "", "-", ""
         if kind == "experts":
-            kernel, why = _experts_kernel(engine, device) if fp8 else ("-", "")
+            if fp8:
+                kernel, why = _experts_kernel(engine, device)
         else:
             gemm = sizes.linear(kind)
             shape = f"{gemm.out_features} x {gemm.in_features}"
@@ -157,10 +162,10 @@ def _experts_kernel(engine: VllmConfig, device: torch.device) -> tuple[str, str]
 def _why(device: torch.device, shape: Any, dtype: torch.dtype) -> str:
     if device.type != "cuda":
         return _NO_FP8_UNITS
-    from vllm_fp8rl.kernels.block_gemm import obstacles
+    from vllm_fp8rl.kernels.block_gemm import unsupported_reasons
 
-    refused = obstacles(shape, dtype)
-    return "; ".join(f"{name}: {why}" for name, why in refused.items()) or "the fastest fits"
+    reasons = unsupported_reasons(shape, dtype)
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "the fastest fits"
 
 
 def _attention(engine: VllmConfig, sizes: Sizes, problems: list[str]) -> Section:
@@ -221,14 +226,7 @@ def _memory(
 
 
 def _numbers(layers: Iterable[int | None]) -> str:
-    """Layer numbers, with runs written as ``0-35``."""
-    runs: list[list[int]] = []
-    for layer in sorted({layer for layer in layers if layer is not None}):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1][1:] = [layer]
-        else:
-            runs.append([layer])
-    return ", ".join("-".join(map(str, run)) for run in runs) or "-"
+    return number_ranges(layer for layer in layers if layer is not None) or "-"
 
 
 def _gib(count: int) -> str:
@@ -239,8 +237,8 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
-def _said(error: Exception) -> str:
-    """What an error of vLLM, pydantic or transformers says, in one line without lists of models."""
+def _one_line(error: Exception) -> str:
+    """Shorten an error of vLLM, pydantic or transformers to one line without lists of models."""
     if isinstance(error, ValidationError):
         text = explain(error, error.title)
     elif isinstance(error, ValueError | OSError):

@@ -1,4 +1,4 @@
-"""fp8rl hooks of this package. Importing this does not import vLLM."""
+"""``fp8rl doctor vllm``, as a hook of fp8rl. Importing this does not import vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_fp8rl.compat import (
     supported,
     unsupported_reason,
 )
-from vllm_fp8rl.deep_gemm_warmup.compile import NO_NVCC, find_nvcc
+from vllm_fp8rl.kernels.nvcc import NO_NVCC, find_nvcc
 
 
 @hookimpl
@@ -30,7 +30,7 @@ def register_engine_adapters() -> list[EngineAdapter]:
 
 
 def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
-    # vLLM reads it at import; it tells of each decision and error that we tell of as well.
+    # vLLM reads this at import. It would log each decision and error that the report shows.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     from vllm_fp8rl.doctor import examine
 
@@ -54,8 +54,8 @@ def _diagnose() -> Diagnosis:
 
 
 def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
-    """Rows about the first GPU."""
-    import torch  # not at the top: other commands of the command line do without
+    """Describe the first GPU and add what is wrong with it to ``problems``."""
+    import torch  # here, because other commands do not need it
 
     if not torch.cuda.is_available():
         problems.append(
@@ -70,9 +70,9 @@ def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
             f"vLLM {release} is not served on a GPU; install {', '.join(GPU_TESTED)}, or run with "
             "recipe.rollout=false."
         )
-    why = unsupported_reason(capability, rocm=torch.version.hip is not None)
-    if why is not None:
-        problems.append(f"{torch.cuda.get_device_name()}: {why}; run with recipe.rollout=false.")
+    reason = unsupported_reason(capability, rocm=torch.version.hip is not None)
+    if reason is not None:
+        problems.append(f"{torch.cuda.get_device_name()}: {reason}; run with recipe.rollout=false.")
     nvcc = find_nvcc(os.environ)
     if nvcc is None:
         problems.append(f"DeepGEMM, the fastest FP8 kernel, compiles its kernels, but {NO_NVCC}.")
@@ -101,7 +101,7 @@ def _version(distribution: str) -> str:
 
 
 def _deep_gemm_version() -> str:
-    """Of the package that vLLM would import, which is not done here: it loads all of vLLM."""
+    """Return the version of vLLM's DeepGEMM without importing it, which would load all of vLLM."""
     try:
         return version("deep_gemm")
     except PackageNotFoundError:

@@ -1,11 +1,25 @@
-"""Names by which vLLM asks for what this package registers."""
+"""The names that this package registers with vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
 
 NAME = "fp8rl"
-"""The quantization method: ``LLM(..., quantization="fp8rl")``."""
+"""Name of the quantization method: ``LLM(..., quantization="fp8rl")``."""
 
 WEIGHT_TRANSFER_BACKENDS = {
     "fp8rl": "Fp8RLTransferEngine",
     "fp8rl_nccl": "Fp8RLNcclTransferEngine",
 }
-"""Values of vLLM's ``WeightTransferConfig(backend=...)`` and their classes in
+"""Values of vLLM's ``WeightTransferConfig(backend=...)``, each with its class in
 :mod:`vllm_fp8rl.refit.weight_transfer`."""
+
+
+def uses_fp8rl(engine: Any) -> bool:
+    """Return whether an engine runs quantization ``fp8rl``.
+
+    Args:
+        engine: the engine's ``VllmConfig``, or None.
+    """
+    quantization = None if engine is None else engine.quant_config
+    return quantization is not None and quantization.get_name() == NAME

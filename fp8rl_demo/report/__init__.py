@@ -1,7 +1,7 @@
 """The demo's report: a self-contained HTML page and a terminal table, from the files of a run.
 
-Both read ``OUT/<precision>/{metrics,validation,samples}.jsonl`` and ``run.json`` only, so they work
-on a run that goes on, was stopped or was killed.
+Both read only ``OUT/<precision>/{metrics,validation,samples}.jsonl`` and ``run.json``, so they work
+while a run continues and after it was stopped or killed.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -11,6 +12,7 @@ from string import Template
 from typing import Any
 
 from fp8rl_demo.report import plots
+from fp8rl_demo.report.gpu_figures import GPU_FIGURES, SIMULATED
 from fp8rl_demo.report.runs import Run, load_runs
 from fp8rl_demo.report.table import NOTHING, summary
 
@@ -18,10 +20,10 @@ _MOST_SAMPLES = 8
 
 
 def write_report(out_dir: Path) -> Path:
-    """Write ``out_dir/report.html`` from what the runs in ``out_dir`` have left so far.
+    """Write ``out_dir/report.html`` from what the runs in ``out_dir`` have written so far.
 
     Returns:
-        The file; an earlier one is replaced in one step.
+        The file. An earlier one is replaced atomically.
 
     Raises:
         ReportError: ``out_dir`` is not a folder.
@@ -32,7 +34,8 @@ def write_report(out_dir: Path) -> Path:
         style=_asset("page.css"),
         lead=_lead(runs),
         summary=_summary(runs),
-        plots=_plots([run for run in runs if run.steps or run.validation]),
+        training=_training([run for run in runs if run.steps or run.validation]),
+        gpu=_on_a_gpu(),
         samples=_answers(runs),
         details=_details(runs),
     )
@@ -66,68 +69,92 @@ def _summary(runs: Sequence[Run]) -> str:
     return _table(titles, rows, numeric=True) if rows else "<p>No run was found here.</p>"
 
 
-def _plots(runs: Sequence[Run]) -> str:
+@dataclass(frozen=True)
+class _Plot:
+    """A plot over the steps of all runs."""
+
+    title: str
+    draw: Callable[[Sequence[Run]], str]
+    caption: str
+    values: Callable[[Run], list[float]]
+    """The plotted values of one run, for readers who cannot see the plot."""
+
+
+_PLOTS = (
+    _Plot(
+        "Reward",
+        plots.reward_plot,
+        "Share of sampled answers that are right. Dots are single steps, lines the mean of five.",
+        lambda run: run.series("reward")[1],
+    ),
+    _Plot(
+        "Accuracy",
+        plots.accuracy_plot,
+        "Right greedy answers on problems that are never trained on.",
+        lambda run: [accuracy for _, accuracy in run.validation],
+    ),
+    _Plot(
+        "Mismatch: KL divergence",
+        plots.kl_plot,
+        "How far vLLM's policy is from Megatron's on the sampled tokens. BF16 is not zero: two "
+        "engines round in different places.",
+        lambda run: run.series("mismatch", "kl_k3")[1],
+    ),
+    _Plot(
+        "Mismatch: probability error",
+        plots.prob_error_plot,
+        "Mean of exp(|Δ log p|) over the sampled tokens; 1 is perfect agreement.",
+        lambda run: run.series("mismatch", "token_mult_prob_error")[1],
+    ),
+)
+
+
+def _training(runs: Sequence[Run]) -> str:
     if not any(run.steps for run in runs):
         return ""
-    figures: list[tuple[Callable[[Sequence[Run]], str], str, str]] = [
-        (
-            plots.reward_plot,
-            "Reward",
-            "Share of sampled answers that are right. Dots are single steps, lines the mean of "
-            "five.",
-        ),
-        (
-            plots.accuracy_plot,
-            "Accuracy",
-            "Right greedy answers on problems that are never trained on.",
-        ),
-        (
-            plots.kl_plot,
-            "Mismatch: KL divergence",
-            "How far vLLM's policy is from Megatron's on the sampled tokens. BF16 is not zero: "
-            "two engines round in different places.",
-        ),
-        (
-            plots.prob_error_plot,
-            "Mismatch: probability error",
-            "Mean of exp(|Δ log p|) over the sampled tokens; 1 is perfect agreement.",
-        ),
-        (plots.time_plot, "Time by phase", "Mean over the steps of each run, on this machine."),
+    figures = [
+        _figure(plot.title, plot.draw(runs), plot.caption, _trends(plot, runs)) for plot in _PLOTS
     ]
     timed = [run for run in runs if run.seconds()]
-    parts = []
-    for draw, title, caption in figures:
-        shown = timed if draw is plots.time_plot else runs
-        if not shown:
-            continue
-        wide = ' class="wide"' if draw is plots.time_plot else ""
-        label = escape(f"{title}. {_in_words(draw, shown)}", quote=True)
-        parts.append(
-            f'<figure{wide}><h3>{escape(title)}</h3><div role="img" aria-label="{label}">'
-            f"{draw(shown)}</div><figcaption>{escape(caption)}</figcaption></figure>"
-        )
-    return f'<section><h2>Training</h2><div class="figures">{"".join(parts)}</div></section>'
+    if timed:
+        caption = f"Mean over the steps of each run, on this machine. {SIMULATED}"
+        svg = plots.time_plot(timed)
+        figures.append(_figure("Time by phase", svg, caption, _times(timed), wide=True))
+    return f'<section><h2>Training</h2><div class="figures">{"".join(figures)}</div></section>'
 
 
-def _in_words(draw: Callable[[Sequence[Run]], str], runs: Sequence[Run]) -> str:
-    """What the plot shows, for who cannot see it."""
-    keys: dict[Callable[[Sequence[Run]], str], tuple[str, ...]] = {
-        plots.reward_plot: ("reward",),
-        plots.kl_plot: ("mismatch", "kl_k3"),
-        plots.prob_error_plot: ("mismatch", "token_mult_prob_error"),
-    }
+def _figure(title: str, svg: str, caption: str, words: str, *, wide: bool = False) -> str:
+    label = escape(f"{title}. {words}", quote=True)
+    kind = ' class="wide"' if wide else ""
+    return (
+        f'<figure{kind}><h3>{escape(title)}</h3><div role="img" aria-label="{label}">'
+        f"{svg}</div><figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _trends(plot: _Plot, runs: Sequence[Run]) -> str:
+    """Say where the values of each run begin and end."""
+    values = {run.name: plot.values(run) for run in runs}
+    return "; ".join(f"{n}: from {v[0]:.4g} to {v[-1]:.4g}" for n, v in values.items() if v) + "."
+
+
+def _times(runs: Sequence[Run]) -> str:
+    """Say how long each phase takes in each run."""
     parts = []
     for run in runs:
-        if draw is plots.time_plot:
-            phases = ", ".join(f"{phase} {s:.2f}" for phase, s in run.seconds().items())
-            parts.append(f"{run.name}, seconds a step: {phases}")
-            continue
-        values = (
-            [y for _, y in run.validation] if draw is plots.accuracy_plot else []
-        ) or run.series(*keys.get(draw, ("",)))[1]
-        if values:
-            parts.append(f"{run.name}: from {values[0]:.4g} to {values[-1]:.4g}")
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in run.seconds().items())
+        parts.append(f"{run.name}, seconds a step: {phases}")
     return "; ".join(parts) + "."
+
+
+def _on_a_gpu() -> str:
+    """Show what FP8 gains where it is not simulated."""
+    titles = ("measured on a GPU", "BF16", "FP8", "gain", "conditions", "data")
+    rows = [[NOTHING if cell == "" else cell for cell in astuple(figure)] for figure in GPU_FIGURES]
+    return (
+        f"<section><h2>Beside a GPU</h2><p>{escape(SIMULATED)} On a GPU with FP8 units it is "
+        f"faster:</p>{_table(titles, rows)}</section>"
+    )
 
 
 def _answers(runs: Sequence[Run]) -> str:
@@ -140,7 +167,7 @@ def _answers(runs: Sequence[Run]) -> str:
 
 
 def _samples(run: Run) -> str:
-    """Greedy answers to the same problems at the first and at the last validation."""
+    """Compare greedy answers to the same problems at the first and the last validation."""
     if not run.samples:
         return ""
     first, last = run.samples[0]["step"], run.samples[-1]["step"]
@@ -164,7 +191,7 @@ def _samples(run: Run) -> str:
 
 
 def _visible(completion: str) -> str:
-    return completion.replace(" ", "\u2423")  # a trailing space is what makes some answers wrong
+    return completion.replace(" ", "\u2423")  # some answers are wrong because of a trailing space
 
 
 def _judged(completion: Any, answer: str) -> str:
@@ -206,7 +233,7 @@ def _pins(rows: Iterable[Any]) -> str:
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> list[list[str]]:
-    """Nested settings as (dotted key, text) rows."""
+    """Flatten nested settings to (dotted key, text) rows."""
     rows: list[list[str]] = []
     for key, item in value.items():
         if isinstance(item, dict) and item:

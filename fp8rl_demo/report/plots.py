@@ -1,4 +1,4 @@
-"""The report's plots, as inline SVG that takes its text and grid colours from the page."""
+"""The report's plots, as inline SVG that takes its colours of text and grid from the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8rl_demo.report.runs import Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart by colour-blind readers; markers and dashes say it again.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; markers and dashes differ too.
 STYLES = {
     "bf16": ("#0072B2", "-", "o"),
     "fp8-rollout": ("#E69F00", (0, (5, 1.5)), "s"),
@@ -21,13 +21,13 @@ STYLES = {
 }
 _OTHER = [("#CC79A7", "-.", "D"), ("#56B4E9", "-", "v"), ("#D55E00", "--", "P")]
 PHASE_COLOURS = ("#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#999999")
-# matplotlib wants colours; the page's own are put in their place afterwards.
+# Placeholders, because matplotlib needs colours; the page's own replace them.
 _INK, _GRID = "#010203", "#040506"
 _WINDOW = 5
 
 
 def style_of(name: str, names: Sequence[str]) -> tuple[str, Any, str]:
-    """(colour, dashes, marker) of a run, the same in every plot."""
+    """Return (colour, dashes, marker) of a run, the same in every plot."""
     if name in STYLES:
         return STYLES[name]
     others = [n for n in names if n not in STYLES]
@@ -35,7 +35,7 @@ def style_of(name: str, names: Sequence[str]) -> tuple[str, Any, str]:
 
 
 def reward_plot(runs: Sequence[Run]) -> str:
-    """Reward per step; a line is the mean of five steps, dots are the steps."""
+    """Plot the reward: dots are steps, the line is the mean of five steps."""
 
     def draw(axes: Axes) -> None:
         for run, colour, dashes, marker in _styled(runs):
@@ -49,7 +49,7 @@ def reward_plot(runs: Sequence[Run]) -> str:
 
 
 def accuracy_plot(runs: Sequence[Run]) -> str:
-    """Greedy accuracy on validation against finished steps."""
+    """Plot greedy validation accuracy against finished steps."""
 
     def draw(axes: Axes) -> None:
         for run, colour, dashes, marker in _styled(runs):
@@ -63,7 +63,7 @@ def accuracy_plot(runs: Sequence[Run]) -> str:
 
 
 def kl_plot(runs: Sequence[Run]) -> str:
-    """K3 estimate of KL(rollout || trainer) per step, on a logarithmic axis."""
+    """Plot the K3 estimate of KL(rollout || trainer) per step, on a logarithmic axis."""
 
     def draw(axes: Axes) -> None:
         for run, colour, dashes, marker in _styled(runs):
@@ -86,7 +86,7 @@ def kl_plot(runs: Sequence[Run]) -> str:
 
 
 def prob_error_plot(runs: Sequence[Run]) -> str:
-    """Token multiplicative probability error per step; 1 is perfect agreement."""
+    """Plot the token multiplicative probability error per step; 1 is perfect agreement."""
 
     def draw(axes: Axes) -> None:
         for run, colour, dashes, marker in _styled(runs):
@@ -100,7 +100,7 @@ def prob_error_plot(runs: Sequence[Run]) -> str:
 
 
 def time_plot(runs: Sequence[Run]) -> str:
-    """Mean seconds a step, stacked by phase, a bar for each run."""
+    """Plot mean seconds per step, stacked by phase, one bar per run."""
     phases = list(dict.fromkeys(phase for run in runs for phase in run.seconds()))
 
     def draw(axes: Axes) -> None:
@@ -131,7 +131,7 @@ def _styled(runs: Sequence[Run]) -> Iterator[tuple[Run, str, Any, str]]:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean of each value and up to four before it."""
+    """Return the mean of each value and up to four before it."""
     windows = (values[max(0, i + 1 - _WINDOW) : i + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
@@ -161,9 +161,9 @@ def _svg(
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    # Groups are numbered alike in every plot, and nothing refers to them.
+    # Every plot numbers its groups alike, and nothing refers to them: without ids none is double.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    # The element around the plot says in words what it shows.
+    # The element around the plot describes it in words.
     return (
         svg.replace(_INK, "currentColor")
         .replace(_GRID, "var(--grid)")
@@ -176,8 +176,8 @@ def _look(name: str) -> Iterator[None]:
     import matplotlib
 
     look: dict[Any, Any] = {
-        "svg.fonttype": "none",  # text stays text: sharp, selectable, in the page's font
-        "svg.hashsalt": name,  # the same page for the same run, and no id twice in the page
+        "svg.fonttype": "none",  # keep text as text: sharp, selectable, in the page's font
+        "svg.hashsalt": name,  # the same page for the same run; ids differ between plots
         "font.family": "sans-serif",
         "font.size": 9.5,
         "axes.spines.top": False,

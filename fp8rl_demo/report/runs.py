@@ -1,4 +1,4 @@
-"""What the runs in an output folder left; a torn line or a missing file does no harm."""
+"""Read the files of all runs in an output folder, without those that are incomplete or missing."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from fp8rl.errors import Fp8RLError
 ORDER = ("bf16", "fp8-rollout", "fp8")
 PHASES = ("generate", "logprobs", "train", "calibrate", "refit")
 _EDGE = 5
-"""Steps over which the reward is averaged at both ends of a run: one step is 100-odd samples."""
+"""Number of steps over which the reward is averaged at both ends of a run: one step is noisy."""
 
 
 class ReportError(Fp8RLError, ValueError):
-    """An output folder that cannot hold a run."""
+    """The output folder cannot hold a run."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One precision's run.
+    """The run of one precision.
 
     Attributes:
-        name: its precision, the folder's name.
-        steps: lines of ``metrics.jsonl``, in order of their ``step``.
-        validation: (finished steps, accuracy in [0, 1]), in order.
+        name: precision, which is the name of the folder.
+        steps: lines of ``metrics.jsonl``, sorted by ``step``.
+        validation: (finished steps, accuracy in [0, 1]), sorted.
         samples: lines of ``samples.jsonl``.
-        info: ``run.json``, empty where it is missing or torn.
+        info: ``run.json``; empty if it is missing or incomplete.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Run:
     info: dict[str, Any] = field(default_factory=dict)
 
     def series(self, *keys: str) -> tuple[list[int], list[float]]:
-        """(finished steps, values) of one metric, e.g. ``series("mismatch", "kl_k3")``.
+        """Return (finished steps, values) of one metric, e.g. ``series("mismatch", "kl_k3")``.
 
         Steps without a finite value are left out.
         """
@@ -55,20 +55,19 @@ class Run:
         return xs, ys
 
     def mean(self, *keys: str) -> float | None:
-        """Mean of a metric over all steps; None if no step has it."""
+        """Return the mean of a metric over all steps, or None if no step has it."""
         return _mean(self.series(*keys)[1])
 
     def reward_ends(self) -> tuple[float, float] | None:
-        """Mean reward of the first and of the last steps; None before the first step."""
+        """Return the mean reward of the first and of the last steps, or None before the first."""
         rewards = self.series("reward")[1]
         if not rewards:
             return None
-        return sum(rewards[:_EDGE]) / len(rewards[:_EDGE]), sum(rewards[-_EDGE:]) / len(
-            rewards[-_EDGE:]
-        )
+        first, last = rewards[:_EDGE], rewards[-_EDGE:]
+        return sum(first) / len(first), sum(last) / len(last)
 
     def seconds(self) -> dict[str, float]:
-        """Mean seconds a step by phase: the five of the loop first, then any other."""
+        """Return mean seconds per step by phase: the five of the loop first, then any other."""
         named = {p for line in self.steps for p in line.get("seconds") or {}}
         order = [p for p in PHASES if p in named] + sorted(named - set(PHASES))
         means = {phase: self.mean("seconds", phase) for phase in order}
@@ -76,7 +75,7 @@ class Run:
 
 
 def load_runs(out_dir: Path) -> list[Run]:
-    """The runs in ``out_dir``: bf16, fp8-rollout, fp8, then others by name.
+    """Read the runs in ``out_dir``: bf16, fp8-rollout, fp8, then others by name.
 
     Raises:
         ReportError: ``out_dir`` is not a folder.
@@ -115,7 +114,7 @@ def _load(folder: Path) -> Run:
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    """The lines that are JSON objects with a step; a kill may have torn the last one."""
+    """Yield the lines that are JSON objects with a step; a kill may have cut off the last one."""
     if not path.is_file():
         return
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
-from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,15 +15,11 @@ from rich.table import Table
 
 from fp8rl import PluginManager, Recipe, __version__
 from fp8rl.adapters import Diagnosis, EngineAdapter, Section
-from fp8rl.errors import Fp8RLError, ModelError, OptionError, PluginError, UnsupportedError
+from fp8rl.errors import Fp8RLError, OptionError, PluginError, UnsupportedError
+from fp8rl.families import dense_module_names
 from fp8rl.hookspecs import PROJECT
-from fp8rl.pinning import (
-    PinPolicy,
-    PinRow,
-    Precision,
-    config_module_names,
-    dense_module_names,
-)
+from fp8rl.model_folder import folder_module_names
+from fp8rl.precision_report import precision_section
 
 DEBUG_ENV = "FP8RL_DEBUG"
 
@@ -123,7 +116,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         if loaded is not None:
             if names:
                 policy = plugins.pin_policy(loaded.pins, names)
-                console.print(_pin_table(policy))
+                console.print(_section_table(precision_section(policy.report())))
                 console.print(policy.summary(), markup=False, soft_wrap=True)
             else:
                 console.print("The recipe is valid; its pins need --layers or --model.")
@@ -263,115 +256,4 @@ def _module_names(layers: int | None, model: Path | None) -> list[str]:
         raise OptionError("Give --layers or --model, not both.")
     if layers is not None:
         return dense_module_names(layers)
-    return _names_in(model) if model is not None else []
-
-
-def _names_in(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    try:
-        if index.is_file():
-            tensors = _indexed(index)
-        elif single.is_file():
-            tensors = _stored(single)
-        else:
-            return _configured(folder / "config.json")
-    except OSError as error:
-        raise ModelError(
-            f"'{error.filename or folder}' cannot be read ({error.strerror or error}); point "
-            "--model at the folder of a Hugging Face model."
-        ) from None
-    modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
-    if not modules:
-        raise ModelError(f"'{folder}' holds no weight; download the model again.")
-    return sorted(modules, key=_natural)
-
-
-def _indexed(index: Path) -> list[str]:
-    """Names of the tensors that the index of a model in several files lists."""
-    table = _read_object(index).get("weight_map")
-    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
-        raise ModelError(
-            f"'{index}' has no weight_map from tensors to files; download the model again."
-        )
-    for file in dict.fromkeys(table.values()):
-        if not (index.parent / file).is_file():
-            raise ModelError(
-                f"'{index}' names '{file}', which is not there; download the model again."
-            )
-    return list(table)
-
-
-def _stored(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file, which has to be whole."""
-    from safetensors import SafetensorError, safe_open  # here: most commands read no weights
-
-    try:
-        with safe_open(file, framework="np") as tensors:
-            return list(tensors.keys())
-    except SafetensorError as error:
-        raise ModelError(
-            f"'{file}' is no whole safetensors file ({error}); download the model again."
-        ) from None
-
-
-def _configured(config: Path) -> list[str]:
-    """Names that follow from a model's config, where there are no weights."""
-    values = _read_object(config)
-    try:
-        names = config_module_names(values)
-    except KeyError as error:
-        raise ModelError(
-            f"'{config}' has no key {error}; give a Llama/Qwen3-style model, or a folder with "
-            "safetensors."
-        ) from None
-    except ModelError as error:
-        raise ModelError(f"'{config}': {error}") from None
-    if names is None:
-        raise UnsupportedError(
-            f"'{config.parent}' is a mixture of experts without weights to take its module names "
-            "from; point --model at a folder with safetensors."
-        )
-    return names
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"'{file}' is not valid JSON ({error}); correct it.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"'{file}' holds a {type(value).__name__}, not a JSON object; correct it.")
-    return value
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(p), "") if p.isdecimal() else (-1, p) for p in name.split(".")]
-
-
-def _pin_table(policy: PinPolicy) -> Table:
-    """One row per run of layers that are treated alike."""
-    layers: dict[int | None, list[PinRow]] = {}
-    for row in policy.report():
-        layers.setdefault(row.layer, []).append(row)
-    cells = {
-        layer: (_describe(rows, "fp8"), _describe(rows, "bf16")) for layer, rows in layers.items()
-    }
-    table = Table("layers", "FP8", "BF16 (why)", title="precision of each module")
-    for values, run in groupby(cells, key=cells.__getitem__):
-        members = list(run)
-        first, last = members[0], members[-1]
-        label = "outside" if first is None else str(first) if first == last else f"{first}-{last}"
-        table.add_row(label, *values)
-    return table
-
-
-def _describe(rows: list[PinRow], precision: Precision) -> str:
-    """Kinds of modules of one layer in one precision, without the norms."""
-    total = Counter(row.kind for row in rows)
-    chosen = [row for row in rows if row.precision == precision and row.kind != "norm"]
-    parts = []
-    for (kind, reason), count in Counter((row.kind, row.reason) for row in chosen).items():
-        share = f" [{count} of {total[kind]}]" if count < total[kind] else ""
-        parts.append(f"{kind}{share} ({reason})" if reason else f"{kind}{share}")
-    return escape(", ".join(parts))
+    return folder_module_names(model) if model is not None else []

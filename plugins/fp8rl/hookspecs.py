@@ -1,12 +1,14 @@
-"""The whole plugin contract: every hook a package may implement.
+"""The whole plugin contract: every hook that a package may implement.
 
-A package registers a module or object under the entry-point group ``fp8rl`` and marks its functions
-with ``fp8rl.hookimpl``. Hook modules must not import an engine at import time.
+A package registers a module or an object under the entry-point group ``fp8rl`` and marks its
+functions with ``fp8rl.hookimpl``. A hook may be implemented by many plugins and may leave out
+arguments that it does not need. A module with hooks must not import an engine at import time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -17,33 +19,52 @@ if TYPE_CHECKING:
     from fp8rl.adapters import EngineAdapter
     from fp8rl.gemm import GemmBackend
     from fp8rl.recipe import Pins
-    from fp8rl.refit import RefitReport
 
 PROJECT = "fp8rl"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
+@dataclass(frozen=True)
+class RefitReport:
+    """Outcome of a complete refit, one weight transfer; an incomplete refit raises instead."""
+
+    parameters: int
+    """Engine parameters that received their tensors."""
+    kv_scales: int
+    """KV scales that were set."""
+    tensors: int
+    """Tensors on the wire."""
+    received_bytes: int
+    """Bytes on the wire."""
+    seconds: float
+    """Duration of the refit."""
+
+
 @hookspec
 def register_pins(module_names: Sequence[str]) -> Pins | None:
-    """Pins to add to the recipe's, for a model with these global HF module names."""
+    """Return pins to add to the recipe's, for a model with these global HF module names."""
 
 
 @hookspec
 def register_gemm_backends() -> Sequence[GemmBackend]:
-    """GEMM backends to offer beside the built-in ones; names must be unique. One may have the
-    products of :class:`fp8rl.gemm.GroupedBackend` too. The first product of each kind is checked
-    (:mod:`fp8rl.gemm.checking`)."""
+    """Return GEMM backends to offer beside the built-in ones; their names must be unique.
+
+    They are asked before the built-in ones (:mod:`fp8rl.gemm.table`), and ``gemm_backend`` of
+    ``megatron_fp8rl.convert`` can name one for every product. A backend may have the products of
+    :class:`fp8rl.gemm.GroupedBackend` too. :func:`fp8rl.testing.gemm.product_error` compares its
+    products with float64.
+    """
 
 
 @hookspec
 def register_is_correctors() -> Mapping[str, Callable]:
-    """Importance-sampling correctors by the name used in ``importance_sampling.corrector``."""
+    """Return importance-sampling correctors by their ``importance_sampling.corrector`` names."""
 
 
 @hookspec
 def register_engine_adapters() -> Sequence[EngineAdapter]:
-    """Engines this package serves, for ``fp8rl doctor``."""
+    """Return the engines that the package serves, for ``fp8rl doctor``."""
 
 
 @hookspec
@@ -58,4 +79,4 @@ def refit_finished(report: RefitReport) -> None:
 
 @hookspec
 def step_finished(step: int, metrics: Mapping[str, float]) -> None:
-    """Called once after every training step with its mismatch and loss metrics."""
+    """Called once after every training step, with its mismatch and loss metrics."""

@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fp8rl_plugin_example"
 USE = """
 import torch
 from fp8rl import PluginManager, Recipe
-from fp8rl.pinning import dense_module_names
+from fp8rl.families import dense_module_names
 from nemo_rl_ext import correct, resolve_corrector
 
 recipe = Recipe.from_dict({"importance_sampling": {"corrector": "sqrt"}, "pins": {"last": 1}})

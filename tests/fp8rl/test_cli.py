@@ -362,7 +362,11 @@ def row(*offsets: int) -> dict:
                 (10**12, "1000000000000"),
             ]
         ),
-        (CONFIG, {"num_hidden_layers": 2, "num_experts": 8}, "mixture of experts without weights"),
+        (
+            CONFIG,
+            {"num_hidden_layers": 2, "num_experts": 8},
+            "an MoE model of an unknown family without",
+        ),
         (CONFIG, MIXTURE | {"num_experts": 0}, "num_experts is 0; correct it"),
         (
             CONFIG,
@@ -372,7 +376,11 @@ def row(*offsets: int) -> dict:
         (CONFIG, MIXTURE | {"num_local_experts": "8"}, "num_local_experts is '8'; correct it"),
         (CONFIG, MIXTURE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0; correct it"),
         (CONFIG, MIXTURE | {"mlp_only_layers": 1}, "mlp_only_layers is 1; correct it to a list"),
-        (CONFIG, {**MIXTURE, "num_experts": 2, "model_type": "x"}, "mixture of experts without"),
+        (
+            CONFIG,
+            {**MIXTURE, "num_experts": 2, "model_type": "x"},
+            "an MoE model of an unknown family without",
+        ),
         (INDEX, "{", "index.json' is not valid JSON"),
         (INDEX, [], "index.json' holds a list"),
         (INDEX, {}, "index.json' has no weight_map from tensors to files; download"),

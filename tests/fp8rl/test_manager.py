@@ -9,8 +9,8 @@ import pytest
 import fp8rl
 from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import PinError, PluginError
+from fp8rl.families import dense_module_names
 from fp8rl.gemm import ReferenceBackend
-from fp8rl.pinning import dense_module_names
 from fp8rl.recipe import Pins
 
 GOOD = """

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fp8rl_demo.report import ReportError, terminal_table, write_report
+from fp8rl_demo.report.gpu_figures import GPU_FIGURES
 from fp8rl_demo.report.runs import load_runs
 
 SECONDS = {"generate": 2.0, "logprobs": 0.5, "train": 1.0, "calibrate": 0.25, "refit": 0.125}
@@ -188,3 +189,34 @@ def test_the_same_run_gives_the_same_page(out: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"nowhere is not a folder; give the demo's --out"):
         write_report(tmp_path / "nowhere")
+
+
+def test_what_a_gpu_gains_stands_beside_a_cpus_times(out: Path) -> None:
+    text = Page(write_report(out).read_text(encoding="utf-8")).text
+    for shown in (text, " ".join(printed(out).split())):
+        assert "simulates FP8" in shown
+        assert "1.70x" in shown and "1.38x" in shown and "20 ms" in shown
+    results = Path(__file__).parents[2]
+    for figure in GPU_FIGURES:
+        assert figure.source in text
+        assert (results / figure.source).is_file()
+
+
+def test_the_gpu_figures_are_those_of_the_measurements() -> None:
+    rollouts, linears, refit = (
+        json.loads((Path(__file__).parents[2] / figure.source).read_text())
+        for figure in GPU_FIGURES
+    )
+    speed = {
+        found["variant"]: found["loads"]["256x512x1024"]["median"] for found in rollouts["results"]
+    }
+    ms = linears["milliseconds"]
+    fp8 = ms["fp8rl measured choice, weights each time"]
+    live = next(found for found in refit if found["variant"] == "fp8rl")
+    assert [
+        (f"{speed['bf16']:,.0f} tokens/s", f"{speed['fp8rl-kv']:,.0f} tokens/s"),
+        (f"{ms['BF16']:.1f} ms", f"{fp8:.1f} ms"),
+        ("", f"{live['refit of a list']['ms_median']:.0f} ms"),
+    ] == [(figure.bf16, figure.fp8) for figure in GPU_FIGURES]
+    gains = (speed["fp8rl-kv"] / speed["bf16"], ms["BF16"] / fp8)
+    assert [figure.gain for figure in GPU_FIGURES] == [*(f"{gain:.2f}x" for gain in gains), ""]

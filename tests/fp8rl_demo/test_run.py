@@ -19,7 +19,7 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
 from fp8rl.errors import CheckpointError, Fp8RLError, OptionError
 from fp8rl_demo import checkpoint
-from fp8rl_demo.command import _to_go_on
+from fp8rl_demo.command import _resume_command
 from fp8rl_demo.rollout import ENGINE_ENV
 
 SETTINGS = {
@@ -202,11 +202,11 @@ def test_what_goes_on_after_a_stop(tmp_path: Path):
     """A warm start that was stopped is begun again: there is nothing to resume."""
     out = tmp_path / "my run"
     given = {"steps": 40, "compare": "bf16,fp8", "recipe": None, "seed": 0, "settings": None}
-    assert _to_go_on(out, ["bf16", "fp8"], given) == f"fp8rl demo --out '{out}'"
+    assert _resume_command(out, ["bf16", "fp8"], given) == f"fp8rl demo --out '{out}'"
     (out / "fp8" / "step-000001").mkdir(parents=True)
-    assert _to_go_on(out, ["bf16", "fp8"], given) == f"fp8rl demo --resume --out '{out}'"
+    assert _resume_command(out, ["bf16", "fp8"], given) == f"fp8rl demo --resume --out '{out}'"
     given |= {"steps": 20, "compare": "fp8", "seed": 1, "settings": '{"minibatches": 2}'}
-    assert _to_go_on(out, ["fp8"], given) == (
+    assert _resume_command(out, ["fp8"], given) == (
         "fp8rl demo --resume --steps 20 --compare fp8 --seed 1 "
         f"--settings '{{\"minibatches\": 2}}' --out '{out}'"
     )

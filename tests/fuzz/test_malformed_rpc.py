@@ -21,7 +21,7 @@ from fp8rl import errors
 from support.models import MODELS, Live, differing
 from support.wire import make_wire
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.refit.worker import METHODS
+from vllm_fp8rl.refit.worker import STEPS as NAMES
 
 SESSIONS = ("one", "two")
 STEPS = {
@@ -98,7 +98,7 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 def test_every_step_is_called_here() -> None:
-    assert set(STEPS) == set(METHODS.values())
+    assert set(STEPS) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", ["qwen3"])

@@ -30,7 +30,7 @@ from support.gpu_engine import (
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
-from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.state import state_of
 from vllm_fp8rl.testing.hf_reference import gap, observed_kv_scales
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -125,11 +125,11 @@ def test_captured_graphs_see_new_scales(engine: GpuEngine, checkpoints: dict[str
 def test_a_mixture_is_refused_without_an_fp8_cache_too(checkpoints: dict[str, Path]) -> None:
     engine = start_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")), **QUICK)
     tokens = engine.greedy()
-    RefitGuard.of(engine.model).close("The weights are a mixture: a test says so")
+    state_of(engine.model).guard.close("The weights are a mixture: a test says so")
     with pytest.raises(RefitError, match="mixture"):
         engine.greedy()
     drop_requests(engine.llm)
-    RefitGuard.of(engine.model).open()
+    state_of(engine.model).guard.open()
     assert engine.greedy() == tokens
     engine.llm.llm_engine.engine_core.shutdown()
 

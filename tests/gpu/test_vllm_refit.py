@@ -1,4 +1,4 @@
-"""Refits on a GPU: the load plan against the walk, reused buffers, streams, no memory left."""
+"""Refits on a GPU: routes against vLLM's walk, reused buffers, streams, no memory left."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
 from support.gpu_engine import SHAPE, GpuEngine, make_checkpoints, refit_tensors, start_engine
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.refit.plan import LoadPlan
-from vllm_fp8rl.storage.block_grid import BlockGrid, Writes, empty_storage
+from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
 from vllm_fp8rl.testing.tiny import make_checkpoint
 
 BUSY = 2_000_000  # clock ticks of a kernel that only waits: about a millisecond
@@ -42,7 +42,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[GpuEngine]:
 
 @pytest.fixture
 def a(engine: GpuEngine, checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    """Tensors of ``a`` on the GPU; the engine has them, and a plan for their names."""
+    """Tensors of ``a`` on the GPU; the engine has them."""
     return given(engine, checkpoints["a"])
 
 
@@ -54,8 +54,6 @@ def b(engine: GpuEngine, checkpoints: dict[str, Path]) -> dict[str, torch.Tensor
 def given(engine: GpuEngine, path: Path) -> dict[str, torch.Tensor]:
     tensors = {n: t.cuda() for n, t in refit_tensors(path, engine.recipe).items()}
     refit(engine.llm, tensors.items(), expect_kv_scales=True)
-    # KV scales of a refit do not come through load_weights, whose plan is tested here.
-    engine.model.load_weights([item for item in tensors.items() if item[1].numel() == 1])
     return tensors
 
 
@@ -72,15 +70,15 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_plan_gives_the_storage_of_the_walk(engine, a, b, dtype) -> None:
+def test_routes_give_the_storage_of_the_walk(engine, a, b, dtype) -> None:
     tensors = {n: t.to(dtype) if t.numel() > 1 else t for n, t in b.items()}
-    assert LoadPlan.of(engine.model).covers(tensors)
+    assert Inventory.of(engine.model).routes(list(tensors))
     engine.model.load_weights(list(tensors.items()))
-    planned = state(engine)
+    routed = state(engine)
     engine.model.load_weights(iter(list(a.items())))
-    assert not same(planned, state(engine))
-    engine.model.load_weights(iter(list(tensors.items())))  # an iterator is not planned
-    assert same(planned, state(engine))
+    assert not same(routed, state(engine))
+    engine.model.load_weights(iter(list(tensors.items())))  # vLLM walks with an iterator
+    assert same(routed, state(engine))
 
 
 def test_transposed_and_strided_tensors(engine, a, b) -> None:
@@ -107,7 +105,7 @@ def test_buffers_reused_after_the_acknowledgement_on_alternating_streams(engine,
     expected = state(engine)
     names = sorted(b, key=lambda name: name[::-1])
     size = max(t.numel() for t in b.values()) * 3
-    for planned in (True, False):
+    for listed in (True, False):
         engine.model.load_weights(list(a.items()))
         torch.cuda.synchronize()
         buffers = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
@@ -128,7 +126,7 @@ def test_buffers_reused_after_the_acknowledgement_on_alternating_streams(engine,
                     view.copy_(b[name])
                     views.append((name, view))
                     first += b[name].numel()
-                engine.model.load_weights(views if planned else iter(views))
+                engine.model.load_weights(views if listed else iter(views))
         for stream in streams:
             stream.synchronize()
         assert same(expected, state(engine))
@@ -154,10 +152,11 @@ def test_shards_that_share_blocks_come_on_different_streams(seed) -> None:
                 torch.cuda._sleep(draw.choice([0, BUSY]))
                 buffer = whole[start : start + rows].clone()
                 if draw.random() < 0.5:
-                    writes = Writes()
-                    grid.load_source(start, buffer, writes)
+                    batch = WriteBatch()
+                    with torch.no_grad():
+                        grid.load_source(start, buffer, batch)
                     torch.cuda._sleep(draw.choice([0, BUSY]))
-                    writes.run()
+                    batch.run()
                 else:
                     grid.load_source(start, buffer)
                 buffers.append(buffer)

@@ -1,4 +1,4 @@
-"""Loads by the plan against vLLM's own walk: the same storage, the same errors."""
+"""Loads by the routes of the inventory against vLLM's own walk: same storage, same errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
-from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
+from fp8rl.errors import UnsupportedError
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
 from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.refit.plan import LoadPlan
+from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.state import state_of
 
 UP = "model.layers.1.mlp.up_proj.weight"
 SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
@@ -33,12 +34,10 @@ def b(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def plan(engine: Engine, a: dict[str, torch.Tensor]):
-    """The engine's plan, complete; the engine has the weights of ``a`` before and after."""
+def inventory(engine: Engine, a: dict[str, torch.Tensor]):
+    """The engine's inventory; the engine has the weights of ``a`` before and after."""
     refit(engine.llm, a.items(), expect_kv_scales=True)
-    engine.model.load_weights(SCALES.items())  # those of a refit do not come this way
-    assert list(LoadPlan.of(engine.model)._strange(a)) == []
-    yield LoadPlan.of(engine.model)
+    yield Inventory.of(engine.model)
     refit(engine.llm, a.items(), expect_kv_scales=True)
 
 
@@ -55,7 +54,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def walked(engine: Engine, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """By vLLM: what comes as a generator is not planned."""
+    """By vLLM, as everything that comes as a generator."""
     return engine.model.load_weights(item for item in tensors)
 
 
@@ -73,23 +72,49 @@ class Walks:
         monkeypatch.setattr(AutoWeightsLoader, "_load_module", counting)
 
 
-def test_a_known_batch_needs_no_walk(engine, a, b, plan, monkeypatch):
+def test_no_batch_that_the_inventory_knows_needs_a_walk(engine, a, b, inventory, monkeypatch):
     walks = Walks(monkeypatch)
+    assert inventory.routes(list(b))
+    refit(engine.llm, b.items(), expect_kv_scales=True)
+    refitted = state(engine)
+    refit(engine.llm, a.items(), expect_kv_scales=True)
     loaded = engine.model.load_weights(list(b.items()))
     assert walks.count == 0
-    planned = state(engine)
+    routed = state(engine)
+    assert same(refitted, routed)
     assert walked(engine, b.items()) == loaded
     assert walks.count > 0
-    assert same(planned, state(engine))
+    assert same(routed, state(engine))
     walked(engine, a.items())
-    assert not same(planned, state(engine)), "a and b must differ for this to mean anything"
+    assert not same(routed, state(engine)), "a and b must differ for this to mean anything"
+
+
+def test_a_name_without_a_route_is_left_to_vllm(engine, a, b, inventory, monkeypatch):
+    """As of a layer whose loader is the model's own: in a refit and in a plain load."""
+    walks, norm = Walks(monkeypatch), engine.model.model.norm.weight
+    norm.weight_loader = lambda param, tensor: param.data.copy_(2 * tensor)
+    try:
+        state_of(engine.model).inventory = None
+        assert not Inventory.of(engine.model).routes(["model.norm.weight"])
+        for load in (
+            lambda: refit(engine.llm, b.items(), expect_kv_scales=True),
+            lambda: engine.model.load_weights(list(b.items())),
+        ):
+            walked(engine, a.items())
+            before = walks.count
+            load()
+            assert walks.count > before
+            assert torch.equal(norm.data, 2 * b["model.norm.weight"].float())
+    finally:
+        del norm.weight_loader
+        state_of(engine.model).inventory = None
 
 
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_batch_gives_what_the_walk_gives(engine, a, b, plan, data):
+def test_any_batch_gives_what_the_walk_gives(engine, a, b, inventory, data):
     """Any names in any order, repeated, BF16 or FP32, or FP8 codes with scales, in any batches."""
     names = data.draw(st.lists(st.sampled_from(sorted(a)), min_size=1, max_size=24))
     stream: list[tuple[str, torch.Tensor]] = []
@@ -113,17 +138,10 @@ def test_any_batch_gives_what_the_walk_gives(engine, a, b, plan, data):
     assert results[0][1] == results[1][1]
 
 
-def test_a_name_that_came_twice_is_learnt_when_it_comes_once(engine, a, b, plan):
-    del engine.model.__dict__["fp8rl_load_plan"]
-    engine.model.load_weights([(UP, b[UP]), (UP, a[UP])])
-    assert not LoadPlan.of(engine.model).covers([UP])
-    engine.model.load_weights([(UP, b[UP])])
-    assert LoadPlan.of(engine.model).covers([UP])
-
-
 @pytest.mark.parametrize("name", ["model.norm.weight", UP])
-def test_the_last_of_one_name_counts_whatever_its_dtype(engine, a, b, plan, name):
-    """Some are written at once, others are put off."""
+def test_the_last_of_one_name_counts_whatever_its_dtype(engine, a, b, inventory, name):
+    """A batch with one place twice is not written at once."""
+    assert not inventory.routes([name, name])
     variants = [a[name], b[name].float(), b[name], a[name].float()]
     for first in variants:
         for second in variants:
@@ -150,10 +168,7 @@ def test_the_last_of_one_name_counts_whatever_its_dtype(engine, a, b, plan, name
         ("nothing.like.it", torch.ones(2)),
     ],
 )
-def test_the_same_errors(engine, a, plan, name, tensor):
-    if name.endswith("_scale_inv"):  # not among the names that a BF16 refit brings
-        refit(engine.llm, fp8(a).items(), expect_kv_scales=True)
-        assert plan.covers([name])
+def test_the_same_errors(engine, a, inventory, name, tensor):
     errors = []
     for load in (engine.model.load_weights, lambda batch: walked(engine, batch)):
         with pytest.raises(Exception) as caught:
@@ -162,56 +177,32 @@ def test_the_same_errors(engine, a, plan, name, tensor):
     assert errors[0] == errors[1]
 
 
-def fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    wire: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith("proj.weight"):
-            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
-        else:
-            wire[name] = tensor
-    return wire
-
-
-def test_tensors_before_an_error_are_written(engine, a, b, plan):
-    with pytest.raises(RefitError):
-        engine.model.load_weights([(UP, b[UP]), ("model.layers.0." + UP[15:], torch.ones(2))])
-    planned = state(engine)
-    walked(engine, a.items())
-    walked(engine, [(UP, b[UP])])
-    assert same(planned, state(engine))
-
-
-def test_one_tensor_under_several_names_is_not_confused(engine, a, plan):
-    """Layers that share tensors, as in benchmarks; a fresh plan learns from such a batch."""
+def test_one_tensor_under_several_names_is_not_confused(engine, a, inventory):
+    """Layers that share tensors, as in benchmarks."""
     shared = {n: a[n.replace("layers.1.", "layers.0.")] for n in a}
-    del engine.model.__dict__["fp8rl_load_plan"]
     engine.model.load_weights(list(shared.items()))
-    assert LoadPlan.of(engine.model).covers(shared)
-    engine.model.load_weights(list(a.items()))
-    planned = state(engine)
+    routed = state(engine)
     walked(engine, a.items())
-    assert same(planned, state(engine))
+    walked(engine, shared.items())
+    assert same(routed, state(engine))
 
 
-def test_replaced_parameters_are_loaded_by_vllm(engine, a, b, plan, monkeypatch):
+def test_replaced_parameters_have_routes_of_their_own(engine, a, b, inventory):
     norm = engine.model.model.norm
-    old = norm.weight
-    name = "model.norm.weight"
+    old, name = norm.weight, "model.norm.weight"
     norm.weight = torch.nn.Parameter(torch.zeros_like(old), requires_grad=False)
     try:
-        assert not plan.covers([name])
-        assert plan.covers([UP])
+        assert Inventory.of(engine.model) is not inventory
         engine.model.load_weights([(name, b[name])])
         assert torch.equal(norm.weight, b[name].float())
-        assert plan.covers([name])  # learnt again
+        assert not torch.equal(old, b[name].float())
     finally:
         norm.weight = old
-    assert not plan.covers([name])
     refit(engine.llm, b.items(), expect_kv_scales=True)
     assert torch.equal(norm.weight, b[name].float())
 
 
-def test_replaced_storage_is_written_where_it_is_now(engine, a, b, plan):
+def test_replaced_storage_is_written_where_it_is_now(engine, a, b, inventory):
     layer = engine.model.model.layers[0].mlp.down_proj
     old = layer.weight.data
     layer.weight.data = torch.zeros_like(old)
@@ -226,31 +217,6 @@ def test_replaced_storage_is_written_where_it_is_now(engine, a, b, plan):
         layer.weight.data = old
 
 
-def test_a_layerwise_reload_in_between(engine, a, b, plan):
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(b.items())})
-    reloaded = state(engine)
-    walked(engine, b.items())
-    assert same(reloaded, state(engine))
-    assert plan.covers(a)
-    refit(engine.llm, a.items(), expect_kv_scales=True)
-    planned = state(engine)
-    walked(engine, a.items())
-    assert same(planned, state(engine))
-
-
-def test_recording_leaves_no_trace(engine, a, plan):
-    def loaders() -> dict[str, object]:
-        return {n: getattr(p, "weight_loader", None) for n, p in engine.model.named_parameters()}
-
-    before = loaders()
-    del engine.model.__dict__["fp8rl_load_plan"]
-    engine.model.load_weights(list(a.items()))
-    with pytest.raises(Fp8RLError):
-        engine.model.load_weights([(UP, torch.ones(2)), ("model.norm.weight", torch.ones(3))])
-    assert loaders() == before
-    assert all("store" not in vars(p) for p in engine.model.parameters())
-
-
 def raw_copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
     param.data.copy_(loaded_weight)
 
@@ -263,20 +229,3 @@ def test_other_loaders_of_quantized_parameters_are_refused(engine, leaf):
         parameter.weight_loader = raw_copy
     with pytest.raises(UnsupportedError, match="another loader"):
         del parameter.weight_loader
-
-
-def test_a_load_that_skips_quantization_is_an_error(engine, a, plan):
-    """Other code may reach the private attribute: then the batch fails, and a refit closes."""
-    o_proj = engine.model.model.layers[0].self_attn.o_proj
-    name, own = "model.layers.0.self_attn.o_proj.weight", o_proj.weight._weight_loader
-    o_proj.weight._weight_loader = raw_copy
-    try:
-        assert not plan.covers([name])
-        with pytest.raises(UnsupportedError, match=rf"'{name}' was loaded by raw_copy"):
-            engine.model.load_weights([(name, a[name])])
-        with pytest.raises(UnsupportedError, match="raw_copy"):
-            refit(engine.llm, a.items(), expect_kv_scales=True)
-        with pytest.raises(RefitError, match="mixture"):
-            engine.greedy([[5, 6, 7]])
-    finally:
-        o_proj.weight._weight_loader = own

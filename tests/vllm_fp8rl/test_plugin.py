@@ -12,9 +12,9 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 import vllm_fp8rl
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, UnsupportedError
+from fp8rl.families import dense_module_names
 from fp8rl.gemm import GemmShape, ReferenceBackend
 from fp8rl.numerics import quantize_block, quantize_group
-from fp8rl.pinning import dense_module_names
 from vllm_fp8rl import compat
 from vllm_fp8rl.kernels.choice import CachedCpuKernel, CpuKernel, select_kernel
 from vllm_fp8rl.quantization import config, models
@@ -92,8 +92,8 @@ def test_resolved_table_names_pins_and_groups_equal_layers(engine):
     names = dense_module_names(4)
     policy = PluginManager().pin_policy(recipe.pins, names)
     table = config._table(recipe, policy)
-    assert "layers 0-2: q_proj fp8" in table
-    assert "layers 3-3: q_proj bf16 (last: 1)" in table
+    assert "layers 0-2: FP8 qkv_proj, o_proj" in table
+    assert "layers 3: BF16 qkv_proj (last: 1), o_proj (last: 1)" in table
     with pytest.raises(PinError):
         PluginManager().pin_policy(Recipe.from_dict({"pins": {"layers": [7]}}).pins, names)
 

@@ -1,17 +1,17 @@
 """FP8 KV cache for vLLM's CPU attention backend.
 
-vLLM's own FP8 cache on a CPU needs AVX-512 or AMX. This backend keeps genuine one-byte E4M3 codes
-on any CPU, and takes the same path on all of them, so that a run on a laptop and one on a server
-write the same codes and read the same values; that is why the native path is not used where it
-exists.
+vLLM's own FP8 cache on a CPU needs AVX-512 or AMX. This backend stores one-byte E4M3 codes on any
+CPU and computes the same way on all of them, so that a laptop and a server write the same codes and
+read the same values. It therefore does not use vLLM's own FP8 cache even where that exists.
 
-* Write: ``codes = clamp(x / scale, -448, 448)`` in float32 with the layer's scales of this moment.
+* Write: ``codes = clamp(x / scale, -448, 448)`` in float32, with the layer's current scales.
 * Read: the pages in use are decoded to a compact copy in the model's dtype, which vLLM's own
-  attention kernel then reads. The copy holds plain codes (exact even in bfloat16): k_scale goes
-  into the softmax scale and v_scale into the output, as FP8 attention kernels on a GPU do.
+  attention kernel then reads. The copy holds the values of the codes (exact even in bfloat16).
+  k_scale is multiplied into the softmax scale and v_scale into the output, as in FP8 attention
+  kernels on a GPU.
 
-An engine that was not started with ``quantization="fp8rl"``, and a cache that is not FP8, get
-vLLM's behaviour unchanged. Layout and metadata: ``vllm/v1/attention/backends/cpu_attn.py``.
+An engine without ``quantization="fp8rl"`` and a cache that is not FP8 keep vLLM's behaviour. Layout
+and metadata: ``vllm/v1/attention/backends/cpu_attn.py``.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
-from vllm_fp8rl.names import NAME
+from vllm_fp8rl.compat import attention_isa
+from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import check_kv_cache_dtype
 
 _PAGE = 32
-"""Tokens of a page of the compact copy: the smallest that every vLLM kernel takes."""
+"""Tokens in a page of the compact copy: the smallest number that every vLLM kernel takes."""
 _CHUNK = 1 << 18
-"""Codes decoded at a time: their float32 copy stays within a core's cache."""
+"""Number of codes decoded at a time: their float32 copy stays in a core's cache."""
 _HALF = 256.0
-"""An E4M3 bit pattern moved up by 7 bits is the float16 of code / 256: exponent biases 7 and 15."""
+"""An E4M3 bit pattern shifted left by 7 bits is code / 256 in float16 (exponent biases 7, 15)."""
 
 
 class Fp8RLCpuBackend(CPUAttentionBackend):
-    """Registered in place of ``CPU_ATTN``: vLLM's CPU platform asks for that name only."""
+    """The backend, registered as ``CPU_ATTN``: vLLM's CPU platform uses that name only."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
@@ -60,14 +61,13 @@ class Fp8RLCpuBackend(CPUAttentionBackend):
 
 
 class Scratch:
-    """Named buffers that grow and are used again; fresh pages from the OS would cost more time
-    than the decoding."""
+    """Named buffers that grow and are reused: fresh memory costs more time than the decoding."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor, valid until the next call with this name."""
+        """Return an uninitialised tensor, valid until the next call with this name."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
@@ -77,21 +77,21 @@ class Scratch:
 
 @dataclass
 class CompactPages:
-    """Which pages of the cache one step reads, shared by the layers of a group."""
+    """The pages of the cache that one step reads; the layers of a group share them."""
 
     used: torch.Tensor
     """int64 ``[pages]``: page numbers in the cache, without duplicates."""
     block_table: torch.Tensor
-    """int32 ``[requests, max pages]``: rows of ``used``."""
+    """int32 ``[requests, max pages]``: indices into ``used``."""
     slots: torch.Tensor
     """int64 ``[pages * page_size]``: 0, 1, 2, ..."""
     page_size: int
     seq_lens: torch.Tensor
-    """Tokens of each request."""
+    """Number of tokens of each request."""
     scratch: Scratch
 
     def unread(self) -> torch.Tensor:
-        """bool ``[pages, page_size]``: slots behind the last token of a request."""
+        """Return bool ``[pages, page_size]``, true for slots after the last token of a request."""
         first = torch.arange(self.block_table.shape[1]) * self.page_size
         inside = (self.seq_lens[:, None] - first).clamp(0, self.page_size).long()
         tokens = torch.zeros(self.used.numel(), dtype=torch.int64)
@@ -101,13 +101,13 @@ class CompactPages:
 
 @dataclass
 class Fp8RLCpuMetadata(CPUAttentionMetadata):
-    """vLLM's metadata and the pages to decode."""
+    """vLLM's metadata with the pages to decode."""
 
     pages: CompactPages | None = None
 
 
 class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Plans once a step what the layers of a group decode."""
+    """Plans, once per step, what the layers of a group decode."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
-        if _is_fp8rl(vllm_config):
-            # The kernel reads the decoded copy, so it is planned for a cache that is not FP8.
+        if uses_fp8rl(vllm_config):
+            # The kernel reads the decoded copy, so vLLM plans it for a cache that is not FP8.
             vllm_config = copy.copy(vllm_config)
             vllm_config.cache_config = copy.copy(vllm_config.cache_config)
             vllm_config.cache_config.cache_dtype = "auto"
@@ -143,14 +143,14 @@ class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         return Fp8RLCpuMetadata(**values, pages=self._plan(stock.block_table, stock.seq_lens))
 
     def _plan(self, block_table: torch.Tensor, seq_lens: torch.Tensor) -> CompactPages:
-        # Pages smaller than vLLM's blocks: a block of 128 tokens is mostly empty early on.
+        # Smaller pages than vLLM's blocks: a block of 128 tokens is mostly empty at first.
         size = _PAGE if self.block_size % _PAGE == 0 else self.block_size
         per_block = self.block_size // size
         counts = (seq_lens + (size - 1)) // size
         column = torch.arange(int(counts.max()))
         page = block_table[:, column // per_block].long() * per_block + column % per_block
         reads = column < counts[:, None]
-        used, row = torch.unique(page[reads], return_inverse=True)  # a shared prefix once
+        used, row = torch.unique(page[reads], return_inverse=True)  # shared prefixes: once
         table = torch.zeros(page.shape, dtype=torch.int32)
         table[reads] = row.int()
         slots = torch.arange(used.numel() * size)
@@ -161,15 +161,15 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
     """Attention of one layer.
 
     Raises:
-        UnsupportedError: under ``quantization="fp8rl"``, a head size that vLLM's CPU kernels do not
-            have; with a quantized cache, another format than E4M3, encoder or cross attention, or a
-            cache shared between layers.
+        UnsupportedError: the engine runs ``fp8rl`` and vLLM's CPU kernels do not have the head
+            size; or the cache is quantized and its format is not E4M3, the attention is not that of
+            a decoder, or layers share the cache.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stores_fp8 = False
-        if _is_fp8rl(get_current_vllm_config()):
+        if uses_fp8rl(get_current_vllm_config()):
             self._check_head_size()
             self.stores_fp8 = check_kv_cache_dtype(self.kv_cache_dtype)
         if self.stores_fp8:
@@ -203,7 +203,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Quantize ``key`` and ``value``, ``[tokens, kv_heads, head_size]``, into their slots."""
+        """Quantize ``key`` and ``value`` ``[tokens, kv_heads, head_size]`` into their slots."""
         if not self.stores_fp8:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
@@ -230,7 +230,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of ``query``, ``[tokens, heads, head_size]``, over the decoded cache."""
+        """Compute attention of ``query`` ``[tokens, heads, head_size]`` over the decoded cache."""
         if not self.stores_fp8 or attn_metadata is None:
             return super().forward(
                 layer,
@@ -250,7 +250,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         assert isinstance(attn_metadata, Fp8RLCpuMetadata)
         assert attn_metadata.pages is not None
         key_cache, value_cache = self._decode(
-            self._token_rows(kv_cache), attn_metadata.pages, query.dtype, layer.isa
+            self._token_rows(kv_cache), attn_metadata.pages, query.dtype, attention_isa(layer, self)
         )
         tokens = attn_metadata.num_actual_tokens
         ops.cpu_attention_with_kv_cache(
@@ -274,7 +274,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         return output
 
     def _token_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """The cache as ``uint8 [slots, 2 * kv_heads * head_size]``: K, then V, of one token."""
+        """View the cache as ``uint8 [slots, 2 * kv_heads * head_size]``: K, then V, of a token."""
         if not kv_cache.is_contiguous():
             raise UnsupportedError(
                 "fp8rl needs a KV cache whose blocks lie next to each other, but this model mixes "
@@ -285,7 +285,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
     def _decode(
         self, rows: torch.Tensor, pages: CompactPages, dtype: torch.dtype, isa: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V codes / 256 of the pages in use, in the kernel's own layout."""
+        """Return K and V of the pages in use, as codes / 256 in the layout of vLLM's kernel."""
         heads, size, step = self.num_kv_heads, self.head_size, pages.page_size
         page_rows = rows.view(-1, step * rows.shape[1])
         packed = pages.scratch.take("packed", (pages.used.numel(), heads, 2 * step, size), dtype)
@@ -297,8 +297,8 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             torch.index_select(page_rows, 0, part, out=codes)
             values = _codes_to_float(codes, dtype, pages.scratch)
             if values is None:
-                # The kernel multiplies by 0 what lies behind a request's last token: a NaN that
-                # an earlier request has left there would stay NaN.
+                # The kernel multiplies the slots after a request's last token by 0: a NaN that an
+                # earlier request has left there would stay NaN.
                 codes.view(-1, step, rows.shape[1])[pages.unread()[start : start + len(part)]] = 0
                 values = codes.view(FP8_DTYPE).float().div_(_HALF).to(dtype)
             pair = values.view(-1, 2, heads, size)
@@ -318,9 +318,10 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
 def _codes_to_float(
     codes: torch.Tensor, dtype: torch.dtype, scratch: Scratch
 ) -> torch.Tensor | None:
-    """E4M3 codes, uint8 of any shape, to code / 256 in ``dtype``; exact. None if one is NaN.
+    """Convert E4M3 codes, uint8 of any shape, to code / 256 in ``dtype``, exactly.
 
-    torch's own conversion goes element by element and takes ten times as long.
+    Returns None if a code is NaN. torch's own conversion goes element by element and takes ten
+    times as long.
     """
     masked = scratch.take("masked", tuple(codes.shape), torch.uint8)
     if int(torch.bitwise_and(codes, 0x7F, out=masked).max()) == 0x7F:  # E4M3's NaN
@@ -328,10 +329,5 @@ def _codes_to_float(
     values = scratch.take("values", tuple(codes.shape), dtype)
     bits = scratch.take("bits", tuple(codes.shape), torch.int16)
     bits.copy_(codes.view(torch.int8))  # sign-extended
-    bits.bitwise_left_shift_(7).bitwise_and_(-0x4001)  # all but bit 14, a copy of the sign
+    bits.bitwise_left_shift_(7).bitwise_and_(-0x4001)  # clears bit 14, a copy of the sign
     return values.copy_(bits.view(torch.float16))
-
-
-def _is_fp8rl(vllm_config: VllmConfig) -> bool:
-    quant_config = vllm_config.quant_config
-    return quant_config is not None and quant_config.get_name() == NAME

@@ -1,12 +1,11 @@
 """FlashAttention with a faster decode step over an FP8 KV cache, for Hopper GPUs.
 
-A batch of single tokens goes to :mod:`vllm_fp8rl.attention.paged_decode`; every other one to
-FlashAttention 3 as in vLLM, with the query quantized by the layer's ``q_scale``. Registered in
-place of ``FLASH_ATTN``, so that vLLM's own choice of a backend leads here. An engine that was not
-started with ``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernel does not
-serve (``_served``) get vLLM's behaviour unchanged. Upstream:
-``vllm/v1/attention/backends/flash_attn.py``. It can go when FlashAttention reads FP8 caches at the
-speed of BF16 ones.
+A batch of single tokens runs in :mod:`vllm_fp8rl.attention.paged_decode`. Every other batch runs in
+FlashAttention 3 as in vLLM, with the query quantized by the layer's ``q_scale``. The backend is
+registered as ``FLASH_ATTN``, so vLLM chooses it where it would choose its own. An engine without
+``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernel does not serve
+(``_served``) keep vLLM's behaviour. Upstream: ``vllm/v1/attention/backends/flash_attn.py``. This
+file can be removed once FlashAttention reads FP8 caches as fast as BF16 ones.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.utils.torch_utils import (
-    canonicalize_singleton_dim_strides,  # FA3 wants aligned strides of one KV head too
+    canonicalize_singleton_dim_strides,  # FA3 needs aligned strides even for one KV head
     is_quantized_kv_cache,
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
@@ -32,14 +31,14 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.numerics import FP8_DTYPE
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
-from vllm_fp8rl.names import NAME
+from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import check_kv_cache_dtype
 
 _HEAD_SIZES = (64, 128, 256)
 
 
 class Fp8RLFlashBackend(FlashAttentionBackend):
-    """``FLASH_ATTN`` with this module's implementation and metadata builder."""
+    """The backend: ``FLASH_ATTN`` with the implementation and metadata builder below."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -51,10 +50,10 @@ class Fp8RLFlashBackend(FlashAttentionBackend):
 
 
 class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
-    """vLLM's metadata; full graphs are for decoding alone.
+    """Builds vLLM's metadata, with full CUDA graphs for decoding only.
 
-    A graph captured with single tokens holds our kernel, which cannot run the mixed batches that
-    FlashAttention 3 would replay it for.
+    A graph captured with single tokens contains the decode kernel, which cannot run the mixed
+    batches that FlashAttention 3 would replay the graph for.
     """
 
     @classmethod
@@ -70,20 +69,20 @@ class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
 
 class Fp8RLFlashImpl(FlashAttentionImpl):
-    """One layer's attention."""
+    """Attention of one layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.quantizes_queries = self._served()
-        """Whether single tokens go to our kernel and only the queries of prompts are quantized."""
+        """Whether single tokens run in the decode kernel, and only queries of prompts in FP8."""
         if self.quantizes_queries:
-            # The layer would otherwise round every query to E4M3, which decoding does not need.
+            # Otherwise the layer rounds every query to E4M3, which decoding does not need.
             self.supports_quant_query_input = False
             self._processors = torch.cuda.get_device_properties().multi_processor_count
 
     def _served(self) -> bool:
         return (
-            _asked_for(get_current_vllm_config_or_none())
+            uses_fp8rl(get_current_vllm_config_or_none())
             and check_kv_cache_dtype(self.kv_cache_dtype)
             and self.vllm_flash_attn_version == 3
             and self.attn_type == AttentionType.DECODER
@@ -93,7 +92,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             and self.alibi_slopes is None
             and self.sinks is None
             and self.dcp_world_size == 1
-            and not self.batch_invariant_enabled  # splits follow the size of the batch
+            and not self.batch_invariant_enabled  # splits depend on the batch size
         )
 
     def forward(
@@ -108,7 +107,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As upstream; ``query`` ``[tokens, heads, head_size]`` is not quantized yet."""
+        """Compute attention as upstream; ``query`` ``[tokens, heads, head_size]`` has 16 bits."""
         if not self.quantizes_queries or attn_metadata is None:
             return super().forward(
                 layer,
@@ -165,11 +164,6 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         return output
 
 
-def _asked_for(engine: VllmConfig | None) -> bool:
-    model = engine.model_config if engine is not None else None
-    return model is not None and model.quantization == NAME
-
-
 def _decodes(engine: VllmConfig) -> bool:
-    """Whether layers of an engine may hold our kernel in their graphs."""
-    return _asked_for(engine) and is_quantized_kv_cache(engine.cache_config.cache_dtype)
+    """Return whether the CUDA graphs of an engine may contain the decode kernel."""
+    return uses_fp8rl(engine) and is_quantized_kv_cache(engine.cache_config.cache_dtype)

@@ -1,13 +1,13 @@
-"""Attention of one new token a sequence over a paged E4M3 KV cache, for Hopper GPUs.
+"""Attention of one new token per sequence over a paged E4M3 KV cache, for Hopper GPUs.
 
-A decode step reads the whole cache once and computes little, so this kernel is written for
-bandwidth. FlashAttention 3 converts and transposes V inside its tensor-core pipeline and reads an
-FP8 cache at 60% of an H100's bandwidth, a BF16 one at 83% (``docs/measurements/kernels.md``). Here codes are
-widened to float16, which holds every E4M3 value exactly, on their way into the registers: queries
-and probabilities stay in 16 bits, where FlashAttention 3 rounds both to E4M3.
+A decode step reads the whole cache once and computes little, so memory bandwidth limits it.
+FlashAttention 3 converts and transposes V inside its tensor-core pipeline and reads an FP8 cache at
+60% of an H100's bandwidth, a BF16 one at 83% (``docs/measurements/kernels.md``). This kernel
+converts codes to float16, which represents every E4M3 value exactly, when it loads them into
+registers. Queries and probabilities stay in 16 bits; FlashAttention 3 rounds both to E4M3.
 
-Layout of the cache: ``vllm/v1/attention/backends/flash_attn.py``; split of a sequence over several
-programs: Flash-Decoding (Dao et al., 2023).
+Layout of the cache: ``vllm/v1/attention/backends/flash_attn.py``. A sequence is split over several
+programs as in Flash-Decoding (Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import triton.language as tl
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 32
-_TILE = 32  # tokens; with one warp a program no barrier is needed, and 8 programs fit
+_TILE = 32  # tokens; one warp per program needs no barrier, and 8 programs fit
 _STAGES = 4
 _ROWS = 16  # the smallest number of rows that a tensor core multiplies
 
 
 @triton.jit
 def _slots(start, lane, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Page, counted in the sequence, and place in it, of tokens ``start + lane``."""
+    """Return the page of the sequence, and the slot in that page, of tokens ``start + lane``."""
     if PAGE % TILE == 0 or TILE % PAGE == 0:  # start is a multiple of TILE: no division per token
         return start // PAGE + lane // PAGE, start % PAGE + lane % PAGE
     return (start + lane) // PAGE, (start + lane) % PAGE
@@ -33,7 +33,7 @@ def _slots(start, lane, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _update(q, k, v, factor, inside, top, total, acc, MASKED: tl.constexpr):
-    """One tile of keys and values into the running softmax."""
+    """Add one tile of keys and values to the running softmax."""
     s = tl.dot(q, tl.trans(k.to(tl.float16))) * factor[:, None]
     if MASKED:
         s = tl.where(inside[None, :], s, float("-inf"))
@@ -94,7 +94,7 @@ def _attend(
         mask=live[:, None],
         other=0.0,
     ).to(tl.float32)
-    # float16 has 3 bits more than bfloat16 but a smaller range: scale each row into it.
+    # float16 has 3 more bits than bfloat16 but a smaller range: scale each row into it.
     norm = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
     q = (q / norm[:, None]).to(tl.float16)
     factor = norm * (tl.load(k_scale_ptr) * softmax_scale)
@@ -105,7 +105,7 @@ def _attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD], tl.float32)
-    # Whole tiles without masks, then the rest: every instruction here counts (see above).
+    # Whole tiles without masks, then the rest with: each instruction in this loop costs time.
     full = first + (last - first) // TILE * TILE
     for start in tl.range(first, full, TILE, num_stages=STAGES):
         number, offset = _slots(start, lane, PAGE, TILE)
@@ -115,7 +115,7 @@ def _attend(
         v = tl.load(v_ptr + slot)
         top, total, acc = _update(q, k, v, factor, lane < TILE, top, total, acc, False)
     if full < last:
-        # Slots past the end may hold any bits, NaN among them, which 0 * NaN would let through.
+        # Slots past the end may hold any bits, NaN too, and 0 * NaN is NaN.
         inside = lane < last - full
         number, offset = _slots(full, lane, PAGE, TILE)
         page = tl.load(table + number, mask=inside, other=0).to(tl.int64)
@@ -172,9 +172,14 @@ def _combine(
 
 
 def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
-    """Programs per sequence and KV head: enough for a few on each multiprocessor.
+    """Return the number of programs per sequence and KV head, enough to fill the GPU.
 
     It depends on nothing that changes between replays of a captured graph.
+
+    Args:
+        sequences: number of sequences in the batch.
+        kv_heads: number of KV heads on this rank.
+        processors: number of SMs of the GPU.
     """
     splits = 1
     while splits < _MOST_SPLITS and sequences * kv_heads * splits < 8 * processors:
@@ -195,17 +200,21 @@ def paged_decode(
     out: torch.Tensor,
     splits: int,
 ) -> torch.Tensor:
-    """``softmax(q @ k.T * softmax_scale) @ v`` for one query token a sequence.
+    """Compute ``softmax(q @ k.T * softmax_scale) @ v`` for one query token per sequence.
 
     Args:
         query: ``[sequences, heads, head_size]``, bfloat16 or float16.
-        key_cache, value_cache: E4M3 codes ``[pages, page, kv_heads, head_size]``, any strides but
-            for the last dimension; both alike.
+        key_cache, value_cache: E4M3 codes ``[pages, page_size, kv_heads, head_size]``; both have
+            the same strides, and the last dimension is contiguous.
         block_table: int32 ``[sequences, pages of the longest]``.
         seq_lens: int32 ``[sequences]``; 0 for a padded row, whose output is 0.
+        softmax_scale: factor of the logits.
         k_scale, v_scale: float32, one element, read on the GPU at each launch.
-        out: like ``query``; written.
-        splits: see :func:`splits_for`; 1 to 32.
+        out: output, like ``query``.
+        splits: number of programs per sequence and KV head, 1 to 32; see :func:`splits_for`.
+
+    Returns:
+        ``out``.
     """
     sequences, heads, size = query.shape
     page, kv_heads = key_cache.shape[1], key_cache.shape[2]

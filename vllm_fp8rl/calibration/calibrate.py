@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl.errors import RefitError, ScaleError
-from fp8rl.kv_scales import check_scale
-from fp8rl.numerics import E4M3_MAX
+from fp8rl.kv_scales import ROLES, parse_scale_name, scales_from_amax
 from vllm_fp8rl.refit.client import (
     Changes,
     RequestGate,
@@ -61,14 +60,14 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
 
     def change() -> None:
         _require_idle(llm)
-        workers.call("set_kv_scales", values)
+        workers.call("fp8rl_set_kv_scales", values)
         forget_prefixes(llm, _OLD_CODES)
 
     def undo(reason: str) -> None:
         with contextlib.suppress(RefitError):  # then the workers' guards stay shut
             forget_prefixes(llm, _OLD_CODES)
 
-    Changes.of(llm).run(change, undo)
+    Changes.of(llm.llm_engine).run(change, undo)
 
 
 def lacks_kv_scales(llm: LLM) -> bool:
@@ -77,7 +76,7 @@ def lacks_kv_scales(llm: LLM) -> bool:
     Raises:
         UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
     """
-    return any(Workers(llm).call("missing_kv_scales"))
+    return any(Workers(llm).call("fp8rl_missing_kv_scales"))
 
 
 def calibrate_kv_scales(
@@ -90,9 +89,9 @@ def calibrate_kv_scales(
     """Set scales from the largest magnitudes that the engine's own weights make of prompts.
 
     The prompts run twice, as prompts only: give whole conversations, responses included, such as
-    the engine will see. It serves eager engines and those whose prompts run outside full CUDA
-    graphs (vLLM's default), and any tensor parallel size. Meanwhile the engine takes no other
-    requests. Scales from before stay if it fails.
+    the engine will see. This works with eager engines, with those whose prompts run outside full
+    CUDA graphs (vLLM's default), and with any tensor parallel size. Meanwhile the engine takes no
+    other requests. If it fails, the scales from before stay.
 
     Args:
         llm: an idle engine started with ``quantization="fp8rl"`` and an FP8 KV cache.
@@ -103,8 +102,8 @@ def calibrate_kv_scales(
             calibration; then one run is enough, unless it clips.
 
     Returns:
-        The scales by their names on the wire: ``margin * amax / 448``. Those of queries that are
-        seen quantized only are up to 7 % larger.
+        The scales by their names on the wire, see :func:`fp8rl.kv_scales.scales_from_amax`. Those
+        of queries that are seen only quantized are up to 7% larger.
 
     Raises:
         ScaleError: no FP8 KV cache, a bad margin, or prompts that show nothing of a layer.
@@ -124,7 +123,7 @@ def calibrate_kv_scales(
         begun = True
         gate.close("KV scales are being calibrated, or a calibration broke off", _REMEDY)
         scales = _calibrated(llm, workers, prompts, margin, dict(start or {}))
-        workers.call("set_kv_scales", scales)
+        workers.call("fp8rl_set_kv_scales", scales)
         forget_prefixes(llm, _OLD_CODES)
         gate.open()
         return scales
@@ -132,11 +131,11 @@ def calibrate_kv_scales(
     def undo(reason: str) -> None:
         if begun:
             drop_requests(llm)
-            workers.call("stop_observing_kv")
+            workers.call("fp8rl_stop_observing_kv")
             forget_prefixes(llm, _OLD_CODES)
             gate.open()
 
-    return Changes.of(llm).run(change, undo)
+    return Changes.of(llm.llm_engine).run(change, undo)
 
 
 def _calibrated(
@@ -149,20 +148,20 @@ def _calibrated(
     """Run the prompts under observation until the scales found are those that were in use.
 
     Args:
-        llm: idle, and closed to others' requests.
-        workers: of the engine.
+        llm: idle engine that takes no requests of others.
+        workers: workers of the engine.
         prompts: see :func:`calibrate_kv_scales`.
         margin: factor on the magnitudes; None: that of the workers' recipe.
-        scales: of the first run, 1 where there is none.
+        scales: scales of the first run, 1 where there is none.
     """
     enough = 1 if scales else _PASSES
     for number in range(1, _MOST_PASSES + 1):
-        workers.call("observe_kv", scales)
+        workers.call("fp8rl_observe_kv", scales)
         forget_prefixes(llm, _OLD_CODES)
-        workers.call("admit_kv_calibration", True)
+        workers.call("fp8rl_admit_kv_calibration", True)
         tokens = admitted(lambda: _run(llm, prompts))
-        workers.call("admit_kv_calibration", False)
-        seen = workers.call("observed_kv")
+        workers.call("fp8rl_admit_kv_calibration", False)
+        seen = workers.call("fp8rl_observed_kv")
         factor = seen[0]["margin"] if margin is None else margin
         before, scales = scales, _scales(seen, tokens, factor)
         clipped = any(rank["clipped"] for rank in seen) or any(
@@ -188,17 +187,20 @@ def _scales(seen: Sequence[Mapping[str, Any]], tokens: int, margin: float) -> di
             "at least two tokens, and start the engine with cudagraph_mode 'FULL_AND_PIECEWISE' "
             "or 'PIECEWISE', or enforce_eager=True."
         )
-    factor = margin / E4M3_MAX
-    return {
-        name: check_scale(name, torch.tensor(value * factor, dtype=torch.float32))
-        for name, value in amax.items()
-    }
+    places = {name: parse_scale_name(name) for name in amax}
+    layers = 1 + max(place[0] for place in places.values() if place)
+    table = torch.ones(layers, len(ROLES))
+    for name, place in places.items():
+        assert place is not None
+        table[place[0], ROLES.index(place[1])] = amax[name]
+    scales = scales_from_amax(table, margin)
+    return {name: scales[name].item() for name in amax}
 
 
 def _run(llm: LLM, prompts: Sequence[Prompt]) -> int:
-    """Run prompts alone; how many of their tokens no full CUDA graph takes.
+    """Run prompts alone and return how many of their tokens no full CUDA graph takes.
 
-    It may take the last token of a prompt that ends in a step of its own.
+    Such a graph may take the last token of a prompt that ends in a step of its own.
     """
     from vllm import SamplingParams
 

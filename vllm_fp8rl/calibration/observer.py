@@ -1,8 +1,8 @@
-"""Largest |q|, |k| and |v| of a live model's attention layers, seen where vLLM calls attention.
+"""amax of q, k and v in a live model's attention layers, observed where vLLM calls attention.
 
 vLLM reaches a layer's attention through ``layer.impl``, from opaque operations that run on the host
 in eager mode and between piecewise CUDA graphs (not inside full ones, which vLLM takes for steps of
-one token a request). :class:`ObservedImpl` stands before that object for the time of a calibration.
+one token a request). :class:`ObservedImpl` wraps that object during a calibration.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from fp8rl.errors import RefitError
 from fp8rl.kv_scales import ROLES, scale_name
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl.quantization.kv_cache import (
-    LayerKVScales,
     checked_scale,
     fp8_layers,
     publish_scales,
     require_mapping,
 )
-from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.state import LayerKVScales, state_of
 
 _HALF_STEP = 1 + 1 / 16
 """An E4M3 code stands for values up to this factor larger."""
@@ -33,11 +32,11 @@ _BEYOND = 16.0
 
 
 class ObservedImpl:
-    """A layer's attention implementation, with a note of what it is given.
+    """Wraps a layer's attention implementation and notes the amax of its inputs.
 
     Args:
-        impl: the layer's own.
-        device: of the layer.
+        impl: the layer's own implementation.
+        device: device of the layer.
     """
 
     def __init__(self, impl: Any, device: torch.device) -> None:
@@ -45,7 +44,7 @@ class ObservedImpl:
         self.amax = {role: torch.zeros((), device=device) for role in ROLES}
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.quantized_queries = False
-        """Whether queries come as codes of the layer's q scale."""
+        """Whether queries come quantized with the layer's q scale."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.impl, name)
@@ -86,15 +85,15 @@ class ObservedImpl:
 
 
 def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) -> None:
-    """Note magnitudes from now on, from zero, with provisional scales in attention.
+    """Start to note amax, from zero, with provisional scales in attention.
 
     The engine refuses to run until :func:`admit_calibration`. Loaded scales stay as they are; they
     are in use again after :func:`stop_observing`.
 
     Args:
-        model: of this rank.
-        provisional: scales by their names on the wire; 1 for those that are not there. It lets
-            |values| up to 448 through unclipped, at E4M3's full precision above 1/64.
+        model: the model of this rank.
+        provisional: scales by their names on the wire; missing ones are 1, which lets magnitudes
+            up to 448 through unclipped, with E4M3's full precision above 1/64.
 
     Raises:
         RefitError: the engine's weights sleep.
@@ -103,9 +102,9 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
     require_mapping(provisional, "Provisional KV scales")
     for name, scale in provisional.items():
         checked_scale(name, scale)
-    guard = RefitGuard.of(model)
+    guard = state_of(model).guard
     guard.require_awake()
-    guard.calibrate("shut")
+    guard.calibrate("closed")
     guard.outdate_cache(_OTHER_CODES)
     for layer, state in fp8_layers(model):
         layer.impl = _own(layer)  # publishing clears what some implementations cache of the scales
@@ -117,24 +116,24 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
 
 
 def admit_calibration(model: torch.nn.Module, admitted: bool) -> None:
-    """Let the steps of a calibration pass, or shut the engine again.
+    """Let the steps of a calibration pass, or refuse every step again.
 
     Raises:
         RefitError: nothing is being observed.
     """
-    guard = RefitGuard.of(model)
+    guard = state_of(model).guard
     if not guard.calibrating:
         raise RefitError(_NOT_OBSERVED)
-    guard.calibrate("running" if admitted else "shut")
+    guard.calibrate("running" if admitted else "closed")
 
 
 def observed(model: torch.nn.Module) -> dict[str, Any]:
-    """What :func:`start_observing` has seen: plain data, of this rank.
+    """Return what this rank has observed since :func:`start_observing`, as plain data.
 
     Returns:
-        ``amax``: by the names of the scales that generation needs; ``tokens``: how many every layer
-        saw; ``clipped``: whether queries were, so that their magnitudes are guesses; ``margin``: of
-        the engine's recipe.
+        ``amax`` by the names of the scales that generation needs; ``tokens``, the number that every
+        layer saw; ``clipped``, whether queries were clipped, so that their amax is an estimate;
+        ``margin`` of the engine's recipe.
 
     Raises:
         RefitError: nothing is being observed.
@@ -162,8 +161,8 @@ def observed(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def stop_observing(model: torch.nn.Module) -> None:
-    """Take the observers away and put the loaded scales back; nothing if none are there."""
-    guard = RefitGuard.of(model)
+    """Remove the observers and put the loaded scales back; do nothing if there are none."""
+    guard = state_of(model).guard
     if not guard.calibrating:
         return
     guard.outdate_cache(_OTHER_CODES)
@@ -174,14 +173,14 @@ def stop_observing(model: torch.nn.Module) -> None:
 
 
 def _own(layer: Any) -> Any:
-    """The layer's own attention implementation."""
+    """Return the layer's own attention implementation."""
     return layer.impl.impl if isinstance(layer.impl, ObservedImpl) else layer.impl
 
 
 def _unquantized(code: float, state: LayerKVScales) -> tuple[float, bool]:
-    """The largest |query| that quantizes to at most ``code``, and whether that may be too small.
+    """Return the largest |query| that quantizes to ``code``, and whether it may be too small.
 
-    The layer has quantized it before vLLM calls attention.
+    The layer quantizes queries before vLLM calls attention.
     """
     beyond = code >= E4M3_MAX
     return code * state.in_use("q") * (_BEYOND if beyond else _HALF_STEP), beyond

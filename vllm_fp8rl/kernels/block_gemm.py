@@ -1,15 +1,17 @@
-"""vLLM's own block-FP8 GEMMs over storage that never moves.
+"""vLLM's own block-FP8 GEMMs, over weights that are written in place.
 
-vLLM prepares weights once, in each kernel's ``process_weights_after_loading``. Here that is never
-called: on the GPUs served, all it would do is replace parameters (which ends refits in place) and,
-with ``VLLM_USE_DEEP_GEMM_E8M0`` (its default), quantize the weights a second time to powers of two.
-DeepGEMM, CUTLASS and Triton all read codes ``[N, K]`` and float32 scales ``[N/128, K/128]``
-(``vllm/model_executor/kernels/linear/scaled_mm``), which is how :mod:`vllm_fp8rl.storage.block_grid` writes them.
+vLLM prepares weights once, in each kernel's ``process_weights_after_loading``. That is never called
+here: on the GPUs served, it would only replace parameters (which ends refits in place) and, with
+``VLLM_USE_DEEP_GEMM_E8M0`` (its default), quantize the weights again with scales that are powers of
+two. DeepGEMM, CUTLASS and Triton all read codes ``[N, K]`` and float32 scales ``[N/128, K/128]``
+(``vllm/model_executor/kernels/linear/scaled_mm``), as :mod:`vllm_fp8rl.storage.block_grid` writes
+them.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -24,8 +26,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearLayerConfig,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
-    GroupShape,
-    create_fp8_quant_key,
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
 )
 from vllm.platforms import current_platform
 
@@ -33,8 +35,14 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import require_gpu_supported, unsupported_reason
-from vllm_fp8rl.deep_gemm_warmup.compile import NO_NVCC, find_nvcc
+from vllm_fp8rl.compat import (
+    installed_version,
+    require_gpu_supported,
+    unsupported_reason,
+    warms_up_deep_gemm,
+)
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
+from vllm_fp8rl.kernels.nvcc import NO_NVCC, find_nvcc
 
 logger = init_logger("vllm.fp8rl")
 
@@ -43,15 +51,15 @@ _KERNELS = {
     "cutlass": CutlassFp8BlockScaledMMKernel,
     "triton": TritonFp8BlockScaledMMKernel,
 }
-"""By vLLM's ``linear_backend``, the fastest first."""
+"""The value of vLLM's ``linear_backend`` for each kernel, the fastest first."""
 
 
 class DelegatedKernel:
-    """One of vLLM's kernels, as vLLM would run it on this layer, with the recipe's activations.
+    """One of vLLM's kernels, called as vLLM would call it, with the recipe's activations.
 
     Args:
-        backend: a key of vLLM's ``linear_backend``.
-        config: the layer, in vLLM's terms.
+        backend: a key of :data:`_KERNELS`.
+        config: vLLM's description of the layer.
         recipe: scale formats.
     """
 
@@ -65,11 +73,11 @@ class DelegatedKernel:
             self._kernel.use_deep_gemm_e8m0 = False
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
-        """``x @ weight.T``."""
+        """Return ``x @ weight.T``."""
         rows = x.reshape(-1, x.shape[-1])
         codes, by_group = torch.ops.fp8rl.quantize(rows, self._pow2)
         scale_inv = by_group.t()[: rows.shape[0]]
-        if self.backend == "cutlass":  # knows no padding
+        if self.backend == "cutlass":  # takes no padding
             scale_inv = scale_inv.t().contiguous().t()
         elif self.backend == "triton":  # reads the scales of a row side by side
             scale_inv = scale_inv.contiguous()
@@ -78,17 +86,27 @@ class DelegatedKernel:
         )
         return y.view(*x.shape[:-1], weight.codes.shape[0])
 
+    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
+        """Have DeepGEMM's kernels for a layer's ``weight`` ``[N, K]`` compiled ahead of use."""
+        if self.backend != "deep_gemm":
+            return
+        if warms_up_deep_gemm(installed_version() or ""):
+            layer.deep_gemm_warmup_provider = self._kernel
+            layer.weight_block_size = list(BLOCK)
+        else:
+            warmup.add(*layer.weight.shape)
+
 
 def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedKernel:
-    """The fastest of vLLM's kernels that can run a layer, or the one ``linear_backend`` names.
+    """Return the fastest of vLLM's kernels that serves a layer, or the one of ``linear_backend``.
 
     Args:
-        shape: of the layer on this rank.
+        shape: shape of the layer on this rank.
         recipe: scale formats.
-        dtype: of the activations.
+        dtype: dtype of the activations.
 
     Raises:
-        UnsupportedError: the GPU, vLLM's version, the backend asked for, or the shape.
+        UnsupportedError: the GPU, vLLM's version, the backend or the shape is not served.
     """
     require_served_gpu()
     if shape.in_features % GROUP:
@@ -96,12 +114,12 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
             f"vLLM's kernels need input features in multiples of {GROUP} on this rank, not "
             f"{shape.in_features}; pin the layer to BF16 or change the tensor parallel size."
         )
-    config = _layer_config(shape, dtype)
+    config = layer_config(shape, dtype)
     backend, reasons = _choose(shape, config)
     if NO_NVCC in reasons.values():
         logger.warning_once("fp8rl: DeepGEMM, the fastest FP8 kernel, is left out: %s.", NO_NVCC)
     if backend is not None:
-        # Here, because it needs Triton: without a GPU the sentences above are the better answer.
+        # Imported here, because it needs Triton: without a GPU the errors above are clearer.
         from vllm_fp8rl.kernels.fusion_pass import install
 
         install(get_current_vllm_config(), recipe)
@@ -113,31 +131,20 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
     )
 
 
-def obstacles(shape: GemmShape, dtype: torch.dtype) -> dict[str, str]:
-    """Why the kernels that come before the one chosen cannot run a layer, by backend.
+def unsupported_reasons(shape: GemmShape, dtype: torch.dtype) -> dict[str, str]:
+    """Return why each backend that is faster than the chosen one does not serve a layer.
 
     Raises:
-        UnsupportedError: the backend asked for is none of those here.
+        UnsupportedError: ``linear_backend`` names a kernel that is not served.
     """
-    return _choose(shape, _layer_config(shape, dtype))[1]
+    return _choose(shape, layer_config(shape, dtype))[1]
 
 
-def _choose(
-    shape: GemmShape, config: FP8ScaledMMLinearLayerConfig
-) -> tuple[str | None, dict[str, str]]:
-    reasons: dict[str, str] = {}
-    for backend in _backends():
-        reason = _obstacle(backend, shape, config)
-        if reason is None:
-            return backend, reasons
-        reasons[backend] = reason
-    return None, reasons
-
-
-def _layer_config(shape: GemmShape, dtype: torch.dtype) -> FP8ScaledMMLinearLayerConfig:
+def layer_config(shape: GemmShape, dtype: torch.dtype) -> FP8ScaledMMLinearLayerConfig:
+    """Return vLLM's description of a block-FP8 layer."""
     return FP8ScaledMMLinearLayerConfig(
-        weight_quant_key=create_fp8_quant_key(static=True, group_shape=GroupShape(*BLOCK)),
-        activation_quant_key=create_fp8_quant_key(static=False, group_shape=GroupShape(1, GROUP)),
+        weight_quant_key=kFp8Static128BlockSym,
+        activation_quant_key=kFp8Dynamic128Sym,
         weight_shape=(shape.out_features, shape.in_features),
         input_dtype=dtype,
         out_dtype=dtype,
@@ -145,30 +152,44 @@ def _layer_config(shape: GemmShape, dtype: torch.dtype) -> FP8ScaledMMLinearLaye
 
 
 def require_served_gpu() -> None:
-    """Raise UnsupportedError for a GPU or a vLLM whose kernels are not used here."""
+    """Raise UnsupportedError if the kernels of this GPU or this vLLM are not served."""
     require_gpu_supported()
     capability = current_platform.get_device_capability()
-    why = unsupported_reason(capability, rocm=current_platform.is_rocm())
-    if why is not None:
-        raise UnsupportedError(f"{why}; use recipe.rollout=false here.")
+    reason = unsupported_reason(capability, rocm=current_platform.is_rocm())
+    if reason is not None:
+        raise UnsupportedError(f"{reason}; use recipe.rollout=false here.")
+
+
+def _choose(
+    shape: GemmShape, config: FP8ScaledMMLinearLayerConfig
+) -> tuple[str | None, dict[str, str]]:
+    reasons: dict[str, str] = {}
+    for backend in _backends():
+        reason = _unsupported_reason(backend, shape, config)
+        if reason is None:
+            return backend, reasons
+        reasons[backend] = reason
+    return None, reasons
 
 
 def _backends() -> tuple[str, ...]:
-    asked = get_current_vllm_config().kernel_config.linear_backend
-    if asked == "auto":
+    chosen = get_current_vllm_config().kernel_config.linear_backend
+    if chosen == "auto":
         return tuple(_KERNELS)
-    if asked not in _KERNELS:
+    if chosen not in _KERNELS:
         raise UnsupportedError(
-            f"linear_backend='{asked}' cannot run layers that are refitted in place; set it to "
+            f"linear_backend='{chosen}' cannot run layers that are refitted in place; set it to "
             f"{', '.join(_KERNELS)} or auto."
         )
-    return (asked,)
+    return (chosen,)
 
 
-def _obstacle(backend: str, shape: GemmShape, config: FP8ScaledMMLinearLayerConfig) -> str | None:
-    if backend == "cutlass" and shape.out_features % BLOCK[0]:
-        return f"output features are no multiple of {BLOCK[0]}"  # vLLM does not check that
-    if backend == "deep_gemm" and find_nvcc(os.environ) is None:  # nor that
+def _unsupported_reason(
+    backend: str, shape: GemmShape, config: FP8ScaledMMLinearLayerConfig
+) -> str | None:
+    if backend == "cutlass" and shape.out_features % BLOCK[0]:  # vLLM does not check it
+        return f"output features are no multiple of {BLOCK[0]}"
+    if backend == "deep_gemm" and find_nvcc(os.environ) is None:  # vLLM does not check it
         return NO_NVCC
-    possible, reason = is_supported_and_can_implement_kernel(_KERNELS[backend], config, None)
-    return None if possible else reason.strip()
+    supported, reason = is_supported_and_can_implement_kernel(_KERNELS[backend], config, None)
+    return None if supported else reason.strip()

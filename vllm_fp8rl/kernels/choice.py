@@ -1,13 +1,13 @@
 """Which kernel multiplies a layer's activations with its FP8 weight.
 
-One function, :func:`select_kernel`, decides when a layer is built; a case that no kernel serves is
-an error there, never a quiet detour.
+:func:`select_kernel` decides once, when a layer is built. If no kernel serves the layer it raises;
+there is never a silent fallback.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,26 +15,30 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape, ReferenceBackend
 from fp8rl.numerics import Quantized, dequantize_block, dequantize_group, quantize_group
 from fp8rl.recipe import Recipe
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 
 CPU_CACHE_ENV = "FP8RL_CPU_WEIGHT_CACHE"
-"""``1`` (default) keeps a float32 copy of each FP8 weight on CPU, 5 further bytes an element, which
-makes decoding faster; ``0`` dequantizes one weight at a time."""
+"""``1`` (default) keeps a float32 copy of each FP8 weight on a CPU, which makes decoding faster and
+takes 5 more bytes per element; ``0`` dequantizes the weight at each call."""
 
 
 class LinearKernel(Protocol):
-    """``y = x @ w.T`` of one layer, over activations in groups and a weight in blocks."""
+    """``y = x @ w.T`` for one layer; activations are quantized in groups, the weight in blocks."""
 
     backend: str
-    """Whose product it is: ``cpu``, or a key of vLLM's ``linear_backend``."""
+    """``cpu``, or a value of vLLM's ``linear_backend``."""
     traceable: bool
-    """Whether torch.compile may look inside; otherwise it sees one opaque operation."""
+    """Whether torch.compile may trace :meth:`apply`; if not, it sees one opaque operation."""
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
-        """``[..., K]`` -> ``[..., N]`` in ``x``'s dtype."""
+        """Multiply ``x`` ``[..., K]`` and return ``[..., N]`` in ``x``'s dtype."""
+
+    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
+        """Have kernels compiled ahead of use, for a layer whose ``weight`` is registered."""
 
 
 class CpuKernel:
-    """Quantize, dequantize, multiply in float32: the result of ``ReferenceBackend.fprop``."""
+    """Quantize, dequantize and multiply in float32; the result is ``ReferenceBackend.fprop``'s."""
 
     backend = "cpu"
     traceable = False
@@ -47,16 +51,19 @@ class CpuKernel:
         rows = quantize_group(x.reshape(-1, x.shape[-1]), scale_format=self._format)
         return self._product(rows, weight, x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
 
+    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
+        """Do nothing: there is nothing to compile."""
+
     def _product(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
         return self._backend.fprop(x, weight, dtype)
 
 
 class CachedCpuKernel(CpuKernel):
-    """The same with the dequantized weight kept from call to call.
+    """A :class:`CpuKernel` that keeps the dequantized weight between calls.
 
-    The copy is used only while the live codes and scales equal those it was made from, compared
-    bit by bit at each call, so it cannot go stale whoever writes to the parameters, and by
-    whichever way. The comparison reads 2 bytes an element where the product reads 4.
+    Each call compares the live codes and scales bit by bit with those that the copy was made from,
+    so the copy is never outdated, whoever writes to the parameters. The comparison reads 2 bytes
+    per element, the GEMM 4.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -66,7 +73,7 @@ class CachedCpuKernel(CpuKernel):
 
     def _product(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
         if self._weight is None or not _identical(weight, self._source):
-            self._weight = None  # before the next is made: one copy at a time
+            self._weight = None  # freed first, so that there is one copy at a time
             self._source = Quantized(weight.codes.clone(), weight.scale_inv.clone())
             self._weight = dequantize_block(*weight)
         return (dequantize_group(*x) @ self._weight.t()).to(dtype)
@@ -84,13 +91,13 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 def select_kernel(
     device: torch.device, shape: GemmShape, recipe: Recipe, dtype: torch.dtype
 ) -> LinearKernel:
-    """The kernel of one layer on one rank.
+    """Return the kernel of one layer on one rank.
 
     Args:
-        device: where the weight lives.
-        shape: of the layer on this rank; ``tokens`` is 0, any number will come.
+        device: device of the weight.
+        shape: shape of the layer on this rank; ``tokens`` is 0, because any number will come.
         recipe: scale formats.
-        dtype: of the activations.
+        dtype: dtype of the activations.
 
     Raises:
         UnsupportedError: no kernel serves the device or the shape; the message says why.

@@ -1,9 +1,9 @@
-"""vLLM's own fused MoE kernels over expert stacks that never move.
+"""vLLM's own fused MoE kernels, over expert weights that are written in place.
 
-As in :mod:`vllm_fp8rl.kernels.block_gemm`, what vLLM does to weights after loading is left out: Triton and
-DeepGEMM both read codes ``[experts, N, K]`` and float32 scales ``[experts, N/128, K/128]``
-(``vllm/model_executor/layers/fused_moe/experts``). The kernel object is made once, over the layer's
-own scale tensors, because captured graphs hold the addresses of what it holds.
+As in :mod:`vllm_fp8rl.kernels.block_gemm`, vLLM's processing of weights after loading is left out:
+Triton and DeepGEMM both read codes ``[experts, N, K]`` and float32 scales ``[experts, N/128,
+K/128]`` (``vllm/model_executor/layers/fused_moe/experts``). The kernel object is created once, over
+the layer's own scale tensors, because captured graphs keep the addresses of those tensors.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK, GROUP
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import require_gpu_supported
-from vllm_fp8rl.deep_gemm_warmup.compile import NO_NVCC, find_nvcc
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.block_gemm import require_served_gpu
 from vllm_fp8rl.kernels.moe_settings import ACTIVATION_SCALES_ENV
+from vllm_fp8rl.kernels.nvcc import NO_NVCC, find_nvcc
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 _BACKENDS = {"triton": Fp8MoeBackend.TRITON, "deep_gemm": Fp8MoeBackend.DEEPGEMM}
-"""By vLLM's ``moe_backend``, in vLLM's own order for block FP8 on Hopper. What is called DeepGEMM
-is Triton too below 128 tokens, or for experts of at most 512 columns."""
+"""Values of vLLM's ``moe_backend``, in vLLM's own order for block FP8 on Hopper. vLLM's DeepGEMM
+backend runs Triton too, for fewer than 128 tokens or experts of at most 512 columns."""
 
-_Made = tuple[FusedMoEQuantConfig, mk.FusedMoEKernel]
+ConfiguredKernel = tuple[FusedMoEQuantConfig, mk.FusedMoEKernel]
 
 
-def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) -> _Made:
-    """The fastest of vLLM's kernels that can run FP8 experts, or the one ``moe_backend`` names.
+def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) -> ConfiguredKernel:
+    """Return the fastest of vLLM's kernels that runs FP8 experts, or the one of ``moe_backend``.
 
     Args:
-        layer: with its stacks registered.
-        moe: the layer, in vLLM's terms.
+        layer: layer whose weights are registered.
+        moe: vLLM's description of the layer.
         recipe: scale formats.
 
     Raises:
-        UnsupportedError: the GPU, vLLM's version, the backend asked for, the shape, or a format of
-            activation scales that vLLM will not use in this process.
+        UnsupportedError: the GPU, vLLM's version, the backend or the shape is not served, or vLLM
+            would not use the recipe's format of activation scales in this process.
     """
     require_served_gpu()
     if moe.hidden_dim % GROUP:
@@ -77,9 +78,10 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
     _require_activation_scales(recipe)
     reasons = []
     for name in _names(moe):
-        found = _kernel_class(name, moe)
-        if isinstance(found, str):
-            reasons.append(f"{name}: {found}")
+        (kernel,) = backend_to_kernel_cls(_BACKENDS[name])
+        reason = _unsupported_reason(name, kernel, moe)
+        if reason is not None:
+            reasons.append(f"{name}: {reason}")
             continue
         backend = _BACKENDS[name]
         config = make_fp8_moe_quant_config(
@@ -91,35 +93,41 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
             block_shape=list(BLOCK),
         )
         routing = layer._expert_routing_tables()
-        return config, make_fp8_moe_kernel(config, moe, found, backend, routing, layer)
+        return config, make_fp8_moe_kernel(config, moe, kernel, backend, routing, layer)
     raise UnsupportedError(
         f"No FP8 kernel takes these experts ({'; '.join(reasons)}); pin them to BF16 with "
         "pins.kinds: [experts]."
     )
 
 
-def deep_gemm_rows(kernel: mk.FusedMoEKernel, moe: FusedMoEConfig, tokens: int) -> int | None:
-    """Most rows of a grouped product over so many tokens, None where it is not DeepGEMM's.
-
-    As vLLM's own warm-up counts them, for the tokens of all data-parallel ranks.
-    """
-    if not isinstance(kernel.impl.fused_experts, TritonOrDeepGemmExperts):
-        return None
+def warm_up_experts(
+    kernel: mk.FusedMoEKernel, layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup
+) -> None:
+    """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM."""
+    if not isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
+        return
+    # Rows as vLLM's own warm-up counts them: the tokens of all data-parallel ranks, padded.
     rows, _ = compute_aligned_M_and_alignment(
-        M=tokens * get_dp_group().world_size,
+        M=warmup.rows * get_dp_group().world_size,
         num_topk=moe.experts_per_token,
         local_num_experts=moe.num_local_experts,
         alignment=BLOCK[0],
         expert_tokens_meta=None,
     )
-    return rows
+    for stack in (layer.w13_weight, layer.w2_weight):
+        experts, out_features, in_features = stack.shape
+        warmup.add_experts(experts, out_features, in_features, rows)
 
 
-def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> _Made:
-    """Triton over unquantized experts: vLLM's other kernels need repacked weights.
+def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> ConfiguredKernel:
+    """Return vLLM's Triton kernel for unquantized experts; its others need repacked weights.
+
+    Args:
+        layer: layer whose weights are registered.
+        moe: vLLM's description of the layer.
 
     Raises:
-        UnsupportedError: vLLM's version, the backend asked for, or the layer.
+        UnsupportedError: vLLM's version, the backend or the layer is not served.
     """
     require_gpu_supported("start the engine without quantization='fp8rl'")
     if moe.moe_backend not in ("auto", *_BACKENDS):
@@ -152,21 +160,21 @@ def _refuse(backend: str) -> None:
     )
 
 
-def _kernel_class(name: str, moe: FusedMoEConfig) -> type[mk.FusedMoEExperts] | str:
-    """The class of a backend, or why it cannot run the layer."""
+def _unsupported_reason(
+    name: str, kernel: type[mk.FusedMoEExperts], moe: FusedMoEConfig
+) -> str | None:
     if name == "deep_gemm" and not envs.VLLM_MOE_USE_DEEP_GEMM:
         return "VLLM_MOE_USE_DEEP_GEMM is 0"
-    if name == "deep_gemm" and find_nvcc(os.environ) is None:  # vLLM does not check that
+    if name == "deep_gemm" and find_nvcc(os.environ) is None:  # vLLM does not check it
         return NO_NVCC
-    (kind,) = backend_to_kernel_cls(_BACKENDS[name])
-    supported, reason = kind.is_supported_config(
-        kind,
+    supported, reason = kernel.is_supported_config(
+        kernel,
         moe,
         kFp8Static128BlockSym,
         kFp8Dynamic128Sym,
         mk.FusedMoEActivationFormat.Standard,
     )
-    return kind if supported else str(reason)
+    return None if supported else str(reason)
 
 
 def _require_activation_scales(recipe: Recipe) -> None:

@@ -1,7 +1,7 @@
-"""The fused quantization kernels as operations of torch.compile's graphs.
+"""The fused quantization kernels as custom operations, which torch.compile can trace.
 
-Functional (nothing is mutated), with shapes that Inductor can trace; scales come as
-``[groups, rows padded to 4]``, see :mod:`fp8rl.numerics.triton.activations`.
+None of them mutates its inputs. Codes have the shape of the quantized matrix, scales ``[groups,
+rows padded to 4]``, see :mod:`fp8rl.numerics.triton.activations`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _format(pow2: bool) -> ScaleFormat:
 
 @torch.library.custom_op("fp8rl::quantize", mutates_args=(), device_types="cuda")
 def quantize(x: torch.Tensor, pow2: bool) -> Pair:
-    """Codes and scales of ``x`` ``[M, K]``."""
+    """Quantize ``x`` ``[M, K]`` to codes and scales."""
     return quantize_rows(x, _format(pow2))
 
 
@@ -32,7 +32,7 @@ def _(x: torch.Tensor, pow2: bool) -> Pair:
 
 @torch.library.custom_op("fp8rl::silu_mul_quantize", mutates_args=(), device_types="cuda")
 def silu_mul_quantize(x: torch.Tensor, pow2: bool) -> Pair:
-    """Codes and scales of ``silu(x[:, :K]) * x[:, K:]``, ``x`` ``[M, 2 K]``."""
+    """Quantize ``silu(x[:, :K]) * x[:, K:]`` for ``x`` ``[M, 2 K]``."""
     return quantize_rows(x, _format(pow2), silu_and_mul=True)
 
 
@@ -43,7 +43,7 @@ def _(x: torch.Tensor, pow2: bool) -> Pair:
 
 @torch.library.custom_op("fp8rl::rms_norm_quantize", mutates_args=(), device_types="cuda")
 def norm_quantize(x: torch.Tensor, weight: torch.Tensor, epsilon: float, pow2: bool) -> Pair:
-    """Codes and scales of ``rms_norm(x) * weight``."""
+    """Quantize ``rms_norm(x) * weight``."""
     codes, scales, _ = rms_norm_quantize(x, None, weight, epsilon, _format(pow2))
     return codes, scales
 
@@ -57,7 +57,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, epsilon: float, pow2: bool) -> Pair
 def add_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, pow2: bool
 ) -> Triple:
-    """Codes and scales of ``rms_norm(x + residual) * weight``, and ``x + residual``."""
+    """Quantize ``rms_norm(x + residual) * weight``; return ``x + residual`` as well."""
     codes, scales, total = rms_norm_quantize(x, residual, weight, epsilon, _format(pow2))
     assert total is not None
     return codes, scales, total
@@ -67,4 +67,4 @@ def add_norm_quantize(
 def _(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, pow2: bool
 ) -> Triple:
-    return *empty_rows(x, x.shape[1]), x.new_empty(x.shape)  # contiguous, as the kernel makes it
+    return *empty_rows(x, x.shape[1]), x.new_empty(x.shape)  # contiguous, like the kernel's

@@ -1,9 +1,9 @@
-"""A pass of torch.compile's: a norm, or SiLU and product, merged with the quantization after it.
+"""A torch.compile pass that fuses a norm, or SiLU and multiply, with the quantization after it.
 
 vLLM has such passes for its own quantization kernels
-(``vllm/compilation/passes/fusion/{rms,act}_quant_fusion.py``); ours go the way it offers to others,
-``post_grad_custom_post_pass`` in ``inductor_compile_config``. A place that no pattern matches runs
-the two kernels apart, with the same result.
+(``vllm/compilation/passes/fusion/{rms,act}_quant_fusion.py``). This one uses vLLM's public setting
+for other passes, ``post_grad_custom_post_pass`` in ``inductor_compile_config``. Where no pattern
+matches, the two kernels run separately, with the same result.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from vllm_fp8rl.kernels import fused_ops as fused_ops  # registers the operation
 NAME = "fp8rl_quantize_fusion"
 PASS_KEY = "post_grad_custom_post_pass"
 _EPSILONS = (1e-5, 1e-6)
-_ROWS = 5  # of the tensors that patterns are traced with
+_ROWS = 5  # rows of the tensors that patterns are traced with; any number would do
 
 
 class SiluMulQuantize(VllmPatternReplacement):
-    """``quantize(silu_and_mul(x))``."""
+    """Fuse ``quantize(silu_and_mul(x))``."""
 
     def __init__(self, dtype: torch.dtype, pow2: bool) -> None:
         self._dtype = dtype
@@ -59,7 +59,7 @@ class SiluMulQuantize(VllmPatternReplacement):
 
 
 class RmsNormQuantize(VllmPatternReplacement):
-    """``quantize(rms_norm(x) * weight)``."""
+    """Fuse ``quantize(rms_norm(x) * weight)``."""
 
     def __init__(self, dtype: torch.dtype, epsilon: float, pow2: bool) -> None:
         self._dtype = dtype
@@ -89,7 +89,7 @@ class RmsNormQuantize(VllmPatternReplacement):
 
 
 class AddRmsNormQuantize(RmsNormQuantize):
-    """``quantize(rms_norm(x + residual) * weight)``, and the sum."""
+    """Fuse ``quantize(rms_norm(x + residual) * weight)``; the sum is a second result."""
 
     def get_inputs(self) -> list[torch.Tensor]:
         return [*super().get_inputs(), self.empty(_ROWS, GROUP, dtype=self._dtype)]
@@ -114,7 +114,7 @@ class AddRmsNormQuantize(RmsNormQuantize):
 
 
 class FuseQuantization(VllmFusionPatternMatcherPass):
-    """All of this module's patterns, for one scale format."""
+    """The pass: all patterns above, for one scale format."""
 
     def __init__(self, engine: VllmConfig, pow2: bool) -> None:
         super().__init__(engine, NAME)
@@ -122,21 +122,24 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
         dtype = engine.model_config.dtype
         self.register(SiluMulQuantize(dtype, pow2))
         for epsilon in _EPSILONS:
-            self.register(AddRmsNormQuantize(dtype, epsilon, pow2))  # before the one it contains
+            self.register(AddRmsNormQuantize(dtype, epsilon, pow2))  # first: it contains the next
             self.register(RmsNormQuantize(dtype, epsilon, pow2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FuseQuantization:
-        return self  # vLLM copies the dictionary it finds this in; patterns do not change
+        return self  # vLLM copies the dictionary that holds the pass; patterns do not change
 
     def uuid(self) -> str:
-        """For vLLM's and Inductor's caches: patterns, format, and what compiled code assumes of the
-        operations (shapes, strides), whose files Dynamo does not trace."""
+        """Return a key for the caches of vLLM and Inductor.
+
+        It covers the patterns, the scale format, and the source of the operations: compiled code
+        depends on their shapes and strides, and Dynamo does not trace their files.
+        """
         operations = (inspect.getsource(module) for module in (fused_ops, triton_fused))
         return self.hash_source(super().uuid(), str(self._pow2), *operations)
 
 
 def install(engine: VllmConfig, recipe: Recipe) -> None:
-    """Add the pass to an engine that is being built, unless its user has one there."""
+    """Add the pass to an engine that is being built, unless the user has set one of his own."""
     compilation = engine.compilation_config
     passes = compilation.inductor_compile_config
     if PASS_KEY not in passes and compilation.mode != CompilationMode.NONE:

@@ -1,4 +1,4 @@
-"""Process-wide settings that vLLM's fused MoE kernels read. Importing this imports no engine."""
+"""Settings of the process that vLLM's fused MoE kernels read. Importing this imports no engine."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Recipe
 
 ACTIVATION_SCALES_ENV = "VLLM_USE_DEEP_GEMM_E8M0"
-"""Whether vLLM's experts, Triton's too, quantize activations with scales that are powers of two;
-``1`` unless it is set, also on Hopper."""
+"""Whether all of vLLM's MoE kernels quantize activations with scales that are powers of two. vLLM's
+default is ``1``, on Hopper too."""
 
 
 def set_activation_scales(recipe: Recipe, *, experts: bool) -> None:
-    """Have vLLM's experts quantize activations as the recipe says.
+    """Make vLLM's experts quantize activations as the recipe says.
 
-    vLLM takes the format from the environment alone, at the first FP8 kernel of a process
-    (``is_deep_gemm_e8m0_used`` in ``vllm/utils/deep_gemm.py``, 0.25.1), so this comes before, and
-    with the first engine that has no experts too. Linear layers are told directly.
+    vLLM reads the format from the environment only, once, at the first FP8 kernel of a process
+    (``is_deep_gemm_e8m0_used`` in ``vllm/utils/deep_gemm.py``, 0.25.1). Call this before, for an
+    engine without experts too: another one with experts may follow. Linear layers take the format
+    as an argument.
 
     Args:
-        recipe: of an engine on a GPU.
-        experts: it has some.
+        recipe: recipe of an engine on a GPU.
+        experts: whether the model has experts.
 
     Raises:
-        UnsupportedError: it has, and the environment says otherwise.
+        UnsupportedError: the model has experts and the environment contradicts the recipe.
     """
     wanted = "1" if recipe.activations.scale_format == "pow2" else "0"
     found = os.environ.setdefault(ACTIVATION_SCALES_ENV, wanted)

@@ -1,1 +1,4 @@
-"""Patches of vLLM: each says why it is there, how it works, and when it can go."""
+"""Patches of vLLM. :mod:`vllm_fp8rl.patches.ledger` lists them all.
+
+A patch is the last resort: first a public door, then a subclass, then a patch.
+"""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +13,26 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 
 from fp8rl import PinPolicy, PluginManager, Recipe
-from fp8rl.errors import PinError, RecipeError, UnsupportedError
+from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.numerics import BLOCK
-from fp8rl.pinning import ALWAYS_BF16, PinRow
+from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
-from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup, deep_gemm_job
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.moe_settings import set_activation_scales
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
-from vllm_fp8rl.patches.kv_connectors import check_connector
+from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.quantization.models import (
     check_architecture,
     check_sizes,
     check_widths,
-    is_mixture,
+    is_moe,
     module_names,
 )
+from vllm_fp8rl.refit.client import Changes
 from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.state import RankState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,53 +44,6 @@ logger = init_logger("vllm.fp8rl")
 
 SETTINGS_KEY = "fp8rl"
 _KV_NAMES = {"fp8": "fp8_e4m3"}  # vLLM's alias
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A recipe applied to one model."""
-
-    recipe: Recipe
-    policy: PinPolicy
-    dummy: bool
-    """The engine loads no checkpoint."""
-    layers: dict[str, Any]
-    """vLLM's table of layers by name, for compiled code."""
-    mixture: bool
-    """The model has experts."""
-    guard: RefitGuard
-    """Asked in every step whether the model may run."""
-    warmup: KernelWarmup
-
-    def precision(self, name: str) -> str:
-        """``fp8`` or ``bf16`` for a linear module.
-
-        Raises:
-            UnsupportedError: a linear layer that no dense Llama/Qwen3-style model has.
-        """
-        try:
-            pinned = self.policy.precision(name)
-        except PinError:
-            raise UnsupportedError(
-                f"'{name}' is no layer of a Llama/Qwen3-style model, which is what "
-                f"quantization='{NAME}' serves; start this model without it."
-            ) from None
-        return pinned if self.recipe.rollout else "bf16"
-
-    def experts_precision(self, name: str) -> str:
-        """The same for the experts of a layer, which one kernel runs.
-
-        Raises:
-            PinError: a pin covers a part of them only.
-        """
-        rows = [row for row in self.policy.report() if row.name.startswith(f"{name}.")]
-        pinned = next((row for row in rows if row.precision == "bf16"), None)
-        if pinned and any(row.precision == "fp8" for row in rows):
-            raise PinError(
-                f"pins.{pinned.reason} pins '{pinned.name}' but not all experts of its layer; pin "
-                f"all with names: ['{name}.*'], or use kinds: [experts]."
-            )
-        return "bf16" if pinned or not self.recipe.rollout else "fp8"
 
 
 class Fp8RLConfig(QuantizationConfig):
@@ -109,7 +62,16 @@ class Fp8RLConfig(QuantizationConfig):
         super().__init__()
         require_supported()
         self._recipe = recipe
-        self._resolved: Resolved | None = None
+        self._state: RankState | None = None
+        self.changes = Changes()
+        """The changes of the engine, in the process that owns its ``LLM`` or ``AsyncLLM``."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied or unpickled config belongs to another engine or process: it starts anew.
+        return self.__dict__ | {"_state": None, "changes": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"changes": Changes()}
 
     def get_name(self) -> str:  # type: ignore[override]
         return NAME
@@ -127,9 +89,9 @@ class Fp8RLConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp8RLConfig:
-        """For a model whose config describes its quantization.
+        """Make the config of a model that describes its quantization.
 
-        Either a block-FP8 checkpoint, or ``{"quant_method": "fp8rl", "recipe": {...}}``: so a
+        It is a block-FP8 checkpoint, or has ``{"quant_method": "fp8rl", "recipe": {...}}``: so a
         framework that has no argument for the quantization runs a BF16 checkpoint in FP8.
 
         Raises:
@@ -156,7 +118,7 @@ class Fp8RLConfig(QuantizationConfig):
         return NAME
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of one layer; stateless but for the recipe resolved at the first call.
+        """Return the method of one layer.
 
         Raises:
             RecipeError: unknown or bad key in ``additional_config.fp8rl``.
@@ -176,67 +138,67 @@ class Fp8RLConfig(QuantizationConfig):
             RefitLinearMethod,
         )
 
-        resolved = self.resolve()
+        state = self.resolve()
         if isinstance(layer, LinearBase):
-            if resolved.precision(prefix) == "bf16":
-                return RefitLinearMethod(prefix, dummy=resolved.dummy)
+            if state.precision(prefix) == "bf16":
+                return RefitLinearMethod(prefix, dummy=state.dummy)
             return Fp8RLLinearMethod(
-                resolved.recipe,
+                state.recipe,
                 prefix,
-                dummy=resolved.dummy,
-                layers=resolved.layers,
-                on_unpaired=resolved.guard.recheck,
-                warmup=resolved.warmup,
+                dummy=state.dummy,
+                layers=state.layers,
+                on_unpaired=state.guard.recheck,
+                warmup=state.warmup,
             )
         if isinstance(layer, RoutedExperts):
-            return _experts_method(resolved, layer, prefix)
+            return _experts_method(state, layer, prefix)
         if isinstance(layer, VocabParallelEmbedding):
-            if resolved.mixture:  # the output projection is built last, behind every router
+            if state.moe:  # the output projection is built last, behind every router
                 from vllm_fp8rl.quantization.moe import keep_gates_refittable
 
-                keep_gates_refittable(resolved.layers, dummy=resolved.dummy)
-            return RefitEmbeddingMethod(prefix, dummy=resolved.dummy)
+                keep_gates_refittable(state.layers, dummy=state.dummy)
+            return RefitEmbeddingMethod(prefix, dummy=state.dummy)
         if isinstance(layer, Attention):
-            return Fp8RLKVCacheMethod(self, resolved.guard)
+            return Fp8RLKVCacheMethod(self, state)
         raise UnsupportedError(
             f"'{prefix}' ({type(layer).__name__}) has no FP8 method in vllm_fp8rl; start this "
             f"model without quantization='{NAME}'."
         )
 
-    def resolve(self) -> Resolved:
-        """The recipe applied to the engine's model; read and logged once."""
-        if self._resolved is None:
+    def resolve(self) -> RankState:
+        """Return the state of this rank: the recipe, read and logged once, and what follows."""
+        if self._state is None:
             from vllm.config import get_current_vllm_config
 
             engine = get_current_vllm_config()
-            self._resolved = _resolve(engine, self._recipe)
+            self._state = _resolve(engine, self._recipe)
             expect_quantizing_loads()
-            logger.info("%s", _table(self._resolved.recipe, self._resolved.policy))
-        return self._resolved
+            logger.info("%s", _table(self._state.recipe, self._state.policy))
+        return self._state
 
 
-def _experts_method(resolved: Resolved, layer: RoutedExperts, name: str) -> QuantizeMethodBase:
+def _experts_method(state: RankState, layer: RoutedExperts, name: str) -> QuantizeMethodBase:
     from vllm_fp8rl.quantization.moe import Fp8RLMoEMethod, RefitMoEMethod
 
-    dummy, layers = resolved.dummy, resolved.layers
-    if resolved.experts_precision(name) == "bf16":
+    dummy, layers = state.dummy, state.layers
+    if state.experts_precision(name) == "bf16":
         return RefitMoEMethod(layer, name, dummy=dummy, layers=layers)
     return Fp8RLMoEMethod(
         layer,
-        resolved.recipe,
+        state.recipe,
         name,
         dummy=dummy,
         layers=layers,
-        on_unpaired=resolved.guard.recheck,
-        warmup=resolved.warmup,
+        on_unpaired=state.guard.recheck,
+        warmup=state.warmup,
     )
 
 
 def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe of an engine, see :class:`Fp8RLConfig`.
+    """Return the recipe of an engine, see :class:`Fp8RLConfig`.
 
     Args:
-        additional_config: of the engine.
+        additional_config: ``additional_config`` of the engine.
         of_model: ``quantization_config.recipe`` of the model's config.
 
     Raises:
@@ -257,9 +219,9 @@ def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = Non
 def _refuse_lost_recipe(
     config: Mapping[str, Any], where: str, own: str, misplaced: Iterable[str]
 ) -> None:
-    """Raise RecipeError for a key that is meant for us and that nobody would read.
+    """Raise RecipeError for a key that is meant for fp8rl but that nothing would read.
 
-    Other plugins have keys in these mappings too, so only what is nearly one of ours is refused.
+    Other plugins have keys in these mappings too, so only near misses of our keys are refused.
 
     Args:
         config: a mapping that holds the recipe under ``own``.
@@ -277,12 +239,10 @@ def _refuse_lost_recipe(
             raise RecipeError(f"'{where}.{key}' is read by nobody; write '{where}.{own}{inside}'.")
 
 
-def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved:
-    from vllm_fp8rl.patches.reload import install as refuse_unseen_reloads
-    from vllm_fp8rl.refit.plan import install as install_load_plans
+def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankState:
+    from vllm_fp8rl.patches.ledger import WORKER, install
 
-    install_load_plans()
-    refuse_unseen_reloads()
+    install(WORKER)
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config
@@ -298,23 +258,23 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> Resolved
     check_scale_source(engine.cache_config)
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
-        set_activation_scales(recipe, experts=is_mixture(hf_config))
+        set_activation_scales(recipe, experts=is_moe(hf_config))
     policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
-    return Resolved(
+    return RankState(
         recipe,
         policy,
         dummy=engine.load_config.load_format == "dummy",
         layers=engine.compilation_config.static_forward_context,
-        mixture=is_mixture(hf_config),
+        moe=is_moe(hf_config),
         guard=_guard(engine),
-        warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens, deep_gemm_job),
+        warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
     )
 
 
 def _guard(engine: VllmConfig) -> RefitGuard:
-    from vllm_fp8rl.patches.sleep import watch
+    from vllm_fp8rl.refit.sleep import watch
 
     guard = RefitGuard(engine.compilation_config.static_forward_context)
     watch(engine.model_config, guard)
@@ -369,7 +329,7 @@ def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype)
 
 
 def check_scale_source(cache: Any) -> None:
-    """Raise UnsupportedError where vLLM would make KV scales from whatever runs first.
+    """Raise UnsupportedError where vLLM would compute KV scales from the first batch.
 
     Args:
         cache: vLLM's ``CacheConfig``; 0.32 has no such setting any more.
@@ -378,30 +338,15 @@ def check_scale_source(cache: Any) -> None:
         raise UnsupportedError(
             "calculate_kv_scales overwrites the KV scales that a checkpoint or a refit brought "
             "with those of the first batch; leave it off, and use "
-            "vllm_fp8rl.calibration.calibrate.calibrate_kv_scales."
+            "vllm_fp8rl.calibration.calibrate_kv_scales."
         )
 
 
 def _table(recipe: Recipe, policy: PinPolicy) -> str:
-    """The resolved precisions, with equal neighbouring layers on one line."""
+    """The resolved precisions, for the log."""
     if not recipe.rollout:
         return "fp8rl: recipe.rollout is false, every linear layer is in the model's dtype"
-    rows = [row for row in policy.report() if row.kind not in ALWAYS_BF16]
-    layers = [(number, _line(list(group))) for number, group in groupby(rows, lambda r: r.layer)]
-    lines = [policy.summary()]
-    for text, same in groupby(layers, lambda pair: pair[1]):
-        numbers = [number for number, _ in same]
-        lines.append(f"  layers {numbers[0]}-{numbers[-1]}: {text}")
-    return "\n".join(lines)
+    return f"{policy.summary()}\n{precision_text(policy.report())}"
 
 
-def _line(rows: list[PinRow]) -> str:
-    texts = [
-        f"{'experts' if row.kind == 'experts' else row.name.rpartition('.')[2]} {row.precision}"
-        + (f" ({row.reason})" if row.reason else "")
-        for row in rows
-    ]
-    return ", ".join(dict.fromkeys(texts))  # experts of one layer are said once
-
-
-__all__ = ["RECIPE_ENV", "Fp8RLConfig", "Resolved", "read_recipe"]
+__all__ = ["RECIPE_ENV", "Fp8RLConfig", "read_recipe"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import repeat
 from numbers import Real
 from typing import Any
@@ -20,28 +19,21 @@ import torch
 from vllm.config import CompilationConfig, get_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
-from vllm_fp8rl.refit.guard import GUARD, RefitGuard, guarded
-from vllm_fp8rl.storage.block_grid import Writes
+from vllm_fp8rl.refit.guard import guarded
+from vllm_fp8rl.state import UNSET, LayerKVScales, RankState, find_state, state_of
+from vllm_fp8rl.storage.block_grid import WriteBatch
 
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
+_PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 Fill = Callable[[torch.Tensor, float], object]
 """Writes a number into a float32 tensor, perhaps later."""
-TAKES_FILL = "fp8rl_takes_fill"
-"""Mark of a weight loader with an argument ``fill``."""
 
-_STATE = "fp8rl_kv_scales"
 _OLDER_CODES = "codes of older KV scales"
-_UNSET = 1.0
-"""Stands for a scale that no loader has set. Only vLLM's trial runs at the start compute with it:
-the guard refuses every other step. A NaN would become token numbers outside the vocabulary there,
-and those an assertion that kills the process's CUDA context."""
 _READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends that read the scales from tensors, or from the layer at each call."""
 _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
@@ -49,12 +41,12 @@ _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
-    """Whether the cache is FP8.
+    """Return whether the cache is FP8.
 
     Raises:
-        UnsupportedError: a quantized cache of another format than E4M3 with per-tensor scales.
+        UnsupportedError: a cache of another format than E4M3 with per-tensor scales.
     """
-    if not is_quantized_kv_cache(kv_cache_dtype):
+    if kv_cache_dtype in _PLAIN_KV_DTYPES:
         return False
     if kv_cache_dtype not in FP8_KV_DTYPES:
         raise UnsupportedError(
@@ -68,8 +60,8 @@ def check_backend(name: str, compilation: CompilationConfig) -> None:
     """Raise UnsupportedError for an attention backend that would not see new scales.
 
     Args:
-        name: of the backend in vLLM.
-        compilation: of the engine.
+        name: name of the backend in vLLM.
+        compilation: compilation config of the engine.
     """
     if name in _READ_AT_EACH_STEP:
         return
@@ -87,68 +79,42 @@ def check_backend(name: str, compilation: CompilationConfig) -> None:
         )
 
 
-@dataclass
-class LayerKVScales:
-    """What loaders have set so far for one attention layer, by role; float32 values."""
-
-    index: int
-    """Global number of the decoder layer."""
-    values: dict[Role, float] = field(default_factory=dict)
-    provisional: dict[Role, float] | None = None
-    """Scales that attention computes with during a calibration; they never count as loaded."""
-
-    def in_use(self, role: Role) -> float:
-        """The scale that attention computes with."""
-        values = self.values if self.provisional is None else self.provisional
-        return values.get(role, _UNSET)
-
-    def required(self, layer: torch.nn.Module) -> tuple[Role, ...]:
-        """Roles without which ``layer`` cannot run; q only where the backend quantizes queries."""
-        by_layer = getattr(layer, "query_quant", None) is not None
-        by_backend = getattr(getattr(layer, "impl", None), "quantizes_queries", False)
-        return ROLES if by_layer or by_backend else ("k", "v")
-
-
 class Fp8RLKVCacheMethod(BaseKVCacheMethod):
     """Scale parameters ``q_scale``, ``k_scale``, ``v_scale`` of an ``Attention`` layer.
 
-    Stateless, because vLLM asks for a new method object whenever it post-processes a layer; the
-    state is the layer's :class:`LayerKVScales`. On a layer whose cache is not FP8 it has nothing to
-    do but to have the guard asked.
+    vLLM asks for a new method object whenever it post-processes a layer, so what loaders have set
+    is kept in the :class:`~vllm_fp8rl.state.RankState`, by the layer's name. On a layer whose cache
+    is not FP8 the method only inserts the guard.
 
     Args:
-        quant_config: the engine's.
-        guard: of the engine's model.
+        quant_config: quantization config of the engine.
+        state: state of this rank.
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, quant_config: QuantizationConfig, guard: RefitGuard) -> None:
+    def __init__(self, quant_config: QuantizationConfig, state: RankState) -> None:
         super().__init__(quant_config)
-        self._guard = guard
+        self.state = state
 
     def create_weights(self, layer: Any) -> None:
         """Register the parameters, float32 scalars.
-
-        A layerwise reload calls this again on a live layer: loaded values then stay.
 
         Raises:
             UnsupportedError: see :func:`check_kv_cache_dtype` and :func:`check_backend`.
         """
         fp8 = check_kv_cache_dtype(layer.kv_cache_dtype)
-        if getattr(layer, GUARD, None) is None:
-            if fp8:
-                engine = get_current_vllm_config()
-                check_backend(layer.attn_backend.get_name(), engine.compilation_config)
-            setattr(layer, GUARD, self._guard)
-            layer.attn_backend = guarded(layer.attn_backend)
+        if fp8:
+            engine = get_current_vllm_config()
+            check_backend(layer.attn_backend.get_name(), engine.compilation_config)
+        layer.attn_backend = guarded(layer.attn_backend)
         if not fp8:
             return
-        if _state_of(layer) is None:
-            setattr(layer, _STATE, LayerKVScales(extract_layer_index(layer.layer_name)))
+        index = next(part for part in layer.layer_name.split(".") if part.isdigit())
+        self.state.kv_scales[layer.layer_name] = LayerKVScales(int(index))
         for role in ROLES:
             parameter = torch.nn.Parameter(
-                torch.full((), _UNSET, dtype=torch.float32), requires_grad=False
+                torch.full((), UNSET, dtype=torch.float32), requires_grad=False
             )
             parameter.weight_loader = _loader(layer, role)  # type: ignore[attr-defined]
             layer.register_parameter(f"{role}_scale", parameter)
@@ -163,14 +129,14 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         publish_scales(layer)
 
     def restore(self, layer: Any) -> None:
-        """Write the loaded values again where a sleep or vLLM's wake-up has lost them."""
+        """Write the loaded values again, which a sleep or vLLM's wake-up may have overwritten."""
         publish_scales(layer)
 
     def require_ready(self, layer: Any) -> None:
         """Raise ScaleError, for all layers at once, unless this one has the scales it needs."""
-        state = _state_of(layer)
-        if state is not None and state.provisional is None and _missing(layer):
-            require_kv_scales(*self._guard.layers.values())
+        scales = self.state.kv_scales.get(layer.layer_name)
+        if scales is not None and scales.provisional is None and _missing(layer, scales):
+            _require(self.state)
 
 
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> None:
@@ -207,17 +173,17 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
         given.append(parsed)
     if not scales:
         return
-    guard = RefitGuard.of(model)
+    guard = state_of(model).guard
     guard.require_awake()
     if any(state.values != values[index] for index, state in states.items()):
         guard.outdate_cache(_OLDER_CODES)
     guard.restore()  # where what follows is interrupted, the next step does it
     # In one go: Ctrl-C interrupts no call of C, and a half of the scales is never left behind.
     deque(map(setattr, states.values(), repeat("values"), values.values()), maxlen=0)
-    writes = Writes()
+    batch = WriteBatch()
     for index, role in given:
-        _publish(layers[index], role, states[index].in_use(role), writes.fill)
-    writes.run()
+        _publish(layers[index], role, states[index].in_use(role), batch.fill)
+    batch.run()
 
 
 def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
@@ -240,15 +206,15 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
 
 
 def forget_kv_scales(model: torch.nn.Module) -> None:
-    """Take all scales away, as those of older weights; the engine waits for others to run."""
-    for layer, state in fp8_layers(model):
-        state.values.clear()
+    """Remove all scales, as those of older weights; the engine refuses to run without new ones."""
+    for layer, scales in fp8_layers(model):
+        scales.values.clear()
         publish_scales(layer)
-        getattr(layer, GUARD).recheck()
+        state_of(model).guard.recheck()
 
 
 def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
-    """(global layer number, role) -> value, for every scale that a loader has set."""
+    """Return (global layer number, role) -> value, for every scale that a loader has set."""
     return {
         (state.index, role): value
         for _, state in fp8_layers(model)
@@ -257,7 +223,7 @@ def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
 
 
 def required_kv_scales(model: torch.nn.Module) -> set[str]:
-    """Names on the wire of the scales that generation needs, loaded or not."""
+    """Return the wire names of the scales that generation needs, loaded or not."""
     return {
         scale_name(state.index, role)
         for layer, state in fp8_layers(model)
@@ -266,63 +232,65 @@ def required_kv_scales(model: torch.nn.Module) -> set[str]:
 
 
 def missing_kv_scales(model: torch.nn.Module) -> list[str]:
-    """Names on the wire of the scales that generation needs and that no loader has set yet."""
-    return [name for layer, _ in fp8_layers(model) for name in _missing(layer)]
+    """Return the wire names of the scales that generation needs and that no loader has set."""
+    return [name for layer, scales in fp8_layers(model) for name in _missing(layer, scales)]
 
 
-def require_kv_scales(*layers: torch.nn.Module) -> None:
+def require_kv_scales(model: torch.nn.Module) -> None:
     """Raise unless every FP8 attention layer has the scales that generation needs.
-
-    Args:
-        layers: a model, or attention layers.
 
     Raises:
         ScaleError: names the first missing scale and the remedies.
+        RefitError: the engine was not started with ``quantization="fp8rl"``.
     """
-    missing = [name for layer in layers for name in missing_kv_scales(layer)]
+    _require(state_of(model))
+
+
+def _require(state: RankState) -> None:
+    missing = [name for layer, scales in _fp8_layers(state) for name in _missing(layer, scales)]
     if missing:
         raise ScaleError(
             f"KV scale '{missing[0]}' was never loaded ({len(missing)} missing): the FP8 KV cache "
             "does not start from scale 1.0. Send the scales with a refit, store them in the "
-            "checkpoint, call vllm_fp8rl.calibration.calibrate.calibrate_kv_scales or "
-            "vllm_fp8rl.quantization.kv_cache.set_uncalibrated_kv_scales, or set kv_cache_dtype='auto'."
+            "checkpoint, call vllm_fp8rl.calibration.calibrate_kv_scales or "
+            "vllm_fp8rl.calibration.set_uncalibrated_kv_scales, or set kv_cache_dtype='auto'."
         )
 
 
 def publish_scales(layer: Any) -> None:
-    """Put what the loaders have set, and a placeholder for the rest, where vLLM reads it."""
-    state = _state_of(layer)
-    if state is not None:
+    """Write the loaded scales, and a placeholder for missing ones, to where vLLM reads them."""
+    scales = _scales_of(layer)
+    if scales is not None:
         for role in ROLES:
-            _publish(layer, role, state.in_use(role))
+            _publish(layer, role, scales.in_use(role))
         layer._prob_scale.fill_(1.0)  # softmax output lies in [0, 1]: nothing to calibrate
 
 
-def _state_of(layer: torch.nn.Module) -> LayerKVScales | None:
-    return getattr(layer, _STATE, None)
-
-
 def fp8_layers(model: torch.nn.Module) -> Iterator[tuple[Any, LayerKVScales]]:
-    """Attention layers with an FP8 cache, and what loaders have set for them."""
-    for module in model.modules():
-        state = _state_of(module)
-        if state is not None:
-            yield module, state
+    """Yield the attention layers with an FP8 cache, and what loaders have set for them."""
+    state = find_state(model)
+    return iter(()) if state is None else _fp8_layers(state)
 
 
-def _missing(layer: torch.nn.Module) -> list[str]:
-    state = _state_of(layer)
-    if state is None:
-        return []
-    return [scale_name(state.index, r) for r in state.required(layer) if r not in state.values]
+def _fp8_layers(state: RankState) -> Iterator[tuple[Any, LayerKVScales]]:
+    for name, scales in state.kv_scales.items():
+        yield state.layers[name], scales
+
+
+def _scales_of(layer: Any) -> LayerKVScales | None:
+    return layer.quant_method.state.kv_scales.get(layer.layer_name)
+
+
+def _missing(layer: torch.nn.Module, scales: LayerKVScales) -> list[str]:
+    return [scale_name(scales.index, r) for r in scales.required(layer) if r not in scales.values]
 
 
 def require_mapping(scales: object, what: str) -> None:
     """Raise ScaleError for scales in anything but a mapping.
 
     Args:
-        scales: as a caller gave them.
-        what: they are, for the message.
+        scales: the caller's argument.
+        what: name of the scales in the message.
     """
     if not isinstance(scales, Mapping):
         raise ScaleError(
@@ -331,10 +299,10 @@ def require_mapping(scales: object, what: str) -> None:
 
 
 def checked_scale(name: str, scale: torch.Tensor | float) -> float:
-    """A scale as engines keep it, in float32: so 1e-50 counts as 0.
+    """Return a scale rounded to float32, as engines keep it: 1e-50 counts as 0.
 
     Raises:
-        ScaleError: no KV scale's name, no number, or see :func:`fp8rl.kv_scales.check_scale`.
+        ScaleError: not the name of a KV scale, or see :func:`fp8rl.kv_scales.check_scale`.
     """
     if not isinstance(name, str) or parse_scale_name(name) is None:
         raise ScaleError(f"{name!r} is no name of a KV scale; use such as '{scale_name(0, 'k')}'.")
@@ -343,15 +311,13 @@ def checked_scale(name: str, scale: torch.Tensor | float) -> float:
     return check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
 
 
-def _commit(
-    layer: torch.nn.Module, role: Role, value: float, fill: Fill = torch.Tensor.fill_
-) -> None:
-    state = _state_of(layer)
-    assert state is not None
-    if state.values.get(role) != value:
-        getattr(layer, GUARD).outdate_cache(_OLDER_CODES)
-    state.values[role] = value
-    if state.provisional is None:
+def _commit(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fill_) -> None:
+    state: RankState = layer.quant_method.state
+    scales = state.kv_scales[layer.layer_name]
+    if scales.values.get(role) != value:
+        state.guard.outdate_cache(_OLDER_CODES)
+    scales.values[role] = value
+    if scales.provisional is None:
         _publish(layer, role, value, fill)
 
 
@@ -370,20 +336,16 @@ def _publish(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fil
 
 def _loader(layer: torch.nn.Module, role: Role) -> Callable[..., None]:
     # Weak, because vLLM keeps loaders in a table that must not keep the model alive.
-    reference = weakref.ref(layer)
+    reference: weakref.ref[Any] = weakref.ref(layer)
 
     def load_kv_scale(
         param: torch.Tensor, loaded_weight: torch.Tensor, fill: Fill = torch.Tensor.fill_
     ) -> None:
         owner = reference()
         assert owner is not None, "a weight loader outlived its layer"
-        state = _state_of(owner)
-        assert state is not None
-        value = checked_scale(scale_name(state.index, role), loaded_weight)
-        if param.is_meta:  # a layerwise reload counts first and loads later
-            param.data.copy_(loaded_weight.reshape(()))
-            return
+        scales = _scales_of(owner)
+        assert scales is not None
+        value = checked_scale(scale_name(scales.index, role), loaded_weight)
         _commit(owner, role, value, fill)
 
-    setattr(load_kv_scale, TAKES_FILL, True)
     return load_kv_scale

@@ -1,4 +1,4 @@
-"""Linear, embedding and output methods that live weight updates survive.
+"""Linear, embedding and output methods whose weights can be updated in a live engine.
 
 vLLM's own methods prepare weights once after loading: they repack or replace parameters (oneDNN on
 CPU drops ``layer.weight``), so a later ``model.load_weights`` fails or is silently ignored. The
@@ -27,8 +27,7 @@ from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import Quantized
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import before_reload
-from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.choice import select_kernel
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 from vllm_fp8rl.storage.parameters import (
@@ -44,7 +43,6 @@ _DUMMY_RANGE = 1e-3  # what vLLM's dummy loader draws weights from
 
 
 def _replicated_loader(param: ShardedParameter, loaded_weight: torch.Tensor) -> None:
-    # vLLM's layerwise reload binds the first argument by the name 'param'.
     param.load_replicated_weight(loaded_weight)
 
 
@@ -67,11 +65,11 @@ class Fp8RLLinearMethod(LinearMethodBase):
     Args:
         recipe: scale formats.
         name: module name, for messages.
-        dummy: the engine loads no checkpoint (``load_format="dummy"``).
+        dummy: whether the engine loads no checkpoint (``load_format="dummy"``).
         layers: the engine's table of layers that compiled code finds by name
             (``compilation_config.static_forward_context``).
         on_unpaired: called when FP8 codes arrive before their scales, or scales before codes.
-        warmup: has kernels compiled that would otherwise be when first met.
+        warmup: compiles kernels at the start that would otherwise be compiled when first used.
     """
 
     supports_pre_processed_weights = False
@@ -112,8 +110,6 @@ class Fp8RLLinearMethod(LinearMethodBase):
             )
         except UnsupportedError as error:
             raise UnsupportedError(f"'{self.name}': {error}") from None
-        if self.kernel.backend == "deep_gemm":
-            self._warmup.add(rows, columns)
         self.grid = BlockGrid(
             self.name,
             partial(_live_storage, weakref.ref(layer)),
@@ -122,12 +118,12 @@ class Fp8RLLinearMethod(LinearMethodBase):
             self.recipe.weights.scale_format,
             codes.device,
             on_unpaired=self._on_unpaired,
-            former=partial(_former_storage, weakref.ref(layer)),
         )
         weight = Fp8Weight(codes, grid=self.grid, weight_loader=loader)
         scale = Fp8Scale(scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader)
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
+        self.kernel.warm_up(layer, self._warmup)
         self._layers[self.name] = layer
         for parameter in (weight, scale):
             set_weight_attrs(parameter, extra_weight_attrs)
@@ -144,7 +140,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
             return
         if not self._dummy:
             self.grid.require_paired()
-            raise _torn(self.name, self.grid.missing())
+            raise _incomplete(self.name, self.grid.missing())
         self._fill_with_dummies()
 
     def _fill_with_dummies(self) -> None:
@@ -166,7 +162,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
     def discard(self, layer: torch.nn.Module) -> None:
-        """A sleep has discarded the weight."""
+        """Forget what is kept of the weight, after a sleep has discarded it."""
         self.grid.discard()
 
     def require_ready(self, layer: torch.nn.Module) -> None:
@@ -182,7 +178,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
     "fp8rl::linear", mutates_args=(), schema="(Tensor x, str name, int out_features) -> Tensor"
 )
 def _opaque_product(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
-    """What torch.compile sees of :meth:`Fp8RLLinearMethod.product`, whose checks it cannot trace.
+    """Call :meth:`Fp8RLLinearMethod.product`, whose checks torch.compile cannot trace.
 
     The layer comes from vLLM's forward context by its name, as in vLLM's own attention op.
     """
@@ -195,7 +191,7 @@ def _(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-def _torn(name: str, rows: list[int]) -> CheckpointError:
+def _incomplete(name: str, rows: list[int]) -> CheckpointError:
     return CheckpointError(
         f"The checkpoint has no tensor for local rows from {rows[0]} of '{name}'; load a complete "
         "checkpoint, or use load_format='dummy' and refit."
@@ -207,19 +203,6 @@ def _live_storage(layer: weakref.ref[torch.nn.Module]) -> tuple[torch.Tensor, to
     if module is None:
         raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
     return _storage_of(module)
-
-
-def _former_storage(
-    layer: weakref.ref[torch.nn.Module],
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    codes, scales = _former(layer, "weight"), _former(layer, "weight_scale_inv")
-    return None if codes is None or scales is None else (codes, scales)
-
-
-def _former(layer: weakref.ref[torch.nn.Module], name: str) -> torch.Tensor | None:
-    module = layer()
-    parameter = None if module is None else before_reload(module, name)
-    return None if parameter is None else parameter.data
 
 
 def _storage_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,11 +233,7 @@ class RefitLinearMethod(UnquantizedLinearMethod):
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         data = torch.empty(rows, columns, dtype=params_dtype)
         weight = PlainWeight(
-            data,
-            module=self.name,
-            partitions=output_partition_sizes,
-            weight_loader=loader,
-            former=partial(_former, weakref.ref(layer), "weight"),
+            data, module=self.name, partitions=output_partition_sizes, weight_loader=loader
         )
         layer.register_parameter("weight", weight)
         set_weight_attrs(weight, extra_weight_attrs)
@@ -267,7 +246,7 @@ class RefitLinearMethod(UnquantizedLinearMethod):
         """
         weight = layer.weight
         if isinstance(weight, PlainWeight) and weight.missing and not self._dummy:
-            raise _torn(self.name, sorted(weight.missing))
+            raise _incomplete(self.name, sorted(weight.missing))
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -295,7 +274,7 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
             CheckpointError: the checkpoint has no such tensor. A tied one has its partner's.
         """
         if not (self._dummy or getattr(layer.weight, _LOADED, False)):
-            raise _torn(self.name, [0])
+            raise _incomplete(self.name, [0])
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

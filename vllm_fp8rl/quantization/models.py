@@ -1,15 +1,15 @@
-"""Which models ``quantization="fp8rl"`` serves, and the HF names of their modules."""
+"""Models that ``quantization="fp8rl"`` serves, and the HF names of their modules."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.pinning import check_count, dense_module_names, has_experts, mixture_module_names
+from fp8rl.families import check_count, dense_module_names, has_experts, moe_module_names
 from vllm_fp8rl.names import NAME
 
-MIXTURES = ("qwen3_moe",)
-"""``model_type`` of the mixtures of experts whose names are known here."""
+MOE_MODELS = ("qwen3_moe",)
+"""``model_type`` of the MoE models whose module names are known here."""
 _WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -23,23 +23,23 @@ _WIDEST = 2**31 - 1
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def is_mixture(hf_config: Any) -> bool:
-    """Whether a transformers config is that of a mixture of experts."""
+def is_moe(hf_config: Any) -> bool:
+    """Return whether a transformers config is that of a MoE model."""
     return any(getattr(hf_config, key, None) for key in _EXPERT_KEYS)
 
 
-def is_mixture_layer(hf_config: Any, layer: int) -> bool:
-    """Whether a decoder layer has experts."""
-    return is_mixture(hf_config) and has_experts(vars(hf_config), layer)
+def is_moe_layer(hf_config: Any, layer: int) -> bool:
+    """Return whether a decoder layer has experts."""
+    return is_moe(hf_config) and has_experts(vars(hf_config), layer)
 
 
 def module_names(hf_config: Any) -> list[str]:
-    """HF names of the modules with weights, in order."""
-    if not is_mixture(hf_config):
+    """Return the HF names of the modules with weights, in order."""
+    if not is_moe(hf_config):
         return dense_module_names(hf_config.num_hidden_layers)
-    return mixture_module_names(
+    return moe_module_names(
         hf_config.num_experts,
-        [is_mixture_layer(hf_config, layer) for layer in range(hf_config.num_hidden_layers)],
+        [is_moe_layer(hf_config, layer) for layer in range(hf_config.num_hidden_layers)],
     )
 
 
@@ -47,31 +47,31 @@ def check_architecture(hf_config: Any, top_config: Any) -> None:
     """Refuse a model whose modules are not known here.
 
     Args:
-        hf_config: of the language model.
-        top_config: of the whole model.
+        hf_config: config of the language model.
+        top_config: config of the whole model.
 
     Raises:
-        UnsupportedError: a multimodal model, or a mixture that is not one of ``MIXTURES``.
+        UnsupportedError: a multimodal model, or a MoE model that is not one of ``MOE_MODELS``.
     """
     kind = getattr(hf_config, "model_type", "this model")
     if hf_config is not top_config:
         why = "a multimodal model"
-    elif is_mixture(hf_config) and kind not in MIXTURES:
+    elif is_moe(hf_config) and kind not in MOE_MODELS:
         key = next(key for key in _EXPERT_KEYS if getattr(hf_config, key, None))
         why = f"another mixture of experts ({key})"
     else:
         return
     raise UnsupportedError(
-        f"quantization='{NAME}' serves dense Llama/Qwen3-style models and {', '.join(MIXTURES)}, "
+        f"quantization='{NAME}' serves dense Llama/Qwen3-style models and {', '.join(MOE_MODELS)}, "
         f"but {kind} is {why}; start it without."
     )
 
 
 def check_sizes(hf_config: Any) -> None:
-    """Refuse numbers that no model has; vLLM takes some of them and divides by others.
+    """Refuse sizes that no model has; vLLM accepts some of them and divides by others.
 
     Raises:
-        ModelError: with the key.
+        ModelError: names the key.
     """
     for key in _WIDTHS:
         value = getattr(hf_config, key, None)
@@ -80,13 +80,13 @@ def check_sizes(hf_config: Any) -> None:
 
 
 def check_widths(hf_config: Any, ranks: int, *, expert_parallel: bool) -> None:
-    """Refuse a number of ranks that does not divide what it has to.
+    """Refuse a number of ranks that does not divide the widths that are split.
 
     Raises:
-        UnsupportedError: the intermediate size of MLPs, or of experts that are split.
+        UnsupportedError: names the intermediate size of MLPs, or of experts.
     """
     layers = range(hf_config.num_hidden_layers)
-    experts = [is_mixture_layer(hf_config, layer) for layer in layers]
+    experts = [is_moe_layer(hf_config, layer) for layer in layers]
     widths = {}
     if not all(experts):
         widths["mlp.gate_up_proj"] = ("intermediate_size", hf_config.intermediate_size)

@@ -1,9 +1,9 @@
-"""Mixture-of-experts methods that live weight updates survive.
+"""MoE methods whose experts can be updated in a live engine.
 
 vLLM's own methods repack or replace the expert stacks once after loading (``Fp8MoEMethod``,
-``UnquantizedFusedMoEMethod``), so a later ``model.load_weights`` casts BF16 to FP8 under stale
-scales without a word. The methods here allocate everything, and make their kernel, when the layer
-is built; loads write in place (:mod:`vllm_fp8rl.storage.experts`), so captured graphs stay valid.
+``UnquantizedFusedMoEMethod``), so a later ``model.load_weights`` silently casts BF16 to FP8 under
+old scales. The methods here allocate everything, and make their kernel, when the layer is built;
+loads write in place (:mod:`vllm_fp8rl.storage.experts`), so captured graphs stay valid.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import before_reload
-from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.choice import LinearKernel, select_kernel
 from vllm_fp8rl.quantization.linear import RefitLinearMethod
 from vllm_fp8rl.storage.experts import (
@@ -49,9 +48,9 @@ class _ExpertsMethod(FusedMoEMethodBase):
     """What pinned and quantized experts have in common.
 
     Args:
-        layer: being built.
+        layer: the layer that is being built.
         name: its module name, e.g. ``model.layers.0.mlp.experts``.
-        dummy: the engine loads no checkpoint (``load_format="dummy"``).
+        dummy: whether the engine loads no checkpoint (``load_format="dummy"``).
         layers: the engine's table of layers that compiled code finds by name.
 
     Raises:
@@ -73,14 +72,14 @@ class _ExpertsMethod(FusedMoEMethodBase):
         layers[self._key] = layer
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
-        """Of the kernel; None on CPU, where there is none of vLLM's."""
+        """The configuration of vLLM's kernel; None on CPU, where no such kernel is used."""
         return self.moe_quant_config
 
     def require_ready(self, layer: RoutedExperts) -> None:
         """Raise unless the experts can run."""
 
     def discard(self, layer: RoutedExperts) -> None:
-        """A sleep has discarded the weights: put back what no refit brings."""
+        """Put back what no refit brings, after a sleep has discarded the weights."""
         self._clear_padding(layer)
 
     def _clear_padding(self, layer: RoutedExperts) -> None:
@@ -112,7 +111,7 @@ class _ExpertsMethod(FusedMoEMethodBase):
         )
 
     def products(self, layer: RoutedExperts) -> tuple[Product, Product]:
-        """``w13`` and ``w2`` on CPU."""
+        """The products with ``w13`` and ``w2`` on CPU."""
         raise NotImplementedError
 
     def _layout(self, layer: RoutedExperts, padded: int, hidden: int) -> ExpertLayout:
@@ -131,7 +130,7 @@ class _ExpertsMethod(FusedMoEMethodBase):
             tp_size=self.moe.tp_size,
         )
 
-    def _torn(self) -> CheckpointError:
+    def _incomplete(self) -> CheckpointError:
         return CheckpointError(
             f"The checkpoint has no tensor '{self.grids.missing()[0]}'; load a complete "
             "checkpoint, or use load_format='dummy' and refit."
@@ -145,7 +144,7 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         layer, name, dummy, layers: see the base class.
         recipe: scale formats.
         on_unpaired: called when FP8 codes arrive before their scales, or scales before codes.
-        warmup: has kernels compiled that would otherwise be when first met.
+        warmup: compiles kernels at the start that would otherwise be compiled when first used.
     """
 
     grids: ExpertGrids
@@ -174,7 +173,7 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         act_dtype: torch.dtype,
         moe_parallel_config: Any,
     ) -> tuple[int, int]:
-        """Whole blocks for each of gate and up, whatever this rank's part of them."""
+        """Round this rank's part of gate and of up to whole blocks."""
         hidden, width = super().maybe_roundup_sizes(
             hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
         )
@@ -192,14 +191,13 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         layout = self._layout(layer, intermediate_size_per_partition, hidden_size)
         stacks = empty_stacks(layout)
         device = stacks["w13_weight"].device
-        storage = _storage_of(weakref.ref(layer), tuple(stacks))
+        storage = _storage_of(weakref.ref(layer))
         self.grids = ExpertGrids(
             layout,
             storage,
             self.recipe.weights.scale_format,
             device,
             self._on_unpaired,
-            _former_of(weakref.ref(layer), tuple(stacks)),
         )
         for name, data in stacks.items():
             kind = ExpertScale if name.endswith("_scale_inv") else ExpertParameter
@@ -211,14 +209,10 @@ class Fp8RLMoEMethod(_ExpertsMethod):
 
     def _make_kernels(self, layer: RoutedExperts, device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda":
-            from vllm_fp8rl.kernels.fused_moe import deep_gemm_rows, delegate_experts
+            from vllm_fp8rl.kernels.fused_moe import delegate_experts, warm_up_experts
 
             self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, self.recipe)
-            rows = deep_gemm_rows(self.moe_kernel, self.moe, self._warmup.rows)
-            if rows is not None:
-                for stack in (layer.w13_weight, layer.w2_weight):
-                    experts, out_features, in_features = stack.shape
-                    self._warmup.add_experts(experts, out_features, in_features, rows)
+            warm_up_experts(self.moe_kernel, layer, self.moe, self._warmup)
             return
         layout = self.grids.layout
         shapes = [
@@ -240,13 +234,13 @@ class Fp8RLMoEMethod(_ExpertsMethod):
             CheckpointError: the checkpoint left out a part of this layer.
         """
         self._warmup.close()  # every layer has been built
-        # vLLM's dummy loader and its layerwise reload leave anything there.
+        # vLLM's dummy loader writes there too.
         self._clear_padding(layer)
         if self.grids.complete:
             return
         if not self._dummy:
             self.grids.require_paired()
-            raise self._torn()
+            raise self._incomplete()
         self._fill_with_dummies(layer.w13_weight.device)
 
     def _fill_with_dummies(self, device: torch.device) -> None:
@@ -260,7 +254,7 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         self.grids.fill_missing(make)
 
     def discard(self, layer: RoutedExperts) -> None:
-        """A sleep has discarded the weights: put back what no refit brings."""
+        """Put back what no refit brings, after a sleep has discarded the weights."""
         super().discard(layer)
         self.grids.forget_unpaired()
 
@@ -298,8 +292,7 @@ class RefitMoEMethod(_ExpertsMethod):
         width, shapes = layout.padded, {}
         shapes["w13_weight"] = (num_experts, 2 * width, hidden_size)
         shapes["w2_weight"] = (num_experts, hidden_size, width)
-        names, own = tuple(shapes), weakref.ref(layer)
-        self.grids = PlainExperts(layout, _storage_of(own, names), _former_of(own, names))
+        self.grids = PlainExperts(layout, _storage_of(weakref.ref(layer)))
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=params_dtype)
             layer.register_parameter(name, ExpertParameter(data, self.grids))
@@ -315,7 +308,7 @@ class RefitMoEMethod(_ExpertsMethod):
             CheckpointError: the checkpoint left out a part of this layer.
         """
         if self.grids.missing() and not self._dummy:
-            raise self._torn()
+            raise self._incomplete()
 
     def products(self, layer: RoutedExperts) -> tuple[Product, Product]:
         linear = torch.nn.functional.linear
@@ -346,10 +339,10 @@ def _opaque_experts(
     for expert in numbers.unique().tolist():
         if expert < 0:  # on another rank
             continue
-        token, slot = torch.where(numbers == expert)
+        token, choice = torch.where(numbers == expert)
         gate, up = w13(expert, x[token]).float().chunk(2, dim=-1)
         hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-        part = w2(expert, hidden).float() * topk_weights[token, slot, None].float()
+        part = w2(expert, hidden).float() * topk_weights[token, choice, None].float()
         y.index_add_(0, token, part)
     return y.to(x.dtype)
 
@@ -369,7 +362,7 @@ def keep_gates_refittable(layers: Mapping[str, Any], *, dummy: bool) -> None:
 
     Args:
         layers: the engine's table of layers by name.
-        dummy: the engine loads no checkpoint.
+        dummy: whether the engine loads no checkpoint.
     """
     for name, runner in list(layers.items()):
         gate = getattr(runner, "gate", None)
@@ -407,26 +400,12 @@ def _check(moe: FusedMoEConfig, layer: RoutedExperts, name: str) -> None:
             )
 
 
-def _storage_of(
-    layer: weakref.ref[torch.nn.Module], names: tuple[str, ...]
-) -> Callable[[], dict[str, torch.Tensor]]:
-    def live() -> dict[str, torch.Tensor]:
+def _storage_of(layer: weakref.ref[torch.nn.Module]) -> Callable[[str], torch.Tensor]:
+    def live(name: str) -> torch.Tensor:
         module = layer()
         if module is None:
             raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
-        return {name: getattr(module, name).data for name in names}
+        parameters: Any = module._parameters  # called for each matrix: not through __getattr__
+        return parameters[name].data
 
     return live
-
-
-def _former_of(
-    layer: weakref.ref[torch.nn.Module], names: tuple[str, ...]
-) -> Callable[[], dict[str, torch.Tensor] | None]:
-    def former() -> dict[str, torch.Tensor] | None:
-        module = layer()
-        kept = {name: before_reload(module, name) for name in names} if module else {}
-        if not kept or any(parameter is None for parameter in kept.values()):
-            return None
-        return {name: parameter.data for name, parameter in kept.items()}
-
-    return former

@@ -16,12 +16,12 @@ _VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary (vocab_parallel_embedding.py)
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of the weights on one rank, and of one token in its KV cache."""
+    """Bytes of the weights on one rank, and of one token in its KV cache."""
 
     codes: int
     scales: int
     plain: int
-    """In the model's dtype."""
+    """Bytes of weights in the model's dtype."""
     kv_per_token: int
 
     @property
@@ -30,10 +30,10 @@ class Bytes:
 
 
 class Sizes:
-    """A dense Llama/Qwen3-style model or a Qwen3 mixture, split over tensor-parallel ranks.
+    """Sizes of a dense Llama/Qwen3-style or Qwen3-MoE model, split over tensor-parallel ranks.
 
     Args:
-        config: of transformers.
+        config: transformers config of the model.
         ranks: tensor parallel size.
     """
 
@@ -45,7 +45,7 @@ class Sizes:
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.heads = heads // ranks
         self.kv_heads = max(1, kv_heads // ranks)
-        """Of one rank; with more ranks than heads, several keep the same one."""
+        """KV heads of one rank; with more ranks than heads, several ranks hold the same head."""
 
     def split_problem(self) -> str | None:
         """Why attention cannot be split over so many ranks, as vLLM would say at its start."""
@@ -61,7 +61,7 @@ class Sizes:
         return None
 
     def linear(self, kind: ModuleKind) -> GemmShape:
-        """The fused linear layer of a kind, as vLLM runs it on one rank."""
+        """Return the shape of the fused linear layer of a kind, as vLLM runs it on one rank."""
         hidden, width = self._config.hidden_size, self._config.intermediate_size // self._ranks
         shapes = {
             "qkv_proj": ((self.heads + 2 * self.kv_heads) * self.head_size, hidden),
@@ -73,10 +73,10 @@ class Sizes:
         return GemmShape(0, rows, columns)
 
     def bytes(self, rows: list[PinRow], itemsize: int, kv_itemsize: int) -> Bytes:
-        """Bytes of one rank.
+        """Return the bytes of one rank.
 
         Args:
-            rows: the resolved table of all modules.
+            rows: resolved table of all modules.
             itemsize: bytes of an element in the model's dtype.
             kv_itemsize: bytes of an element in the KV cache.
         """
@@ -93,7 +93,7 @@ class Sizes:
         return Bytes(codes, scales, plain + self._small() * itemsize, kv)
 
     def _shapes(self, name: str) -> Iterator[tuple[int, int]]:
-        """A module's share of its layer's weight on one rank."""
+        """Yield the shapes of a module's share of its layer's weight on one rank."""
         config, leaf, kind = self._config, name.rpartition(".")[2], kind_of(name)
         hidden = config.hidden_size
         if kind in ("embed_tokens", "lm_head"):
@@ -115,7 +115,7 @@ class Sizes:
             yield (hidden, width) if leaf == "down_proj" else (width, hidden)
 
     def _small(self) -> int:
-        """Elements of what is no module of its own: norms of queries and keys, biases."""
+        """Return the elements of norms of queries and keys, and of biases."""
         config = self._config
         each = 2 * self.head_size if config.model_type in ("qwen3", "qwen3_moe") else 0
         if getattr(config, "attention_bias", False) or config.model_type == "qwen2":

@@ -1,8 +1,8 @@
-"""What a process that owns an ``LLM`` does with it: one change at a time, and calls to its workers.
+"""Changes of an engine, as the process that owns its ``LLM`` makes them.
 
-A change (a refit, a calibration of KV scales) shuts the engine first and opens it last. Whatever
+A change (a refit, a calibration of KV scales) closes the engine first and opens it last. Whatever
 ends it early, an error or Ctrl-C at any point, it is undone; and if the undoing is interrupted too,
-the engine stays shut and the next change begins by undoing what was left.
+the engine stays closed and the next change begins by undoing what was left.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
-from fp8rl.refit import RefitReport
-from vllm_fp8rl.compat import abort_requests
+from fp8rl.hookspecs import RefitReport
+from vllm_fp8rl.names import NAME, uses_fp8rl
 from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.liveness import ended_by_death, lost_worker
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CHANGES = "_fp8rl_changes"
-_REQUIRE_OPEN = "fp8rl_require_open"
 _ADMITTED: ContextVar[bool] = ContextVar("fp8rl_admitted", default=False)
 
 logger = logging.getLogger("vllm.fp8rl")
@@ -35,22 +33,37 @@ logger = logging.getLogger("vllm.fp8rl")
 class Changes:
     """The changes of one engine, one after the other.
 
-    It is kept on vLLM's ``LLMEngine`` object, because whoever holds that may start a change.
+    The engine's quantization config keeps this object, because whoever holds the engine may start a
+    change. The fields without an underscore belong to the request gates.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._left: Callable[[str], None] | None = None
         self._plugins: PluginManager | None = None
+        self.require_open: Callable[[], None] | None = None
+        """Raises the reason why an ``LLM`` refuses requests; None while it takes them."""
+        self.refit: tuple[Any, Any] | None = None
+        """Task and workers of the refit of an ``AsyncLLM`` that is under way."""
+        self.resume: bool | None = None
+        """While an ``AsyncLLM`` refuses requests: whether a complete refit resumes it."""
 
     @classmethod
-    def of(cls, llm: LLM) -> Changes:
-        """The changes of an ``LLM``'s engine."""
-        return llm.llm_engine.__dict__.setdefault(_CHANGES, cls())
+    def of(cls, engine: Any) -> Changes:
+        """Return the changes of an engine (``LLMEngine`` or ``AsyncLLM``).
+
+        Raises:
+            RefitError: the engine was not started with ``quantization="fp8rl"``.
+        """
+        if not uses_fp8rl(engine.vllm_config):
+            raise RefitError(
+                f"This engine has no quantization='{NAME}'; start it with that to refit it."
+            )
+        return engine.vllm_config.quant_config.changes
 
     @property
     def plugins(self) -> PluginManager:
-        """The installed plugins, looked for once, as every package's metadata is read."""
+        """The installed plugins, searched for once, as that reads every package's metadata."""
         if self._plugins is None:
             self._plugins = PluginManager()
         return self._plugins
@@ -59,9 +72,9 @@ class Changes:
         """Make a change.
 
         Args:
-            change: makes it.
-            undo: leaves the engine as it was or shut, wherever the change has ended; it takes the
-                name of the error and may be called twice.
+            change: function that makes the change.
+            undo: function that leaves the engine as it was or closed, wherever the change has
+                ended; it takes the name of the error and may be called twice.
 
         Raises:
             RefitError: another thread is changing the engine.
@@ -90,24 +103,25 @@ class RequestGate:
     """Refuses new requests where an ``LLM`` takes them, before any worker hears of them.
 
     vLLM has no such switch. A worker that raises ends a multiprocess engine, and leaves requests
-    behind in an in-process one, so the refusal must come earlier: on this one engine object
-    ``add_request`` is covered by an attribute, and uncovered again. ``RefitGuard`` in the workers
-    stays behind it for callers who come another way.
+    behind in an in-process one, so the refusal must come earlier: ``add_request`` of this one
+    engine object is replaced while the gate is closed. ``RefitGuard`` in the workers stays behind
+    it for callers who come another way.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._engine: Any = llm.llm_engine
+        self._changes = Changes.of(self._engine)
 
     def close(
         self, reason: str, remedy: str = REMEDY, *, mended: Callable[[], bool] = lambda: False
     ) -> None:
-        """Refuse requests from now on, but for those of :func:`admitted`.
+        """Refuse requests from now on, except those of :func:`admitted`.
 
         Args:
             reason: beginning of the error.
             remedy: end of the error.
             mended: whether the workers may run by now, e.g. by a refit that did not come this way;
-                asked at each request, which opens the gate.
+                called at each request, and opens the gate.
         """
         engine = self._engine
         take = type(engine).add_request.__get__(engine)
@@ -122,18 +136,18 @@ class RequestGate:
                 require_open()
             return take(*args, **kwargs)
 
-        setattr(refuse, _REQUIRE_OPEN, require_open)
+        self._changes.require_open = require_open
         engine.add_request = refuse
 
     def open(self) -> None:
         """Take requests again."""
         self._engine.__dict__.pop("add_request", None)
+        self._changes.require_open = None
 
     def require_open(self) -> None:
         """Raise RefitError with the reason why requests are refused, if they are."""
-        refuse = self._engine.__dict__.get("add_request")
-        if refuse is not None:
-            getattr(refuse, _REQUIRE_OPEN)()
+        if self._changes.require_open is not None:
+            self._changes.require_open()
 
 
 def admitted(run: Callable[[], T]) -> T:
@@ -147,18 +161,17 @@ def admitted(run: Callable[[], T]) -> T:
 
 
 class Workers:
-    """The engine's workers: one call reaches all, errors come back as they were raised."""
+    """The workers of an ``LLM``: a call reaches all, and errors come back as they were raised."""
 
     def __init__(self, llm: LLM) -> None:
         from vllm_fp8rl.refit import worker
 
         self._llm = llm
         engine: Any = llm.llm_engine
-        executor = getattr(engine, "model_executor", None)
-        self.in_process = type(executor).__name__ == "UniProcExecutor"
+        core_here = getattr(engine, "model_executor", None) is not None
         extension = engine.vllm_config.parallel_config.worker_extension_cls
         self._by_name = worker.has_refit_methods(extension)
-        if executor is None and not self._by_name:
+        if not core_here and not self._by_name:
             raise UnsupportedError(
                 "This engine runs in a process of its own, which takes calls by name only; start "
                 f"it with worker_extension_cls='{worker.EXTENSION}', or set "
@@ -166,15 +179,18 @@ class Workers:
             )
 
     def call(self, step: str, *args: object) -> list[Any]:
-        """Run a step of :mod:`vllm_fp8rl.refit.worker` on every worker; their values.
+        """Run a step of :class:`~vllm_fp8rl.refit.worker.RefitMixin` on every worker.
+
+        Returns:
+            The value of each worker.
 
         Raises:
-            Fp8RLError: what the step raised.
+            Fp8RLError: the error that the step raised.
             RefitError: a worker failed in another way, e.g. its process has died.
         """
         from vllm_fp8rl.refit import worker
 
-        method: Any = worker.METHODS[step] if self._by_name else worker.STEPS[step]
+        method: Any = step if self._by_name else worker.STEPS[step]
         core: Any = self._llm.llm_engine.engine_core
         try:
             with ended_by_death(core):
@@ -186,7 +202,7 @@ class Workers:
     def may_run(self) -> bool:
         """Whether a step could run on every worker."""
         try:
-            self.call("check")
+            self.call("fp8rl_refit_check")
         except Fp8RLError:
             return False
         return True
@@ -198,7 +214,7 @@ def drop_requests(llm: LLM) -> None:
     It empties the prefix cache too: vLLM enters blocks there before the step that fills them.
     """
     engine: Any = llm.llm_engine
-    abort_requests(engine, list(engine.output_processor.request_states))
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
     llm.reset_prefix_cache(reset_connector=True)
 
 

@@ -1,7 +1,7 @@
 """Safetensors files, read so that a change of a file while it is read is an error.
 
-The data is read, not mapped: a mapped file that is cut off meanwhile ends the process (SIGBUS). A
-writer does well to write under a temporary name and to rename the file, or the folder, at the end.
+The data is read, not mapped: a mapped file that is truncated meanwhile kills the process (SIGBUS).
+A writer should write under a temporary name and rename the file, or the folder, at the end.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _DTYPES = {
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-_LENGTH = 8  # bytes before a header, which are its length
+_LENGTH = 8  # bytes before the header, which hold its length
 _LONGEST_HEADER = 100_000_000  # bytes, as in safetensors
 _TICK = 0.02
-"""Seconds: writes that lie nearer together may leave the same time behind."""
+"""Seconds: writes that are closer together may leave the same time stamp."""
 _REMEDY = "write under a temporary name, rename when all is written, and refit again"
 
 Named = tuple[str, torch.Tensor]
 
 
 def read_files(path: str | os.PathLike[str]) -> Iterator[Named]:
-    """The tensors of a safetensors file, or of a folder of them, each in memory of its own.
+    """Read the tensors of a safetensors file, or of a folder of them, each in its own memory.
 
-    In a folder with ``model.safetensors.index.json`` the files count that it names, with the
-    tensors that it names; else all ``*.safetensors``. Every rank of a tensor-parallel engine must
-    call this, and finds before the first tensor whether all will read the same.
+    In a folder with ``model.safetensors.index.json`` the files and tensors that it names are read,
+    else all ``*.safetensors``. Every rank of a tensor-parallel engine must call this; before the
+    first tensor it compares what the ranks see.
 
     Raises:
-        RefitError: no such file, one that is not whole, an index that says otherwise than its
-            files, or ranks that see different ones. While reading: a file that is cut off,
+        RefitError: a file that does not exist or is not whole, an index that disagrees with its
+            files, or ranks that see different files. While reading: a file that is truncated,
             changed or replaced, at the latest after the last tensor, or an unknown dtype.
     """
     problem, files = "", _Files()
@@ -82,7 +82,7 @@ def _require_agreement(path: str, problem: str, sources: list[tuple[Any, ...]]) 
 
 
 class _State(NamedTuple):
-    """What of a file changes with it; times in nanoseconds."""
+    """What changes when a file changes; times in nanoseconds."""
 
     inode: int
     size: int
@@ -103,7 +103,7 @@ class _Files:
 
     @property
     def sources(self) -> list[tuple[Any, ...]]:
-        """Name, size and time of each file; an inode is another one on another machine."""
+        """Name, size and time of each file: what is equal on all machines, unlike an inode."""
         return [(file.path.name, file.state.size, file.state.modified) for file in self._files]
 
     def open(self, path: str | os.PathLike[str]) -> None:
@@ -129,7 +129,7 @@ class _Files:
             file.close()
 
     def read(self) -> Iterator[Named]:
-        """All tensors; at the end the files are closed."""
+        """Read all tensors, then close the files."""
         try:
             yield from self._read()
         finally:
@@ -137,7 +137,7 @@ class _Files:
 
     def _read(self) -> Iterator[Named]:
         youngest = max(file.state.changed for file in self._files)
-        # What is written in the tick of the clock in which the state was read would not show.
+        # A write in the clock tick in which the state was read would leave it unchanged.
         time.sleep(min(_TICK, max(0.0, _TICK - (time.time_ns() - youngest) / 1e9)))
         for file in self._files:
             yield from file.read()
@@ -212,22 +212,22 @@ class _File:
             raise RefitError(f"'{self.path}' cannot be read ({error}).") from None
 
     def is_unchanged(self) -> bool:
-        """Whether it still is the file of its name, and as it was when it was opened."""
+        """Whether the file has neither been changed nor replaced since it was opened."""
         return self.state == _State.of(os.fstat(self._io.fileno())) == _State.of(self.path.stat())
 
 
 def _checked(start: bytes, size: int) -> dict[str, dict[str, Any]]:
-    """What a header says of each tensor.
+    """Read the header's description of each tensor.
 
-    safetensors checks it against a file of nothing but holes behind it: the real one may be cut off
-    at any moment.
+    safetensors checks it with a sparse file behind it, because the real one may be truncated at any
+    moment.
 
     Args:
-        start: of the file, with the header.
-        size: of the file.
+        start: first bytes of the file, with the header.
+        size: size of the file in bytes.
 
     Raises:
-        SafetensorError, ValueError: it is no header of a file of that size.
+        SafetensorError, ValueError: it is not the header of a file of that size.
     """
     with tempfile.NamedTemporaryFile() as copy:
         copy.write(start)
@@ -241,7 +241,7 @@ def _checked(start: bytes, size: int) -> dict[str, dict[str, Any]]:
 
 
 def _listed(path: Path) -> tuple[list[Path], Mapping[str, Path] | None]:
-    """The files that count, and by an index which of them holds which tensor."""
+    """The files to read, and the index's table of which file holds which tensor, if any."""
     index = _read_index(path) if path.is_dir() and (path / INDEX).exists() else None
     if index is not None:
         files = sorted(set(index.values()))

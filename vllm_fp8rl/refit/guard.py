@@ -1,9 +1,9 @@
-"""`RefitGuard`: whether a rank's model may run, asked once in every step of its engine.
+"""`RefitGuard`: decides once in every step of an engine whether the model of a rank may run.
 
-The question is put where vLLM builds a step's attention metadata: plain Python on the host, before
-the forward, in eager mode and before the replay of piecewise and full CUDA graphs alike, in both
-model runners. :func:`guarded` makes the backend whose metadata builder asks, in the way in which
-vLLM makes its own variants of a backend (``subclass_attention_backend``).
+The check runs where vLLM builds a step's attention metadata: in Python on the host, before the
+forward, in eager mode and before the replay of piecewise and full CUDA graphs alike, in both model
+runners. :func:`guarded` makes the attention backend whose metadata builder checks, in the way in
+which vLLM makes its own variants of a backend (``subclass_attention_backend``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend
 
 
-GUARD = "fp8rl_guard"
-"""Attribute of every attention layer: the guard of its model."""
-
 REMEDY = "refit the engine with a complete set of tensors before generating"
-_REHEARSALS = frozenset(
+_DUMMY_RUNS = frozenset(
     {"determine_available_memory", "compile_or_warm_up_model", "execute_dummy_batch"}
 )
-"""Methods of vLLM's ``WorkerBase`` that run the model on made-up tokens for nobody to read."""
+"""Methods of vLLM's ``WorkerBase`` that run the model on dummy tokens; nobody reads the output."""
 _SCAN_ELEMENTS = 1 << 26
 
 
@@ -40,22 +37,27 @@ class OpenSession(Protocol):
     loading: bool
 
     def abandon(self, reason: str) -> None:
-        """End it."""
+        """End the refit."""
 
 
 class RefitGuard:
-    """Whether one rank's model may run.
+    """Decides whether the model of one rank may run.
 
-    A step raises while a refit is under way or the weights are a mixture, while FP8 codes lack
-    their scales, while an FP8 KV cache lacks its scales or may hold codes of other scales, while
-    scales are being calibrated, while weights or cache sleep, and from a level-2 sleep, which
-    discards weights, until every one of them has come again. Each cause calls :meth:`recheck`;
-    without one a step costs the test of a flag.
+    A step raises
+
+    * while a refit is under way, or the weights are a mixture of old and new ones;
+    * while FP8 codes lack their scales;
+    * while an FP8 KV cache lacks its scales, or may hold codes of other scales;
+    * while KV scales are being calibrated;
+    * while weights or KV cache sleep;
+    * after a level-2 sleep, which discards weights, until every one of them has come again.
+
+    Each cause calls :meth:`recheck`; without one a step costs the test of a flag.
 
     Args:
-        layers: the engine's layers by name. A layer's ``quant_method`` may have
+        layers: layers of the engine by name. A layer's ``quant_method`` may have
             ``require_ready(layer)``, which raises unless the layer can run, ``discard(layer)``,
-            called where its parameters became NaN, and ``restore(layer)``, which puts back, e.g.
+            called when its parameters became NaN, and ``restore(layer)``, which puts back, e.g.
             after a sleep, what no refit brings.
     """
 
@@ -71,52 +73,46 @@ class RefitGuard:
         self._ready = False
         self._cache_used = False
         self._outdated: str | None = None
-        self._calibration: Literal["shut", "running"] | None = None
+        self._calibration: Literal["closed", "running"] | None = None
         self.values = PlainValues()
-
-    @classmethod
-    def of(cls, model: torch.nn.Module) -> RefitGuard:
-        """The guard of a model's engine.
-
-        Raises:
-            RefitError: the engine was not started with ``quantization="fp8rl"``.
-        """
-        for module in model.modules():
-            guard = getattr(module, GUARD, None)
-            if guard is not None:
-                return guard
-        raise RefitError("This engine has no quantization='fp8rl'; start it with that to refit it.")
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called and :meth:`open` was not."""
         return self._reason is not None
 
     @property
     def loading(self) -> bool:
-        """Whether what is being loaded comes from the open session, which has looked at it."""
+        """Whether the tensors being loaded come from the open session, which has checked them."""
         return self.session is not None and self.session.loading
 
     def close(self, reason: str) -> None:
+        """Refuse every step.
+
+        Args:
+            reason: beginning of the error.
+        """
         self._reason = reason
         self.recheck()
 
     def open(self) -> None:
+        """Take :meth:`close` back; the other conditions stay."""
         self._reason = None
 
     def recheck(self) -> None:
-        """Look at everything in the next step."""
+        """Check every condition in the next step."""
         self._ready = False
 
     def restore(self) -> None:
-        """Let the next step write again what no refit brings, such as KV scales."""
+        """Let the next step write again the values that no refit brings, such as KV scales."""
         self._restore = True
         self.recheck()
 
     def outdate_cache(self, what: str) -> None:
-        """Shut the model until its KV cache is emptied, unless no step has written to the cache.
+        """Refuse every step until the KV cache is emptied, unless no step has written to it.
 
         Args:
-            what: describes what the cache may hold that no longer fits.
+            what: description of what the cache may hold that no longer fits.
         """
         if self._cache_used:
             self._outdated = what
@@ -132,21 +128,21 @@ class RefitGuard:
         """Whether attention runs with provisional KV scales."""
         return self._calibration is not None
 
-    def calibrate(self, state: Literal["shut", "running"] | None) -> None:
+    def calibrate(self, state: Literal["closed", "running"] | None) -> None:
         """Note that attention runs with provisional KV scales.
 
         Args:
-            state: ``shut`` refuses every step; ``running`` lets the steps of the calibration pass;
-                None: the loaded scales are back.
+            state: ``closed`` refuses every step; ``running`` lets the steps of the calibration
+                pass; None means that the loaded scales are back.
         """
         self._calibration = state
         self.recheck()
 
     def sleep(self, tags: Sequence[str], discarded: Mapping[str, torch.Tensor]) -> None:
-        """The engine falls asleep.
+        """Note that the engine falls asleep.
 
         Args:
-            tags: of the memory that goes, ``weights`` and ``kv_cache``.
+            tags: ``weights``, ``kv_cache`` or both, whichever memory is given back.
             discarded: parameters whose contents will not come back by themselves.
         """
         self._asleep.update(tags)
@@ -154,12 +150,16 @@ class RefitGuard:
         self.recheck()
 
     def wake(self, tags: Sequence[str] | None) -> None:
-        """Memory is back, all of it or that with certain tags; discarded parameters become NaN."""
+        """Note that memory is back, and fill discarded parameters with NaN.
+
+        Args:
+            tags: as for :meth:`sleep`; None for all memory.
+        """
         was_asleep = "weights" in self._asleep
         self._asleep.difference_update(self._asleep if tags is None else tags)
         self._restore = True
         if was_asleep and "weights" not in self._asleep:
-            # Not what an earlier sleep discarded: that came back as it was, new or still NaN.
+            # Parameters that only an earlier sleep discarded came back as they were.
             for tensor in self._lost.values():
                 _fill_with_nan(tensor)
             if self._lost:
@@ -170,41 +170,30 @@ class RefitGuard:
 
     def require_awake(self) -> None:
         """Raise RefitError while there is no memory to write weights or scales to."""
-        if self.half_reloaded():
-            raise RefitError("A reload of weights broke off half way; restart the engine.")
         if "weights" in self._asleep:
             raise RefitError(
                 "The engine's weights sleep; wake them first, e.g. with "
                 "llm.wake_up(tags=['weights'])."
             )
 
-    def half_reloaded(self) -> bool:
-        """Whether one of vLLM's layerwise reloads has left parameters without memory."""
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters would answer in Python
-            return any(
-                parameter is not None and parameter.is_meta
-                for layer in self.layers.values()
-                for parameter in layer._parameters.values()
-            )
-
     def check(self) -> None:
-        """Raise unless the model can run; vLLM's own trial runs may always.
+        """Raise unless the model can run; vLLM's own dummy runs always may.
 
         Raises:
             RefitError: the weights are not those of one complete refit, or sleep; or the KV cache
                 may hold codes of other scales.
             ScaleError: KV scales are missing.
         """
-        if self._ready or _is_rehearsal():
+        if self._ready or _is_dummy_run():
             return
         self.require_ready()
         self._ready = self._cache_used = True
 
     def require_ready(self) -> None:
-        """The same without regard to trial runs, looking at everything."""
+        """Raise unless the model can run, as :meth:`check`; check every condition."""
         if self._reason is not None:
             raise RefitError(f"{self._reason}; {REMEDY}.")
-        if self._calibration == "shut":
+        if self._calibration == "closed":
             raise RefitError(
                 "KV scales are being calibrated, or a calibration broke off; calibrate again, send "
                 "KV scales, refit the engine, or call fp8rl_stop_observing_kv for the old scales."
@@ -242,7 +231,7 @@ class RefitGuard:
 
 @cache
 def guarded(backend: type[AttentionBackend]) -> type[AttentionBackend]:
-    """A backend's variant whose metadata builder asks the guard of its layers in every step."""
+    """Return a variant of a backend whose metadata builder asks the guard in every step."""
     from vllm.v1.attention.backend import subclass_attention_backend
 
     stock: Any = backend.get_builder_cls()
@@ -253,21 +242,21 @@ def guarded(backend: type[AttentionBackend]) -> type[AttentionBackend]:
         ) -> None:
             super().__init__(spec, layer_names, vllm_config, *rest, **options)
             layers = vllm_config.compilation_config.static_forward_context
-            self._fp8rl_guard: RefitGuard = getattr(layers[layer_names[0]], GUARD)
+            self._guard: RefitGuard = layers[layer_names[0]].quant_method.state.guard
 
         def build(self, *args: Any, **kwargs: Any) -> Any:
-            self._fp8rl_guard.check()
+            self._guard.check()
             return super().build(*args, **kwargs)
 
     return subclass_attention_backend("Fp8RLGuarded", backend, GuardedBuilder)
 
 
-def _is_rehearsal() -> bool:
+def _is_dummy_run() -> bool:
     # vLLM has no flag for this: its second model runner warms up through ``execute_model``. Where
     # vLLM has renamed a method, an engine that waits for KV scales fails at the start.
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in _REHEARSALS:
+        if frame.f_code.co_name in _DUMMY_RUNS:
             return True
         frame = frame.f_back
     return False

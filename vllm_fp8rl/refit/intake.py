@@ -1,7 +1,7 @@
-"""What a stream of tensors may hold, and whether its memory still holds what it did.
+"""Checks of a stream of tensors: what its items are, and whether their memory is unchanged.
 
-A sender may fill one buffer again and again: what it gave is then something else by the time that a
-batch is read, and looks complete. :class:`Held` notices.
+A sender may fill one buffer again and again. The tensors of a batch then all hold the last values
+when the batch is read, and it looks complete. :class:`Held` detects that.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ Named = tuple[str, torch.Tensor]
 
 
 BATCH_BYTES = 16 << 20
-"""Tensors are handed to the workers in batches of about this size; a larger one goes alone."""
+"""Tensors are sent to the workers in batches of about this size; a larger one is sent alone."""
 
 
 class Batch(list[Named]):
-    """Tensors that were looked at here, to be read before another one is pulled."""
+    """Tensors that were checked here, to be read before another one is pulled."""
 
 
 _REMEDY = "yield clones, or have one tensor read at a time (batch_bytes=1)"
 _VOCABULARY = {"embed_tokens", "lm_head"}
 _FIXED: tuple[type, ...] = (list, tuple, type({}.items()))
-"""Collections that hold all tensors beforehand; no code of the sender runs between two of them."""
+"""Collections that already hold all tensors: no code of the sender runs between two of them."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def pulled(tensors: Any) -> Iterator[Named]:
-    """A stream, whose items are looked at one by one.
+    """Iterate over a stream and check its items one by one.
 
     Args:
         tensors: iterable of pairs of HF name and tensor.
 
     Raises:
-        RefitError: no such iterable, or a tensor without plain values, such as a DTensor.
+        RefitError: not such an iterable, or a tensor without plain values, such as a DTensor.
     """
     if isinstance(tensors, Mapping):
         raise RefitError("A refit takes pairs of name and tensor, not a mapping; give its items().")
@@ -81,13 +81,14 @@ def steady(tensors: Any) -> Batch:
 
 
 class Held:
-    """Tensors of a batch that nobody has read yet, but for those of one element.
+    """Collects tensors of a batch that have not been read yet, and detects changed memory.
 
-    Those may share their memory, as KV scales do. A buffer that is filled again and again, unseen
-    by torch, would look the same, so they are read at once, unless they lie in a list.
+    Tensors of one element may share memory, as KV scales do. A buffer that is filled again and
+    again, unseen by torch, would look the same, so they are copied at once, unless they come from
+    a list.
 
     Args:
-        tensors: what they come from.
+        tensors: the stream that they come from.
     """
 
     def __init__(self, tensors: Any) -> None:
@@ -105,7 +106,7 @@ class Held:
         self._versions.append(_version(own))
 
     def release(self, *coming: Named) -> Batch:
-        """The batch, which is empty afterwards.
+        """Return the batch and begin a new one.
 
         Args:
             coming: a tensor that has been pulled for the next batch.
@@ -127,12 +128,12 @@ class Held:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Counts writes to the memory, also through views; inference tensors have no count."""
+    """The number of writes to the memory, also through views; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _problem(tensor: Any) -> str:
-    """Why a tensor cannot be sent, with the remedy; empty for most, which go a short way."""
+    """Why a tensor cannot be sent, with the remedy; empty if it can."""
     kind = type(tensor)
     usual = kind in _PLAIN and tensor.layout is torch.strided
     if usual and not (tensor.is_quantized or tensor.is_meta):
@@ -215,13 +216,31 @@ def _runs(span: _Span) -> tuple[torch.Tensor, int]:
     return starts.sort().values, length
 
 
+def scalars_on_host(weights: Iterable[Named]) -> list[Named]:
+    """The batch with its one-element GPU tensors, such as KV scales, on the host.
+
+    Their loaders read the value: this waits for the GPU once for all, not once for each.
+    """
+    batch = list(weights)
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, (_, tensor) in enumerate(batch):
+        if tensor.is_cuda and tensor.numel() == 1:
+            together.setdefault((tensor.device, tensor.dtype), []).append(number)
+    for numbers in together.values():
+        values = torch.stack([batch[number][1].reshape(()) for number in numbers]).cpu()
+        for number, value in zip(numbers, values, strict=True):
+            name, tensor = batch[number]
+            batch[number] = (name, value.view(tensor.shape))
+    return batch
+
+
 def batches(tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1) -> Iterator[Batch]:
     """Tensors in lists of at most ``limit`` bytes; a larger tensor goes alone.
 
     Args:
-        tensors: name and tensor, read one list at a time.
-        limit: bytes of a list.
-        gpu_factor: how much more may lie on a GPU.
+        tensors: pairs of name and tensor, read one list at a time.
+        limit: largest size of a list in bytes.
+        gpu_factor: factor by which a list of GPU tensors may be larger.
 
     Raises:
         RefitError: a name came twice (a batch may travel as a mapping, which would hide it); an
@@ -249,5 +268,5 @@ def batches(tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1) -> Ite
 
 
 def came_twice(name: str) -> RefitError:
-    """What to raise where a name comes again."""
+    """The error for a name that comes again."""
     return RefitError(f"'{name}' arrived twice in one refit; send each tensor once.")

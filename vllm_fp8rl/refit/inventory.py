@@ -1,9 +1,18 @@
-"""What a live vLLM model takes: the HF name, shape and engine parameter of every tensor."""
+"""`Inventory`: the tensors that a live vLLM model takes, and where each of them goes.
+
+For every HF name it knows shape, kind and engine parameter, and a *route*: a function that writes
+the tensor. A route is a parameter with its :class:`~vllm_fp8rl.storage.parameters.Shard`, an expert
+matrix of a layer, or a plain parameter. It is computed once, from the layers' names,
+``packed_modules_mapping`` and the layers' geometry. Names without a route are left to vLLM's
+``model.load_weights``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from vllm.distributed import get_pp_group
@@ -14,14 +23,24 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.kv_scales import ROLES, parse_scale_name
 from fp8rl.numerics import BLOCK, cdiv
 from fp8rl.pinning import FUSED as FUSED_MODULES
-from vllm_fp8rl.storage.experts import FUSED, SLOTS, ExpertGrids, stack_of
-from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight
+from vllm_fp8rl.quantization.kv_cache import fp8_layers, required_kv_scales
+from vllm_fp8rl.state import state_of
+from vllm_fp8rl.storage.block_grid import WriteBatch
+from vllm_fp8rl.storage.experts import FUSED, MATRICES, ExpertGrids, load_fused, scales_of, stack_of
+from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight, ShardedParameter
 
+Named = tuple[str, torch.Tensor]
 Kind = Literal["codes", "scales", "plain", "fused"]
+Route = Callable[[torch.Tensor, WriteBatch], None]
+"""Writes a whole HF tensor, or lets the batch do so later."""
+
+_SMALL = 1 << 20  # elements; larger copies are made at once, not together
 
 
 @dataclass(frozen=True)
@@ -34,48 +53,150 @@ class Entry:
     kind: Kind
     """codes: an FP8 weight, may come as BF16; scales: its ``weight_scale_inv``; fused: one tensor
     for all that it ``covers``; plain: the rest."""
+    route: Route | None
+    """None where only vLLM's loader knows what to do."""
     alias_of: str | None = None
-    """HF name of the tensor that this one is tied to; it need not be sent."""
+    """HF name of the tensor that this one is tied to; it need not be sent, and has no route."""
     covers: tuple[str, ...] = ()
     """HF names of the tensors that this one may come instead of."""
     local: bool = True
-    """This rank holds a part of it; an expert's tensors, another rank may hold."""
+    """Whether this rank holds a part of it: an expert may be on another rank."""
     codes_fit: bool = True
-    """FP8 codes of it would keep their values: blocks of the HF tensor are this rank's blocks."""
+    """Whether FP8 codes would keep their values: blocks of the HF tensor are this rank's blocks."""
 
     @property
     def required(self) -> bool:
         return self.kind not in ("scales", "fused") and self.alias_of is None
 
 
-def inventory(model: torch.nn.Module) -> dict[str, Entry]:
-    """HF name -> entry, for every parameter of a model but its KV-cache scales.
+class Inventory:
+    """What a refit must bring, and where it goes.
 
-    Raises:
-        UnsupportedError: a pipeline-parallel engine, whose ranks hold parts of the model.
+    Args:
+        model: the live vLLM model of this rank.
     """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.entries = dict(_entries(model))
+        """By HF name, for every parameter of the model but its KV-cache scales."""
+        self.kv_scales = frozenset(required_kv_scales(model))
+        """Names on the wire of the KV scales that generation needs."""
+        self._scales = {
+            (state.index, role): Entry(
+                (),
+                f"{layer.layer_name}.{role}_scale",
+                "plain",
+                partial(_load_kv_scale, getattr(layer, f"{role}_scale")),
+                covers=(f"{layer.layer_name}.{role}_scale",),  # it has two names on the wire
+            )
+            for layer, state in fp8_layers(model)
+            for role in ROLES
+        }
+        self._held = [
+            (module._parameters, leaf, parameter)
+            for module in model.modules()
+            for leaf, parameter in module.named_parameters(recurse=False)
+        ]
+        owners = (getattr(parameter, "grid", None) for _, _, parameter in self._held)
+        grids = {id(grid): grid for grid in owners if hasattr(grid, "forget_unpaired")}
+        self.grids: tuple[Any, ...] = tuple(grids.values())
+        """What writes the FP8 parameters, each once."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Inventory:
+        """The model's inventory, made again whenever a parameter has been replaced."""
+        state = state_of(model)
+        if state.inventory is None or not state.inventory._is_current():
+            state.inventory = cls(model)
+        return state.inventory
+
+    def _is_current(self) -> bool:
+        return all(owner.get(leaf) is parameter for owner, leaf, parameter in self._held)
+
+    def routes(self, names: Sequence[str]) -> bool:
+        """Whether a batch of these names can be written by :meth:`write`.
+
+        Each has a route then, and no two of them are for the same rows.
+        """
+        covered: list[str] = []
+        for name in names:
+            entry = self._find(name)
+            if entry is None or entry.route is None:
+                return False
+            covered.extend(entry.covers or (name,))
+        return len(covered) == len(set(covered))
+
+    def write(self, tensors: Iterable[Named], came: list[str]) -> set[str]:
+        """Write a batch of whole HF tensors into the live weights.
+
+        Args:
+            tensors: HF-named tensors for which :meth:`routes` holds; they must keep their values
+                until this returns.
+            came: takes each name once its tensor is accepted. The batch is written at the end.
+
+        Returns:
+            Names of the engine parameters that this rank has written to.
+        """
+        batch, written = WriteBatch(), set()
+        # vLLM's parameter classes pass every attribute through Python, to no effect.
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for name, tensor in tensors:
+                entry = self._find(name)
+                assert entry is not None and entry.route is not None
+                entry.route(tensor, batch)
+                came.append(name)
+                if entry.local:
+                    written.add(entry.parameter)
+            batch.run()
+        return written
+
+    def _find(self, name: str) -> Entry | None:
+        """The entry of a tensor, KV scales included."""
+        entry = self.entries.get(name)
+        if entry is None:
+            parsed = parse_scale_name(name)
+            entry = None if parsed is None else self._scales.get(parsed)
+        return entry
+
+
+def require_one_stage() -> None:
+    """Raise UnsupportedError on a pipeline-parallel engine, whose ranks hold parts of the model."""
     if get_pp_group().world_size > 1:
         raise UnsupportedError(
             "A refit of a pipeline-parallel engine is not supported; use tensor_parallel_size."
         )
+
+
+def _entries(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    entries: dict[str, Entry] = {}
     owners: dict[int, str] = {}
     for path, module in _modules(model).items():
-        if hasattr(module, "kv_cache_dtype"):  # an attention layer: kv_cache.py knows its scales
+        if hasattr(module, "kv_cache_dtype"):  # an attention layer: its scales are no weights
             continue
         if isinstance(module, RoutedExperts):
-            entries |= _experts(path, module)
+            yield from _experts(path, module)
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}" if path else leaf
             owner = owners.setdefault(id(parameter), name)
-            alias = owner if owner != name else None
-            tensors = _hf_tensors(path, leaf, module, parameter, fused)
-            fits = _codes_fit(module, parameter, len(tensors))
-            for (hf_name, shape), fit in zip(tensors, fits, strict=True):
-                entries[hf_name] = Entry(shape, name, _kind(parameter), alias, codes_fit=fit)
-    return entries
+            for hf_name, entry in _tensors(name, module, parameter, fused):
+                tied = replace(entry, alias_of=owner, route=None)
+                yield hf_name, entry if owner == name else tied
+
+
+def _tensors(
+    name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, fused: dict[str, list[str]]
+) -> Iterator[tuple[str, Entry]]:
+    """The HF tensors that make one parameter."""
+    if isinstance(module, LinearBase):
+        yield from _linear(name, module, parameter, fused)
+    elif isinstance(module, VocabParallelEmbedding):
+        shape = (module.org_vocab_size, *parameter.shape[1:])
+        yield name, Entry(shape, name, "plain", partial(_by_loader, parameter, ()))
+    else:
+        own_loader = hasattr(parameter, "weight_loader")
+        route = None if own_loader else partial(_copy, parameter)
+        yield name, Entry(tuple(parameter.shape), name, "plain", route)
 
 
 def _modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -91,78 +212,95 @@ def _modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return modules
 
 
-def _experts(path: str, module: RoutedExperts) -> dict[str, Entry]:
-    """The tensors of a layer's experts, of every rank: each by itself, and all in one."""
-    layout = module.w13_weight.grid.layout
-    quantized = isinstance(module.w13_weight.grid, ExpertGrids)
-    entries: dict[str, Entry] = {}
-    for slot in SLOTS:
-        parameter = f"{path}.{stack_of(slot)}"
-        shape, fits = layout.shard(slot).full, layout.codes_fit(slot)
-        for expert in range(layout.total):
-            name, local = layout.hf_name(expert, slot), expert in layout.local
-            kind: Kind = "codes" if quantized else "plain"
-            entries[name] = Entry(shape, parameter, kind, local=local, codes_fit=fits)
-            if quantized:
-                scales = (cdiv(shape[0], BLOCK[0]), cdiv(shape[1], BLOCK[1]))
-                entries[f"{name}_scale_inv"] = Entry(
-                    scales, f"{parameter}_scale_inv", "scales", local=local, codes_fit=fits
-                )
-    for leaf, slots in FUSED.items():
-        rows, columns = layout.shard(slots[0]).full
-        entries[f"{layout.name}.{leaf}"] = Entry(
-            (layout.total, len(slots) * rows, columns),
-            f"{path}.{stack_of(slots[0])}",
-            "fused",
-            covers=tuple(layout.hf_name(e, slot) for slot in slots for e in range(layout.total)),
-        )
-    return entries
-
-
-def _codes_fit(module: torch.nn.Module, parameter: torch.nn.Parameter, count: int) -> list[bool]:
-    """Of each of the HF tensors of a parameter, :attr:`Entry.codes_fit`."""
-    if not isinstance(module, LinearBase) or not isinstance(parameter, (Fp8Weight, Fp8Scale)):
-        return [True] * count
-    grid, rows = parameter.grid, _rows(module)
-    if len(rows) != count:  # fused in the checkpoint too, with blocks of its own
-        return [False] * count
-    return [
-        grid.codes_fit(start, parameter.origin((full, module.input_size), grid.shape_of(start)))
-        for start, full in zip(grid.starts, rows, strict=True)
-    ]
-
-
-def _kind(parameter: torch.nn.Parameter) -> Kind:
-    if isinstance(parameter, Fp8Weight):
-        return "codes"
-    return "scales" if isinstance(parameter, Fp8Scale) else "plain"
-
-
-def _hf_tensors(
-    path: str,
-    leaf: str,
-    module: torch.nn.Module,
-    parameter: torch.nn.Parameter,
-    fused: dict[str, list[str]],
-) -> list[tuple[str, tuple[int, ...]]]:
-    """HF names and shapes of the tensors that make one engine parameter."""
-    if isinstance(module, VocabParallelEmbedding):
-        return [(f"{path}.{leaf}", (module.org_vocab_size, *parameter.shape[1:]))]
-    if not isinstance(module, LinearBase):
-        return [(f"{path}.{leaf}" if path else leaf, tuple(parameter.shape))]
+def _linear(
+    name: str, module: LinearBase, parameter: torch.nn.Parameter, fused: dict[str, list[str]]
+) -> Iterator[tuple[str, Entry]]:
+    """The HF tensors that make one parameter of a linear layer, in the order of its rows."""
+    path, _, leaf = name.rpartition(".")
     parent, _, module_leaf = path.rpartition(".")
+    kind: Kind = "plain"
+    if isinstance(parameter, (Fp8Weight, Fp8Scale)):
+        kind = "codes" if isinstance(parameter, Fp8Weight) else "scales"
     # Qwen3-MoE's own table has gate_up_proj only where the config names the layers without experts.
     parts = fused.get(module_leaf) or FUSED_MODULES.get(module_leaf) or [module_leaf]
     rows = _rows(module)
-    if len(parts) != len(rows):  # fused in the checkpoint too
-        parts, rows = [module_leaf], [sum(rows)]
-    return [
-        (f"{parent}.{part}.{leaf}", _full_shape(leaf, count, module.input_size))
-        for part, count in zip(parts, rows, strict=True)
-    ]
+    if len(parts) != len(rows):  # fused in the checkpoint too, with blocks of its own
+        shape = _shape(leaf, sum(rows), module.input_size)
+        yield f"{path}.{leaf}", Entry(shape, name, kind, None, codes_fit=kind == "plain")
+        return
+    for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
+        route: Route | None = None
+        fits = True
+        if isinstance(parameter, ShardedParameter) and len(parameter.partitions) == len(rows):
+            start, local_rows = parameter.partitions[index]
+            shard = parameter.shard(start, local_rows, (count, module.input_size))
+            route = partial(parameter.store, shard)
+            if isinstance(parameter, (Fp8Weight, Fp8Scale)):
+                fits = parameter.grid.codes_fit(start, shard.origin)
+        elif leaf == "bias":
+            route = partial(_by_loader, parameter, _shard_ids(module)[index])
+        shape = _shape(leaf, count, module.input_size)
+        yield f"{parent}.{part}.{leaf}", Entry(shape, name, kind, route, codes_fit=fits)
+
+
+def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:
+    """The tensors of a layer's experts, of every rank: each by itself, and all in one."""
+    experts = module.w13_weight.grid
+    layout, quantized = experts.layout, isinstance(experts, ExpertGrids)
+    kind: Kind = "codes" if quantized else "plain"
+    for matrix in MATRICES:
+        parameter = f"{path}.{stack_of(matrix)}"
+        shape, fits = layout.shard(matrix).full, layout.codes_fit(matrix)
+        scales = (cdiv(shape[0], BLOCK[0]), cdiv(shape[1], BLOCK[1]))
+        for expert in range(layout.total):
+            name, local = layout.hf_name(expert, matrix), expert in layout.local
+            route = partial(experts.load, expert, matrix) if local else _leave_out
+            yield name, Entry(shape, parameter, kind, route, local=local, codes_fit=fits)
+            if quantized:
+                stack = f"{path}.{scales_of(matrix)}"
+                route = partial(experts.load_scales, expert, matrix) if local else _leave_out
+                entry = Entry(scales, stack, "scales", route, local=local, codes_fit=fits)
+                yield f"{name}_scale_inv", entry
+    for leaf, matrices in FUSED.items():
+        rows, columns = layout.shard(matrices[0]).full
+        shape = (layout.total, len(matrices) * rows, columns)
+        names = tuple(layout.hf_name(e, matrix) for matrix in matrices for e in range(layout.total))
+        stack, route = f"{path}.{stack_of(matrices[0])}", partial(load_fused, experts, leaf)
+        yield f"{layout.name}.{leaf}", Entry(shape, stack, "fused", route, covers=names)
+
+
+def _leave_out(tensor: torch.Tensor, batch: WriteBatch) -> None:
+    """Route of an expert that another rank holds."""
+
+
+def _copy(parameter: torch.nn.Parameter, tensor: torch.Tensor, batch: WriteBatch) -> None:
+    """Route of a parameter without a loader, such as a norm's weight."""
+    alike = (
+        tensor.shape == parameter.shape
+        and tensor.dtype == parameter.dtype
+        and tensor.device == parameter.device
+        and tensor.numel() <= _SMALL
+    )
+    if alike:
+        batch.copy(parameter.data, tensor)
+    else:
+        default_weight_loader(parameter, tensor)
+
+
+def _by_loader(
+    parameter: Any, shard_id: tuple[Any, ...], tensor: torch.Tensor, batch: WriteBatch
+) -> None:
+    """Route through the parameter's own loader, as vLLM calls it."""
+    parameter.weight_loader(parameter, tensor, *shard_id)
+
+
+def _load_kv_scale(parameter: Any, tensor: torch.Tensor, batch: WriteBatch) -> None:
+    """Route of a KV scale in a plain load; a refit sets its scales at the end."""
+    parameter.weight_loader(parameter, tensor, fill=batch.fill)
 
 
 def _rows(module: LinearBase) -> list[int]:
+    """Rows of each HF weight that makes a linear layer."""
     if isinstance(module, QKVParallelLinear):
         heads = (module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads)
         return [count * module.head_size for count in heads]
@@ -171,7 +309,16 @@ def _rows(module: LinearBase) -> list[int]:
     return [module.output_size]
 
 
-def _full_shape(leaf: str, rows: int, columns: int) -> tuple[int, ...]:
+def _shard_ids(module: LinearBase) -> list[tuple[Any, ...]]:
+    """The arguments by which vLLM's loader knows each HF tensor of a linear layer."""
+    if isinstance(module, QKVParallelLinear):
+        return [("q",), ("k",), ("v",)]
+    if isinstance(module, MergedColumnParallelLinear):
+        return [(index,) for index in range(len(module.output_sizes))]
+    return [()]
+
+
+def _shape(leaf: str, rows: int, columns: int) -> tuple[int, ...]:
     if leaf == "weight_scale_inv":
         return cdiv(rows, BLOCK[0]), cdiv(columns, BLOCK[1])
     return (rows,) if leaf == "bias" else (rows, columns)

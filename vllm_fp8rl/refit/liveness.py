@@ -1,7 +1,7 @@
-"""Calls to an engine core in a process of its own end when that process dies.
+"""End calls to an engine core in another process when that process dies.
 
-vLLM marks such an engine as dead, but whoever waits for an answer waits for ever: it leaves the
-futures of pending calls alone (0.25.1 and 0.32; ``MPClient.utility_results``).
+vLLM marks such an engine as dead but never completes the futures of pending calls, so whoever waits
+for an answer waits for ever (0.25.1 and 0.32, ``MPClient.utility_results``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SECONDS = 0.5
 
 @contextmanager
 def ended_by_death(core: Any) -> Iterator[None]:
-    """Within the block, calls to an ``LLM``'s engine core raise EngineDeadError once it is dead.
+    """Let calls to an ``LLM``'s engine core raise EngineDeadError within the block once it is dead.
 
     Args:
-        core: ``llm.llm_engine.engine_core``; nothing is done for one of this process.
+        core: ``llm.llm_engine.engine_core``; one in this process needs nothing.
     """
     resources = getattr(core, "resources", None)
     if resources is None:
@@ -49,7 +49,7 @@ def ended_by_death(core: Any) -> Iterator[None]:
 
 
 async def while_alive(engine: Any, call: Coroutine[Any, Any, Any]) -> Any:
-    """The answer to a call of an ``AsyncLLM``, or its ``dead_error``."""
+    """Return the answer to a call of an ``AsyncLLM``, or raise its ``dead_error``."""
     task = asyncio.ensure_future(call)
     try:
         while not task.done():
@@ -62,7 +62,7 @@ async def while_alive(engine: Any, call: Coroutine[Any, Any, Any]) -> Any:
 
 
 def lost_worker(step: str, error: Exception) -> RefitError:
-    """What to raise where a step did not answer, not even with an error of ours."""
+    """Return the error to raise where a step did not answer, not even with an error of ours."""
     return RefitError(
         f"Step '{step}' of the refit failed on a worker ({type(error).__name__}: {error}); "
         "if its process has died, restart the engine."

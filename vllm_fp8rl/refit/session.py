@@ -1,6 +1,11 @@
 """`RefitSession`: one refit of one rank's model, every tensor checked before it is written.
 
-What imports vLLM is imported in functions, so that importing the doors of a refit does not.
+The walk of a weight: :meth:`RefitSession.load` checks a batch,
+:meth:`~vllm_fp8rl.refit.inventory.Inventory.write` sends each tensor along its route,
+:class:`~vllm_fp8rl.storage.block_grid.BlockGrid` finds the rows of live storage, and
+:func:`fp8rl.numerics.quantize_blocks` quantizes all of them together.
+
+Modules that import vLLM are imported in functions, so that importing this module does not.
 """
 
 from __future__ import annotations
@@ -13,17 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl.errors import Fp8RLError, RefitError
+from fp8rl.hookspecs import RefitReport
 from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import FP8_DTYPE, parts, start_finite_check
-from fp8rl.refit import RefitReport
 from vllm_fp8rl.compat import reported_name
-from vllm_fp8rl.refit.guard import REMEDY, RefitGuard
-from vllm_fp8rl.refit.intake import came_twice, steady
+from vllm_fp8rl.refit.guard import REMEDY
+from vllm_fp8rl.refit.intake import came_twice, scalars_on_host, steady
 from vllm_fp8rl.refit.values import not_finite
+from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, check_scales
 
 if TYPE_CHECKING:
-    from vllm_fp8rl.refit.inventory import Entry
+    from vllm_fp8rl.refit.inventory import Entry, Inventory
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -33,23 +39,23 @@ _SCALES = "_scale_inv"
 class RefitSession:
     """One refit of one rank's live model, as a context manager.
 
-    Every tensor is checked before it is written, and a batch before its first tensor is. Leaving
-    the block without an exception verifies that every parameter and every KV scale came exactly
-    once; then the report is in ``report``. Otherwise the model refuses to run until a later refit
-    is complete, unless nothing had been written yet. Emptying the prefix cache, which may hold keys
-    of the old weights, is the caller's: ``reset_prefix_cache(reset_connector=True)``.
+    A whole batch is checked before its first tensor is written. Leaving the block without an
+    exception verifies that every parameter and every KV scale came exactly once; then the report
+    is in ``report``. Otherwise the model refuses to run until a later refit is complete, unless
+    nothing had been written yet. The caller must then empty the prefix cache, which may hold keys
+    of the old weights: ``reset_prefix_cache(reset_connector=True)``.
 
     Args:
         model: the vLLM model of this rank.
         expect_kv_scales: whether k and v scales of every layer come with the weights; None: either
             all or none.
-        name: of the session, by which others can tell that it is not theirs.
+        name: name of the session, so that other senders can tell that it is not theirs.
 
     Raises:
         RefitError: on entry, when another session is open or the engine has no FP8 KV cache to
             scale; from :meth:`load`, a tensor that is unknown, repeated, wrongly shaped, of a wrong
             dtype, not finite as it comes or as the engine stores it, or whose FP8 codes would have
-            to be quantized once more; on exit, a tensor that is missing.
+            to be quantized again; on exit, a tensor that is missing.
         ScaleError: a scale that is 0, negative, NaN or infinite, or not of the engine's format.
         UnsupportedError: a pipeline-parallel engine.
     """
@@ -57,17 +63,17 @@ class RefitSession:
     def __init__(
         self, model: torch.nn.Module, *, expect_kv_scales: bool | None, name: str = "unnamed"
     ) -> None:
-        self.model: Any = model  # load_weights is not torch's
+        self.model: Any = model  # its load_weights is not in torch's class
         self.name = name
         self.expect_kv_scales = expect_kv_scales
         self.report: RefitReport | None = None
         self.wrote = False
         self.loading = False
-        """Whether the model loads a batch of this session at the moment."""
-        self._guard = RefitGuard.of(model)
+        """Whether vLLM's loader is writing tensors of this session at the moment."""
+        self._guard = state_of(model).guard
+        self._inventory: Inventory
         self._entries: dict[str, Entry] = {}
         self._scales: frozenset[str] = frozenset()
-        self._grids: tuple[Any, ...] = ()
         self._dtypes: dict[str, torch.dtype] = {}
         self._kv_scales: dict[str, float] = {}
         self._covered: set[str] = set()
@@ -78,7 +84,7 @@ class RefitSession:
 
     def __enter__(self) -> RefitSession:
         from vllm_fp8rl.calibration.observer import stop_observing
-        from vllm_fp8rl.refit.index import ModelIndex
+        from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
 
         if self._guard.session is not None:
             name = self._guard.session.name
@@ -88,8 +94,9 @@ class RefitSession:
             )
         self._guard.require_awake()
         stop_observing(self.model)  # of a calibration that broke off
-        index = ModelIndex.of(self.model)
-        self._entries, self._scales, self._grids = index.entries, index.kv_scales, index.grids
+        require_one_stage()
+        self._inventory = inventory = Inventory.of(self.model)
+        self._entries, self._scales = inventory.entries, inventory.kv_scales
         if self.expect_kv_scales and not self._scales:
             raise RefitError(
                 "KV scales were announced, but the engine has no FP8 KV cache; start it with "
@@ -105,11 +112,11 @@ class RefitSession:
         Args:
             batch: whole HF tensors: bfloat16, float16 or float32; FP8 codes with their
                 ``weight_scale_inv`` for FP8 layers; KV scales by the names of
-                :mod:`fp8rl.kv_scales`. All of a generator are pulled before one is read.
+                :mod:`fp8rl.kv_scales`. A generator is exhausted before its first tensor is read.
 
         Raises:
-            RefitError: see the class; or tensors share memory, as those of a generator do that
-                fills one buffer again and again; or the GPU's memory did not suffice.
+            RefitError: see the class; or tensors share memory, as with a generator that fills one
+                buffer again and again; or the GPU's memory did not suffice.
         """
         if self._guard.session is not self:
             raise _ended(self.name)
@@ -122,8 +129,6 @@ class RefitSession:
             ) from error
 
     def _load(self, batch: Tensors) -> None:
-        from vllm_fp8rl.refit.plan import scalars_on_host
-
         tensors = scalars_on_host(steady(batch))
         known = [(name, tensor) for name, tensor in tensors if name in self._entries]
         limit = self._guard.values.limit(self.model)
@@ -175,10 +180,10 @@ class RefitSession:
         except Fp8RLError:
             self._leave_closed("a refit was incomplete")
             raise
-        # Not before: what a refit that breaks off had brought must not serve with the next weights.
+        # Only now: the scales of a refit that breaks off must not serve with the next weights.
         set_kv_scales(self.model, self._kv_scales)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # tensors may be freed or reused, on whatever stream they came
+            torch.cuda.synchronize()  # from now on the sender may free or reuse its tensors
         self.report = RefitReport(
             parameters=len(
                 {self._entries[n].parameter for n in self._dtypes if n in self._entries}
@@ -192,9 +197,9 @@ class RefitSession:
         self._guard.open()
 
     def abandon(self, reason: str) -> None:
-        """Give up: without a write all stays as it was, otherwise the model refuses to run.
+        """Give up. If nothing was written all stays as it was, else the model refuses to run.
 
-        Nothing where the session has ended already: another may be open by now.
+        Does nothing if the session has ended already: another one may be open by now.
         """
         if self._guard.session is not self:
             return
@@ -202,7 +207,7 @@ class RefitSession:
         self._leave_closed(f"a refit broke off ({reason})")
 
     def _begin_writing(self) -> None:
-        for grid in self._grids:
+        for grid in self._inventory.grids:
             grid.forget_unpaired()
         self.wrote = True
         self._guard.close("a refit is under way")
@@ -212,7 +217,7 @@ class RefitSession:
             self._guard.close(f"The weights are a mixture: {what}")
 
     def _check(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
-        """Check one tensor by itself, but for its values."""
+        """Check the shape and dtype of one tensor."""
         if tensor.shape != entry.shape:
             raise RefitError(
                 f"'{name}' has shape {tuple(tensor.shape)}, but the engine's model has "
@@ -239,19 +244,27 @@ class RefitSession:
             if not good:
                 raise RefitError(f"{not_finite(name, tensor, limit)}; the engine was not given it.")
             if self._entries[name].kind == "scales":
-                check_scales(name, tensor, self._grids[0].scale_format)
+                check_scales(name, tensor, self._inventory.grids[0].scale_format)
 
     def _write(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         if not self.wrote:
             self._begin_writing()
-        written = list(self._untied(weights))
+        batch = list(self._untied(weights))
+        routed = [item for item in batch if self._entries[item[0]].route is not None]
+        self._inventory.write(routed, [])
+        rest = [item for item in batch if self._entries[item[0]].route is None]
+        if rest:
+            self._write_by_vllm(rest)
+        self._written.update(name for name, _ in batch)
+
+    def _write_by_vllm(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write tensors for which the inventory has no route."""
         self.loading = True
         try:
-            loaded = self.model.load_weights(written)
+            loaded = self.model.load_weights(weights)
         finally:
             self.loading = False
-        self._verify_taken([name for name, _ in written], loaded)
-        self._written.update(name for name, _ in written)
+        self._verify_taken([name for name, _ in weights], loaded)
 
     def _known_kv_scale(self, name: str) -> str:
         """The canonical name of a tensor that is no weight of the model."""
@@ -272,7 +285,11 @@ class RefitSession:
         return canonical
 
     def _check_pairs(self, arriving: dict[str, torch.dtype]) -> set[str]:
-        """All scales of FP8 codes that have come, those arriving included."""
+        """Names of all scales of FP8 codes that have come, those arriving included.
+
+        Raises:
+            RefitError: a weight that is not in FP8 came with scales.
+        """
         scaled = self._scaled | {name for name in arriving if name.endswith(_SCALES)}
         for scales in scaled:
             weight = scales.removesuffix(_SCALES)
@@ -312,7 +329,7 @@ class RefitSession:
                 )
 
     def _verify_taken(self, arriving: Iterable[str], loaded: set[str] | None) -> None:
-        """vLLM skips some names in silence: compare with what it says it has loaded."""
+        """Raise RefitError for a tensor that vLLM's loader skipped without an error."""
         taken = {reported_name(name) for name in loaded or ()}
         for name in arriving:
             entry = self._entries.get(name)

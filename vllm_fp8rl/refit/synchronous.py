@@ -1,4 +1,4 @@
-"""The doors for new weights and KV scales into a live engine, complete or refused.
+"""Refit of an ``LLM``: new weights and KV scales for a live engine, complete or refused.
 
 :func:`refit` takes HF-named tensors and an ``LLM``, feeds every worker in bounded batches, and
 leaves the engine with the new weights or closed to generation. What works on one rank's model is
@@ -11,24 +11,19 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Collection
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError
-from fp8rl.refit import RefitReport
+from fp8rl.hookspecs import RefitReport
 from vllm_fp8rl.refit.client import Changes, RequestGate, Workers, announce, forget_prefixes
-from vllm_fp8rl.refit.client import (
-    drop_requests as drop_requests,  # a part of this module's interface
-)
-from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
-from vllm_fp8rl.refit.session import RefitSession as RefitSession  # likewise
+from vllm_fp8rl.refit.intake import BATCH_BYTES
 from vllm_fp8rl.refit.session import Tensors
-from vllm_fp8rl.refit.transport import GPU_BATCH_FACTOR, Sender
+from vllm_fp8rl.refit.steps import EMPTY_CACHE, Steps, refit_steps, send, send_path
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-_NO_LIMIT = 1 << 62  # as the factor by which batches of GPU tensors are larger
 
 
 def refit(
@@ -68,11 +63,10 @@ def refit(
         ScaleError: a bad scale.
         UnsupportedError: an engine that cannot be reached in this way.
     """
+    held = batch_bytes is None and isinstance(tensors, Collection)
+    limit = BATCH_BYTES if batch_bytes is None else batch_bytes
     return _run(
-        llm,
-        lambda workers, session: _load(workers, session, tensors, batch_bytes),
-        expect_kv_scales=expect_kv_scales,
-        plugins=plugins,
+        llm, lambda session: send(session, tensors, limit, held=held), expect_kv_scales, plugins
     )
 
 
@@ -84,12 +78,7 @@ def refit_from_files(
     plugins: PluginManager | None = None,
 ) -> RefitReport:
     """Like :func:`refit`, from a safetensors file, or a folder of them, that every worker reads."""
-    return _run(
-        llm,
-        lambda workers, session: workers.call("load_files", session, path),
-        expect_kv_scales=expect_kv_scales,
-        plugins=plugins,
-    )
+    return _run(llm, lambda session: send_path(session, path), expect_kv_scales, plugins)
 
 
 def require_ready(llm: LLM) -> None:
@@ -103,43 +92,35 @@ def require_ready(llm: LLM) -> None:
         ScaleError: KV scales are missing.
         UnsupportedError: an engine that cannot be reached in this way.
     """
-    Workers(llm).call("check")
+    Workers(llm).call("fp8rl_refit_check")
 
 
 def _run(
     llm: LLM,
-    transfer: Callable[[Workers, str], object],
-    *,
+    transfer: Callable[[str], Steps],
     expect_kv_scales: bool,
     plugins: PluginManager | None,
 ) -> RefitReport:
-    changes, gate, workers = Changes.of(llm), RequestGate(llm), Workers(llm)
+    changes, gate, workers = Changes.of(llm.llm_engine), RequestGate(llm), Workers(llm)
     session = uuid.uuid4().hex
-    begun = False
 
     def change() -> dict[str, Any]:
-        nonlocal begun
         if llm.llm_engine.has_unfinished_requests():
             raise RefitError(
                 "The engine has requests in flight; finish them, or drop them with "
                 "vllm_fp8rl.refit.drop_requests(llm), then refit; if some stay, restart it."
             )
-        workers.call("begin", session, expect_kv_scales)
-        begun = True
         gate.close("a refit is under way")
-        transfer(workers, session)
-        forget_prefixes(llm, "keys of the old weights")
-        counts: dict[str, Any] = workers.call("finish", session)[0]
+        steps = refit_steps(session, expect_kv_scales, transfer(session))
+        counts = _run_steps(llm, workers, steps)
         gate.open()
         return counts
 
     def undo(reason: str) -> None:
-        mixed = True
+        closed = True
         with contextlib.suppress(Exception):  # a dead worker is as closed as can be
-            mixed = any(workers.call("abort", session, reason))
-        if not begun:
-            return
-        if mixed:
+            closed = any(workers.call("fp8rl_refit_abort", session, reason))
+        if closed:
             mixture = "The weights are a mixture: a refit broke off or was incomplete"
             gate.close(mixture, mended=workers.may_run)
         else:
@@ -153,15 +134,15 @@ def _run(
     return report
 
 
-def _load(workers: Workers, session: str, tensors: Tensors, batch_bytes: int | None) -> None:
-    """Hand tensors to the workers in batches."""
-    limit = BATCH_BYTES if batch_bytes is None else batch_bytes
-    if workers.in_process:
-        held = batch_bytes is None and isinstance(tensors, Collection)
-        factor = _NO_LIMIT if held else GPU_BATCH_FACTOR
-        for batch in batches(tensors, limit, gpu_factor=factor):
-            workers.call("load_batch", session, batch)
-        return
-    with Sender(workers.call("place"), limit * GPU_BATCH_FACTOR) as sender:
-        for batch in batches(tensors, limit, gpu_factor=sender.gpu_factor):
-            workers.call("load_batch", session, sender.wrap(batch))
+def _run_steps(llm: LLM, workers: Workers, steps: Steps) -> Any:
+    answers: Any = None
+    with closing(steps):
+        while True:
+            try:
+                call = steps.send(answers)
+            except StopIteration as end:
+                return end.value
+            if call is EMPTY_CACHE:
+                forget_prefixes(llm, "keys of the old weights")
+            else:
+                answers = workers.call(call.step, *call.args)

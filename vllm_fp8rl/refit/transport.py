@@ -1,8 +1,8 @@
-"""How a batch of tensors travels to workers in other processes, as builtins only.
+"""Pack batches of tensors as builtins, for workers in other processes.
 
-An engine core in a process of its own decodes builtins and nothing else (vLLM's default, and the
-safe one). Tensors on the host travel as one safetensors buffer. Tensors on a GPU that every worker
-sees travel as CUDA IPC handles: a worker reads the sender's memory, so nothing passes the host.
+An engine core in a process of its own decodes only builtins (vLLM's safe default). Tensors on the
+host travel as one safetensors buffer. Tensors on a GPU that every worker sees travel as CUDA IPC
+handles: a worker reads the sender's memory, so they do not pass the host.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from fp8rl.errors import RefitError
 from vllm_fp8rl.refit.intake import steady
 
 Place = dict[str, Any]
-"""``host``: equal for processes that can open each other's handles; ``process``: its number;
-``gpus``: UUIDs of those that it sees, by device index."""
+"""Where a process is. ``host`` is equal for processes that can open each other's handles;
+``process`` is its number; ``gpus`` has the UUIDs of the GPUs that it sees, by device index."""
 
 Payload = bytes | dict[str, Any]
 """A safetensors buffer; or ``tensors`` (name -> storage, dtype, offset, size, stride), ``storages``
-(each: process -> handle) and ``bytes`` for what does not lie on a GPU."""
+(each: process -> handle) and ``bytes`` for the tensors that are not on a GPU."""
 
 GPU_BATCH_FACTOR = 16
-"""How much larger batches of GPU tensors are that need not pass the host: each costs about 0.6 ms
-of waiting for its check, in which a layer of an 8B model quantizes twice."""
+"""How much larger batches of GPU tensors are that do not pass the host. Each batch waits about
+0.6 ms for its check, and a layer of an 8B model is quantized twice in that time."""
 _ALIGNMENT = 256
 
 
 def place() -> Place:
-    """Where this process is."""
+    """Return where this process is."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return {"host": _host(), "process": str(os.getpid()), "gpus": [_uuid(i) for i in gpus]}
 
 
 def pack(batch: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Tensors as one safetensors buffer.
+    """Pack tensors into one safetensors buffer.
 
     Raises:
         RefitError: see :func:`vllm_fp8rl.refit.intake.steady`.
@@ -58,14 +58,14 @@ def pack(batch: Iterable[tuple[str, torch.Tensor]]) -> bytes:
 
 
 class Sender:
-    """Wraps the batches of one refit.
+    """Packs the batches of one refit.
 
     GPU tensors are copied into a staging buffer, whose handle is sent: its memory can be shared
-    whatever allocator the trainer uses. A tensor that is larger is read where it lies.
+    whatever allocator the trainer uses. A tensor that is larger is read from where it is.
 
     Args:
-        places: of all workers.
-        staging_bytes: of the buffer, one a GPU, made when a tensor comes from there.
+        places: where each worker is.
+        staging_bytes: size of the staging buffer; each GPU that tensors come from has one.
     """
 
     def __init__(self, places: Sequence[Place], staging_bytes: int) -> None:
@@ -82,7 +82,7 @@ class Sender:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Free the buffers: the workers have let go of them."""
+        """Free the buffers, which the workers no longer use."""
         self._held.clear()
         if self._staging:
             self._staging.clear()
@@ -90,15 +90,15 @@ class Sender:
 
     @property
     def gpu_factor(self) -> int:
-        """How much larger a batch of GPU tensors may be."""
+        """Factor by which a batch of GPU tensors may be larger."""
         return GPU_BATCH_FACTOR if self._gpus else 1
 
     def near(self, tensor: torch.Tensor) -> bool:
-        """Whether the workers can read a tensor where it lies."""
+        """Return whether the workers can read a tensor from where it is."""
         return bool(self._gpus) and tensor.is_cuda and _uuid(tensor.device.index) in self._gpus
 
     def wrap(self, batch: Iterable[tuple[str, torch.Tensor]]) -> Payload:
-        """A batch as it is sent. Keep its tensors unchanged until the workers have answered."""
+        """Pack a batch. Keep its tensors unchanged until the workers have answered."""
         self._held.clear()
         near: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         rest: list[tuple[str, torch.Tensor]] = []
@@ -122,7 +122,7 @@ class Sender:
         items: Sequence[tuple[str, torch.Tensor]],
         sent: dict[str, Any],
     ) -> list[tuple[str, torch.Tensor]]:
-        """Copy what fits into the staging buffer; the rest."""
+        """Copy tensors that fit into the staging buffer, and return the others."""
         large: list[tuple[str, torch.Tensor]] = []
         used = 0
         for name, tensor in items:
@@ -160,7 +160,7 @@ class Sender:
         sent["storages"].append(handles)
 
     def _handles(self, tensor: torch.Tensor) -> dict[str, list[Any]]:
-        """torch's handle of a tensor's memory; one for each reader, since torch counts them."""
+        """Make torch's handles of a tensor's memory, one for each reader, as torch counts them."""
         handles = {}
         for process in self._processes:
             device, *rest = tensor.untyped_storage()._share_cuda_()
@@ -175,12 +175,12 @@ def _position(storage: int, tensor: torch.Tensor) -> list[Any]:
 
 @contextmanager
 def received(payload: Payload) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of :meth:`Sender.wrap`, those on a GPU as views of the sender's memory.
+    """Open what :meth:`Sender.wrap` packed; tensors on a GPU are views of the sender's memory.
 
-    At the end the work on them has been done, so that the sender may reuse that memory.
+    When the block ends, the work on them has been done, so that the sender may reuse that memory.
 
     Raises:
-        RefitError: no such payload; or a handle of a GPU that this process does not see.
+        RefitError: not such a payload, or a handle of a GPU that this process does not see.
     """
     if isinstance(payload, bytes):
         yield _unpacked(payload)
@@ -214,7 +214,7 @@ def _no_payload(what: str) -> RefitError:
 
 
 def _host() -> str:
-    """The same for processes that share a kernel and its IPC namespace, which handles need."""
+    """Return an equal string for processes of one kernel and IPC namespace, as handles need."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/ipc').readlink()}"

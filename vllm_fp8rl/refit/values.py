@@ -1,11 +1,12 @@
 """NaN and infinity in weights, as they come or as the engine would store them.
 
-float32 3.4e38 is infinite in BF16, and 7e4 in FP16: :func:`largest_value` says what a model holds.
+3.4e38 in float32 is infinite in BF16, and 7e4 is infinite in FP16: :func:`largest_value` is the
+limit of a model. Without a check an infinite weight would be clamped to a code like any other.
 
-A refit looks at a batch before it writes it. Plain ``model.load_weights`` come tensor by tensor,
-and on a GPU a look at each would make the host wait each time: there it is queued, and read with
-the next step's other conditions (:class:`~vllm_fp8rl.refit.guard.RefitGuard`), once for all tensors.
-Without that an infinite weight would be clamped to a code like any other.
+A refit checks a batch before it writes it. Plain ``model.load_weights`` may come tensor by tensor,
+and on a GPU each check would make the host wait. There the check is queued, and its answer is read
+once for all tensors, with the other conditions of the next step
+(:class:`~vllm_fp8rl.refit.guard.RefitGuard`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES
 _WORTH_ONE_LAUNCH = 8
 """Tensors from which on one kernel for all costs the host less than one for each."""
 
-_SCALES = ("_scale", "_scale_inv")  # their loaders look at the values
+_SCALES = ("_scale", "_scale_inv")  # their loaders check the values
 
 _LARGEST_QUANTIZED = torch.finfo(torch.float32).max / (1 + 1 / 16)
 """Rounding to a code may add a sixteenth; the code times its scale must be finite in float32, in
@@ -39,31 +40,37 @@ def largest_value(model: torch.nn.Module) -> float:
 
 
 def not_finite(name: str, tensor: torch.Tensor, limit: float) -> str:
-    """What is wrong with a tensor, as the beginning of a sentence."""
+    """The beginning of a sentence that says what is wrong with a tensor's values."""
     if all_finite([tensor])[0]:
         return f"'{name}' has values beyond {limit:.6g}, the largest that the engine can hold"
     return f"'{name}' has NaN or infinite values"
 
 
 class PlainValues:
-    """What is known of the values that plain loads brought, by HF name."""
+    """What is known of plain loads, by HF name: bad values, and tensors that must come again."""
 
     def __init__(self) -> None:
+        self.owed: set[str] | None = set()
+        """Tensors that must come again before the model may run, after a plain load that broke off;
+        None: all of them."""
         self._limit: float | None = None
         self._bad: set[str] = set()
         self._queued: list[tuple[list[str], Callable[[], Sequence[bool]]]] = []
 
     def limit(self, model: torch.nn.Module) -> float:
-        """:func:`largest_value` of the model, whose parameters keep their dtypes."""
+        """The :func:`largest_value` of the model, computed once."""
         if self._limit is None:
             self._limit = largest_value(model)
         return self._limit
 
     def look(self, weights: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module) -> bool:
-        """Look at tensors that are about to be loaded; whether the next step has to ask.
+        """Check tensors that are about to be loaded.
+
+        Returns:
+            Whether the next step must call :meth:`require_finite`.
 
         Raises:
-            RefitError: one on the host is not finite; none has been loaded.
+            RefitError: a tensor on the host is not finite; none has been loaded.
         """
         checked = [(n, t) for n, t in weights if not n.endswith(_SCALES) and t.is_floating_point()]
         limit = self.limit(model)
@@ -71,12 +78,11 @@ class PlainValues:
         on_host = [(name, tensor) for name, tensor in checked if not tensor.is_cuda]
         finite = all_finite([tensor for _, tensor in on_host], limit) if on_host else []
         bad = [item for item, good in zip(on_host, finite, strict=True) if not good]
-        if bad and not any(parameter.is_meta for parameter in model.parameters()):
+        if bad:
             raise RefitError(f"{not_finite(*bad[0], limit)}; it was not loaded.")
-        # In vLLM's layerwise reload an error would leave half a model behind: the next step raises.
-        if on_host and (bad or self._bad or self._queued):
+        if on_host and (self._bad or self._queued):  # they may replace bad ones
             self._queued.append(([name for name, _ in on_host], lambda: finite))
-        # What is read later must be read into flags now: the sender may reuse the memory.
+        # The kernels that read the tensors start now: the sender may reuse the memory later.
         together = [(n, t) for n, t in on_gpu if t.is_contiguous()]
         if len(together) >= _WORTH_ONE_LAUNCH:
             names = [name for name, _ in together]
@@ -86,13 +92,13 @@ class PlainValues:
         for name, tensor in on_gpu:
             if tensor.numel():
                 self._queued.append(([name], _finite_flag(tensor, limit)))
-        return bool(self._bad or bad or together or on_gpu)
+        return bool(self._bad or together or on_gpu)
 
     def require_finite(self) -> None:
-        """Wait for what was queued.
+        """Wait for the queued checks.
 
         Raises:
-            RefitError: something was not finite, and has not come again since.
+            RefitError: a tensor was not finite, and has not come again since.
         """
         queued, self._queued = self._queued, []
         for names, answers in queued:
@@ -109,7 +115,8 @@ class PlainValues:
             )
 
     def forget(self) -> None:
-        """A complete refit has replaced everything."""
+        """Forget everything, after a complete refit has replaced all weights."""
+        self.owed = set()
         self._bad.clear()
         self._queued.clear()
 

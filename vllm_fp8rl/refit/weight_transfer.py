@@ -2,14 +2,13 @@
 
 vLLM's own engines load through its layerwise reload: they take an incomplete update for a complete
 one, and serve whatever a broken-off one has left. Here ``start_weight_update`` opens a
-:class:`~vllm_fp8rl.refit.session.RefitSession`, every ``update_weights`` is checked and written in place,
-and ``finish_weight_update`` raises unless every tensor came; until then the model refuses to run.
+:class:`~vllm_fp8rl.refit.session.RefitSession`, every ``update_weights`` is checked and written in
+place, and ``finish_weight_update`` raises unless every tensor came; until then the model refuses to
+run. There are two backends:
 
-==============  ===================================================================================
-``fp8rl``       updates bring a file that each worker reads (``path``), or tensors (``payload``,
-                made by :class:`vllm_fp8rl.refit.transport.Sender` or :func:`~vllm_fp8rl.refit.transport.pack`)
-``fp8rl_nccl``  vLLM's own NCCL broadcast; the trainer's side is vLLM's, unchanged
-==============  ===================================================================================
+* ``fp8rl``: updates bring a file that each worker reads (``path``), or tensors (``payload``, packed
+  by :class:`vllm_fp8rl.refit.transport.Sender` or :func:`vllm_fp8rl.refit.transport.pack`).
+* ``fp8rl_nccl``: vLLM's own NCCL broadcast; the trainer's side is vLLM's, unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from vllm_fp8rl.refit.transport import Payload, received
 
 
 class _Intake:
-    """In the place of an engine's model: takes what is loaded into a session of the live one."""
+    """Stands in for the model of a transfer engine, and loads tensors through a refit session."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -66,7 +65,7 @@ class _Intake:
 
 
 class _SessionEngine:
-    """What both engines do with a weight update."""
+    """The part of both engines that handles a weight update."""
 
     supports_draft_weight_update = False
 
@@ -94,7 +93,7 @@ class _SessionEngine:
             raise
 
     def finish_weight_update(self) -> None:
-        """Let the model run. The prefix cache, and a connector's, are the caller's to reset.
+        """Let the model run. The caller resets the prefix cache, and a connector's.
 
         Raises:
             RefitError: tensors are missing.
@@ -104,12 +103,12 @@ class _SessionEngine:
 
 @dataclass
 class Fp8RLInitInfo(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """Information for the start: none is needed."""
 
 
 @dataclass
 class Fp8RLUpdateInfo(WeightTransferUpdateInfo):
-    """One of the two."""
+    """One part of an update: either ``path`` or ``payload``."""
 
     path: str | None = None
     """A safetensors file, or a folder of them."""
@@ -149,7 +148,8 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
 
         Args:
             iterator: HF-named tensors.
-            trainer_args: ``update_weights``: called with the ``update_info`` of each batch.
+            trainer_args: has ``update_weights``, a function that takes the ``update_info`` of each
+                batch.
         """
         from vllm_fp8rl.refit.transport import pack
 

@@ -1,17 +1,17 @@
 """`BlockGrid`: one rank's fused FP8 matrix, written shard by shard in any order.
 
 A kernel reads ``weight_scale_inv`` on the grid of the *rank-local fused* matrix (the q, k and v, or
-gate and up, rows of this rank under each other). A shard whose first row is no multiple of 128
-shares a block with its neighbour, so neither can be quantized alone: the block's rows are kept at
-source precision, and each arrival quantizes the block anew. Whatever the order, the codes are those
-of :func:`fp8rl.numerics.quantize_block` on the whole local matrix.
+the gate and up rows of this rank, stacked). A shard whose first row is not a multiple of 128 shares
+a block with its neighbour, so neither can be quantized alone: the rows of that block are kept at
+source precision, and each arrival quantizes the block again. In any order of arrival the codes are
+those of :func:`fp8rl.numerics.quantize_block` on the whole local matrix.
 
 FP8 codes keep their values only where the blocks that they came with are blocks of that grid. Other
-codes are refused: to quantize them once more would change the values, unseen.
+codes are refused, because quantizing them again would change their values without notice.
 
-:class:`Writes` puts quantizations of many layers off until one launch can do them all.
+:class:`WriteBatch` collects the quantizations of many layers, so that one launch does them all.
 
-Plain torch: no vLLM in here.
+This module needs torch only, not vLLM.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fp8rl.recipe import ScaleFormat
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CHUNK_ELEMENTS = {"cpu": 1 << 16}
-"""Elements quantized at once, by device type: the CPU reference makes float32 temporaries of about
+"""Elements quantized at once, by device type. The CPU reference makes float32 temporaries of about
 20 bytes an element, which must stay small beside a layer of a small model."""
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 27  # a GPU makes none; rows that come from the host are copied
 _LAUNCH_BYTES = (1 << 27, 1 << 32)
-"""What is put off at most, at first, so that a GPU soon has work, and in the end: a launch costs
-the host as much as a layer's checks do."""
+"""Source bytes of one launch: small for the first one, so that a GPU soon has work, then doubled up
+to the second number, because each launch costs the host time."""
 
 _ROWS, _COLS = BLOCK
 
@@ -46,67 +46,64 @@ class _Quantized:
     scales: bool = False
 
 
-class Writes:
-    """Writes to many layers that are put off; :meth:`run` does them with few kernel launches.
+class WriteBatch:
+    """Writes of one batch of tensors, done with few kernel launches.
 
-    The tensors that come in must keep their values until then. A later write to the same place
-    takes that of an earlier one. Enough of them are done at once, so that a GPU works meanwhile.
+    No two tensors of a batch may be for the same rows, and each must keep its values until
+    :meth:`run`. The owner switches autograd off.
     """
 
     def __init__(self) -> None:
+        self._jobs: dict[ScaleFormat, list[tuple[torch.Tensor, Quantized]]] = {}
         self._bytes, self._limit = 0, _LAUNCH_BYTES[0]
-        self._blocks: dict[ScaleFormat, dict[int, tuple[torch.Tensor, Quantized]]] = {}
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._fills: dict[int, tuple[torch.Tensor, float]] = {}
-        self._grids: dict[int, BlockGrid] = {}
+        self._shared: dict[int, tuple[BlockGrid, set[int]]] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._fills: list[tuple[torch.Tensor, float]] = []
 
-    def quantize(
-        self, grid: BlockGrid, rows: torch.Tensor, live: Quantized, fmt: ScaleFormat
-    ) -> None:
-        """Of rows of a grid, on the device of ``live``."""
-        if grid.shares_blocks:
-            self._grids[id(grid)] = grid
-        self._blocks.setdefault(fmt, {})[live.codes.data_ptr()] = (rows, live)
+    def quantize(self, rows: torch.Tensor, live: Quantized, scale_format: ScaleFormat) -> None:
+        """Quantize rows into live codes and scales on the same device."""
+        self._jobs.setdefault(scale_format, []).append((rows, live))
         self._bytes += rows.nbytes
         if self._bytes >= self._limit:
-            self.run()
+            self._launch()
             self._limit = min(2 * self._limit, _LAUNCH_BYTES[1])
 
+    def share(self, grid: BlockGrid, blocks: set[int]) -> None:
+        """Quantize blocks that hold rows of two shards, once, after all shards have come."""
+        self._shared.setdefault(id(grid), (grid, set()))[1].update(blocks)
+
     def copy(self, live: torch.Tensor, value: torch.Tensor) -> None:
-        """A small tensor of the same shape, dtype and device."""
-        self._copies[live.data_ptr()] = (live, value)
+        """Copy a small tensor of the same shape, dtype and device."""
+        self._copies.append((live, value))
 
     def fill(self, live: torch.Tensor, value: float) -> None:
-        """A float32 tensor, each element with one value."""
-        self._fills[live.data_ptr()] = (live, value)
-
-    def before(self, live: torch.Tensor) -> None:
-        """A tensor is about to be written at once: do what would come too late."""
-        if live.data_ptr() in self._copies:
-            self.run()
-
-    def forget(self, live: Quantized) -> None:
-        """These rows of a grid are written at once."""
-        for jobs in self._blocks.values():
-            jobs.pop(live.codes.data_ptr(), None)
+        """Write one number to each element of a float32 tensor."""
+        self._fills.append((live, value))
 
     @torch.no_grad()
     def run(self) -> None:
-        blocks, copies, fills, grids = self._blocks, self._copies, self._fills, self._grids
-        self._blocks, self._copies, self._fills, self._grids, self._bytes = {}, {}, {}, {}, 0
+        """Do what was collected."""
+        fills, copies, shared = self._fills, self._copies, self._shared
+        self._fills, self._copies, self._shared = [], [], {}
         if fills:
-            _fill(list(fills.values()))
+            _fill(fills)
         if copies:
-            live, values = zip(*copies.values(), strict=True)
+            live, values = zip(*copies, strict=True)
             torch._foreach_copy_(live, values)
-        for fmt, jobs in blocks.items():
-            quantize_blocks(list(jobs.values()), BLOCK, fmt)
-        for grid in grids.values():
+        for grid, blocks in shared.values():
+            grid.quantize_shared(blocks, self)
+        self._launch()
+        for grid, _ in shared.values():
             grid.written()
+
+    def _launch(self) -> None:
+        jobs, self._jobs, self._bytes = self._jobs, {}, 0
+        for scale_format, together in jobs.items():
+            quantize_blocks(together, BLOCK, scale_format)
 
 
 def _fill(jobs: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """Numbers into tensors, with one copy and one launch a device."""
+    """Write numbers into tensors, with one copy and one launch a device."""
     by_device: dict[torch.device, list[tuple[torch.Tensor, float]]] = {}
     for job in jobs:
         by_device.setdefault(job[0].device, []).append(job)
@@ -125,15 +122,13 @@ class BlockGrid:
     Args:
         name: module name, for messages.
         storage: returns the live ``(codes float8_e4m3fn [N, K'], scale_inv float32
-            [ceil(N/128), ceil(K/128)])``; asked at each write, because an engine may move storage.
-            K' is K, or K rounded up to whole blocks; columns from K on are and stay 0.
+            [ceil(N/128), ceil(K/128)])``; called at each write, because an engine may move storage.
+            K' is K, or K rounded up to whole blocks; columns from K on stay 0.
         partitions: rows of each shard on this rank, in order; their sum is N.
         columns: K.
         scale_format: ``fp32`` or ``pow2``.
         device: where the rows of shared blocks are kept.
-        on_unpaired: called whenever codes or scales begin to wait for their counterparts, and at
-            :meth:`moving`.
-        former: the storage before :meth:`moving`.
+        on_unpaired: called whenever codes or scales begin to wait for their counterparts.
     """
 
     def __init__(
@@ -145,11 +140,8 @@ class BlockGrid:
         scale_format: ScaleFormat,
         device: torch.device | str = "cpu",
         on_unpaired: Callable[[], None] = lambda: None,
-        former: Callable[[], tuple[torch.Tensor, torch.Tensor] | None] = lambda: None,
     ) -> None:
         self.name = name
-        self._former = former
-        self._moving = False
         self._on_unpaired = on_unpaired
         self.columns = columns
         self.device = torch.device(device)
@@ -177,11 +169,6 @@ class BlockGrid:
         self._last_write = torch.cuda.Event() if self.device.type == "cuda" else None
 
     @property
-    def shares_blocks(self) -> bool:
-        """Whether a block holds rows of two shards."""
-        return bool(self._shared)
-
-    @property
     def complete(self) -> bool:
         """Every shard has been written at least once."""
         return len(self._loaded) == len(self._rows) and not self._incomplete
@@ -203,38 +190,20 @@ class BlockGrid:
         return [start for start in self._rows if start not in self._loaded]
 
     @property
-    def starts(self) -> list[int]:
-        """First local rows of the shards, in order."""
-        return list(self._rows)
+    def partitions(self) -> list[tuple[int, int]]:
+        """First local row and number of rows of each shard, in order."""
+        return list(self._rows.items())
 
     def shape_of(self, start: int) -> tuple[int, int]:
         """Rows and columns of the shard whose first local row is ``start``."""
         return self._rows[start], self.columns
-
-    def moving(self) -> None:
-        """The next write finds new storage without contents (vLLM's layerwise reload).
-
-        It begins with those of the former: shards that do not come again stay as they are.
-        """
-        if not self._moving:
-            self._moving = True
-            self._on_unpaired()
-
-    def _move_in(self) -> None:
-        if not self._moving:
-            return
-        self._moving = False
-        former = self._former()
-        if former is not None:
-            for new, old in zip(self._storage(), former, strict=True):
-                new.copy_(old)
 
     def forget_unpaired(self) -> None:
         """Drop what an abandoned transfer left behind, before a new one begins."""
         self._incomplete.clear()
 
     def discard(self) -> None:
-        """The storage has lost its contents: what is kept of shared blocks counts no more either.
+        """Forget the kept rows of shared blocks, after the storage has lost its contents.
 
         A shared block then has NaN codes until all its shards have come again.
         """
@@ -243,14 +212,13 @@ class BlockGrid:
             kept.fill_(torch.nan)
         self._storage()[0][:, self.columns :].view(torch.uint8).zero_()
 
-    def load_source(self, start: int, rows: torch.Tensor, writes: Writes | None = None) -> None:
+    def load_source(self, start: int, rows: torch.Tensor, batch: WriteBatch | None = None) -> None:
         """Quantize a shard into place.
 
         Args:
             start: first row of the shard on the local grid.
             rows: bfloat16, float16 or float32 ``[n, K]``, already narrowed to this rank.
-            writes: takes the quantization of what lies on this grid's device, to be done later;
-                its owner has switched autograd off.
+            batch: collects the quantization for later; None quantizes now.
 
         Raises:
             UnsupportedError: another dtype.
@@ -262,38 +230,29 @@ class BlockGrid:
                 "float32, or float8_e4m3fn with its 'weight_scale_inv'."
             )
         self._check_shape(start, rows)
-        if writes is None:
+        if batch is None:
+            own = WriteBatch()
             with torch.no_grad():
-                self._take_source(start, rows, None)
+                self._collect(start, rows, own)
+            own.run()
         else:
-            self._take_source(start, rows, writes)
-
-    def _take_source(self, start: int, rows: torch.Tensor, writes: Writes | None) -> None:
-        if self._moving:
-            self._move_in()
-        self._incomplete.pop(start, None)
-        if not self._shared and rows.numel() <= self._chunk:
-            self._put(start, rows, writes)
-        else:
-            self._write(start, rows, writes)
-        self._loaded.add(start)
+            self._collect(start, rows, batch)
 
     @torch.no_grad()
     def load_codes(self, start: int, codes: torch.Tensor, origin: tuple[int, int]) -> None:
-        """Take FP8 codes of a shard; they count once their scales are here too.
+        """Take the FP8 codes of a shard; they count once their scales are here too.
 
         Args:
             start: first row of the shard on the local grid.
             codes: float8_e4m3fn ``[n, K]``, already narrowed to this rank.
-            origin: row and column of ``codes[0, 0]`` in the tensor on the wire.
+            origin: row and column of ``codes[0, 0]`` in the HF tensor.
 
         Raises:
             RefitError: not the shard's shape.
-            UnsupportedError: blocks of the wire are no blocks of this grid.
+            UnsupportedError: blocks of the HF tensor are not blocks of this grid.
         """
         self._check_shape(start, codes)
         self._require_codes_fit(start, origin)
-        self._move_in()
         with self._in_order():
             self._storage()[0][start : start + codes.shape[0], : self.columns].copy_(codes)
             wire = self._arriving(start)
@@ -307,11 +266,11 @@ class BlockGrid:
         Args:
             start: first row of the shard on the local grid.
             scale_inv: the whole tensor's ``[ceil(rows/128), ceil(columns/128)]``, not narrowed.
-            origin: row and column of the shard's first code in the tensor on the wire.
+            origin: row and column of the shard's first code in the HF tensor.
 
         Raises:
-            UnsupportedError: not a floating dtype of at least 16 bits; or blocks of the wire are no
-                blocks of this grid.
+            UnsupportedError: not a floating dtype of at least 16 bits; or blocks of the HF tensor
+                are not blocks of this grid.
             ScaleError: see :func:`check_scales`.
         """
         name = f"{self.name}.weight_scale_inv"
@@ -324,7 +283,6 @@ class BlockGrid:
             row // _ROWS : cdiv(last_row, _ROWS), column // _COLS : cdiv(last_column, _COLS)
         ].float()
         check_scales(name, part, self.scale_format)
-        self._move_in()
         with self._in_order():
             first = start // _ROWS
             self._storage()[1][first : first + part.shape[0]].copy_(part)
@@ -364,11 +322,11 @@ class BlockGrid:
         return self._incomplete.setdefault(start, _Quantized())
 
     def codes_fit(self, start: int, origin: tuple[int, int]) -> bool:
-        """Whether blocks of the wire are local blocks, none of them shared with another shard.
+        """Whether blocks of the HF tensor are local blocks, none shared with another shard.
 
         Args:
             start: first row of the shard on the local grid.
-            origin: row and column of its first element in the tensor on the wire.
+            origin: row and column of its first element in the HF tensor.
         """
         end = start + self._rows[start]
         whole = start % _ROWS == 0 and (end % _ROWS == 0 or end == self.total_rows)
@@ -395,26 +353,40 @@ class BlockGrid:
         hi = end if end == self.total_rows else end // _ROWS * _ROWS
         return (lo, hi) if lo < hi else (lo, lo)
 
-    def _write(self, start: int, rows: torch.Tensor, writes: Writes | None) -> None:
+    def _collect(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:
+        """Collect the quantization of a shard: blocks of its own now, shared ones at the end."""
+        self._incomplete.pop(start, None)
+        if not self._shared and rows.numel() <= self._chunk:
+            self._put(start, rows, batch)
+        else:
+            self._collect_parts(start, rows, batch)
+        self._loaded.add(start)
+
+    def _collect_parts(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:
         end = start + self._rows[start]
         lo, hi = self._own_rows(start)
         step = max(1, self._chunk // (_ROWS * self.columns)) * _ROWS
         for first in range(lo, hi, step):
             last = min(first + step, hi)
             whole = (first, last) == (start, end)
-            self._put(first, rows if whole else rows[first - start : last - start], writes)
+            self._put(first, rows if whole else rows[first - start : last - start], batch)
         shared = {start // _ROWS, (end - 1) // _ROWS} & self._shared.keys()
-        if shared:
-            self._wait()
+        if not shared:
+            return
+        self._wait()
         for block in shared:
             kept, top = self._shared[block], block * _ROWS
             first, last = max(start, top), min(end, top + _ROWS)
             kept[first - top : last - top].copy_(rows[first - start : last - start])
-            self._put(top, kept, writes)
-        if shared and writes is None:
-            self.written()
+        batch.share(self, shared)
 
-    def _put(self, first: int, rows: torch.Tensor, writes: Writes | None) -> None:
+    def quantize_shared(self, blocks: set[int], batch: WriteBatch) -> None:
+        """Collect the quantization of shared blocks, from the rows that are kept of them."""
+        for block in blocks:
+            self._put(block * _ROWS, self._shared[block], batch)
+
+    def _put(self, first: int, rows: torch.Tensor, batch: WriteBatch) -> None:
+        """Quantize whole blocks into the live storage from local row ``first`` on."""
         codes, scales = self._storage()
         last, top = first + rows.shape[0], first // _ROWS
         live = Quantized(codes, scales)
@@ -424,11 +396,9 @@ class BlockGrid:
         padding = codes.shape[1] - self.columns
         if padding:
             rows = torch.nn.functional.pad(rows, (0, padding))
-        if writes is not None and here and not padding:
-            writes.quantize(self, rows, live, self.scale_format)
-        else:  # at once: no second copy is made before this one is gone
-            if writes is not None:
-                writes.forget(live)
+        if here and not padding:
+            batch.quantize(rows, live, self.scale_format)
+        else:  # now, so that no second copy is made before this one is freed
             quantize_blocks([(rows.to(codes.device), live)], BLOCK, self.scale_format)
 
 
@@ -436,9 +406,9 @@ def check_scales(name: str, scale_inv: torch.Tensor, scale_format: ScaleFormat) 
     """Check the scales of FP8 codes.
 
     Args:
-        name: for messages.
+        name: name of the tensor, for messages.
         scale_inv: bfloat16, float16 or float32, any shape.
-        scale_format: of the engine's weights.
+        scale_format: scale format of the engine's weights.
 
     Raises:
         ScaleError: one is 0, negative, NaN or infinite, so large that a code times it is infinite,

@@ -1,10 +1,10 @@
-"""Hugging Face transformers as the independent truth for vLLM under ``fp8rl``.
+"""Hugging Face transformers as an independent reference for vLLM under ``fp8rl``.
 
-The model runs in float32 with fake quantization, i.e. values are quantized and multiplied back at
-the places where the engine keeps or multiplies FP8: weights in blocks, activations in groups, K and
-V with one scale a tensor. All else is transformers' own code. Two of its attention implementations
-under the same fake quantization tell how far rounding alone drives logprobs apart: a difference in
-the last bit of a float32 flips an FP8 code now and then, and the flip spreads.
+The model runs in float32 with fake quantization: values are quantized and dequantized wherever the
+engine stores or multiplies FP8, that is weights in blocks, activations in groups, K and V with one
+scale per tensor. Everything else is transformers' own code. Its eager and SDPA attention, under the
+same fake quantization, show how far rounding alone separates logprobs: a difference in the last bit
+of a float32 sometimes flips an FP8 code, and the flip spreads.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from vllm_fp8rl.quantization.models import module_names
 
 Attention = Literal["eager", "sdpa"]
 FLIPPED = 1e-4
-"""Nats: a hundred times what float32 rounding leaves in a logprob, a hundredth of what one flipped
-code does."""
+"""Difference of a logprob in nats: a hundred times the error of float32 rounding, and a hundredth
+of the error of one flipped code."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A fake-quantized model and the K/V scales that its cache applies."""
+    """A fake-quantized model and the K and V scales that its cache applies."""
 
     model: PreTrainedModel
     kv_scales: Mapping[str, float] | None
-    """Name on the wire -> scale, for every layer; None keeps K and V in float32."""
+    """Scale by the name it is sent under, for every layer; None keeps K and V in float32."""
 
     @torch.no_grad()
     def teacher_forced_logprobs(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Logprob of each token but the first, given those before it.
+        """Return the logprob of each token but the first, given the tokens before it.
 
         Args:
-            token_ids: int64 ``[prompts, tokens]``, prompts of one length.
+            token_ids: int64 ``[prompts, tokens]``; all prompts have one length.
 
         Returns:
-            float32 ``[prompts, tokens - 1]``, on the CPU.
+            float32 ``[prompts, tokens - 1]`` on the CPU.
         """
         token_ids = token_ids.to(self.model.device)
         cache = None if self.kv_scales is None else _FakeQuantCache(self.kv_scales)
@@ -62,7 +62,7 @@ class Reference:
         return logprobs.gather(2, token_ids[:, 1:, None])[..., 0].cpu()
 
     def many(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The same of prompts of any lengths, one after the other in one vector."""
+        """Return the logprobs of prompts of any lengths, concatenated in one vector."""
         parts: dict[int, torch.Tensor] = {}
         for length in {len(prompt) for prompt in prompts}:
             numbers = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
@@ -79,22 +79,21 @@ class Gap:
     p99: float
     max: float
     flipped: float
-    """Share of positions above :data:`FLIPPED`: an FP8 code before them was rounded otherwise."""
+    """Share of positions above :data:`FLIPPED`, where an earlier FP8 code was rounded otherwise."""
 
     def within(self, floor: Gap, factor: float) -> bool:
-        """Whether mean and flipped share are at most ``factor`` times those of ``floor``.
+        """Return whether mean and flipped share are at most ``factor`` times those of ``floor``.
 
-        Flips make the mean heavy-tailed, and quantiles near the top measure the size of one flip,
-        which a wrong scale does not change much. The share of flipped positions does: an error in
-        any layer's numerics moves nearly every position, whereas correct engines agree to
-        float32 rounding on all but a few. (In terms of quantiles: the one at ``1 - factor *
-        floor.flipped`` is at most :data:`FLIPPED`.)
+        The share of flipped positions is the sharper test. Flips make the mean heavy-tailed, and
+        high quantiles measure the size of one flip, which a wrong scale hardly changes. An error in
+        the numerics of any layer moves nearly every position, while correct engines agree to
+        float32 rounding on all but a few.
         """
         return self.mean <= factor * floor.mean and self.flipped <= factor * floor.flipped
 
 
 def gap(a: torch.Tensor, b: torch.Tensor) -> Gap:
-    """Statistics of ``|a - b|``."""
+    """Return statistics of ``|a - b|``."""
     difference = (a.double() - b.double()).abs()
     return Gap(
         mean=difference.mean().item(),
@@ -114,16 +113,16 @@ def load_reference(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Reference:
-    """A BF16 checkpoint with the recipe's fake quantization.
+    """Load a BF16 checkpoint with the recipe's fake quantization.
 
     Args:
         path: folder of a Llama/Qwen3-style checkpoint, dense or Qwen3-MoE.
         recipe: formats and pins; with ``rollout: false`` no linear layer is quantized.
         kv_scales: see :class:`Reference`.
-        attention: transformers' implementation.
-        unquantized: names of further modules to leave alone, for negative controls.
-        dtype: of everything else; bfloat16 tells what an engine's own rounding does.
-        device: where it runs; values are quantized by the reference formulas on any.
+        attention: attention implementation of transformers.
+        unquantized: names of further modules that stay unquantized, for negative controls.
+        dtype: dtype of everything else; bfloat16 shows the effect of an engine's own rounding.
+        device: device of the model; every device uses the reference formulas.
     """
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         os.fspath(path), dtype=dtype, attn_implementation=attention
@@ -148,7 +147,7 @@ def noise_floor(
     *,
     kv_scales: Mapping[str, float] | None = None,
 ) -> Gap:
-    """Gap between transformers' eager and SDPA attention under the same fake quantization."""
+    """Return the gap between transformers' eager and SDPA attention, equally fake-quantized."""
     eager, sdpa = (
         load_reference(path, recipe, kv_scales=kv_scales, attention=name).many(prompts)
         for name in ("eager", "sdpa")
@@ -163,7 +162,7 @@ def observed_kv_scales(
     *,
     device: str = "cpu",
 ) -> dict[str, float]:
-    """Scales from the largest |K| and |V| that the model makes of the prompts, with the margin."""
+    """Return scales from the largest |K| and |V| of the prompts, with the recipe's margin."""
     model = load_reference(path, recipe, device=device).model
     roles: tuple[Role, ...] = ("k", "v")
     amax = {(layer, role): 0.0 for layer in range(model.config.num_hidden_layers) for role in roles}
@@ -184,7 +183,7 @@ def observed_kv_scales(
 
 
 class _FakeQuantCache(DynamicCache):
-    """K and V as an FP8 cache gives them back."""
+    """A cache that returns K and V as an FP8 cache would."""
 
     def __init__(self, scales: Mapping[str, float]) -> None:
         super().__init__()
@@ -219,10 +218,10 @@ def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
 
 
 class _FakeQuantExperts(torch.nn.Module):
-    """Experts as transformers computes them one after the other, over quantized operands.
+    """Experts computed one after the other, as in transformers, over quantized operands.
 
-    Takes the place of ``Qwen3MoeExperts``, whose product of gate and up no hook can reach
-    (transformers 5; before, experts are linear layers like others).
+    It replaces ``Qwen3MoeExperts`` of transformers 5, where no hook reaches the product of gate and
+    up. In earlier releases experts are ordinary linear layers.
     """
 
     def __init__(self, experts: Any, recipe: Recipe) -> None:
@@ -230,12 +229,12 @@ class _FakeQuantExperts(torch.nn.Module):
         self._act = experts.act_fn
         self._format: ScaleFormat = recipe.activations.scale_format
 
-        def of_expert(matrix: torch.Tensor) -> torch.Tensor:
+        def fake_quantized(matrix: torch.Tensor) -> torch.Tensor:
             codes, scale_inv = quantize_block(matrix, BLOCK, recipe.weights.scale_format)
             return dequantize_block(codes, scale_inv, dtype=matrix.dtype)
 
         self._weights = [
-            [of_expert(matrix) for matrix in (*gate_up.chunk(2), down)]
+            [fake_quantized(matrix) for matrix in (*gate_up.chunk(2), down)]
             for gate_up, down in zip(
                 experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True
             )

@@ -1,4 +1,4 @@
-"""A small random Qwen3 or Qwen3-MoE, made on the spot."""
+"""Make small random Qwen3 and Qwen3-MoE checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ _SHAPE: dict[str, Any] = {
 
 
 def make_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
-    """A random Qwen3 with head size 128 in BF16 safetensors, without a tokenizer.
+    """Write a random Qwen3 with head size 128 in BF16 safetensors, without a tokenizer.
 
     Args:
         path: folder to write.
-        seed: of the weights.
+        seed: seed of the weights.
         changes: keys of ``Qwen3Config`` that differ from the defaults here.
+
+    Returns:
+        ``path``.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -38,29 +41,34 @@ def make_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
 
 
 def make_moe_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
-    """A random Qwen3-MoE likewise: six experts a layer, of which a token visits two.
+    """Write a random Qwen3-MoE in the same way, with six experts per layer and two per token.
 
     Args:
         path: folder to write.
-        seed: of the weights.
+        seed: seed of the weights.
         changes: keys of ``Qwen3MoeConfig`` that differ from the defaults here.
+
+    Returns:
+        ``path``.
     """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    mixture = {
+    experts = {
         "moe_intermediate_size": 256,
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     }
-    return _save(Qwen3MoeConfig, Qwen3MoeForCausalLM, path, seed, mixture | changes)
+    return _save(Qwen3MoeConfig, Qwen3MoeForCausalLM, path, seed, experts | changes)
 
 
 def _save(config: Any, kind: Any, path: Path, seed: int, changes: dict[str, Any]) -> Path:
     torch.manual_seed(seed)
     model = kind(config(**(_SHAPE | changes)))
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):  # all ones would hide a norm that is never refitted
+        if name.endswith(
+            "norm.weight"
+        ):  # with all ones, a norm that is never refitted would go unnoticed
             parameter.data.uniform_(0.5, 1.5)
     model.to(torch.bfloat16).save_pretrained(path)
     return path

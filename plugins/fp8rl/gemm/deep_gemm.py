@@ -27,13 +27,14 @@ _TILE_ROWS = "get_mk_alignment_for_contiguous_layout"
 
 
 def load_deep_gemm() -> ModuleType:
-    """The ``deep_gemm`` package, or else the copy that a vLLM wheel carries.
+    """Import the ``deep_gemm`` package, or else the copy that a vLLM wheel carries.
 
-    That copy is a library of its own, so it is loaded by its place on disk where vLLM itself is not
-    loaded yet: importing vLLM would change settings of torch.
+    The copy does not need vLLM, so it is loaded from its folder if vLLM is not loaded yet:
+    importing vLLM would change settings of torch.
 
     Raises:
-        ImportError: there is neither, or it does not work here (no CUDA toolkit for its compiler).
+        ImportError: neither is installed, or it does not work here (no CUDA toolkit for its
+            compiler).
     """
     if find_spec("deep_gemm") is not None:
         return import_module("deep_gemm")
@@ -63,12 +64,12 @@ def load_deep_gemm() -> ModuleType:
 class DeepGemmBackend:
     """``fp8_gemm_nt``: blocks in fprop and dgrad, 1x128 groups on both sides in wgrad.
 
-    Of many experts ``m_grouped_fp8_gemm_nt_contiguous``, whose tiles must not reach over an
-    expert's end, and ``k_grouped_fp8_gemm_nt_contiguous``, which adds to a stack of float32
-    matrices and is compiled for each number of experts.
+    Experts use ``m_grouped_fp8_gemm_nt_contiguous``, whose tiles must not cross the end of an
+    expert, and ``k_grouped_fp8_gemm_nt_contiguous``, which adds to a stack of float32 matrices and
+    is compiled for each number of experts.
 
     Args:
-        load: what imports the library, at the first question whether it serves a case.
+        load: function that imports the library, called when support is first asked for.
     """
 
     name = "deep_gemm"
@@ -157,7 +158,7 @@ class DeepGemmBackend:
         dtype: torch.dtype,
         out: Sequence[torch.Tensor] | None = None,
     ) -> Sequence[torch.Tensor]:
-        positions = len(x_t.segments.order)
+        positions = len(x_t.expert_rows.order)
         m, n = grad_t.scale_inv.shape[1], x_t.scale_inv.shape[1]
         if out is None or out[0].dtype != torch.float32:
             total = x_t.scale_inv.new_zeros(positions, m, n)
@@ -168,15 +169,15 @@ class DeepGemmBackend:
         for first, stack in _stacks(out):
             if len(stack) > 1:
                 self._by_columns(grad_t, x_t, first, stack)
-            elif x_t.segments.column_sizes[first]:
+            elif x_t.expert_rows.column_sizes[first]:
                 self.wgrad(grad_t.at(first), x_t.at(first), dtype, out[first])
         return out
 
     def _by_rows(self, a: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        rows, features = a.segments.rows, w.codes.shape[1]
+        rows, features = a.expert_rows.rows, w.codes.shape[1]
         out = torch.empty(rows, features, dtype=torch.bfloat16, device=a.codes.device)
         assert dtype == out.dtype  # supports_grouped() came first
-        experts = a.segments.experts(out.device)
+        experts = a.expert_rows.experts(out.device)
         scaled = (a.codes, groups_outermost(a.scale_inv))
         getattr(self._library, _BY_ROWS)(
             scaled, (w.codes, w.scale_inv), out, experts, disable_ue8m0_cast=True
@@ -187,20 +188,20 @@ class DeepGemmBackend:
         self, a: GroupedColumns, b: GroupedColumns, first: int, total: torch.Tensor
     ) -> None:
         """Add the products at the positions from ``first`` on to ``total``, one for each matrix."""
-        segments, end = b.segments, first + len(total)
-        rows = segments.column_starts[first], segments.column_starts[end]
+        expert_rows, end = b.expert_rows, first + len(total)
+        rows = expert_rows.column_starts[first], expert_rows.column_starts[end]
         if rows[0] == rows[1]:
             return
-        groups = slice(segments.group_starts[first], segments.group_starts[end])
+        groups = slice(expert_rows.group_starts[first], expert_rows.group_starts[end])
 
         def part(side: GroupedColumns) -> tuple[torch.Tensor, torch.Tensor]:
             features = side.scale_inv.shape[1]
             codes = side.codes[rows[0] * features : rows[1] * features]
             return codes, side.scale_inv[groups].t()
 
-        sizes = segments.column_sizes_on(total.device)[first:end]
+        sizes = expert_rows.column_sizes_on(total.device)[first:end]
         getattr(self._library, _BY_COLUMNS)(
-            part(a), part(b), total, list(segments.column_sizes[first:end]), sizes, total
+            part(a), part(b), total, list(expert_rows.column_sizes[first:end]), sizes, total
         )
 
     def _by_blocks(self, a: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
@@ -219,13 +220,17 @@ def _side(operand: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _is_whole(matrix: torch.Tensor) -> bool:
-    """Whether TMA can write to it as it is."""
+    """Tell whether TMA can write to the matrix in place."""
     return matrix.is_contiguous() and matrix.data_ptr() % _TMA_ALIGNMENT == 0
 
 
 def _stacks(matrices: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Runs of whole matrices that follow each other in memory: the number of the first one, and
-    ``[matrices, rows, columns]`` over all of them. One that is not whole is alone."""
+    """Find runs of whole matrices that follow each other in memory.
+
+    Returns:
+        The index of the first matrix of each run, and a view ``[matrices, rows, columns]`` of the
+        run. A matrix that is not whole is a run by itself.
+    """
     starts = [0]
     for i, (before, after) in enumerate(pairwise(matrices), start=1):
         end = before.data_ptr() + before.numel() * before.element_size()

@@ -23,8 +23,7 @@ sleep mode of vLLM  said to be there; vLLM's CPU worker itself takes sleeping an
 
 All else is real: Ray, its actors and placement groups, the driver and its loop, the ZMQ protocol
 and the packing of a refit, vLLM's engine, executor and CPU kernels, FSDP, the optimizer, the loss,
-and all of fp8rl. (One attribute has nothing to do with CUDA: ``Attention.isa``, which fp8rl's
-attention for CPUs, written for vLLM 0.32, misses in 0.25.1, the version NeMo RL runs with.)
+and all of fp8rl.
 """
 
 from __future__ import annotations
@@ -137,7 +136,6 @@ class CpuForCuda:
             "nemo_rl.models.generation.vllm.vllm_worker": self.rollouts,
             "nemo_rl.models.generation.vllm.vllm_backend": self.engine,
             "vllm.platforms.cpu": self.platform,
-            "vllm.model_executor.layers.attention": self.attention,
             "vllm.distributed.device_communicators.cpu_communicator": self.communicator,
         }
         for name, replace in waiting.items():
@@ -188,10 +186,6 @@ class CpuForCuda:
     def platform(self, module: Any) -> None:
         module.CpuPlatform.ray_device_key = "GPU"
         module.CpuPlatform.is_sleep_mode_available = lambda platform: True
-
-    def attention(self, module: Any) -> None:
-        # fp8rl's attention for CPUs reads it where vLLM 0.32 has it; 0.25.1 has it one below.
-        module.Attention.isa = property(lambda layer: layer.impl.isa)
 
     def communicator(self, module: Any) -> None:
         # Its shared memory outlives workers that are killed, and stops the next that have the port.

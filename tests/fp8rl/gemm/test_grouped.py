@@ -1,4 +1,4 @@
-"""Operands of many experts, and their products in a loop, against each expert alone and float64."""
+"""Operands of many experts, and the reference's products, against each expert alone and float64."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from fp8rl.gemm import (
     DeepGemmBackend,
     GroupedBackend,
     GroupedShape,
-    LoopBackend,
     ReferenceBackend,
-    ScaledMmBackend,
 )
 from fp8rl.gemm.deep_gemm import _stacks
-from fp8rl.gemm.tuning import measure
 from fp8rl.numerics import (
+    ExpertRows,
     Quantized,
-    Segments,
     quantize_grouped,
     quantize_operand,
     quantize_weight,
@@ -61,16 +58,16 @@ def test_each_part_is_that_of_the_expert_alone(splits, random, scale_format):
     torch.manual_seed(sum(splits))
     x = torch.randn(sum(splits), IN, dtype=torch.bfloat16)
     order = random.sample(range(len(splits)), random.randint(0, len(splits)))
-    segments = Segments(splits, row_alignment(CPU), order)
-    rows, columns = quantize_grouped(x, segments, scale_format)
+    expert_rows = ExpertRows(splits, row_alignment(CPU), order)
+    rows, columns = quantize_grouped(x, expert_rows, scale_format)
     assert rows is not None and columns is not None
     for expert, run in enumerate(x.split(splits)):
         alone = quantize_operand(run, scale_format)
         _same(rows.of(expert), alone.rowwise)
         if expert in order:
             _same(columns.at(order.index(expert)), alone.columnwise)
-    assert unpad(x, segments) is x
-    assert quantize_grouped(x, segments, rowwise=False, columnwise=False) == (None, None)
+    assert unpad(x, expert_rows) is x
+    assert quantize_grouped(x, expert_rows, rowwise=False, columnwise=False) == (None, None)
 
 
 def test_a_stack_is_that_of_each_weight():
@@ -87,17 +84,17 @@ def test_a_stack_is_that_of_each_weight():
 
 @quick
 @given(runs, orders)
-def test_the_loop_gives_products_of_each_expert(splits, random):
+def test_the_reference_gives_products_of_each_expert(splits, random):
     """Against float64; a columnwise operand may hold the experts in any order, or some of them."""
-    backend = LoopBackend(ReferenceBackend())
+    backend = ReferenceBackend()
     assert isinstance(backend, GroupedBackend)
     shape = GroupedShape(tuple(splits), OUT, IN, torch.float32)
     assert backend.supports_grouped(CPU, shape, "fp32") is None
     torch.manual_seed(sum(splits))
     order = random.sample(range(len(splits)), random.randint(1, len(splits)))
-    segments = Segments(splits, 1, order)
-    x, x_t = quantize_grouped(torch.randn(sum(splits), IN), segments)
-    grad, grad_t = quantize_grouped(torch.randn(sum(splits), OUT), segments)
+    expert_rows = ExpertRows(splits, 1, order)
+    x, x_t = quantize_grouped(torch.randn(sum(splits), IN), expert_rows)
+    grad, grad_t = quantize_grouped(torch.randn(sum(splits), OUT), expert_rows)
     w, w_t = quantize_weights([torch.randn(OUT, IN) for _ in splits])
     every = range(len(splits))
     y = torch.cat([_exact(x.of(e)) @ _exact(_at(w, e), True).t() for e in every])
@@ -125,17 +122,17 @@ def test_the_loop_gives_products_of_each_expert(splits, random):
 def test_what_does_not_fit_is_refused():
     for order in ((0, 0), (2,), (-1,)):
         with pytest.raises(UnsupportedError, match="name each at most once"):
-            Segments((3, 4), 1, order)
-    for segments in (Segments((3, 4), 1), Segments((4, 4), 128)):
-        with pytest.raises(UnsupportedError, match="8 rows on cpu cannot be cut into segments"):
-            quantize_grouped(torch.randn(8, 4), segments)
+            ExpertRows((3, 4), 1, order)
+    for expert_rows in (ExpertRows((3, 4), 1), ExpertRows((4, 4), 128)):
+        with pytest.raises(UnsupportedError, match="8 rows on cpu do not fit expert_rows"):
+            quantize_grouped(torch.randn(8, 4), expert_rows)
 
 
 def test_tiles_tell_where_rows_come_from_and_go_to():
-    segments = Segments((130, 0, 5, 256), 128, (3, 0))
-    assert segments.sizes == (256, 0, 128, 256) and segments.starts == (0, 256, 256, 384)
-    assert segments.column_starts == (0, 256, 512) and segments.padded
-    assert segments.table(CPU).tolist() == [
+    expert_rows = ExpertRows((130, 0, 5, 256), 128, (3, 0))
+    assert expert_rows.sizes == (256, 0, 128, 256) and expert_rows.starts == (0, 256, 256, 384)
+    assert expert_rows.column_starts == (0, 256, 512) and expert_rows.padded
+    assert expert_rows.table(CPU).tolist() == [
         # source row, rows, expert, first tile in columnwise memory, tiles there, number
         [0, 128, 0, 2, 2, 0],
         [128, 2, 0, 2, 2, 1],
@@ -143,22 +140,13 @@ def test_tiles_tell_where_rows_come_from_and_go_to():
         [135, 128, 3, 0, 2, 0],
         [263, 128, 3, 0, 2, 1],
     ]
-    assert segments.experts(CPU).tolist() == [0] * 256 + [2] * 128 + [3] * 256
-    assert segments.column_sizes_on(CPU).tolist() == [256, 256]
+    assert expert_rows.experts(CPU).tolist() == [0] * 256 + [2] * 128 + [3] * 256
+    assert expert_rows.column_sizes_on(CPU).tolist() == [256, 256]
 
 
-def test_a_loop_serves_what_its_backend_serves_for_each_expert():
+def test_grouped_kernels_need_a_gpu():
     shape = GroupedShape((256, 0, 128), 256, 256)
-    assert LoopBackend(ScaledMmBackend()).name == "scaled_mm loop"
-    for backend in (LoopBackend(ScaledMmBackend()), DeepGemmBackend()):
-        assert backend.supports_grouped(CPU, shape, "fp32") == "needs a GPU"
-
-
-def test_every_direction_is_measured():
-    backends = [LoopBackend(ReferenceBackend())]
-    for direction in ("fprop", "dgrad", "wgrad", "wgrad_add"):
-        times = measure(backends, direction, GroupedShape((5, 0, 130), OUT, IN), CPU)
-        assert set(times) == {"reference loop"}
+    assert DeepGemmBackend().supports_grouped(CPU, shape, "fp32") == "needs a GPU"
 
 
 def test_gradients_that_follow_each_other_are_one_stack():

@@ -30,7 +30,7 @@ from vllm_fp8rl.quantization.kv_cache import (
     set_uncalibrated_kv_scales,
 )
 from vllm_fp8rl.refit import drop_requests
-from vllm_fp8rl.refit.worker import EXTENSION, METHODS, STEPS, RefitMixin, read_answer
+from vllm_fp8rl.refit.worker import EXTENSION, STEPS, RefitMixin, read_answer
 from vllm_fp8rl.testing.hf_reference import load_reference
 
 PROMPTS = [[(31 * i + 7 * j * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(6)]
@@ -223,13 +223,12 @@ def test_by_name_on_a_worker(fresh: Engine) -> None:
     """What an engine core in another process is asked to do."""
     worker = fresh.llm.llm_engine.model_executor.driver_worker.worker
     scales = dict.fromkeys(NAMES, 0.125)
-    assert read_answer(STEPS["set_kv_scales"](worker, scales)) is None
+    assert read_answer(STEPS["fp8rl_set_kv_scales"](worker, scales)) is None
     assert set(kv_scale_state(fresh.model).values()) == {0.125}
     with pytest.raises(ScaleError, match="k_scale"):
-        read_answer(STEPS["set_kv_scales"](worker, {NAMES[0]: float("nan")}))
-    assert METHODS["set_kv_scales"] == "fp8rl_set_kv_scales"
+        read_answer(STEPS["fp8rl_set_kv_scales"](worker, {NAMES[0]: float("nan")}))
     assert EXTENSION.endswith("RefitWorker")
-    for name in METHODS.values():
+    for name in STEPS:
         assert callable(getattr(RefitMixin, name))
 
 

@@ -11,18 +11,28 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import vllm
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import envs
+from vllm.config import VllmConfig, set_current_vllm_config
 
-from vllm_fp8rl.deep_gemm_warmup import compile as deep_gemm_jit
-from vllm_fp8rl.deep_gemm_warmup.compile import Job, Shape, find_nvcc, rows_to_try
-from vllm_fp8rl.deep_gemm_warmup.start import KernelWarmup, deep_gemm_job
+from fp8rl import Recipe
+from fp8rl.gemm import GemmShape
+from vllm_fp8rl.compat import warms_up_deep_gemm
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
+from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
+from vllm_fp8rl.deep_gemm_warmup.lister import rows_to_try
+from vllm_fp8rl.deep_gemm_warmup.warmup import find_job
+from vllm_fp8rl.kernels import block_gemm
+from vllm_fp8rl.kernels.nvcc import find_nvcc
 
 # As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,
 # the compiler's version and the flags; a kernel is loaded as soon as it has been made.
@@ -65,6 +75,7 @@ sleep 0.05
 while [ "$1" != -o ]; do shift; done
 echo cubin > "$2"
 """
+INSTALLED = "vllm_fp8rl.deep_gemm_warmup.warmup.installed_version"
 LINEAR = [Shape(256, 128, 1024), Shape(512, 256, 1024)]
 """Three kernels each, by PACKAGE's heuristics."""
 
@@ -92,8 +103,8 @@ def kernels(job: Job) -> list[Path]:
 
 
 def run_program(job: Job, shapes: list[Shape]) -> dict[str, Any]:
-    lines = [deep_gemm_jit.header(job), *(json.dumps(shape) for shape in shapes)]
-    command = [sys.executable, "-P", str(Path(deep_gemm_jit.__file__))]
+    lines = [json.dumps(asdict(job)), *(json.dumps(shape) for shape in shapes)]
+    command = [sys.executable, "-m", "vllm_fp8rl.deep_gemm_warmup.program"]
     done = subprocess.run(
         command, input="\n".join(lines), capture_output=True, text=True, check=True, timeout=100
     )
@@ -122,9 +133,9 @@ def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None
         orders = (LINEAR, LINEAR[::-1])
         answers = list(pool.map(lambda shapes: run_program(job, shapes), orders))
     assert [answer["error"] for answer in answers] == [None, None]
-    assert sum(answer["made"] for answer in answers) == len(compiled(job)) == 6
+    assert sum(answer["compiled"] for answer in answers) == len(compiled(job)) == 6
     assert all(line.endswith(f"/kernel.cubin -O3 -I{job.package}") for line in compiled(job))
-    assert all(job.is_made(shape) for shape in LINEAR)
+    assert all(job.is_compiled(shape) for shape in LINEAR)
     files = {file.name for path in kernels(job) for file in path.iterdir()}
     assert files == {"kernel.cu", "kernel.cubin"}
     meet(job, LINEAR[0], 1, 16, 17, 256, 257, 1024)
@@ -134,9 +145,9 @@ def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None
 def test_experts_and_what_the_cache_has(job: Job) -> None:
     experts = Shape(256, 128, 512, groups=4)
     meet(job, LINEAR[0], 1)
-    assert run_program(job, [LINEAR[0], experts]) == {"made": 4, "error": None}
+    assert run_program(job, [LINEAR[0], experts]) == {"compiled": 4, "error": None}
     kernels(job)[0].joinpath("kernel.cubin").unlink()
-    assert not all(job.is_made(shape) for shape in (LINEAR[0], experts))
+    assert not all(job.is_compiled(shape) for shape in (LINEAR[0], experts))
 
 
 def test_shapes_are_compiled_while_a_model_is_built_and_not_again(
@@ -172,25 +183,47 @@ def test_a_failure_is_a_warning_and_leaves_no_kernel(
     assert "first steps will be slow" in caplog.text
     assert {"compiler": "no such header", "package": "no such library"}[fault] in caplog.text
     assert kernels(job) == []
-    assert not job.is_made(Shape(256, 128, 1024))
+    assert not job.is_compiled(Shape(256, 128, 1024))
     assert not list(Path(job.cache).glob("tmp/*"))
 
 
 def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(INSTALLED, lambda: "0.25.1")
     logging.getLogger("vllm").propagate = True
     monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "skip", raising=False)
-    assert deep_gemm_job() is None
+    assert find_job() is None
     assert caplog.text == ""
     monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "relax")
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
-    assert deep_gemm_job() is None
+    assert find_job() is None
     assert "DG_JIT_USE_NVRTC is set" in caplog.text
     monkeypatch.delenv("DG_JIT_USE_NVRTC")
     monkeypatch.setenv("DG_JIT_CACHE_DIR", "jit")
     monkeypatch.setenv("CUDA_HOME", "nowhere")
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(__file__="deep_gemm/x.py"))
-    assert deep_gemm_job() is None
+    assert find_job() is None
     assert "there is no nvcc; install" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(INSTALLED, lambda: "0.30.0")  # has a warm-up for these layers itself
+    assert find_job() is None
+    assert caplog.text == ""
+
+
+@pytest.mark.skipif(not warms_up_deep_gemm(vllm.__version__), reason="vLLM has no such warm-up")
+def test_vllms_own_warm_up_finds_the_weight_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.warmup import deep_gemm_warmup as of_vllm
+
+    monkeypatch.setattr(of_vllm, "get_mk_alignment_for_contiguous_layout", lambda: [128, 128])
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.empty(256, 128), requires_grad=False)
+    layer.weight_scale_inv = torch.nn.Parameter(torch.empty(2, 1), requires_grad=False)
+    config = block_gemm.layer_config(GemmShape(0, 256, 128), torch.bfloat16)
+    with set_current_vllm_config(VllmConfig()):
+        kernel = block_gemm.DelegatedKernel("deep_gemm", config, Recipe())
+    kernel.warm_up(layer, KernelWarmup(1024, lambda: None))
+    found = of_vllm._deep_gemm_linear_data(layer)
+    assert found is not None
+    assert found[0] is layer.weight and found[1] is layer.weight_scale_inv
 
 
 @given(st.integers(1, 3000))

@@ -18,11 +18,11 @@ pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig
 
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
-from vllm_fp8rl.patches.kv_connectors import check_connector
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state
+from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
-from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.refit.worker import EXTENSION, read_answer
+from vllm_fp8rl.state import state_of
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 LONG = [(13 * i) % (VOCAB - 5) + 5 for i in range(200)]  # more than a block of the cache
@@ -182,7 +182,7 @@ def test_a_kv_connector_forgets_old_keys(
     assert keeping.greedy([LONG]) != expected, "the naive way would have sufficed"
     refit(keeping.llm, b.items(), expect_kv_scales=False)
     assert keeping.greedy([LONG]) == expected
-    guard = RefitGuard.of(keeping.model)
+    guard = state_of(keeping.model).guard
     guard.outdate_cache("a test's keys")
     keeping.llm.reset_prefix_cache()
     with pytest.raises(RefitError, match=r"a test's keys.*reset_connector=True"):

@@ -150,7 +150,7 @@ def test_post_processing_any_number_of_times_changes_nothing(
 
 
 @pytest.mark.parametrize("with_scales", [False, True])
-def test_survive_a_layerwise_reload(
+def test_survive_a_reload(
     engine: Engine,
     model: torch.nn.Module,
     checkpoints: dict[str, Path],
@@ -161,8 +161,10 @@ def test_survive_a_layerwise_reload(
     pointers = {n: t.data_ptr() for n, t in model.state_dict().items() if n.endswith("_scale")}
     stream = list(load_file(checkpoints["a"] / "model.safetensors").items())
     if with_scales:
-        stream += [(K0, torch.tensor([0.6])), (K1, torch.tensor([0.7]))]
-        expected |= {(0, "k"): f32(0.6), (1, "k"): f32(0.7)}
+        layers = {index for index, _ in expected}
+        sent = {(i, role): 0.6 + i / 10 for i in layers for role in ("k", "v")}
+        stream += [(scale_name(*key), torch.tensor([value])) for key, value in sent.items()]
+        expected |= {key: f32(value) for key, value in sent.items()}
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
     assert kv_scale_state(model) == expected
     for (layer, role), value in expected.items():

@@ -27,7 +27,8 @@ from vllm_fp8rl.kernels.choice import CPU_CACHE_ENV
 from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
 from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.refit.index import ModelIndex
+from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.state import state_of
 
 FUSED = {
     "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -208,11 +209,10 @@ def as_up_to_vllm_0_27(tied) -> None:
     assert model.lm_head is not model.model.embed_tokens
     model.lm_head = model.model.embed_tokens
     assert not any(path == "lm_head" for path, _ in model.named_modules())
-    for kept in ("fp8rl_model_index", "fp8rl_load_plan"):  # of the model as it was
-        del model.__dict__[kept]
-    index = ModelIndex.of(model)
-    assert index.entries["lm_head.weight"].alias_of == "model.embed_tokens.weight"
-    assert len({id(slot.parameter) for slot in index.slots}) == len(index.slots)
+    state_of(model).inventory = None  # it was made before
+    entries = Inventory.of(model).entries
+    assert entries["lm_head.weight"].alias_of == "model.embed_tokens.weight"
+    assert entries["lm_head.weight"].route is None
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])

@@ -118,7 +118,7 @@ def test_recipe_for_a_server(found, truth):
 
 def test_a_killed_engine_core_is_an_error_not_a_wait(found):
     error, refused = found["killed"]
-    assert error.startswith("RefitError: Step 'load_batch' of the refit failed on a worker")
+    assert error.startswith("RefitError: Step 'fp8rl_refit_load_batch' of the refit failed on a ")
     assert error.endswith("restart the engine.")
     assert refused.startswith("RefitError: The weights are a mixture")
 

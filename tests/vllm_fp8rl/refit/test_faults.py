@@ -42,12 +42,9 @@ def serves(engine: Engine) -> bool:
     return True
 
 
-@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("call", [0, 3])
-def test_out_of_memory_while_loading(engine, a, b, monkeypatch, known, call):
+def test_out_of_memory_while_loading(engine, a, b, monkeypatch, call):
     """A GPU allocates where tensors come from the host or are strided: here, by a failure there."""
-    if not known:
-        engine.model.__dict__.pop("fp8rl_load_plan", None)
     tokens = engine.greedy(PROMPTS)
     quantize, calls = grid_module.quantize_blocks, []
 
@@ -85,15 +82,16 @@ def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch)
     tokens, before = engine.greedy(PROMPTS), engine.state()
     name, tensor = next(iter(b.items()))
 
-    def staging(workers, session, tensors, batch_bytes):
+    def staging(session, tensors, batch_bytes, held):
         with Sender([place()], 256 << 20) as sender:
             sender._stage(torch.device("cpu"), [(name, tensor)], {"tensors": {}, "storages": []})
+        yield from ()
 
     def failing(*shape, **options):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.refit.synchronous._load", staging)
+        patch.setattr("vllm_fp8rl.refit.synchronous.send", staging)
         patch.setattr("vllm_fp8rl.refit.transport.torch.empty", failing)
         with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
             refit(engine.llm, b.items(), expect_kv_scales=True)
@@ -178,24 +176,22 @@ def test_a_session_that_is_garbage_leaves_a_refusal(engine, b):
     assert not serves(engine)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_plain_load_that_breaks_off_closes_the_model_until_all_has_come(engine, a, b, known):
+@pytest.mark.parametrize("kind", [list, iter])
+def test_a_plain_load_that_breaks_off_closes_the_model_until_all_has_come(engine, a, b, kind):
     """NeMo RL and others call ``model.load_weights`` alone, with nobody to say it is complete."""
-    if not known:
-        engine.model.__dict__.pop("fp8rl_load_plan", None)
     tokens = engine.greedy(PROMPTS)
     first, second = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
     value = b[first]
     with pytest.raises(RefitError):
-        engine.model.load_weights([(second, torch.ones(3, 5)), (first, value)])
+        engine.model.load_weights(kind([(second, torch.ones(3, 5)), (first, value)]))
     assert engine.greedy(PROMPTS) == tokens  # nothing had been written
     with pytest.raises(RefitError):
-        engine.model.load_weights([(first, value), (second, torch.ones(3, 5))])
+        engine.model.load_weights(kind([(first, value), (second, torch.ones(3, 5))]))
     assert not serves(engine)
     items = list(a.items())
-    engine.model.load_weights(items[:7])
+    engine.model.load_weights(kind(items[:7]))
     assert not serves(engine)
-    engine.model.load_weights(items[7:])
+    engine.model.load_weights(kind(items[7:]))
     assert engine.greedy(PROMPTS) == tokens
 
 
@@ -219,11 +215,10 @@ def test_a_plain_load_that_ends_in_the_middle_of_its_first_tensor(engine, a, b, 
         quantize(*args)
         raise kind
 
-    engine.model.__dict__.pop("fp8rl_load_plan", None)
-    for _ in range(2):  # by vLLM's walk, then by the plan
+    for way in (iter, list):  # by vLLM's walk, then by the inventory
         with monkeypatch.context() as patch, pytest.raises(kind):
             patch.setattr(grid_module, "quantize_blocks", ending)
-            engine.model.load_weights([(name, b[name])])
+            engine.model.load_weights(way([(name, b[name])]))
         assert not serves(engine)
         engine.model.load_weights(list(a.items()))
         assert serves(engine)
@@ -272,7 +267,7 @@ def test_a_mixture_is_mended_by_any_complete_way(engine, a, b, way):
             session.load(a.items())
     elif way == "steps":
         for step, *args in (["begin", True], ["load_batch", list(a.items())], ["finish"]):
-            answers = engine.llm.collective_rpc(STEPS[step], args=("steps", *args))
+            answers = engine.llm.collective_rpc(STEPS[f"fp8rl_refit_{step}"], args=("steps", *args))
             read_answer(answers[0])
         engine.llm.reset_prefix_cache()
     else:

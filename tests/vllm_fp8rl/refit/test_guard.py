@@ -17,10 +17,11 @@ from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
 from support.engine import Engine
-from vllm_fp8rl.patches.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.quantization.kv_cache import check_backend, kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
-from vllm_fp8rl.refit.guard import GUARD, RefitGuard, guarded
+from vllm_fp8rl.refit.guard import RefitGuard, guarded
+from vllm_fp8rl.refit.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
+from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
@@ -30,7 +31,7 @@ TAGS = ("weights", "kv_cache")
 
 @pytest.fixture
 def guard(engine: Engine, a: dict[str, torch.Tensor]) -> Iterator[RefitGuard]:
-    guard = RefitGuard.of(engine.model)
+    guard = state_of(engine.model).guard
     yield guard
     drop_requests(engine.llm)
     guard.open()
@@ -46,9 +47,9 @@ def refuses(engine: Engine, error: type[Exception], match: str) -> None:
 
 
 def test_one_guard_serves_the_whole_model(engine: Engine, guard: RefitGuard) -> None:
-    layers = [m for m in engine.model.modules() if getattr(m, GUARD, None) is not None]
+    layers = [m for m in engine.model.modules() if hasattr(m, "attn_backend")]
     assert len(layers) == engine.llm.llm_engine.model_config.hf_config.num_hidden_layers
-    assert {getattr(layer, GUARD) for layer in layers} == {guard}
+    assert {layer.quant_method.state.guard for layer in layers} == {guard}
     for layer in layers:
         assert layer.attn_backend is guarded(layer.attn_backend.__base__)
         assert layer.attn_backend.get_name() == "CPU_ATTN"
@@ -56,7 +57,7 @@ def test_one_guard_serves_the_whole_model(engine: Engine, guard: RefitGuard) -> 
 
 def test_a_model_without_fp8rl_has_none() -> None:
     with pytest.raises(RefitError, match="no quantization='fp8rl'"):
-        RefitGuard.of(torch.nn.Linear(2, 2))
+        state_of(torch.nn.Linear(2, 2))
 
 
 def test_closed_and_opened(engine: Engine, guard: RefitGuard) -> None:
@@ -141,8 +142,8 @@ def _cpu_worker() -> type:
 def test_without_an_fp8_cache(engine: Engine, other_engine: Any, checkpoints: dict) -> None:
     plain = other_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
     tokens = plain.greedy(PROMPTS)
-    guard = RefitGuard.of(plain.model)
-    assert guard is not RefitGuard.of(engine.model)
+    guard = state_of(plain.model).guard
+    assert guard is not state_of(engine.model).guard
     guard.close("The weights are a mixture: a test says so")
     refuses(plain, RefitError, "mixture")
     guard.open()
@@ -283,9 +284,9 @@ def test_backends_that_do_not_see_new_scales() -> None:
 
 
 def test_scales_missing_in_a_started_engine(engine: Engine, guard: RefitGuard) -> None:
-    state = engine.model.model.layers[1].self_attn.attn.fp8rl_kv_scales
-    value = state.values.pop("v")
+    scales = state_of(engine.model).kv_scales["model.layers.1.self_attn.attn"]
+    value = scales.values.pop("v")
     guard.recheck()
     refuses(engine, ScaleError, rf"'{scale_name(1, 'v')}' was never loaded \(1 missing\)")
-    state.values["v"] = value
+    scales.values["v"] = value
     engine.greedy(PROMPTS)

@@ -134,12 +134,12 @@ def test_while_observing_the_engine_is_shut(engine: Engine) -> None:
     """Whoever only observes, by ``fp8rl_observe_kv``, must not serve with provisional scales."""
     before = served(engine)
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
-    read_answer(STEPS["observe_kv"](worker, {}))
+    read_answer(STEPS["fp8rl_observe_kv"](worker, {}))
     try:
         with pytest.raises(RefitError, match="being calibrated"):
             engine.greedy(PROMPTS)
     finally:
-        read_answer(STEPS["stop_observing_kv"](worker))
+        read_answer(STEPS["fp8rl_stop_observing_kv"](worker))
     drop_requests(engine.llm)
     assert served(engine) == before
 
@@ -194,7 +194,7 @@ def test_nobody_aborts_the_session_of_another(engine: Engine, weights: dict) -> 
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
 
     def call(step: str, *args: object) -> Any:
-        return read_answer(STEPS[step](worker, *args))
+        return read_answer(STEPS[f"fp8rl_refit_{step}"](worker, *args))
 
     call("begin", "first", True)
     items = list(weights["b"].items())
@@ -219,7 +219,7 @@ def test_a_session_whose_sender_died_can_be_aborted_by_its_name(
     with pytest.raises(RefitError, match="'gone'"):
         refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
-    assert read_answer(STEPS["abort"](worker, "gone", "its sender died")) is False
+    assert read_answer(STEPS["fp8rl_refit_abort"](worker, "gone", "its sender died")) is False
     refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
     assert abandoned.report is None
 
@@ -232,14 +232,12 @@ def test_an_interrupted_plain_load_serves_no_mixture(engine: Engine, weights: di
         engine.model.load_weights(kind(weights["b"].items()))
 
     old = served(engine)
-    engine.model.__dict__.pop("fp8rl_load_plan", None)
     with interrupts() as calls:
         load()
     new = served(engine)
     assert old != new
     for at in places(calls(), 12):
         refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
-        engine.model.__dict__.pop("fp8rl_load_plan", None)  # so that vLLM's walk is watched
         with interrupts(*at), suppress(KeyboardInterrupt):
             load()
         assert served(engine) in (None, old, new), at

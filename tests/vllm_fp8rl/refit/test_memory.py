@@ -13,7 +13,7 @@ import torch
 from fp8rl import Recipe
 from support.engine import Engine, make_checkpoint
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.refit.index import ModelIndex
+from vllm_fp8rl.refit.inventory import Inventory
 
 LAYERS = 4
 
@@ -45,7 +45,7 @@ def test_a_refit_needs_less_than_a_layer(wide: Engine) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.empty(entry.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
-        for name, entry in ModelIndex.of(wide.model).entries.items()
+        for name, entry in Inventory.of(wide.model).entries.items()
         if entry.required
     }
     layer = sum(t.nbytes for name, t in weights.items() if name.startswith("model.layers.0."))

@@ -92,8 +92,8 @@ def test_replicated_kv_heads_and_every_layout(engine, ranks, wire):
             }
             part = rank if name == "q" else rank // replicas
             local.append(tensor[part * rows[name] :][: rows[name]])
-            mine = (rows[name], hidden)
-            assert weight.origin((len(tensor), hidden), mine) == (part * rows[name], 0)
+            found = weight.shard(start, rows[name], (len(tensor), hidden))
+            assert found.origin == (part * rows[name], 0)
             plain.load_qkv_weight(tensor, **shard)
             if wire == "fp8":
                 quantized = quantize_block(tensor)
@@ -119,6 +119,6 @@ def test_replicated_kv_heads_and_every_layout(engine, ranks, wire):
         row.load_row_parallel_weight(full)
         assert same_bits(codes[0], quantize_block(full.chunk(ranks, 1)[rank]).codes)
         assert same_bits(codes[1], quantize_block(full.chunk(ranks, 1)[rank]).scale_inv)
-        rows, columns = 512 // ranks, hidden // ranks
-        assert column.origin((512, hidden), (rows, hidden)) == (rank * rows, 0)
-        assert row.origin((512, hidden), (512, columns)) == (0, rank * columns)
+        rows = 512 // ranks
+        assert column.shard(0, rows, (512, hidden)).origin == (rank * rows, 0)
+        assert row.shard(0, 512, (512, hidden)).origin == (0, rank * (hidden // ranks))

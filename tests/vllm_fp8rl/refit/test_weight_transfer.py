@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
@@ -18,7 +17,6 @@ from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.refit.transport import pack
 from vllm_fp8rl.refit.weight_transfer import Fp8RLNcclTransferEngine
-from vllm_fp8rl.storage.parameters import Fp8Scale
 
 NORM = "model.norm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -149,75 +147,40 @@ def test_reload_of_fp8_codes(receiver, checkpoints, tokens, scales_first):
     assert receiver.greedy(PROMPTS) == tokens["a"]
 
 
-def test_reload_without_a_part_of_a_layer_leaves_that_part(receiver, checkpoints):
+def test_an_incomplete_reload_closes_the_engine(receiver, checkpoints, tokens):
     """vLLM would leave the rows of up_proj without values, and takes no notice."""
     some = {n: t for n, t in load_tensors(checkpoints["b"]).items() if n != UP}
-    reload(receiver, weights_iterator=some.items())
-    by_reload = receiver.greedy(PROMPTS)
-    reload(receiver, weights_path=str(checkpoints["a"]))
-    receiver.model.load_weights(some.items())
-    receiver.llm.reset_prefix_cache()
-    assert receiver.greedy(PROMPTS) == by_reload
-    reload(receiver, weights_path=str(checkpoints["a"]))
-
-
-@pytest.mark.parametrize("counting", ["0.32", "0.25.1"])
-def test_reload_quantizes_each_layer_once_it_is_there(
-    receiver, checkpoints, tokens, monkeypatch, counting
-):
-    """Not at the end, when BF16 of the whole model would lie in buffers that senders reuse."""
-    from vllm.model_executor.model_loader.reload import layerwise, meta
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    if counting == "0.25.1":  # which knows no weight_loader_numel: a layer has all its elements
-
-        def numel_loaded(loader: Any, args: Any) -> tuple[int, object]:
-            with meta.CopyCounter() as counter:
-                returned = loader(*args.args, **args.kwargs)
-            return counter.copied_numel, returned
-
-        monkeypatch.setattr(layerwise, "get_numel_loaded", numel_loaded)
-        monkeypatch.delattr(Fp8Scale, "weight_loader_numel")
-    done: list[bool] = []
-
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = load_tensors(checkpoints["b"])
-        last = [n for n in tensors if n.startswith("model.layers.1.")]
-        for name in last:
-            yield name, tensors.pop(name)
-        modules = dict(receiver.model.named_modules())
-        for leaf in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
-            done.append(not get_layerwise_info(modules[f"model.layers.1.{leaf}"]).can_load())
-        yield from tensors.items()
-
-    reload(receiver, weights_iterator=stream())
-    assert done == [True] * 4
-    assert receiver.greedy(PROMPTS) == tokens["b"]
-    reload(receiver, weights_path=str(checkpoints["a"]))
+    with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}'"):
+        reload(receiver, weights_iterator=some.items())
+    with pytest.raises(RefitError, match="mixture"):
+        receiver.greedy(PROMPTS)
+    drop_requests(receiver.llm)
+    reload(receiver)  # the checkpoint that the last reload named
     assert receiver.greedy(PROMPTS) == tokens["a"]
 
 
-def test_a_reload_that_breaks_off_says_so(other_engine, checkpoints, tokens):
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    ruined = other_engine(checkpoints["a"], Recipe())
-
+def test_a_reload_that_breaks_off_closes_the_engine(receiver, checkpoints, tokens):
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(load_tensors(checkpoints["b"]).items())[:9]
         raise ConnectionError("trainer gone")
 
-    with pytest.raises(ConnectionError):
-        reload(ruined, weights_iterator=stream())
-    try:
-        with pytest.raises(RefitError, match="restart the engine"):
-            ruined.greedy(PROMPTS)
-        drop_requests(ruined.llm)
-        with pytest.raises(RefitError, match="broke off half way; restart the engine"):
-            refit(ruined.llm, [], expect_kv_scales=False)
-    finally:  # vLLM's engines of one process share modules, which now have no values
-        config = ruined.llm.llm_engine.vllm_config
-        with set_current_vllm_config(config):
-            finalize_layerwise_reload(ruined.model, config.model_config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_fp8rl.patches.reload.BATCH_BYTES", 1)  # so that some are written
+        with pytest.raises(ConnectionError):
+            reload(receiver, weights_iterator=stream())
+    with pytest.raises(RefitError, match=r"mixture: a refit broke off .ConnectionError"):
+        receiver.greedy(PROMPTS)
+    drop_requests(receiver.llm)
+    refit(receiver.llm, load_tensors(checkpoints["a"]).items(), expect_kv_scales=False)
+    assert receiver.greedy(PROMPTS) == tokens["a"]
+
+
+def test_a_reload_without_a_checkpoint_names_the_remedy(engine, monkeypatch, tokens):
+    config = engine.llm.llm_engine.vllm_config.load_config
+    monkeypatch.setattr(config, "load_format", "dummy")
+    with pytest.raises(UnsupportedError, match=r"load_format='dummy'.*vllm_fp8rl\.refit\.refit"):
+        reload(engine)
+    assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 def test_nccl_receives_into_a_session(receiver, checkpoints, tokens):

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.numerics import FP8_DTYPE, Quantized, cdiv, dequantize_block, quantize_block
 from support.engine import same_bits
-from vllm_fp8rl.storage.experts import SLOTS, ExpertGrids, ExpertLayout, PlainExperts, empty_stacks
+from vllm_fp8rl.storage.experts import (
+    MATRICES,
+    ExpertGrids,
+    ExpertLayout,
+    PlainExperts,
+    empty_stacks,
+)
 
 HIDDEN = 200
 
@@ -26,7 +32,9 @@ def layout_of(
 
 def grids_of(layout: ExpertLayout, scale_format: str = "fp32"):
     stacks = empty_stacks(layout)
-    return ExpertGrids(layout, lambda: stacks, scale_format, torch.device("cpu"), _ignore), stacks
+    return ExpertGrids(
+        layout, stacks.__getitem__, scale_format, torch.device("cpu"), _ignore
+    ), stacks
 
 
 def _ignore() -> None:
@@ -38,7 +46,7 @@ def matrices(layout: ExpertLayout, seed: int) -> dict:
     return {
         (expert, slot): torch.randn(layout.shard(slot).full, generator=generator).bfloat16()
         for expert in range(layout.total)
-        for slot in SLOTS
+        for slot in MATRICES
     }
 
 
@@ -93,7 +101,7 @@ def test_codes_and_scales_in_any_order(width, ranks, data):
     layout = layout_of(2, width, rank=rank, ranks=ranks)
     grids, stacks = grids_of(layout)
     aligned = (rank * width) % 128 == 0
-    assert [layout.codes_fit(slot) for slot in SLOTS] == [aligned] * 3
+    assert [layout.codes_fit(slot) for slot in MATRICES] == [aligned] * 3
     wire = {key: quantize_block(tensor) for key, tensor in matrices(layout, 3).items()}
     pieces = [(key, piece) for key in sorted(wire) for piece in ("codes", "scales")]
     for key, piece in data.draw(st.permutations(pieces)):
@@ -137,7 +145,7 @@ def test_expert_parallel_ranks_keep_their_own_and_name_what_lacks():
             if expert in local:
                 grids.load(expert, slot, tensor)
         for expert, number in local.items():
-            for slot in SLOTS:
+            for slot in MATRICES:
                 wanted = quantize_block(everything[expert, slot])
                 for found, value in zip(held(layout, stacks, number, slot), wanted, strict=True):
                     assert same_bits(found, value)
@@ -166,7 +174,7 @@ def test_what_does_not_fit_is_refused_by_name():
         grids.load_scales(0, "w1", torch.ones(2, 1))
     with pytest.raises(UnsupportedError, match=r"experts.0.gate_proj' got .*int8"):
         grids.load(0, "w1", torch.zeros(128, HIDDEN, dtype=torch.int8))
-    plain = PlainExperts(layout, lambda: {"w13_weight": torch.zeros(2, 256, HIDDEN)})
+    plain = PlainExperts(layout, {"w13_weight": torch.zeros(2, 256, HIDDEN)}.__getitem__)
     with pytest.raises(UnsupportedError, match=r"gate_proj.weight' is kept in BF16 but arrives"):
         plain.load(0, "w1", torch.zeros(128, HIDDEN).to(FP8_DTYPE))
     assert not any(stacks[name].view(torch.uint8).any() for name in ("w13_weight", "w2_weight"))

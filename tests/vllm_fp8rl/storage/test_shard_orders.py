@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8rl.numerics import quantize_block
-from vllm_fp8rl.storage.block_grid import BlockGrid, Writes, empty_storage
+from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
 from vllm_fp8rl.storage.parameters import Fp8Weight, Shard
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -125,21 +125,27 @@ def test_shards_in_any_order(engine, data):
     fresh = [(a, a.tensor) for a in data.draw(st.permutations(arrivals))]
     stream = stale[: data.draw(st.integers(0, len(stale)))] + fresh
     batch = data.draw(st.sampled_from([0, 1, 2, len(stream)]))  # 0: each written at once
-    store, buffers, writes = weight.store, [], Writes()
+    store, buffers, together = weight.store, {}, WriteBatch()
 
-    def put_off(tensor: torch.Tensor, shard: Shard) -> None:
-        store(tensor, shard, writes)
+    def put_off(shard: Shard, tensor: torch.Tensor) -> None:
+        store(shard, tensor, together)
+
+    def acknowledge() -> None:
+        together.run()
+        for buffer in buffers.values():
+            buffer.fill_(torch.nan)
+        buffers.clear()
 
     if batch:
         weight.store = put_off
-    for number, (arrival, tensor) in enumerate(stream, 1):
-        buffers.append(tensor.clone(memory_format=torch.preserve_format))
-        arrival.load(weight, buffers[-1])
-        if not batch or number % batch == 0 or number == len(stream):
-            writes.run()
-            for buffer in buffers:
-                buffer.fill_(torch.nan)
-            buffers.clear()
+    for arrival, tensor in stream:
+        if id(arrival) in buffers:  # a shard comes once in a batch
+            acknowledge()
+        buffers[id(arrival)] = tensor.clone(memory_format=torch.preserve_format)
+        arrival.load(weight, buffers[id(arrival)])
+        if not batch or len(buffers) == batch:
+            acknowledge()
+    acknowledge()
 
     expected = quantize_block(whole, scale_format=scale_format)
     assert torch.equal(storage[0].view(torch.uint8), expected.codes.view(torch.uint8))
@@ -156,13 +162,13 @@ def test_a_batch_is_done_in_one_call_of_the_kernels(engine, monkeypatch: pytest.
     monkeypatch.setattr(
         module, "quantize_blocks", lambda jobs, *a: (calls.append(len(jobs)), quantize(jobs, *a))
     )
-    writes = Writes()
+    batch = WriteBatch()
     for _ in range(5):
         storage = empty_storage(256, 128)
         grid = BlockGrid("layer", lambda s=storage: s, [128, 128], 128, "fp32")
         for start in (0, 128):
-            grid.load_source(start, torch.randn(128, 128), writes)
+            grid.load_source(start, torch.randn(128, 128), batch)
     assert calls == []
-    writes.run()
-    writes.run()
+    batch.run()
+    batch.run()
     assert calls == [10]

@@ -1,7 +1,7 @@
-"""Which of vLLM's KV connectors an engine that is refitted may have.
+"""Check of the KV connectors of an engine that is refitted.
 
-A connector keeps keys and values outside of the engine, and gives them back for a prompt that comes
-again. After a refit, or new KV scales, they are those of other weights and scales: they must go.
+A connector keeps keys and values outside of the engine and returns them when a prompt comes again.
+After a refit, or new KV scales, they belong to older weights or scales and must be dropped.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def check_connector(config: KVTransferConfig | None) -> None:
-    """Raise UnsupportedError for a connector that cannot be told to forget what it keeps.
+    """Raise UnsupportedError for a connector that does not drop its cache when it is reset.
 
-    vLLM asks it by ``reset_cache``, whose base does nothing and answers None, and takes that for
+    vLLM calls ``reset_cache``, whose base does nothing and returns None, and takes that for
     success.
 
     Args:
-        config: the engine's ``kv_transfer_config``.
+        config: ``kv_transfer_config`` of the engine.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -38,7 +38,7 @@ def check_connector(config: KVTransferConfig | None) -> None:
 
 
 def _each(config: KVTransferConfig | None) -> Iterator[KVTransferConfig]:
-    """The connector, or those that a MultiConnector is made of."""
+    """Yield the connector, or those that a MultiConnector is made of."""
     from vllm.config import KVTransferConfig
 
     if config is None or config.kv_connector is None:

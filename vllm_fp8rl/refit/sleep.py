@@ -1,8 +1,8 @@
-"""Sleep mode: the guard of a sleeping model knows what is gone.
+"""Sleep mode: the guard of a sleeping model knows what has been given back.
 
 vLLM lets plugins register sleep-mode backends. This one is vLLM's own ``cumem`` (the only one it
-brings) that also tells each model's :class:`~vllm_fp8rl.refit.guard.RefitGuard` what goes and what comes
-back; :func:`watch` selects it for an engine that runs ``quantization="fp8rl"``.
+brings); it also tells the :class:`~vllm_fp8rl.refit.guard.RefitGuard` of each model which memory is
+given back and returned. :func:`watch` selects it for an engine with ``quantization="fp8rl"``.
 
 Level 1 keeps weights on the host. Level 2 discards every parameter; vLLM itself then serves
 whatever the new memory holds. KV scales survive both, because loaded values live in
@@ -19,7 +19,9 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBack
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.refit.guard import GUARD, RefitGuard
+from vllm_fp8rl.quantization.kv_cache import Fp8RLKVCacheMethod
+from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.state import find_state
 
 NAME = "fp8rl_cumem"
 _STOCK = "cumem"
@@ -27,7 +29,7 @@ _TAGS = ("weights", "kv_cache")
 
 
 def watch(model_config: Any, guard: RefitGuard) -> None:
-    """Choose the backend for an engine that may sleep; called in each worker.
+    """Choose the backend for an engine that may sleep; each worker calls this.
 
     Raises:
         UnsupportedError: the engine was started with a backend that is not vLLM's own.
@@ -48,9 +50,9 @@ def watch(model_config: Any, guard: RefitGuard) -> None:
 
 
 class WatchedBackend(CuMemBackend):
-    """vLLM's backend, with a word to the guards of the models that sleep.
+    """vLLM's backend, which also tells the guards of the models that sleep.
 
-    vLLM's allocator is one a process, and so is what it puts to sleep.
+    vLLM has one allocator a process, so all engines of a process sleep together.
     """
 
     def suspend(self, level: int = 1) -> None:
@@ -64,7 +66,7 @@ class WatchedBackend(CuMemBackend):
             guard.wake(tags)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """vLLM 0.32: give memory with certain tags back without keeping its contents."""
+        """Give memory with certain tags back without keeping its contents (vLLM 0.31 and later)."""
         for guard, model in guarded_models():
             lost = dict(discardable(model)) if "weights" in tags else {}
             guard.sleep([tag for tag in _TAGS if tag in tags], lost)
@@ -72,23 +74,22 @@ class WatchedBackend(CuMemBackend):
 
 
 def guarded_models() -> Iterator[tuple[RefitGuard, torch.nn.Module]]:
-    """Every live model in this process whose engine may sleep, with its guard.
+    """Yield every live model in this process whose engine may sleep, with its guard.
 
-    vLLM hands a sleep-mode backend no worker; its book of loaded modules has the models.
+    vLLM hands a sleep-mode backend no worker; its table of loaded modules has the models.
     """
     modules = list(LAYERWISE_INFO)
     children = {id(child) for module in modules for child in module.children()}
     for model in (module for module in modules if id(module) not in children):
-        guards = (getattr(module, GUARD, None) for module in model.modules())
-        guard = next((g for g in guards if g is not None), None)
-        if guard is not None and guard.may_sleep:
-            yield guard, model
+        state = find_state(model)
+        if state is not None and state.guard.may_sleep:
+            yield state.guard, model
 
 
 def discardable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that only a refit can bring back: all but KV scales, which the host keeps."""
+    """Yield the parameters that only a refit brings back: all but KV scales, kept on the host."""
     for path, module in model.named_modules():
-        if getattr(module, GUARD, None) is not None:
+        if isinstance(getattr(module, "quant_method", None), Fp8RLKVCacheMethod):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             yield f"{path}.{leaf}" if path else leaf, parameter

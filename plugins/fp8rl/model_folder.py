@@ -1,0 +1,102 @@
+"""Module names of a model, read from a folder in Hugging Face's format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fp8rl.errors import ModelError, UnsupportedError
+from fp8rl.families import config_module_names
+
+
+def folder_module_names(folder: Path) -> list[str]:
+    """Global names of the modules with weights, in the order of their layers.
+
+    They are those of the stored tensors where the folder has safetensors, else those that follow
+    from its ``config.json``.
+
+    Raises:
+        ModelError: a file is missing, cannot be read, or is not whole.
+        UnsupportedError: an MoE model of an unknown family, without weights.
+    """
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    try:
+        if index.is_file():
+            tensors = _tensors_of_index(index)
+        elif single.is_file():
+            tensors = _tensors_of_file(single)
+        else:
+            return _names_of_config(folder / "config.json")
+    except OSError as error:
+        raise ModelError(
+            f"'{error.filename or folder}' cannot be read ({error.strerror or error}); point "
+            "--model at the folder of a Hugging Face model."
+        ) from None
+    modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
+    if not modules:
+        raise ModelError(f"'{folder}' holds no weight; download the model again.")
+    return sorted(modules, key=_numeric_order)
+
+
+def _tensors_of_index(index: Path) -> list[str]:
+    """Names of the tensors that the index of a model in several files lists."""
+    table = _read_object(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise ModelError(
+            f"'{index}' has no weight_map from tensors to files; download the model again."
+        )
+    for file in dict.fromkeys(table.values()):
+        if not (index.parent / file).is_file():
+            raise ModelError(
+                f"'{index}' names '{file}', which is not there; download the model again."
+            )
+    return list(table)
+
+
+def _tensors_of_file(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file, which has to be whole."""
+    from safetensors import SafetensorError, safe_open  # here: most commands read no weights
+
+    try:
+        with safe_open(file, framework="np") as tensors:
+            return list(tensors.keys())
+    except SafetensorError as error:
+        raise ModelError(
+            f"'{file}' is no whole safetensors file ({error}); download the model again."
+        ) from None
+
+
+def _names_of_config(config: Path) -> list[str]:
+    """Names that follow from a model's config."""
+    values = _read_object(config)
+    try:
+        names = config_module_names(values)
+    except KeyError as error:
+        raise ModelError(
+            f"'{config}' has no key {error}; give a Llama/Qwen3-style model, or a folder with "
+            "safetensors."
+        ) from None
+    except ModelError as error:
+        raise ModelError(f"'{config}': {error}") from None
+    if names is None:
+        raise UnsupportedError(
+            f"'{config.parent}' is an MoE model of an unknown family without weights to take its "
+            "module names from; point --model at a folder with safetensors."
+        )
+    return names
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"'{file}' is not valid JSON ({error}); correct it.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"'{file}' holds a {type(value).__name__}, not a JSON object; correct it.")
+    return value
+
+
+def _numeric_order(name: str) -> list[tuple[int, str]]:
+    return [(int(p), "") if p.isdecimal() else (-1, p) for p in name.split(".")]

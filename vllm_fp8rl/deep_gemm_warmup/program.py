@@ -1,0 +1,126 @@
+"""The process that compiles: ``python -m vllm_fp8rl.deep_gemm_warmup.program``.
+
+It reads a :class:`Job` as one line of JSON from stdin, then one :class:`Shape` per line until stdin
+is closed, and answers with one line of JSON on stdout. DeepGEMM itself compiles a kernel when it is
+first called, one after the other, about 2 s each; here nvcc runs on all cores at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
+from vllm_fp8rl.deep_gemm_warmup.lister import KernelLister, compiler_flags
+
+
+def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
+    """Compile the kernels of shapes as they arrive and return the number compiled.
+
+    One process works on a cache at a time. Ranks mostly need the same kernels: those that wait find
+    them compiled.
+
+    Raises:
+        RuntimeError: nvcc or DeepGEMM failed.
+    """
+    cores = len(os.sched_getaffinity(0))
+    started: list[tuple[Shape, dict[str, Future[bool]]]] = []
+    with (
+        _locked(Path(job.cache) / "fp8rl"),
+        tempfile.TemporaryDirectory() as scratch,
+        ThreadPoolExecutor(cores) as pool,
+    ):
+        lister: KernelLister | None = None
+        for shape in shapes:
+            if job.is_compiled(shape):
+                continue
+            lister = lister or KernelLister(job, Path(scratch))
+            listed = lister.kernels(shape)
+            futures = {path.name: pool.submit(compile_kernel, job, path) for path in listed}
+            started.append((shape, futures))
+        compiled = 0
+        for shape, futures in started:
+            compiled += sum(future.result() for future in futures.values())
+            _write_record(job.record(shape), list(futures))
+        return compiled
+
+
+def compile_kernel(job: Job, listed: Path) -> bool:
+    """Compile one listed kernel into the cache; return False if the cache already has it.
+
+    Its folder appears by one rename, as DeepGEMM's own do.
+
+    Raises:
+        RuntimeError: nvcc failed.
+    """
+    if job.has(listed.name):
+        return False
+    folder = Path(job.cache) / "tmp" / f"fp8rl-{uuid.uuid4().hex}"
+    folder.mkdir(parents=True)
+    try:
+        source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
+        shutil.copyfile(listed / "kernel.cu", source)
+        command = [job.nvcc, str(source), "-cubin", "-o", str(cubin), *compiler_flags(listed)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{job.nvcc} failed on {listed.name}: {done.stderr.strip()[-500:]}")
+        target = Path(job.cache) / "cache" / listed.name
+        target.parent.mkdir(exist_ok=True)
+        try:
+            folder.rename(target)
+        except OSError:
+            if not job.has(listed.name):  # otherwise the engine compiled it in the meantime
+                raise
+        return True
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write_record(path: Path, kernels: list[str]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(kernels))
+    partial.rename(path)
+
+
+@contextmanager
+def _answer_stream() -> Iterator[IO[str]]:
+    """Yield the real stdout, and send everything that libraries print to stderr instead."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with answer:
+        yield answer
+
+
+def main() -> None:
+    """Serve one job."""
+    with _answer_stream() as answer:
+        job = Job(**json.loads(sys.stdin.readline()))
+        try:
+            compiled = compile_shapes(job, (Shape(*json.loads(line)) for line in sys.stdin))
+        except Exception as error:  # the engine logs it, whatever it is
+            json.dump({"compiled": 0, "error": f"{type(error).__name__}: {error}"}, answer)
+        else:
+            json.dump({"compiled": compiled, "error": None}, answer)
+
+
+if __name__ == "__main__":
+    main()

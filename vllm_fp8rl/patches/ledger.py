@@ -1,0 +1,155 @@
+"""Every patch of vLLM as one record: what, why, how, and until when.
+
+:func:`install` compares each target with its record before it changes anything, so that a vLLM
+that has moved or changed it is refused by name. Every patch leaves engines without
+``quantization="fp8rl"`` as they were, and may be installed any number of times.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fp8rl.errors import UnsupportedError
+from vllm_fp8rl.patches.engine_core import reset_and_tell, rpc_unless_busy
+from vllm_fp8rl.patches.plain_loads import check_plain_loads
+from vllm_fp8rl.patches.reload import reload_in_place
+
+_MARK = "fp8rl_patch"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of vLLM that is replaced."""
+
+    module: str
+    target: str
+    """``Class.function`` in the module."""
+    parameters: tuple[str, ...]
+    """Parameters of the target that the replacement relies on."""
+    why: str
+    how: str
+    until: str
+    replacement: Callable[[Callable[..., Any]], Callable[..., Any]] | None
+    """Takes the function and returns its replacement; None where single objects are patched."""
+
+    def check(self) -> tuple[type, str, Callable[..., Any]]:
+        """Return the class, the function's name and the function.
+
+        Raises:
+            UnsupportedError: the target is missing, or lacks a parameter.
+        """
+        class_name, _, name = self.target.partition(".")
+        owner: Any = getattr(sys.modules[self.module], class_name, None)
+        function = getattr(owner, name, None)
+        if function is None:
+            raise UnsupportedError(
+                f"vllm_fp8rl patches '{self.module}.{self.target}', which this vLLM does not have; "
+                "install a vLLM that vllm_fp8rl.compat.TESTED names."
+            )
+        known = inspect.signature(function).parameters
+        passes_all_on = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        missing = [parameter for parameter in self.parameters if parameter not in known]
+        if missing and not passes_all_on:
+            raise UnsupportedError(
+                f"vllm_fp8rl patches '{self.module}.{self.target}', whose parameter "
+                f"'{missing[0]}' this vLLM does not have; install a vLLM that "
+                "vllm_fp8rl.compat.TESTED names."
+            )
+        return owner, name, function
+
+
+_CACHE_UNTIL = "vLLM tells workers or quantization methods about resets of the cache"
+ENGINE_CORE = (
+    Patch(
+        "vllm.v1.engine.core",
+        "EngineCore.reset_prefix_cache",
+        ("reset_running_requests", "reset_connector"),
+        why="only the engine core knows when the KV cache has been emptied; a worker that took new "
+        "KV scales must not run while cached codes of the old ones can still be read",
+        how="tells the workers' guards when everything has been emptied",
+        until=_CACHE_UNTIL,
+        replacement=reset_and_tell,
+    ),
+    Patch(
+        "vllm.v1.engine.core",
+        "EngineCore.collective_rpc",
+        ("method",),
+        why="KV scales or weights sent by collective_rpc would change under requests in flight, "
+        "which only the engine core knows",
+        how="answers with an error while requests run; tells the guards about reset_weights",
+        until=_CACHE_UNTIL,
+        replacement=rpc_unless_busy,
+    ),
+)
+LOADS = (
+    Patch(
+        "vllm.model_executor.models.utils",
+        "AutoWeightsLoader.load_weights",
+        ("weights",),
+        why="TRL, verl, prime-rl and others call model.load_weights and nothing else; NaN and "
+        "infinity must not become codes, a load that breaks off must not serve half-updated "
+        "weights, and only around the whole call can one know that it broke off",
+        how="closes the model meanwhile, checks values, and writes a collection whose names the "
+        "inventory knows without vLLM's walk through the model",
+        until="vLLM calls a quantization config before and after a load",
+        replacement=check_plain_loads,
+    ),
+)
+RELOADS = tuple(
+    Patch(
+        module,
+        "GPUModelRunner.reload_weights",
+        ("weights_iterator", "weights_path", "is_checkpoint_format"),
+        why="vLLM's layerwise reload replaces the parameters that captured graphs read, serves an "
+        "incomplete checkpoint, and copies tensors in kernel format unseen",
+        how="loads the checkpoint, or the tensors given, in place through a RefitSession",
+        until="vLLM reloads in place where a quantization method asks for it",
+        replacement=reload_in_place,
+    )
+    for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+)
+"""The runner of a CPU inherits from the first."""
+
+_GATE_WHY = (
+    "a worker that raises ends a multiprocess engine and leaves requests behind in an in-process "
+    "one, so requests must be refused before any worker hears of them"
+)
+_GATE_HOW = "covered by an attribute of one engine object while it refuses requests"
+_GATE_UNTIL = "vLLM's engines have a switch that refuses requests with an error"
+GATES = (
+    Patch(
+        "vllm.v1.engine.llm_engine", "LLMEngine.add_request", (),
+        _GATE_WHY, _GATE_HOW + " (refit/client.py)", _GATE_UNTIL, None,
+    ),
+    *(
+        Patch(
+            "vllm.v1.engine.async_llm", f"AsyncLLM.{name}", (),
+            _GATE_WHY, _GATE_HOW + " (refit/asynchronous.py)", _GATE_UNTIL, None,
+        )
+        for name in ("add_request", "generate", "encode")
+    ),
+)  # fmt: skip
+
+WORKER = (*LOADS, *RELOADS)
+"""Installed where a model is built."""
+LEDGER: tuple[Patch, ...] = (*ENGINE_CORE, *WORKER, *GATES)
+
+
+def install(patches: Iterable[Patch]) -> None:
+    """Apply patches to the modules that this process has imported; check all before the first.
+
+    Raises:
+        UnsupportedError: see :meth:`Patch.check`.
+    """
+    loaded = [patch for patch in patches if patch.module in sys.modules]
+    for patch, (owner, name, function) in [(patch, patch.check()) for patch in loaded]:
+        if patch.replacement is None or hasattr(function, _MARK):
+            continue
+        replaced = functools.wraps(function)(patch.replacement(function))
+        setattr(replaced, _MARK, True)
+        setattr(owner, name, replaced)

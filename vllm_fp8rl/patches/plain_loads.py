@@ -1,0 +1,129 @@
+"""Plain ``model.load_weights``: values are checked, and a load that breaks off closes the model.
+
+See :mod:`vllm_fp8rl.patches.ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from typing import Any
+
+import torch
+
+from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.refit.intake import scalars_on_host
+from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.state import find_state, state_of
+
+Named = tuple[str, torch.Tensor]
+Walk = Callable[[Iterable[Named]], set[str]]
+
+_WALKING: ContextVar[bool] = ContextVar("fp8rl_walking", default=False)
+"""Whether vLLM's loader is walking a model in this context; it calls itself for parts of it."""
+_BROKE_OFF = "The weights are a mixture: a load broke off"
+
+
+def check_plain_loads(walk: Callable[..., set[str]]) -> Callable[..., set[str]]:
+    """Replace ``AutoWeightsLoader.load_weights`` by one that checks loads for models of fp8rl.
+
+    Models of other quantizations, calls for parts of a model within a walk, and calls by a refit
+    session go straight to vLLM's method. A generator, which may reuse its memory and which a
+    checkpoint comes as, walks tensor by tensor.
+    """
+
+    def load_weights(self: Any, weights: Any, *args: Any, **options: Any) -> set[str]:
+        def vllms_walk(batch: Iterable[Named]) -> set[str]:
+            return walk(self, batch, *args, **options)
+
+        if _WALKING.get() or find_state(self.module) is None:
+            return vllms_walk(weights)
+        # However this ends, the variable is outside as it was before.
+        return copy_context().run(_load, self.module, weights, vllms_walk)
+
+    return load_weights
+
+
+def _load(model: torch.nn.Module, weights: Iterable[Named], walk: Walk) -> set[str]:
+    """Load tensors with the model shut, by the inventory where it has a route for each.
+
+    Raises:
+        RefitError: see :meth:`vllm_fp8rl.refit.values.PlainValues.look`.
+    """
+    _WALKING.set(True)
+    guard = state_of(model).guard
+    if guard.loading:  # a refit session has checked them
+        return walk(weights)
+    if not isinstance(weights, Collection):
+        with _shut(model, guard) as came:
+            return walk(_checked(weights, model, guard, came))
+    if guard.values.look(weights, model):
+        guard.recheck()
+    inventory = Inventory.of(model)
+    with _shut(model, guard) as came:
+        if inventory.routes([name for name, _ in weights]):
+            return inventory.write(scalars_on_host(weights), came)
+        return walk(_noted(weights, came))
+
+
+def _checked(
+    weights: Iterable[Named], model: torch.nn.Module, guard: RefitGuard, came: list[str]
+) -> Iterator[Named]:
+    """The tensors, which may share memory: each is checked before the next one is pulled."""
+    for item in _noted(weights, came):
+        if guard.values.look([item], model):
+            guard.recheck()
+        yield item
+
+
+def _noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
+    """The tensors; the name of each is noted once it has been loaded and the next is pulled."""
+    for name, tensor in weights:
+        yield name, tensor
+        came.append(name)
+
+
+@contextmanager
+def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
+    """Shut the model during a load; if the load breaks off, until every tensor has come again.
+
+    The model is shut before the first write, so that it stays shut wherever Ctrl-C comes.
+
+    Yields:
+        A list for the names of the tensors that have been loaded. While it is empty, an error
+        leaves everything as it was.
+    """
+    came: list[str] = []
+    was_open, owed = not guard.closed, guard.values.owed
+    guard.values.owed = None
+    if was_open:
+        guard.close(_BROKE_OFF)
+    try:
+        yield came
+    except BaseException as error:
+        broke_in_a_write = not isinstance(error, Exception) or isinstance(
+            error, torch.OutOfMemoryError
+        )
+        if came or broke_in_a_write:
+            if was_open:
+                guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
+        else:
+            if was_open:
+                guard.open()
+            guard.values.owed = owed
+        raise
+    left = set() if was_open else _left(model, came, owed)
+    if was_open or (owed != set() and not left and guard.session is None):
+        guard.open()
+    guard.values.owed = left  # last: until here an interrupt leaves all of them to come again
+
+
+def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str]:
+    """The tensors that must still come after these ones."""
+    entries = Inventory.of(model).entries
+    left = {name for name, e in entries.items() if e.required} if owed is None else set(owed)
+    for name in came:
+        if name in entries:
+            left -= {name, *entries[name].covers}
+    return left

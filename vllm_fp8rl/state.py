@@ -1,0 +1,121 @@
+"""`RankState`: everything that one rank knows of its engine, in one object.
+
+:class:`~vllm_fp8rl.quantization.config.Fp8RLConfig`, which vLLM hands to every layer of an engine,
+owns it. Nothing is stored on vLLM's objects: the state is found again through the quantization
+method of an attention layer (:func:`state_of`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8rl import PinPolicy, Recipe
+from fp8rl.errors import PinError, RefitError, UnsupportedError
+from fp8rl.kv_scales import ROLES, Role
+from vllm_fp8rl.names import NAME
+from vllm_fp8rl.refit.guard import RefitGuard
+
+if TYPE_CHECKING:  # it imports vLLM, which whoever sends a refit does without
+    from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
+
+UNSET = 1.0
+"""Stands for a KV scale that no loader has set. Only vLLM's dummy runs at the start compute with
+it: the guard refuses every other step. A NaN would become token numbers outside the vocabulary
+there, and those an assertion that kills the process's CUDA context."""
+
+
+@dataclass
+class LayerKVScales:
+    """KV scales that loaders have set so far for one attention layer; float32 values by role."""
+
+    index: int
+    """Global number of the decoder layer."""
+    values: dict[Role, float] = field(default_factory=dict)
+    provisional: dict[Role, float] | None = None
+    """Scales that attention computes with during a calibration; they never count as loaded."""
+
+    def in_use(self, role: Role) -> float:
+        """Return the scale that attention computes with."""
+        values = self.values if self.provisional is None else self.provisional
+        return values.get(role, UNSET)
+
+    def required(self, layer: torch.nn.Module) -> tuple[Role, ...]:
+        """Return the roles that ``layer`` needs; q only where the backend quantizes queries."""
+        by_layer = getattr(layer, "query_quant", None) is not None
+        by_backend = getattr(getattr(layer, "impl", None), "quantizes_queries", False)
+        return ROLES if by_layer or by_backend else ("k", "v")
+
+
+@dataclass(eq=False)
+class RankState:
+    """A recipe applied to the model of one rank, and what has happened to that model since."""
+
+    recipe: Recipe
+    policy: PinPolicy
+    dummy: bool
+    """The engine loads no checkpoint."""
+    layers: dict[str, Any]
+    """vLLM's table of layers by name (``compilation_config.static_forward_context``)."""
+    moe: bool
+    """The model has experts."""
+    guard: RefitGuard
+    """Decides in every step whether the model may run; it also holds the open refit session."""
+    warmup: KernelWarmup
+    kv_scales: dict[str, LayerKVScales] = field(default_factory=dict)
+    """By the name of the attention layer, for those with an FP8 KV cache."""
+    inventory: Any = None
+    """:class:`~vllm_fp8rl.refit.inventory.Inventory` of the model, made by the first load."""
+
+    def precision(self, name: str) -> str:
+        """Return ``fp8`` or ``bf16`` for a linear module.
+
+        Raises:
+            UnsupportedError: a linear layer that no dense Llama/Qwen3-style model has.
+        """
+        try:
+            pinned = self.policy.precision(name)
+        except PinError:
+            raise UnsupportedError(
+                f"'{name}' is no layer of a Llama/Qwen3-style model, which is what "
+                f"quantization='{NAME}' serves; start this model without it."
+            ) from None
+        return pinned if self.recipe.rollout else "bf16"
+
+    def experts_precision(self, name: str) -> str:
+        """Return ``fp8`` or ``bf16`` for all experts of a layer, which one kernel runs.
+
+        Raises:
+            PinError: a pin covers a part of them only.
+        """
+        rows = [row for row in self.policy.report() if row.name.startswith(f"{name}.")]
+        pinned = next((row for row in rows if row.precision == "bf16"), None)
+        if pinned and any(row.precision == "fp8" for row in rows):
+            raise PinError(
+                f"pins.{pinned.reason} pins '{pinned.name}' but not all experts of its layer; pin "
+                f"all with names: ['{name}.*'], or use kinds: [experts]."
+            )
+        return "bf16" if pinned or not self.recipe.rollout else "fp8"
+
+
+def find_state(model: torch.nn.Module) -> RankState | None:
+    """Return the state of a model's engine; None if that runs another quantization."""
+    for module in model.modules():
+        state = getattr(getattr(module, "quant_method", None), "state", None)
+        if isinstance(state, RankState):
+            return state
+    return None
+
+
+def state_of(model: torch.nn.Module) -> RankState:
+    """Return the state of a model's engine.
+
+    Raises:
+        RefitError: the engine was not started with ``quantization="fp8rl"``.
+    """
+    state = find_state(model)
+    if state is None:
+        raise RefitError("This engine has no quantization='fp8rl'; start it with that to refit it.")
+    return state
