@@ -5,7 +5,7 @@
 Runs ``fp8rl demo --compare bf16,fp8-rollout,fp8`` once a seed with the real engines, and the two
 FP8 precisions once more with a BF16 KV cache, which tells the linear layers' share of the mismatch
 from the cache's. Finished seeds are not run again. Writes ``benchmarks/results/accuracy_cpu.json``
-and the table of ``docs/accuracy.md``.
+and the table of ``docs/measurements/accuracy.md``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n")
     table = _table(rows)
-    document = ROOT / "docs" / "accuracy.md"
+    document = ROOT / "docs" / "measurements" / "accuracy.md"
     before, _, rest = document.read_text().partition(MARK)
     _, _, after = rest.partition(MARK)
     document.write_text(f"{before}{MARK}\n{table}\n{MARK}{after}")

@@ -8,7 +8,7 @@ them: in BF16 as one grouped product (``torch._grouped_mm``) and expert by exper
 grouped linear and expert by expert. FP8 times include the quantization of activations, gradients
 and weights; with "codes kept" that of the weights is left out. All add weight gradients to a
 float32 ``main_grad`` in one buffer, last expert first, as megatron's DDP has them. Tokens are
-shared out unevenly, the same for all. Prints the times of each product by backend too.
+shared out unevenly, the same for all.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8rl import PluginManager
-from fp8rl.gemm.tuning import flops
-from megatron_fp8rl.backends import BackendChoice
+from fp8rl.gemm import BackendChoice
+from megatron_fp8rl.export.layout import plain_layout
 from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
-from megatron_fp8rl.layout import plain_layout
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
@@ -150,17 +149,6 @@ def main() -> None:
     for name, milliseconds in times.items():
         table.add_row(name, f"{milliseconds:.2f}", f"{first / milliseconds:.2f}x")
     console.print(table)
-    products = {
-        f"{direction} {shape.out_features}x{shape.in_features}": {
-            name: {"ms": ms, "tflops": flops(shape) / ms / 1e9} for name, ms in by_name.items()
-        }
-        for direction, by_shape in backends.timings.items()
-        for shape, by_name in by_shape.items()
-        if len(getattr(shape, "sizes", ())) == options.experts
-    }
-    for product, by_name in products.items():
-        texts = [f"{n} {v['ms']:.2f} ms, {v['tflops']:.0f} TFLOPS" for n, v in by_name.items()]
-        console.print(f"{product}: {'; '.join(texts)}")
     if options.profile:
         for name in ("fp8rl, grouped", "BF16, torch._grouped_mm"):
             with profiled(name):
@@ -172,7 +160,6 @@ def main() -> None:
             "splits": {"smallest": min(splits), "largest": max(splits), "sum": sum(splits)},
             "options": {k: v for k, v in vars(options).items() if k != "out"},
             "milliseconds": times,
-            "products": products,
         }
         options.out.write_text(json.dumps(facts, indent=1) + "\n")
 

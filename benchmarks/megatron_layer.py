@@ -24,7 +24,7 @@ from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
 from megatron_fp8rl import convert
-from megatron_fp8rl.swiglu import separate
+from megatron_fp8rl.linear import Fp8Linear
 
 GPU = torch.device("cuda")
 LABELS = (
@@ -49,7 +49,7 @@ class Pass:
         self.main_grad = main_grad
         for module in self.layer.modules() if main_grad else ():
             if hasattr(module, "gradient_accumulation_fusion"):
-                module.gradient_accumulation_fusion = hasattr(module, "fp8_state")
+                module.gradient_accumulation_fusion = isinstance(module, Fp8Linear)
         for parameter in self.layer.parameters() if main_grad else ():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
 
@@ -81,7 +81,7 @@ def main() -> None:
             if label.startswith("fp8rl"):
                 convert(model, Recipe(), plugins=PluginManager(discover=False))
             if "apart" in label:
-                separate(model.decoder.layers[0].mlp)
+                model.decoder.layers[0].mlp.give_back()
             call = Pass(model, options.tokens, options.sequence, "main_grad" in label)
             call()
             torch.cuda.synchronize()

@@ -3,8 +3,8 @@
     python benchmarks/megatron_linears.py [--tokens 8192] [--rounds 25] [--out FILE.json]
 
 Real megatron-core layers: as they are (BF16), converted by ``megatron_fp8rl`` with each GEMM
-backend and with the measured choice, and TransformerEngine's with its blockwise recipe where it can
-be imported. Every FP8 time includes the quantization of activations and gradients; with "weights
+backend and by the table, and TransformerEngine's with its blockwise recipe where it can be
+imported. Every FP8 time includes the quantization of activations and gradients; with "weights
 each time" that of the weights too, as in a step of one micro-batch. ``--profile`` adds the GPU time
 by kernel of one pass.
 """
@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.gemm import PREFERENCE, GemmShape
-from fp8rl.gemm.tuning import flops, measure
+from fp8rl.gemm import GemmShape
+from fp8rl.gemm.table import DIRECTIONS
 from fp8rl.numerics import quantize_operand, quantize_weight
 from megatron_fp8rl import convert
+from megatron_fp8rl.linear import Fp8Linear
 
 GPU = torch.device("cuda")
 SHAPES = {  # out and in features
@@ -59,7 +60,7 @@ class Pass:
         """Add weight gradients to a float32 ``main_grad``, as under megatron's DDP."""
         for module in self.modules:
             module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
-            module.gradient_accumulation_fusion = hasattr(module, "fp8_state")
+            module.gradient_accumulation_fusion = isinstance(module, Fp8Linear)
         return self
 
     def __call__(self) -> None:
@@ -119,14 +120,13 @@ def te_variants(tokens: int) -> dict[str, Callable[[], None]]:
     }
 
 
-def variants(tokens: int, backends: list[str | None]) -> tuple[dict, Any]:
+def variants(tokens: int, backends: list[str | None]) -> dict[str, Pass]:
     bf16 = Pass(linears(build(QWEN3_8B)), tokens)
     calls: dict[str, Pass] = {"BF16": bf16}
-    conversion = None
 
-    def add(label: str, name: str | None, keep_codes: bool, accumulate: bool = False) -> Any:
+    def add(label: str, name: str | None, keep_codes: bool, accumulate: bool = False) -> None:
         model = build(QWEN3_8B)
-        made = convert(
+        convert(
             model,
             Recipe(),
             plugins=PluginManager(discover=False),
@@ -136,16 +136,14 @@ def variants(tokens: int, backends: list[str | None]) -> tuple[dict, Any]:
         calls[label] = Pass(linears(model), tokens, like=bf16)
         if accumulate:
             calls[label].accumulate()
-        return made
 
     for name in backends:
-        made = add(f"fp8rl {name or 'measured choice'}, weights each time", name, False)
+        add(f"fp8rl {name or 'by the table'}, weights each time", name, False)
         if name is None:
-            conversion = made
-            add("fp8rl measured choice, weights cached", None, True)
-            add("fp8rl measured choice, weights each time, main_grad", None, False, True)
+            add("fp8rl by the table, weights cached", None, True)
+            add("fp8rl by the table, weights each time, main_grad", None, False, True)
             calls["BF16, main_grad"] = Pass(linears(build(QWEN3_8B)), tokens, bf16).accumulate()
-    return calls, conversion
+    return calls
 
 
 def quantize_rows(tokens: int, bandwidth: float) -> list[dict]:
@@ -206,6 +204,7 @@ def gemm_rows(tokens: int) -> list[dict]:
             for s in ((tokens, k), (n, k), (tokens, n))
         )
         total = torch.zeros(n, k, device=GPU)
+        x8, w8, g8 = quantize_operand(x), quantize_weight(w), quantize_operand(g)
         plain = {
             "fprop": lambda x=x, w=w: x @ w.t(),
             "dgrad": lambda g=g, w=w: g @ w,
@@ -215,11 +214,20 @@ def gemm_rows(tokens: int) -> list[dict]:
         usable = [
             b for b in backends if b.name != "reference" and b.supports(GPU, shape, "fp32") is None
         ]
-        for direction in PREFERENCE:
-            times = measure(usable, direction, shape, GPU)
-            times |= interleaved({"BF16": plain[direction]}, 7, 5)
+
+        def fp8(backend: Any, direction: str, x8=x8, w8=w8, g8=g8, total=total) -> Any:
+            if direction == "fprop":
+                return lambda: backend.fprop(x8.rowwise, w8.rowwise, torch.bfloat16)
+            if direction == "dgrad":
+                return lambda: backend.dgrad(g8.rowwise, w8.columnwise, torch.bfloat16)
+            dtype, out = (torch.bfloat16, None) if direction == "wgrad" else (torch.float32, total)
+            return lambda: backend.wgrad(g8.columnwise, x8.columnwise, dtype, out)
+
+        for direction in DIRECTIONS:
+            products = {backend.name: fp8(backend, direction) for backend in usable}
+            times = interleaved({**products, "BF16": plain[direction]}, 7, 5)
             for backend, ms in times.items():
-                tflops = flops(shape) / ms / 1e9
+                tflops = 2 * tokens * n * k / ms / 1e9
                 rows.append(
                     {
                         "linear": name,
@@ -238,28 +246,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--backends", default="scaled_mm,deep_gemm,measured")
+    parser.add_argument("--backends", default="scaled_mm,deep_gemm,table")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=here / "results" / "megatron_linears.json")
     options = parser.parse_args()
 
-    names = [None if n == "measured" else n for n in options.backends.split(",")]
+    names = [None if n == "table" else n for n in options.backends.split(",")]
     with single_process():
         torch.manual_seed(0)
         bandwidth = copy_bandwidth()
         gemms = gemm_rows(options.tokens)
         quantize = quantize_rows(options.tokens, bandwidth)
-        calls, conversion = variants(options.tokens, names)
-        calls = {**calls, **te_variants(options.tokens)}
+        calls = {**variants(options.tokens, names), **te_variants(options.tokens)}
         medians = interleaved(calls, options.rounds, 3)
-        chosen = {}
-        if conversion is not None:
-            module = next(iter(conversion.modules.values()))
-            chosen = {
-                f"{direction} {shape.tokens}x{shape.out_features}x{shape.in_features}": times
-                for direction, by_shape in module.fp8_state.backends.timings.items()
-                for shape, times in by_shape.items()
-            }
         if options.profile:
             for label, call in calls.items():
                 with profiled(label):
@@ -276,7 +275,6 @@ def main() -> None:
             name: medians["BF16, main_grad" if "main_grad" in name else "BF16"] / ms
             for name, ms in medians.items()
         },
-        "measured_choice": chosen,
         "gemms": gemms,
         "quantize": quantize,
     }

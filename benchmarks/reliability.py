@@ -4,7 +4,7 @@
 
 An example that fails is kept in ``.hypothesis`` and tried first the next time, so that a run that
 was stopped or that failed can be taken up again; ``--seed`` repeats a run from the beginning.
-Writes ``benchmarks/results/reliability_cpu.json`` and the table of docs/reliability.md, unless a
+Writes ``benchmarks/results/reliability_cpu.json`` and the table of docs/measurements/reliability.md, unless a
 test failed.
 """
 
@@ -24,7 +24,7 @@ from facts import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "reliability_cpu.json"
-DOC = ROOT / "docs" / "reliability.md"
+DOC = ROOT / "docs" / "measurements" / "reliability.md"
 BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
 
 

@@ -1,4 +1,4 @@
-"""Doors into Megatron-Bridge: a pre-wrap hook, and export through its own conversion.
+"""Megatron-Bridge: a pre-wrap hook that converts, and export through Bridge's own conversion.
 
 ::
 
@@ -6,7 +6,7 @@
     ...
     for name, tensor in export_hf_weights(auto_bridge, model, precision="fp8"):
 
-Bridge is imported when a door is used, never before.
+Bridge is imported when one of these is used, never before.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Chunks = list[torch.nn.Module]
 def register() -> None:
     """Make the FP8 classes known to Bridge, and this package to its saved configs.
 
-    The doors here do so themselves; a ``run_config.yaml`` that names
-    ``megatron_fp8rl.specs.layer_spec`` needs it before it is loaded. May be called again.
+    The functions here call it themselves; call it before loading a ``run_config.yaml`` that names
+    ``megatron_fp8rl.specs.layer_spec``. It may be called again.
 
     Raises:
         UnsupportedError: Bridge cannot be imported.
@@ -46,12 +46,12 @@ def pre_wrap_hook(
     table_folder: str | os.PathLike[str] | None = None,
     report: Report = say,
 ) -> Callable[[Chunks], Chunks]:
-    """A hook for ``provider.register_pre_wrap_hook`` that converts the model.
+    """Make a hook for ``provider.register_pre_wrap_hook`` that converts the model.
 
     Args:
-        recipe: what runs in FP8; ``FP8RL_RECIPE``, or else the default recipe, by default.
-        table_folder: where the resolved pins are saved, e.g. the checkpoint folder.
-        report: takes the table of pins.
+        recipe: what runs in FP8; by default ``FP8RL_RECIPE``, or else the default recipe.
+        table_folder: folder to save the resolved pins in, e.g. the checkpoint folder.
+        report: function that takes the table of pins.
 
     Returns:
         ``hook(model) -> model``; the handle is ``conversion_of(model)``. It raises as
@@ -77,16 +77,16 @@ def export_hf_weights(
     tensor_parallel_size: int = 1,
     **options: Any,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Bridge's stream of Hugging Face tensors, with FP8 codes for what runs in FP8 if asked.
+    """Stream Hugging Face tensors from Bridge, with FP8 codes for FP8 modules on request.
 
     Args:
         bridge: an ``AutoBridge``.
         model: converted chunks as Bridge takes them.
-        precision: ``bf16`` for the tensors as they are (a receiver that quantizes makes the
-            trainer's codes of them), ``fp8`` for codes and scales as :func:`fp8_wire` gives them.
-        scale_format: of the codes; the recipe's by default.
-        tensor_parallel_size: of the rollout engine, for ``fp8``.
-        **options: of ``bridge.export_hf_weights``.
+        precision: ``bf16`` for the tensors as they are (a receiver that quantizes them gets the
+            trainer's codes), ``fp8`` for codes and scales as :func:`fp8_wire` gives them.
+        scale_format: scale format of the codes; the recipe's by default.
+        tensor_parallel_size: tensor-parallel size of the rollout engine, for ``fp8``.
+        **options: options of ``bridge.export_hf_weights``.
 
     Returns:
         Pairs of HF name and tensor.

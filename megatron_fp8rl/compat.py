@@ -1,4 +1,4 @@
-"""All that depends on the version of megatron-core; nothing is imported before it is used."""
+"""Everything that depends on the version of megatron-core, imported when it is used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BRIDGE_TYPES = {
         "Fp8TERowParallelGroupedLinear",
     ),
 }
-"""Parallelism of the FP8 classes, in Megatron-Bridge's words."""
+"""Parallelism of the FP8 classes, in Megatron-Bridge's terms."""
 
 _FORWARD_IMPL_ARGUMENTS = {
     "bias",
@@ -39,12 +39,12 @@ _FORWARD_IMPL_ARGUMENTS = {
     "grad_output_buffer",
     "wgrad_deferral_limit",
 }
-# Arguments of newer versions, with the value that asks for nothing.
+# Arguments of newer versions, with the value that requests nothing.
 _NEUTRAL = {"async_grad_allreduce": None, "gtp_remat_size": 1, "output_dtype": None}
 
 
 def installed_version() -> str | None:
-    """Version of megatron-core on this machine, or None."""
+    """Return the version of megatron-core on this machine, or None."""
     try:
         return version("megatron-core")
     except PackageNotFoundError:
@@ -52,10 +52,10 @@ def installed_version() -> str | None:
 
 
 def check_forward_impl() -> None:
-    """Make sure that the seam is where this package overrides it.
+    """Check that the methods this package overrides are the known ones.
 
     ``ColumnParallelLinear._forward_impl`` and ``RowParallelLinear._forward_impl``
-    (tensor_parallel/layers.py) must exist and be what ``forward`` calls with known arguments.
+    (tensor_parallel/layers.py) must exist, and ``forward`` must call them with known arguments.
 
     Raises:
         UnsupportedError: this megatron-core is built differently.
@@ -77,28 +77,28 @@ def check_forward_impl() -> None:
 
 
 def has_transformer_engine() -> bool:
-    """megatron-core found TransformerEngine, so its TE classes exist."""
+    """Tell whether megatron-core found TransformerEngine, so that its TE classes exist."""
     from megatron.core.extensions import transformer_engine
 
     return bool(transformer_engine.HAVE_TE)
 
 
 def mtp_transformer_layer(module: Any) -> Any:
-    """The transformer layer inside a MultiTokenPredictionLayer, whose name changed after 0.16."""
+    """Return the transformer layer of a MultiTokenPredictionLayer; it was renamed after 0.16."""
     found = getattr(module, "transformer_layer", None)
     return found if found is not None else module.mtp_model_layer
 
 
 def megatron_lm_save_folder() -> str | None:
-    """``--save`` of a running Megatron-LM, or None outside of one."""
+    """Return ``--save`` of a running Megatron-LM, or None outside of one."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     args = getattr(global_vars, "_GLOBAL_ARGS", None)
     return getattr(args, "save", None)
 
 
 def register_with_bridge() -> None:
-    """Tell Megatron-Bridge how the FP8 classes are split over ranks, and that its saved configs may
-    name this package.
+    """Register the FP8 classes with Megatron-Bridge, and allow its saved configs to name this
+    package.
 
     ``AutoMapping`` (models/conversion/param_mapping.py) knows linear classes by name.
 
@@ -123,7 +123,7 @@ def register_with_bridge() -> None:
 
 
 def check_neutral(name: str, options: dict[str, Any]) -> None:
-    """Refuse arguments of a newer ``_forward_impl`` that ask for something.
+    """Refuse arguments of a newer ``_forward_impl`` that request something unknown.
 
     Raises:
         UnsupportedError: naming the argument and the module.
@@ -137,14 +137,14 @@ def check_neutral(name: str, options: dict[str, Any]) -> None:
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: Any, *, wait: bool = True) -> Any:
-    """All-gather along dimension 0; returns the work handle unless ``wait``."""
+    """All-gather along dimension 0; return the work handle unless ``wait``."""
     from megatron.core.tensor_parallel.layers import dist_all_gather_func
 
     return dist_all_gather_func(output, shard, group=group, async_op=not wait)
 
 
 def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
-    """Start a sum reduce-scatter along dimension 0; returns the work handle."""
+    """Start a sum reduce-scatter along dimension 0; return the work handle."""
     from megatron.core.tensor_parallel.layers import dist_reduce_scatter_func
 
     return dist_reduce_scatter_func(output, full, group=group, async_op=True)

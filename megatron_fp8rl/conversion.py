@@ -14,18 +14,16 @@ import torch
 
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmShape
+from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
-from megatron_fp8rl.backends import BackendChoice, Shape, Timings
-from megatron_fp8rl.classes import check_module, fp8_class, upstream_class
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
-from megatron_fp8rl.grouped import Fp8GroupedState, even_shape
-from megatron_fp8rl.linear import Fp8State
+from megatron_fp8rl.grouped import Fp8GroupedState
+from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
-from megatron_fp8rl.swiglu import can_fuse, fuse, is_fused, separate
+from megatron_fp8rl.swiglu import Fp8SwigluMLP, can_fuse
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Setup:
-    """What all FP8 modules of one model share; ``fp8_setup`` of a module says whose it is."""
+    """What all modules of one conversion share; each holds it as ``fp8_setup``."""
 
     recipe: Recipe
     policy: PinPolicy
@@ -45,11 +43,11 @@ class Setup:
 
 
 class Conversion:
-    """A converted model; holds what must be undone.
+    """Handle of a converted model.
 
-    ``recipe`` and ``policy`` are those it was made with; the policy covers the whole model, the
-    modules are this rank's. What a handle says of its model is true: once it is closed, or a module
-    was converted back through another handle, all but :meth:`close` raise UnsupportedError.
+    ``recipe`` and ``policy`` are those of the conversion; the policy covers the whole model, the
+    modules are those of this rank. After :meth:`close`, or after another handle has given a module
+    back, every method but :meth:`close` raises UnsupportedError.
     """
 
     def __init__(
@@ -57,32 +55,31 @@ class Conversion:
         recipe: Recipe,
         policy: PinPolicy,
         chunks: Iterable[torch.nn.Module] = (),
-        backends: BackendChoice | None = None,
     ) -> None:
         self.recipe = recipe
         self.policy = policy
-        self._backends = backends
         inside = [module for chunk in chunks for module in chunk.modules()]
         self._owned: list[Any] = [module for module in inside if _setup_of(module)]
-        self._modules = _by_name((m.fp8_state.name, m) for m in self._owned if _is_fp8(m))
-        self._mlps = [module for module in inside if is_fused(module)]
+        linears = (module for module in self._owned if isinstance(module, Fp8Linear))
+        self._modules = _by_name((linear.fp8_state.name, linear) for linear in linears)
         self._setups = list({id(m.fp8_setup): m.fp8_setup for m in self._owned}.values())
         self._left_alone: list[Any] = [] if self._owned else inside
         self._closed = False
 
     @property
     def modules(self) -> Mapping[str, torch.nn.Module]:
-        """FP8 modules of this rank by global HF name, e.g. ``model.layers.0.mlp.down_proj``; a
-        grouped module, which has many experts, without their numbers."""
+        """FP8 linears of this rank by global HF name, e.g. ``model.layers.0.mlp.down_proj``; the
+        name of a grouped module leaves out the numbers of its experts."""
         self._require_current()
         return MappingProxyType(self._modules)
 
     def invalidate(self) -> None:
         """Quantize every weight anew at its next use.
 
-        Needed with ``keep_codes`` alone, after weights were written through ``parameter.data`` or a
-        buffer they are views of, which leaves no trace; optimizer steps, ``load_state_dict``,
-        in-place operations, moves to another device and ``train()``/``eval()`` are noticed.
+        This is needed only with ``keep_codes``, after weights were written through
+        ``parameter.data`` or through a buffer they are views of, which leaves no trace. Optimizer
+        steps, ``load_state_dict``, in-place operations, moves to another device and
+        ``train()``/``eval()`` are noticed.
         """
         self._require_current()
         for setup in self._setups:
@@ -93,34 +90,6 @@ class Conversion:
         self._require_current()
         for module in self._modules.values():
             module.drop_codes()
-
-    def tune(self, tokens: int) -> Timings:
-        """Time the GEMM backends on this model's shapes; all ranks must call it.
-
-        One process does so by itself when it meets a shape. Several choose by a fixed order until
-        this was called, because they must choose alike.
-
-        Args:
-            tokens: of a micro-batch on this rank.
-
-        Returns:
-            Milliseconds by direction, shape and backend, of all ranks.
-        """
-        self._require_current()
-        if self._backends is None:
-            return {}
-        shapes: list[Shape] = []
-        device = torch.device("cpu")
-        for module in self._modules.values():
-            weights = weights_of(module)
-            device = weights[0].device
-            if isinstance(module.fp8_state, Fp8GroupedState):
-                # Ranks exchange tokens: each gets as many as its own go to experts.
-                shapes.append(even_shape(weights, tokens * module.config.moe_router_topk))
-            else:
-                shapes += [GemmShape(tokens, w.shape[0], w.shape[1], w.dtype) for w in weights]
-        self._backends.tune(shapes, device)
-        return self._backends.timings
 
     def save_table(self, folder: str | os.PathLike[str]) -> Path | None:
         """Write the resolved pins to ``folder/fp8rl_precision.json``, beside a checkpoint.
@@ -161,14 +130,11 @@ class Conversion:
                     f"'{name}' was converted again after this handle; close the later conversion "
                     "(conversion_of(model).close())."
                 )
-        for mlp in filter(is_fused, self._mlps):
-            separate(mlp)
         for module in filter(self._owns, self._owned):  # others were closed by another handle
-            _give_back(module)
+            module.give_back()
         self._closed = True
         self._owned.clear()
         self._modules.clear()
-        self._mlps.clear()
         self._left_alone.clear()
         self._setups.clear()  # an epoch's hook goes with the last module of the last model
 
@@ -209,19 +175,20 @@ def convert(
         model: a GPTModel, whatever wraps it, or the list of a rank's virtual-pipeline chunks.
         recipe: what runs in FP8; with ``training=False`` nothing is converted.
         plugins: where pins and GEMM backends come from; the installed plugins by default.
-        gemm_backend: name of the backend; by default the fastest measured for each product.
-        keep_codes: keep weight codes until the weights change, 2 bytes a parameter on a GPU, which
+        gemm_backend: name of the backend for every product; by default
+            :mod:`fp8rl.gemm.table` chooses one for each.
+        keep_codes: keep weight codes until the weights change, 2 bytes a parameter on a GPU. This
             saves their quantization in all micro-batches of a step but the first; see
             :meth:`Conversion.invalidate`. By default stale codes are impossible: a GPU keeps none,
             a CPU compares each weight with the one its codes were made of.
-        report: takes the table of pins, once; by default it is logged.
+        report: function that takes the table of pins, once; by default it is logged.
 
     Raises:
-        PinError: a pin matches nothing, or parts the experts of a grouped module.
+        PinError: a pin matches nothing, or only some experts of a grouped module.
         PluginError: two plugins offer a GEMM backend of one name.
-        UnsupportedError: a module, config option or model that FP8 linears do not serve, or that
-            is converted already (by other pins, too), or chunks that hold one layer twice. Nothing
-            has been changed then.
+        UnsupportedError: FP8 linears do not serve a module, a config option or the model, or it is
+            converted already (also with other pins), or chunks hold one layer twice. Nothing has
+            been changed then.
     """
     chunks = unwrap_chunks(model)
     for chunk in chunks:
@@ -241,7 +208,7 @@ def convert(
     )
     adopt(setup, chunks)
     (report or logger.info)(describe(setup))
-    return Conversion(recipe, setup.policy, chunks, setup.backends)
+    return Conversion(recipe, setup.policy, chunks)
 
 
 def prepare(
@@ -253,7 +220,7 @@ def prepare(
     keep_codes: bool | None = None,
     more_pins: Pins | None = None,
 ) -> Setup:
-    """What :func:`adopt` needs, for a model of this config; nothing is changed.
+    """Resolve pins and backends for a model of this config, for :func:`adopt`; change nothing.
 
     Args:
         config: ``TransformerConfig`` of the model.
@@ -261,7 +228,7 @@ def prepare(
         plugins: as in :func:`convert`.
         gemm_backend: as in :func:`convert`.
         keep_codes: as in :func:`convert`.
-        more_pins: joined with the recipe's.
+        more_pins: pins to join with the recipe's.
 
     Raises:
         As :func:`convert`.
@@ -290,22 +257,23 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
     _by_name((site.name, site.module) for site in plan)
     for site in plan:
         _check(site, setup.backends)
+    inside = [module for root in roots for module in root.modules()]
     try:
         for site in plan:
             _swap(site, setup)
-    except BaseException:  # an interrupt: no handle would ever close what is converted
-        for site in plan:
-            _give_back(site.module)
-        raise
-    for root in roots:
-        for module in root.modules():
+        for module in inside:
             if can_fuse(module):
-                fuse(module)
+                _become(module, Fp8SwigluMLP, setup)
+    except BaseException:  # an interrupt: no handle would ever close what is converted
+        for module in inside:
+            if isinstance(module, Fp8Module):
+                module.give_back()
+        raise
     _warn_of_ragged_widths(plan)
 
 
 def describe(setup: Setup) -> str:
-    """The resolved pins of the whole model, for the log."""
+    """Write the resolved pins of the whole model as a text for the log."""
     backends, text = ", ".join(setup.backends.names), precision_text(setup.policy.report())
     return (
         f"fp8rl [rank {global_rank()}]: precision of each module; GEMM backends: {backends}\n{text}"
@@ -313,10 +281,10 @@ def describe(setup: Setup) -> str:
 
 
 def conversion_of(model: ModelChunks) -> Conversion:
-    """A handle of a converted model, e.g. one that a door made (``--spec``, Megatron-Bridge).
+    """Return a handle of a converted model, e.g. of one that ``--spec`` or Megatron-Bridge built.
 
-    Handles of one model are equal: what one does all have done, and after its :meth:`~Conversion
-    .close` the others say that they are closed.
+    All handles of one model act on the same state: after :meth:`Conversion.close` of one the others
+    are closed too.
 
     Args:
         model: as in :func:`convert`; with virtual pipelining all chunks of the rank.
@@ -335,23 +303,23 @@ def conversion_of(model: ModelChunks) -> Conversion:
     first = setups[0]
     for site in (site for chunk in chunks for site in sites(chunk)):
         setup = _setup_of(site.module) or first
-        if setup.recipe != first.recipe or site.runs_in_fp8(first.policy) != _is_fp8(site.module):
+        converted = isinstance(site.module, Fp8Linear)
+        if setup.recipe != first.recipe or site.runs_in_fp8(first.policy) != converted:
             raise UnsupportedError(
                 f"'{site.path}' was converted with another recipe than the rest of the model, or "
                 "given back alone, so one table cannot tell what runs in FP8; close all and "
                 "convert them together: convert([chunk, ..], recipe)."
             )
-    return Conversion(first.recipe, first.policy, chunks, first.backends)
+    return Conversion(first.recipe, first.policy, chunks)
 
 
 def _setup_of(module: Any) -> Setup | None:
-    """Whose conversion a module is part of."""
-    setup = getattr(module, "fp8_setup", None)
-    return setup if isinstance(setup, Setup) else None
+    """Return the setup of the conversion that a module belongs to."""
+    return module.fp8_setup if isinstance(module, Fp8Module) else None
 
 
 def _by_name(modules: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The modules by global name.
+    """Map global names to modules.
 
     Raises:
         UnsupportedError: a name comes twice.
@@ -368,10 +336,10 @@ def _by_name(modules: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def weight_codes_hf(module: Any) -> dict[str, Quantized]:
-    """Codes of a converted module's weights as the rollout engine has them.
+    """Quantize a converted module's weights as the rollout engine does.
 
-    Of the weights as they are in memory: under DDP's ``overlap_param_gather`` those of the last
-    step are gathered by the next forward, by ``export_hf`` or by
+    The weights are taken as they are in memory: under DDP's ``overlap_param_gather`` those of the
+    last step are gathered by the next forward, by ``export_hf`` or by
     ``start_param_sync(force_sync=True)``. Nothing is kept, so the next forward is not disturbed.
 
     Returns:
@@ -383,7 +351,7 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
     Raises:
         UnsupportedError: the module was not converted.
     """
-    if not _is_fp8(module):
+    if not isinstance(module, Fp8Linear):
         raise UnsupportedError(
             f"{type(module).__name__} has no FP8 codes; pass a module of Conversion.modules."
         )
@@ -401,12 +369,8 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
     return found
 
 
-def _is_fp8(module: Any) -> bool:
-    return isinstance(getattr(module, "fp8_state", None), Fp8State | Fp8GroupedState)
-
-
 def _held(module: Any) -> Iterator[tuple[Fp8State, torch.nn.Parameter]]:
-    """State and parameter of each weight of a converted module."""
+    """Pair the state and the parameter of each weight of a converted module."""
     state = module.fp8_state
     states = state.experts if isinstance(state, Fp8GroupedState) else (state,)
     return zip(states, weights_of(module), strict=True)
@@ -414,29 +378,32 @@ def _held(module: Any) -> Iterator[tuple[Fp8State, torch.nn.Parameter]]:
 
 def _check(site: Site, backends: BackendChoice) -> None:
     kind = type(site.module)
-    if fp8_class(kind) is None:
+    ours = fp8_class(kind)
+    if ours is None:
         raise UnsupportedError(
             f"'{site.path}' is a {kind.__name__}; FP8 linears replace ColumnParallelLinear, "
             "RowParallelLinear and TransformerEngine's linear classes alone (pin the module to "
             "BF16, or build the model from another layer spec)."
         )
-    check_module(site.path, site.module)
+    ours.check_options(site.path, site.module)
     for weight in site.weights:
-        out_features, in_features = weight.shape
-        if out_features != site.layout.rows:
+        if len(weight) != site.layout.rows:
             raise UnsupportedError(
-                f"'{site.path}' has {out_features} rows where its config says "
+                f"'{site.path}' has {len(weight)} rows where its config says "
                 f"{site.layout.rows}; pin it to BF16."
             )
-        if hasattr(weight, "__fsdp_param__"):
-            raise UnsupportedError(
-                f"'{site.path}' is sharded by Megatron-FSDP, which FP8 linears do not serve; use "
-                "DDP with the distributed optimizer."
-            )
-        # A model that is built on the meta device gets its memory, and its device, later.
-        if weight.device.type != "meta":
-            shape = GemmShape(GROUP, out_features, in_features, weight.dtype)
-            backends.check(weight.device, shape, site.name)
+        check_weight(site.path, weight)
+    first = site.weights[0]
+    out_features, in_features = first.shape
+    if first.device.type == "meta":
+        return  # the model gets its memory, and its device, later
+    if site.grouped:
+        sizes = (GROUP,) * len(site.weights)
+        experts = GroupedShape(sizes, out_features, in_features, first.dtype)
+        backends.pick_grouped(first.device, experts, site.name)
+    else:
+        shape = GemmShape(GROUP, out_features, in_features, first.dtype)
+        backends.pick(first.device, shape, site.name)
 
 
 def _swap(site: Site, setup: Setup) -> None:
@@ -450,17 +417,22 @@ def _swap(site: Site, setup: Setup) -> None:
         )
         for name in site.names
     )
-    module = site.module
-    module.fp8_state = Fp8GroupedState(site.name, states) if site.grouped else states[0]
+    _become(site.module, fp8_class(type(site.module)), setup)
+    site.module.fp8_state = Fp8GroupedState(site.name, states) if site.grouped else states[0]
+
+
+def _become(module: Any, ours: type[Fp8Module] | None, setup: Setup) -> None:
+    module.__class__ = ours
     module.fp8_setup = setup
-    module.__class__ = fp8_class(type(module))
 
 
-def _give_back(module: Any) -> None:
-    """Undo :func:`_swap`, also where it was interrupted."""
-    module.__class__ = upstream_class(type(module)) or type(module)
-    for attribute in ("fp8_state", "fp8_setup"):
-        vars(module).pop(attribute, None)
+def fp8_class(upstream: type) -> type[Fp8Linear] | None:
+    """Return the FP8 class of an exact upstream class, or None where there is none."""
+    if upstream in FP8_CLASSES or not compat.has_transformer_engine():
+        return FP8_CLASSES.get(upstream)
+    from megatron_fp8rl.te_classes import TE_CLASSES  # needs TransformerEngine
+
+    return TE_CLASSES.get(upstream)
 
 
 def _check_config(config: Any) -> None:
@@ -507,5 +479,5 @@ def _warn_of_ragged_widths(plan: list[Site]) -> None:
 
 
 def global_rank() -> int:
-    """Rank of this process, 0 without torch.distributed."""
+    """Return the rank of this process, 0 without torch.distributed."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

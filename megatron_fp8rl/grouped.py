@@ -3,7 +3,7 @@
 The operands of a weight gradient have groups along tokens, which begin with each expert's first
 token; quantization pads the ragged last group of each with zeros, so that token dispatchers need
 not pad. All experts share one quantization of the activation, of the gradient and of the weights,
-and where a backend has grouped kernels one product in each direction.
+and one grouped product in each direction.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from fp8rl.numerics import (
     ExpertRows,
     GroupedColumns,
     GroupedRows,
-    cdiv,
     quantize_grouped,
     row_alignment,
     unpad,
 )
 from megatron_fp8rl.linear import (
     Call,
-    Fp8Module,
     Fp8State,
     check_main_grad,
     check_weight,
@@ -39,39 +37,17 @@ from megatron_fp8rl.weight_codes import StackedCodes
 
 @dataclass(frozen=True)
 class Fp8GroupedState:
-    """What a converted grouped module has beside its parameters."""
+    """State of a converted grouped module beside its parameters."""
 
     name: str
     """Global HF module name without the experts' numbers."""
     experts: tuple[Fp8State, ...]
-    """One for each local expert, in the order of the weights."""
+    """State of each local expert, in the order of the weights."""
     codes: StackedCodes = field(init=False)
-    """Of all experts; what the products use."""
+    """Codes of all experts, which the products use."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codes", self.experts[0].codes.stacked())
-
-
-class Fp8Grouped(Fp8Module):
-    """An :class:`Fp8Module` with one weight for each local expert."""
-
-    fp8_state: Fp8GroupedState
-
-    def drop_codes(self) -> None:
-        self.fp8_state.codes.drop()
-
-
-def even_shape(weights: Sequence[torch.Tensor], tokens: int) -> GroupedShape:
-    """What experts with these weights multiply when as many tokens go to each.
-
-    Args:
-        weights: ``[out, in]`` each.
-        tokens: of all experts.
-    """
-    first = weights[0]
-    alone = cdiv(tokens, len(weights))
-    splits = ExpertRows([alone] * len(weights), row_alignment(first.device))
-    return GroupedShape(splits.sizes, first.shape[0], first.shape[1], first.dtype)
 
 
 def grouped_linear(
@@ -83,15 +59,15 @@ def grouped_linear(
     *,
     fusion: bool,
 ) -> torch.Tensor:
-    """``y_i = x_i @ weight_i.T + bias_i`` over runs of tokens; all products are FP8.
+    """Compute ``y_i = x_i @ weight_i.T + bias_i`` over runs of tokens; all products are FP8.
 
     Args:
         x: ``[tokens, in]``, the tokens of expert 0 first.
         splits: number of tokens of each expert, 0 allowed.
         weights: ``[out, in]`` each.
         biases: ``[out]`` each, or None.
-        state: of the module.
-        fusion: gradients are added to ``weight.main_grad``.
+        state: state of the module.
+        fusion: whether gradients are added to ``weight.main_grad``.
 
     Returns:
         ``[tokens, out]`` in the dtype of ``x``.
@@ -120,7 +96,7 @@ def grouped_linear(
 
 @dataclass(frozen=True)
 class _GroupedCall:
-    """Everything of one forward that is no tensor with a gradient."""
+    """The arguments of one forward that are not tensors with a gradient."""
 
     state: Fp8GroupedState
     experts: tuple[Call, ...]
@@ -232,7 +208,7 @@ def _weight_grads(
     weights: Sequence[torch.Tensor],
     main_grads: Sequence[torch.Tensor | None],
 ) -> dict[int, torch.Tensor]:
-    """Gradients of the experts without a ``main_grad``; those of the others have been added."""
+    """Return the gradients of the experts without a ``main_grad``; add those of the others."""
     order = x_t.expert_rows.order
     totals = [main_grads[expert] for expert in order]
     dtypes = {None if total is None else total.dtype for total in totals}
@@ -261,7 +237,7 @@ def _hand_over(
     wanted: Sequence[int],
     products: dict[int, torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """What autograd gets for each weight."""
+    """Return what autograd gets for each weight."""
     handed: list[torch.Tensor | None] = [None] * len(weights)
     placeholder = None
     for expert in wanted:

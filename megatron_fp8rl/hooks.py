@@ -1,4 +1,4 @@
-"""What megatron_fp8rl offers through fp8rl's plugin contract."""
+"""Hooks of megatron_fp8rl in fp8rl's plugin contract."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_fp8rl.compat import SUPPORTED_VERSIONS, installed_version
 
 @hookimpl
 def register_engine_adapters() -> list[EngineAdapter]:
-    """Megatron-Core, looked at without importing it."""
+    """Offer the adapter of Megatron-Core, which does not import it."""
     return [EngineAdapter("megatron", diagnose)]
 
 
 def diagnose() -> Diagnosis:
-    """State of Megatron-Core on this machine."""
+    """Describe Megatron-Core on this machine for ``fp8rl doctor``."""
     # Not at the top: other commands of the command line do without torch.
     import torch
 
-    from megatron_fp8rl.backends import survey
+    from fp8rl.gemm.table import survey
 
     found, transformer_engine = installed_version(), _version("transformer-engine")
     problems = []

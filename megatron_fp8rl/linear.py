@@ -1,7 +1,7 @@
 """FP8 linear layers: megatron's Column/RowParallelLinear with another matrix product.
 
-Only ``_forward_impl`` is overridden; tensor and sequence parallelism, bias and checkpoints are
-megatron's. Parameters stay in the model's dtype, their FP32 masters untouched.
+Only ``_forward_impl`` is overridden; megatron still does tensor and sequence parallelism, bias and
+checkpoints. Parameters stay in the model's dtype, and their FP32 masters are not touched.
 
 Operands (DeepSeek-V3 technical report, section 3.3): activations in 1x128 groups along the input,
 gradients in 1x128 groups along the output, weights in 128x128 blocks, both operands of the weight
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch.autograd.function import once_differentiable
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import Direction, GemmBackend, GemmShape
+from fp8rl.gemm import BackendChoice, Direction, GemmBackend, GemmShape
 from fp8rl.numerics import (
     Operand,
     Quantized,
@@ -30,13 +30,12 @@ from fp8rl.numerics import (
 )
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl import compat
-from megatron_fp8rl.backends import BackendChoice
 from megatron_fp8rl.weight_codes import WeightCodes
 
 
 @dataclass(frozen=True)
 class Fp8State:
-    """What a converted module has beside its parameters."""
+    """State of a converted module beside its parameters."""
 
     name: str
     """Global HF module name, e.g. ``model.layers.3.self_attn.qkv_proj``."""
@@ -46,11 +45,43 @@ class Fp8State:
 
 
 class Fp8Module:
-    """What FP8 classes have in common: their codes are dropped when the module is moved or changes
-    between training and evaluation. Frameworks offload and swap weights at those moments, some of
-    them through ``.data``, which leaves no trace on the parameter."""
+    """A module of a converted model; ``isinstance`` with this class is the one way to tell.
 
-    fp8_setup: Any
+    ``convert`` changes the class of a built module from ``upstream`` to a subclass of this one, and
+    nothing else: parameters, names, hooks and checkpoints stay.
+    """
+
+    upstream: ClassVar[type | None] = None
+    """Class that the module had before; None for a module that was built as ours."""
+    fp8_setup: Any = None
+    """:class:`megatron_fp8rl.conversion.Setup` of the model; None after :meth:`give_back`."""
+
+    @staticmethod
+    def check_options(path: str, module: Any) -> None:
+        """Refuse an upstream module whose options this class does not serve.
+
+        Raises:
+            UnsupportedError: naming ``path`` and the option.
+        """
+
+    def give_back(self) -> None:
+        """Leave the conversion: drop its state and take the upstream class back."""
+        for attribute in ("fp8_state", "fp8_setup"):
+            vars(self).pop(attribute, None)
+        if self.upstream is not None:
+            self.__class__ = self.upstream  # type: ignore[assignment]
+
+
+class Fp8Linear(Fp8Module):
+    """A linear layer over FP8 operands, with one weight or with one for each local expert.
+
+    Its codes are dropped when the module is moved or changes between training and evaluation.
+    Frameworks offload and swap weights at those moments, some of them through ``.data``, which
+    leaves no trace on the parameter.
+    """
+
+    fp8_state: Any
+    """:class:`Fp8State`, or :class:`megatron_fp8rl.grouped.Fp8GroupedState` for experts."""
 
     def train(self, mode: bool = True) -> Any:
         if mode != self.training:  # type: ignore[attr-defined]
@@ -63,22 +94,13 @@ class Fp8Module:
 
     def drop_codes(self) -> None:
         """Free the codes; the next forward makes them anew."""
-        raise NotImplementedError
-
-
-class Fp8Linear(Fp8Module):
-    """An :class:`Fp8Module` with one weight."""
-
-    fp8_state: Fp8State
-    weight: torch.nn.Parameter
-
-    def drop_codes(self) -> None:
         self.fp8_state.codes.drop()
 
 
 class _LocalFp8Linear(Fp8Linear):
+    weight: torch.nn.Parameter
     fp8_link: Link | None = None
-    """Set by :class:`megatron_fp8rl.swiglu.Fp8SwigluMLP` for the time of one forward."""
+    """Set by :class:`megatron_fp8rl.swiglu.Fp8SwigluMLP` during one forward."""
 
     def _forward_impl(
         self,
@@ -121,22 +143,27 @@ class _LocalFp8Linear(Fp8Linear):
 class Fp8ColumnParallelLinear(_LocalFp8Linear, ColumnParallelLinear):
     """``ColumnParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
 
+    upstream = ColumnParallelLinear
+
 
 class Fp8RowParallelLinear(_LocalFp8Linear, RowParallelLinear):
     """``RowParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
 
+    upstream = RowParallelLinear
 
-FP8_CLASSES: dict[type, type] = {
+
+FP8_CLASSES: dict[type, type[Fp8Linear]] = {
     ColumnParallelLinear: Fp8ColumnParallelLinear,
     RowParallelLinear: Fp8RowParallelLinear,
 }
+"""Upstream class -> FP8 class."""
 
 
 def check_weight(name: str, weight: torch.nn.Parameter) -> None:
-    """Refuse a parameter that is not the plain matrix it was at conversion.
+    """Refuse a weight that Megatron-FSDP has sharded.
 
     Raises:
-        UnsupportedError: naming the module.
+        UnsupportedError: the message has ``name``.
     """
     if hasattr(weight, "__fsdp_param__"):
         raise UnsupportedError(
@@ -146,21 +173,21 @@ def check_weight(name: str, weight: torch.nn.Parameter) -> None:
 
 
 class Link:
-    """From the second linear of a gated MLP to its first, in one backward: the gradient of gate and
-    up as codes. Autograd passes a placeholder, which says so by being all NaN."""
+    """Carry the gradient of gate and up, as codes, from the second linear of a gated MLP to the
+    first in one backward. Autograd passes a placeholder of NaN in its place."""
 
     def __init__(self) -> None:
         self._operand: Operand | None = None
         self._placeholder: torch.Tensor | None = None
 
     def put(self, operand: Operand, like: torch.Tensor) -> torch.Tensor:
-        """Leave the codes here; returns what autograd passes on, of ``like``'s shape and dtype."""
+        """Leave the codes here; return the placeholder, in the shape and dtype of ``like``."""
         self._operand = operand
         self._placeholder = like.new_full((), float("nan")).expand(like.shape)
         return self._placeholder
 
     def take(self, grad: torch.Tensor, name: str) -> Operand | None:
-        """The codes that ``grad`` stands for, or None if it is a gradient itself.
+        """Return the codes that ``grad`` stands for, or None if it is a gradient itself.
 
         Raises:
             UnsupportedError: something has been added to the placeholder.
@@ -178,29 +205,30 @@ class Link:
         return operand
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made in every forward, and that is slower
 class Call:
-    """Everything of one forward that is no tensor with a gradient."""
+    """The arguments of one forward that are not tensors with a gradient."""
 
     state: Fp8State
     fusion: bool
     """Gradients must be added to ``weight.main_grad``."""
     training: bool
-    """A gradient of the weight may be asked for."""
+    """The weight may need a gradient."""
     allreduce_dgrad: bool = False
     sequence_parallel: bool = False
     tp_group: Any = None
     link: Link | None = None
-    """To the other linear of the same gated MLP."""
+    """The link to the other linear of the same gated MLP."""
     swiglu: bool = False
     """The input is ``[gate, up]``; what is multiplied is ``silu(gate) * up``."""
 
     def main_grad(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """What the gradient is added to, or None to return it.
+        """Return the tensor that the gradient is added to, or None to return the gradient.
 
-        Asked for in forward, as megatron does: a module used twice (MTP) must not see a swapped
-        buffer. Where DDP made the buffer this needs no ``gradient_accumulation_fusion``, which
-        megatron ties to apex's kernel: it is faster, and sums in float32.
+        It is looked up in forward, as megatron does: a module used twice (MTP) must not see a
+        swapped buffer. A buffer made by DDP is used even without
+        ``gradient_accumulation_fusion``, which megatron ties to apex's kernel: adding here is
+        faster, and sums in float32.
         """
         if self.fusion or hasattr(weight, "grad_added_to_main_grad"):
             return getattr(weight, "main_grad", None)
@@ -231,14 +259,14 @@ class Call:
 def fp8_linear(
     x: torch.Tensor, weight: torch.nn.Parameter, bias: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """``y = x @ weight.T + bias``; the products of forward and backward are FP8.
+    """Compute ``y = x @ weight.T + bias``; the products of forward and backward are FP8.
 
     Args:
-        x: ``[tokens.., in]``, under sequence parallel this rank's share of the first dimension;
+        x: ``[tokens.., in]``, under sequence parallelism this rank's share of the first dimension;
             an expert may have no tokens at all.
         weight: ``[out, in]``.
         bias: ``[out]`` or None.
-        call: state of the module, and what to do about parallelism.
+        call: state of the module, and options of parallelism.
 
     Returns:
         ``[tokens.., out]`` in the dtype of ``x``.
@@ -296,7 +324,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
         need_x, need_weight, _, _ = ctx.needs_input_grad
         if not grad.numel():
             nothing = grad.new_zeros(ctx.x_shape, dtype=ctx.x_dtype) if need_x else None
-            grad_weight = _give(call, None, weight, ctx.main_grad) if need_weight else None
+            grad_weight = _no_grad_weight(call, weight, ctx.main_grad) if need_weight else None
             return nothing, grad_weight, grad.sum(0) if ctx.use_bias else None, None
         gathered = _done
         if need_weight and len(saved) == 1:
@@ -333,7 +361,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
                 else Quantized(*saved[:2])
             )
             assert grad_t is not None and x_t is not None
-            grad_weight = weight_grad(call, grad_t, x_t, len(grad), weight, ctx.main_grad)
+            grad_weight = _grad_weight(call, grad_t, x_t, len(grad), weight, ctx.main_grad)
         grad_bias = grad.sum(0) if ctx.use_bias else None
         reduced()
         return grad_x, grad_weight, grad_bias, None
@@ -342,7 +370,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
 def _grad_input(
     call: Call, grad: Quantized, weight: torch.Tensor, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Callable[[], Any]]:
-    """Gradient of x, of ``shape``, and what waits for its reduction over the TP group."""
+    """Return the gradient of x in ``shape``, and a function that waits for its reduction."""
     backend = call.backend("dgrad", weight, grad.codes.shape[0])
     full = backend.dgrad(grad, call.state.codes.columnwise(weight), dtype)
     if call.sequence_parallel:
@@ -355,7 +383,7 @@ def _grad_input(
     return full, _done
 
 
-def weight_grad(
+def _grad_weight(
     call: Call,
     grad_t: Quantized,
     x_t: Quantized,
@@ -363,43 +391,32 @@ def weight_grad(
     weight: torch.Tensor,
     main_grad: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Gradient of the weight from operands along ``tokens``; if there is a ``main_grad`` it is
-    added to that instead, and what autograd needs is returned.
+    """Compute the gradient of the weight from operands with groups along ``tokens``.
+
+    Returns:
+        The gradient; with a ``main_grad``, which the gradient is added to, what autograd needs.
 
     Raises:
         UnsupportedError: fusion without ``main_grad``.
     """
-    adds = main_grad is not None and main_grad.dtype == torch.float32
-    backend = call.backend("wgrad_add" if adds else "wgrad", weight, tokens)
-
-    def compute(dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-        return backend.wgrad(grad_t, x_t, dtype, out)
-
-    return _give(call, compute, weight, main_grad)
-
-
-def _give(
-    call: Call,
-    compute: Callable[[torch.dtype, torch.Tensor | None], torch.Tensor] | None,
-    weight: torch.Tensor,
-    main_grad: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Hand a weight's gradient over, which is zero without ``compute``.
-
-    With ``main_grad`` a parameter of DDP still needs a gradient, of any content, to run the hook
-    that starts its reduction (tensor_parallel/layers.py,
-    LinearWithGradAccumulationAndAsyncCommunication).
-    """
     check_main_grad(call, main_grad)
     if main_grad is None:
-        return compute(weight.dtype, None) if compute else torch.zeros_like(weight)
-    if compute:
-        compute(main_grad.dtype, main_grad)
+        return call.backend("wgrad", weight, tokens).wgrad(grad_t, x_t, weight.dtype)
+    direction: Direction = "wgrad_add" if main_grad.dtype == torch.float32 else "wgrad"
+    call.backend(direction, weight, tokens).wgrad(grad_t, x_t, main_grad.dtype, main_grad)
     return hand_over(weight, main_grad)
 
 
+def _no_grad_weight(
+    call: Call, weight: torch.Tensor, main_grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return what autograd needs for a weight that multiplied no token."""
+    check_main_grad(call, main_grad)
+    return torch.zeros_like(weight) if main_grad is None else hand_over(weight, main_grad)
+
+
 def check_main_grad(call: Call, main_grad: torch.Tensor | None) -> None:
-    """Refuse fusion without ``main_grad``.
+    """Refuse gradient accumulation fusion without a ``main_grad``.
 
     Raises:
         UnsupportedError: naming the module.
@@ -414,13 +431,16 @@ def check_main_grad(call: Call, main_grad: torch.Tensor | None) -> None:
 def hand_over(
     weight: torch.Tensor, main_grad: torch.Tensor, placeholder: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """What autograd gets for a weight whose gradient has been added to ``main_grad``.
+    """Return what autograd gets for a weight whose gradient has been added to ``main_grad``.
+
+    A parameter of DDP still needs a gradient, of any content, to run the hook that starts its
+    reduction (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
 
     Args:
-        weight: its owner.
-        main_grad: of the weight.
-        placeholder: memory of the weight's shape for a gradient of any content, which may serve
-            many weights: the hook frees it at once.
+        weight: parameter of the module.
+        main_grad: DDP's gradient of ``weight``.
+        placeholder: tensor in the weight's shape, for a gradient of any content. One may serve
+            many weights, because DDP's hook frees it at once.
     """
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     if not hasattr(weight, "grad_added_to_main_grad"):
@@ -446,7 +466,7 @@ def _gather_codes(operand: Quantized, group: Any) -> Quantized:
 
 
 def _gather_tokens(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, Callable[[], Any]]:
-    """The whole sequence, filled once the returned function was called."""
+    """Return the whole sequence, and a function that waits until it is filled."""
     full = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     return full, compat.all_gather(full, x.contiguous(), group, wait=False).wait
 

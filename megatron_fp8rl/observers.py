@@ -1,4 +1,4 @@
-"""Largest magnitudes of q, k and v, taken from forwards that run anyway.
+"""The amax of q, k and v, observed in forwards that run anyway.
 
 NeMo RL calibrates FP8 KV scales with an extra full forward a step and a device synchronisation per
 layer and micro-batch. A pre-hook on ``core_attention`` sees the same tensors, after QK norm and
@@ -16,28 +16,27 @@ from torch import Tensor
 
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import ROLES, scales_from_amax
+from megatron_fp8rl.amax import AmaxTable, MaximumTable, PercentileTable
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
-from megatron_fp8rl.peaks import LargestPeak, Peaks, PercentilePeak
 
 
 class QKVObserver:
-    """Largest ``|q|``, ``|k|``, ``|v|`` per global decoder layer, or a percentile of them.
+    """Observe the amax of q, k and v per global decoder layer, or a percentile of it.
 
-    Nothing here synchronises the device until :meth:`amax` or :meth:`scales` is called, and
-    activations that are recomputed do no harm. Padding tokens are observed like
-    any other token, as in NeMo RL; they can only raise a scale. Multi-token-prediction layers are
-    left out, they have no KV scale.
+    The device is not synchronised until :meth:`amax` or :meth:`scales` is called, and activations
+    that are recomputed do no harm. Padding tokens are observed like any other token, as in NeMo RL;
+    they can only raise a scale. Multi-token-prediction layers have no KV scale and are left out.
 
     Args:
         model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
-        enabled: observe from the start; see :meth:`observing` for a switch.
-        percentile: of the largest magnitude of each head of each token, e.g. 99.9, so that few
-            outliers do not cost all others their resolution (they are clamped then); the maximum
-            by default.
+        enabled: whether to observe from the start; see :meth:`observing`.
+        percentile: percentile of the amax of each head of each token, e.g. 99.9, so that a few
+            outliers, which are clamped then, do not reduce the resolution of all other values; the
+            maximum by default.
 
     Raises:
         UnsupportedError: multi-latent attention, a layer without ``core_attention``, or a
-            percentile that is none.
+            percentile outside (0, 100].
     """
 
     def __init__(
@@ -53,10 +52,10 @@ class QKVObserver:
         self.enabled = enabled
         self.num_layers: int = chunks[0].config.num_layers
         device = next(p.device for chunk in chunks for p in chunk.parameters())
-        self._peaks: Peaks = (
-            LargestPeak(self.num_layers, device)
+        self._amax: AmaxTable = (
+            MaximumTable(self.num_layers, device)
             if percentile is None
-            else PercentilePeak(self.num_layers, device, percentile)
+            else PercentileTable(self.num_layers, device, percentile)
         )
         self._handles = [
             module.register_forward_pre_hook(self._hook(layer))
@@ -65,7 +64,7 @@ class QKVObserver:
 
     @contextmanager
     def observing(self, enabled: bool = True) -> Iterator[QKVObserver]:
-        """Observe (or, with False, do not) inside the block; then back to what it was."""
+        """Switch observing on (or off, with False) inside the block."""
         before, self.enabled = self.enabled, enabled
         try:
             yield self
@@ -73,24 +72,24 @@ class QKVObserver:
             self.enabled = before
 
     def amax(self, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
-        """Table over all ranks: one all-reduce, which every rank of the group must join.
+        """Reduce the table over all ranks by one all-reduce, which every rank must join.
 
         The maximum over the world covers heads (tensor parallel), tokens (data and context
         parallel) and layers (pipeline parallel; a rank has zeros where it has no layer).
 
         Args:
-            group: the ranks of this model; the world by default.
+            group: process group with the ranks of this model; the world by default.
 
         Returns:
             float32 ``[num_layers, 3]`` on the model's device, columns q, k, v: the maximum, or the
             percentile. NaN where any rank saw a NaN, 0 where no rank saw a token.
         """
-        return self._peaks.reduced(group)
+        return self._amax.reduced(group)
 
     def scales(
         self, margin: float, group: torch.distributed.ProcessGroup | None = None
     ) -> dict[str, Tensor]:
-        """KV-cache scales by name, the same on every rank; a collective like :meth:`amax`.
+        """Return KV-cache scales by name, the same on every rank; a collective like :meth:`amax`.
 
         Args:
             margin: headroom, at least 1; ``scale = amax * margin / 448``.
@@ -104,8 +103,8 @@ class QKVObserver:
         return scales_from_amax(self.amax(group), margin)
 
     def reset(self) -> None:
-        """Forget everything seen, e.g. after an optimizer step has changed the activations."""
-        self._peaks.table.zero_()
+        """Forget what was seen, e.g. after an optimizer step has changed the activations."""
+        self._amax.table.zero_()
 
     def close(self) -> None:
         """Remove the hooks; what was seen stays readable."""
@@ -114,21 +113,21 @@ class QKVObserver:
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's table on the CPU: ``{"amax": float32 [num_layers, 3]}``, with a percentile
-        ``{"counts": int64 [num_layers, 3, bins]}``.
+        """Return this rank's table on the CPU: ``{"amax": float32 [num_layers, 3]}``, with a
+        percentile ``{"counts": int64 [num_layers, 3, bins]}``.
 
         A pipeline or tensor-parallel rank saw its own part only: a checkpoint that one rank writes
         for all stores :meth:`amax` under the same key instead.
         """
-        return {self._peaks.key: self._peaks.table.cpu().clone()}
+        return {self._amax.key: self._amax.table.cpu().clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a saved table, in place of what was seen so far.
+        """Continue from a saved table; what was seen so far is replaced.
 
         Raises:
-            CheckpointError: not the state of an observer of this model.
+            CheckpointError: the state does not belong to an observer of this model.
         """
-        own, key = self._peaks.table, self._peaks.key
+        own, key = self._amax.table, self._amax.key
         table = state.get(key)
         if set(state) != {key} or not isinstance(table, Tensor):
             raise CheckpointError(
@@ -152,7 +151,7 @@ class QKVObserver:
                     f"core_attention of layer {layer} was called with {len(args)} positional "
                     "arguments, so q, k and v cannot be observed; this attention is not served."
                 )
-            self._peaks.add(layer, args[: len(ROLES)])
+            self._amax.add(layer, args[: len(ROLES)])
 
         return observe
 

@@ -20,7 +20,7 @@ from fp8rl import PinPolicy
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.families import layer_module_names
 from megatron_fp8rl import compat
-from megatron_fp8rl.layout import (
+from megatron_fp8rl.export.layout import (
     RowLayout,
     gate_up_layout,
     plain_layout,
@@ -38,7 +38,7 @@ class Site:
     names: tuple[str, ...]
     """Global HF module name of each weight, fused parts under the fused name."""
     path: str
-    """Where the module is in its model chunk, for messages."""
+    """Path of the module in its model chunk, for messages."""
     module: Any
     layout: RowLayout
     """Row order of each weight."""
@@ -47,7 +47,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The one name, or for a grouped module that of its experts without their number."""
+        """The module's name; that of a grouped module leaves out the numbers of its experts."""
         return _EXPERT.sub(".experts.", self.names[0]) if self.grouped else self.names[0]
 
     @property
@@ -59,10 +59,10 @@ class Site:
         return weights_of(self.module)
 
     def runs_in_fp8(self, policy: PinPolicy) -> bool:
-        """What the pins say of the module.
+        """Tell whether the pins leave the module in FP8.
 
         Raises:
-            PinError: they part the experts of one grouped module.
+            PinError: they pin only some experts of a grouped module.
         """
         precisions = {name: policy.precision(name) for name in self.names}
         if len(set(precisions.values())) > 1:
@@ -75,14 +75,14 @@ class Site:
 
 
 def weights_of(module: Any) -> list[torch.nn.Parameter]:
-    """The weight of a linear module, or those of a grouped one in order."""
+    """Return the weight of a linear module, or the weights of a grouped one in order."""
     if hasattr(module, "num_gemms"):
         return [getattr(module, f"weight{i}") for i in range(module.num_gemms)]
     return [module.weight]
 
 
 def module_names(config: Any) -> list[str]:
-    """HF names of the modules with weights of the whole model, in order.
+    """List the HF names of all modules with weights in the whole model, in order.
 
     Args:
         config: the ``TransformerConfig`` of a GPTModel.
@@ -109,10 +109,10 @@ def module_names(config: Any) -> list[str]:
 
 
 def sites(chunk: torch.nn.Module) -> Iterator[Site]:
-    """The linear modules of all transformer layers in a model chunk (or of one layer).
+    """Yield the linear modules of all transformer layers in a model chunk (or of one layer).
 
     Raises:
-        UnsupportedError: a layer has a matrix whose place in the HF layout is not known.
+        UnsupportedError: a layer has a matrix without a known HF name.
     """
     mtp = {
         id(compat.mtp_transformer_layer(module)): (path, module)
@@ -133,11 +133,11 @@ def sites(chunk: torch.nn.Module) -> Iterator[Site]:
 
 
 def layer_name(layer: Any) -> str:
-    """``model.layers.N`` or ``mtp.layers.N``.
+    """Return ``model.layers.N`` or ``mtp.layers.N``.
 
-    ``layer_number`` is global under pipeline and virtual pipeline, where the path's number is
-    local. Megatron up to 0.16 counts an MTP layer on after the decoder's; later ones flag it and
-    count from 1 again (transformer/multi_token_prediction.py).
+    ``layer_number`` is global under pipeline and virtual pipeline, where the number in the path is
+    local. Megatron up to 0.16 numbers MTP layers after those of the decoder; later versions flag
+    them and count from 1 again (transformer/multi_token_prediction.py).
     """
     number: int = layer.layer_number - 1
     decoder: int = layer.config.num_layers
@@ -148,12 +148,15 @@ def layer_name(layer: Any) -> str:
 
 
 def _joint_name(config: Any, prefix: str) -> str:
-    """What joins hidden states and embeddings before an MTP layer; HF knows of one such layer."""
+    """Name the linear that joins hidden states and embeddings before an MTP layer.
+
+    HF's name is for the only MTP layer of a model.
+    """
     return "mtp.fc" if config.mtp_num_layers == 1 else f"{prefix}.eh_proj"
 
 
 def _moe_layers(config: Any) -> list[bool]:
-    """Which decoder layers have experts (models/gpt/gpt_layer_specs.py)."""
+    """Tell for each decoder layer whether it has experts (models/gpt/gpt_layer_specs.py)."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     frequency = config.moe_layer_freq
@@ -278,6 +281,6 @@ def _check_all_known(layer: Any, path: str, found: list[Site]) -> None:
             owner = layer.get_submodule(name.rpartition(".")[0])
             raise UnsupportedError(
                 f"'{path}.{name}' belongs to a {type(owner).__name__}, which is not part of a "
-                "self-attention, MLP or mixture-of-experts layer; cross attention and latent "
+                "self-attention, MLP or MoE layer; cross attention and latent "
                 "attention are not served yet (set recipe.training to false)."
             )

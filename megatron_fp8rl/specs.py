@@ -1,4 +1,4 @@
-"""Layer specs that build FP8 models: the doors of Megatron-LM and Megatron-Bridge.
+"""Layer specs that build FP8 models, for Megatron-LM and Megatron-Bridge.
 
 Megatron-LM, for any GPT model, with ``--transformer-impl`` local or TransformerEngine::
 
@@ -39,6 +39,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
 from megatron_fp8rl.conversion import Report, Setup, adopt, describe, global_rank, prepare
+from megatron_fp8rl.linear import Fp8Module
 
 LayerSpec = Any
 """A ``ModuleSpec`` of one layer or the ``TransformerBlockSubmodules`` of a stage."""
@@ -46,17 +47,17 @@ SpecBuilder = Callable[..., LayerSpec]
 
 
 def say(text: str) -> None:
-    """Print at once: megatron's launchers hide INFO records of other packages."""
+    """Print the text: megatron's launchers hide INFO records of other packages."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 class SpecDoor:
-    """Converts layers as they are built; those of one model share a :class:`Setup`.
+    """Convert layers as they are built; the layers of one model share a :class:`Setup`.
 
     Args:
-        recipe: what runs in FP8; ``FP8RL_RECIPE``, or else the default recipe, by default.
-        report: takes the table of pins, once for each different table.
+        recipe: what runs in FP8; by default ``FP8RL_RECIPE``, or else the default recipe.
+        report: function that takes the table of pins, once for each different table.
     """
 
     def __init__(self, recipe: Recipe | None = None, report: Report = say) -> None:
@@ -68,12 +69,12 @@ class SpecDoor:
             weakref.WeakValueDictionary()
         )
 
-    def adopt(self, layer: Any, *, reaches_mtp: bool) -> None:
-        """Convert one layer.
+    def adopt(self, layer: Fp8TransformerLayer, *, reaches_mtp: bool) -> None:
+        """Convert one layer that was just built.
 
         Args:
-            layer: just built.
-            reaches_mtp: multi-token-prediction layers are built from the same spec.
+            layer: layer to convert.
+            reaches_mtp: whether multi-token-prediction layers are built from the same spec.
 
         Raises:
             As :func:`megatron_fp8rl.convert`.
@@ -101,14 +102,14 @@ class SpecDoor:
         return setup
 
 
-class Fp8TransformerLayer(TransformerLayer):
+class Fp8TransformerLayer(Fp8Module, TransformerLayer):
     """A ``TransformerLayer`` whose linear layers run in FP8 where the recipe does not pin them.
 
     Args:
-        config: of the model.
-        submodules: as upstream; without them those that megatron's GPT builder would take.
+        config: config of the model.
+        submodules: as upstream; by default those that megatron's GPT builder would take.
         layer_number: as upstream.
-        fp8: the door that converts it.
+        fp8: what converts the layer.
         reaches_mtp: see :meth:`SpecDoor.adopt`.
         **options: as upstream.
     """
@@ -132,12 +133,13 @@ class Fp8TransformerLayer(TransformerLayer):
 def fp8_layer_spec(
     base: LayerSpec | SpecBuilder, recipe: Recipe | None = None, report: Report = say
 ) -> Callable[..., LayerSpec]:
-    """Megatron-Bridge's callable spec: another spec with FP8 layers.
+    """Make a callable spec for Megatron-Bridge: another spec with FP8 layers.
 
     Args:
-        base: a spec, or what Bridge calls for one (``provider.transformer_layer_spec``).
-        recipe: ``FP8RL_RECIPE``, or else the default recipe, by default.
-        report: takes the table of pins, once.
+        base: a spec, or the function that Bridge calls for one
+            (``provider.transformer_layer_spec``).
+        recipe: what runs in FP8; by default ``FP8RL_RECIPE``, or else the default recipe.
+        report: function that takes the table of pins, once.
 
     Returns:
         ``spec(config, vp_stage=None)``.
@@ -158,7 +160,7 @@ def fp8_layer_spec(
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> LayerSpec:
-    """A callable spec that can be named in a config: megatron's GPT layers, in FP8.
+    """Build megatron's GPT layers in FP8; a callable spec that a config can name.
 
     The layers are TransformerEngine's or local, as ``config.transformer_impl`` says.
     """

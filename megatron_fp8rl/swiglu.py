@@ -1,7 +1,7 @@
 """A gated MLP whose activation and quantization are one kernel, forward and backward.
 
-Apart, SwiGLU's output and the gradient of its input are written to memory in BF16 and read again by
-the quantization in front of the next product; together they are the largest tensors of a layer.
+Without the fusion SwiGLU's output and the gradient of its input, the largest tensors of a layer,
+are written to memory in BF16 and read again by the quantization in front of the next product.
 Here the second linear takes gate and up and quantizes their product as it computes it, and in
 backward it leaves the gradient of gate and up as codes for the first linear (:class:`Link`).
 """
@@ -15,18 +15,25 @@ from megatron.core.transformer.mlp import MLP
 from torch.nn.modules.module import _has_any_global_hook
 
 from fp8rl.numerics import GROUP
-from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, Link
+from megatron_fp8rl.linear import (
+    Fp8ColumnParallelLinear,
+    Fp8Module,
+    Fp8RowParallelLinear,
+    Link,
+)
 
 
-class Fp8SwigluMLP(MLP):
+class Fp8SwigluMLP(Fp8Module, MLP):
     """``MLP`` with both linears in FP8; made by ``convert``, never built directly.
 
-    A forward is megatron's own where it is not BF16, scales tokens, somebody watches the linears
-    with hooks, or the module has changed so that it could not be fused any more.
+    A forward is megatron's own if it is not BF16, scales tokens, hooks watch the linears, or the
+    module has changed so that it could not be fused any more.
     """
 
+    upstream = MLP
+
     def forward(self, hidden_states: torch.Tensor, per_token_scale: Any = None, **kwargs: Any):
-        # A layer names arguments that say nothing (``padding_mask=None``).
+        # A layer passes arguments that request nothing (``padding_mask=None``).
         asked = any(value is not None for value in (per_token_scale, *kwargs.values()))
         bf16 = hidden_states.dtype == torch.bfloat16  # the kernels' dtype
         if asked or not bf16 or not _is_swiglu(self) or _is_watched(self):
@@ -37,27 +44,13 @@ class Fp8SwigluMLP(MLP):
 
 
 def can_fuse(module: Any) -> bool:
-    """Whether ``module`` is an MLP that asks for a fused SwiGLU and whose linears are FP8 ones.
+    """Tell whether ``module`` is an MLP whose config requests a fused SwiGLU and whose linears run
+    in FP8.
 
     Without ``config.bias_activation_fusion`` megatron rounds ``silu(gate)`` to BF16, so the results
     would differ from those of the unconverted model by more than FP8.
     """
     return type(module) is MLP and _is_swiglu(module)
-
-
-def fuse(module: Any) -> None:
-    """Fuse an MLP for which :func:`can_fuse` says yes; undone by :func:`separate`."""
-    module.__class__ = Fp8SwigluMLP
-
-
-def is_fused(module: Any) -> bool:
-    """Whether :func:`fuse` was called on ``module``."""
-    return type(module) is Fp8SwigluMLP
-
-
-def separate(module: Any) -> None:
-    """Give a fused MLP its upstream class back."""
-    module.__class__ = MLP
 
 
 def _is_swiglu(mlp: Any) -> bool:
@@ -82,8 +75,8 @@ def _is_swiglu(mlp: Any) -> bool:
 
 
 def _is_watched(mlp: Any) -> bool:
-    """Whether somebody would see gate and up where the activation should be, or the placeholder of
-    a gradient where that should be."""
+    """Tell whether a hook would see gate and up in place of the activation, or the placeholder in
+    place of a gradient."""
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
     return (
         (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled())
@@ -97,7 +90,7 @@ def _is_watched(mlp: Any) -> bool:
 
 
 def _looks_at_parameters(hook: Any) -> bool:
-    """It is DDP's, which waits for the module's parameters (``overlap_param_gather``)."""
+    """Tell whether a hook is DDP's, which waits for parameters (``overlap_param_gather``)."""
     return str(getattr(hook, "__module__", "")).startswith("megatron.core.distributed.")
 
 

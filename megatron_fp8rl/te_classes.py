@@ -28,11 +28,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl.grouped import Fp8Grouped, grouped_linear
+from megatron_fp8rl.grouped import grouped_linear
 from megatron_fp8rl.linear import Call, Fp8Linear, check_weight, fp8_linear
 from megatron_fp8rl.sites import weights_of
 
-# Attributes of TransformerEngine's modules that ask for something FP8 linears do not do.
+# Attributes of TransformerEngine's modules that request something FP8 linears do not do.
 _REFUSED = {
     "ub_overlap_ag_fprop": "user-buffer overlap holds BF16 operands, FP8 linears gather codes",
     "ub_overlap_rs_fprop": "user-buffer overlap is not served",
@@ -47,73 +47,8 @@ _REFUSED = {
 }
 
 
-class _Fp8TELinear(Fp8Linear):
-    """Shared by the classes with one weight."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        module: Any = self
-        bias = module.bias if module.use_bias else None
-        return _parallel_linear(module, x, bias)
-
-
-class Fp8TEColumnParallelLinear(_Fp8TELinear, TEColumnParallelLinear):
-    """``TEColumnParallelLinear`` over FP8 operands; made by ``convert``."""
-
-
-class Fp8TERowParallelLinear(_Fp8TELinear, TERowParallelLinear):
-    """``TERowParallelLinear`` over FP8 operands; made by ``convert``."""
-
-
-class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallelLinear):
-    """``TELayerNormColumnParallelLinear`` over FP8 operands; made by ``convert``."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return super().forward(_normalize(self, x))
-
-
-class _Fp8TEGroupedLinear(Fp8Grouped):
-    def forward(
-        self, x: torch.Tensor, m_splits: Sequence[int]
-    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        module: Any = self
-        biases = None
-        if module.use_bias:
-            biases = [getattr(module, f"bias{i}") for i in range(module.num_gemms)]
-        # Communication of experts is the token dispatcher's.
-        y = grouped_linear(
-            x,
-            [int(tokens) for tokens in m_splits],
-            weights_of(module),
-            biases if module.apply_bias else None,
-            self.fp8_state,
-            fusion=module.fuse_wgrad_accumulation,
-        )
-        return y, biases if module.te_return_bias else None
-
-
-class Fp8TEColumnParallelGroupedLinear(_Fp8TEGroupedLinear, TEColumnParallelGroupedLinear):
-    """``TEColumnParallelGroupedLinear`` over FP8 operands; made by ``convert``."""
-
-
-class Fp8TERowParallelGroupedLinear(_Fp8TEGroupedLinear, TERowParallelGroupedLinear):
-    """``TERowParallelGroupedLinear`` over FP8 operands; made by ``convert``."""
-
-
-TE_CLASSES: dict[type, type] = {
-    TEColumnParallelLinear: Fp8TEColumnParallelLinear,
-    TERowParallelLinear: Fp8TERowParallelLinear,
-    TELayerNormColumnParallelLinear: Fp8TELayerNormColumnParallelLinear,
-    TEColumnParallelGroupedLinear: Fp8TEColumnParallelGroupedLinear,
-    TERowParallelGroupedLinear: Fp8TERowParallelGroupedLinear,
-}
-
-
-def check_module(path: str, module: Any) -> None:
-    """Refuse what the classes above do not do.
-
-    Raises:
-        UnsupportedError: naming ``path`` and the attribute.
-    """
+def _check_options(path: str, module: Any) -> None:
+    """See :meth:`Fp8Module.check_options`."""
     for attribute, reason in _REFUSED.items():
         value = getattr(module, attribute, None)
         if value:
@@ -132,6 +67,83 @@ def check_module(path: str, module: Any) -> None:
             f"'{path}' has a precision of its own from megatron's quant_recipe; leave the module "
             "out of it, or pin it to BF16 here."
         )
+
+
+class _Fp8TELinear(Fp8Linear):
+    """Forward of the classes with one weight."""
+
+    check_options = staticmethod(_check_options)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module: Any = self
+        bias = module.bias if module.use_bias else None
+        return _parallel_linear(module, x, bias)
+
+
+class Fp8TEColumnParallelLinear(_Fp8TELinear, TEColumnParallelLinear):
+    """``TEColumnParallelLinear`` over FP8 operands; made by ``convert``."""
+
+    upstream = TEColumnParallelLinear
+
+
+class Fp8TERowParallelLinear(_Fp8TELinear, TERowParallelLinear):
+    """``TERowParallelLinear`` over FP8 operands; made by ``convert``."""
+
+    upstream = TERowParallelLinear
+
+
+class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallelLinear):
+    """``TELayerNormColumnParallelLinear`` over FP8 operands; made by ``convert``."""
+
+    upstream = TELayerNormColumnParallelLinear
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().forward(_normalize(self, x))
+
+
+class _Fp8TEGroupedLinear(Fp8Linear):
+    """Forward of the classes with a weight for each expert."""
+
+    check_options = staticmethod(_check_options)
+
+    def forward(
+        self, x: torch.Tensor, m_splits: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        module: Any = self
+        biases = None
+        if module.use_bias:
+            biases = [getattr(module, f"bias{i}") for i in range(module.num_gemms)]
+        # The token dispatcher communicates between experts.
+        y = grouped_linear(
+            x,
+            [int(tokens) for tokens in m_splits],
+            weights_of(module),
+            biases if module.apply_bias else None,
+            self.fp8_state,
+            fusion=module.fuse_wgrad_accumulation,
+        )
+        return y, biases if module.te_return_bias else None
+
+
+class Fp8TEColumnParallelGroupedLinear(_Fp8TEGroupedLinear, TEColumnParallelGroupedLinear):
+    """``TEColumnParallelGroupedLinear`` over FP8 operands; made by ``convert``."""
+
+    upstream = TEColumnParallelGroupedLinear
+
+
+class Fp8TERowParallelGroupedLinear(_Fp8TEGroupedLinear, TERowParallelGroupedLinear):
+    """``TERowParallelGroupedLinear`` over FP8 operands; made by ``convert``."""
+
+    upstream = TERowParallelGroupedLinear
+
+
+TE_CLASSES: dict[type, type[Fp8Linear]] = {
+    TEColumnParallelLinear: Fp8TEColumnParallelLinear,
+    TERowParallelLinear: Fp8TERowParallelLinear,
+    TELayerNormColumnParallelLinear: Fp8TELayerNormColumnParallelLinear,
+    TEColumnParallelGroupedLinear: Fp8TEColumnParallelGroupedLinear,
+    TERowParallelGroupedLinear: Fp8TERowParallelGroupedLinear,
+}
 
 
 def _parallel_linear(

@@ -1,8 +1,9 @@
-"""FP8 codes of one weight: made lazily, kept until the weight changes.
+"""FP8 codes of one weight: made on demand, kept until the weight changes.
 
-An optimizer of megatron-core (plain or distributed) writes the new weights without bumping
+An optimizer of megatron-core (plain or distributed) writes the new weights without a change of
 ``weight._version``, at the same address, and *after* torch's step hook has run. So the hook only
-turns :class:`WeightEpoch`, and the next forward, which comes after any parameter gather, quantizes.
+advances :class:`WeightEpoch`, and the next forward, which comes after any parameter gather,
+quantizes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8rl.numerics import Operand, Quantized, quantize_weight, quantize_weights
 from fp8rl.recipe import ScaleFormat
-from megatron_fp8rl.layout import RowLayout
+from megatron_fp8rl.export.layout import RowLayout
 
 
 class WeightEpoch:
-    """Counts the moments at which weights may have changed without a trace on the tensor.
+    """Count the moments at which weights may have changed without a trace on the tensor.
 
-    Owns a hook on ``torch.optim`` that turns it after every optimizer step, and that goes with the
+    A hook on ``torch.optim`` advances it after every optimizer step; the hook is removed with the
     last owner of this object.
     """
 
@@ -39,12 +40,12 @@ class WeightEpoch:
         weakref.finalize(self, hook.remove)
 
     def turn(self) -> None:
-        """Every weight quantized so far counts as stale."""
+        """Mark every weight quantized so far as stale."""
         self.value += 1
 
 
 class _Codes:
-    """When the codes of one or more weights are made anew; see :class:`WeightCodes`."""
+    """Decide when the codes of one or more weights are made anew; see :class:`WeightCodes`."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class _Codes:
         self._codes = Operand(None, None)
 
     def drop(self) -> None:
-        """Free the codes; the next call makes them anew."""
+        """Free the codes; the next call makes new ones."""
         self._key, self._made_of = None, []
         self._codes = Operand(None, None)
 
@@ -120,16 +121,16 @@ class WeightCodes(_Codes):
 
     Args:
         layout: row order; blocks lie on the HF order.
-        scale_format: of the 128x128 blocks.
-        epoch: shared by all weights of a conversion.
-        keep: keep the codes until the weight is known to have changed. By default a GPU, where they
-            take 2 bytes a parameter and little time, makes them at each use, and a CPU, where they
-            take long, compares the weight with the one they were made of; so neither can use
-            stale ones.
+        scale_format: format of the scales of the 128x128 blocks.
+        epoch: counter shared by all weights of a conversion.
+        keep: keep the codes until the weight is known to have changed. By default neither device
+            can use stale codes: a GPU, where codes take 2 bytes a parameter and little time, makes
+            them at each use; a CPU, where they take long, compares the weight with the one they
+            were made of.
     """
 
     def rowwise(self, weight: torch.Tensor, training: bool = False) -> Quantized:
-        """Codes of ``weight`` as it is now, for fprop.
+        """Return the codes of ``weight`` as it is now, for fprop.
 
         With ``keep`` a change is seen if it bumps ``_version`` (any in-place operation on the
         parameter, ``load_state_dict``), moves the storage, or comes from an optimizer step. Writing
@@ -137,27 +138,28 @@ class WeightCodes(_Codes):
 
         Args:
             weight: ``[layout.rows, K]`` in Megatron's row order.
-            training: :meth:`columnwise` will be called too, so make both in one read.
+            training: whether :meth:`columnwise` will be called too, so that one read makes both.
 
         Returns:
-            codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``; where
-            ``layout.apart`` fills parts up, with those rows. A non-finite weight gives a NaN code.
+            codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``; with
+            ``layout.apart`` the rows include the padding. A non-finite weight gives a NaN code.
         """
         return self._rowwise_of((weight,), training)
 
     def columnwise(self, weight: torch.Tensor) -> Quantized:
-        """The same codes transposed, ``[K, layout.rows]``, and their scales, for dgrad."""
+        """Return the same codes transposed, ``[K, layout.rows]``, and their scales, for dgrad."""
         return self._columnwise_of((weight,))
 
     def fresh(self, weight: torch.Tensor) -> Quantized:
-        """Codes of ``weight`` as it is now, of which nothing is kept.
+        """Return the codes of ``weight`` as it is now, and keep nothing.
 
-        For a look from outside: what a distributed optimizer has not gathered yet must not stay.
+        Callers outside of a forward may see weights that a distributed optimizer has not gathered
+        yet; those codes must not stay.
         """
         return _present(self._make((weight,), rowwise=True).rowwise)
 
     def stacked(self) -> StackedCodes:
-        """The same for the weights of many experts at once."""
+        """Return the object that holds the codes of all experts of a module."""
         return StackedCodes(self.layout, self.scale_format, self._epoch, self._keep)
 
     def _make(
@@ -168,16 +170,18 @@ class WeightCodes(_Codes):
 
 
 class StackedCodes(_Codes):
-    """:class:`WeightCodes` of all experts of a module, in one stack; if one weight has changed all
-    are made anew, in one launch."""
+    """:class:`WeightCodes` of all experts of a module in one stack.
+
+    If one weight has changed, all codes are made anew in one launch.
+    """
 
     def rowwise(self, weights: Sequence[torch.Tensor], training: bool = False) -> Quantized:
-        """codes ``[experts, layout.rows, K]``, scale_inv ``[experts, ceil(rows/128),
+        """Return codes ``[experts, layout.rows, K]`` and scale_inv ``[experts, ceil(rows/128),
         ceil(K/128)]``; see :meth:`WeightCodes.rowwise`."""
         return self._rowwise_of(weights, training)
 
     def columnwise(self, weights: Sequence[torch.Tensor]) -> Quantized:
-        """The same codes and scales with their last two dimensions transposed, for dgrad."""
+        """Return the same codes and scales, the last two dimensions transposed, for dgrad."""
         return self._columnwise_of(weights)
 
     def _make(

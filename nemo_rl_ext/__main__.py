@@ -1,7 +1,6 @@
-"""``python -m nemo_rl_ext DRIVER ARGS...``: run a driver of NeMo RL with the hooks installed.
+"""``python -m nemo_rl_ext DRIVER ARGS...``: run a driver of NeMo RL with the patches installed.
 
-The second way, for an environment that switches torch's autoload off. Workers need one of the two
-ways as well: torch's autoload there, or ``TORCH_DEVICE_BACKEND_AUTOLOAD`` left alone.
+For an environment that switches torch's autoload off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What torch runs at the end of ``import torch``, through the entry-point group ``torch.backends``.
 
-This is the one door that opens by itself in the driver and in every worker of NeMo RL. It must
-cost nothing elsewhere: it puts one finder on ``sys.meta_path`` and looks at nothing.
+NeMo RL has no entry point for plugins, and this one runs in its driver before the config is read.
+It must cost nothing elsewhere: it puts one finder on ``sys.meta_path`` and looks at nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +16,17 @@ _OFF = ("0", "false", "off", "no")
 _ON = ("", "1", "true", "on", "yes")
 
 
-def switched_off(value: object) -> bool:
-    """Whether a value of :data:`SWITCH` switches the entry point off."""
-    return str(value).strip().lower() in _OFF
-
-
 def start() -> None:
-    """Install the hooks of :mod:`nemo_rl_ext.patches.ledger`; never raises.
+    """Install :mod:`nemo_rl_ext.patches.ledger`; never raises.
 
-    A value of :data:`SWITCH` that says neither on nor off is told and taken for on: without the
-    hooks a config's keys would be passed over, with them nothing happens that no key asks for.
+    A value of :data:`SWITCH` that is neither on nor off is logged and counts as on: without the
+    ledger a config's keys would be ignored, with it nothing happens that no key asks for.
     """
     value = os.environ.get(SWITCH, "")
-    if switched_off(value):
+    word = value.strip().lower()
+    if word in _OFF:
         return
-    if value.strip().lower() not in _ON:
+    if word not in _ON:
         _log("%s is '%s', which is neither on nor off; fp8rl stays on. Set it to 0.", SWITCH, value)
     try:
         from nemo_rl_ext.patches.ledger import install

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 @hookimpl
 def register_is_correctors() -> dict[str, Corrector]:
     """The built-in corrector, ``is``."""
-    from nemo_rl_ext.grpo.importance_sampling import correct
+    from nemo_rl_ext.grpo.importance_sampling import correct_is
 
-    return {"is": correct}
+    return {"is": correct_is}

@@ -249,7 +249,7 @@ def test_experts_of_any_width_have_equal_codes(width):
         streams = [dict(export_hf(gpt)), dict(fp8_wire(export_hf(gpt), conversion.policy))]
     for stream in streams:
         stacks = empty_stacks(layout)
-        grids = ExpertGrids(layout, lambda s=stacks: s, "fp32", torch.device("cpu"), lambda: None)
+        grids = ExpertGrids(layout, stacks.__getitem__, "fp32", torch.device("cpu"), lambda: None)
         for expert, slot in product(range(2), MATRICES):
             name = layout.hf_name(expert, slot)
             grids.load(expert, slot, stream[name])

@@ -1,4 +1,4 @@
-"""docs/reliability.md: every test that it names is there, and its figures are those of the run."""
+"""docs/measurements/reliability.md: every test that it names is there, and its figures are those of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOC = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+DOC = (ROOT / "docs" / "measurements" / "reliability.md").read_text(encoding="utf-8")
 RESULT = ROOT / "benchmarks" / "results" / "reliability_cpu.json"
 PAINS = 21
 

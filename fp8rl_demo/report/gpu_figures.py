@@ -15,7 +15,7 @@ class Figure:
     gain: str
     conditions: str
     source: str
-    """The raw data, as a path in fp8rl's repository."""
+    """Path of the raw data in fp8rl's repository."""
 
 
 GPU_FIGURES = (
@@ -24,8 +24,8 @@ GPU_FIGURES = (
         "10,236 tokens/s",
         "17,382 tokens/s",
         "1.70x",
-        "Qwen3-8B, 256 requests of 512 prompt and 1,024 output tokens, FP8 weights and KV cache; "
-        "H100, vLLM 0.25.1",
+        "shape of Qwen3-8B, 256 requests of 512 prompt and 1,024 output tokens, FP8 weights and KV "
+        "cache; H100, vLLM 0.25.1",
         "benchmarks/results/rollout_h100.json",
     ),
     Figure(
@@ -42,8 +42,8 @@ GPU_FIGURES = (
         "",
         "20 ms",
         "",
-        "all weights of Qwen3-8B, 16.4 GB of BF16 on the same GPU, into a live engine; H100, "
-        "vLLM 0.25.1",
+        "all weights of the shape of Qwen3-8B, 16.4 GB of BF16 on the same GPU, into a live engine "
+        "before its first generation; H100, vLLM 0.25.1",
         "benchmarks/results/refit_gpu_h100.json",
     ),
 )

@@ -1,8 +1,9 @@
-"""NeMo RL's drivers, and which of our keys each of them serves; every other place is refused.
+"""NeMo RL's drivers, and which of our keys each of them serves.
 
-NeMo RL's configs take any key, so a block that stands where nobody looks would be ignored without a
-word. Each :class:`Driver` says what it serves, and :func:`check_places` walks the whole config for
-our keys and for what is nearly one. Standard library alone: every driver of NeMo RL runs this.
+NeMo RL's configs accept any key, so a block at a path that nobody reads would be ignored silently.
+Each :class:`Driver` lists what it serves, and :func:`check_places` searches the whole config for
+our keys and for misspelt ones. It uses only the standard library, because every driver of NeMo RL
+runs it.
 """
 
 from __future__ import annotations
@@ -18,30 +19,33 @@ LOSS = "loss_fn"
 BLOCK = "fp8rl"
 GUARD = "fp8rl_guard"
 DRIVER = "fp8rl_driver"
-"""Written into ``loss_fn``: which loop calls, for the process that corrects batches."""
+"""Written into ``loss_fn``: name of the driver, for the process that corrects batches."""
 MAX_AGE = "fp8rl_max_age"
-"""Written into ``loss_fn``: steps by which sequences may be older than the engines' weights."""
+"""Written into ``loss_fn``: steps by which a batch may be older than the engines' weights."""
 ARGUMENTS = "policy.generation.vllm_kwargs.additional_config"
-"""Where vLLM's plugin reads its block; written for it from the one at :data:`VLLM`."""
+"""Where vLLM's plugin reads its block; it is written from the one at :data:`VLLM`."""
+
+QUANTIZATION = "fp8rl"
+"""``vllm_fp8rl.NAME``, by which vLLM knows the plugin; reading a config must import no engine."""
 
 _ROLLOUTS_AND_LOSS = (VLLM, MEGATRON, LOSS)
 
 
 @dataclass(frozen=True)
 class Driver:
-    """A loop of NeMo RL: one class ``MasterConfig``, made by every script of that loop."""
+    """A training loop of NeMo RL, whose scripts all use one class ``MasterConfig``."""
 
     name: str
     module: str
-    """That defines its ``MasterConfig``."""
+    """Module that defines its ``MasterConfig``."""
     scripts: tuple[str, ...]
-    """Below ``examples/``."""
+    """Paths below ``examples/``."""
     serves: tuple[str, ...] = ()
     """Sections whose ``fp8rl`` is read."""
     sends_kv_scales: bool = False
     """Whether the loop sends KV scales of a Megatron trainer with its refits."""
-    why_not: str = ""
-    """What stands against the sections that it does not serve."""
+    unsupported_reason: str = ""
+    """Why it does not serve the other sections."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -82,48 +86,56 @@ DRIVERS = {
             "nemo_rl.algorithms.ppo",
             ("run_ppo.py",),
             _ROLLOUTS_AND_LOSS,
-            why_not="the value model stays in BF16",
+            unsupported_reason="the value model stays in BF16",
         ),
         Driver(
             "distillation",
             "nemo_rl.algorithms.distillation",
             ("run_distillation.py", "nemo_gym/run_distillation_nemo_gym.py"),
             (VLLM, MEGATRON),
-            why_not="the teacher stays in BF16, and the loss takes no logprobs of the rollouts",
+            unsupported_reason="the teacher stays in BF16, and the loss takes no logprobs of the "
+            "rollouts",
         ),
         Driver(
             "sft",
             "nemo_rl.algorithms.sft",
             ("run_sft.py", "run_vlm_sft.py"),
             (MEGATRON,),
-            why_not=_TRAINS_ONLY,
+            unsupported_reason=_TRAINS_ONLY,
         ),
-        Driver("dpo", "nemo_rl.algorithms.dpo", ("run_dpo.py",), (MEGATRON,), why_not=_TRAINS_ONLY),
+        Driver(
+            "dpo",
+            "nemo_rl.algorithms.dpo",
+            ("run_dpo.py",),
+            (MEGATRON,),
+            unsupported_reason=_TRAINS_ONLY,
+        ),
         Driver(
             "rm",
             "nemo_rl.algorithms.rm",
             ("run_rm.py",),
-            why_not="NeMo RL trains reward models with DTensor workers alone, which run in BF16",
+            unsupported_reason="NeMo RL trains reward models with DTensor workers alone, which run "
+            "in BF16",
         ),
         Driver(
             "xtoken_off_policy_distillation",
             "nemo_rl.algorithms.xtoken_off_policy_distillation",
             ("run_xtoken_off_policy_distillation.py",),
-            why_not="it generates nothing, and NeMo RL trains it with DTensor workers alone, which "
-            "run in BF16",
+            unsupported_reason="it generates nothing, and NeMo RL trains it with DTensor workers "
+            "alone, which run in BF16",
         ),
         Driver(
             "eval",
             "nemo_rl.evals.eval",
             ("run_eval.py",),
-            why_not="it evaluates a checkpoint in the checkpoint's own precision",
+            unsupported_reason="it evaluates a checkpoint in the checkpoint's own precision",
         ),
     )
 }
 
 
 def meant(key: Any) -> str | None:
-    """Which of our keys somebody means by ``key``; upstream ignores what it does not know."""
+    """Return the key of ours that ``key`` is or is probably meant to be, or None."""
     ours = {_letters(name): name for name in (BLOCK, GUARD, DRIVER, MAX_AGE)}
     last = _letters(str(key).rpartition(".")[2])
     for near in get_close_matches(last, ours, n=1, cutoff=0.8):
@@ -137,7 +149,7 @@ def _letters(key: Any) -> str:
 
 
 def find(config: Any, path: str = "") -> Iterator[tuple[str, Any, str, Any]]:
-    """Every key of a config, at any depth, that is ours or nearly so.
+    """Find every key of a config, at any depth, that is ours or a misspelling of one.
 
     Yields:
         Full path, key, the key of ours that is meant, value.
@@ -158,7 +170,7 @@ def find(config: Any, path: str = "") -> Iterator[tuple[str, Any, str, Any]]:
 
 
 def check_places(config: Any, driver: Driver) -> bool:
-    """Refuse a key of ours that nobody reads; null is no key.
+    """Refuse a key of ours that this driver does not read; null counts as absent.
 
     Args:
         config: a whole config, as plain mappings or models.
@@ -168,7 +180,7 @@ def check_places(config: Any, driver: Driver) -> bool:
         Whether the config has any key of ours.
 
     Raises:
-        RecipeError: a misspelt key, or one at a place that the driver does not serve.
+        RecipeError: a misspelt key, or one at a path that the driver does not serve.
     """
     asked = False
     for path, key, ours, value in find(config):
@@ -185,10 +197,10 @@ def check_places(config: Any, driver: Driver) -> bool:
 
 
 def refuse_unread(loaded: Any) -> None:
-    """Refuse a config with our keys in a driver that makes none of the classes known here.
+    """Refuse a config with our keys in a driver that uses none of the known config classes.
 
     Args:
-        loaded: what upstream's ``load_config`` gave, an OmegaConf.
+        loaded: the OmegaConf that upstream's ``load_config`` returned.
 
     Raises:
         UnsupportedError: with the first of the keys.
@@ -208,7 +220,9 @@ def refuse_unread(loaded: Any) -> None:
 
 
 def _instead(driver: Driver, ours: str) -> str:
-    reason = f" in {driver.scripts[0]}" + (f": {driver.why_not}" if driver.why_not else "")
+    reason = f" in {driver.scripts[0]}" + (
+        f": {driver.unsupported_reason}" if driver.unsupported_reason else ""
+    )
     places = [key for key in driver.keys if key.endswith(f".{ours}") and ARGUMENTS not in key]
     if not places:
         return f"{reason}; remove it."

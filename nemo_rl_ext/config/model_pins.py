@@ -1,4 +1,4 @@
-"""A run's model and pins, in the driver, before Ray has workers that would refuse them."""
+"""Checks of a run's model and pins in the driver, before Ray starts workers that would fail."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _MEDIA = ("vision_config", "audio_config", "thinker_config")
 def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
     """Refuse a multimodal model, and pins that match nothing or half of a fused module.
 
-    Where the model's config cannot be read here, or its modules are not known, the workers check.
+    Where the model's config cannot be read here, or its modules are unknown, the workers check.
 
     Args:
-        recipe: of the run.
+        recipe: the run's recipe.
         where: full path of the key that holds it.
         policy: NeMo RL's section, with ``model_name`` and perhaps ``hf_config_overrides``.
 
     Raises:
         RecipeError: with the path of the pin.
-        ModelError: a config with numbers that no model has.
+        ModelError: the config has numbers that no model can have.
         UnsupportedError: a multimodal model is to run in FP8.
     """
     config = _model_config(policy)

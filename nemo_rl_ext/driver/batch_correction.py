@@ -1,4 +1,4 @@
-"""`Run`: what one training run does with each batch, in the process that has all of it."""
+"""`BatchCorrection`: corrects each whole batch of a run, in the process that has all of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext.driver.mismatch_guard import LEVELS, LOGGER, Level, MismatchGuard
-from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
+from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
 
 logger = logging.getLogger(LOGGER)
 
@@ -23,7 +22,7 @@ WEIGHTS = "fp8rl_is_weights"
 
 
 @dataclass
-class Run:
+class BatchCorrection:
     """Correction of whole batches.
 
     Args:
@@ -37,13 +36,13 @@ class Run:
     guard: MismatchGuard | None = None
     in_pieces: bool = False
     skips: bool = False
-    """Whether the step of the last batch is to be left out, in every pass over it."""
+    """Whether the step of the last batch is left out, in every pass over it."""
 
     def __post_init__(self) -> None:
-        self._plugins = PluginManager()
+        self._corrector = resolve_corrector(self.settings.corrector)
         self._pieces: list[tuple[torch.Tensor, ...]] = []
-        """Of each piece of the step ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``:
-        both engines' logprobs, the tokens that counted and those left after rejection."""
+        """Of each piece of the step: ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``
+        (both engines' logprobs, the tokens that counted, and those left after rejection)."""
 
     @property
     def fallback_due(self) -> bool:
@@ -51,7 +50,7 @@ class Run:
         return self.guard is not None and self.guard.level == "bf16"
 
     def correct(self, train_data: MutableMapping[str, Any]) -> dict[str, float]:
-        """Correct a batch in place and say what was done.
+        """Correct a batch in place and return its metrics.
 
         ``sample_mask`` loses rejected sequences, ``token_mask`` rejected tokens, and
         :data:`WEIGHTS` is added. Positions are upstream's: column ``t`` of a logprob belongs to
@@ -62,7 +61,8 @@ class Run:
                 ``sample_mask`` ``[B]``.
 
         Returns:
-            Metrics of :func:`nemo_rl_ext.correct` as ``fp8rl/...``, and the guard's level.
+            Metrics of :func:`nemo_rl_ext.correct` as ``fp8rl/...``, and the guard's level; empty
+            where no token counts.
 
         Raises:
             BatchError: a counted logprob is NaN.
@@ -76,16 +76,16 @@ class Run:
             return {}
         rollout = train_data["generation_logprobs"][:, 1:]
         trainer = train_data["prev_logprobs"][:, 1:]
-        result = self._loss(self.settings).correct(rollout, trainer, counts)
+        result = self._correct(self.settings, rollout, trainer, counts)
         metrics = dict(result.metrics)
         if self.guard is not None:
             level = self._judge(self.guard, metrics["token_mult_prob_error"])
-            metrics |= self._told(self.guard, level)
+            metrics |= self._guard_metrics(self.guard, level)
             if level == "tight" and result.mask.any():
                 bound = self.guard.config.geometric
                 tight = Rejection(level="geometric", low=1 / bound, high=bound)
                 settings = self.settings.model_copy(update={"rejection": tight})
-                extra = self._loss(settings).correct(rollout, trainer, result.mask)
+                extra = self._correct(settings, rollout, trainer, result.mask)
                 metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
                 result = extra if extra.mask.any() else result
         kept = result.mask
@@ -105,9 +105,9 @@ class Run:
         """Close a step that came in pieces.
 
         Returns:
-            Whether it is to be left out: the guard says so of all its tokens, or its first piece
-            was rejected whole. And the metrics of all its tokens, as :meth:`correct` has them of
-            a piece; empty where no piece had any.
+            Whether the step is left out, because the guard decides so for all its tokens or because
+            its first piece was rejected as a whole; and the metrics of all its tokens, like those
+            of :meth:`correct`, empty where no piece had any.
 
         Raises:
             UnsupportedError: the guard ends the run.
@@ -115,11 +115,11 @@ class Run:
         metrics: dict[str, float] = {}
         if self._pieces:
             rollout, trainer, counts, kept = self._all_pieces()
-            whole = self._loss(self.settings).correct(rollout, trainer, counts)
+            whole = self._correct(self.settings, rollout, trainer, counts)
             metrics = dict(whole.metrics)
             if self.guard is not None:
                 level = self._observe(self.guard, metrics["token_mult_prob_error"])
-                metrics |= self._told(self.guard, level)
+                metrics |= self._guard_metrics(self.guard, level)
                 dropped = float((whole.mask & ~kept).sum())
                 metrics["guard_rejected_share"] = dropped / max(float(whole.mask.sum()), 1.0)
             metrics["step_skipped"] = float(self.skips)
@@ -128,7 +128,7 @@ class Run:
         return skips, _named(metrics)
 
     def _all_pieces(self) -> list[torch.Tensor]:
-        """The columns of the pieces, each padded to the longest piece."""
+        """Concatenate the pieces of the step, each padded to the longest one."""
         length = max(rollout.shape[1] for rollout, *_ in self._pieces)
         return [
             torch.cat([pad(part, (0, length - part.shape[1])) for part in parts])
@@ -136,14 +136,14 @@ class Run:
         ]
 
     @staticmethod
-    def _told(guard: MismatchGuard, level: Level) -> dict[str, float]:
+    def _guard_metrics(guard: MismatchGuard, level: Level) -> dict[str, float]:
         return {
             "guard_level": float(LEVELS.index(level)),
             "guard_bf16_rollouts": float(guard.bf16),
         }
 
     def _judge(self, guard: MismatchGuard, error: float) -> Level:
-        """The level that a batch, or a piece of one, is corrected by."""
+        """Return the guard's level for a batch or for a piece of one."""
         if not self.in_pieces:
             return self._observe(guard, error)
         return (
@@ -153,12 +153,12 @@ class Run:
     def _observe(self, guard: MismatchGuard, error: float) -> Level:
         level = guard.observe(error)
         if level == "stop":
-            raise UnsupportedError(self._why_stop(guard))
+            raise UnsupportedError(self._stop_reason(guard))
         self.skips = self.skips or level in ("skip", "bf16")
         return level
 
     @staticmethod
-    def _why_stop(guard: MismatchGuard) -> str:
+    def _stop_reason(guard: MismatchGuard) -> str:
         what = (
             f"token_mult_prob_error was above loss_fn.fp8rl_guard.skip_above="
             f"{guard.config.skip_above} for {guard.skipped} steps in a row"
@@ -174,8 +174,14 @@ class Run:
             "or with loss_fn.fp8rl_guard.fallback=bf16."
         )
 
-    def _loss(self, settings: ImportanceSampling) -> GRPOLoss:
-        return GRPOLoss(GRPOConfig(), settings, self._plugins)
+    def _correct(
+        self,
+        settings: ImportanceSampling,
+        rollout: torch.Tensor,
+        trainer: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> Correction:
+        return correct(rollout, trainer, mask, settings, self._corrector)
 
     @staticmethod
     def _write(

@@ -1,30 +1,28 @@
-"""The guard's last stage, in the process that refits: engines start anew in BF16."""
+"""The guard's last stage, in the process that refits: rollout engines start anew in BF16."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from nemo_rl_ext.config.keys import withdraw_kv_cache
+from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
-from nemo_rl_ext.workers import rollout_engine
 
 logger = logging.getLogger(LOGGER)
 
 POLL_S = 0.5
-TOLD_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 
 
 def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
     """Start every rollout engine anew in BF16, ready for a refit and, after it, :func:`release`.
 
-    The workers stay, and with them the handles, ports and places that others know. Engines that
-    share GPUs with the trainer have them alone meanwhile. Requests that run are waited for (the
-    loops start no new ones before a refit); later ones wait. The trainer sends no KV scales any
-    more, and both sides agree anew on what a refit holds and by which group of ranks it goes.
+    The workers stay, and with them the handles, ports and GPUs that others know. A trainer that
+    shares GPUs with the engines leaves them meanwhile. Running requests are waited for (the loops
+    start no new ones before a refit); later ones wait. The trainer sends no more KV scales, and
+    both sides agree anew on the content of a refit and on its process group.
 
     Args:
         policy: NeMo RL's ``Policy``.
@@ -32,7 +30,7 @@ def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
         synchronizer: the loop's ``WeightSynchronizer``; None where the loop has none.
 
     Raises:
-        UnsupportedError: an engine did not start; the run has no rollouts any more.
+        UnsupportedError: an engine did not start; the run cannot go on.
     """
     shared = generation.cfg["colocated"]["enabled"]
     workers = generation.worker_group.workers
@@ -42,12 +40,15 @@ def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
         if shared:
             policy.offload_after_refit()
         _wait_until_idle(workers)
-        seconds = [s for s in _on(workers, rollout_engine.restart_in_bf16) if s is not None]
+        seconds = [s for s in _call(workers, "restart_in_bf16") if s is not None]
         if len(seconds) != generation.dp_size:
             raise UnsupportedError(f"{len(seconds)} of {generation.dp_size} engines are fp8rl's.")
         generation._post_init()
-        _on(policy.worker_group.workers, withdraw_from_trainer)
-        withdraw_kv_cache({"generation": generation.cfg})
+        if (
+            generation.cfg["vllm_cfg"]["kv_cache_dtype"] != "auto"
+        ):  # a Megatron trainer sends scales
+            _call(policy.worker_group.workers, "withdraw_kv_scales")
+            withdraw_kv_cache({"generation": generation.cfg})
         if shared:
             if not generation.finish_generation():
                 raise UnsupportedError("The new engines do not go to sleep.")
@@ -68,8 +69,8 @@ def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
 
 
 def release(generation: Any) -> None:
-    """Let the requests go on that have come since :func:`fall_back`."""
-    _on(generation.worker_group.workers, rollout_engine.release)
+    """Let requests that have come since :func:`fall_back` go on."""
+    _call(generation.worker_group.workers, "release")
 
 
 def _synchronizer(policy: Any, generation: Any, shared: bool) -> Any:
@@ -85,15 +86,11 @@ def _synchronizer(policy: Any, generation: Any, shared: bool) -> Any:
     )
 
 
-def withdraw_from_trainer(worker: Any) -> None:
-    """Let a policy worker send what a BF16 engine takes."""
-    withdraw_kv_cache(worker.cfg)
-
-
-def _on(workers: list[Any], function: Callable[[Any], Any]) -> list[Any]:
+def _call(workers: list[Any], method: str) -> list[Any]:
+    """Call a method of :mod:`nemo_rl_ext.workers` on Ray's handles; results in their order."""
     import ray
 
-    results: list[Any] = ray.get([worker.__ray_call__.remote(function) for worker in workers])
+    results: list[Any] = ray.get([getattr(worker, method).remote() for worker in workers])
     return results
 
 
@@ -102,11 +99,11 @@ def _wait_until_idle(workers: list[Any]) -> None:
     told = time.perf_counter()
     busy = workers
     while True:
-        idle = _on(busy, rollout_engine.hold_if_idle)
+        idle = _call(busy, "hold_if_idle")
         busy = [worker for worker, held in zip(busy, idle, strict=True) if not held]
         if not busy:
             return
-        if time.perf_counter() - told > TOLD_EVERY_S:
+        if time.perf_counter() - told > LOG_EVERY_S:
             logger.warning("fp8rl guard: %d engines still have rollouts in FP8.", len(busy))
             told = time.perf_counter()
         time.sleep(POLL_S)

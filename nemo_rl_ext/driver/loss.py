@@ -1,11 +1,11 @@
-"""`CorrectedPGLossFn`: upstream's clipped loss with our importance weights in the place of its own.
+"""`CorrectedPGLossFn`: upstream's clipped loss with our importance weights instead of its own.
 
-Imports NeMo RL; :mod:`nemo_rl_ext.patches.loss` imports it where ``loss_fn.fp8rl`` asks for it.
+This module imports NeMo RL; :mod:`nemo_rl_ext.patches.loss` imports it where ``loss_fn.fp8rl`` is
+set.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -13,15 +13,12 @@ from nemo_rl.algorithms.loss.interfaces import MetricNormalizer
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 
 from fp8rl import Recipe
-from fp8rl.errors import BatchError, UnsupportedError
-from nemo_rl_ext.config.drivers import BLOCK, DRIVER, GUARD, LOSS, MAX_AGE, MEGATRON
-from nemo_rl_ext.driver.batch_correction import WEIGHTS, Run
+from fp8rl.errors import BatchError
+from nemo_rl_ext.config.drivers import BLOCK, DRIVER, GUARD, LOSS, MAX_AGE
+from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
 from nemo_rl_ext.driver.mismatch_guard import GuardConfig, MismatchGuard
-from nemo_rl_ext.grpo.importance_sampling import resolve_corrector
+from nemo_rl_ext.grpo.importance_sampling import correct, resolve_corrector
 from nemo_rl_ext.patches.ledger import install
-
-_MEGATRON_SETUP = "nemo_rl.models.megatron.setup"
-_MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 
 
 class CorrectedPGLossFn(ClippedPGLossFn):
@@ -30,9 +27,9 @@ class CorrectedPGLossFn(ClippedPGLossFn):
     Every form of upstream's policy term (PPO clip, dual clip, GSPO, CISPO, on-policy) is linear in
     a non-negative factor of the advantage, so the weights go there and upstream's code runs
     unchanged, with its own correction off; KL and metrics are untouched. Weights are the whole
-    batch's (:data:`nemo_rl_ext.driver.batch_correction.WEIGHTS`) where the loop carries them to the workers, else they
-    are made here from the sequences at hand, which gives the same for every setting but
-    ``self_normalize``.
+    batch's (:data:`nemo_rl_ext.driver.batch_correction.WEIGHTS`) where the loop carries them to the
+    workers. Otherwise they are made here from the sequences at hand, which gives the same for every
+    setting but ``self_normalize``.
 
     Metrics are upstream's, and ``fp8rl_is_weight_mean``. It travels by reference: a worker without
     this package fails with a ModuleNotFoundError that names it.
@@ -63,14 +60,16 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         """Whoever holds the loss may meet whole batches: the driver, or a controller's actor."""
         settings = self.recipe.importance_sampling
         self._corrector = resolve_corrector(settings.corrector)
-        seams = install()
-        if seams.run is None or seams.run.settings != settings:
+        run = install().run
+        if run.correction is None or run.correction.settings != settings:
             guard = None
             if self.guard is not None:
                 guard = MismatchGuard(
                     self.guard, bf16=not self.recipe.rollout, max_age=self.max_age
                 )
-            seams.run = Run(settings, guard, in_pieces=self.driver == "single_controller")
+            run.correction = BatchCorrection(
+                settings, guard, in_pieces=self.driver == "single_controller"
+            )
 
     def __call__(
         self,
@@ -84,9 +83,7 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         Raises:
             BatchError: a counted logprob is NaN, or ``self_normalize`` without the whole batch's
                 weights.
-            UnsupportedError: this Megatron worker's model is not the FP8 one the recipe asks for.
         """
-        self._require_training_as_asked()
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
         weights = self._weights(next_token_logprobs, data, mask)
         advantages = data["advantages"].clone()
@@ -118,14 +115,4 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         else:
             trainer = data["prev_logprobs"][:, 1:]
         rollout = data["generation_logprobs"][:, 1:]
-        return self._corrector(rollout, trainer, mask != 0, settings).weights
-
-    def _require_training_as_asked(self) -> None:
-        if not self.recipe.training or _MEGATRON_WORKER not in sys.modules:
-            return
-        if (_MEGATRON_SETUP, "megatron") not in install().applied:
-            raise UnsupportedError(
-                f"'{MEGATRON}.{BLOCK}' asks for FP8 training, but this worker built its model "
-                "without fp8rl: torch's autoload is off there. Leave "
-                "TORCH_DEVICE_BACKEND_AUTOLOAD and FP8RL_AUTOLOAD unset for the workers."
-            )
+        return correct(rollout, trainer, mask != 0, settings, self._corrector).weights

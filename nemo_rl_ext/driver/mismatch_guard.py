@@ -1,7 +1,7 @@
-"""`MismatchGuard`: tighten, skip a step, then go back to BF16 rollouts, with hysteresis.
+"""`MismatchGuard`: tighten the rejection, skip a step, then go back to BF16 rollouts.
 
-None of the frameworks read (verl, slime, NeMo RL) falls back by itself; where FP8 rollouts drift
-away from the trainer, the correction's variance grows first and the reward falls later.
+Where FP8 rollouts drift away from the trainer, the variance of the correction grows first and the
+reward falls later. verl, slime and NeMo RL do not fall back by themselves.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fp8rl.errors import RecipeError
 from fp8rl.reading import explain
 
 LOGGER = "nemo_rl.fp8rl"
-"""Below NeMo RL's own logger, whose level (``NRL_LOG_LEVEL``) lets INFO through."""
+"""A child of NeMo RL's own logger, whose level (``NRL_LOG_LEVEL``) lets INFO through."""
 
 logger = logging.getLogger(LOGGER)
 
 Level = Literal["normal", "tight", "skip", "bf16", "stop"]
 LEVELS: tuple[Level, ...] = ("normal", "tight", "skip", "bf16")
-"""By their number in the metric ``guard_level``; nothing is logged of a run that stops."""
+"""By their number in the metric ``guard_level``; a run that stops logs nothing."""
 Above = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
 
 
@@ -34,9 +34,9 @@ class GuardConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     tighten_above: Above = 1.1
-    """From here on sequences outside ``geometric`` are rejected."""
+    """Above this, sequences outside ``geometric`` are rejected."""
     skip_above: Above = 1.5
-    """From here on a step is left out."""
+    """Above this, the step is left out."""
     release_below: Above = 1.05
     """A step below this counts towards going back to normal."""
     release_after: Annotated[int, Field(ge=1)] = 5
@@ -75,9 +75,9 @@ class MismatchGuard:
     """The guard's state over the steps of a run.
 
     It rises at once and falls only after ``release_after`` good steps in a row, so that it does not
-    flap around a bound. ``bf16`` is its level from the step in which it gives FP8 rollouts up until
-    engines in BF16 have taken their place (:meth:`fell_back`); where rollouts are in BF16 already,
-    ``stop`` takes its place.
+    oscillate around a bound. ``bf16`` is its level from the step in which it gives up FP8 rollouts
+    until BF16 engines have replaced the FP8 ones (:meth:`fell_back`); where rollouts are in BF16
+    already, the level is ``stop`` instead.
     """
 
     config: GuardConfig
@@ -89,10 +89,10 @@ class MismatchGuard:
     good: int = 0
     skipped: int = 0
     old: int = 0
-    """Coming steps whose sequences may still be of the engines before."""
+    """Coming steps whose sequences may still come from the replaced engines."""
 
     def observe(self, error: float) -> Level:
-        """The level for the step whose batch has this ``token_mult_prob_error``."""
+        """Return the level for the step whose batch has this ``token_mult_prob_error``."""
         before = self.level
         self.level = self._next(error)
         if self.level != before:
@@ -110,7 +110,7 @@ class MismatchGuard:
         return self.level
 
     def fell_back(self) -> None:
-        """Engines in BF16 have taken the place of those in FP8; they have a record of their own."""
+        """Note that BF16 engines have replaced the FP8 ones; their record begins anew."""
         self.bf16 = True
         self.level = "tight"
         self.skipped = 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from fp8rl import PluginManager
-from fp8rl.errors import BatchError
-from fp8rl.mismatch import mismatch_metrics
+from fp8rl.errors import BatchError, PluginError
+from fp8rl.mismatch import MismatchMetrics, mismatch_metrics
 from fp8rl.recipe import ImportanceSampling
 from nemo_rl_ext.grpo.log_ratio import (
     Level,
@@ -19,6 +19,8 @@ from nemo_rl_ext.grpo.log_ratio import (
     token_log_ratio,
 )
 from nemo_rl_ext.grpo.rejection import reject
+
+_MISMATCH = frozenset(field.name for field in fields(MismatchMetrics))
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,16 @@ Corrector = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, ImportanceSampling],
     Correction,
 ]
-"""``(rollout_logprobs, trainer_logprobs, mask, config) -> Correction``; see :func:`correct`."""
+"""``(rollout_logprobs, trainer_logprobs, mask, config) -> Correction``; see :func:`correct_is`."""
 
 
-def correct(
+def correct_is(
     rollout_logprobs: torch.Tensor,
     trainer_logprobs: torch.Tensor,
     mask: torch.Tensor,
     config: ImportanceSampling,
 ) -> Correction:
-    """Weights for the ratio ``trainer / rollout`` and the mask after rejection.
+    """Weights for the ratio ``trainer / rollout`` and the mask after rejection: corrector ``is``.
 
     Let ``d_t`` be the token's log ratio, in float32, clamped to plus or minus
     ``config.log_ratio_clamp``, ``c`` below. The ratio ``rho`` is, by ``config.level``:
@@ -73,11 +75,12 @@ def correct(
 
     A ratio too large for float32 takes the largest weight its mode allows, never 0.
 
-    Rejection (:func:`nemo_rl_ext.grpo.rejection.reject`) looks at the ratios, not at the weights, and
-    what it drops leaves the mask. With ``config.self_normalize`` the weights are then divided by
-    their mean over the kept tokens (level ``token``) or over the kept sequences, each once (other
-    levels): self-normalised importance sampling (Owen, "Monte Carlo theory, methods and examples",
-    9.2). They may then exceed ``high``; where nothing is kept, or all weights are 0, they stay 0.
+    Rejection (:func:`nemo_rl_ext.grpo.rejection.reject`) looks at the ratios, not at the weights,
+    and what it drops leaves the mask. With ``config.self_normalize`` the weights are then divided
+    by their mean over the kept tokens (level ``token``) or over the kept sequences, each once
+    (other levels): self-normalised importance sampling (Owen, "Monte Carlo theory, methods and
+    examples", 9.2). They may then exceed ``high``; where nothing is kept, or all weights are 0,
+    they stay 0.
 
     Args:
         rollout_logprobs: ``[B, T]``, any float dtype: logprobs of the policy that sampled.
@@ -119,11 +122,54 @@ def correct(
     return Correction(weights, kept, metrics)
 
 
+def correct(
+    rollout_logprobs: torch.Tensor,
+    trainer_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    config: ImportanceSampling,
+    corrector: Corrector = correct_is,
+) -> Correction:
+    """Correct a whole batch with a corrector, and check what it returns.
+
+    Args:
+        rollout_logprobs: ``[B, T]``, any float dtype: logprobs of the policy that sampled.
+        trainer_logprobs: ``[B, T]``: the same tokens under the trainer's policy before the update.
+        mask: ``[B, T]``, nonzero where a token counts; other places may hold anything, also NaN.
+        config: section ``importance_sampling`` of the recipe.
+        corrector: what :func:`resolve_corrector` finds for ``config.corrector``; by default the
+            built-in one.
+
+    Returns:
+        Weights, mask and the corrector's metrics; those of :class:`fp8rl.mismatch.MismatchMetrics`
+        are added where a plugin's corrector does not give them.
+
+    Raises:
+        BatchError: as in :func:`correct_is`.
+        PluginError: a plugin's corrector returns something else than it must.
+    """
+    result = corrector(rollout_logprobs, trainer_logprobs, mask, config)
+    if not isinstance(result, Correction):
+        raise PluginError(
+            f"Importance-sampling corrector '{config.corrector}' must return a Correction, "
+            f"not {type(result).__name__}."
+        )
+    if not result.weights.shape == result.mask.shape == mask.shape:
+        raise PluginError(
+            f"Importance-sampling corrector '{config.corrector}' returned weights "
+            f"{tuple(result.weights.shape)} and mask {tuple(result.mask.shape)} for a batch "
+            f"of {tuple(mask.shape)}."
+        )
+    if result.metrics.keys() >= _MISMATCH:
+        return result
+    mismatch = mismatch_metrics(rollout_logprobs, trainer_logprobs, mask).to_dict()
+    return replace(result, metrics={**mismatch, **result.metrics})
+
+
 def resolve_corrector(name: str, plugins: PluginManager | None = None) -> Corrector:
     """The corrector that ``importance_sampling.corrector`` names.
 
     Args:
-        name: ``is`` (:func:`correct`), or a name of a plugin's ``register_is_correctors``.
+        name: ``is`` (:func:`correct_is`), or a name of a plugin's ``register_is_correctors``.
         plugins: where to look; by default all installed plugins.
 
     Raises:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from fp8rl import PluginManager
-from fp8rl.errors import BatchError, PluginError
-from fp8rl.mismatch import MismatchMetrics, mismatch_metrics
+from fp8rl.errors import BatchError
 from fp8rl.recipe import ImportanceSampling
-from nemo_rl_ext.grpo.importance_sampling import Correction, resolve_corrector
+from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
 from nemo_rl_ext.grpo.log_ratio import (
     bounded_exp,
     bounded_k3,
@@ -23,8 +21,6 @@ from nemo_rl_ext.grpo.log_ratio import (
     refuse,
     token_log_ratio,
 )
-
-_MISMATCH = frozenset(field.name for field in fields(MismatchMetrics))
 
 
 class GRPOConfig(BaseModel):
@@ -101,30 +97,11 @@ class GRPOLoss:
     ) -> Correction:
         """Weights and mask of a whole batch, all ``[B, T]``, by the recipe's corrector.
 
-        The metrics are the corrector's, and those of :class:`fp8rl.mismatch.MismatchMetrics`
-        whether or not a plugin's corrector gives them.
-
-        Raises:
-            BatchError: as in :func:`nemo_rl_ext.grpo.importance_sampling.correct`.
-            PluginError: a plugin's corrector returns something else than it must.
+        See :func:`nemo_rl_ext.grpo.importance_sampling.correct`, also for the errors raised.
         """
-        result = self._corrector(rollout_logprobs, old_logprobs, mask, self.importance_sampling)
-        name = self.importance_sampling.corrector
-        if not isinstance(result, Correction):
-            raise PluginError(
-                f"Importance-sampling corrector '{name}' must return a Correction, "
-                f"not {type(result).__name__}."
-            )
-        if not result.weights.shape == result.mask.shape == mask.shape:
-            raise PluginError(
-                f"Importance-sampling corrector '{name}' returned weights "
-                f"{tuple(result.weights.shape)} and mask {tuple(result.mask.shape)} for a batch "
-                f"of {tuple(mask.shape)}."
-            )
-        if result.metrics.keys() >= _MISMATCH:
-            return result
-        mismatch = mismatch_metrics(rollout_logprobs, old_logprobs, mask).to_dict()
-        return replace(result, metrics={**mismatch, **result.metrics})
+        return correct(
+            rollout_logprobs, old_logprobs, mask, self.importance_sampling, self._corrector
+        )
 
     def normalizer(self, mask: torch.Tensor) -> int:
         """What the loss of a batch is divided by: its kept tokens, or sequences with any.

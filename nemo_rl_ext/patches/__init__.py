@@ -1,7 +1,8 @@
-"""The places where fp8rl reaches into NeMo RL, one module each.
+"""The ledger of fp8rl's patches of NeMo RL, one module each; all act in the driver's processes.
 
-Every module says why it is there, how it works, for which upstream file it was written and when it
-can go. ``UPSTREAM`` lists what it relies on; :func:`nemo_rl_ext.patches.upstream.resolve` compares
-before anything is wrapped, and ``tests/contract`` does so with the real sources.
-``apply(module, seams)`` puts the seam in. Nothing here changes a run without ``fp8rl`` keys.
+Every module says why the patch exists, how it works, which upstream files it was written for and
+until when it is needed. ``UPSTREAM`` lists what the patch relies on, which is compared with the
+installed NeMo RL before anything is replaced; ``tests/contract`` compares it with the real sources.
+``apply(module, ledger)`` puts the patch into an imported module. A run without ``fp8rl`` keys is
+not changed.
 """

@@ -1,11 +1,11 @@
-"""The drivers' look at a whole batch before advantages: correction, rejection, guard.
+"""The whole batch before its advantages: correction, rejection, guard.
 
 Why: with sequence packing the loss is called for one sequence at a time; rejection must leave the
 denominators, and self-normalisation, ESS and the guard need the whole batch.
 How: wraps ``compute_and_apply_seq_logprob_error_masking``, which the synchronous, asynchronous and
 single-controller loops all call with masks and both engines' logprobs; what it returns is logged.
 Upstream: ``nemo_rl/algorithms/grpo.py``.
-Goes: when NeMo RL has a hook for a batch before its advantages.
+Until: NeMo RL has a hook for a batch before its advantages.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import math
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.ledger import Ledger
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
     Upstream(
         "nemo_rl.algorithms.grpo",
         "compute_and_apply_seq_logprob_error_masking",
-        ("train_data", "rewards", "seq_logprob_error_threshold"),
+        "train_data, rewards, seq_logprob_error_threshold",
     ),
 )
 
 
-def apply(module: ModuleType, seams: Seams) -> None:
+def apply(module: ModuleType, ledger: Ledger) -> None:
     masking = resolve(module, UPSTREAM[0])
 
     @functools.wraps(masking)
@@ -37,8 +37,8 @@ def apply(module: ModuleType, seams: Seams) -> None:
         if threshold == math.inf:  # ours (config_keys): it would drop NaN before we see it
             threshold = None
         metrics = masking(train_data, rewards, threshold)
-        if seams.run is not None:
-            metrics.update(seams.run.correct(train_data))
+        if ledger.run.correction is not None:
+            metrics.update(ledger.run.correction.correct(train_data))
         return metrics
 
     setattr(module, UPSTREAM[0].name, correcting)

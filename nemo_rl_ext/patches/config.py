@@ -1,11 +1,11 @@
-"""``MasterConfig``: our keys are read, checked and spread before Ray is started.
+"""``MasterConfig``: our keys are read, checked and merged before Ray is started.
 
-Why: unknown keys pass NeMo RL's config unseen, and its own FP8 keys lead into its own FP8 code.
-How: a constructor around the constructor of each driver's class, so that it does not matter who has
-imported the class already; :mod:`nemo_rl_ext.config.drivers` says what a driver serves, and
-:mod:`nemo_rl_ext.config.keys` has the rules, which are read where there is a key.
+Why: NeMo RL's config accepts and ignores unknown keys; its own FP8 keys select its own FP8 code.
+How: wraps the constructor of each driver's class, so that it does not matter who has imported the
+class already; :mod:`nemo_rl_ext.config.drivers` says what a driver serves, and
+:mod:`nemo_rl_ext.config.merge`, imported only where there is a key, has the rules.
 Upstream: the modules of :data:`nemo_rl_ext.config.drivers.DRIVERS`.
-Goes: when NeMo RL validates and hands out plugins' sections.
+Until: NeMo RL validates and hands out plugins' sections.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from types import ModuleType
 from typing import Any
 
 from nemo_rl_ext.config.drivers import DRIVERS, check_places
-from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.ledger import Ledger
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = tuple(Upstream(driver.module, "MasterConfig") for driver in DRIVERS.values())
 
 
-def apply(module: ModuleType, seams: Seams) -> None:
+def apply(module: ModuleType, ledger: Ledger) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     master_config = resolve(module, upstream)
     driver = next(d for d in DRIVERS.values() if d.module == module.__name__)
     construct = master_config.__init__
 
     def __init__(self: Any, /, **data: Any) -> None:
-        seams.unread = None
+        ledger.run.unread_config = None
         asked = check_places(data, driver)  # of all that is given, whatever the class keeps
         construct(self, **data)
         if asked:
-            from nemo_rl_ext.config.keys import prepare
+            from nemo_rl_ext.config.merge import prepare
 
-            prepare(self, driver, seams.require)
+            prepare(self, driver, ledger.require)
 
     master_config.__init__ = __init__

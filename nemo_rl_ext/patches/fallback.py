@@ -1,14 +1,14 @@
-"""The call that refits: where the guard asks for it, engines in BF16 come first.
+"""The call that refits: where the guard asks for it, BF16 engines are started first.
 
 Why: upstream's engines keep their quantization for a whole run.
 How: wraps ``refit_policy_generation``, by which GRPO's loops refit, and ``sync_weights``, by which
-the single controller does; both are called in the process that corrects batches and know the
-trainer and the engines (:mod:`nemo_rl_ext.driver.fallback`). Requests that came meanwhile go on once the
-refit has succeeded: until then the new engines have no weights.
+the single controller does. Both are called in the process that corrects batches and know the
+trainer and the engines (:mod:`nemo_rl_ext.driver.fallback`). Requests that came meanwhile go on
+once the refit has succeeded, because the new engines have no weights before it.
 Upstream: ``nemo_rl/algorithms/grpo.py``,
 ``nemo_rl/weight_sync/{factory,ipc_weight_synchronizer,collective_weight_synchronizer}.py``,
 ``nemo_rl/models/generation/vllm/vllm_generation.py``, ``nemo_rl/models/policy/lm_policy.py``.
-Goes: when a generation interface can be given another engine.
+Until: a generation interface can be given another engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.ledger import Ledger
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 _VLLM = "nemo_rl.models.generation.vllm"
@@ -25,62 +25,48 @@ UPSTREAM = (
     Upstream(
         "nemo_rl.algorithms.grpo",
         "refit_policy_generation",
-        (
-            "policy",
-            "policy_generation",
-            "colocated_inference",
-            "_refit_buffer_size_gb",
-            "timer",
-            "kv_scales",
-        ),
+        "policy, policy_generation, colocated_inference, _refit_buffer_size_gb, timer, kv_scales",
     ),
     Upstream(
         "nemo_rl.weight_sync.ipc_weight_synchronizer",
         "IPCWeightSynchronizer.sync_weights",
-        ("self", "timer", "kv_scales"),
+        "self, timer, kv_scales",
     ),
     Upstream(
         "nemo_rl.weight_sync.collective_weight_synchronizer",
         "CollectiveWeightSynchronizer.sync_weights",
-        ("self", "timer", "kv_scales"),
+        "self, timer, kv_scales",
     ),
-    # What :mod:`nemo_rl_ext.driver.fallback` calls; compared by reading, where a key asks for fp8rl.
+    # What nemo_rl_ext.driver.fallback calls.
     Upstream(
         "nemo_rl.weight_sync.factory",
         "create_weight_synchronizer",
-        (
-            "policy",
-            "generation",
-            "generation_backend",
-            "colocated",
-            "train_cluster",
-            "inference_cluster",
-            "refit_buffer_size_gb",
-        ),
+        "policy, generation, generation_backend, colocated, train_cluster, inference_cluster, "
+        "refit_buffer_size_gb",
     ),
-    Upstream(f"{_VLLM}.vllm_generation", "VllmGeneration._post_init", ("self",)),
+    Upstream(f"{_VLLM}.vllm_generation", "VllmGeneration._post_init", "self"),
     Upstream(
         f"{_VLLM}.vllm_generation",
         "VllmGeneration.finish_generation",
-        ("self", "args", "kwargs"),
+        "self, args, kwargs",
     ),
-    Upstream("nemo_rl.models.policy.lm_policy", "Policy.offload_after_refit", ("self",)),
+    Upstream("nemo_rl.models.policy.lm_policy", "Policy.offload_after_refit", "self"),
     Upstream(
         "nemo_rl.models.policy.lm_policy",
         "Policy.prepare_for_lp_inference",
-        ("self", "keep_train_buffers"),
+        "self, keep_train_buffers",
     ),
 )
 
 
-def apply(module: ModuleType, seams: Seams) -> None:
+def apply(module: ModuleType, ledger: Ledger) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     refit = resolve(module, upstream)
     *owner, name = upstream.name.split(".")
 
     @functools.wraps(refit)
     def falling_back(*args: Any, **kwargs: Any) -> Any:
-        run = seams.run
+        run = ledger.run.correction
         if run is None or run.guard is None or not run.fallback_due:
             return refit(*args, **kwargs)
         from nemo_rl_ext.driver.fallback import fall_back, release

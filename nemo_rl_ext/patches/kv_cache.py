@@ -2,11 +2,11 @@
 
 Why: the driver asks the key whether to send KV scales, and its guards tie the key to
 ``precision: fp8``, which is upstream's own FP8 path. Our guards have run by then
-(:mod:`nemo_rl_ext.config.keys`).
+(:mod:`nemo_rl_ext.config.merge`).
 How: wraps ``configure_vllm_for_router_replay``, which ``grpo.setup`` and the single controller call
 between their guards and the making of workers.
 Upstream: ``nemo_rl/models/megatron/router_replay.py``.
-Goes: when ``kv_cache_dtype: fp8`` no longer asks for ``precision: fp8``.
+Until: ``kv_cache_dtype: fp8`` no longer asks for ``precision: fp8``.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.ledger import Ledger
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
-    Upstream(
-        "nemo_rl.models.megatron.router_replay", "configure_vllm_for_router_replay", ("config",)
-    ),
+    Upstream("nemo_rl.models.megatron.router_replay", "configure_vllm_for_router_replay", "config"),
 )
 
 
-def apply(module: ModuleType, seams: Seams) -> None:
+def apply(module: ModuleType, ledger: Ledger) -> None:
     configure = resolve(module, UPSTREAM[0])
 
     @functools.wraps(configure)
     def announcing(*args: Any, **kwargs: Any) -> Any:
-        from nemo_rl_ext.config.keys import announce_kv_cache
+        from nemo_rl_ext.config.merge import announce_kv_cache
 
         result = configure(*args, **kwargs)
         announce_kv_cache(kwargs["config"] if "config" in kwargs else args[0])

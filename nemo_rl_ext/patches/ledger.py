@@ -1,7 +1,8 @@
-"""`Seams`: hooks that run when one of a closed list of NeMo RL's modules has been imported.
+"""`Ledger`: applies the patches of a closed list of NeMo RL's modules when these are imported.
 
-Torch is imported in the middle of ``nemo_rl.algorithms.grpo``: a module that is half imported when
-the hooks are installed waits for :meth:`Seams.complete`, which the first seam that runs calls.
+Torch's autoload installs it in every process that imports torch, so this module must be quick to
+import. Torch is imported in the middle of ``nemo_rl.algorithms.grpo``: a module that is half
+imported when the ledger is installed waits for :meth:`Ledger.complete`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from nemo_rl_ext.driver.batch_correction import Run
+    from nemo_rl_ext.driver.batch_correction import BatchCorrection
 
-SEAMS: dict[str, tuple[str, ...]] = {
+PATCHES: dict[str, tuple[str, ...]] = {
     "nemo_rl.algorithms.distillation": ("config",),
     "nemo_rl.algorithms.dpo": ("config",),
     "nemo_rl.algorithms.grpo": ("config", "batch", "fallback"),
@@ -29,42 +30,37 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "nemo_rl.algorithms.xtoken_off_policy_distillation": ("config",),
     "nemo_rl.distributed.virtual_cluster": ("start",),
     "nemo_rl.evals.eval": ("config",),
-    "nemo_rl.models.generation.vllm.vllm_backend": ("refit",),
-    "nemo_rl.models.generation.vllm.vllm_worker": ("rollout_engine",),
-    "nemo_rl.models.generation.vllm.vllm_worker_async": ("rollout_engine",),
+    "nemo_rl.models.generation.vllm.vllm_generation": ("worker_classes",),
     "nemo_rl.models.megatron.router_replay": ("kv_cache",),
-    "nemo_rl.models.megatron.setup": ("megatron",),
-    "nemo_rl.models.policy.lm_policy": ("skip_step",),
+    "nemo_rl.models.policy.lm_policy": ("skip_step", "worker_classes"),
     "nemo_rl.models.policy.tq_policy": ("skip_step",),
-    "nemo_rl.models.policy.workers.megatron_policy_worker": ("kv_scales",),
     "nemo_rl.utils.config": ("start",),
     "nemo_rl.weight_sync.collective_weight_synchronizer": ("fallback",),
     "nemo_rl.weight_sync.ipc_weight_synchronizer": ("fallback",),
 }
-"""Upstream module -> the modules of :mod:`nemo_rl_ext.patches` that act on it."""
+"""Upstream module -> the modules of :mod:`nemo_rl_ext.patches` that change it."""
 
-LATER = (
-    "nemo_rl.models.generation.vllm.vllm_backend",
-    "nemo_rl.models.generation.vllm.vllm_worker_async",
-    "nemo_rl.models.megatron.setup",
-    "nemo_rl.models.policy.workers.megatron_policy_worker",
-    "nemo_rl.weight_sync.collective_weight_synchronizer",
-    "nemo_rl.weight_sync.ipc_weight_synchronizer",
-)
-"""Those that a driver imports after its config is read, or never; it reads their source."""
+READ_BEFOREHAND = ("fallback", "worker_classes")
+"""Patches that rely on modules which a driver imports late or never; it reads their source."""
 
 
-class Seams:
-    """A finder for ``sys.meta_path``, and what this process knows of its run.
+class RunState:
+    """What the patches of one process know about the run."""
 
-    It answers for the modules of :data:`SEAMS` only, and finds them with the finders behind it.
+    correction: BatchCorrection | None = None
+    """Corrects whole batches; made together with the loss."""
+    unread_config: Any = None
+    """The config that was loaded, until a class that knows our keys has been made of one."""
+
+
+class Ledger:
+    """A finder for ``sys.meta_path`` that applies :data:`PATCHES`, and the state of the run.
+
+    It answers only for the modules of :data:`PATCHES`, and finds them with the other finders.
     """
 
     def __init__(self) -> None:
-        self.run: Run | None = None
-        """Of the process that corrects batches; made with the loss."""
-        self.unread: Any = None
-        """The config that was loaded, until a class that knows our keys has been made of one."""
+        self.run = RunState()
         self.applied: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, str], Exception] = {}
         self._half_imported: list[ModuleType] = []
@@ -72,7 +68,7 @@ class Seams:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in SEAMS:
+        if name not in PATCHES:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -86,13 +82,13 @@ class Seams:
         return None
 
     def imported(self, module: ModuleType) -> None:
-        """Put the seams of a module in; an error waits for :meth:`require`."""
-        for seam in SEAMS[module.__name__]:
-            key = (module.__name__, seam)
+        """Apply the patches of a module; an error waits for :meth:`require`."""
+        for patch in PATCHES[module.__name__]:
+            key = (module.__name__, patch)
             if key in self.applied:
                 continue
             try:
-                importlib.import_module(f"nemo_rl_ext.patches.{seam}").apply(module, self)
+                _module_of(patch).apply(module, self)
             except Exception as error:  # a run without our keys must not notice
                 self.failures[key] = error
             else:
@@ -100,69 +96,65 @@ class Seams:
                 self.failures.pop(key, None)
 
     def complete(self) -> None:
-        """Take up modules that were half imported when the hooks were installed."""
+        """Patch modules that were half imported when the ledger was installed."""
         waiting, self._half_imported = self._half_imported, []
         for module in waiting:
-            if _initializing(module):
-                self._half_imported.append(module)
-            else:
-                self.imported(module)
+            self._take_up(module)
 
     def require(self, key: str) -> None:
-        """Raise unless every seam met so far is in place, and those of the workers will fit.
+        """Raise unless all patches fit this NeMo RL, and so do the workers' base classes.
 
         Args:
-            key: full path of the config key that asks for fp8rl.
+            key: full path of the config key that needs the patches.
 
         Raises:
-            UnsupportedError: a seam could not or will not go in, with the reason.
+            UnsupportedError: a patch cannot be applied, with the reason.
         """
         self.complete()
-        self._read_later()
+        self._read_beforehand()
         if not self.failures:
             return
         from fp8rl.errors import UnsupportedError
 
-        (module, seam), error = next(iter(self.failures.items()))
+        (module, patch), error = next(iter(self.failures.items()))
         raise UnsupportedError(
-            f"'{key}' is set, but fp8rl's seam '{seam}' does not fit {module}: {error} Install the "
-            "NeMo RL that docs/nemo_rl.md names, or remove the key."
+            f"'{key}' is set, but fp8rl's patch '{patch}' does not fit {module}: {error} Install "
+            "the NeMo RL that docs/nemo_rl.md names, or remove the key."
         ) from error
 
-    def _read_later(self) -> None:
+    def take_up(self) -> None:
+        """Patch modules that were imported before the ledger was installed."""
+        for name in PATCHES:
+            if name in sys.modules:
+                self._take_up(sys.modules[name])
+
+    def _take_up(self, module: ModuleType) -> None:
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            self._half_imported.append(module)
+        else:
+            self.imported(module)
+
+    def _read_beforehand(self) -> None:
         package = sys.modules.get("nemo_rl")
         if package is None:
             return
         from nemo_rl_ext.patches.upstream import compare_source
 
-        for module in LATER:
-            if module in sys.modules:
-                continue
-            for seam in SEAMS[module]:
+        for patch in READ_BEFOREHAND:
+            for upstream in _module_of(patch).UPSTREAM:
                 try:
-                    for upstream in importlib.import_module(f"nemo_rl_ext.patches.{seam}").UPSTREAM:
+                    if (upstream.module, patch) not in self.applied:
                         compare_source(package.__path__[0], upstream)
-                except Exception as error:  # told by require, like the others
-                    self.failures.setdefault((module, seam), error)
-
-    def take_up(self) -> None:
-        """Look at modules imported before the hooks were installed."""
-        for name in SEAMS:
-            module = sys.modules.get(name)
-            if module is None:
-                continue
-            if _initializing(module):
-                self._half_imported.append(module)
-            else:
-                self.imported(module)
+                except Exception as error:  # raised by require, like the others
+                    self.failures.setdefault((upstream.module, patch), error)
 
 
 class _Loader:
-    """A loader that tells when its module has been executed."""
+    """A loader that tells the ledger when its module has been executed."""
 
-    def __init__(self, loader: Any, seams: Seams) -> None:
+    def __init__(self, loader: Any, ledger: Ledger) -> None:
         self._loader = loader
-        self._seams = seams
+        self._ledger = ledger
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -175,23 +167,23 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._seams.imported(module)
+        self._ledger.imported(module)
 
 
-def _initializing(module: ModuleType) -> bool:
-    return getattr(getattr(module, "__spec__", None), "_initializing", False)
+def _module_of(patch: str) -> Any:
+    return importlib.import_module(f"nemo_rl_ext.patches.{patch}")
 
 
-def installed() -> Seams | None:
-    """The hooks of this process, if any."""
-    return next((finder for finder in sys.meta_path if isinstance(finder, Seams)), None)
+def installed() -> Ledger | None:
+    """The ledger of this process, if any."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, Ledger)), None)
 
 
-def install() -> Seams:
-    """Install the hooks, once per process."""
-    seams = installed()
-    if seams is None:
-        seams = Seams()
-        sys.meta_path.insert(0, seams)  # type: ignore[arg-type]
-        seams.take_up()
-    return seams
+def install() -> Ledger:
+    """Install the ledger, once per process."""
+    ledger = installed()
+    if ledger is None:
+        ledger = Ledger()
+        sys.meta_path.insert(0, ledger)  # type: ignore[arg-type]
+        ledger.take_up()
+    return ledger

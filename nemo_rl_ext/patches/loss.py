@@ -4,7 +4,7 @@ Why: the drivers name the class themselves; there is no key for another one.
 How: ``__new__`` of the class itself, so that it does not matter who has imported the class
 already. A loss without our key is upstream's own class, untouched.
 Upstream: ``nemo_rl/algorithms/loss/loss_functions.py``.
-Goes: when the drivers take a loss by name.
+Until: the drivers take a loss by name.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.ledger import Ledger
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 _MODULE = "nemo_rl.algorithms.loss.loss_functions"
 UPSTREAM = (
-    Upstream(_MODULE, "ClippedPGLossFn.__init__", ("self", "cfg", "use_fused_linear_logprobs")),
+    Upstream(_MODULE, "ClippedPGLossFn.__init__", "self, cfg, use_fused_linear_logprobs"),
     Upstream(
         _MODULE,
         "ClippedPGLossFn.__call__",
-        ("self", "next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks"),
+        "self, next_token_logprobs, data, global_valid_seqs, global_valid_toks",
     ),
 )
 
 
-def apply(module: ModuleType, seams: Seams) -> None:
+def apply(module: ModuleType, ledger: Ledger) -> None:
     for upstream in UPSTREAM:
         resolve(module, upstream)
     base = module.ClippedPGLossFn

@@ -5,7 +5,7 @@ How: wraps the method that trains and sets upstream's own ``eval_mode``; where a
 pieces (single controller), it ends with upstream's ``abort_train_step``, which drops gradients; and
 the metrics of its pieces go with the step's own, the only ones that controller logs.
 Upstream: ``nemo_rl/models/policy/{lm_policy,tq_policy}.py``.
-Goes: when the drivers can leave a step out.
+Until: the drivers can leave a step out.
 """
 
 from __future__ import annotations
@@ -17,41 +17,32 @@ from typing import Any
 
 import torch
 
-from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.ledger import Ledger
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
     Upstream(
         "nemo_rl.models.policy.lm_policy",
         "Policy.train",
-        (
-            "self",
-            "data",
-            "loss_fn",
-            "eval_mode",
-            "gbs",
-            "mbs",
-            "timer",
-            "check_dim_skip_keys",
-        ),
+        "self, data, loss_fn, eval_mode, gbs, mbs, timer, check_dim_skip_keys",
     ),
     Upstream(
         "nemo_rl.models.policy.tq_policy",
         "TQPolicy.train_from_meta",
-        ("self", "meta", "loss_fn", "eval_mode", "gbs", "mbs", "timer", "train_fields"),
+        "self, meta, loss_fn, eval_mode, gbs, mbs, timer, train_fields",
     ),
-    Upstream("nemo_rl.models.policy.tq_policy", "TQPolicy.finish_train_step", ("self",)),
-    Upstream("nemo_rl.models.policy.tq_policy", "TQPolicy.abort_train_step", ("self",)),
+    Upstream("nemo_rl.models.policy.tq_policy", "TQPolicy.finish_train_step", "self"),
+    Upstream("nemo_rl.models.policy.tq_policy", "TQPolicy.abort_train_step", "self"),
 )
 
 
-def apply(module: ModuleType, seams: Seams) -> None:
+def apply(module: ModuleType, ledger: Ledger) -> None:
     found = {u.name: resolve(module, u) for u in UPSTREAM if u.module == module.__name__}
 
     def skipping(train: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train)
         def skip(*args: Any, **kwargs: Any) -> Any:
-            if seams.run is None or len(args) > 3 or not seams.run.skips:
+            if ledger.run.correction is None or len(args) > 3 or not ledger.run.correction.skips:
                 return train(*args, **kwargs)
             result = train(*args, **{**kwargs, "eval_mode": True})
             if result.get("grad_norm") is None:  # DTensor workers; the driver logs it as a tensor
@@ -63,9 +54,9 @@ def apply(module: ModuleType, seams: Seams) -> None:
     def ending(finish: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(finish)
         def end(policy: Any) -> Any:
-            if seams.run is None or not seams.run.in_pieces:
+            if ledger.run.correction is None or not ledger.run.correction.in_pieces:
                 return finish(policy)
-            skips, metrics = seams.run.end_step()
+            skips, metrics = ledger.run.correction.end_step()
             result: dict[str, Any]
             if skips:
                 policy.abort_train_step()

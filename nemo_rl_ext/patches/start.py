@@ -1,12 +1,12 @@
-"""What every driver calls before its workers: ``load_config``, and then ``init_ray``.
+"""``load_config`` and ``init_ray``, which every driver calls before it makes its workers.
 
-Why: ``run_grpo.py`` imports ``nemo_rl.algorithms.grpo``, which imports torch, which installs our
-hooks in the middle of that import; nothing tells when it ends. And a driver that makes its config
-by a class we do not know would ignore our keys.
+Why: ``run_grpo.py`` imports ``nemo_rl.algorithms.grpo``, which imports torch, which installs the
+ledger in the middle of that import; nothing tells when it ends. And a driver whose config is of a
+class we do not know would ignore our keys.
 How: wraps ``load_config``, which every driver calls before it makes its ``MasterConfig``, and
 ``init_ray``, which refuses keys that no such class has seen.
 Upstream: ``nemo_rl/utils/config.py``, ``nemo_rl/distributed/virtual_cluster.py``.
-Goes: when NeMo RL calls plugins by an entry point of its own.
+Until: NeMo RL calls plugins by an entry point of its own.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Seams
+from nemo_rl_ext.patches.ledger import Ledger
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
-    Upstream("nemo_rl.utils.config", "load_config", ("config_path",)),
-    Upstream("nemo_rl.distributed.virtual_cluster", "init_ray", ("log_dir",)),
+    Upstream("nemo_rl.utils.config", "load_config", "config_path"),
+    Upstream("nemo_rl.distributed.virtual_cluster", "init_ray", "log_dir"),
 )
 
 
-def apply(module: ModuleType, seams: Seams) -> None:
+def apply(module: ModuleType, ledger: Ledger) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     function = resolve(module, upstream)
 
     @functools.wraps(function)
     def completing(*args: Any, **kwargs: Any) -> Any:
-        seams.complete()
-        seams.unread = function(*args, **kwargs)  # command lines change it in place
-        return seams.unread
+        ledger.complete()
+        ledger.run.unread_config = function(*args, **kwargs)  # command lines change it in place
+        return ledger.run.unread_config
 
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        if seams.unread is not None:
+        if ledger.run.unread_config is not None:
             from nemo_rl_ext.config.drivers import refuse_unread
 
-            refuse_unread(seams.unread)
+            refuse_unread(ledger.run.unread_config)
         return function(*args, **kwargs)
 
     wrapper = completing if upstream.name == "load_config" else checking

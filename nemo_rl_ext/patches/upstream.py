@@ -1,8 +1,8 @@
-"""What a seam relies on, and the comparison with what is installed.
+"""What a patch or a subclass relies on in NeMo RL, and the comparison with what is installed.
 
-What a seam puts in the place of a function is a plain function with its name
-(``functools.wraps``), no proxy: Ray pickles the class of an actor with the functions that its
-module has imported, those by name, and a proxy not at all.
+What a patch puts in the place of a function is a plain function with the same name
+(``functools.wraps``), not a proxy: Ray pickles the class of an actor with the functions that its
+module has imported, functions by name, and it cannot pickle a proxy.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ from typing import Any
 from fp8rl.errors import UnsupportedError
 
 KNOWN = "7ea279a (22 August 2026)"
-"""Commit of NeMo RL's main branch that the seams were written for."""
-
-_OF_RAY = "_ray_trace_ctx"
-"""Parameter that Ray adds to the signatures of an actor's methods, inherited ones too."""
+"""Commit of NeMo RL's main branch that the patches were written for."""
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """A function, or ``Class.method``, or class of a module of NeMo RL."""
+    """A function, method (``Class.method``), class or variable of a module of NeMo RL."""
 
     module: str
     name: str
-    parameters: tuple[str, ...] | None = None
-    """Names in order; None for a class whose constructor the seam does not look at."""
+    parameters: str | None = None
+    """Names of the parameters in order, as in "self, data"; None for what is not called."""
 
 
 def resolve(module: ModuleType, upstream: Upstream) -> Any:
-    """The object that ``upstream`` names.
+    """Return the object of an imported module that ``upstream`` names.
 
     Raises:
         UnsupportedError: it does not exist, or has other parameters.
@@ -44,50 +41,62 @@ def resolve(module: ModuleType, upstream: Upstream) -> Any:
     for part in upstream.name.split("."):
         found = getattr(found, part, None)
         if found is None:
-            raise UnsupportedError(
-                f"{upstream.module}.{upstream.name} does not exist; NeMo RL {KNOWN} has it."
-            )
+            raise _missing(upstream)
     if _hidden(found):
         compare_source(sys.modules[upstream.module.split(".")[0]].__path__[0], upstream)
     elif upstream.parameters is not None:
-        parameters = inspect.signature(found).parameters
-        _compare(upstream, tuple(name for name in parameters if name != _OF_RAY))
+        _compare(upstream, list(inspect.signature(found).parameters))
     return found
 
 
 def _hidden(function: Any) -> bool:
-    """Whether a decorator's function stands here that does not say what it wraps (``nsys.py``)."""
+    """Whether this is a decorator's function that does not say what it wraps (``nsys.py``)."""
     name = getattr(function, "__qualname__", "")
     return "<locals>" in name and not hasattr(function, "__wrapped__")
 
 
 def compare_source(package: str, upstream: Upstream) -> None:
-    """:func:`resolve` by reading, for a module that this process cannot or need not import.
+    """Compare as :func:`resolve`, but read the source of a module that need not be importable.
 
     Args:
         package: folder of ``nemo_rl``.
-        upstream: a function or method.
+        upstream: what is to be found there.
 
     Raises:
-        UnsupportedError: as :func:`resolve`.
+        UnsupportedError: it does not exist, or has other parameters.
     """
     file = Path(package, *upstream.module.split(".")[1:]).with_suffix(".py")
     node: Any = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
     for part in upstream.name.split("."):
-        members = [n for n in getattr(node, "body", ()) if getattr(n, "name", None) == part]
+        members = [n for n in getattr(node, "body", ()) if part in _names(n)]
         if not members:
-            raise UnsupportedError(
-                f"{upstream.module}.{upstream.name} does not exist; NeMo RL {KNOWN} has it."
-            )
+            raise _missing(upstream)
         node = members[-1]
+    if upstream.parameters is None or isinstance(node, ast.ImportFrom):
+        return
     given = node.args
     actual = (*given.posonlyargs, *given.args, *filter(None, [given.vararg]), *given.kwonlyargs)
-    _compare(upstream, tuple(a.arg for a in (*actual, *filter(None, [given.kwarg]))))
+    _compare(upstream, [a.arg for a in (*actual, *filter(None, [given.kwarg]))])
 
 
-def _compare(upstream: Upstream, actual: tuple[str, ...]) -> None:
+def _names(node: Any) -> set[str | None]:
+    """Names that a statement of a module or class defines or imports."""
+    if isinstance(node, ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+    return {getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)}
+
+
+def _compare(upstream: Upstream, parameters: list[str]) -> None:
+    actual = ", ".join(parameters)
     if actual != upstream.parameters:
         raise UnsupportedError(
-            f"{upstream.module}.{upstream.name} takes ({', '.join(actual)}), not "
-            f"({', '.join(upstream.parameters or ())}) as in NeMo RL {KNOWN}."
+            f"{upstream.module}.{upstream.name} takes ({actual}), not ({upstream.parameters}) as "
+            f"in NeMo RL {KNOWN}."
         )
+
+
+def _missing(upstream: Upstream) -> UnsupportedError:
+    return UnsupportedError(
+        f"{upstream.module}.{upstream.name} does not exist; NeMo RL {KNOWN} has it."
+    )

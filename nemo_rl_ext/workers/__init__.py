@@ -1,1 +1,1 @@
-"""What runs in NeMo RL's workers."""
+"""Subclasses of NeMo RL's workers, and the mixins they are made of."""

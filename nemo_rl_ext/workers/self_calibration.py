@@ -1,4 +1,4 @@
-"""`CalibratingLLM`: an engine that finds its own KV scales where its trainer has sent none."""
+"""`CalibratingLLM`: an engine that calibrates its KV scales where its trainer has sent none."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nemo_rl_ext.driver.mismatch_guard import LOGGER
 logger = logging.getLogger(LOGGER)
 
 SEQUENCES = 64
-"""Calibrated from at most, evenly taken from a rollout."""
+"""Largest number of sequences per calibration, taken evenly from a rollout."""
 TOKENS = 32768
-"""Calibrated from at most, where the first sequence is not longer."""
+"""Largest number of tokens per calibration, unless the first sequence is longer."""
 
 _Prompt = str | tuple[int, ...] | Mapping[str, Any]
 
@@ -26,8 +26,8 @@ _Prompt = str | tuple[int, ...] | Mapping[str, Any]
 class CalibratingLLM(wrapt.ObjectProxy):
     """An ``LLM`` whose ``generate`` calibrates first where the engine lacks KV scales.
 
-    A refit that brings no scales takes the old ones away (:mod:`nemo_rl_ext.workers.rollout`), so there is
-    one calibration for each such refit, with the KV cache awake: over sequences of the latest
+    A refit that brings no scales removes the old ones (:mod:`nemo_rl_ext.workers.refit`), so there
+    is one calibration for each such refit, with the KV cache awake: over sequences of the latest
     rollouts, prompts and responses, or, before the first, over the prompts given.
 
     Args:
@@ -36,7 +36,7 @@ class CalibratingLLM(wrapt.ObjectProxy):
 
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
-        # wrapt keeps attributes of this prefix to itself.
+        # wrapt stores attributes with this prefix in the proxy.
         self._self_seen: deque[_Prompt] = deque(maxlen=SEQUENCES)
         self._self_scales: dict[str, float] = {}
 
@@ -44,7 +44,7 @@ class CalibratingLLM(wrapt.ObjectProxy):
         """``LLM.generate`` of a list of prompts.
 
         Raises:
-            ScaleError: the scales are lacking and could not be found; nothing is generated.
+            ScaleError: the scales are missing and the calibration failed; nothing is generated.
         """
         from vllm_fp8rl.calibration.calibrate import lacks_kv_scales
 
@@ -84,13 +84,13 @@ class CalibratingLLM(wrapt.ObjectProxy):
         sequences = [
             (*output.prompt_token_ids, *output.outputs[0].token_ids)[:limit]
             for prompt, output in zip(prompts, outputs, strict=True)
-            if not _is_more(prompt)  # tokens of media are nothing without it
+            if not _is_more(prompt)  # the tokens of media mean nothing without the media
         ]
         self._self_seen.extend(_spread(sequences))
 
 
 def _spread(prompts: Iterable[Any]) -> list[_Prompt]:
-    """At most ``SEQUENCES`` of the prompts that differ, from all over the list."""
+    """Choose at most ``SEQUENCES`` distinct prompts, evenly from the whole list."""
     plain = [_plain(prompt) for prompt in prompts]
     kept = list({id(p) if isinstance(p, Mapping) else p: p for p in plain}.values())
     return kept[:: -(-len(kept) // SEQUENCES) or 1]
@@ -108,21 +108,21 @@ def _within_budget(prompts: Iterable[_Prompt]) -> list[_Prompt]:
 
 
 def _plain(prompt: Any) -> _Prompt:
-    """Token numbers as a tuple; text and what is more than tokens as they are."""
+    """Return token ids as a tuple; text and multimodal prompts unchanged."""
     if isinstance(prompt, str) or _is_more(prompt):
         return prompt
     return tuple(prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt)
 
 
 def _is_more(prompt: Any) -> bool:
-    """Whether a prompt is not made of tokens alone, but of text or media."""
+    """Whether a prompt holds text or media, not token ids alone."""
     return isinstance(prompt, Mapping) and (
         "prompt_token_ids" not in prompt or bool(prompt.get("multi_modal_data"))
     )
 
 
 def _length(prompt: _Prompt) -> int:
-    """Tokens; characters of text, which are more."""
+    """Number of tokens; for text its characters, which are at least as many."""
     if isinstance(prompt, Mapping):
         return len(prompt.get("prompt_token_ids") or prompt.get("prompt") or ())
     return len(prompt)

@@ -1,118 +1,183 @@
-"""What the Megatron workers' seams do; the trainer's plugin is imported when it is used."""
+"""`Fp8Training`: what fp8rl adds to NeMo RL's Megatron policy worker."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp8rl import Recipe
 from fp8rl.kv_scales import scales_from_amax
+from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.observers import QKVObserver
 
 logger = logging.getLogger(LOGGER)
 
 KEY = "policy.megatron_cfg.fp8rl"
-OBSERVER = "fp8rl_qkv_observer"
-"""Attribute of the worker's model."""
+
+
+class Fp8Training:
+    """Mixin for NeMo RL's Megatron policy worker; it stands before upstream's class in the bases.
+
+    NeMo RL's own FP8 training is Transformer Engine's, which cannot pin single layers from YAML and
+    whose FP8 data are not those of the rollout engine. Its calibration of KV scales runs one more
+    forward over the whole batch each step, and numbers the layers of a pipeline stage from 0.
+
+    Args:
+        config: section ``policy``; ``megatron_cfg.fp8rl`` has the recipe.
+
+    Raises:
+        RecipeError: the block is bad; the message has the full path of every key.
+    """
+
+    upstream: Any
+    """The module that defines upstream's class."""
+
+    cfg: Any
+    model: torch.nn.Module
+    get_logprobs: Callable[..., Any]
+    _qkv_observer: QKVObserver | None = None
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        # Upstream's constructor calls this function of its module, and has no way to pass hooks.
+        setup = self.upstream.setup_model_and_optimizer
+        self.upstream.setup_model_and_optimizer = functools.partial(self._set_up, setup)
+        try:
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        finally:
+            self.upstream.setup_model_and_optimizer = setup
+
+    def _set_up(
+        self,
+        setup: Callable[..., Any],
+        policy: Mapping[str, Any],
+        megatron: Any,
+        load_optimizer: bool,
+        **options: Any,
+    ) -> Any:
+        """Call upstream's ``setup_model_and_optimizer``; convert and observe a model that trains.
+
+        The conversion runs before the model is wrapped, after upstream's adapters and draft models.
+        A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
+        in BF16.
+        """
+        recipe = recipe_of(policy)
+        if recipe is None or not load_optimizer:
+            return setup(policy, megatron, load_optimizer, **options)
+        if recipe.training:
+            from megatron_fp8rl.bridge import pre_wrap_hook
+
+            hooks = options.get("additional_pre_wrap_hooks") or ()
+            options["additional_pre_wrap_hooks"] = [*hooks, pre_wrap_hook(recipe)]
+        state = setup(policy, megatron, load_optimizer, **options)
+        if sends_kv_scales(policy):
+            self._qkv_observer = _observe(state.model)
+        return state
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        *,
+        data: Any,
+        micro_batch_size: int | None = None,
+        include_q: bool = False,
+        **options: float,
+    ) -> dict[str, Any]:
+        """KV scales in upstream's form, from the forwards of the step; the same on every rank.
+
+        Args:
+            data: batch for a calibration forward, used when no forward has run since the last call.
+            micro_batch_size: micro-batch size of that forward.
+            include_q: also return scales of q.
+            options: ``percentile`` and ``margin``, for upstream's own calibration. Here the
+                largest magnitude and the recipe's ``kv_cache.margin`` take their places.
+
+        Returns:
+            ``format``, ``percentile``, ``margin``, and ``layers``: scale by name. No layers after
+            :meth:`withdraw_kv_scales`, since the driver goes on asking. Upstream's own scales where
+            only the rollouts run by a recipe.
+
+        Raises:
+            ScaleError: a layer saw no token, or a NaN.
+        """
+        if kv_scales_withdrawn(self.cfg):
+            return {"layers": {}}
+        recipe = recipe_of(self.cfg)
+        if recipe is None:
+            scales: dict[str, Any] = super().calibrate_qkv_fp8_scales(  # type: ignore[misc]
+                data=data, micro_batch_size=micro_batch_size, include_q=include_q, **options
+            )
+            return scales
+        return self._observed_scales(recipe, data, micro_batch_size, include_q)
+
+    def _observed_scales(
+        self, recipe: Recipe, data: Any, micro_batch_size: int | None, include_q: bool
+    ) -> dict[str, Any]:
+        if self._qkv_observer is None:
+            self._qkv_observer = _observe(self.model)
+        observer = self._qkv_observer
+        amax = observer.amax()
+        forward = not bool((amax > 0).all())  # the same on every rank: a maximum over the world
+        if forward:
+            self.model.eval()
+            with torch.no_grad():
+                self.get_logprobs(
+                    data=data, micro_batch_size=micro_batch_size, require_router_replay=False
+                )
+            amax = observer.amax()
+        observer.reset()
+        scales = scales_from_amax(amax, recipe.kv_cache.margin)
+        ordered = sorted(scales.items(), key=lambda item: float(item[1]))
+        logger.info(
+            "fp8rl: KV scales from %s: %s",
+            "a calibration forward" if forward else "the step's forwards",
+            ", ".join(f"{name} {float(scale):.6g}" for name, scale in (ordered[0], ordered[-1])),
+        )
+        return {
+            "format": "fp8",
+            "percentile": 100.0,
+            "margin": recipe.kv_cache.margin,
+            "layers": {
+                name: float(scale)
+                for name, scale in scales.items()
+                if include_q or not name.endswith("q_scale")
+            },
+        }
+
+    def withdraw_kv_scales(self) -> None:
+        """Send no KV scales any more: the guard's engines have a BF16 cache."""
+        withdraw_kv_cache(self.cfg)
 
 
 def recipe_of(policy: Mapping[str, Any]) -> Recipe | None:
-    """The recipe of a policy worker, or None.
+    """The recipe of a policy worker's config, or None.
 
     Raises:
-        RecipeError: the block is bad; the message has every key's full path.
+        RecipeError: the block is bad; the message has the full path of every key.
     """
     block = (policy.get("megatron_cfg") or {}).get("fp8rl")
     return None if block is None else Recipe.from_dict(block, where=KEY)
 
 
-def pre_wrap_hook(recipe: Recipe) -> Callable[[list[torch.nn.Module]], list[torch.nn.Module]]:
-    """Converts the model's linear layers; see :func:`megatron_fp8rl.bridge.pre_wrap_hook`."""
-    from megatron_fp8rl.bridge import pre_wrap_hook as hook
-
-    return hook(recipe)
-
-
 def sends_kv_scales(policy: Mapping[str, Any]) -> bool:
-    """Whether this trainer's rollouts have an FP8 KV cache of ours."""
+    """Whether this trainer's rollouts have an FP8 KV cache of fp8rl."""
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     return "fp8rl" in vllm and str(vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
 
 
 def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:
-    """Whether the guard has put engines with a BF16 cache in the place of this trainer's."""
+    """Whether the guard has replaced this trainer's engines by some with a BF16 cache."""
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     return "fp8rl" in vllm and not sends_kv_scales(policy)
 
 
-def observe(model: torch.nn.Module) -> None:
+def _observe(model: torch.nn.Module) -> QKVObserver:
     """Watch q, k and v in every forward of the model from now on."""
     from megatron_fp8rl.observers import QKVObserver
 
-    object.__setattr__(model, OBSERVER, QKVObserver(model))
-
-
-def kv_scales(
-    worker: Any,
-    recipe: Recipe,
-    *,
-    data: Any,
-    micro_batch_size: int | None = None,
-    percentile: float = 99.9,
-    margin: float = 1.05,
-    include_q: bool = False,
-) -> dict[str, Any]:
-    """KV scales in the form of upstream's ``calibrate_qkv_fp8_scales``, the same on every rank.
-
-    Args:
-        worker: a ``MegatronPolicyWorkerImpl``.
-        recipe: its ``kv_cache.margin`` counts; ``margin`` and ``percentile`` are upstream's, and
-            the largest magnitude is taken in the place of a percentile.
-        data: batch for a calibration forward, used when no forward has run since the last call.
-        micro_batch_size: of that forward.
-        percentile: not used, see above.
-        margin: not used, see above.
-        include_q: also return scales of q.
-
-    Raises:
-        ScaleError: a layer saw no token, or a NaN.
-    """
-    observer = getattr(worker.model, OBSERVER, None)
-    if observer is None:
-        observe(worker.model)
-        observer = getattr(worker.model, OBSERVER)
-    amax = observer.amax()
-    forward = not bool((amax > 0).all())  # alike on every rank: amax is a maximum over the world
-    if forward:
-        worker.model.eval()
-        with torch.no_grad():
-            worker.get_logprobs(
-                data=data, micro_batch_size=micro_batch_size, require_router_replay=False
-            )
-        amax = observer.amax()
-    observer.reset()
-    scales = scales_from_amax(amax, recipe.kv_cache.margin)
-    logger.info(
-        "fp8rl: KV scales from %s: %s",
-        "a calibration forward" if forward else "the step's forwards",
-        ", ".join(f"{name} {float(scale):.6g}" for name, scale in _extremes(scales)),
-    )
-    return {
-        "format": "fp8",
-        "percentile": 100.0,
-        "margin": recipe.kv_cache.margin,
-        "layers": {
-            name: float(scale)
-            for name, scale in scales.items()
-            if include_q or not name.endswith("q_scale")
-        },
-    }
-
-
-def _extremes(scales: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Smallest and largest, for the log."""
-    ordered = sorted(scales.items(), key=lambda item: float(item[1]))
-    return [ordered[0], ordered[-1]]
+    return QKVObserver(model)

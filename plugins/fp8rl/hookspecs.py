@@ -50,7 +50,10 @@ def register_pins(module_names: Sequence[str]) -> Pins | None:
 def register_gemm_backends() -> Sequence[GemmBackend]:
     """Return GEMM backends to offer beside the built-in ones; their names must be unique.
 
-    A backend may also have the products of :class:`fp8rl.gemm.GroupedBackend`.
+    They are asked before the built-in ones (:mod:`fp8rl.gemm.table`), and ``gemm_backend`` of
+    ``megatron_fp8rl.convert`` can name one for every product. A backend may have the products of
+    :class:`fp8rl.gemm.GroupedBackend` too. :func:`fp8rl.testing.gemm.product_error` compares its
+    products with float64.
     """
 
 

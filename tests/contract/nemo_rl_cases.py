@@ -29,28 +29,28 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss
-from nemo_rl_ext.config.keys import announce_kv_cache
+from nemo_rl_ext.config.merge import announce_kv_cache
 from nemo_rl_ext.driver import fallback
-from nemo_rl_ext.driver.batch_correction import WEIGHTS, Run
+from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
 from nemo_rl_ext.driver.loss import CorrectedPGLossFn
 from nemo_rl_ext.driver.mismatch_guard import GuardConfig, MismatchGuard
-from nemo_rl_ext.patches import kv_scales
-from nemo_rl_ext.patches.ledger import SEAMS, install
+from nemo_rl_ext.patches import worker_classes
+from nemo_rl_ext.patches.ledger import PATCHES, install
 from support.sources import ROOT, source
 
-seams = install()
-seams.complete()
-
-CPU_MODULES = sorted(
-    m for m in SEAMS if "megatron.setup" not in m and "megatron_policy_worker" not in m
-)
+ledger = install()
+ledger.complete()
 
 
-@pytest.mark.parametrize("module", CPU_MODULES)
-def test_every_seam_goes_in(module: str) -> None:
+@pytest.mark.parametrize("module", sorted(PATCHES))
+def test_every_patch_is_applied(module: str) -> None:
     __import__(module)
-    assert not seams.failures
-    assert {(module, seam) for seam in SEAMS[module]} <= seams.applied
+    assert not ledger.failures
+    assert {(module, patch) for patch in PATCHES[module]} <= ledger.applied
+
+
+def test_what_patches_and_subclasses_rely_on_is_there() -> None:
+    ledger.require("policy.megatron_cfg.fp8rl")
 
 
 # --- config ---
@@ -181,11 +181,11 @@ def make(section: dict[str, Any] | None, **settings: Any) -> Any:
 
 
 def test_without_the_key_the_loss_is_upstreams_class() -> None:
-    seams.run = None
+    ledger.run.correction = None
     made = make(None, use_importance_sampling_correction=True)
     assert type(made) is ClippedPGLossFn
     assert made.use_importance_sampling_correction
-    assert seams.run is None
+    assert ledger.run.correction is None
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_packed_sequences_one_by_one_add_up_to_the_batch() -> None:
 
 def test_the_batch_hook_corrects_and_the_loss_takes_its_weights() -> None:
     data = batch(gap=0.3)
-    seams.run = None
+    ledger.run.correction = None
     fn = make({"self_normalize": True, "rejection": {"level": "geometric", "high": 1.15}})
     metrics = grpo.compute_and_apply_seq_logprob_error_masking(
         train_data=data, rewards=torch.ones(ROWS), seq_logprob_error_threshold=None
@@ -299,11 +299,11 @@ def test_the_batch_hook_corrects_and_the_loss_takes_its_weights() -> None:
     )
     torch.testing.assert_close(value, expected, rtol=2e-6, atol=1e-7)
     assert WEIGHTS in data.slice(0, 2)
-    seams.run = None
+    ledger.run.correction = None
 
 
 def test_upstreams_threshold_still_masks() -> None:
-    seams.run = None
+    ledger.run.correction = None
     data = batch(gap=0.3)
     before = grpo.compute_and_apply_seq_logprob_error_masking.__wrapped__(
         batch(gap=0.3), torch.ones(ROWS), 1.2
@@ -354,20 +354,20 @@ def test_a_skipped_step_runs_without_the_optimizer_in_every_epoch() -> None:
     policy.worker_group = Workers()
     policy._shard_for_train = lambda data, size: [data]
     policy._report_sharded_payload = lambda data, name: None
-    seams.run = None
+    ledger.run.correction = None
     fn = make({"rejection": {"level": "sequence", "high": 1e-9}})
     data = batch()
     metrics = grpo.compute_and_apply_seq_logprob_error_masking(data, torch.ones(ROWS), None)
     assert metrics["fp8rl/step_skipped"] == 1.0
     assert SimpleNamespace(**policy.train(data, fn)).grad_norm.tolist() == [0.0]
     policy.train(data, fn)  # PPO trains several epochs on a batch
-    run = seams.run
+    run = ledger.run.correction
     assert run is not None
     run.settings = Recipe().importance_sampling
     grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), None)
     policy.train(data, fn)
     assert asked == [True, True, False]
-    seams.run = None
+    ledger.run.correction = None
 
 
 # --- engines that start anew, steps in pieces ---
@@ -404,7 +404,9 @@ def test_engines_start_anew_before_the_refit_where_that_is_due(
     monkeypatch.setattr(fallback, "fall_back", lambda *sides: started.append(sides))
     monkeypatch.setattr(fallback, "release", lambda generation: started.append(("released",)))
     guard = MismatchGuard(GuardConfig())
-    monkeypatch.setattr(seams, "run", Run(Recipe().importance_sampling, guard))
+    monkeypatch.setattr(
+        ledger.run, "correction", BatchCorrection(Recipe().importance_sampling, guard)
+    )
 
     def refit() -> None:
         with pytest.raises(Reached):
@@ -441,8 +443,8 @@ def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyP
     policy = object.__new__(TQPolicy)
     policy.flops_tracker = None
     policy.worker_group = Workers()
-    run = Run(Recipe().importance_sampling, in_pieces=True)
-    monkeypatch.setattr(seams, "run", run)
+    run = BatchCorrection(Recipe().importance_sampling, in_pieces=True)
+    monkeypatch.setattr(ledger.run, "correction", run)
     told = {}
     for bound in (1e-9, 10.0):  # all is rejected, nothing is
         rejection = {"level": "sequence", "high": bound}
@@ -460,7 +462,7 @@ def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyP
 
 def test_an_infinite_threshold_is_none_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stands in the single controller's config; upstream would drop NaN by it, unseen by us."""
-    monkeypatch.setattr(seams, "run", None)
+    monkeypatch.setattr(ledger.run, "correction", None)
     data = batch()
     data["prev_logprobs"][0, 1] = torch.nan
     before = data["sample_mask"].clone()
@@ -556,34 +558,90 @@ def test_the_benchmarks_configs_are_accepted(trainer: str, gpus: int, tmp_path: 
     }
 
 
-def test_calibration_is_ours_in_the_class_that_ray_makes_an_actor_of() -> None:
-    """Ray copies methods and changes their signatures; real worker's module needs a GPU."""
-    import ray
+# --- worker classes ---
+
+VLLM = "nemo_rl.models.generation.vllm"
+MEGATRON_CLASS = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+
+
+def test_workers_are_of_our_classes_where_a_config_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from nemo_rl.distributed import ray_actor_environment_registry as registry
+    from nemo_rl.models.generation.vllm import vllm_generation
+    from nemo_rl.models.policy import lm_policy
+
+    config = master_config("grpo_math_1B_megatron.yaml", ["++fp8rl.kv_cache.dtype=auto"], block())
+    plain = master_config("grpo_math_1B_megatron.yaml", [], None)
+    chosen = []
+    for name, default, section in (
+        ("generation", f"{VLLM}.vllm_worker.VllmGenerationWorker", "generation"),
+        ("generation", f"{VLLM}.vllm_worker_async.VllmAsyncGenerationWorker", "generation"),
+        ("policy", MEGATRON_CLASS, None),
+    ):
+        module = vllm_generation if name == "generation" else lm_policy
+        choose = getattr(module, f"resolve_{name}_worker_cls")
+        given = [c.policy[section] if section else c.policy for c in (plain, config)]
+        assert choose(default, given[0]) == default
+        monkeypatch.setitem(registry.ACTOR_ENVIRONMENT_REGISTRY, default, f"/{default}/python")
+        ours = choose(default, given[1])
+        assert registry.get_actor_python_env(ours) == f"/{default}/python"
+        chosen.append(ours)
+    assert chosen == list(worker_classes.STANDS_FOR.values())
+    dtensor = MEGATRON_CLASS.replace("megatron", "dtensor").replace("Megatron", "DTensor")
+    assert lm_policy.resolve_policy_worker_cls(dtensor, config.policy) == dtensor
+
+
+def test_a_subclass_runs_in_the_virtual_environment_of_the_class_it_stands_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Naively upstream would make another, without this distribution."""
+    from nemo_rl.distributed import ray_actor_environment_registry as registry
+    from nemo_rl.utils import venvs
+
+    made: list[tuple[str, str]] = []
+
+    def create(python: str, name: str) -> str:
+        made.append((python, name))
+        return f"/venvs/{name}/bin/python"
+
+    monkeypatch.setattr(venvs, "create_local_venv_on_each_node", create)
+    monkeypatch.setitem(registry.ACTOR_ENVIRONMENT_REGISTRY, MEGATRON_CLASS, "uv run --extra mcore")
+    ours = worker_classes.register(MEGATRON_CLASS)
+    assert made == [("uv run --extra mcore", MEGATRON_CLASS)]
+    assert registry.get_actor_python_env(ours) == f"/venvs/{MEGATRON_CLASS}/bin/python"
+
+
+def test_ray_makes_an_actor_of_the_megatron_subclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's module needs a GPU's packages to import; a stand-in of the same shape is used."""
     from ray import cloudpickle
 
-    name, method = kv_scales.UPSTREAM[0].module, "calibrate_qkv_fp8_scales"
-    module = ModuleType(name)
-    source_of_impl = f"""
-class MegatronPolicyWorkerImpl:
-    def {method}(
-        self, *, data, micro_batch_size=None, percentile=99.9, margin=1.05, include_q=False
-    ):
-        return "upstream's"
+    folder = "nemo_rl.models.policy.workers"
+    stand_in = ModuleType(f"{folder}.megatron_policy_worker")
+    exec(
+        """
+def setup_model_and_optimizer(policy_cfg, megatron_cfg, load_optimizer=True, **options):
+    return "upstream's"
 
-class Worker(MegatronPolicyWorkerImpl):
-    pass
-"""
-    exec(source_of_impl, vars(module))
-    module.MegatronPolicyWorker = ray.remote(module.Worker)  # type: ignore[attr-defined]
-    kv_scales.apply(module, seams)
-    actor_class = module.MegatronPolicyWorker.__ray_metadata__.modified_class
-    ours = module.MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales
-    assert getattr(actor_class, method) is ours
-    sys.modules[name] = module
-    try:  # by name, so that the actor's process takes its own
-        assert cloudpickle.loads(cloudpickle.dumps(ours)) is ours
-    finally:
-        del sys.modules[name]
-    worker = actor_class()
-    worker.cfg = {"megatron_cfg": {}}
-    assert getattr(worker, method)(data=0, _ray_trace_ctx=None) == "upstream's"
+class MegatronPolicyWorkerImpl:
+    def __init__(self, config, init_optimizer=True):
+        self.cfg = config
+        self.state = setup_model_and_optimizer(config, None, init_optimizer, load_weights=True)
+
+    def calibrate_qkv_fp8_scales(self, *, data, **options):
+        return self.state
+""",
+        vars(stand_in),
+    )
+    stand_in.MegatronPolicyWorkerImpl.__module__ = stand_in.__name__
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    import nemo_rl.models.policy.workers as workers
+
+    monkeypatch.setattr(workers, "megatron_policy_worker", stand_in, raising=False)
+    monkeypatch.delitem(sys.modules, "nemo_rl_ext.workers.megatron", raising=False)
+    from nemo_rl_ext.workers.megatron import Fp8MegatronPolicyWorker
+
+    actor_class = Fp8MegatronPolicyWorker.__ray_metadata__.modified_class
+    worker = cloudpickle.loads(cloudpickle.dumps(actor_class))({"megatron_cfg": {}})
+    assert worker.calibrate_qkv_fp8_scales(data=0, _ray_trace_ctx=None) == "upstream's"
+    monkeypatch.delitem(sys.modules, "nemo_rl_ext.workers.megatron")

@@ -109,7 +109,7 @@ def drive(
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert made.returncode == 0, made.stderr[-3000:]
     overrides: dict[str, Any] = OVERRIDES | {

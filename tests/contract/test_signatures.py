@@ -1,4 +1,4 @@
-"""What the seams rely on, read in the sources: nothing needs to be importable."""
+"""What patches and subclasses rely on, read in the sources: nothing needs to be importable."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_ext.config.drivers import DRIVERS
-from nemo_rl_ext.patches.ledger import SEAMS
-from nemo_rl_ext.patches.upstream import Upstream
+from nemo_rl_ext.patches.ledger import PATCHES
+from nemo_rl_ext.patches.upstream import Upstream, compare_source
 from support.sources import ROOT, parameters, source
 
-SEAM_NAMES = sorted({seam for seams in SEAMS.values() for seam in seams})
+NAMES = sorted({patch for patches in PATCHES.values() for patch in patches})
 RELIED_ON = [
-    pytest.param(upstream, id=f"{seam}-{upstream.name}-{upstream.module.rpartition('.')[2]}")
-    for seam in SEAM_NAMES
-    for upstream in importlib.import_module(f"nemo_rl_ext.patches.{seam}").UPSTREAM
+    pytest.param(upstream, id=f"{patch}-{upstream.name}-{upstream.module.rpartition('.')[2]}")
+    for patch in NAMES
+    for upstream in importlib.import_module(f"nemo_rl_ext.patches.{patch}").UPSTREAM
 ]
 
 
@@ -26,16 +26,13 @@ def file_of(module: str, root: Path) -> Path:
 
 
 @pytest.mark.parametrize("upstream", RELIED_ON)
-def test_upstream_has_what_a_seam_relies_on(upstream: Upstream) -> None:
-    found = parameters(file_of(upstream.module, source("NEMO_RL_SRC")), upstream.name)
-    assert found is not None, "it does not exist"
-    if upstream.parameters is not None:
-        assert found == upstream.parameters
+def test_upstream_has_what_a_patch_relies_on(upstream: Upstream) -> None:
+    compare_source(str(source("NEMO_RL_SRC") / "nemo_rl"), upstream)
 
 
-@pytest.mark.parametrize("seam", SEAM_NAMES)
-def test_the_files_a_seam_names_are_there(seam: str) -> None:
-    module = importlib.import_module(f"nemo_rl_ext.patches.{seam}")
+@pytest.mark.parametrize("patch", NAMES)
+def test_the_files_a_patch_names_are_there(patch: str) -> None:
+    module = importlib.import_module(f"nemo_rl_ext.patches.{patch}")
     for upstream in module.UPSTREAM:
         assert file_of(upstream.module, source("NEMO_RL_SRC")).is_file()
 

@@ -1,11 +1,9 @@
-"""Real NeMo RL's vLLM worker extension on a live vLLM: test_nemo_rl.py runs this file."""
+"""Our subclass of NeMo RL's vLLM worker extension on a live vLLM: test_nemo_rl.py runs this."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +12,12 @@ from support.engine import LAYERS, Engine, load_tensors, make_checkpoint, start_
 from support.nemo_rl import extension
 
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_backend", exc_type=ImportError)
-from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import scale_names
-from nemo_rl_ext.patches.ledger import install
 from vllm_fp8rl.state import state_of
 
-install()
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2]]
 SCALE = 0.05
 
@@ -59,7 +54,7 @@ def test_the_engine_of_dummy_weights_is_not_ready(engine: Engine) -> None:
         state_of(engine.model).guard.require_ready()
 
 
-def test_a_refit_through_upstreams_extension_is_a_refit(engine: Engine, folder: Path) -> None:
+def test_a_refit_through_the_extension_is_a_refit(engine: Engine, folder: Path) -> None:
     refit(engine, stream(folder / "a"))
     first = engine.greedy(PROMPTS)
     other = make_checkpoint(folder / "b", 1)
@@ -94,19 +89,3 @@ def test_a_sender_that_breaks_off_leaves_the_engine_closed(engine: Engine, folde
     assert state_of(engine.model).guard.closed
     refit(engine, tensors)
     assert engine.greedy(PROMPTS)
-
-
-def test_other_engines_go_upstreams_way() -> None:
-    class Model(torch.nn.Module):
-        loaded: list[str] = []
-
-        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-            self.loaded += [name for name, _ in weights]
-
-    worker: Any = VllmInternalWorkerExtension()
-    worker.model_runner = SimpleNamespace(
-        model=Model(),
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(quantization=None)),
-    )
-    worker._load_hf_weights([("a.weight", torch.ones(1))])
-    assert worker.model_runner.model.loaded == ["a.weight"]

@@ -1,4 +1,4 @@
-"""Real NeMo RL's synchronous vLLM worker on a CPU: test_nemo_rl.py runs this file."""
+"""Our subclass of NeMo RL's synchronous vLLM worker on a CPU: test_nemo_rl.py runs this file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.engine import LAYERS, SETTINGS, Engine, load_tensors, make_checkpoi
 
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_worker", exc_type=ImportError)
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.models.generation.vllm import vllm_worker
+from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from ray import cloudpickle
 from vllm import SamplingParams
 
@@ -23,11 +23,11 @@ from fp8rl import Recipe
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_name, scale_names
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
-from nemo_rl_ext.patches.ledger import install
+from nemo_rl_ext.workers.vllm import Fp8VllmGenerationWorker, Fp8VllmGenerationWorkerImpl
+from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
 from support.nemo_rl import extension
 from vllm_fp8rl.quantization.kv_cache import kv_scale_state, missing_kv_scales
 
-install()
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2, 44], [5, 9, 13, 200]]
 TOKENS = 8
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def worker(folder: Path) -> Iterator[Any]:
     """The class that Ray makes an actor of; its engine as `_load_model` makes it, but for a CPU."""
-    actor_class = vllm_worker.VllmGenerationWorker.__ray_metadata__.modified_class
+    actor_class = Fp8VllmGenerationWorker.__ray_metadata__.modified_class
     made = object.__new__(actor_class)
     made.cfg = {
         "vllm_cfg": {"async_engine": False, "use_tqdm": False},
@@ -171,7 +171,14 @@ def test_a_calibration_that_fails_stops_the_rollout(worker: Any, folder: Path) -
     generate(worker)
 
 
-def test_the_seam_travels_by_upstreams_name(worker: Any) -> None:
-    ours = vllm_worker.VllmGenerationWorkerImpl._create_engine
-    assert type(worker)._create_engine is ours
-    assert cloudpickle.loads(cloudpickle.dumps(ours)) is ours
+def test_the_engines_workers_get_our_extension(worker: Any) -> None:
+    """By its name: vLLM adds the class to the bases of its own worker."""
+    vllm_worker = worker.llm.llm_engine.model_executor.driver_worker.worker
+    assert isinstance(vllm_worker, Fp8VllmWorkerExtension)
+
+
+def test_ray_pickles_the_actors_class_with_bases_by_name(worker: Any) -> None:
+    made = cloudpickle.loads(cloudpickle.dumps(type(worker)))
+    assert Fp8VllmGenerationWorkerImpl in made.__mro__
+    assert made.__name__ == "Fp8VllmGenerationWorker"
+    assert VllmGenerationWorkerImpl in made.__mro__

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8rl.gemm import GemmShape, builtin_backends
-from fp8rl.gemm.checking import fault
-from fp8rl.gemm.tuning import measure
+from fp8rl.gemm import BackendChoice, GemmShape, builtin_backends
+from fp8rl.gemm.table import DIRECTIONS, table_row
 from fp8rl.numerics import Operand, Quantized, quantize_operand, quantize_weight
+from fp8rl.testing.gemm import product_error
 from fp8rl.testing.numeric import relative_error
 
 if not torch.cuda.is_available():
@@ -126,11 +126,16 @@ def test_scales_with_groups_innermost(name):
     )
 
 
-def test_timing_finds_every_backend_and_the_check_passes_it():
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_random_operands_against_float64(name, direction):
     shape = GemmShape(512, 512, 512)
-    usable = [b for b in BACKENDS.values() if b.supports(GPU, shape, "fp32") is None]
-    for direction in ("fprop", "dgrad", "wgrad", "wgrad_add"):
-        assert [fault(b, direction, shape, GPU) for b in usable] == [None] * len(usable)
-        times = measure(usable, direction, shape, GPU)
-        assert times.keys() == {b.name for b in usable}
-        assert all(0 < t < 100 for t in times.values())
+    assert product_error(_backend(name, shape, "fp32"), direction, shape, GPU) < 1e-2
+
+
+def test_the_table_names_a_backend_that_serves_this_gpu():
+    shape, choice = GemmShape(512, 512, 512), BackendChoice(BACKENDS, ["fp32", "pow2"])
+    for direction in DIRECTIONS:
+        order = table_row(GPU, grouped=False)[direction]
+        ready = [name for name in order if BACKENDS[name].supports(GPU, shape, "fp32") is None]
+        assert choice.pick(GPU, shape, "m", direction).name == ready[0]

@@ -10,11 +10,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("megatron.core")
 
-from fp8rl.gemm import GemmBackend, GemmShape, builtin_backends
+from fp8rl.gemm import BackendChoice, GemmBackend, GemmShape, builtin_backends
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl.backends import BackendChoice
-from megatron_fp8rl.layout import RowLayout, plain_layout, qkv_layout
+from megatron_fp8rl.export.layout import RowLayout, plain_layout, qkv_layout
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import DeepGemmBackend, GroupedShape
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
@@ -84,9 +85,17 @@ def _gpt(experts: int | None = None, spec: Any = None, **more: Any) -> GPTModel:
 
 
 def _convert(model: Any, **pins: Any):
-    # The measured choice compiles DeepGEMM for each of these small shapes, seconds each.
+    # Triton where it serves: the table's choice compiles DeepGEMM for each of these small shapes,
+    # seconds each. Experts have grouped kernels in DeepGEMM only.
+    name = "triton"
+    if model.config.num_moe_experts is not None:
+        name = "deep_gemm"
+        experts = GroupedShape((128,) * 4, 512, 512)
+        reason = DeepGemmBackend().supports_grouped(torch.device("cuda"), experts, "fp32")
+        if reason is not None:
+            pytest.skip(f"deep_gemm: {reason}")
     recipe = Recipe(pins=Pins(**pins))
-    return convert(model, recipe, plugins=PluginManager(), gemm_backend="triton")
+    return convert(model, recipe, plugins=PluginManager(), gemm_backend=name)
 
 
 def _loss(model: torch.nn.Module) -> torch.Tensor:
@@ -183,7 +192,7 @@ def test_one_layer_against_transformer_engine(kind, bias):
 def _swap_alone(layer: Any, kind: str) -> None:
     """Convert one layer by the same code that converts a model."""
     from megatron_fp8rl.conversion import _check, _swap, prepare
-    from megatron_fp8rl.layout import plain_layout
+    from megatron_fp8rl.export.layout import plain_layout
     from megatron_fp8rl.sites import Site
 
     layout = plain_layout("o_proj", 768)
@@ -238,6 +247,14 @@ def test_what_is_not_served_is_named():
     layer.te_quant_params = object()
     with pytest.raises(UnsupportedError, match="quant_recipe"):
         _convert(gpt)
+
+
+def test_experts_without_grouped_kernels_are_refused_with_the_remedy():
+    gpt = _gpt(4)
+    classes = [type(module) for module in gpt.modules()]
+    with pytest.raises(UnsupportedError, match=r"experts.*has no grouped products.*Install Deep"):
+        convert(gpt, Recipe(), plugins=PluginManager(), gemm_backend="triton")
+    assert [type(module) for module in gpt.modules()] == classes
 
 
 def test_a_loss_falls_as_with_transformer_engine():

@@ -27,7 +27,7 @@ from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.observers import QKVObserver
-from megatron_fp8rl.swiglu import is_fused, separate
+from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -63,7 +63,7 @@ def _gpt(kind: str = "dense", seed: int = 0, **more: Any):
 
 
 def _convert(model: Any, **options: Any):
-    # The measured choice compiles DeepGEMM for each of these small shapes, seconds each.
+    # The table's choice compiles DeepGEMM for each of these small shapes, seconds each.
     options = {"gemm_backend": "triton", **options}
     return convert(model, Recipe(), plugins=PluginManager(), **options)
 
@@ -247,11 +247,11 @@ def test_a_fused_mlp_gives_what_separate_operations_give(tokens, monkeypatch):
             weight.grad = None
         return made
 
-    assert is_fused(mlp)
+    assert isinstance(mlp, Fp8SwigluMLP)
     with monkeypatch.context() as patch:
         for name in ("swiglu", "swiglu_grad"):
             patch.delattr(reference, name)  # what computes the activation apart
         fused = run()
-    separate(mlp)
+    mlp.give_back()
     for got, expected in zip(fused, run(), strict=True):
         assert relative_error(got, expected) < 5e-3

@@ -48,7 +48,7 @@ each_topology = pytest.mark.parametrize("name", NAMES)
 
 
 def _backend(name: str) -> str:
-    """Pinned, because one process would measure and two would not."""
+    """One backend for every product of a topology, so that its figures can name it."""
     if DEVICE == "cpu":
         return "reference"
     topology = checks.topology_of(name)

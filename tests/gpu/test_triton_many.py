@@ -73,7 +73,7 @@ def clean() -> list[torch.Tensor]:
     return [
         torch.randn(400_000).bfloat16(),
         torch.full((3,), torch.finfo(torch.float32).max),
-        torch.randn(2 * many._SEGMENT + 5).half(),
+        torch.randn(2 * many._CHUNK + 5).half(),
         torch.arange(256, dtype=torch.uint8)[:127].repeat(2, 1).view(FP8_DTYPE),
         torch.zeros(0),
         torch.tensor(1.0),
@@ -114,7 +114,7 @@ def test_what_is_beyond_a_limit_is_found(limit):
         for value in (448.0, 65504.0, 65536.0, -3.1e38, 3.3e38):
             if dtype in (torch.float16, FP8_DTYPE) and abs(value) > torch.finfo(dtype).max:
                 continue
-            tensors.append(torch.full((many._SEGMENT + 3,), value).to(dtype).to(DEVICE))
+            tensors.append(torch.full((many._CHUNK + 3,), value).to(dtype).to(DEVICE))
             wanted.append(bool(tensors[-1][0].double().abs() <= limit))
     assert many.start_finite_check(tensors, limit)() == wanted
 

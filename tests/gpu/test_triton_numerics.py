@@ -23,14 +23,14 @@ from fp8rl.numerics import Quantized, quantize_block, quantize_group, reference
 from support.triton_device import DEVICE, INTERPRETED
 
 triton_kernels = importlib.import_module("fp8rl.numerics.triton.quantize")
-triton_two_way = importlib.import_module("fp8rl.numerics.triton.dual")
-KERNELS = (triton_kernels, triton_two_way)
+triton_dual = importlib.import_module("fp8rl.numerics.triton.dual")
+KERNELS = (triton_kernels, triton_dual)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FORMATS = ["fp32", "pow2"]
 CASTS = ["native", "software"]  # how the kernels convert to E4M3
 HAS_NATIVE = triton_kernels.has_native_cast(DEVICE)
-HAS_QUADS = INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
+CAN_PACK = INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
 SHAPES = [(3, 144), (127, 64), (129, 272), (128, 128), (256, 384)]
 ODD_SHAPES = [(3, 130), (127, 129), (144, 129), (129, 257), (300, 65)]
 SIDES = [(True, True), (True, False), (False, True)]
@@ -204,11 +204,11 @@ def launch(
 ) -> list[Quantized]:
     """Groups; of a matrix also blocks and both sides of it as operand and as weight, made together
     and, of ``VALUES``, alone."""
-    one_way, two_way = modules
+    one_way, dual = modules
     made = [one_way.quantize_group(x, 128, scale_format)]
     if x.ndim == 2:
         made.append(one_way.quantize_block(x, (128, 128), scale_format))
-        for quantize in (two_way.quantize_operand, two_way.quantize_weight):
+        for quantize in (dual.quantize_operand, dual.quantize_weight):
             for sides in SIDES if case in VALUES else SIDES[:1]:
                 operand = quantize(x, scale_format, *sides)
                 assert tuple(side is not None for side in operand) == sides
@@ -269,11 +269,11 @@ def test_rows_that_fill_no_tile(rows, mode, monkeypatch):
     """Nothing is written behind the outputs, nor by the general kernel."""
     cast, scale_format = mode
     set_cast(cast, monkeypatch)
-    if HAS_QUADS:
-        monkeypatch.delattr(triton_two_way, "_launch")
+    if CAN_PACK:
+        monkeypatch.delattr(triton_dual, "_launch")
     x = base(torch.bfloat16, (rows, 256))
     x[:, 5], x[rows // 2], x[-1, 130] = torch.nan, 0, torch.inf
-    actual = triton_two_way.quantize_operand(x.to(DEVICE), scale_format, True, True)
+    actual = triton_dual.quantize_operand(x.to(DEVICE), scale_format, True, True)
     expected = reference.quantize_operand(x, scale_format, True, True)
     for got, want in zip(actual, expected, strict=True):
         assert_same(got, want)
@@ -283,7 +283,7 @@ def test_rows_that_fill_no_tile(rows, mode, monkeypatch):
 def test_another_number_of_rows_compiles_nothing(monkeypatch):
     def quantize(rows: int) -> None:
         x = torch.ones(rows, 256, dtype=torch.bfloat16, device=DEVICE)
-        triton_two_way.quantize_operand(x, "fp32", True, True)
+        triton_dual.quantize_operand(x, "fp32", True, True)
 
     for rows in (128, 130):
         quantize(rows)

@@ -18,7 +18,7 @@ from fp8rl.numerics import Operand, Quantized, quantize_swiglu, quantize_swiglu_
 from support.triton_device import DEVICE, INTERPRETED
 
 triton_kernels = importlib.import_module("fp8rl.numerics.triton.quantize")
-triton_two_way = importlib.import_module("fp8rl.numerics.triton.dual")
+triton_dual = importlib.import_module("fp8rl.numerics.triton.dual")
 triton_swiglu = importlib.import_module("fp8rl.numerics.triton.swiglu")
 
 FUSES = INTERPRETED or torch.cuda.get_device_capability() >= (9, 0)
@@ -32,7 +32,7 @@ NAMES = ["quantize_swiglu", "quantize_swiglu_grad"]
 
 
 def set_cast(cast: str, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(triton_two_way, "has_native_cast", lambda device: cast == "native")
+    patch.setattr(triton_dual, "has_native_cast", lambda device: cast == "native")
 
 
 def generator(seed: int) -> torch.Generator:
@@ -149,7 +149,7 @@ def test_scales_lie_as_those_of_an_operand_do(rows, name):
     """Products take them as they are, without a copy."""
     grad, h = exact(rows, 256)
     plain = reference.swiglu(h) if name == "quantize_swiglu" else h
-    expected = triton_two_way.quantize_operand(plain.to(DEVICE), "fp32", True, True)
+    expected = triton_dual.quantize_operand(plain.to(DEVICE), "fp32", True, True)
     for got, want in zip(run(name, [grad, h], "fp32", True, True), expected, strict=True):
         assert got.scale_inv.stride() == want.scale_inv.stride()
         assert got.codes.shape == want.codes.shape

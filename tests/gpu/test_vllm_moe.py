@@ -69,7 +69,7 @@ def experts() -> Experts:
     layout = ExpertLayout("experts", numbers, EXPERTS, HIDDEN, WIDTH, PADDED, 0, 1)
     with DEVICE:
         stacks = empty_stacks(layout)
-    grids = ExpertGrids(layout, lambda: stacks, "fp32", DEVICE, lambda: None)
+    grids = ExpertGrids(layout, stacks.__getitem__, "fp32", DEVICE, lambda: None)
     generator = torch.Generator().manual_seed(3)
     sources = {}
     for expert in range(EXPERTS):
@@ -191,7 +191,7 @@ def test_kernels_equal_float64_on_the_same_operands(delegated, experts, backend,
     layer = experts.layer
     _, kernel = delegated.delegate_experts(layer, moe_config(backend), RECIPE)
     names = {"triton": "TritonExperts", "deep_gemm": "TritonOrDeepGemmExperts"}
-    assert type(kernel.impl.fused_experts).__name__ == names[backend]
+    assert type(kernel.fused_experts).__name__ == names[backend]
     x, weights, ids, y = run(kernel, layer, tokens)
     w13 = dequantized(layer.w13_weight, layer.w13_weight_scale_inv)
     w2 = dequantized(layer.w2_weight, layer.w2_weight_scale_inv)

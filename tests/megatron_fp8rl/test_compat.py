@@ -11,12 +11,12 @@ from megatron.core.tensor_parallel import layers
 
 from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl import classes, compat, hooks
-from megatron_fp8rl.classes import fp8_class, upstream_class
+from megatron_fp8rl import compat, hooks
+from megatron_fp8rl.conversion import fp8_class
 from megatron_fp8rl.linear import FP8_CLASSES
 
 
-def test_the_installed_version_has_the_seam():
+def test_the_installed_version_is_the_known_one():
     compat.check_forward_impl()
 
 
@@ -36,8 +36,8 @@ def test_without_transformer_engine_its_classes_are_not_served():
 
     assert fp8_class(extension.TEColumnParallelLinear) is None
     assert fp8_class(layers.ColumnParallelLinear) is FP8_CLASSES[layers.ColumnParallelLinear]
-    assert upstream_class(FP8_CLASSES[layers.RowParallelLinear]) is layers.RowParallelLinear
-    assert upstream_class(layers.RowParallelLinear) is None
+    assert fp8_class(FP8_CLASSES[layers.RowParallelLinear]) is None
+    assert all(ours.upstream is upstream for upstream, ours in FP8_CLASSES.items())
     facts = hooks.diagnose().facts
     assert facts["transformer-engine"].startswith("not installed")
     assert "not TransformerEngine's" in facts["FP8 linears"]
@@ -46,7 +46,7 @@ def test_without_transformer_engine_its_classes_are_not_served():
 def test_every_fp8_class_has_its_parallelism_for_bridge():
     """By name, also those of TransformerEngine, which are not importable everywhere."""
     names = {name for kind in compat.BRIDGE_TYPES.values() for name in kind}
-    source = Path(classes.__file__).with_name("te_classes.py").read_text()
+    source = Path(compat.__file__).with_name("te_classes.py").read_text()
     defined = set(re.findall(r"^class (Fp8\w+)\(", source, re.M))
     assert names == defined | {cls.__name__ for cls in FP8_CLASSES.values()}
 

@@ -27,7 +27,7 @@ from fp8rl.recipe import Pins
 from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes_hf
 from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl.export import export_hf
-from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
 from megatron_fp8rl.sites import sites
 from megatron_fp8rl.testing.models import build_gpt
 from support.megatron import LENGTH, VOCAB, convert_alone, dense, losses, pinned, tokens
@@ -155,7 +155,7 @@ def test_pinned_modules_keep_their_exact_class(pins, bf16):
         m for m in gpt.decoder.modules() if type(m) in (ColumnParallelLinear, RowParallelLinear)
     ]
     assert len(upstream) == len(bf16)
-    assert not any(hasattr(m, "fp8_state") for m in upstream)
+    assert not any(isinstance(m, Fp8Module) for m in upstream)
 
 
 def test_pins_are_global_under_virtual_pipeline_stages():
@@ -174,7 +174,7 @@ def test_pins_are_global_under_virtual_pipeline_stages():
     for pins in ({"layers": (-5,)}, {"names": ("*.4.mlp.down_proj",)}, {"kinds": ("experts",)}):
         with pytest.raises(PinError, match="match"):
             convert_alone(chunks, pinned(**pins))
-    assert not any(hasattr(m, "fp8_state") for chunk in chunks for m in chunk.modules())
+    assert not any(isinstance(m, Fp8Module) for chunk in chunks for m in chunk.modules())
 
 
 def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
@@ -242,7 +242,7 @@ def test_training_in_bf16_converts_nothing():
     gpt = _gpt()
     conversion = convert_alone(gpt, Recipe(training=False, pins=Pins(last=1)))
     assert not conversion.modules
-    assert not any(hasattr(m, "fp8_state") for m in gpt.modules())
+    assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
     assert conversion.policy.bf16_linears()[0] == "model.layers.1.self_attn.q_proj"
     conversion.invalidate()
     conversion.close()
@@ -340,7 +340,7 @@ def test_what_is_not_served_is_named(change, message):
     with pytest.raises(UnsupportedError, match=message):
         convert_alone(gpt)
     assert [type(m) for m in gpt.modules()] == classes
-    assert not any(hasattr(m, "fp8_state") for m in gpt.modules())
+    assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
 
 
 def test_a_pinned_module_may_be_of_any_class():
@@ -359,7 +359,6 @@ def _use(conversion: Conversion, folder: Any) -> dict[str, Callable[[], Any]]:
         "modules": lambda: conversion.modules,
         "invalidate": conversion.invalidate,
         "drop_codes": conversion.drop_codes,
-        "tune": lambda: conversion.tune(8),
         "save_table": lambda: conversion.save_table(folder),
         "table_differences": lambda: conversion.table_differences(folder),
     }
@@ -424,7 +423,7 @@ def test_a_stale_handle_does_not_turn_off_a_later_conversion(tmp_path):
     assert torch.equal(losses(gpt, ids), fp8) and later.modules == modules
     later.close()
     one.close()
-    assert not any(hasattr(m, "fp8_setup") for m in gpt.modules())
+    assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
 
 
 def test_a_handle_that_converted_nothing_says_that_a_later_conversion_did(tmp_path):
@@ -468,9 +467,9 @@ def test_chunks_that_handles_share():
         _ = whole.modules
     with pytest.raises(UnsupportedError, match="runs in FP8 already"):
         convert_alone(chunks)  # the second is; the first must stay as it is
-    assert not any(hasattr(m, "fp8_state") for m in first.modules())
+    assert not any(isinstance(m, Fp8Module) for m in first.modules())
     whole.close()  # what is left of it
-    assert not any(hasattr(m, "fp8_state") for m in second.modules())
+    assert not any(isinstance(m, Fp8Module) for m in second.modules())
 
     for pins in ({"first": 1}, {"kinds": ("o_proj",)}):  # of the first chunk: all, or some
         convert_alone(first, pinned(**pins))
@@ -489,7 +488,7 @@ def test_chunks_that_hold_a_layer_twice_change_nothing():
     for chunks in ([gpt, _gpt()], [gpt, Float16Module(gpt.config, gpt)]):
         with pytest.raises(UnsupportedError, match=r"chunks hold 'model\.layers\.0\..*' twice"):
             convert_alone(chunks)
-        assert not any(hasattr(m, "fp8_state") for chunk in chunks for m in chunk.modules())
+        assert not any(isinstance(m, Fp8Module) for chunk in chunks for m in chunk.modules())
     convert_alone(gpt)
     with pytest.raises(UnsupportedError, match="twice"):
         conversion_of([gpt, gpt])
@@ -511,7 +510,7 @@ def test_an_interrupt_leaves_a_model_that_can_be_converted(calls, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(conversion_module, "fp8_class", interrupted)
         convert_alone(gpt)
-    assert not any(hasattr(m, "fp8_setup") or hasattr(m, "fp8_state") for m in gpt.modules())
+    assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
     assert torch.equal(losses(gpt, ids), bf16)
     assert len(convert_alone(gpt).modules) == 8
 
@@ -747,24 +746,3 @@ def test_loss_curves_stay_with_bf16():
         assert abs(sum(fp8[-10:]) - sum(bf16[-10:])) / 10 < 0.02, scale_format
         assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.1, scale_format
         assert fp8 != bf16
-
-
-def test_tuning_times_the_shapes_of_the_model():
-    class Other(ReferenceBackend):
-        name = "other"
-
-    class Plugin:
-        @hookimpl
-        def register_gemm_backends(self):
-            return [Other()]
-
-    plugins = PluginManager(discover=False)
-    plugins.register(Plugin())
-    gpt = _gpt()
-    conversion = convert(gpt, Recipe(), plugins=plugins)
-    timings = conversion.tune(tokens=64)
-    shapes = {(64, *module.weight.shape) for module in conversion.modules.values()}
-    assert set(timings) == {"fprop", "dgrad", "wgrad", "wgrad_add"}
-    for by_shape in timings.values():
-        assert {shape[:3] for shape in by_shape} == shapes
-        assert all(set(times) == {"other", "reference"} for times in by_shape.values())

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_curves import VARIANTS, Curve, Setting, train
 
 ROOT = Path(__file__).resolve().parents[2]
+with pytest.MonkeyPatch.context() as _patch:  # not for long: benchmarks/nemo_rl.py is no nemo_rl
+    _patch.syspath_prepend(ROOT / "benchmarks")
+    from megatron_curves import VARIANTS, Curve, Setting, train
 NAMES = [
     "float32",
     "BF16",

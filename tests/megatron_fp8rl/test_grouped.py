@@ -10,22 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import (
-    GemmBackend,
-    GroupedShape,
-    LoopBackend,
-    ReferenceBackend,
-    builtin_backends,
-)
-from megatron_fp8rl.backends import BackendChoice
-from megatron_fp8rl.grouped import Fp8Grouped, Fp8GroupedState, even_shape, grouped_linear
-from megatron_fp8rl.layout import RowLayout, gate_up_layout, plain_layout
-from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
+from fp8rl.gemm import BackendChoice, GemmBackend, ReferenceBackend
+from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, plain_layout
+from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
+from megatron_fp8rl.linear import Call, Fp8Linear, Fp8State, fp8_linear
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 OUT, IN = 96, 160
 INTERLEAVED = RowLayout(("a", "b"), (16, 32), groups=2)  # another order than HF's, blocks parted
-CPU = torch.device("cpu")
 
 
 def _state(
@@ -157,7 +149,7 @@ def test_a_change_of_one_expert_is_seen(keep):
     assert torch.equal(run(), after)
 
 
-class _Experts(Fp8Grouped, torch.nn.Module):
+class _Experts(Fp8Linear, torch.nn.Module):
     def __init__(self, keep: bool | None) -> None:
         super().__init__()
         self.fp8_state = _state(2, keep=keep)
@@ -217,23 +209,13 @@ def test_experts_of_zeros_give_zeros():
     assert weights[0].grad.abs().min() > 0
 
 
-class _AtOnce(LoopBackend):
-    """A backend with grouped products of its own, which counts them."""
+class _Counting(ReferenceBackend):
+    """A plugin's backend that counts its grouped products."""
 
-    def __init__(self, name: str = "at_once", reason: str | None = None) -> None:
-        super().__init__(ReferenceBackend())
-        self.name, self.reason, self.calls = name, reason, []
+    name = "counting"
 
-    def supports(self, *args):
-        return "only experts"
-
-    def fprop(self, *args):
-        raise AssertionError
-
-    dgrad = wgrad = fprop
-
-    def supports_grouped(self, *args):
-        return self.reason
+    def __init__(self) -> None:
+        self.calls: list[str] = []
 
     def grouped_fprop(self, *args):
         self.calls.append("fprop")
@@ -249,31 +231,8 @@ class _AtOnce(LoopBackend):
 
 
 def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():
-    own = _AtOnce()
+    own = _Counting()
     state, weights = _state(3, None, own, ReferenceBackend()), _weights(3, "ddp")
     x = torch.randn(30, IN).bfloat16().requires_grad_()
     grouped_linear(x, (10, 0, 20), weights, None, state, fusion=False).sum().backward()
     assert own.calls == ["fprop", "dgrad", "wgrad"]
-
-
-def test_grouped_kernels_come_first_then_loops_in_the_order_of_their_backends():
-    shape = GroupedShape((5, 0, 7), OUT, IN)
-    offered = {b.name: b for b in (*builtin_backends(), _AtOnce(reason="not today"))}
-    choice = BackendChoice(offered, ["fp32"])
-    assert choice.pick_grouped(CPU, shape, "m", "fprop").name == "reference loop"
-    named = BackendChoice(offered, ["fp32"], "deep_gemm")
-    with pytest.raises(
-        UnsupportedError, match=r"serves 'm' \(12 .*deep_gemm: needs a GPU; deep_gemm loop: needs"
-    ):
-        named.pick_grouped(CPU, shape, "m", "wgrad_add")
-
-
-def test_tuning_times_experts_apart_from_single_linears():
-    fast, slow = _AtOnce("fast"), _AtOnce("slow")
-    choice = BackendChoice({b.name: b for b in (slow, fast, ReferenceBackend())}, ["fp32"])
-    shape = even_shape(_weights(3, "none"), 100)
-    assert shape == GroupedShape((34, 34, 34), OUT, IN, torch.bfloat16)
-    choice.tune([shape], CPU)
-    assert set(choice.timings) == {"fprop", "dgrad", "wgrad", "wgrad_add"}
-    for by_shape in choice.timings.values():
-        assert set(by_shape[shape]) == {"fast", "slow", "reference loop"}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl.layout import RowLayout, gate_up_layout, plain_layout, qkv_layout
+from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, plain_layout, qkv_layout
 
 heads = st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([3, 8, 64, 128]))
 

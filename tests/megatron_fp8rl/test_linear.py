@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import ReferenceBackend
+from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl.backends import BackendChoice
-from megatron_fp8rl.layout import RowLayout, plain_layout, qkv_layout
+from megatron_fp8rl.export.layout import RowLayout, plain_layout, qkv_layout
 from megatron_fp8rl.linear import FP8_CLASSES, Fp8State
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
@@ -283,39 +282,3 @@ def test_options_that_are_not_served_are_refused():
     weight.__fsdp_param__ = True
     with pytest.raises(UnsupportedError, match="FSDP"):
         impl(x, weight)
-
-
-class _Picky(ReferenceBackend):
-    name = "picky"
-
-    def supports(self, device, shape, scale_format):
-        if scale_format == "pow2":
-            return "fp32 scales alone"
-        return "too many tokens" if shape.tokens > 4 else None
-
-
-def test_the_backend_is_chosen_by_what_it_supports():
-    from fp8rl.gemm import GemmShape
-
-    offered = {"reference": ReferenceBackend(), "picky": _Picky()}
-    cpu = torch.device("cpu")
-    choice = BackendChoice(offered, ["fp32"])
-    assert choice.pick(cpu, GemmShape(4, 8, 8), "m").name == "picky"
-    assert choice.pick(cpu, GemmShape(5, 8, 8), "m").name == "reference"
-    assert BackendChoice(offered, ["fp32", "pow2"]).pick(cpu, GemmShape(4, 8, 8), "m").name == (
-        "reference"
-    )
-    with pytest.raises(UnsupportedError, match=r"serves 'm'.*picky: too many tokens"):
-        BackendChoice(offered, ["fp32"], "picky").pick(cpu, GemmShape(5, 8, 8), "m")
-    with pytest.raises(UnsupportedError, match=r"no GEMM backend 'other'.*picky, reference"):
-        BackendChoice(offered, ["fp32"], "other")
-
-
-def test_the_reference_backend_serves_a_gpu_by_name_alone():
-    from fp8rl.gemm import GemmShape
-
-    offered, gpu = {"reference": ReferenceBackend()}, torch.device("cuda")
-    with pytest.raises(UnsupportedError, match="float32"):
-        BackendChoice(offered, ["fp32"]).pick(gpu, GemmShape(4, 8, 8), "m")
-    named = BackendChoice(offered, ["fp32"], "reference")
-    assert named.pick(gpu, GemmShape(4, 8, 8), "m").name == "reference"

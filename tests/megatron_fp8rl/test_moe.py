@@ -9,13 +9,12 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from fp8rl.errors import PinError, UnsupportedError
-from fp8rl.gemm import ReferenceBackend
+from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from megatron_fp8rl import weight_codes_hf
-from megatron_fp8rl.backends import BackendChoice
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
+from megatron_fp8rl.export.layout import plain_layout
 from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
-from megatron_fp8rl.layout import plain_layout
 from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.sites import module_names, sites
 from megatron_fp8rl.testing.models import build_gpt

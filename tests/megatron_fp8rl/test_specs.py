@@ -22,7 +22,7 @@ from fp8rl import Recipe
 from fp8rl.errors import PinError, RecipeError, UnsupportedError
 from megatron_fp8rl import conversion_of, convert, specs
 from megatron_fp8rl.export import export_hf, load_hf
-from megatron_fp8rl.swiglu import is_fused
+from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.table import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
 from support.megatron import dense, losses, moe
@@ -170,9 +170,11 @@ def test_models_of_one_spec_and_one_config_are_apart():
         for _ in range(2)
     )
     fused = [layer.mlp for layer in two.decoder.layers[:2]]
-    assert is_fused(fused[1]) and not is_fused(fused[0])  # one of whose linears is pinned
+    # One of the linears of the first is pinned.
+    assert [type(mlp) is Fp8SwigluMLP for mlp in fused] == [False, True]
     conversion_of(one).close()
-    assert is_fused(fused[1]) and not is_fused(one.decoder.layers[1].mlp)
+    assert type(fused[1]) is Fp8SwigluMLP
+    assert type(one.decoder.layers[1].mlp) is not Fp8SwigluMLP
     found = conversion_of(two)
     assert set(found.modules) == DENSE_FP8
     module = found.modules["model.layers.1.mlp.down_proj"]

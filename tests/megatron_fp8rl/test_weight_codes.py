@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8rl.numerics import Quantized, dequantize_block, mark_inf, quantize_block
-from megatron_fp8rl.layout import plain_layout, qkv_layout
+from megatron_fp8rl.export.layout import plain_layout, qkv_layout
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 

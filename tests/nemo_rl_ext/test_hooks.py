@@ -6,11 +6,11 @@ import pytest
 
 import nemo_rl_ext
 from fp8rl import PluginManager
-from nemo_rl_ext.grpo.importance_sampling import correct
+from nemo_rl_ext.grpo.importance_sampling import correct_is
 
 
 def test_the_installed_entry_point_offers_the_corrector() -> None:
-    assert PluginManager().is_correctors()["is"] is correct
+    assert PluginManager().is_correctors()["is"] is correct_is
 
 
 def test_every_public_name_resolves() -> None:

@@ -18,11 +18,11 @@ class Closing:
 
 
 def extension(engine: Engine) -> Any:
-    """Upstream's extension over the engine's worker, as vLLM mixes it in."""
-    from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+    """Our worker extension over the engine's worker, as vLLM mixes it in."""
+    from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
 
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
-    mixed: Any = VllmInternalWorkerExtension()
+    mixed: Any = Fp8VllmWorkerExtension()
     mixed.model_runner = worker.model_runner
     mixed.model_config = worker.model_config
     mixed.device = worker.device

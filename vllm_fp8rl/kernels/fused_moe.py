@@ -104,7 +104,7 @@ def warm_up_experts(
     kernel: mk.FusedMoEKernel, layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup
 ) -> None:
     """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM."""
-    if not isinstance(kernel.impl.fused_experts, TritonOrDeepGemmExperts):
+    if not isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
         return
     # Rows as vLLM's own warm-up counts them: the tokens of all data-parallel ranks, padded.
     rows, _ = compute_aligned_M_and_alignment(

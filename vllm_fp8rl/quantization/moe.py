@@ -191,7 +191,7 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         layout = self._layout(layer, intermediate_size_per_partition, hidden_size)
         stacks = empty_stacks(layout)
         device = stacks["w13_weight"].device
-        storage = _storage_of(weakref.ref(layer), tuple(stacks))
+        storage = _storage_of(weakref.ref(layer))
         self.grids = ExpertGrids(
             layout,
             storage,
@@ -292,7 +292,7 @@ class RefitMoEMethod(_ExpertsMethod):
         width, shapes = layout.padded, {}
         shapes["w13_weight"] = (num_experts, 2 * width, hidden_size)
         shapes["w2_weight"] = (num_experts, hidden_size, width)
-        self.grids = PlainExperts(layout, _storage_of(weakref.ref(layer), tuple(shapes)))
+        self.grids = PlainExperts(layout, _storage_of(weakref.ref(layer)))
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=params_dtype)
             layer.register_parameter(name, ExpertParameter(data, self.grids))
@@ -400,13 +400,12 @@ def _check(moe: FusedMoEConfig, layer: RoutedExperts, name: str) -> None:
             )
 
 
-def _storage_of(
-    layer: weakref.ref[torch.nn.Module], names: tuple[str, ...]
-) -> Callable[[], dict[str, torch.Tensor]]:
-    def live() -> dict[str, torch.Tensor]:
+def _storage_of(layer: weakref.ref[torch.nn.Module]) -> Callable[[str], torch.Tensor]:
+    def live(name: str) -> torch.Tensor:
         module = layer()
         if module is None:
             raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
-        return {name: getattr(module, name).data for name in names}
+        parameters: Any = module._parameters  # called for each matrix: not through __getattr__
+        return parameters[name].data
 
     return live

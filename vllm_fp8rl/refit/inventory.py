@@ -32,7 +32,7 @@ from fp8rl.pinning import FUSED as FUSED_MODULES
 from vllm_fp8rl.quantization.kv_cache import fp8_layers, required_kv_scales
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch
-from vllm_fp8rl.storage.experts import FUSED, MATRICES, ExpertGrids, load_fused, stack_of
+from vllm_fp8rl.storage.experts import FUSED, MATRICES, ExpertGrids, load_fused, scales_of, stack_of
 from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight, ShardedParameter
 
 Named = tuple[str, torch.Tensor]
@@ -257,10 +257,10 @@ def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:
             route = partial(experts.load, expert, matrix) if local else _leave_out
             yield name, Entry(shape, parameter, kind, route, local=local, codes_fit=fits)
             if quantized:
-                name, parameter_name = f"{name}_scale_inv", f"{parameter}_scale_inv"
+                stack = f"{path}.{scales_of(matrix)}"
                 route = partial(experts.load_scales, expert, matrix) if local else _leave_out
-                entry = Entry(scales, parameter_name, "scales", route, local=local, codes_fit=fits)
-                yield name, entry
+                entry = Entry(scales, stack, "scales", route, local=local, codes_fit=fits)
+                yield f"{name}_scale_inv", entry
     for leaf, matrices in FUSED.items():
         rows, columns = layout.shard(matrices[0]).full
         shape = (layout.total, len(matrices) * rows, columns)

@@ -26,14 +26,19 @@ MATRICES: dict[Matrix, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_p
 FUSED: dict[str, tuple[Matrix, ...]] = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 """HF's tensors of all experts at once, ``[experts, rows, columns]`` -> what they hold."""
 
-Storage = Callable[[], Mapping[str, torch.Tensor]]
-"""Returns the layer's live tensors by parameter name; called at each write: an engine may move
-them."""
+Storage = Callable[[str], torch.Tensor]
+"""Returns the layer's live tensor of a parameter name; called at each write, because an engine may
+move it."""
 
 
 def stack_of(matrix: Matrix) -> str:
     """The parameter that holds a matrix of every expert."""
     return "w2_weight" if matrix == "w2" else "w13_weight"
+
+
+def scales_of(matrix: Matrix) -> str:
+    """The parameter that holds the scales of a matrix of every expert."""
+    return "w2_weight_scale_inv" if matrix == "w2" else "w13_weight_scale_inv"
 
 
 @dataclass(frozen=True)
@@ -212,10 +217,10 @@ class ExpertGrids:
                 grid.load_source(start, make(grid.shape_of(start)))
 
     def _live(self, local: int, matrix: Matrix) -> Quantized:
-        live, stack = self._storage(), stack_of(matrix)
+        codes, scale_inv = self._storage(stack_of(matrix)), self._storage(scales_of(matrix))
         return Quantized(
-            self.layout.rows_of(live[stack], local, matrix),
-            self.layout.rows_of(live[f"{stack}_scale_inv"], local, matrix, BLOCK[0]),
+            self.layout.rows_of(codes, local, matrix),
+            self.layout.rows_of(scale_inv, local, matrix, BLOCK[0]),
         )
 
 
@@ -248,7 +253,7 @@ class PlainExperts:
         """
         check_plain_dtype(tensor, self.layout.hf_name(expert, matrix))
         part = self.layout.part(tensor, expert, matrix)
-        stack = self._storage()[stack_of(matrix)]
+        stack = self._storage(stack_of(matrix))
         self.layout.rows_of(stack, self.layout.local[expert], matrix).copy_(part)
         self._missing.discard((expert, matrix))
 

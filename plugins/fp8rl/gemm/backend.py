@@ -1,4 +1,4 @@
-"""What a GEMM backend is."""
+"""The contract of a GEMM backend."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Direction = Literal["fprop", "dgrad", "wgrad", "wgrad_add"]
 
 
 class GemmShape(NamedTuple):
-    """``tokens x out_features x in_features`` of one linear layer on this rank."""
+    """The product ``tokens x out_features x in_features`` of one linear layer on this rank."""
 
     tokens: int
     out_features: int
     in_features: int
     dtype: torch.dtype = torch.bfloat16
-    """Of activations and their gradients: what fprop and dgrad return."""
+    """Dtype of activations and their gradients, which fprop and dgrad return."""
 
 
 class GroupedShape(NamedTuple):
-    """The linear layers of this rank's experts, all of one shape, each over its own tokens."""
+    """The linear layers of this rank's experts: one shape, each over its own tokens."""
 
     sizes: tuple[int, ...]
     """Tokens of each expert, padded as :class:`fp8rl.numerics.ExpertRows` does."""
@@ -36,7 +36,7 @@ class GroupedShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Padded ones of all experts."""
+        """Padded tokens of all experts."""
         return sum(self.sizes)
 
 
@@ -44,15 +44,15 @@ class GroupedShape(NamedTuple):
 class GemmBackend(Protocol):
     """The three products of a linear layer ``y = x @ w.T`` over quantized operands.
 
-    Each is ``a @ b.T`` with both operands K-major (the dimension that is summed over is last), as
-    ``quantize_operand`` and ``quantize_weight`` give them:
+    Each product is ``a @ b.T`` with both operands K-major (the dimension that is summed over is
+    last), as ``quantize_operand`` and ``quantize_weight`` give them:
 
     - ``x``: rowwise, groups along ``in_features``; ``w``: rowwise, 128x128 blocks of ``[out, in]``;
     - ``grad``: rowwise, groups along ``out_features``; ``w_t``: the weight's columnwise side,
       ``[in, out]``;
-    - ``grad_t``, ``x_t``: columnwise, groups along *tokens*, perhaps padded with zero codes.
+    - ``grad_t``, ``x_t``: columnwise, groups along *tokens*, possibly padded with zero codes.
 
-    On a GPU codes are contiguous; scales, and anything on a CPU, may have any strides.
+    On a GPU codes are contiguous; scales, and everything on a CPU, may have any strides.
     """
 
     name: str
@@ -60,7 +60,7 @@ class GemmBackend(Protocol):
     def supports(
         self, device: torch.device, shape: GemmShape, scale_format: ScaleFormat
     ) -> str | None:
-        """None if the backend serves the case, otherwise the reason why not."""
+        """Return None if the backend serves the case, otherwise the reason why not."""
 
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """``[tokens, in] x [out, in] -> [tokens, out]`` in ``dtype``, accumulated in float32."""
@@ -84,11 +84,11 @@ class GemmBackend(Protocol):
 
 @runtime_checkable
 class GroupedBackend(Protocol):
-    """The products of :class:`GemmBackend` for many experts at once.
+    """The products of :class:`GemmBackend` for all experts of a rank in one call.
 
-    A :class:`GemmBackend` may have these too. One that has not serves experts all the same, one
-    after the other, through :class:`fp8rl.gemm.LoopBackend`. Weights are stacks: codes
-    ``[experts, ...]`` and scale_inv likewise, contiguous on a GPU.
+    A :class:`GemmBackend` may have these methods too; one without them does not serve grouped
+    experts. Weights are stacks: codes ``[experts, ...]`` and scale_inv likewise, contiguous on a
+    GPU.
     """
 
     name: str
@@ -96,13 +96,13 @@ class GroupedBackend(Protocol):
     def supports_grouped(
         self, device: torch.device, shape: GroupedShape, scale_format: ScaleFormat
     ) -> str | None:
-        """None if the backend serves the case, otherwise the reason why not."""
+        """Return None if the backend serves the case, otherwise the reason why not."""
 
     def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        """``[expert_rows.rows, out]``: of each expert ``[tokens, in] x [out, in]``."""
+        """``[expert_rows.rows, out]``: ``[tokens, in] x [out, in]`` of each expert."""
 
     def grouped_dgrad(self, grad: GroupedRows, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        """``[expert_rows.rows, in]``: of each expert ``[tokens, out] x [in, out]``."""
+        """``[expert_rows.rows, in]``: ``[tokens, out] x [in, out]`` of each expert."""
 
     def grouped_wgrad(
         self,
@@ -111,8 +111,8 @@ class GroupedBackend(Protocol):
         dtype: torch.dtype,
         out: Sequence[torch.Tensor] | None = None,
     ) -> Sequence[torch.Tensor]:
-        """Of the expert at each position ``[out, tokens] x [in, tokens] -> [out, in]``.
+        """``[out, tokens] x [in, tokens] -> [out, in]`` of the expert at each position.
 
         With ``out``, tensors of the results' shape and dtype, the products are added to them.
-        Experts without tokens have a product of zeros.
+        The product of an expert without tokens is zero.
         """

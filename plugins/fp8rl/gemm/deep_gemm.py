@@ -27,13 +27,14 @@ _TILE_ROWS = "get_mk_alignment_for_contiguous_layout"
 
 
 def load_deep_gemm() -> ModuleType:
-    """The ``deep_gemm`` package, or else the copy that a vLLM wheel carries.
+    """Import the ``deep_gemm`` package, or else the copy that a vLLM wheel carries.
 
-    That copy is a library of its own, so it is loaded by its place on disk where vLLM itself is not
-    loaded yet: importing vLLM would change settings of torch.
+    The copy does not need vLLM, so it is loaded from its folder if vLLM is not loaded yet:
+    importing vLLM would change settings of torch.
 
     Raises:
-        ImportError: there is neither, or it does not work here (no CUDA toolkit for its compiler).
+        ImportError: neither is installed, or it does not work here (no CUDA toolkit for its
+            compiler).
     """
     if find_spec("deep_gemm") is not None:
         return import_module("deep_gemm")
@@ -63,12 +64,12 @@ def load_deep_gemm() -> ModuleType:
 class DeepGemmBackend:
     """``fp8_gemm_nt``: blocks in fprop and dgrad, 1x128 groups on both sides in wgrad.
 
-    Of many experts ``m_grouped_fp8_gemm_nt_contiguous``, whose tiles must not reach over an
-    expert's end, and ``k_grouped_fp8_gemm_nt_contiguous``, which adds to a stack of float32
-    matrices and is compiled for each number of experts.
+    Experts use ``m_grouped_fp8_gemm_nt_contiguous``, whose tiles must not cross the end of an
+    expert, and ``k_grouped_fp8_gemm_nt_contiguous``, which adds to a stack of float32 matrices and
+    is compiled for each number of experts.
 
     Args:
-        load: what imports the library, at the first question whether it serves a case.
+        load: function that imports the library, called when support is first asked for.
     """
 
     name = "deep_gemm"
@@ -219,13 +220,17 @@ def _side(operand: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _is_whole(matrix: torch.Tensor) -> bool:
-    """Whether TMA can write to it as it is."""
+    """Tell whether TMA can write to the matrix in place."""
     return matrix.is_contiguous() and matrix.data_ptr() % _TMA_ALIGNMENT == 0
 
 
 def _stacks(matrices: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Runs of whole matrices that follow each other in memory: the number of the first one, and
-    ``[matrices, rows, columns]`` over all of them. One that is not whole is alone."""
+    """Find runs of whole matrices that follow each other in memory.
+
+    Returns:
+        The index of the first matrix of each run, and a view ``[matrices, rows, columns]`` of the
+        run. A matrix that is not whole is a run by itself.
+    """
     starts = [0]
     for i, (before, after) in enumerate(pairwise(matrices), start=1):
         end = before.data_ptr() + before.numel() * before.element_size()

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-from fp8rl.gemm.backend import GemmShape
-from fp8rl.numerics import Quantized, dequantize_block, dequantize_group
+from fp8rl.gemm.backend import GemmShape, GroupedShape
+from fp8rl.numerics import (
+    GroupedColumns,
+    GroupedRows,
+    Quantized,
+    dequantize_block,
+    dequantize_group,
+)
 from fp8rl.recipe import ScaleFormat
 
 
 class ReferenceBackend:
-    """The CPU backend, and the truth that other backends are tested against."""
+    """The CPU's backend. It multiplies the experts of a module one after the other."""
 
     name = "reference"
 
@@ -35,3 +43,36 @@ class ReferenceBackend:
     ) -> torch.Tensor:
         product = (dequantize_group(*grad_t) @ dequantize_group(*x_t).t()).to(dtype)
         return product if out is None else out.add_(product)
+
+    def supports_grouped(
+        self, device: torch.device, shape: GroupedShape, scale_format: ScaleFormat
+    ) -> str | None:
+        return None
+
+    def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        return _each_expert(self.fprop, x, w, dtype)
+
+    def grouped_dgrad(self, grad: GroupedRows, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        return _each_expert(self.dgrad, grad, w_t, dtype)
+
+    def grouped_wgrad(
+        self,
+        grad_t: GroupedColumns,
+        x_t: GroupedColumns,
+        dtype: torch.dtype,
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> Sequence[torch.Tensor]:
+        positions = range(len(x_t.expert_rows.order))
+        totals = [None] * len(positions) if out is None else out
+        return [self.wgrad(grad_t.at(i), x_t.at(i), dtype, totals[i]) for i in positions]
+
+
+def _each_expert(
+    product: Callable[[Quantized, Quantized, torch.dtype], torch.Tensor],
+    a: GroupedRows,
+    w: Quantized,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    experts = range(len(a.expert_rows.sizes))
+    weights = [Quantized(w.codes[i], w.scale_inv[i]) for i in experts]
+    return torch.cat([product(a.of(i), weights[i], dtype) for i in experts])

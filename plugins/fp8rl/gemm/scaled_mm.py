@@ -77,11 +77,11 @@ class ScaledMmBackend:
 
 
 def groups_outermost(scale_inv: torch.Tensor) -> torch.Tensor:
-    """``[rows, groups]`` scales, rows contiguous: as the Triton kernels write them, else a copy."""
+    """Make ``[rows, groups]`` scales contiguous along rows; the Triton kernels write them so."""
     return scale_inv if scale_inv.stride(0) == 1 else scale_inv.t().contiguous().t()
 
 
 def _padded(scale_inv: torch.Tensor) -> torch.Tensor:
-    """Block scales with rows of a multiple of 4, as cuBLASLt strides over them."""
+    """Pad the rows of block scales to a multiple of 4, the stride that cuBLASLt expects."""
     missing = -scale_inv.shape[1] % 4
     return torch.nn.functional.pad(scale_inv, (0, missing)) if missing else scale_inv

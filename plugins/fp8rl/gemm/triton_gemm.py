@@ -12,7 +12,7 @@ from fp8rl.recipe import ScaleFormat
 
 
 class TritonBackend:
-    """The general fallback: no alignment is asked for, ragged tiles are masked."""
+    """The general fallback: it needs no alignment, ragged tiles are masked."""
 
     name = "triton"
 

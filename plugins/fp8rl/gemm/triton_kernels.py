@@ -1,4 +1,4 @@
-"""The kernel of :mod:`fp8rl.gemm.triton_gemm`."""
+"""The kernels of :mod:`fp8rl.gemm.triton_gemm`; this module needs triton."""
 
 from __future__ import annotations
 
@@ -87,15 +87,15 @@ def _block_scaled_mm_kernel(
 def block_scaled_mm(
     a: Quantized, b: Quantized, out: torch.Tensor, *, blocks: bool, accumulate: bool
 ) -> None:
-    """``out = a @ b.T``, or ``out += a @ b.T``.
+    """Compute ``out = a @ b.T``, or ``out += a @ b.T``.
 
     Args:
         a: codes ``[M, K]``, scale_inv ``[M, ceil(K/128)]``.
         b: codes ``[N, K]``; scale_inv ``[ceil(N/128), ceil(K/128)]`` with ``blocks``, otherwise
             ``[N, ceil(K/128)]``.
         out: ``[M, N]``, any strides.
-        blocks: b's scales are those of 128x128 blocks.
-        accumulate: add to ``out``.
+        blocks: whether the scales of ``b`` belong to 128x128 blocks.
+        accumulate: whether the product is added to ``out``.
     """
     (m, k), n = a.codes.shape, len(b.codes)
     if not m or not n:
@@ -165,10 +165,10 @@ def _wide_groups_kernel(
     TILE_M: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    """Both operands in 1x128 groups, whole tiles, loads by TMA.
+    """Multiply operands in 1x128 groups, in whole tiles loaded by TMA.
 
     A tile is ``HALVES`` times 128 columns wide, one half after the other, so that the partial sums
-    of one half fit the registers beside the totals of both.
+    of one half fit in registers together with the totals of both.
     """
     tiles_m = tl.cdiv(m, TILE_M)
     per_band = ROW_TILES * tl.cdiv(n, 128 * HALVES)
@@ -199,7 +199,7 @@ def _wide_groups_kernel(
 
 
 def wide_groups_mm(a: Quantized, b: Quantized, out: torch.Tensor) -> None:
-    """``out = a @ b.T`` on Hopper, for shapes that :func:`is_wide` accepts.
+    """Compute ``out = a @ b.T`` on Hopper, for shapes that :func:`is_wide` accepts.
 
     Args:
         a: codes ``[M, K]``, scale_inv ``[M, K/128]``, rows contiguous.
@@ -229,7 +229,7 @@ def wide_groups_mm(a: Quantized, b: Quantized, out: torch.Tensor) -> None:
 
 
 def is_wide(a: Quantized, b: Quantized) -> bool:
-    """Whether all tiles are whole and every TMA load is aligned."""
+    """Tell whether all tiles are whole and every TMA load is aligned."""
     (m, k), n = a.codes.shape, len(b.codes)
     outermost = a.scale_inv.stride(0) == 1 and b.scale_inv.stride(0) == 1
     whole = m % 128 == 0 and n % 256 == 0 and k % 128 == 0

@@ -1,4 +1,4 @@
-"""Public functions: check the arguments, then run the device's implementation."""
+"""The public functions: check the arguments, then call the reference or the Triton kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows
 from fp8rl.recipe import ScaleFormat
 
 
-def _implementation(x: torch.Tensor, kernels: str = "quantize") -> ModuleType:
+def implementation(x: torch.Tensor, kernels: str = "quantize") -> ModuleType:
+    """The module that serves the device of ``x``.
+
+    Args:
+        x: tensor to quantize.
+        kernels: file of :mod:`fp8rl.numerics.triton` with the function to call.
+
+    Raises:
+        UnsupportedError: ``x`` is on a GPU and triton is not installed.
+    """
     if not x.is_cuda:
         return reference
     try:
@@ -46,23 +55,23 @@ def quantize_block(
     """Quantize a weight in blocks.
 
     Args:
-        w: ``[N, K]``, bfloat16, float16 or float32, any strides. Ragged blocks at the end are
+        w: ``[N, K]``, bfloat16, float16 or float32, any strides. Partial blocks at the ends are
             padded with zeros.
-        block: rows and columns of a block.
+        block: number of rows and columns of a block.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
         out: contiguous tensors on ``w``'s device to write to instead of new ones.
 
     Returns:
-        codes ``float8_e4m3fn [N, K]`` contiguous, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``;
-        neither takes part in autograd.
+        codes ``float8_e4m3fn [N, K]`` contiguous, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``,
+        both without autograd.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format, or an ``out`` that does not fit.
+        UnsupportedError: wrong dtype, rank or scale format, or an ``out`` that does not fit.
     """
     check_source(w, ndim=2, scale_format=scale_format)
     if out is not None:
         check_out(out, w, block)
-    return _implementation(w).quantize_block(w.detach(), block, scale_format, out)
+    return implementation(w).quantize_block(w.detach(), block, scale_format, out)
 
 
 def quantize_blocks(
@@ -70,23 +79,23 @@ def quantize_blocks(
     block: tuple[int, int] = BLOCK,
     scale_format: ScaleFormat = "fp32",
 ) -> None:
-    """:func:`quantize_block` of many weights into given tensors, one launch for each shape.
+    """Apply :func:`quantize_block` to many weights, into given tensors, one launch for each shape.
 
     Args:
-        jobs: ``(w, out)`` as for :func:`quantize_block`, all on one device; no two may write to
-            the same memory.
-        block: rows and columns of a block.
+        jobs: pairs ``(w, out)`` as for :func:`quantize_block`, all on one device; no two may write
+            to the same memory.
+        block: number of rows and columns of a block.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format, or an ``out`` that does not fit;
-            nothing has been written then.
+        UnsupportedError: wrong dtype, rank or scale format, or an ``out`` that does not fit;
+            nothing is written then.
     """
     for w, out in jobs:
         check_source(w, ndim=2, scale_format=scale_format)
         check_out(out, w, block)
     if jobs:
-        kernels = _implementation(jobs[0][0], "multi_tensor")
+        kernels = implementation(jobs[0][0], "multi_tensor")
         kernels.quantize_blocks(jobs, block, scale_format)
 
 
@@ -96,19 +105,19 @@ def quantize_group(
     """Quantize activations or gradients in groups along the last dimension.
 
     Args:
-        x: ``[..., K]``, bfloat16, float16 or float32. A ragged last group is padded with zeros.
-        group: elements of a group.
+        x: ``[..., K]``, bfloat16, float16 or float32. A partial last group is padded with zeros.
+        group: number of elements of a group.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
 
     Returns:
-        codes ``float8_e4m3fn [..., K]`` contiguous, scale_inv ``float32 [..., ceil(K/group)]``;
-        neither takes part in autograd.
+        codes ``float8_e4m3fn [..., K]`` contiguous, scale_inv ``float32 [..., ceil(K/group)]``,
+        both without autograd.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format.
+        UnsupportedError: wrong dtype, rank or scale format.
     """
     check_source(x, ndim=None, scale_format=scale_format)
-    return _implementation(x).quantize_group(x.detach(), group, scale_format)
+    return implementation(x).quantize_group(x.detach(), group, scale_format)
 
 
 def quantize_operand(
@@ -120,7 +129,7 @@ def quantize_operand(
 ) -> Operand:
     """Quantize an activation or gradient in 1x128 groups along both dimensions, in one read.
 
-    Unlike :func:`quantize_group` this turns every infinity into a NaN code (0x7F), so that an
+    Unlike :func:`quantize_group` it turns every infinity into a NaN code (0x7F), so that an
     overflow survives the product.
 
     Args:
@@ -133,13 +142,13 @@ def quantize_operand(
         rowwise: codes ``float8_e4m3fn [N, K]``, scale_inv ``float32 [N, ceil(K/128)]``.
         columnwise: codes ``[K, N']``, scale_inv ``[K, ceil(N/128)]``; a GPU pads N to a multiple
         of 128 with zero codes, which add nothing to a product along N.
-        The strides of scale_inv are the implementation's choice.
+        The strides of scale_inv depend on the implementation.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format.
+        UnsupportedError: wrong dtype, rank or scale format.
     """
     check_source(x, ndim=2, scale_format=scale_format)
-    kernels = _implementation(x, "dual")
+    kernels = implementation(x, "dual")
     return kernels.quantize_operand(x.detach(), scale_format, rowwise, columnwise)
 
 
@@ -150,7 +159,7 @@ def quantize_weight(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Operand:
-    """Quantize a weight in 128x128 blocks, codes in both orders, in one read.
+    """Quantize a weight in 128x128 blocks and give its codes in both orders, in one read.
 
     Both sides hold the same codes and scales: those of :func:`quantize_block`, except that a
     non-finite weight gives a NaN code (0x7F).
@@ -158,24 +167,24 @@ def quantize_weight(
     Args:
         w: ``[N, K]``, bfloat16, float16 or float32.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
-        rowwise: make codes ``[N, K]``.
-        columnwise: make codes ``[K, N]``; a CPU returns views of the rowwise ones.
+        rowwise: make the codes ``[N, K]``.
+        columnwise: make the codes ``[K, N]``; a CPU returns views of the rowwise codes.
 
     Returns:
         rowwise: codes ``float8_e4m3fn [N, K]``, scale_inv ``float32 [ceil(N/128), ceil(K/128)]``;
         columnwise: both transposed.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format.
+        UnsupportedError: wrong dtype, rank or scale format.
     """
     check_source(w, ndim=2, scale_format=scale_format)
-    kernels = _implementation(w, "dual")
+    kernels = implementation(w, "dual")
     return kernels.quantize_weight(w.detach(), scale_format, rowwise, columnwise)
 
 
 def row_alignment(device: torch.device) -> int:
-    """What :func:`quantize_grouped` pads the rows of each expert to on this device."""
-    return _implementation(torch.empty(0, device=device), "grouped").ALIGNMENT
+    """Multiple to which :func:`quantize_grouped` pads the rows of each expert on this device."""
+    return implementation(torch.empty(0, device=device), "grouped").ALIGNMENT
 
 
 def quantize_grouped(
@@ -186,24 +195,25 @@ def quantize_grouped(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> tuple[GroupedRows | None, GroupedColumns | None]:
-    """:func:`quantize_operand` of each expert's rows, in one launch.
+    """Apply :func:`quantize_operand` to each expert's rows, in one launch.
 
     Args:
         x: ``[tokens, K]``, bfloat16, float16 or float32, the rows of expert 0 first.
-        expert_rows: whose rows are which; its alignment is :func:`row_alignment` of the device.
+        expert_rows: which rows belong to which expert; its alignment is :func:`row_alignment` of
+            the device.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
         rowwise: make the codes in groups along K.
         columnwise: make the codes in groups along each expert's rows.
 
     Returns:
-        The sides that were asked for; each expert's part has the codes and scales of
-        :func:`quantize_operand` of its rows alone, padded ones zeros.
+        The rowwise and the columnwise side, or None. Each expert's part has the codes and scales
+        of :func:`quantize_operand` on its rows alone; padded rows are zeros.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format, or expert_rows of another tensor.
+        UnsupportedError: wrong dtype, rank or scale format, or expert_rows that do not fit ``x``.
     """
     check_source(x, ndim=2, scale_format=scale_format)
-    kernels = _implementation(x, "grouped")
+    kernels = implementation(x, "grouped")
     if expert_rows.tokens != len(x) or expert_rows.alignment != kernels.ALIGNMENT:
         raise UnsupportedError(
             f"{len(x)} rows on {x.device} do not fit expert_rows of {expert_rows.tokens} rows, "
@@ -220,44 +230,49 @@ def quantize_weights(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Operand:
-    """:func:`quantize_weight` of the weights of many experts into one stack, in one launch a side.
+    """Apply :func:`quantize_weight` to the weights of many experts, into one stack.
+
+    It takes one launch a side on a GPU.
 
     Args:
-        weights: at least one, ``[N, K]`` each, all of one shape, dtype and device.
+        weights: at least one weight ``[N, K]``, all of one shape, dtype and device.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
-        rowwise: make codes ``[E, N, K]``.
-        columnwise: make codes ``[E, K, N]``; a CPU returns views of the rowwise ones.
+        rowwise: make the codes ``[E, N, K]``.
+        columnwise: make the codes ``[E, K, N]``; a CPU returns views of the rowwise codes.
 
     Returns:
         rowwise: codes ``float8_e4m3fn [E, N, K]``, scale_inv ``float32 [E, ceil(N/128),
         ceil(K/128)]``; columnwise: both with the last two dimensions transposed.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format, or weights that differ in shape.
+        UnsupportedError: wrong dtype, rank or scale format, or weights that differ in shape.
     """
     if len({(w.shape, w.dtype, w.device) for w in weights}) != 1:
         shapes = sorted({f"{tuple(w.shape)} {w.dtype} on {w.device}" for w in weights})
         raise UnsupportedError(
-            f"Weights of experts must have one shape, dtype and device, not {shapes}; quantize "
+            f"The weights of experts must have one shape, dtype and device, not {shapes}; quantize "
             "them one by one."
         )
     check_source(weights[0], ndim=2, scale_format=scale_format)
-    kernels = _implementation(weights[0], "grouped")
+    kernels = implementation(weights[0], "grouped")
     return kernels.quantize_weights(
         [w.detach() for w in weights], scale_format, rowwise, columnwise
     )
 
 
 def unpad(x: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
-    """``[expert_rows.tokens, K]``, contiguous: the rows of ``x`` that are no padding.
+    """Drop the padding rows of ``x``.
 
     Args:
         x: ``[expert_rows.rows, K]``, contiguous; returned as it is where nothing is padded.
         expert_rows: where each expert's rows lie.
+
+    Returns:
+        ``[expert_rows.tokens, K]``, contiguous.
     """
     if not expert_rows.padded:
         return x
-    return _implementation(x, "grouped").unpad(x, expert_rows)
+    return implementation(x, "grouped").unpad(x, expert_rows)
 
 
 def quantize_swiglu(
@@ -267,27 +282,27 @@ def quantize_swiglu(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Operand:
-    """:func:`quantize_operand` of ``silu(gate) * up``.
+    """Apply :func:`quantize_operand` to ``silu(gate) * up``.
 
-    The activation is computed in float32 and rounded once to ``h``'s dtype before it is quantized,
-    so the codes are those of the two operations one after the other, up to the last bits of the
-    exponential. They are one kernel, and the activation is never written to memory, on Hopper or
-    later for bfloat16 with K a multiple of 128 and rows that are contiguous and aligned to 8 bytes.
+    The activation is computed in float32 and rounded once to ``h``'s dtype before it is quantized.
+    The codes are those of the two operations one after the other, up to the last bits of the
+    exponential. On Hopper or later one kernel does both and never writes the activation to memory,
+    if ``h`` is bfloat16, K a multiple of 128, and rows are contiguous and aligned to 8 bytes.
 
     Args:
         h: ``[N, 2 K]``, bfloat16, float16 or float32, gate and up side by side.
-        scale_format: as in :func:`quantize_operand`.
-        rowwise: as there.
-        columnwise: as there.
+        scale_format: see :func:`quantize_operand`.
+        rowwise: see :func:`quantize_operand`.
+        columnwise: see :func:`quantize_operand`.
 
     Returns:
-        As :func:`quantize_operand` of ``[N, K]``.
+        The result of :func:`quantize_operand` for ``[N, K]``.
 
     Raises:
-        UnsupportedError: another dtype, rank or scale format, or an odd width.
+        UnsupportedError: wrong dtype, rank or scale format, or an odd width.
     """
     _check_halves(h, scale_format)
-    kernels = _implementation(h, "swiglu")
+    kernels = implementation(h, "swiglu")
     return kernels.quantize_swiglu(h.detach(), scale_format, rowwise, columnwise)
 
 
@@ -299,21 +314,21 @@ def quantize_swiglu_grad(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Operand:
-    """:func:`quantize_operand` of the gradient of ``h``, computed like :func:`quantize_swiglu`.
+    """Apply :func:`quantize_operand` to the gradient of ``h``; see :func:`quantize_swiglu`.
 
     Args:
-        grad: ``[N, K]`` of ``h``'s dtype, the gradient of ``silu(gate) * up``; one kernel needs it
-            contiguous.
-        h: as in :func:`quantize_swiglu`.
-        scale_format: as in :func:`quantize_operand`.
-        rowwise: as there.
-        columnwise: as there.
+        grad: ``[N, K]`` of ``h``'s dtype, the gradient of ``silu(gate) * up``; the one kernel needs
+            it contiguous.
+        h: see :func:`quantize_swiglu`.
+        scale_format: see :func:`quantize_operand`.
+        rowwise: see :func:`quantize_operand`.
+        columnwise: see :func:`quantize_operand`.
 
     Returns:
-        As :func:`quantize_operand` of ``[N, 2 K]``.
+        The result of :func:`quantize_operand` for ``[N, 2 K]``.
 
     Raises:
-        UnsupportedError: another dtype, rank, shape or scale format.
+        UnsupportedError: wrong dtype, rank, shape or scale format.
     """
     _check_halves(h, scale_format)
     if grad.shape != (h.shape[0], h.shape[1] // 2) or grad.dtype != h.dtype:
@@ -321,7 +336,7 @@ def quantize_swiglu_grad(
             f"The gradient of an activation of {tuple(h.shape)} {h.dtype} must be "
             f"{(h.shape[0], h.shape[1] // 2)} of that dtype, not {tuple(grad.shape)} {grad.dtype}."
         )
-    kernels = _implementation(h, "swiglu")
+    kernels = implementation(h, "swiglu")
     return kernels.quantize_swiglu_grad(
         grad.detach(), h.detach(), scale_format, rowwise, columnwise
     )
@@ -342,10 +357,10 @@ def dequantize_block(
     block: tuple[int, int] = BLOCK,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Inverse of :func:`quantize_block`: ``codes * scale_inv`` in float32, cast to ``dtype``.
+    """Invert :func:`quantize_block`: ``codes * scale_inv`` in float32, cast to ``dtype``.
 
     Raises:
-        UnsupportedError: codes are not 2-D E4M3, or scale_inv not float32 of their block grid.
+        UnsupportedError: codes are not 2-D E4M3, or scale_inv is not float32 of their block grid.
     """
     check_codes(codes, ndim=2)
     n, k = codes.shape
@@ -359,10 +374,10 @@ def dequantize_group(
     group: int = GROUP,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Inverse of :func:`quantize_group`: ``codes * scale_inv`` in float32, cast to ``dtype``.
+    """Invert :func:`quantize_group`: ``codes * scale_inv`` in float32, cast to ``dtype``.
 
     Raises:
-        UnsupportedError: codes are not E4M3, or scale_inv not float32 of their groups.
+        UnsupportedError: codes are not E4M3, or scale_inv is not float32 of their groups.
     """
     check_codes(codes, ndim=None)
     check_scale_shape(scale_inv, (*codes.shape[:-1], cdiv(codes.shape[-1], group)))

@@ -1,4 +1,4 @@
-"""Whether tensors are finite, without temporaries of their size."""
+"""Check that tensors are finite, without temporaries of their size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fp8rl.numerics.dispatch import _implementation
+from fp8rl.numerics.dispatch import implementation
 from fp8rl.numerics.formats import FP8_DTYPE, SOURCE_DTYPES
 
 _SCAN_ELEMENTS = 1 << 18
-_TOGETHER = (*SOURCE_DTYPES, FP8_DTYPE)
+_KERNEL_DTYPES = (*SOURCE_DTYPES, FP8_DTYPE)
 
 
 def all_finite(tensors: Sequence[torch.Tensor], limit: float = math.inf) -> list[bool]:
@@ -22,33 +22,36 @@ def all_finite(tensors: Sequence[torch.Tensor], limit: float = math.inf) -> list
 def start_finite_check(
     tensors: Sequence[torch.Tensor], limit: float = math.inf
 ) -> Callable[[], list[bool]]:
-    """Begin to look for NaN and infinities; what is returned waits and says which are finite.
+    """Start to look for NaN and infinities.
 
-    Contiguous tensors on a GPU are read by one kernel launch a dtype, which is on its way when this
-    returns; others are read in parts, by the second call.
+    Contiguous tensors on a GPU are read by one kernel launch a dtype, which has been queued when
+    this function returns; other tensors are read in parts when the result is asked for.
 
     Args:
         tensors: any shapes; bfloat16, float16, float32 or float8_e4m3fn; any devices.
-        limit: the largest magnitude that passes for finite, such as that of a dtype to come. Codes
-            in float8_e4m3fn have none but their own.
+        limit: largest magnitude that counts as finite, such as that of the dtype to convert to. It
+            does not apply to float8_e4m3fn.
+
+    Returns:
+        A function that waits and returns, for each tensor, whether it is finite.
     """
-    together: dict[torch.device, list[int]] = {}
-    apart: dict[int, torch.Tensor] = {}
+    on_gpu: dict[torch.device, list[int]] = {}
+    others: dict[int, torch.Tensor] = {}
     for number, tensor in enumerate(tensors):
-        if tensor.is_cuda and tensor.is_contiguous() and tensor.dtype in _TOGETHER:
-            together.setdefault(tensor.device, []).append(number)
+        if tensor.is_cuda and tensor.is_contiguous() and tensor.dtype in _KERNEL_DTYPES:
+            on_gpu.setdefault(tensor.device, []).append(number)
         else:
-            apart[number] = tensor
+            others[number] = tensor
     started = []
-    for numbers in together.values():
+    for numbers in on_gpu.values():
         chosen = [tensors[number] for number in numbers]
-        kernels = _implementation(chosen[0], "multi_tensor")
+        kernels = implementation(chosen[0], "multi_tensor")
         started.append((numbers, kernels.start_finite_check(chosen, limit)))
     count = len(tensors)
 
-    def answers() -> list[bool]:  # keeps no tensor that a GPU reads
+    def answers() -> list[bool]:  # holds no reference to the tensors that a GPU reads
         found = dict.fromkeys(range(count), True)
-        found |= {number: _finite_in_parts(tensor, limit) for number, tensor in apart.items()}
+        found |= {number: _finite_in_parts(tensor, limit) for number, tensor in others.items()}
         for numbers, wait in started:
             found.update(zip(numbers, wait(), strict=True))
         return list(found.values())
@@ -70,20 +73,20 @@ def _finite_in_parts(tensor: torch.Tensor, limit: float) -> bool:
 
 
 def largest_bits(dtype: torch.dtype, limit: float) -> int:
-    """The bits of the largest finite number up to ``limit``, read as an integer.
+    """The bits of the largest finite number up to ``limit``, as an integer.
 
-    Bits of positive numbers grow with them, and those of infinity and NaN come last.
+    The bits of positive numbers have the order of the numbers; infinity and NaN come last.
 
     Args:
-        dtype: bfloat16, float16, float32 or float8_e4m3fn, whose numbers are never beyond a limit.
-        limit: positive.
+        dtype: bfloat16, float16, float32 or float8_e4m3fn, for which the limit does not apply.
+        limit: positive number.
     """
     if dtype == FP8_DTYPE:
         return 0x7E
     kind = torch.int32 if dtype == torch.float32 else torch.int16
     number = torch.tensor(min(limit, torch.finfo(dtype).max), dtype=torch.float64)
     bits = int(number.to(dtype).view(kind))
-    return bits - int(number.to(dtype).double() > number)  # rounded up: the one before
+    return bits - int(number.to(dtype).double() > number)  # rounded up: take the number before
 
 
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -16,14 +16,15 @@ GROUP = 128
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_FORMATS = get_args(ScaleFormat)
 
-# Histograms of magnitudes: a bin is what the float32 bits of its members begin with, sign left out.
-PEAK_SHIFT = 23 - 5
-PEAK_FIRST = (127 - 32) << 5
+# A bin of an amax histogram is the leading bits of its members as float32: the exponent and five
+# bits of the mantissa, 32 bins to an octave, from 2**-32 to 2**32.
+AMAX_SHIFT = 23 - 5
+AMAX_FIRST = (127 - 32) << 5
 AMAX_BINS = 64 << 5
 
 
 class Quantized(NamedTuple):
-    """FP8 codes with the factors that multiply them back.
+    """FP8 codes with the factors that multiply them back: ``x = codes * scale_inv``.
 
     codes: float8_e4m3fn, the source's shape.
     scale_inv: float32; ``[ceil(N/128), ceil(K/128)]`` for blocks, ``[..., ceil(K/128)]`` for
@@ -35,9 +36,9 @@ class Quantized(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """One tensor quantized for products along either of its dimensions; a side may be left out.
+    """One tensor quantized for products along either of its dimensions; a side may be None.
 
-    rowwise: codes ``[N, K]``; columnwise: codes ``[K, N]``, both K-major as FP8 tensor cores want.
+    rowwise: codes ``[N, K]``; columnwise: codes ``[K, N]``; both K-major as FP8 tensor cores need.
     """
 
     rowwise: Quantized | None
@@ -50,7 +51,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def check_source(x: torch.Tensor, *, ndim: int | None, scale_format: ScaleFormat) -> None:
-    """Raise UnsupportedError for a dtype, rank or scale format that has no FP8 meaning here."""
+    """Raise UnsupportedError for a dtype, rank or scale format that cannot be quantized."""
     if x.dtype not in SOURCE_DTYPES:
         raise UnsupportedError(
             f"Cannot quantize a tensor of dtype {x.dtype}; convert it to bfloat16, float16 or "

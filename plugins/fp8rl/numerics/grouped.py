@@ -1,4 +1,4 @@
-"""Where the rows of several experts lie in memory, and a tensor quantized that way."""
+"""The rows of several experts in one tensor: where they lie, and the tensor once quantized."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fp8rl.numerics.formats import GROUP, Quantized, cdiv
 
 
 class ExpertRows:
-    """Runs of rows, one for each expert, each padded to a multiple of ``alignment``.
+    """Where each expert's rows lie, padded to a multiple of ``alignment``.
 
-    A rowwise operand holds the runs in the order of the experts. A columnwise one has the expert
-    ``order[position]`` at each position, so that a kernel can add its result to gradients that lie
-    in memory in another order than the experts do, or leave experts out.
+    A rowwise operand holds the rows in the order of the experts. A columnwise operand has the
+    expert ``order[position]`` at each position, so that a kernel can add its result to gradients
+    that lie in memory in another order than the experts, or can leave experts out.
 
     Args:
-        splits: rows of each expert in the tensor to quantize, 0 allowed.
-        alignment: 1, or 128 where kernels want whole tiles of one expert.
-        order: experts of a columnwise operand, by position; all of them as they come by default.
+        splits: number of rows of each expert in the tensor to quantize, 0 allowed.
+        alignment: 1, or 128 for kernels that need whole tiles of one expert.
+        order: experts of a columnwise operand, by position; by default all experts in order.
 
     Raises:
-        UnsupportedError: ``order`` names an expert twice, or one that is not there.
+        UnsupportedError: ``order`` names an expert twice, or an expert that does not exist.
     """
 
     def __init__(
@@ -38,16 +38,17 @@ class ExpertRows:
             range(len(self.splits))
         ):
             raise UnsupportedError(
-                f"An order of {len(self.splits)} experts cannot be {self.order}; name each at most "
-                "once."
+                f"The order of {len(self.splits)} experts cannot be {self.order}; name each "
+                "at most once."
             )
         self.sizes = tuple(cdiv(rows, alignment) * alignment for rows in self.splits)
         """Padded rows of each expert."""
         self.starts = tuple(accumulate(self.sizes, initial=0))[:-1]
         """First padded row of each expert in a rowwise operand."""
         self.rows = sum(self.sizes)
-        """Of a rowwise operand."""
+        """Padded rows of all experts."""
         self.tokens = sum(self.splits)
+        """Rows of the tensor to quantize."""
         self.column_sizes = tuple(self.sizes[expert] for expert in self.order)
         """Padded rows at each position of a columnwise operand."""
         self.column_starts = tuple(accumulate(self.column_sizes, initial=0))
@@ -61,15 +62,16 @@ class ExpertRows:
 
     @property
     def padded(self) -> bool:
-        """Whether a rowwise operand has other rows than the tensor it was made of."""
+        """Whether a rowwise operand has more rows than the tensor it was made from."""
         return self.rows != self.tokens
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """Int32 ``[rows / 128, 6]``, for kernels with one program a tile; copied to a GPU once.
+        """A table (int32 ``[rows / 128, 6]``) for kernels with one program a tile of 128 rows.
 
-        Of each tile of 128 padded rows: its first source row, how many source rows it has, its
-        expert, the position's first tile and tiles in columnwise memory (none: left out), and its
-        number within the expert. Needs ``alignment`` 128.
+        The columns describe a tile: its first source row; its number of source rows; its expert;
+        the expert's first tile and its number of tiles in columnwise memory (0 tiles if the expert
+        is left out); the tile's number within the expert. It needs ``alignment`` 128, and is copied
+        to a GPU once.
         """
         if device not in self._tables:
             splits = torch.tensor(self.splits, dtype=torch.int64)
@@ -87,15 +89,15 @@ class ExpertRows:
         return self._tables[device]
 
     def experts(self, device: torch.device) -> torch.Tensor:
-        """Int32 ``[rows]``, contiguous: the expert of each padded row. Needs ``alignment`` 128."""
+        """The expert of each padded row, int32 ``[rows]``, contiguous; needs ``alignment`` 128."""
         if device not in self._experts:
-            of_tile = self.table(device)[:, 2:3]
-            # One tile alone would stay a view with a stride of 0.
-            self._experts[device] = of_tile.expand(-1, GROUP).reshape(-1).contiguous()
+            expert = self.table(device)[:, 2:3]
+            # A single tile would stay a view with a stride of 0.
+            self._experts[device] = expert.expand(-1, GROUP).reshape(-1).contiguous()
         return self._experts[device]
 
     def column_sizes_on(self, device: torch.device) -> torch.Tensor:
-        """:attr:`column_sizes` as int32."""
+        """:attr:`column_sizes` as an int32 tensor on ``device``."""
         if device not in self._column_sizes:
             sizes = torch.tensor(self.column_sizes, dtype=torch.int32)
             self._column_sizes[device] = on_device(sizes, device)
@@ -103,7 +105,7 @@ class ExpertRows:
 
 
 class GroupedRows(NamedTuple):
-    """An operand of several experts, in groups along its columns.
+    """An operand of several experts, quantized in groups along its columns.
 
     codes: ``[expert_rows.rows, K]``; scale_inv: ``[expert_rows.rows, ceil(K/128)]``, with the
     groups outermost in memory on a GPU. Padded rows have zero codes.
@@ -114,7 +116,7 @@ class GroupedRows(NamedTuple):
     expert_rows: ExpertRows
 
     def of(self, expert: int) -> Quantized:
-        """The part of one expert, with scales that are as dense as if it had been made alone."""
+        """The part of one expert; its scales are as dense as if it had been quantized alone."""
         start = self.expert_rows.starts[expert]
         rows = slice(start, start + self.expert_rows.sizes[expert])
         scale_inv = self.scale_inv[rows]
@@ -124,10 +126,10 @@ class GroupedRows(NamedTuple):
 
 
 class GroupedColumns(NamedTuple):
-    """An operand of several experts, in groups along each expert's own rows.
+    """An operand of several experts, quantized in groups along each expert's own rows.
 
-    codes: one dimension; at each position ``[K, rows]`` of one expert, contiguous. scale_inv:
-    ``[groups of all, K]``, contiguous.
+    codes: one dimension; each position holds ``[K, rows]`` of one expert, contiguous. scale_inv:
+    ``[groups of all experts, K]``, contiguous.
     """
 
     codes: torch.Tensor
@@ -144,5 +146,5 @@ class GroupedColumns(NamedTuple):
 
 
 def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the host on ``device``; pinned first, or the host would wait for a GPU."""
+    """Copy a small host tensor to ``device``; it is pinned first so that the host need not wait."""
     return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)

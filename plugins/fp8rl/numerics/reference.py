@@ -1,4 +1,4 @@
-"""The torch reference: any device, plain float32 operations, checked against float64 in tests."""
+"""The torch reference: plain float32 operations on any device, checked against float64 in tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from fp8rl.numerics.formats import (
     AMAX_BINS,
+    AMAX_FIRST,
+    AMAX_SHIFT,
     BLOCK,
     E4M3_MAX,
     FP8_DTYPE,
     GROUP,
-    PEAK_FIRST,
-    PEAK_SHIFT,
     Operand,
     Quantized,
     cdiv,
@@ -22,19 +22,27 @@ from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows
 from fp8rl.recipe import ScaleFormat
 
 
-def scales_from_amax(
+def quantization_scales(
     amax: torch.Tensor, scale_format: ScaleFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, scale_inv), float32, of the amax's shape."""
+    """``(scale, scale_inv)`` of blocks or groups with these amaxes.
+
+    Args:
+        amax: float32, any shape.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+
+    Returns:
+        Two float32 tensors of the shape of ``amax``.
+    """
     one = torch.ones_like(amax)
-    # Not `448 / amax`: for a Python number torch takes reciprocal(amax) * 448, rounded twice.
+    # For a Python number torch computes `448 / amax` as reciprocal(amax) * 448, rounded twice.
     scale = torch.full_like(amax, E4M3_MAX) / amax
     usable = torch.isfinite(amax) & torch.isfinite(scale)
     if scale_format == "fp32":
         scale = torch.where(usable, scale, one)
         return scale, scale.reciprocal()
-    # amax = m * 2**e with m in [0.5, 1), 448 = 0.875 * 2**9: exact where log2, or the quotient
-    # near the subnormals, would round.
+    # amax = m * 2**e with m in [0.5, 1) and 448 = 0.875 * 2**9. This is exact where log2, or the
+    # quotient near the subnormals, would round.
     mantissa, exponent = torch.frexp(torch.where(usable, amax, one))
     exponent = (exponent - 9 + (mantissa > 0.875).int()).clamp(-127, 127)
     scale_inv = torch.where(usable, torch.ldexp(one, exponent), one)
@@ -52,11 +60,11 @@ def _encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(codes: torch.Tensor) -> torch.Tensor:
-    """The codes as float32: ``codes.float()``, which torch does one by one on a CPU."""
+    """``codes.float()``, which torch computes element by element on a CPU and is slow there."""
     if codes.device.type != "cpu":
         return codes.float()
     raw = codes.view(torch.uint8)
-    # float16 with the same sign, exponent and mantissa bits; its exponent bias is larger by 8.
+    # A float16 with the same sign, exponent and mantissa bits; its exponent bias is larger by 8.
     bits = raw.to(torch.int16).bitwise_left_shift_(8).bitwise_right_shift_(1).bitwise_and_(~0x4000)
     values = bits.view(torch.float16).float().mul_(256.0)
     magnitude = raw.bitwise_and(0x7F)
@@ -76,7 +84,7 @@ def quantize_block(
     rows, cols = cdiv(n, bn), cdiv(k, bk)
     padded = _pad(w.float(), (0, cols * bk - k, 0, rows * bn - n))
     tiles = padded.view(rows, bn, cols, bk)
-    scale, scale_inv = scales_from_amax(tiles.abs().amax(dim=(1, 3)), scale_format)
+    scale, scale_inv = quantization_scales(tiles.abs().amax(dim=(1, 3)), scale_format)
     codes = _encode(tiles, scale[:, None, :, None]).view(rows * bn, cols * bk)[:n, :k]
     if out is None:
         return Quantized(codes.contiguous(), scale_inv)
@@ -101,16 +109,16 @@ def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Qu
     groups = cdiv(k, group)
     padded = _pad(x.float(), (0, groups * group - k))
     tiles = padded.view(*x.shape[:-1], groups, group)
-    scale, scale_inv = scales_from_amax(tiles.abs().amax(dim=-1), scale_format)
+    scale, scale_inv = quantization_scales(tiles.abs().amax(dim=-1), scale_format)
     codes = _encode(tiles, scale[..., None]).flatten(-2)
     return Quantized(codes[..., :k].contiguous(), scale_inv)
 
 
 def mark_inf(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with every infinity turned into NaN.
+    """Turn every infinity in ``x`` into NaN.
 
-    E4M3 has no infinity: quantization would clamp one to 448 and hide an overflow. NaN has a code,
-    and stays NaN in every product that it enters.
+    E4M3 has no infinity: quantization would clamp it to 448 and hide an overflow. NaN has a code,
+    and stays NaN in every product.
     """
     nan = float("nan")
     return x.nan_to_num(nan, nan, nan)
@@ -139,7 +147,7 @@ def quantize_weight(
 
 
 ALIGNMENT = 1
-"""Rows of an expert need no padding here."""
+"""Rows of an expert are padded to a multiple of this, so not at all."""
 
 
 def quantize_grouped(
@@ -193,11 +201,11 @@ def swiglu(h: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_grad(grad: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """Gradient of ``h`` from ``grad``, that of :func:`swiglu`, rounded once to ``h``'s dtype."""
+    """Gradient of ``h`` from that of :func:`swiglu`, rounded once to ``h``'s dtype."""
     (gate, up), grad = h.float().chunk(2, -1), grad.float()
     sigmoid = torch.sigmoid(gate)
-    of_gate = grad * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
-    return torch.cat((of_gate, grad * (gate * sigmoid)), -1).to(h.dtype)
+    gate_grad = grad * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
+    return torch.cat((gate_grad, grad * (gate * sigmoid)), -1).to(h.dtype)
 
 
 def quantize_swiglu(
@@ -235,12 +243,12 @@ def dequantize_group(
     return _decode(codes).mul_(factors).to(dtype)
 
 
-def amax_into(slots: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """See :func:`fp8rl.numerics.amax_into`."""
-    for slot, x in zip(slots, tensors, strict=True):
+    for cell, x in zip(out, tensors, strict=True):
         if x.numel():
-            # The norm keeps NaN and needs no |x| copy.
-            torch.maximum(slot, torch.linalg.vector_norm(x.detach(), torch.inf), out=slot)
+            # The norm keeps NaN and needs no copy of |x|.
+            torch.maximum(cell, torch.linalg.vector_norm(x.detach(), torch.inf), out=cell)
 
 
 def count_amax(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -248,15 +256,18 @@ def count_amax(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     for row, x in zip(counts, tensors, strict=True):
         if x.numel():
             low, high = torch.aminmax(x.detach(), dim=-1)
-            peaks = torch.maximum(low.abs(), high.abs()).float().flatten()
-            bins = (peaks.view(torch.int32) >> PEAK_SHIFT) - PEAK_FIRST
-            bins = bins.clamp_(0, AMAX_BINS - 1).masked_fill_(~peaks.isfinite(), AMAX_BINS).long()
+            amax = torch.maximum(low.abs(), high.abs()).float().flatten()
+            bins = (amax.view(torch.int32) >> AMAX_SHIFT) - AMAX_FIRST
+            bins = bins.clamp_(0, AMAX_BINS - 1).masked_fill_(~amax.isfinite(), AMAX_BINS).long()
             row.scatter_add_(0, bins, torch.ones_like(bins))
 
 
 def amax_edges(bins: torch.Tensor) -> torch.Tensor:
-    """float32: the number that a bin of :func:`fp8rl.numerics.count_amax` ends below.
+    """Upper ends (float32) of bins of :func:`fp8rl.numerics.count_amax`.
 
-    At most 1/32 above its members, but for those outside of the range.
+    An end is at most 1/32 above the members of its bin, except for amaxes outside the range.
+
+    Args:
+        bins: integer bin numbers, any shape.
     """
-    return ((bins + 1 + PEAK_FIRST) << PEAK_SHIFT).int().view(torch.float32)
+    return ((bins + 1 + AMAX_FIRST) << AMAX_SHIFT).int().view(torch.float32)

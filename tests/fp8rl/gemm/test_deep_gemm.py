@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from fp8rl.gemm import DeepGemmBackend, GemmShape, GroupedShape
-from fp8rl.gemm.checking import fault
-from fp8rl.gemm.tuning import operands
+from fp8rl.testing.gemm import operands, product_error
 
 CPU = torch.device("cpu")
 TILE = 128
@@ -138,7 +137,7 @@ def _library() -> ModuleType:
     ids=str,
 )
 def test_operands_lie_as_the_kernels_read_them(shape, direction):
-    assert fault(DeepGemmBackend(_library), direction, shape, CPU) is None
+    assert product_error(DeepGemmBackend(_library), direction, shape, CPU) < 1e-2
 
 
 def test_gradients_anywhere_in_memory_are_added_to():

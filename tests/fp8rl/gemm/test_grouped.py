@@ -1,4 +1,4 @@
-"""Operands of many experts, and their products in a loop, against each expert alone and float64."""
+"""Operands of many experts, and the reference's products, against each expert alone and float64."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from fp8rl.gemm import (
     DeepGemmBackend,
     GroupedBackend,
     GroupedShape,
-    LoopBackend,
     ReferenceBackend,
-    ScaledMmBackend,
 )
 from fp8rl.gemm.deep_gemm import _stacks
-from fp8rl.gemm.tuning import measure
 from fp8rl.numerics import (
     ExpertRows,
     Quantized,
@@ -87,9 +84,9 @@ def test_a_stack_is_that_of_each_weight():
 
 @quick
 @given(runs, orders)
-def test_the_loop_gives_products_of_each_expert(splits, random):
+def test_the_reference_gives_products_of_each_expert(splits, random):
     """Against float64; a columnwise operand may hold the experts in any order, or some of them."""
-    backend = LoopBackend(ReferenceBackend())
+    backend = ReferenceBackend()
     assert isinstance(backend, GroupedBackend)
     shape = GroupedShape(tuple(splits), OUT, IN, torch.float32)
     assert backend.supports_grouped(CPU, shape, "fp32") is None
@@ -147,18 +144,9 @@ def test_tiles_tell_where_rows_come_from_and_go_to():
     assert expert_rows.column_sizes_on(CPU).tolist() == [256, 256]
 
 
-def test_a_loop_serves_what_its_backend_serves_for_each_expert():
+def test_grouped_kernels_need_a_gpu():
     shape = GroupedShape((256, 0, 128), 256, 256)
-    assert LoopBackend(ScaledMmBackend()).name == "scaled_mm loop"
-    for backend in (LoopBackend(ScaledMmBackend()), DeepGemmBackend()):
-        assert backend.supports_grouped(CPU, shape, "fp32") == "needs a GPU"
-
-
-def test_every_direction_is_measured():
-    backends = [LoopBackend(ReferenceBackend())]
-    for direction in ("fprop", "dgrad", "wgrad", "wgrad_add"):
-        times = measure(backends, direction, GroupedShape((5, 0, 130), OUT, IN), CPU)
-        assert set(times) == {"reference loop"}
+    assert DeepGemmBackend().supports_grouped(CPU, shape, "fp32") == "needs a GPU"
 
 
 def test_gradients_that_follow_each_other_are_one_stack():

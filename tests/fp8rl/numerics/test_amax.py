@@ -53,9 +53,9 @@ def test_magnitudes_outside_of_the_range():
 def test_cells_that_do_not_fit_are_refused():
     x = torch.ones(2, 2)
     for slots in (torch.zeros(2), torch.zeros(1).double(), torch.zeros(1, 1)):
-        with pytest.raises(UnsupportedError, match="need contiguous float32 slots"):
+        with pytest.raises(UnsupportedError, match="need a contiguous float32 output"):
             amax_into(slots, [x])
-    with pytest.raises(UnsupportedError, match="need contiguous float32 slots"):
+    with pytest.raises(UnsupportedError, match="need a contiguous float32 output"):
         amax_into(torch.zeros(4)[::2], [x, x])
     for counts in (torch.zeros(1, AMAX_BINS, dtype=torch.int64), torch.zeros(1, AMAX_BINS + 1)):
         with pytest.raises(UnsupportedError, match="must be contiguous int64"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,10 +14,10 @@ from pydantic import BaseModel
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, find, meant
-from nemo_rl_ext.config.keys import READERS, prepare, read
-from nemo_rl_ext.config.worker_block import WorkerBlock
-from nemo_rl_ext.patches import config as config_seam
-from nemo_rl_ext.patches.ledger import SEAMS, Seams
+from nemo_rl_ext.config.keys import READERS
+from nemo_rl_ext.config.merge import prepare, read
+from nemo_rl_ext.patches import config as config_patch
+from nemo_rl_ext.patches.ledger import PATCHES, Ledger
 from nemo_rl_ext.workers import training
 from support.processes import run_code
 
@@ -28,7 +27,7 @@ ALL = [pytest.param(driver, id=driver.name) for driver in DRIVERS.values()]
 def config(block: dict[str, Any] | None, *sections: str, megatron: bool = True) -> dict[str, Any]:
     """A config with a place for every wrong guess, and the block in ``sections``."""
     model = {"model_name": "/none", "megatron_cfg": {"enabled": megatron}, "draft": {}}
-    generation: dict[str, Any] = {"vllm_cfg": {"env_vars": {"FP8RL_AUTOLOAD": "1"}}}
+    generation: dict[str, Any] = {"vllm_cfg": {}}
     value: dict[str, Any] = {
         "policy": {**copy.deepcopy(model), "generation": generation, "dtensor_cfg": {}},
         "value": copy.deepcopy(model),
@@ -75,7 +74,7 @@ class MasterConfig(BaseModel, extra="allow"):
 
 
 def made(driver: Driver, value: dict[str, Any]) -> Any:
-    """A ``MasterConfig`` as the driver's script makes it, with the seam in."""
+    """A ``MasterConfig`` as the driver's script makes it, with the patch applied."""
 
     class Own(MasterConfig):
         pass
@@ -83,7 +82,7 @@ def made(driver: Driver, value: dict[str, Any]) -> Any:
     Own.__qualname__ = "MasterConfig"  # a class of a function is read in its source
     module: Any = ModuleType(driver.module)
     module.MasterConfig = Own
-    config_seam.apply(module, Seams())
+    config_patch.apply(module, Ledger())
     return module.MasterConfig(**copy.deepcopy(value))
 
 
@@ -219,7 +218,7 @@ def test_without_a_key_nothing_is_changed_and_nothing_imported(driver: Driver) -
     value = config(None)
     assert made(driver, value).model_dump() == MasterConfig(**value).model_dump()
     assert not check_places(value, driver)
-    assert "config" in SEAMS[driver.module]
+    assert "config" in PATCHES[driver.module]
 
 
 def test_the_check_of_a_config_without_keys_imports_nothing_of_ours() -> None:
@@ -392,21 +391,6 @@ def test_each_key_of_a_recipe_reaches_who_acts_on_it(driver: Driver, key: str) -
 
 
 # --- on the way to the workers ---
-
-
-def test_a_worker_without_the_package_does_not_train_in_bf16(tmp_path: Path) -> None:
-    """Naively a plain dict: that worker would train in BF16, and SFT's loss tells nobody."""
-    prepared = made(DRIVERS["sft"], config({}, "policy.megatron_cfg"))
-    assert isinstance(prepared.policy["megatron_cfg"]["fp8rl"], WorkerBlock)
-    file = tmp_path / "policy.pkl"
-    file.write_bytes(pickle.dumps(prepared.policy))
-    load = f"import pickle; print(pickle.loads(open({str(file)!r}, 'rb').read())['model_name'])"
-
-    missing = run_code(f"import sys; sys.modules['nemo_rl_ext'] = None; {load}")
-    assert "ModuleNotFoundError" in missing.stderr
-    assert "nemo_rl_ext" in missing.stderr.splitlines()[-1]
-    closed = run_code(f"import torch; {load}", FP8RL_AUTOLOAD="0")
-    assert "torch's autoload is off in this worker" in closed.stderr.splitlines()[-1]
 
 
 def test_a_block_is_a_plain_dict_to_all_who_log_or_save_it() -> None:

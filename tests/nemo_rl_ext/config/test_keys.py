@@ -14,10 +14,9 @@ import yaml
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext.config.drivers import DRIVERS
-from nemo_rl_ext.config.keys import (
-    KV_BACKENDS,
-    MAX_AGE,
+from nemo_rl_ext.config.checks import KV_BACKENDS
+from nemo_rl_ext.config.drivers import DRIVERS, MAX_AGE
+from nemo_rl_ext.config.merge import (
     announce_kv_cache,
     prepare,
     read,
@@ -451,27 +450,10 @@ def test_misspelled_keys_are_named_with_what_was_meant(path: str, meant: str) ->
         prepare(master(config(None, f"{path}={{}}")), GRPO, lambda key: None)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("FP8RL_AUTOLOAD", "0"),
-        ("FP8RL_AUTOLOAD", "False"),
-        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"),
-        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "true"),  # torch takes anything but 1 for off
-    ],
-)
-def test_workers_that_would_get_no_hooks_are_refused(
-    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, value)
-    off = rf"{variable}={value} switches off"
-    with pytest.raises(UnsupportedError, match=rf"{off}.*vllm_cfg\.env_vars\.{variable}'"):
-        prepare(master(config({})), GRPO, lambda key: None)
-    opened = f"vllm.env_vars.{variable}='1'"
-    with pytest.raises(UnsupportedError, match=rf"{off}.*megatron_cfg\.env_vars\.{variable}'"):
-        prepare(master(config({}, opened)), GRPO, lambda key: None)
-    opened += f" megatron.env_vars.{variable}='1'"
-    prepare(master(config({}, opened)), GRPO, lambda key: None)
+def test_upstreams_other_quantization_of_the_trainer_is_refused() -> None:
+    """Naively its worker class would win, and the block would be ignored there."""
+    with pytest.raises(UnsupportedError, match=r"'policy\.quant_cfg' is another number format"):
+        prepare(master(config({}, policy__quant_cfg="NVFP4_DEFAULT_CFG")), GRPO, lambda key: None)
 
 
 def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:

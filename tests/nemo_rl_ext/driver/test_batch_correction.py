@@ -10,7 +10,7 @@ import torch
 from fp8rl.errors import BatchError, RecipeError, UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext import correct
-from nemo_rl_ext.driver.batch_correction import WEIGHTS, Run
+from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
 from nemo_rl_ext.driver.mismatch_guard import LEVELS, GuardConfig, MismatchGuard
 
 
@@ -32,7 +32,7 @@ def batch(gaps: list[float], tokens: int = 4) -> dict[str, torch.Tensor]:
 def test_weights_are_those_of_the_whole_batch_at_upstreams_positions() -> None:
     settings = ImportanceSampling(self_normalize=True)
     data = batch([0.1, -0.3, 2.0])
-    metrics = Run(settings).correct(data)
+    metrics = BatchCorrection(settings).correct(data)
     expected = correct(
         data["generation_logprobs"][:, 1:],
         data["prev_logprobs"][:, 1:],
@@ -47,12 +47,14 @@ def test_weights_are_those_of_the_whole_batch_at_upstreams_positions() -> None:
 
 def test_rejected_sequences_leave_the_sample_mask_and_tokens_the_token_mask() -> None:
     data = batch([0.0, 1.0])
-    Run(ImportanceSampling(rejection=Rejection(level="geometric", high=2.0))).correct(data)
+    BatchCorrection(ImportanceSampling(rejection=Rejection(level="geometric", high=2.0))).correct(
+        data
+    )
     assert data["sample_mask"].tolist() == [1.0, 0.0]
 
     data = batch([0.0, 0.0])
     data["prev_logprobs"][0, 2] += 1.0
-    Run(ImportanceSampling(rejection=Rejection(level="token", high=2.0))).correct(data)
+    BatchCorrection(ImportanceSampling(rejection=Rejection(level="token", high=2.0))).correct(data)
     assert data["sample_mask"].tolist() == [1.0, 1.0]
     assert data["token_mask"].tolist() == [[0, 1, 0, 1, 1], [0, 1, 1, 1, 1]]
 
@@ -60,7 +62,7 @@ def test_rejected_sequences_leave_the_sample_mask_and_tokens_the_token_mask() ->
 def test_a_batch_that_is_rejected_whole_leaves_the_step_out() -> None:
     data = batch([1.0, 1.0])
     rejection = Rejection(level="sequence", high=1.5)
-    run = Run(ImportanceSampling(rejection=rejection))
+    run = BatchCorrection(ImportanceSampling(rejection=rejection))
     metrics = run.correct(data)
     assert metrics["fp8rl/all_rejected"] == metrics["fp8rl/step_skipped"] == 1.0
     assert data["sample_mask"].tolist() == [1.0, 1.0]
@@ -70,7 +72,9 @@ def test_a_batch_that_is_rejected_whole_leaves_the_step_out() -> None:
 
 
 def test_a_step_in_pieces_is_left_out_if_the_first_is_rejected_whole() -> None:
-    run = Run(ImportanceSampling(rejection=Rejection(level="sequence", high=1.5)), in_pieces=True)
+    run = BatchCorrection(
+        ImportanceSampling(rejection=Rejection(level="sequence", high=1.5)), in_pieces=True
+    )
     far, near = batch([1.0, 1.0]), batch([0.0, 0.0])
     run.correct(far)
     run.correct(near)
@@ -90,7 +94,7 @@ def test_a_step_in_pieces_is_left_out_if_the_first_is_rejected_whole() -> None:
 
 def test_a_step_in_pieces_is_judged_once_by_all_its_tokens() -> None:
     guard = MismatchGuard(GuardConfig(fallback_after=1))
-    run = Run(ImportanceSampling(), guard, in_pieces=True)
+    run = BatchCorrection(ImportanceSampling(), guard, in_pieces=True)
     data = batch([0.0, 0.2])
     assert run.correct(data)["fp8rl/guard_level"] == 1.0  # the piece alone is above tighten_above
     assert data["sample_mask"].tolist() == [1.0, 0.0]
@@ -119,7 +123,7 @@ def test_a_step_in_pieces_is_judged_once_by_all_its_tokens() -> None:
 
 def test_the_metrics_of_a_step_in_pieces_are_those_of_its_whole_batch() -> None:
     settings = ImportanceSampling(rejection=Rejection(level="sequence", high=1.5))
-    run = Run(settings, in_pieces=True)
+    run = BatchCorrection(settings, in_pieces=True)
     long, short, far = batch([0.05, -0.2], tokens=6), batch([0.0, 0.1], tokens=3), batch([1.0])
     for piece in (long, short, far):
         run.correct(piece)
@@ -138,7 +142,7 @@ def test_the_metrics_of_a_step_in_pieces_are_those_of_its_whole_batch() -> None:
 
 def test_the_guard_tightens_nothing_where_all_is_rejected() -> None:
     rejection = Rejection(level="sequence", high=1.5)
-    run = Run(ImportanceSampling(rejection=rejection), MismatchGuard(GuardConfig()))
+    run = BatchCorrection(ImportanceSampling(rejection=rejection), MismatchGuard(GuardConfig()))
     metrics = run.correct(batch([0.2, 0.2]))  # e^0.8 for four tokens; 1.22 is above tighten_above
     assert metrics["fp8rl/guard_level"] == metrics["fp8rl/step_skipped"] == 1.0
 
@@ -146,10 +150,10 @@ def test_the_guard_tightens_nothing_where_all_is_rejected() -> None:
 def test_an_empty_batch_is_left_alone_and_nan_is_told() -> None:
     data = batch([0.0])
     data["sample_mask"].zero_()
-    assert Run(ImportanceSampling()).correct(data) == {}
+    assert BatchCorrection(ImportanceSampling()).correct(data) == {}
     data = batch([float("nan")])
     with pytest.raises(BatchError, match="NaN"):
-        Run(ImportanceSampling()).correct(data)
+        BatchCorrection(ImportanceSampling()).correct(data)
 
 
 def test_the_guard_rises_at_once_and_falls_after_good_steps_in_a_row() -> None:
@@ -202,14 +206,14 @@ def test_each_change_of_the_guard_is_logged_with_its_reason(
 
 def test_a_tight_step_rejects_what_is_far_off() -> None:
     data = batch([0.2, 0.0, 0.0, 0.2])  # mean exp(|gap|) = 1.11
-    metrics = Run(ImportanceSampling(), MismatchGuard(GuardConfig())).correct(data)
+    metrics = BatchCorrection(ImportanceSampling(), MismatchGuard(GuardConfig())).correct(data)
     assert metrics["fp8rl/guard_level"] == 1.0
     assert metrics["fp8rl/guard_rejected_share"] == 0.5
     assert data["sample_mask"].tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_a_step_far_off_is_left_out_and_then_rollouts_are_due_in_bf16() -> None:
-    run = Run(ImportanceSampling(), MismatchGuard(GuardConfig(fallback_after=1)))
+    run = BatchCorrection(ImportanceSampling(), MismatchGuard(GuardConfig(fallback_after=1)))
     assert run.correct(batch([1.0]))["fp8rl/step_skipped"] == 1.0
     assert run.skips
     assert not run.fallback_due
@@ -220,7 +224,7 @@ def test_a_step_far_off_is_left_out_and_then_rollouts_are_due_in_bf16() -> None:
     assert run.fallback_due
 
     assert run.guard is not None
-    run.guard.fell_back()  # as the seam does once the engines have started
+    run.guard.fell_back()  # as the patch does once the engines have started
     metrics = run.correct(batch([0.0]))
     assert (metrics["fp8rl/step_skipped"], run.skips, run.fallback_due) == (0.0, False, False)
     assert metrics["fp8rl/guard_bf16_rollouts"] == 1.0
@@ -231,7 +235,7 @@ def test_a_step_far_off_is_left_out_and_then_rollouts_are_due_in_bf16() -> None:
 
 def test_a_guard_that_may_not_fall_back_ends_the_run() -> None:
     config = GuardConfig(fallback_after=1, fallback="stop")
-    run = Run(ImportanceSampling(), MismatchGuard(config))
+    run = BatchCorrection(ImportanceSampling(), MismatchGuard(config))
     run.correct(batch([1.0]))
     with pytest.raises(UnsupportedError, match="rollout=false in the fp8rl block"):
         run.correct(batch([1.0]))

@@ -15,9 +15,9 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
+from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.driver import fallback
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
-from nemo_rl_ext.workers import rollout_engine
 from nemo_rl_ext.workers.training import kv_scales_withdrawn
 
 
@@ -51,7 +51,7 @@ class Stage:
             prepare_for_lp_inference=self.noting("prepare_for_lp_inference"),
         )
         self.synchronizer = SimpleNamespace(init_communicator=self.noting("init_communicator"))
-        monkeypatch.setattr(fallback, "_on", self.on)
+        monkeypatch.setattr(fallback, "_call", self.call)
         monkeypatch.setattr(fallback, "POLL_S", 0.0)
 
     def noting(self, name: str) -> Callable[[], bool]:
@@ -61,15 +61,15 @@ class Stage:
 
         return note
 
-    def on(self, workers: list[Any], function: Callable[[Any], Any]) -> list[Any]:
-        """As through Ray: a function in each worker; only the first of vLLM's owns an engine."""
-        self.called.append(function.__name__)
-        if function is fallback.withdraw_from_trainer:
-            return [function(worker) for worker in workers]
-        if function is rollout_engine.hold_if_idle:
+    def call(self, workers: list[Any], method: str) -> list[Any]:
+        """As through Ray: a method of each worker; only the first of vLLM's owns an engine."""
+        self.called.append(method)
+        if method == "withdraw_kv_scales":
+            return [withdraw_kv_cache(worker.cfg) for worker in workers]
+        if method == "hold_if_idle":
             self.busy -= 1
             return [worker != "owner" or self.busy < 0 for worker in workers]
-        if function is rollout_engine.restart_in_bf16:
+        if method == "restart_in_bf16":
             if self.fails:
                 raise ValueError("Free memory on device is less than desired")
             return self.started
@@ -90,7 +90,7 @@ def test_engines_on_the_trainers_gpus_have_them_alone_meanwhile(
         "hold_if_idle",
         "restart_in_bf16",
         "_post_init",
-        "withdraw_from_trainer",
+        "withdraw_kv_scales",
         "finish_generation",
         "prepare_for_lp_inference",
         "init_communicator",
@@ -105,7 +105,7 @@ def test_engines_on_gpus_of_their_own_are_waited_for(monkeypatch: pytest.MonkeyP
         *["hold_if_idle"] * 4,
         "restart_in_bf16",
         "_post_init",
-        "withdraw_from_trainer",
+        "withdraw_kv_scales",
         "init_communicator",
     ]
 
@@ -124,7 +124,7 @@ def test_an_engine_that_does_not_start_ends_the_run(monkeypatch: pytest.MonkeyPa
     stage.fails = True
     with pytest.raises(UnsupportedError, match=r"could not start .*Free memory.*rollout=false"):
         stage.fall_back()
-    assert "withdraw_from_trainer" not in stage.called
+    assert "withdraw_kv_scales" not in stage.called
 
 
 def test_no_engine_may_stay_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

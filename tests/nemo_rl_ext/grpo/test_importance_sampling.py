@@ -14,7 +14,12 @@ from fp8rl.errors import BatchError, PluginError, RecipeError
 from fp8rl.mismatch import mismatch_metrics
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext import hooks
-from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
+from nemo_rl_ext.grpo.importance_sampling import (
+    Correction,
+    correct,
+    correct_is,
+    resolve_corrector,
+)
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask", "off")
@@ -308,7 +313,7 @@ def test_correctors_resolve_by_name() -> None:
     plugins = PluginManager(discover=False)
     plugins.register(hooks)
     plugins.register(Doubling())
-    assert resolve_corrector("is", plugins) is correct
+    assert resolve_corrector("is", plugins) is correct_is
     got = resolve_corrector("doubled", plugins)(
         torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), ImportanceSampling()
     )

@@ -3,6 +3,7 @@ what counts here is the machinery of imports; `tests/contract` has the real one.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -11,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_ext.patches import ledger as activation
-from nemo_rl_ext.patches.ledger import SEAMS
+from nemo_rl_ext.patches.ledger import PATCHES, Ledger, install
 from nemo_rl_ext.patches.upstream import Upstream
 from support.processes import run_code
 
@@ -62,14 +62,14 @@ def test_words_that_switch_it_off_and_on() -> None:
     code = """
         import contextlib, io, os, sys, torch
         from nemo_rl_ext import autoload
-        from nemo_rl_ext.patches import ledger as activation
+        from nemo_rl_ext.patches.ledger import Ledger, installed
         words = ["0", "false", "off", "no", " OFF ", "1", "true", "on", "yes", "", "nope", "2"]
         for value in words:
-            sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, activation.Seams)]
+            sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, Ledger)]
             os.environ["FP8RL_AUTOLOAD"] = value
             with contextlib.redirect_stderr(io.StringIO()) as told:
                 autoload.start()
-            print(value.strip() or "empty", activation.installed() is not None, told.getvalue())
+            print(value.strip() or "empty", installed() is not None, told.getvalue())
     """
     lines = [line.split(" ", 2) for line in run(code).stdout.splitlines() if line]
     found = {word: (on == "True", rest) for word, on, rest in lines}
@@ -94,27 +94,21 @@ def test_an_error_of_ours_does_not_break_torch() -> None:
     assert "could not hook into NeMo RL" in done.stderr
 
 
-def test_the_list_is_what_the_seams_rely_on() -> None:
-    import importlib
-
-    for module, seams in SEAMS.items():
-        for seam in seams:
-            upstreams = importlib.import_module(f"nemo_rl_ext.patches.{seam}").UPSTREAM
+def test_the_list_is_what_the_patches_rely_on() -> None:
+    for module, patches in PATCHES.items():
+        for patch in patches:
+            upstreams = importlib.import_module(f"nemo_rl_ext.patches.{patch}").UPSTREAM
             assert all(isinstance(u, Upstream) for u in upstreams)
             assert module in {u.module for u in upstreams}
     files = {p.stem for p in (ROOT / "nemo_rl_ext" / "patches").glob("*.py")}
-    assert files - {"__init__", "ledger", "upstream"} == {
-        s for seams in SEAMS.values() for s in seams
-    }
+    assert files - {"__init__", "ledger", "upstream"} == {p for ps in PATCHES.values() for p in ps}
 
 
-def test_every_seam_says_why_how_where_and_until_when() -> None:
-    import importlib
-
-    for seam in {s for seams in SEAMS.values() for s in seams}:
-        text = importlib.import_module(f"nemo_rl_ext.patches.{seam}").__doc__ or ""
-        for heading in ("Why:", "How:", "Upstream:", "Goes:"):
-            assert f"\n{heading}" in text, (seam, heading)
+def test_every_patch_says_why_how_where_and_until_when() -> None:
+    for patch in {p for patches in PATCHES.values() for p in patches}:
+        text = importlib.import_module(f"nemo_rl_ext.patches.{patch}").__doc__ or ""
+        for heading in ("Why:", "How:", "Upstream:", "Until:"):
+            assert f"\n{heading}" in text, (patch, heading)
 
 
 LOAD_CONFIG = "def load_config(config_path):\n    return config_path\n"
@@ -186,7 +180,7 @@ def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> No
     untouched, message = run(code, path).stdout.splitlines()
     assert untouched == "x"
     assert message == (
-        "UnsupportedError 'policy.megatron_cfg.fp8rl' is set, but fp8rl's seam 'start' does not "
+        "UnsupportedError 'policy.megatron_cfg.fp8rl' is set, but fp8rl's patch 'start' does not "
         "fit nemo_rl.utils.config: nemo_rl.utils.config.load_config takes (path, strict), not "
         "(config_path) as in NeMo RL 7ea279a (22 August 2026). Install the NeMo RL that "
         "docs/nemo_rl.md names, or remove the key."
@@ -235,11 +229,16 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
     code = """
         import torch, nemo_rl.utils.config
         from nemo_rl_ext.patches.ledger import installed
-        installed().require("policy.megatron_cfg.fp8rl")
+        try:
+            installed().require("policy.megatron_cfg.fp8rl")
+        except Exception as error:
+            print(str(error)[:70])
+        key = "nemo_rl.models.generation.vllm.vllm_backend", "worker_classes"
+        print(installed().failures[key])
     """
-    last = run(code, path).stderr.strip().splitlines()[-1]
-    assert "seam 'refit' does not fit nemo_rl.models.generation.vllm.vllm_backend" in last
-    assert "_load_hf_weights takes (self, policy_weights, strict)" in last
+    refused, reason = run(code, path).stdout.strip().splitlines()
+    assert "fp8rl's patch" in refused
+    assert "_load_hf_weights takes (self, policy_weights, strict)" in reason
 
 
 def test_an_import_error_of_the_module_is_its_own(tmp_path: Path) -> None:
@@ -267,5 +266,5 @@ def test_the_launcher_says_what_is_wrong() -> None:
 
 
 def test_installing_twice_keeps_one_finder() -> None:
-    assert activation.install() is activation.install()
-    assert sum(isinstance(f, activation.Seams) for f in sys.meta_path) == 1
+    assert install() is install()
+    assert sum(isinstance(f, Ledger) for f in sys.meta_path) == 1

@@ -17,15 +17,19 @@ os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.workers.rollout_engine import create_engine, hold_if_idle, release, restart_in_bf16
+from nemo_rl_ext.workers.rollout_engine import RestartableEngine
 from support.engine import SETTINGS  # its module sets what vLLM reads at import
 
 LONG, SHORT = [7, 8, 9], [5, 6, 7, 8]
 LENGTH = 60
 
 
-class Worker:
-    """What of NeMo RL's asynchronous vLLM worker is asked for."""
+class Extension:
+    """Stands for NeMo RL's extension of vLLM's worker."""
+
+
+class Upstream:
+    """What the mixin needs of NeMo RL's asynchronous vLLM worker."""
 
     def __init__(self) -> None:
         self.cfg = {"vllm_cfg": {"async_engine": True}}
@@ -46,12 +50,15 @@ class Worker:
             last = list(output.outputs[0].token_ids)
         return last
 
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-def create(worker: Worker, arguments: dict[str, Any]) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**llm_kwargs))
 
-    worker.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+class Worker(RestartableEngine, Upstream):
+    worker_extension = f"{Path(__file__).stem}.{Extension.__name__}"
 
 
 async def main(root: Path) -> dict[str, Any]:
@@ -61,26 +68,26 @@ async def main(root: Path) -> dict[str, Any]:
         **SETTINGS,
         **vllm_fp8rl.engine_args(Recipe.from_dict({"kv_cache": {"dtype": "auto"}})),
     }
-    create_engine(worker, create, arguments)
+    worker._create_engine(arguments)
     gate = worker.llm
     found: dict[str, Any] = {"short": await worker.generate(SHORT, 12)}
     long = asyncio.ensure_future(worker.generate(LONG, LENGTH))
     while not gate.running:
         await asyncio.sleep(0.001)
-    found["held"] = [hold_if_idle(worker)]
+    found["held"] = [worker.hold_if_idle()]
     try:
-        restart_in_bf16(worker)
+        worker.restart_in_bf16()
     except RuntimeError as error:
         found["error"] = str(error)
     found["long"] = await long
-    found["held"].append(hold_if_idle(worker))
+    found["held"].append(worker.hold_if_idle())
     waiting = asyncio.ensure_future(worker.generate(SHORT, 12))
     await asyncio.sleep(0.05)
-    found["seconds"] = restart_in_bf16(worker)
+    found["seconds"] = worker.restart_in_bf16()
     await asyncio.sleep(0.05)
     found["waits"] = [gate.running, waiting.done()]  # until a refit has succeeded
     await worker.llm.collective_rpc("check_health")
-    release(worker)
+    worker.release()
     found["waited"] = await waiting
     found["same"] = worker.llm is gate
     found["after"] = await worker.generate(LONG, LENGTH)

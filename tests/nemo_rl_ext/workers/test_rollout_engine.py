@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +16,7 @@ from support.processes import run_script
 pytest.importorskip("vllm")
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.workers.rollout_engine import (
-    OWN_BYTES,
-    create_engine,
-    hold_if_idle,
-    release,
-    restart_in_bf16,
-    within_free_memory,
-)
+from nemo_rl_ext.workers.rollout_engine import OWN_BYTES, RestartableEngine, within_free_memory
 from nemo_rl_ext.workers.self_calibration import CalibratingLLM
 from support.engine import SETTINGS, Engine, make_checkpoint, start_engine
 from support.nemo_rl import Closing
@@ -37,10 +29,20 @@ RECIPE = Recipe()
 UNQUANTIZED_CACHE = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
 
 
-def create(worker: Any, arguments: dict[str, Any]) -> None:
-    from vllm import LLM
+class Upstream:
+    """What the mixin needs of NeMo RL's synchronous vLLM worker."""
 
-    worker.llm = LLM(**arguments)
+    cfg: Any = {"vllm_cfg": {"async_engine": False}}
+    llm: Any = None
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**llm_kwargs)
+
+
+class Worker(RestartableEngine, Upstream):
+    worker_extension = f"{Closing.__module__}.{Closing.__name__}"
 
 
 @pytest.fixture(scope="module")
@@ -73,34 +75,33 @@ def truth(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def worker(folder: Path) -> Iterator[Any]:
-    """What of NeMo RL's synchronous vLLM worker is asked for."""
-    made = SimpleNamespace(cfg={"vllm_cfg": {"async_engine": False}}, llm=None)
+    made = Worker()
     arguments = {
         "model": str(folder / "a"),
         **SETTINGS,
-        "worker_extension_cls": f"{Closing.__module__}.{Closing.__name__}",
+        "worker_extension_cls": "nemo_rl's own",
         **vllm_fp8rl.engine_args(RECIPE),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a restart changes it
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        create_engine(made, create, arguments)
+        made._create_engine(arguments)
         first = made.llm
         yield made
     made.llm.llm_engine.engine_core.shutdown()
     # It sleeps in this process; if it ended when it is collected, so would later engines' ranks.
     first.llm_engine.engine_core.shutdown()
-    del made.fp8rl_engine, first
+    del made._retired, first
     gc.collect()
 
 
 def test_a_synchronous_engine(worker: Any, truth: dict[str, Any]) -> None:
     first = worker.llm
     assert isinstance(first, CalibratingLLM)
-    assert hold_if_idle(worker)
+    assert worker.hold_if_idle()
 
-    seconds = restart_in_bf16(worker)
+    seconds = worker.restart_in_bf16()
     assert seconds is not None and seconds > 0
     assert Closing.closed == 1
     assert not isinstance(worker.llm, CalibratingLLM)
@@ -128,11 +129,11 @@ def test_an_asynchronous_engine(
     assert found["dtype"] in ("auto", "float32")
 
 
-def test_a_worker_without_an_engine_of_ours_is_left_alone() -> None:
-    other = SimpleNamespace(llm=None)
-    assert hold_if_idle(other)
-    assert restart_in_bf16(other) is None
-    release(other)
+def test_a_rank_that_owns_no_engine_is_left_alone() -> None:
+    other = Worker()
+    assert other.hold_if_idle()
+    assert other.restart_in_bf16() is None
+    other.release()
 
 
 def test_an_engine_asks_for_no_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

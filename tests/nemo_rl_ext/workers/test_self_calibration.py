@@ -15,7 +15,7 @@ from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
 from nemo_rl_ext.workers import self_calibration
-from nemo_rl_ext.workers.rollout import FencedSession
+from nemo_rl_ext.workers.refit import StreamedRefit
 from nemo_rl_ext.workers.self_calibration import SEQUENCES, TOKENS, CalibratingLLM
 from support.engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
@@ -46,7 +46,7 @@ def refit(engine: Engine, path: Path, scale: float | None = None) -> None:
     import torch
 
     scales = [] if scale is None else [(n, torch.full((1,), scale)) for n in scale_names(LAYERS)]
-    session = FencedSession(engine.model, True)
+    session = StreamedRefit(engine.model, True)
     with session:
         session.load([*load_tensors(path).items(), *scales])
         session.finish()

@@ -1,10 +1,10 @@
-"""What the Megatron workers' seams do, on a real GPTModel and a module shaped like upstream's."""
+"""The Megatron worker's mixin, on a real GPTModel and a base class shaped like upstream's."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +20,8 @@ from fp8rl.kv_scales import scale_names
 from megatron_fp8rl.conversion import conversion_of
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
-from nemo_rl_ext.patches import kv_scales, megatron
-from nemo_rl_ext.patches.ledger import Seams
 from nemo_rl_ext.workers import training
+from nemo_rl_ext.workers.training import Fp8Training
 from support.megatron import one_process
 
 CONFIG = Qwen3Config(
@@ -65,9 +64,21 @@ def upstream_setup(
     return SimpleNamespace(model=chunks[0])
 
 
+upstream = SimpleNamespace(setup_model_and_optimizer=upstream_setup)
+"""The module of upstream's class, whose function its constructor calls."""
+
+
 class MegatronPolicyWorkerImpl:
-    def __init__(self, policy: dict[str, Any], model: torch.nn.Module) -> None:
-        self.cfg, self.model, self.forwards = policy, model, 0
+    def __init__(self, config: dict[str, Any], init_optimizer: bool = True, **options: Any) -> None:
+        self.cfg, self.forwards = config, 0
+        self.model = upstream.setup_model_and_optimizer(
+            config,
+            None,
+            init_optimizer,
+            pre_load_checkpoint_hook=None,
+            load_weights=True,
+            **options,
+        ).model
 
     def calibrate_qkv_fp8_scales(
         self,
@@ -95,39 +106,18 @@ def policy(block: dict[str, Any] | None) -> dict[str, Any]:
     return {"megatron_cfg": cfg, "generation": {"vllm_cfg": vllm}}
 
 
-@pytest.fixture
-def modules() -> tuple[Any, Any]:
-    """Upstream's two modules with the seams in."""
-    seams = Seams()
-    setup = ModuleType("nemo_rl.models.megatron.setup")
-    setup.setup_model_and_optimizer = upstream_setup  # type: ignore[attr-defined]
-    megatron.apply(setup, seams)
-    worker = ModuleType("nemo_rl.models.policy.workers.megatron_policy_worker")
-
-    class Impl(MegatronPolicyWorkerImpl):
-        calibrate_qkv_fp8_scales = MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales
-
-    class Actor(Impl):  # Ray copies methods into the class that it makes an actor of
-        calibrate_qkv_fp8_scales = MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales
-
-    worker.MegatronPolicyWorkerImpl = Impl  # type: ignore[attr-defined]
-    worker.MegatronPolicyWorker = SimpleNamespace(  # type: ignore[attr-defined]
-        __ray_metadata__=SimpleNamespace(modified_class=Actor)
-    )
-    kv_scales.apply(worker, seams)
-    return setup, worker
+class Worker(Fp8Training, MegatronPolicyWorkerImpl):
+    upstream = upstream
 
 
-def test_without_the_key_upstreams_model_and_calibration_are_untouched(modules: Any) -> None:
-    setup, worker = modules
-    model = setup.setup_model_and_optimizer(policy(None), None).model
-    assert not hasattr(model, training.OBSERVER)
-    plain = worker.MegatronPolicyWorkerImpl(policy(None), model)
-    assert plain.calibrate_qkv_fp8_scales(data=0) == {"layers": "upstream's"}
+def test_without_the_key_upstreams_model_and_calibration_are_untouched() -> None:
+    worker = Worker(policy(None))
+    assert worker._qkv_observer is None
+    assert worker.calibrate_qkv_fp8_scales(data=0) == {"layers": "upstream's"}
 
 
 def test_the_model_is_converted_and_pinned_before_it_is_wrapped(
-    modules: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Bridge's registry of classes is for its export; Bridge needs Transformer Engine to import.
     monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda: None)
@@ -138,40 +128,32 @@ def test_the_model_is_converted_and_pinned_before_it_is_wrapped(
         order.append(sum("Fp8" in type(m).__name__ for m in chunks[0].modules()))
         return chunks
 
-    state = modules[0].setup_model_and_optimizer(
-        policy(block), None, additional_pre_wrap_hooks=[theirs]
-    )
+    worker = Worker(policy(block), additional_pre_wrap_hooks=[theirs])
     assert order == [0]  # ours is the last, after adapters and draft models
-    names = set(conversion_of(state.model).modules)
+    names = set(conversion_of(worker.model).modules)
     assert {n.split(".")[2] for n in names} == {"0", "2"}
+    assert upstream.setup_model_and_optimizer is upstream_setup, "other workers' is as it was"
 
 
-def test_a_frozen_teacher_that_has_the_policys_section_stays_in_bf16(modules: Any) -> None:
+def test_a_frozen_teacher_that_has_the_policys_section_stays_in_bf16() -> None:
     """GRPO's teachers (`on_policy_distillation`) get a copy of it, and no optimizer.
 
     Naively they would be converted by the pins of another model, and nothing would tell.
     """
-    for way in ((policy({}), None, False), (policy({}), None)):
-        named = {} if len(way) == 3 else {"load_optimizer": False}
-        model = modules[0].setup_model_and_optimizer(*way, **named).model
-        assert not any("Fp8" in type(m).__name__ for m in model.modules())
-        assert not hasattr(model, training.OBSERVER)
+    worker = Worker(policy({}), init_optimizer=False)
+    assert not any("Fp8" in type(m).__name__ for m in worker.model.modules())
+    assert worker._qkv_observer is None
 
 
-def test_bf16_training_keeps_the_model_but_observes_it(modules: Any) -> None:
-    setup, _ = modules
-    model = setup.setup_model_and_optimizer(policy({"training": False}), None).model
-    assert isinstance(getattr(model, training.OBSERVER), QKVObserver)
-    assert not any("Fp8" in type(m).__name__ for m in model.modules())
+def test_bf16_training_keeps_the_model_but_observes_it() -> None:
+    worker = Worker(policy({"training": False}))
+    assert isinstance(worker._qkv_observer, QKVObserver)
+    assert not any("Fp8" in type(m).__name__ for m in worker.model.modules())
 
 
-def test_scales_come_from_the_steps_forwards_and_change_with_them(modules: Any) -> None:
-    setup, worker_module = modules
-    cfg = policy({"training": False, "kv_cache": {"margin": 2.0}})
-    model = setup.setup_model_and_optimizer(cfg, None).model
-    actor_class = worker_module.MegatronPolicyWorker.__ray_metadata__.modified_class
-    worker = actor_class(cfg, model)
-
+def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
+    worker = Worker(policy({"training": False, "kv_cache": {"margin": 2.0}}))
+    model = worker.model
     first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"]
     assert worker.forwards == 1  # nothing had been seen
     assert set(first) == set(scale_names(3))
@@ -188,21 +170,22 @@ def test_scales_come_from_the_steps_forwards_and_change_with_them(modules: Any) 
     truth.close()
     assert second == {n: float(expected[n]) for n in second}
 
+    worker.withdraw_kv_scales()
+    assert worker.calibrate_qkv_fp8_scales(data=0) == {"layers": {}}
 
-def test_a_model_that_gives_nan_is_told(modules: Any) -> None:
-    setup, worker_module = modules
-    cfg = policy({"training": False})
-    model = setup.setup_model_and_optimizer(cfg, None).model
+
+def test_a_model_that_gives_nan_is_told() -> None:
+    worker = Worker(policy({"training": False}))
     with torch.no_grad():
-        model.decoder.layers[1].self_attention.linear_qkv.weight.fill_(float("nan"))
-    worker = worker_module.MegatronPolicyWorkerImpl(cfg, model)
+        worker.model.decoder.layers[1].self_attention.linear_qkv.weight.fill_(float("nan"))
     with pytest.raises(ScaleError):
         worker.calibrate_qkv_fp8_scales(data=0)
 
 
-def test_a_bad_block_is_told_with_its_path(modules: Any) -> None:
+def test_a_bad_block_is_told_with_its_path() -> None:
     with pytest.raises(RecipeError, match=r"policy\.megatron_cfg\.fp8rl\.pin'"):
-        modules[0].setup_model_and_optimizer(policy({"pin": 1}), None)
+        Worker(policy({"pin": 1}))
+    assert upstream.setup_model_and_optimizer is upstream_setup
 
 
 def test_the_helpers_import_no_engine() -> None:

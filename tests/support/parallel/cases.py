@@ -22,15 +22,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from safetensors.torch import load_file
 
 from fp8rl.errors import CheckpointError, ScaleError
-from fp8rl.gemm import builtin_backends
+from fp8rl.gemm import BackendChoice, builtin_backends
 from fp8rl.numerics import quantize_block
 from megatron_fp8rl import compat, weight_codes_hf
-from megatron_fp8rl.backends import BackendChoice
 from megatron_fp8rl.export import export_hf, load_hf
-from megatron_fp8rl.layout import plain_layout
+from megatron_fp8rl.export.layout import plain_layout
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.observers import QKVObserver
-from megatron_fp8rl.swiglu import is_fused
+from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.local_spec import completed_local_spec
@@ -64,7 +63,7 @@ def train(
     result: dict[str, Any] = {
         "exported": _exported(run),
         "modules": sorted(run.conversion.modules),
-        "fused": sum(is_fused(module) for chunk in run.model for module in chunk.modules()),
+        "fused": sum(isinstance(m, Fp8SwigluMLP) for chunk in run.model for m in chunk.modules()),
         "losses": [],
     }
     for step in range(STEPS):

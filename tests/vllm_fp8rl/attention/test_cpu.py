@@ -27,6 +27,7 @@ from vllm_fp8rl.attention.cpu import (
     Scratch,
     _codes_to_float,
 )
+from vllm_fp8rl.compat import attention_isa
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 128  # of the session's checkpoint
 BLOCK, BLOCKS = 128, 24
@@ -52,9 +53,8 @@ class Layer:
             self.builder = Fp8RLCpuMetadataBuilder(spec, [name], config, torch.device("cpu"))
         if not self.impl.stores_fp8:
             self.builder._fp8_layers = []  # the engine's own layer has an FP8 cache
-        self.scales = SimpleNamespace(
-            _k_scale_float=K_SCALE, _v_scale_float=V_SCALE, isa=self.attention.isa
-        )
+        isa = attention_isa(self.attention, self.attention.impl)
+        self.scales = SimpleNamespace(_k_scale_float=K_SCALE, _v_scale_float=V_SCALE, isa=isa)
         width = torch.uint8 if self.impl.stores_fp8 else dtype
         self.cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_SIZE, dtype=width)
 

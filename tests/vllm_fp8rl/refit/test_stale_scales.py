@@ -49,7 +49,9 @@ def test_vllms_method_drops_a_second_scale_and_starts_from_1() -> None:
     assert layer._k_scale.item() == FIRST
     assert not load(layer, SECOND)
     method.process_weights_after_loading(layer)
-    assert layer._k_scale.item() == FIRST, "vLLM takes a second scale now: see docs/reliability.md"
+    assert layer._k_scale.item() == FIRST, (
+        "vLLM takes a second scale now: see docs/measurements/reliability.md"
+    )
     without = stock_layer()
     method.create_weights(without)
     method.process_weights_after_loading(without)

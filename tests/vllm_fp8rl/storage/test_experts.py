@@ -32,7 +32,9 @@ def layout_of(
 
 def grids_of(layout: ExpertLayout, scale_format: str = "fp32"):
     stacks = empty_stacks(layout)
-    return ExpertGrids(layout, lambda: stacks, scale_format, torch.device("cpu"), _ignore), stacks
+    return ExpertGrids(
+        layout, stacks.__getitem__, scale_format, torch.device("cpu"), _ignore
+    ), stacks
 
 
 def _ignore() -> None:
@@ -172,7 +174,7 @@ def test_what_does_not_fit_is_refused_by_name():
         grids.load_scales(0, "w1", torch.ones(2, 1))
     with pytest.raises(UnsupportedError, match=r"experts.0.gate_proj' got .*int8"):
         grids.load(0, "w1", torch.zeros(128, HIDDEN, dtype=torch.int8))
-    plain = PlainExperts(layout, lambda: {"w13_weight": torch.zeros(2, 256, HIDDEN)})
+    plain = PlainExperts(layout, {"w13_weight": torch.zeros(2, 256, HIDDEN)}.__getitem__)
     with pytest.raises(UnsupportedError, match=r"gate_proj.weight' is kept in BF16 but arrives"):
         plain.load(0, "w1", torch.zeros(128, HIDDEN).to(FP8_DTYPE))
     assert not any(stacks[name].view(torch.uint8).any() for name in ("w13_weight", "w2_weight"))

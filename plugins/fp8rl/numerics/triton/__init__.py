@@ -1,1 +1,1 @@
-"""Triton kernels, equal to :mod:`fp8rl.numerics.reference` bit for bit."""
+"""Triton kernels, one file for each kernel family; they equal the reference bit for bit."""

@@ -1,12 +1,12 @@
-"""Activations quantized in the kernel that makes them: SiLU and product, RMS norm, or none.
+"""Triton kernels that compute an activation and quantize it at once: SiLU and product, or RMS norm.
 
-One read and one write of memory instead of two of each. Every intermediate is rounded to the
-activations' dtype where the separate operations round it, so codes and scales are those of
+They read and write memory once instead of twice. Every intermediate is rounded to the activations'
+dtype where the separate operations round it, so that codes and scales equal those of
 :func:`fp8rl.numerics.quantize_group` on the separate result, up to the last bit of ``exp`` and of
 the norm's sum.
 
-Scales leave with those of one group side by side, which block-scaled GEMMs read in place (TMA wants
-rows of 16 bytes, so that rows are padded to a multiple of four).
+The scales of one group lie side by side in memory, which block-scaled GEMMs read in place. TMA
+needs a multiple of 16 bytes between groups, so that rows are padded to a multiple of four.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import triton.language as tl
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP
-from fp8rl.numerics.triton.quantize import _encode, _scales
+from fp8rl.numerics.triton.quantize import encode_magnitude, quantization_scales
 from fp8rl.recipe import ScaleFormat
 
-_FEW_ROWS = 512  # below, small tiles to occupy every multiprocessor
+_FEW_ROWS = 512  # up to this many, tiles are small, to occupy every multiprocessor
 
 
 @triton.jit
-def _codes(y, POW2: tl.constexpr):
-    """(codes, scale_inv) of float32 values, one group along the last dimension."""
+def _quantize_groups(y, POW2: tl.constexpr):
+    """``(codes, scale_inv)`` of float32 values, one group a row."""
     source = y.to(tl.int32, bitcast=True)
     bits = source & 0x7FFFFFFF
-    scale, scale_inv = _scales(tl.max(bits, 1), POW2)
+    scale, scale_inv = quantization_scales(tl.max(bits, 1), POW2)
     scaled = tl.minimum(bits.to(tl.float32, bitcast=True) * scale[:, None], 448.0)
-    code = tl.where(bits > 0x7F800000, 0x7F, _encode(scaled, True)).to(tl.uint8)
+    code = tl.where(bits > 0x7F800000, 0x7F, encode_magnitude(scaled, True)).to(tl.uint8)
     return code | ((source >> 24) & 0x80).to(tl.uint8), scale_inv
 
 
-# Batches have any number of rows: one kernel for all, so that none is compiled in a step.
+# Batches have any number of rows: one kernel serves all, so that none is compiled in a step.
 @triton.jit(do_not_specialize=["rows", "stride_scale"])
 def _rows_kernel(
     x_ptr,
@@ -53,14 +53,14 @@ def _rows_kernel(
     group = tl.program_id(1)
     column = group * GROUP + tl.arange(0, GROUP)
     inside = row < rows
-    place = x_ptr + row[:, None] * stride_row + column[None, :]
-    x = tl.load(place, inside[:, None], other=0.0)
+    at = x_ptr + row[:, None] * stride_row + column[None, :]
+    x = tl.load(at, inside[:, None], other=0.0)
     if SILU:
         gate = x.to(tl.float32)
         gate = (gate / (1.0 + tl.exp(-gate))).to(x.dtype)
-        up = tl.load(place + columns, inside[:, None], other=0.0)
+        up = tl.load(at + columns, inside[:, None], other=0.0)
         x = (gate.to(tl.float32) * up.to(tl.float32)).to(x.dtype)
-    codes, scale_inv = _codes(x.to(tl.float32), POW2)
+    codes, scale_inv = _quantize_groups(x.to(tl.float32), POW2)
     tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, inside[:, None])
     tl.store(scale_ptr + group * stride_scale + row, scale_inv, inside)
 
@@ -95,18 +95,19 @@ def _norm_kernel(
     y = (x * tl.rsqrt(variance + epsilon)).to(loaded.dtype)
     weight = tl.load(weight_ptr + column, inside, other=0.0)
     y = (y.to(tl.float32) * weight.to(tl.float32)).to(loaded.dtype)
-    codes, scale_inv = _codes(y.to(tl.float32), POW2)
+    codes, scale_inv = _quantize_groups(y.to(tl.float32), POW2)
     tl.store(codes_ptr + row * columns + column, codes, inside)
     tl.store(scale_ptr + group * stride_scale + row, scale_inv, group * GROUP < columns)
 
 
 def empty_rows(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised results for ``x``'s rows: codes, and scales ``[groups, rows padded to 4]``.
+    """Uninitialised codes and scales for the rows of ``x``; symbolic shapes work too.
 
-    Works on symbolic shapes.
+    Returns:
+        codes ``[rows, columns]``; scale_inv float32 ``[columns / 128, rows padded to 4]``.
 
     Raises:
-        UnsupportedError: ``columns`` is no multiple of a group.
+        UnsupportedError: ``columns`` is no multiple of 128.
     """
     if columns % GROUP:
         raise UnsupportedError(
@@ -123,11 +124,11 @@ def empty_rows(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tenso
 def quantize_rows(
     x: torch.Tensor, scale_format: ScaleFormat, *, silu_and_mul: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize activations in groups, after ``silu(x[:, :K]) * x[:, K:]`` if asked.
+    """Quantize activations in 1x128 groups, after ``silu(x[:, :K]) * x[:, K:]`` if asked.
 
     Args:
         x: ``[M, K]``, or ``[M, 2 K]`` with ``silu_and_mul``; bfloat16 or float16, rows contiguous.
-        scale_format: of the scales.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
 
     Returns:
         codes ``[M, K]``; scale_inv float32 ``[K / 128, M padded to 4]``.
@@ -161,14 +162,14 @@ def rms_norm_quantize(
     epsilon: float,
     scale_format: ScaleFormat,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize ``rms_norm(x + residual) * weight`` in groups.
+    """Quantize ``rms_norm(x + residual) * weight`` in 1x128 groups.
 
     Args:
         x: ``[M, K]``, bfloat16 or float16, rows contiguous.
-        residual: like ``x``, or None.
-        weight: ``[K]``.
-        epsilon: added to the mean square.
-        scale_format: of the scales.
+        residual: tensor of ``x``'s shape and dtype, or None.
+        weight: ``[K]``, the norm's weight.
+        epsilon: number added to the mean square.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
 
     Returns:
         codes ``[M, K]``; scale_inv float32 ``[K / 128, M padded to 4]``; ``x + residual`` or None.

@@ -1,7 +1,7 @@
 """Triton kernel of :func:`fp8rl.numerics.amax_into` and :func:`fp8rl.numerics.count_amax`.
 
-Magnitudes are compared as the integers that their bits are: an infinity is larger than all numbers
-and a NaN larger than that, and the order in which programs finish changes nothing.
+Magnitudes are compared as integers, by their bits: an infinity is larger than all numbers, and a
+NaN larger than an infinity. The order in which programs finish changes nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics import reference
-from fp8rl.numerics.formats import AMAX_BINS, PEAK_FIRST, PEAK_SHIFT, SOURCE_DTYPES, cdiv
+from fp8rl.numerics.formats import AMAX_BINS, AMAX_FIRST, AMAX_SHIFT, SOURCE_DTYPES, cdiv
 from fp8rl.numerics.triton.launch import Launcher
 
-_TOGETHER = 3  # tensors of a launch: q, k and v
-_HEIGHT, _WIDTH, _WARPS = 64, 128, 4  # of a tile, but for histograms, whose tiles hold whole rows
-_WIDEST = 1024  # row of a histogram
+_TENSORS = 3  # of one launch: q, k and v
+_HEIGHT, _WIDTH, _WARPS = 64, 128, 4  # of a tile; the tiles of a histogram hold whole rows
+_WIDEST = 1024  # columns of a row that a histogram can take
 
 
 class _Rows(NamedTuple):
@@ -37,7 +37,7 @@ _NO_ROWS = _Rows(0, _WIDTH, _WIDTH)
 
 
 def _merged(dims: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """``(elements, stride)`` that visit what dimensions of ``(stride, size)`` do, if one can."""
+    """Merge dimensions ``(stride, size)`` into one ``(elements, stride)``; None if impossible."""
     dims = sorted(dim for dim in dims if dim[1] > 1)
     if not dims:
         return 1, 0
@@ -50,7 +50,7 @@ def _merged(dims: list[tuple[int, int]]) -> tuple[int, int] | None:
 
 
 def _any_rows(shape: torch.Size, strides: tuple[int, ...]) -> _Rows | None:
-    """A tensor as rows, in the order of memory: it does not matter for a maximum."""
+    """A tensor as rows in the order of memory, which does not matter for a maximum."""
     dims = sorted(zip(strides, shape, strict=True))
     width = 1
     while dims and (dims[0][0] == width or dims[0][1] == 1):
@@ -73,8 +73,8 @@ def _last_rows(shape: torch.Size, strides: tuple[int, ...]) -> _Rows | None:
 
 
 @triton.jit
-def _take_tile(
-    cells_ptr,
+def _amax_tile(
+    out_ptr,
     x_ptr,
     rows,
     width,
@@ -98,19 +98,19 @@ def _take_tile(
     x = tl.load(at, inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if PER_ROW:
-        peaks = tl.max(bits, 1)
-        bins = tl.minimum(tl.maximum((peaks >> SHIFT) - FIRST, 0), BINS - 1)
-        bins = tl.where(peaks < 0x7F800000, bins, BINS)
+        amax = tl.max(bits, 1)
+        bins = tl.minimum(tl.maximum((amax >> SHIFT) - FIRST, 0), BINS - 1)
+        bins = tl.where(amax < 0x7F800000, bins, BINS)
         one = tl.full((HEIGHT,), 1, tl.int64)
-        tl.atomic_add(cells_ptr + bins, one, here, sem="relaxed")
+        tl.atomic_add(out_ptr + bins, one, here, sem="relaxed")
     else:
-        slot = cells_ptr.to(tl.pointer_type(tl.int32))
-        tl.atomic_max(slot, tl.max(bits), sem="relaxed")
+        amax_ptr = out_ptr.to(tl.pointer_type(tl.int32))
+        tl.atomic_max(amax_ptr, tl.max(bits), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rows_0", "rows_1", "rows_2", "end_0", "end_1"])
-def _peaks_kernel(
-    cells_ptr,
+def _amax_kernel(
+    out_ptr,
     x_0,
     rows_0,
     width_0,
@@ -125,7 +125,7 @@ def _peaks_kernel(
     stride_2,
     end_0,
     end_1,
-    CELLS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     PER_ROW: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -133,11 +133,11 @@ def _peaks_kernel(
     SHIFT: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """One tile of one of three tensors a program; each tensor has ``CELLS`` cells."""
+    """Reduce one tile of one of three tensors; their outputs are ``OUT_STRIDE`` values apart."""
     tile = tl.program_id(0)
     if tile < end_0:
-        _take_tile(
-            cells_ptr,
+        _amax_tile(
+            out_ptr,
             x_0,
             rows_0,
             width_0,
@@ -151,8 +151,8 @@ def _peaks_kernel(
             BINS,
         )
     elif tile < end_1:
-        _take_tile(
-            cells_ptr + CELLS,
+        _amax_tile(
+            out_ptr + OUT_STRIDE,
             x_1,
             rows_1,
             width_1,
@@ -166,8 +166,8 @@ def _peaks_kernel(
             BINS,
         )
     else:
-        _take_tile(
-            cells_ptr + 2 * CELLS,
+        _amax_tile(
+            out_ptr + 2 * OUT_STRIDE,
             x_2,
             rows_2,
             width_2,
@@ -182,57 +182,57 @@ def _peaks_kernel(
         )
 
 
-_launch = Launcher(_peaks_kernel, num_warps=_WARPS)
+_launch = Launcher(_amax_kernel, num_warps=_WARPS)
 
 
-def amax_into(slots: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """See :func:`fp8rl.numerics.amax_into`."""
-    _take(slots, tensors, per_row=False)
+    _launch_all(out, tensors, per_row=False)
 
 
 def count_amax(counts: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """See :func:`fp8rl.numerics.count_amax`."""
-    _take(counts, tensors, per_row=True)
+    _launch_all(counts, tensors, per_row=True)
 
 
-def _take(cells: torch.Tensor, tensors: Sequence[torch.Tensor], *, per_row: bool) -> None:
-    if len(tensors) == _TOGETHER:  # as always; slices of cells cost the host a part of a launch
-        _take_few(cells, tensors, per_row)
+def _launch_all(out: torch.Tensor, tensors: Sequence[torch.Tensor], *, per_row: bool) -> None:
+    if len(tensors) == _TENSORS:  # the usual case, without the cost of slicing on the host
+        _launch_few(out, tensors, per_row)
         return
-    for start in range(0, len(tensors), _TOGETHER):
-        few = slice(start, start + _TOGETHER)
-        _take_few(cells[few], tensors[few], per_row)
+    for start in range(0, len(tensors), _TENSORS):
+        few = slice(start, start + _TENSORS)
+        _launch_few(out[few], tensors[few], per_row)
 
 
-def _take_few(cells: torch.Tensor, tensors: Sequence[torch.Tensor], per_row: bool) -> None:
+def _launch_few(out: torch.Tensor, tensors: Sequence[torch.Tensor], per_row: bool) -> None:
     plan = _plan(tuple((x.shape, x.stride(), x.dtype) for x in tensors), per_row)
     for number in plan.not_served:
         one = slice(number, number + 1)
-        (reference.count_amax if per_row else reference.amax_into)(cells[one], tensors[one])
+        (reference.count_amax if per_row else reference.amax_into)(out[one], tensors[one])
     if plan.programs:
-        x_0, x_1, x_2 = (*tensors, *[tensors[-1]] * (_TOGETHER - len(tensors)))
+        x_0, x_1, x_2 = (*tensors, *[tensors[-1]] * (_TENSORS - len(tensors)))
         rows_0, rows_1, rows_2 = plan.rows
-        arguments = (cells, x_0, *rows_0, x_1, *rows_1, x_2, *rows_2, *plan.ends)
+        arguments = (out, x_0, *rows_0, x_1, *rows_1, x_2, *rows_2, *plan.ends)
         tile = (plan.height, plan.width)
-        constants = (cells.stride(0), per_row, *tile, PEAK_FIRST, PEAK_SHIFT, AMAX_BINS)
+        constants = (out.stride(0), per_row, *tile, AMAX_FIRST, AMAX_SHIFT, AMAX_BINS)
         _launch(plan.programs, arguments, constants)
 
 
 class _Plan(NamedTuple):
-    """A launch over tensors that lie in memory in a certain way."""
+    """The launch for tensors of given shapes, strides and dtypes."""
 
     programs: int
     rows: tuple[_Rows, ...]
-    """Of three tensors."""
+    """Rows of the three tensors."""
     ends: tuple[int, int]
-    """Of the programs of the first two."""
+    """Numbers of the programs after the first and after the second tensor."""
     height: int
     width: int
     not_served: tuple[int, ...]
-    """Tensors that are no rows."""
+    """Indices of tensors that cannot be seen as rows; the reference takes them."""
 
 
-@lru_cache(maxsize=256)  # to find this out costs the host more than the launch
+@lru_cache(maxsize=256)  # computing a plan costs the host more than the launch
 def _plan(
     layouts: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...], per_row: bool
 ) -> _Plan:
@@ -240,7 +240,7 @@ def _plan(
     widest = max((rows.width for rows in found if rows), default=1)
     width = triton.next_power_of_2(widest) if per_row else _WIDTH
     height = _HEIGHT * _WIDTH // width
-    rows = [of_one or _NO_ROWS for of_one in found] + [_NO_ROWS] * (_TOGETHER - len(found))
+    rows = [of_one or _NO_ROWS for of_one in found] + [_NO_ROWS] * (_TENSORS - len(found))
     end_0, end_1, end_2 = accumulate(cdiv(n, height) * cdiv(w, width) for n, w, _ in rows)
     not_served = tuple(number for number, of_one in enumerate(found) if of_one is None)
     return _Plan(end_2, tuple(rows), (end_0, end_1), height, width, not_served)
@@ -249,7 +249,7 @@ def _plan(
 def _rows(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, per_row: bool
 ) -> _Rows | None:
-    """None where the elements lie in a way that the kernel does not serve."""
+    """The tensor as rows; None where the kernel does not serve its strides or dtype."""
     if not shape.numel():
         return _NO_ROWS
     if dtype not in SOURCE_DTYPES:

@@ -1,8 +1,8 @@
 """Triton kernel for the operands of a linear layer: one read, codes along both dimensions.
 
 One program owns a 128x128 tile, which holds whole groups of either direction (and one whole block
-of a weight), so the tile's amaxes come from registers. Scales are written in the order in which
-GEMM kernels on Hopper read them: groups outermost, so that one load fetches the scales of
+of a weight), so that the tile's amaxes come from registers. Scales are written in the order in
+which GEMM kernels on Hopper read them: groups outermost, so that one load fetches the scales of
 consecutive rows (cuBLASLt's VEC128 layout and DeepGEMM's TMA layout are both this one).
 """
 
@@ -14,13 +14,18 @@ import triton.language as tl
 
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
 from fp8rl.numerics.triton.launch import Launcher
-from fp8rl.numerics.triton.packed import QUADS_REGISTERS, has_quads, quads_kernel
-from fp8rl.numerics.triton.quantize import _codes, _scales, _spread, has_native_cast
+from fp8rl.numerics.triton.packed import PACKED_REGISTERS, can_pack, packed_kernel
+from fp8rl.numerics.triton.quantize import (
+    encode,
+    has_native_cast,
+    one_per_thread,
+    quantization_scales,
+)
 from fp8rl.recipe import ScaleFormat
 
-_SCALE_ALIGNMENT = 4  # float32 values; TMA wants 16 bytes between groups
-# Of a thread, so that several programs fit a multiprocessor: some load, some compute.
-_REGISTERS = 80
+_SCALE_ALIGNMENT = 4  # float32 values; TMA needs a multiple of 16 bytes between groups
+REGISTERS = 80
+"""Registers of a thread, so that several programs fit a multiprocessor."""
 
 
 @triton.jit
@@ -30,7 +35,7 @@ def _mask(row, col, rows, cols):
 
 @triton.jit
 def _load(at, mask, WHOLE: tl.constexpr):
-    """``WHOLE``: no tile reaches over an end, so nobody asks for the mask."""
+    """Load a tile; with ``WHOLE`` no tile reaches over an end and no mask is needed."""
     if WHOLE:
         return tl.load(at)
     return tl.load(at, mask, other=0.0)
@@ -45,7 +50,7 @@ def _store(at, value, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _write_tile(
+def quantize_dual_tile(
     x,
     tile_row,
     tile_col,
@@ -65,7 +70,10 @@ def _write_tile(
     NATIVE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Codes and scales of one 128x128 tile of a ``[rows, cols]`` source, zeros beyond its ends."""
+    """Write codes and scales of one 128x128 tile of a ``[rows, cols]`` source.
+
+    ``x`` is the tile, with zeros beyond the ends of the source.
+    """
     row = tl.arange(0, 128)
     col = tl.arange(0, 128)
     left = rows - tile_row * 128
@@ -80,15 +88,15 @@ def _write_tile(
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.int16, bitcast=True)
         magnitude = bits & 0x7FFF
-        # Not a conversion: Triton's interpreter gets subnormals wrong.
+        # A shift, because the conversion of Triton's interpreter gets subnormals wrong.
         x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         x = x.to(tl.float32)
         magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if BLOCK:
         amax = tl.max(tl.max(magnitude, 1), 0, keep_dims=True).to(tl.int32) << SHIFT
-        scale, scale_inv = _scales(amax, POW2)
-        code = _codes(x, scale[:, None], NATIVE)
+        scale, scale_inv = quantization_scales(amax, POW2)
+        code = encode(x, scale[:, None], NATIVE)
         one = tl.arange(0, 1)
         if ROWWISE:
             _store(codes_at, code, inside, WHOLE)
@@ -98,22 +106,22 @@ def _write_tile(
             tl.store(scale_inv_t_ptr + tile_col * scale_t_stride + tile_row + one, scale_inv)
     else:
         if ROWWISE:
-            amax = _spread(tl.max(magnitude, 1).to(tl.int32) << SHIFT)
-            scale, scale_inv = _scales(amax, POW2)
+            amax = one_per_thread(tl.max(magnitude, 1).to(tl.int32) << SHIFT)
+            scale, scale_inv = quantization_scales(amax, POW2)
             at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128 + row
             _store(at, scale_inv, row < left, WHOLE)
-            _store(codes_at, _codes(x, scale[:, None], NATIVE), inside, WHOLE)
+            _store(codes_at, encode(x, scale[:, None], NATIVE), inside, WHOLE)
         if COLUMNWISE:
-            amax = _spread(tl.max(magnitude, 0).to(tl.int32) << SHIFT)
-            scale, scale_inv = _scales(amax, POW2)
+            amax = one_per_thread(tl.max(magnitude, 0).to(tl.int32) << SHIFT)
+            scale, scale_inv = quantization_scales(amax, POW2)
             at = scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128 + col
             _store(at, scale_inv, col < left_cols, WHOLE)
-            _store(codes_t_at, tl.trans(_codes(x, scale[None, :], NATIVE)), inside_t, WHOLE)
+            _store(codes_t_at, tl.trans(encode(x, scale[None, :], NATIVE)), inside_t, WHOLE)
 
 
-# Tokens differ from step to step: what follows from them is no reason to compile again.
+# The number of tokens differs from step to step: what follows from it must not compile anew.
 @triton.jit(do_not_specialize=["rows", "scale_stride", "scale_t_stride", "tile_cols"])
-def _two_way_kernel(
+def _dual_kernel(
     x_ptr,
     codes_ptr,
     scale_inv_ptr,
@@ -143,7 +151,7 @@ def _two_way_kernel(
     at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
     x = _load(at, inside, WHOLE)
     if not (ROWWISE and COLUMNWISE):
-        _write_tile(
+        quantize_dual_tile(
             x,
             tile_row,
             tile_col,
@@ -164,7 +172,7 @@ def _two_way_kernel(
             WHOLE,
         )
     else:
-        _write_tile(
+        quantize_dual_tile(
             x,
             tile_row,
             tile_col,
@@ -184,9 +192,9 @@ def _two_way_kernel(
             NATIVE,
             WHOLE,
         )
-        # Read again, now from the cache: kept, the tile would take too many registers.
+        # Read again, now from the cache: a tile that is kept would take too many registers.
         x = _load(at, inside, WHOLE)
-        _write_tile(
+        quantize_dual_tile(
             x,
             tile_row,
             tile_col,
@@ -208,8 +216,8 @@ def _two_way_kernel(
         )
 
 
-class Room:
-    """Memory for both sides of an operand ``[rows, cols]``, and what a kernel must know of it."""
+class DualOutput:
+    """Uninitialised sides of an operand ``[rows, cols]``, and what a kernel needs to fill them."""
 
     def __init__(
         self,
@@ -228,29 +236,32 @@ class Room:
         stride = stride_t = 0
         if rowwise:
             codes = torch.empty(rows, cols, dtype=FP8_DTYPE, device=device)
-            scale_inv, stride = _scales_room(device, rows, cols, block)
+            scale_inv, stride = _empty_scales(device, rows, cols, block)
             self.rowwise = Quantized(codes, scale_inv)
         if columnwise:
             codes = torch.empty(cols, self.padded_rows, dtype=FP8_DTYPE, device=device)
-            scale_inv, stride_t = _scales_room(device, cols, rows, block)
+            scale_inv, stride_t = _empty_scales(device, cols, rows, block)
             self.columnwise = Quantized(codes, scale_inv)
         self.pointers = (*(self.rowwise or (x, x)), *(self.columnwise or (x, x)))
-        """Of both sides; in place of one that is not wanted a kernel gets anything."""
+        """Codes and scales of both sides; ``x`` stands for a side that is not wanted."""
         self.strides = (stride, stride_t)
-        """Of the scales' outermost dimension."""
+        """Strides of the outermost dimension of both sides' scales."""
         self.whole = rows % 128 == 0 and cols % 128 == 0
         self.constants = (rowwise, columnwise, scale_format == "pow2", has_native_cast(device))
-        """``ROWWISE``, ``COLUMNWISE``, ``POW2`` and ``NATIVE`` of a kernel."""
+        """Values of a kernel's ``ROWWISE``, ``COLUMNWISE``, ``POW2`` and ``NATIVE``."""
 
     def operand(self) -> Operand:
         return Operand(self.rowwise, self.columnwise)
 
 
-def _scales_room(
+def _empty_scales(
     device: torch.device, rows: int, cols: int, block: bool
 ) -> tuple[torch.Tensor, int]:
-    """``[ceil(rows/128), ceil(cols/128)]`` of blocks; ``[rows, ceil(cols/128)]`` of groups, those
-    outermost in memory; and the stride of the outermost dimension."""
+    """Uninitialised scales, and the stride of their outermost dimension.
+
+    Blocks have ``[ceil(rows/128), ceil(cols/128)]``; groups have ``[rows, ceil(cols/128)]`` with
+    the groups outermost in memory.
+    """
     across = cdiv(cols, GROUP)
     if block:
         down = cdiv(rows, GROUP)
@@ -260,8 +271,10 @@ def _scales_room(
     return scale_inv if rows == aligned else scale_inv[:rows], aligned
 
 
-_launch = Launcher(_two_way_kernel, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
-_launch_quads = Launcher(quads_kernel, num_warps=8, maxnreg=QUADS_REGISTERS, enable_fp_fusion=False)
+_launch = Launcher(_dual_kernel, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False)
+_launch_packed = Launcher(
+    packed_kernel, num_warps=8, maxnreg=PACKED_REGISTERS, enable_fp_fusion=False
+)
 
 
 def quantize_operand(
@@ -287,18 +300,18 @@ def _quantize(
     x: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool, *, block: bool
 ) -> Operand:
     rows, cols = x.shape
-    room = Room(x, (rows, cols), scale_format, rowwise, columnwise, block=block)
+    output = DualOutput(x, (rows, cols), scale_format, rowwise, columnwise, block=block)
     if not (rows and cols):
-        return room.operand()
+        return output.operand()
     tile_cols = cdiv(cols, 128)
     programs = cdiv(rows, 128) * tile_cols
-    constants = (block, *room.constants)
-    padded_rows, ends = room.padded_rows, (*room.strides, tile_cols)
+    constants = (block, *output.constants)
+    padded_rows, ends = output.padded_rows, (*output.strides, tile_cols)
     sizes: tuple[int, ...]
-    if has_quads(x) and (room.whole or not block):
+    if can_pack(x) and (output.whole or not block):
         sizes = (padded_rows, cols, x.stride(0), *ends, rows)
-        _launch_quads(programs, (x, *room.pointers, *sizes), (*constants, not room.whole))
+        _launch_packed(programs, (x, *output.pointers, *sizes), (*constants, not output.whole))
     else:
         sizes = (rows, cols, *x.stride(), padded_rows, *ends)
-        _launch(programs, (x, *room.pointers, *sizes), (*constants, room.whole))
-    return room.operand()
+        _launch(programs, (x, *output.pointers, *sizes), (*constants, output.whole))
+    return output.operand()

@@ -1,7 +1,8 @@
-"""Triton kernels for the operands of many experts, one launch each.
+"""Triton kernels that quantize the operands of many experts in one launch.
 
-Tiles are those of :mod:`fp8rl.numerics.triton.dual`; a table tells each program which rows of
-the source its tile holds, since every expert starts a tile of its own.
+Tiles are quantized as in :mod:`fp8rl.numerics.triton.dual` or, where the source can be packed, as
+in :mod:`fp8rl.numerics.triton.packed`. Every expert starts a tile of its own; a table
+(:meth:`fp8rl.numerics.ExpertRows.table`) tells each program which rows of the source it quantizes.
 """
 
 from __future__ import annotations
@@ -15,21 +16,25 @@ import triton.language as tl
 
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
 from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows, on_device
-from fp8rl.numerics.triton.dual import _write_tile
-from fp8rl.numerics.triton.multi_tensor import _TRITON_DTYPES, _aligned
-from fp8rl.numerics.triton.packed import QUADS_REGISTERS, fits_quads, has_quads, quads_tile
+from fp8rl.numerics.triton.dual import REGISTERS, quantize_dual_tile
+from fp8rl.numerics.triton.multi_tensor import TRITON_DTYPES, all_aligned
+from fp8rl.numerics.triton.packed import (
+    PACKED_REGISTERS,
+    can_pack,
+    can_pack_tiles,
+    quantize_packed_tile,
+)
 from fp8rl.numerics.triton.quantize import has_native_cast
 from fp8rl.recipe import ScaleFormat
 
 ALIGNMENT = GROUP
 """Rows of every expert are padded to a multiple of this."""
-_REGISTERS = 80  # as in triton_two_way
-_COPIED = 1024  # columns that one program of the copy moves
+_COPIED_COLUMNS = 1024  # of one program of the unpadding copy
 
 
 @triton.jit
 def _load_rows(at, left, inside_cols, WHOLE: tl.constexpr):
-    """128 rows of which ``left`` are there; the others are zeros."""
+    """Load 128 rows of which ``left`` exist; the others are zeros."""
     row = tl.arange(0, 128)
     if WHOLE:
         return tl.load(at, (row < left)[:, None], other=0.0)
@@ -56,7 +61,7 @@ def _grouped_kernel(
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
     WHOLE: tl.constexpr,
-    QUADS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
     tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
@@ -70,8 +75,8 @@ def _grouped_kernel(
     codes_at = codes_ptr + (tile_row * cols + tile_col) * 128
     scale_at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128
     if ROWWISE:
-        if QUADS:
-            quads_tile(
+        if PACKED:
+            quantize_packed_tile(
                 x_ptr,
                 stride_row,
                 left,
@@ -90,7 +95,7 @@ def _grouped_kernel(
                 NATIVE,
             )
         else:
-            _write_tile(
+            quantize_dual_tile(
                 _load_rows(at, left, inside_cols, WHOLE),
                 tile_row,
                 tile_col,
@@ -113,13 +118,13 @@ def _grouped_kernel(
     if COLUMNWISE:
         tiles = tl.load(entry + 4).to(tl.int64)
         if tiles > 0:
-            # The expert's own [cols, 128 * tiles], as if it were alone.
+            # The codes of this expert are [cols, 128 * tiles], as if it were alone.
             first = tl.load(entry + 3).to(tl.int64)
             within = tl.load(entry + 5).to(tl.int64)
             codes_t_ptr += first * 128 * cols
             scale_inv_t_ptr += first * scale_t_stride
-            if QUADS:
-                quads_tile(
+            if PACKED:
+                quantize_packed_tile(
                     x_ptr,
                     stride_row,
                     left,
@@ -138,7 +143,7 @@ def _grouped_kernel(
                     NATIVE,
                 )
             else:
-                _write_tile(
+                quantize_dual_tile(
                     _load_rows(at, left, inside_cols, WHOLE),
                     within,
                     tile_col,
@@ -178,9 +183,9 @@ def _weights_kernel(
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
     WHOLE: tl.constexpr,
-    QUADS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """Codes of one 128x128 block, of the expert of the second program axis."""
+    """Quantize one 128x128 block of one expert, which the second program axis numbers."""
     expert = tl.program_id(1).to(tl.int64)
     tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
     tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
@@ -192,8 +197,8 @@ def _weights_kernel(
     codes_t_ptr += expert * rows * cols
     scale_inv_ptr += expert * tile_rows * tile_cols
     scale_inv_t_ptr += expert * tile_rows * tile_cols
-    if QUADS:
-        quads_tile(
+    if PACKED:
+        quantize_packed_tile(
             x_ptr,
             cols,
             128,
@@ -216,7 +221,7 @@ def _weights_kernel(
         col = tl.arange(0, 128)
         at = x_ptr + row[:, None] * cols + col[None, :]
         left = tl.minimum(rows - tile_row * 128, 128)
-        _write_tile(
+        quantize_dual_tile(
             _load_rows(at, left, col < cols - tile_col * 128, WHOLE),
             tile_row,
             tile_col,
@@ -293,7 +298,7 @@ def quantize_grouped(
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
                 WHOLE=cols % GROUP == 0,
-                **_options(x, scale_format, has_quads(x)),
+                **_options(x, scale_format, can_pack(x)),
             )
     return by_rows, by_columns
 
@@ -305,9 +310,9 @@ def quantize_weights(
     weights = [w.contiguous() for w in weights]
     first, experts = weights[0], len(weights)
     addresses = [w.data_ptr() for w in weights]
-    quads = fits_quads(first) and _aligned(addresses)
-    if rowwise and columnwise and not quads:
-        # Both sides in one launch are for quads alone: see triton_two_way.quantize_weight.
+    packed = can_pack_tiles(first) and all_aligned(addresses)
+    if rowwise and columnwise and not packed:
+        # Only the packed kernel makes both sides in one launch: see dual.quantize_weight.
         (by_rows, _), (_, by_columns) = (
             quantize_weights(weights, scale_format, one, not one) for one in (True, False)
         )
@@ -330,28 +335,28 @@ def quantize_weights(
                 rows,
                 cols,
                 *blocks,
-                DTYPE=_TRITON_DTYPES[first.dtype],
-                ALIGNED=_aligned(addresses),
+                DTYPE=TRITON_DTYPES[first.dtype],
+                ALIGNED=all_aligned(addresses),
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
                 WHOLE=rows % GROUP == 0 and cols % GROUP == 0,
-                **_options(first, scale_format, quads),
+                **_options(first, scale_format, packed),
             )
     return Operand(made, made_t)
 
 
 def _pointers(side: Quantized | None, spare: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel writes to; ``spare`` in place of a side that is not wanted."""
+    """The outputs of a kernel; ``spare`` stands for a side that is not wanted."""
     return (spare, spare) if side is None else (side.codes.view(torch.uint8), side.scale_inv)
 
 
-def _options(x: torch.Tensor, scale_format: ScaleFormat, quads: bool) -> dict[str, Any]:
+def _options(x: torch.Tensor, scale_format: ScaleFormat, packed: bool) -> dict[str, Any]:
     return {
         "POW2": scale_format == "pow2",
         "NATIVE": has_native_cast(x.device),
-        "QUADS": quads,
+        "PACKED": packed,
         "num_warps": 8,
-        "maxnreg": QUADS_REGISTERS if quads else _REGISTERS,
+        "maxnreg": PACKED_REGISTERS if packed else REGISTERS,
         "enable_fp_fusion": False,
     }
 
@@ -362,7 +367,7 @@ def unpad(x: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
     out = x.new_empty(expert_rows.tokens, cols)
     if out.numel():
         with torch.cuda.device_of(x):
-            _unpad_kernel[(expert_rows.rows // GROUP, cdiv(cols, _COPIED))](
-                x, expert_rows.table(x.device), out, cols, STEP=_COPIED, num_warps=8
+            _unpad_kernel[(expert_rows.rows // GROUP, cdiv(cols, _COPIED_COLUMNS))](
+                x, expert_rows.table(x.device), out, cols, STEP=_COPIED_COLUMNS, num_warps=8
             )
     return out

@@ -1,6 +1,7 @@
-"""Triton kernels for many tensors in one launch: a model's weights take 250 launches otherwise.
+"""Multi-tensor Triton kernels: quantization and the finite check of many tensors in one launch.
 
-Addresses reach the GPU as a table of integers, one row a tensor, in one copy from pinned memory.
+The weights of a model would take 250 launches otherwise. Addresses reach the GPU as a table of
+integers with one row a tensor, in one copy from pinned memory.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import triton.language as tl
 from fp8rl.numerics.finite import largest_bits
 from fp8rl.numerics.formats import FP8_DTYPE, Quantized, cdiv
 from fp8rl.numerics.grouped import on_device
-from fp8rl.numerics.triton.quantize import _quantize_tile, has_native_cast
+from fp8rl.numerics.triton.quantize import has_native_cast, quantize_tile
 from fp8rl.recipe import ScaleFormat
 
-_TRITON_DTYPES = {
+TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float32: tl.float32,
@@ -29,16 +30,16 @@ _MAGNITUDES = {
     torch.float32: (tl.int32, 0x7FFFFFFF),
     FP8_DTYPE: (tl.uint8, 0x7F),
 }
-"""Integer type of an element, and its bits without the sign."""
+"""Integer type of an element, and the mask of its bits without the sign."""
 _CHUNK = 1 << 17
 """Elements that one program of the finite check reads."""
 _STEP = 1 << 13
 _ALIGNMENT = 16  # bytes: the widest load of a thread
 
 
-# Every group of tensors has its part of the table, aligned or not.
+# Each launch gets its part of the table, aligned or not.
 @triton.jit(do_not_specialize=["table_ptr", "tile_cols"])
-def _quantize_many_kernel(
+def _multi_tensor_kernel(
     table_ptr,
     rows,
     cols,
@@ -55,10 +56,10 @@ def _quantize_many_kernel(
     entry = table_ptr + tl.program_id(1) * 3
     x_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
     codes_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
-    if ALIGNED:  # a hint that a conversion would drop; without it every access is a scalar
+    if ALIGNED:  # without this hint every access would be a scalar
         x_ptr = tl.multiple_of(x_ptr, 16)
         codes_ptr = tl.multiple_of(codes_ptr, 16)
-    _quantize_tile(
+    quantize_tile(
         x_ptr,
         codes_ptr,
         tl.load(entry + 2).to(tl.pointer_type(tl.float32)),
@@ -88,7 +89,7 @@ def _finite_kernel(
     STEP: tl.constexpr,
 ):
     chunk = tl.program_id(0)
-    low, high = 0, tensors  # whose chunk this is: the first that ends behind it
+    low, high = 0, tensors  # binary search for the tensor that has this chunk
     while low < high:
         middle = (low + high) // 2
         before = tl.load(table_ptr + middle * 4 + 3) <= chunk
@@ -103,7 +104,7 @@ def _finite_kernel(
     x_ptr += first
     count = tl.minimum(elements - first, CHUNK).to(tl.int32)
     found = tl.zeros((STEP,), tl.int32)
-    if count == CHUNK:  # without a mask, which would make every access a scalar
+    if count == CHUNK:  # no mask: it would make every access a scalar
         for step in range(0, CHUNK, STEP):
             x = tl.load(x_ptr + step + tl.arange(0, STEP)).to(tl.int32)
             found |= ((x & MAGNITUDE) > LARGEST).to(tl.int32)
@@ -143,15 +144,15 @@ def quantize_blocks(
             (rows, cols), end = x.shape, first + 3 * len(group)
             tile_cols = cdiv(cols, block[1])
             wide = (p for i, p in enumerate(table[first:end]) if i % 3 < 2)
-            _quantize_many_kernel[(cdiv(rows, block[0]) * tile_cols, len(group))](
+            _multi_tensor_kernel[(cdiv(rows, block[0]) * tile_cols, len(group))](
                 addresses[first:],
                 rows,
                 cols,
                 x.stride(0),
                 x.stride(1),
                 tile_cols,
-                DTYPE=_TRITON_DTYPES[x.dtype],
-                ALIGNED=_aligned(wide),
+                DTYPE=TRITON_DTYPES[x.dtype],
+                ALIGNED=all_aligned(wide),
                 TILE_ROWS=block[0],
                 TILE_COLS=block[1],
                 POW2=scale_format == "pow2",
@@ -168,8 +169,8 @@ def start_finite_check(
     """See :func:`fp8rl.numerics.start_finite_check`.
 
     Args:
-        tensors: bfloat16, float16, float32 or float8_e4m3fn, of one device, each contiguous.
-        limit: the largest magnitude that passes for finite.
+        tensors: contiguous tensors of one device; bfloat16, float16, float32 or float8_e4m3fn.
+        limit: largest magnitude that counts as finite.
     """
     groups: dict[torch.dtype, list[int]] = {}
     for number, x in enumerate(tensors):
@@ -196,7 +197,7 @@ def start_finite_check(
                 DTYPE=kind,
                 MAGNITUDE=magnitude,
                 LARGEST=largest_bits(dtype, limit),
-                ALIGNED=_aligned(table[::4]),
+                ALIGNED=all_aligned(table[::4]),
                 CHUNK=_CHUNK,
                 STEP=_STEP,
                 num_warps=8,
@@ -204,5 +205,5 @@ def start_finite_check(
     return lambda: [flag == 0 for flag in bad.tolist()]
 
 
-def _aligned(addresses: Iterable[int]) -> bool:
+def all_aligned(addresses: Iterable[int]) -> bool:
     return all(address % _ALIGNMENT == 0 for address in addresses)

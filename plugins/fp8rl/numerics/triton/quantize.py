@@ -1,8 +1,9 @@
-"""Triton kernels: the codes and scales of :mod:`fp8rl.numerics.reference`, bit for bit.
+"""Triton kernel of ``quantize_block`` and ``quantize_group``, and the functions all kernels share.
 
-One program quantizes one tile in one read and one write. What keeps the bits equal: magnitudes are
-compared as integers (so a NaN wins a maximum, as in torch), the division is IEEE round-to-nearest,
-powers of two are built from exponent bits, and signs, also a NaN's, are copied from the source.
+Codes and scales equal those of :mod:`fp8rl.numerics.reference` bit for bit. One program quantizes
+one tile in one read and one write. Magnitudes are compared as integers (so that a NaN wins a
+maximum, as in torch), the division is IEEE round-to-nearest, powers of two are built from exponent
+bits, and signs, also a NaN's, are copied from the source.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _scales(amax_bits, POW2: tl.constexpr):
+def quantization_scales(amax_bits, POW2: tl.constexpr):
+    """``(scale, scale_inv)`` from the float32 bits of amaxes; see the reference."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax)
     usable = (amax_bits < 0x7F800000) & (scale.to(tl.int32, bitcast=True) < 0x7F800000)
@@ -43,39 +45,39 @@ def _scales(amax_bits, POW2: tl.constexpr):
 
 
 @triton.jit
-def _encode(magnitude, NATIVE: tl.constexpr):
+def encode_magnitude(magnitude, NATIVE: tl.constexpr):
     """E4M3 bits of ``0 <= magnitude <= 448``, rounded to nearest even."""
     if NATIVE:
         return magnitude.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Adding 2**14, whose last place is 2**-9, rounds to E4M3's subnormal grid.
+    # Adding 2**14, whose unit in the last place is 2**-9, rounds to E4M3's subnormal grid.
     subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return tl.where(magnitude < 0.015625, subnormal, normal).to(tl.uint8)
 
 
 @triton.jit
-def _codes(x, scale, NATIVE: tl.constexpr):
+def encode(x, scale, NATIVE: tl.constexpr):
     """E4M3 bits of ``x * scale``, NaN where ``x`` is not finite."""
     scaled = x * scale
-    scaled = tl.fma(scaled, 0.0, scaled)  # infinity times zero is NaN; others stay as they are
-    if NATIVE:  # saturates, keeps the sign of zeros, drops that of NaNs
+    scaled = tl.fma(scaled, 0.0, scaled)  # infinity times zero is NaN; finite values stay
+    if NATIVE:  # the conversion saturates, keeps the sign of zeros and drops that of NaNs
         return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    code = _encode(tl.minimum(magnitude.to(tl.float32, bitcast=True), 448.0), NATIVE)
+    code = encode_magnitude(tl.minimum(magnitude.to(tl.float32, bitcast=True), 448.0), NATIVE)
     code |= ((bits >> 24) & 0x80).to(tl.uint8)
     return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
-def _spread(amax):
-    """One value a thread: a reduction leaves many copies, and each would be divided by."""
+def one_per_thread(amax):
+    """Keep one value a thread: a reduction leaves copies, and each copy would be divided by."""
     return tl.gather(amax, tl.arange(0, 128), 0)
 
 
 @triton.jit
-def _quantize_tile(
+def quantize_tile(
     x_ptr,
     codes_ptr,
     scale_inv_ptr,
@@ -90,7 +92,10 @@ def _quantize_tile(
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """One tile, numbered by the first program axis."""
+    """Quantize one tile, which the first program axis numbers.
+
+    ``PER_ROW`` makes a scale for each row of the tile, otherwise the tile has one scale.
+    """
     tile_row = tl.program_id(0) // tile_cols
     tile_col = tl.program_id(0) % tile_cols
     row = tile_row.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -112,10 +117,10 @@ def _quantize_tile(
     if not PER_ROW:
         amax_bits = tl.max(amax_bits, 0, keep_dims=True)
         scale_row = tile_row.to(tl.int64) + tl.arange(0, 1)
-    scale, scale_inv = _scales(amax_bits, POW2)
+    scale, scale_inv = quantization_scales(amax_bits, POW2)
     tl.store(scale_inv_ptr + scale_row * tile_cols + tile_col, scale_inv, scale_row < rows)
     scaled = tl.minimum(bits.to(tl.float32, bitcast=True) * scale[:, None], 448.0)
-    code = tl.where(bits > 0x7F800000, 0x7F, _encode(scaled, NATIVE)).to(tl.uint8)
+    code = tl.where(bits > 0x7F800000, 0x7F, encode_magnitude(scaled, NATIVE)).to(tl.uint8)
     code |= sign.to(tl.uint8)
     tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
 
@@ -136,7 +141,7 @@ def _quantize_kernel(
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    _quantize_tile(
+    quantize_tile(
         x_ptr,
         codes_ptr,
         scale_inv_ptr,

@@ -1,8 +1,8 @@
-"""Triton kernels that compute SwiGLU, or its gradient, in front of the quantization of the result.
+"""Triton kernels that compute SwiGLU, or its gradient, and quantize the result at once.
 
-Of bfloat16 tiles read as in :mod:`fp8rl.numerics.triton.packed`, by the functions of that module;
-neither the activation nor the gradient of gate and up is written to memory. Anything else is
-computed apart and quantized then.
+They read bfloat16 tiles with the functions of :mod:`fp8rl.numerics.triton.packed`; neither the
+activation nor the gradient of gate and up is written to memory. A source that cannot be packed is
+computed first and quantized then.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import triton.language as tl
 
 from fp8rl.numerics import reference
 from fp8rl.numerics.formats import GROUP, Operand, cdiv
-from fp8rl.numerics.triton.dual import Room, quantize_operand
+from fp8rl.numerics.triton.dual import DualOutput, quantize_operand
 from fp8rl.numerics.triton.launch import Launcher
 from fp8rl.numerics.triton.packed import (
-    _high,
-    _low,
-    has_quads,
-    load_quads,
-    quads_at,
-    quads_groups,
+    can_pack,
+    high_pair,
+    load_packed,
+    low_pair,
+    packed_pointers,
+    quantize_packed_groups,
 )
 from fp8rl.recipe import ScaleFormat
 
-# Of a thread: the tile stays there, since reading it again would be computing it again.
+# The tile stays in registers, since reading it again would mean computing it again.
 _REGISTERS = 128
 
 
 @triton.jit
 def _sigmoid(x, NATIVE: tl.constexpr):
-    if NATIVE:  # tl.sigmoid takes three times as many instructions, for subnormal results
+    if NATIVE:  # tl.sigmoid takes three times as many instructions, to serve subnormal results
         exponential = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], tl.float32, True, 1
         )
@@ -43,7 +43,7 @@ def _sigmoid(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def _first(pair):
-    """The first of two bfloat16 values in a word, as float32."""
+    """The first of the two bfloat16 values in a word, as float32."""
     return (pair << 16).to(tl.float32, bitcast=True)
 
 
@@ -54,7 +54,7 @@ def _second(pair):
 
 @triton.jit
 def _rounded(x):
-    """Bits of bfloat16 in the upper half of a word; Triton's interpreter would cut them off."""
+    """Round to bfloat16, bits in the upper half of a word; the interpreter would truncate."""
     bits = x.to(tl.int32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, nearest)
@@ -62,7 +62,7 @@ def _rounded(x):
 
 @triton.jit
 def _pair(first, second, NATIVE: tl.constexpr):
-    """Two float32 values, rounded to bfloat16, in a word."""
+    """Round two float32 values to bfloat16 and put them into a word."""
     if NATIVE:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [first, second], tl.int32, True, 1
@@ -71,7 +71,7 @@ def _pair(first, second, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _quad(low, high):
+def _pack(low, high):
     return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
 
 
@@ -90,42 +90,43 @@ def _swiglu_pair(gate, up, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_quad(at, to_up, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    gate = load_quads(at, line, left, MASKED)
-    up = load_quads(at + to_up, line, left, MASKED)
-    return _quad(
-        _swiglu_pair(_low(gate), _low(up), NATIVE), _swiglu_pair(_high(gate), _high(up), NATIVE)
+def _swiglu_packed(at, to_up, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    gate = load_packed(at, line, left, MASKED)
+    up = load_packed(at + to_up, line, left, MASKED)
+    return _pack(
+        _swiglu_pair(low_pair(gate), low_pair(up), NATIVE),
+        _swiglu_pair(high_pair(gate), high_pair(up), NATIVE),
     )
 
 
 @triton.jit
-def _of_gate(grad, gate, up, NATIVE: tl.constexpr):
+def _gate_grad(grad, gate, up, NATIVE: tl.constexpr):
     sigmoid = _sigmoid(gate, NATIVE)
     return grad * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
 
 
 @triton.jit
-def _of_gate_pair(grad, gate, up, NATIVE: tl.constexpr):
+def _gate_grad_pair(grad, gate, up, NATIVE: tl.constexpr):
     return _pair(
-        _of_gate(_first(grad), _first(gate), _first(up), NATIVE),
-        _of_gate(_second(grad), _second(gate), _second(up), NATIVE),
+        _gate_grad(_first(grad), _first(gate), _first(up), NATIVE),
+        _gate_grad(_second(grad), _second(gate), _second(up), NATIVE),
         NATIVE,
     )
 
 
 @triton.jit
-def _of_gate_quad(grad_at, at, to_up, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    grad = load_quads(grad_at, line, left, MASKED)
-    gate = load_quads(at, line, left, MASKED)
-    up = load_quads(at + to_up, line, left, MASKED)
-    return _quad(
-        _of_gate_pair(_low(grad), _low(gate), _low(up), NATIVE),
-        _of_gate_pair(_high(grad), _high(gate), _high(up), NATIVE),
+def _gate_grad_packed(grad_at, at, to_up, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    grad = load_packed(grad_at, line, left, MASKED)
+    gate = load_packed(at, line, left, MASKED)
+    up = load_packed(at + to_up, line, left, MASKED)
+    return _pack(
+        _gate_grad_pair(low_pair(grad), low_pair(gate), low_pair(up), NATIVE),
+        _gate_grad_pair(high_pair(grad), high_pair(gate), high_pair(up), NATIVE),
     )
 
 
 @triton.jit
-def _of_up_pair(grad, gate, NATIVE: tl.constexpr):
+def _up_grad_pair(grad, gate, NATIVE: tl.constexpr):
     first, second = _first(gate), _second(gate)
     return _pair(
         _first(grad) * (first * _sigmoid(first, NATIVE)),
@@ -135,17 +136,18 @@ def _of_up_pair(grad, gate, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _of_up_quad(grad_at, at, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    grad = load_quads(grad_at, line, left, MASKED)
-    gate = load_quads(at, line, left, MASKED)
-    return _quad(
-        _of_up_pair(_low(grad), _low(gate), NATIVE), _of_up_pair(_high(grad), _high(gate), NATIVE)
+def _up_grad_packed(grad_at, at, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    grad = load_packed(grad_at, line, left, MASKED)
+    gate = load_packed(at, line, left, MASKED)
+    return _pack(
+        _up_grad_pair(low_pair(grad), low_pair(gate), NATIVE),
+        _up_grad_pair(high_pair(grad), high_pair(gate), NATIVE),
     )
 
 
-# Tokens differ from step to step: what follows from them is no reason to compile again.
+# The number of tokens differs from step to step: what follows from it must not compile anew.
 @triton.jit(do_not_specialize=["rows", "scale_stride", "scale_t_stride", "tile_cols"])
-def swiglu_quads(
+def swiglu_kernel(
     h_ptr,
     codes_ptr,
     scale_inv_ptr,
@@ -164,18 +166,18 @@ def swiglu_quads(
     NATIVE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """``silu(gate) * up`` of ``h = [gate, up]``, ``cols`` each, one tile a program."""
+    """Quantize ``silu(gate) * up`` of ``h = [gate, up]``, ``cols`` each, one tile a program."""
     tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
     tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
     left = rows - tile_row * 128
     step = stride_row // 4
     up = cols // 4
-    at = quads_at(h_ptr + tile_row * 128 * stride_row + tile_col * 128, step)
-    x0 = _swiglu_quad(at, up, 0, left, MASKED, NATIVE)
-    x1 = _swiglu_quad(at + step, up, 1, left, MASKED, NATIVE)
-    x2 = _swiglu_quad(at + 2 * step, up, 2, left, MASKED, NATIVE)
-    x3 = _swiglu_quad(at + 3 * step, up, 3, left, MASKED, NATIVE)
-    quads_groups(
+    at = packed_pointers(h_ptr + tile_row * 128 * stride_row + tile_col * 128, step)
+    x0 = _swiglu_packed(at, up, 0, left, MASKED, NATIVE)
+    x1 = _swiglu_packed(at + step, up, 1, left, MASKED, NATIVE)
+    x2 = _swiglu_packed(at + 2 * step, up, 2, left, MASKED, NATIVE)
+    x3 = _swiglu_packed(at + 3 * step, up, 3, left, MASKED, NATIVE)
+    quantize_packed_groups(
         x0,
         x1,
         x2,
@@ -196,7 +198,7 @@ def swiglu_quads(
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride", "scale_t_stride", "tile_cols"])
-def grad_quads(
+def swiglu_grad_kernel(
     grad_ptr,
     h_ptr,
     codes_ptr,
@@ -216,29 +218,32 @@ def grad_quads(
     NATIVE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The gradient of ``h`` from that of :func:`swiglu_quads`, contiguous; one tile a program."""
+    """Quantize the gradient of ``h``, one tile a program; see :func:`swiglu_kernel`.
+
+    ``grad_ptr`` is the contiguous gradient of ``silu(gate) * up``.
+    """
     tile_row = (tl.program_id(0) // (2 * tile_cols)).to(tl.int64)
     within = tl.program_id(0) % (2 * tile_cols)
-    # The two programs that read the same tiles follow each other.
+    # The two programs that read the same tiles have neighbouring numbers, for the cache.
     tile_col = (within // 2).to(tl.int64)
     of_up = within % 2
     left = rows - tile_row * 128
     step = stride_row // 4
     up = cols // 4
-    at = quads_at(h_ptr + tile_row * 128 * stride_row + tile_col * 128, step)
-    grad_at = quads_at(grad_ptr + tile_row * 128 * cols + tile_col * 128, up)
+    at = packed_pointers(h_ptr + tile_row * 128 * stride_row + tile_col * 128, step)
+    grad_at = packed_pointers(grad_ptr + tile_row * 128 * cols + tile_col * 128, up)
     if of_up == 1:
-        x0 = _of_up_quad(grad_at, at, 0, left, MASKED, NATIVE)
-        x1 = _of_up_quad(grad_at + up, at + step, 1, left, MASKED, NATIVE)
-        x2 = _of_up_quad(grad_at + 2 * up, at + 2 * step, 2, left, MASKED, NATIVE)
-        x3 = _of_up_quad(grad_at + 3 * up, at + 3 * step, 3, left, MASKED, NATIVE)
+        x0 = _up_grad_packed(grad_at, at, 0, left, MASKED, NATIVE)
+        x1 = _up_grad_packed(grad_at + up, at + step, 1, left, MASKED, NATIVE)
+        x2 = _up_grad_packed(grad_at + 2 * up, at + 2 * step, 2, left, MASKED, NATIVE)
+        x3 = _up_grad_packed(grad_at + 3 * up, at + 3 * step, 3, left, MASKED, NATIVE)
     else:
-        x0 = _of_gate_quad(grad_at, at, up, 0, left, MASKED, NATIVE)
-        x1 = _of_gate_quad(grad_at + up, at + step, up, 1, left, MASKED, NATIVE)
-        x2 = _of_gate_quad(grad_at + 2 * up, at + 2 * step, up, 2, left, MASKED, NATIVE)
-        x3 = _of_gate_quad(grad_at + 3 * up, at + 3 * step, up, 3, left, MASKED, NATIVE)
+        x0 = _gate_grad_packed(grad_at, at, up, 0, left, MASKED, NATIVE)
+        x1 = _gate_grad_packed(grad_at + up, at + step, up, 1, left, MASKED, NATIVE)
+        x2 = _gate_grad_packed(grad_at + 2 * up, at + 2 * step, up, 2, left, MASKED, NATIVE)
+        x3 = _gate_grad_packed(grad_at + 3 * up, at + 3 * step, up, 3, left, MASKED, NATIVE)
     tile_col += of_up * tile_cols
-    quads_groups(
+    quantize_packed_groups(
         x0,
         x1,
         x2,
@@ -258,8 +263,8 @@ def grad_quads(
     )
 
 
-_launch = Launcher(swiglu_quads, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
-_launch_grad = Launcher(grad_quads, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
+_launch = Launcher(swiglu_kernel, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
+_launch_grad = Launcher(swiglu_grad_kernel, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
 
 
 def quantize_swiglu(
@@ -267,10 +272,10 @@ def quantize_swiglu(
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_swiglu`."""
     rows, cols = h.shape[0], h.shape[1] // 2
-    if not (rows and cols and cols % GROUP == 0 and has_quads(h)):
+    if not (rows and cols and cols % GROUP == 0 and can_pack(h)):
         return quantize_operand(reference.swiglu(h), scale_format, rowwise, columnwise)
-    room = Room(h, (rows, cols), scale_format, rowwise, columnwise)
-    return _launched(_launch, (h,), h, room, cols)
+    output = DualOutput(h, (rows, cols), scale_format, rowwise, columnwise)
+    return _launched(_launch, (h,), h, output, cols)
 
 
 def quantize_swiglu_grad(
@@ -282,19 +287,23 @@ def quantize_swiglu_grad(
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_swiglu_grad`."""
     rows, cols = grad.shape
-    if not (rows and cols and has_quads(h) and has_quads(grad) and grad.is_contiguous()):
+    if not (rows and cols and can_pack(h) and can_pack(grad) and grad.is_contiguous()):
         of_h = reference.swiglu_grad(grad, h)
         return quantize_operand(of_h, scale_format, rowwise, columnwise)
-    room = Room(h, (rows, 2 * cols), scale_format, rowwise, columnwise)
-    return _launched(_launch_grad, (grad, h), h, room, 2 * cols)
+    output = DualOutput(h, (rows, 2 * cols), scale_format, rowwise, columnwise)
+    return _launched(_launch_grad, (grad, h), h, output, 2 * cols)
 
 
 def _launched(
-    launch: Launcher, sources: tuple[torch.Tensor, ...], h: torch.Tensor, room: Room, width: int
+    launch: Launcher,
+    sources: tuple[torch.Tensor, ...],
+    h: torch.Tensor,
+    output: DualOutput,
+    width: int,
 ) -> Operand:
-    """The operand, ``width`` columns wide, that a kernel makes of ``sources``."""
+    """Launch a kernel over ``sources`` and return its operand, which has ``width`` columns."""
     rows, cols = h.shape[0], h.shape[1] // 2
-    sizes = (rows, cols, h.stride(0), room.padded_rows, *room.strides, cols // GROUP)
+    sizes = (rows, cols, h.stride(0), output.padded_rows, *output.strides, cols // GROUP)
     programs = cdiv(rows, GROUP) * (width // GROUP)
-    launch(programs, (*sources, *room.pointers, *sizes), (*room.constants, not room.whole))
-    return room.operand()
+    launch(programs, (*sources, *output.pointers, *sizes), (*output.constants, not output.whole))
+    return output.operand()

@@ -1,10 +1,9 @@
-"""What the vLLM workers' seam does; the rollout plugin is imported when it is used."""
+"""`StreamedRefit`: one refit of a vLLM worker, whose batches may come on several CUDA streams."""
 
 from __future__ import annotations
 
 import logging
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -12,49 +11,37 @@ from nemo_rl_ext.driver.mismatch_guard import LOGGER
 
 logger = logging.getLogger(LOGGER)
 
-
-def has_fp8_kv(vllm_config: Any) -> bool:
-    """Whether an engine keeps its KV cache in FP8."""
-    return "fp8" in str(vllm_config.cache_config.cache_dtype)
-
-
-def is_ours(vllm_config: Any) -> bool:
-    """Whether an engine runs with ``quantization="fp8rl"``."""
-    from vllm_fp8rl import NAME
-
-    return getattr(getattr(vllm_config, "model_config", None), "quantization", None) == NAME
-
-
 NOT_SENT = 1.0
-"""What NeMo RL's Megatron worker sends in the place of a KV scale that the driver has not."""
+"""What NeMo RL's Megatron worker sends for a KV scale that the driver does not have."""
 
 
-class FencedSession:
+class StreamedRefit:
     """A refit session whose batches may come on different CUDA streams.
 
-    With an FP8 cache either all KV scales come or none. None come from a DTensor trainer, and none
-    but placeholders with a refit before the driver's first calibration. The old scales then go, so
-    that the engine refuses to run until it has calibrated itself
+    With an FP8 cache either all KV scales come or none. A DTensor trainer sends none, and a refit
+    before the driver's first calibration sends placeholders only. The old scales are removed then,
+    so that the engine refuses to run until it has calibrated itself
     (:class:`nemo_rl_ext.workers.self_calibration.CalibratingLLM`).
 
     Args:
-        model: the worker's model.
+        model: the model of vLLM's worker.
         fp8_kv: whether the engine's cache is in FP8.
     """
 
     def __init__(self, model: torch.nn.Module, fp8_kv: bool) -> None:
         from vllm_fp8rl.refit import RefitSession
 
+        self._model = model
         self._session = RefitSession(model, expect_kv_scales=None if fp8_kv else False)
         self._finished = False
         self._written: torch.cuda.Event | None = None
 
-    def __enter__(self) -> FencedSession:
+    def __enter__(self) -> StreamedRefit:
         self._session.__enter__()
         return self
 
     def load(self, batch: list[tuple[str, torch.Tensor]]) -> None:
-        """Write a batch after the one before it, whatever stream that came on."""
+        """Write a batch after the one before it, whatever stream that one came on."""
         if torch.cuda.is_available() and self._written is not None:
             self._written.wait()
         self._session.load(batch)
@@ -63,7 +50,7 @@ class FencedSession:
             self._written.record()
 
     def finish(self) -> None:
-        """Verify that all is there, and let the model run.
+        """Verify that everything has arrived, and let the model run.
 
         Raises:
             RefitError: a tensor is missing; the model refuses to run.
@@ -72,16 +59,16 @@ class FencedSession:
         if torch.cuda.is_available() and self._written is not None:
             self._written.wait()
         self._session.__exit__(None, None, None)
-        self._forget_unless_sent()
+        self._forget_scales_unless_sent()
         logger.info("fp8rl: %s", self._session.report)
 
-    def _forget_unless_sent(self) -> None:
+    def _forget_scales_unless_sent(self) -> None:
         from vllm_fp8rl.quantization.kv_cache import forget_kv_scales, kv_scale_state
 
-        model, report = self._session.model, self._session.report
+        report = self._session.report
         assert report is not None
-        if not report.kv_scales or set(kv_scale_state(model).values()) == {NOT_SENT}:
-            forget_kv_scales(model)
+        if not report.kv_scales or set(kv_scale_state(self._model).values()) == {NOT_SENT}:
+            forget_kv_scales(self._model)
 
     def __exit__(
         self,

@@ -1,7 +1,7 @@
-"""How observers remember magnitudes: the largest, or a histogram to take a percentile of.
+"""Tables of the amax of q, k and v: the maximum, or counts from which a percentile is taken.
 
-Both are one tensor on the device that is updated without a synchronisation and reduced over all
-ranks at once.
+A table is one tensor on the device, updated without a synchronisation and reduced over all ranks in
+one collective.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from fp8rl.kv_scales import ROLES
 from fp8rl.numerics import AMAX_BINS, amax_edges, amax_into, count_amax
 
 
-class Peaks(Protocol):
-    """Magnitudes of q, k and v of every layer."""
+class AmaxTable(Protocol):
+    """The amax of q, k and v of every layer."""
 
     key: str
-    """Of :attr:`table` in a checkpoint."""
+    """Name of :attr:`table` in a checkpoint."""
     table: Tensor
-    """``[num_layers, 3, ..]`` of this rank."""
+    """``[num_layers, 3, ..]``, what this rank saw."""
 
     def add(self, layer: int, qkv: Sequence[Tensor]) -> None:
-        """Take the magnitudes of q, k and v, each ``[.., head_dim]``, into account."""
+        """Add q, k and v of one forward, each ``[.., head_dim]``."""
 
     def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
-        """float32 ``[num_layers, 3]`` over all ranks: NaN where any saw a NaN, 0 where none saw a
-        token; a collective."""
+        """Return float32 ``[num_layers, 3]`` over all ranks; this is a collective.
+
+        An entry is NaN where any rank saw a NaN, and 0 where no rank saw a token.
+        """
 
 
-class LargestPeak:
-    """Running maximum."""
+class MaximumTable:
+    """The running maximum."""
 
     key = "amax"
 
@@ -54,17 +56,17 @@ class LargestPeak:
         return both[0].masked_fill(both[1] > 0, torch.nan)
 
 
-class PercentilePeak:
-    """Percentile of the largest magnitude of each head of each token.
+class PercentileTable:
+    """A percentile of the amax of each head of each token.
 
-    Counts are kept in bins, 32 to an octave from 2**-32 to 2**32, beside one for what is not
+    Counts are kept in bins, 32 to an octave from 2**-32 to 2**32, and one for values that are not
     finite. The upper edge of a bin is reported: at most 1/32 above the percentile, never below it.
     Tokens that recomputation shows twice count twice, in all bins alike.
 
     Args:
-        num_layers: of the whole model.
-        device: of the model.
-        percentile: within (0, 100]; 100 is the maximum.
+        num_layers: number of layers of the whole model.
+        device: device of the model.
+        percentile: percentile within (0, 100]; 100 is the maximum.
     """
 
     key = "counts"

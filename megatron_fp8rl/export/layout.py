@@ -1,4 +1,4 @@
-"""Row order of a weight: Megatron's, and that of the HF tensors the rollout engine quantizes.
+"""Row order of a weight in Megatron, and in the HF tensors that the rollout engine quantizes.
 
 Quantization blocks lie on the rollout side's matrix. For fused modules that is the rank-local
 concatenation of HF tensors, ``[q; k; v]`` or ``[gate; up]``; gate and up of an expert are two
@@ -32,8 +32,8 @@ class RowLayout:
     """Rows of each part within one group."""
     groups: int = 1
     apart: bool = False
-    """Each part begins a block of its own: in HF's order the last block of each is filled up with
-    rows of zeros."""
+    """Each part starts a new block: in HF's order the last block of each part is padded with rows
+    of zeros."""
 
     @property
     def rows(self) -> int:
@@ -52,14 +52,14 @@ class RowLayout:
 
     @property
     def in_place(self) -> bool:
-        """The two orders differ by whole blocks at most, so either gives the same codes."""
+        """The two orders differ only by whole blocks, so both give the same codes."""
         if all(n % BLOCK[0] == 0 for n in self.widths):
             return True
         return self.same_order and not self.apart
 
     @property
     def aligned(self) -> bool:
-        """Every HF tensor starts on a block boundary, so its codes are those of its own grid."""
+        """Every HF tensor starts on a block boundary, so its codes lie on its own grid."""
         if self.apart or len(self.parts) == 1:
             return True
         return all(n % BLOCK[0] == 0 for n in self.part_rows.values())
@@ -71,8 +71,8 @@ class RowLayout:
         return [cdiv(n, block) * block for n in self.part_rows.values()]
 
     def to_hf(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Reorder dimension ``dim`` (of size :attr:`rows`) from Megatron's order to HF's; parts
-        that lie apart are filled up with zeros."""
+        """Reorder dimension ``dim`` (size :attr:`rows`) from Megatron's order to HF's; parts that
+        lie apart are padded with zeros."""
         if self.same_order and not self.apart:
             return x
         dim %= x.ndim
@@ -98,14 +98,14 @@ class RowLayout:
         return torch.cat(grouped, dim + 1).flatten(dim, dim + 1)
 
     def codes_to_hf(self, codes: Quantized) -> Quantized:
-        """The matrix on HF's grid, from codes of either order; needs :attr:`in_place`."""
+        """Put codes of either order on HF's grid; needs :attr:`in_place`."""
         blocks = replace(self, widths=tuple(n // BLOCK[0] for n in self.widths), apart=False)
         # E4M3 has no cat kernel everywhere; bytes have.
         rows = self.to_hf(codes.codes.view(torch.uint8)).view(codes.codes.dtype)
         return Quantized(rows, blocks.to_hf(codes.scale_inv))
 
     def split_codes(self, codes: Quantized) -> dict[str, Quantized]:
-        """Codes in HF's order, cut into HF tensors; needs :attr:`aligned`."""
+        """Cut codes in HF's order into HF tensors; needs :attr:`aligned`."""
         if len(self.parts) == 1:
             return {self.parts[0]: codes}
         blocks = [n // BLOCK[0] for n in self._hf_rows]
@@ -117,7 +117,7 @@ class RowLayout:
 
 
 def qkv_layout(query_heads: int, query_groups: int, head_dim: int) -> RowLayout:
-    """``linear_qkv`` of a rank that holds these heads and query groups."""
+    """Return the layout of ``linear_qkv`` on a rank with these heads and query groups."""
     per_group = query_heads // query_groups
     return RowLayout(
         parts=("q_proj", "k_proj", "v_proj"),
@@ -127,16 +127,18 @@ def qkv_layout(query_heads: int, query_groups: int, head_dim: int) -> RowLayout:
 
 
 def gate_up_layout(rows: int, *, apart: bool = False) -> RowLayout:
-    """``linear_fc1`` of a gated MLP, or of an expert, where they lie ``apart``: ``rows`` of gate,
-    then as many of up."""
+    """Return the layout of ``linear_fc1`` of a gated MLP: ``rows`` of gate, then as many of up.
+
+    The two parts of an expert lie ``apart``.
+    """
     return RowLayout(parts=("gate_proj", "up_proj"), widths=(rows, rows), apart=apart)
 
 
 def plain_layout(part: str, rows: int) -> RowLayout:
-    """A weight that is one HF tensor."""
+    """Return the layout of a weight that is one HF tensor."""
     return RowLayout(parts=(part,), widths=(rows,))
 
 
 def shared_expert_name(config: Any) -> str:
-    """HF name of the expert that all tokens visit: Qwen's has a gate, DeepSeek's has none."""
+    """Return the HF name of the shared expert: Qwen's has a gate, DeepSeek's has none."""
     return "shared_expert" if config.moe_shared_expert_gate else "shared_experts"

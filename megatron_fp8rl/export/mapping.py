@@ -1,0 +1,340 @@
+"""The parameters of a Megatron-Core GPT and the Hugging Face tensors they are made of.
+
+Megatron fuses q, k and v row by row of query groups (``[group0: its queries, k, v; group1: ...]``,
+``SelfAttention.get_query_key_value_tensors`` in ``megatron/core/transformer/attention.py``), and
+gate and up per tensor-parallel shard (``[gate_shard; up_shard]``,
+``megatron/core/transformer/mlp.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from fp8rl.errors import CheckpointError, UnsupportedError
+from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, qkv_layout, shared_expert_name
+
+ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
+"""A GPTModel, plain or wrapped, or the list of this rank's virtual-pipeline chunks."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How Hugging Face tensors make up one Megatron parameter."""
+
+    names: tuple[str, ...]
+    packing: Literal["plain", "qkv", "glu"] = "plain"
+    tp_dim: int | None = None
+    """Dimension that tensor parallelism cuts; None where every rank holds all of it."""
+    width: str = "ffn_hidden_size"
+    """Config field with the number of gate's rows, for a glu."""
+    expert: bool = False
+    """The parameter belongs to an expert, whose number replaces ``{}`` in the names."""
+
+
+def _qkv(leaf: str) -> Rule:
+    return Rule(tuple(f"self_attn.{p}_proj.{leaf}" for p in "qkv"), "qkv", tp_dim=0)
+
+
+def _glu(leaf: str, block: str = "mlp", width: str = "ffn_hidden_size", **more: Any) -> Rule:
+    names = (f"{block}.gate_proj.{leaf}", f"{block}.up_proj.{leaf}")
+    return Rule(names, "glu", tp_dim=0, width=width, **more)
+
+
+def _expert_rules(block: str, width: str, **more: Any) -> dict[str, Rule]:
+    return {
+        "linear_fc1.weight": _glu("weight", block, width, **more),
+        "linear_fc2.weight": Rule((f"{block}.down_proj.weight",), tp_dim=1, **more),
+    }
+
+
+_EXPERTS = _expert_rules("mlp.experts.{}", "moe_ffn_hidden_size", expert=True)
+_SHARED_WIDTH = "moe_shared_expert_intermediate_size"
+
+
+_INPUT_NORM = Rule(("input_layernorm.weight",))
+_MLP_NORM = Rule(("post_attention_layernorm.weight",))
+# In the order of the stream. Transformer Engine fuses a norm into the linear layer behind it.
+_LAYER_RULES: Mapping[str, Rule] = {
+    "input_layernorm.weight": _INPUT_NORM,
+    "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,
+    "self_attention.linear_qkv.weight": _qkv("weight"),
+    "self_attention.linear_qkv.bias": _qkv("bias"),
+    "self_attention.q_layernorm.weight": Rule(("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Rule(("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), tp_dim=1),
+    "self_attention.linear_proj.bias": Rule(("self_attn.o_proj.bias",)),
+    "pre_mlp_layernorm.weight": _MLP_NORM,
+    "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
+    "mlp.linear_fc1.weight": _glu("weight"),
+    "mlp.linear_fc1.bias": _glu("bias"),
+    "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), tp_dim=1),
+    "mlp.linear_fc2.bias": Rule(("mlp.down_proj.bias",)),
+    "mlp.router.weight": Rule(("mlp.gate.weight",)),
+    **{f"mlp.experts.{leaf}": rule for leaf, rule in _EXPERTS.items()},
+    "mlp.shared_experts.gate_weight": Rule(("mlp.shared_expert_gate.weight",)),
+    **{
+        f"mlp.shared_experts.{leaf}": rule
+        for leaf, rule in _expert_rules("mlp.{}", _SHARED_WIDTH).items()
+    },
+}
+EMBEDDING = Rule(("model.embed_tokens.weight",), tp_dim=0)
+_FINAL_NORM = Rule(("model.norm.weight",))
+HEAD = Rule(("lm_head.weight",), tp_dim=0)
+_OUTER_RULES: Mapping[str, Rule] = {
+    "embedding.word_embeddings.weight": EMBEDDING,
+    "decoder.final_layernorm.weight": _FINAL_NORM,
+    "output_layer.weight": HEAD,
+}
+_IN_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+# Of one local expert: a module of its own, or the weights of a grouped one.
+_SEQUENTIAL = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)$")
+_GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
+
+
+@dataclass(frozen=True)
+class StreamEntry:
+    """The tensors of one Megatron parameter in the stream; the same on every rank."""
+
+    order: tuple[int, int, int, int]
+    """Sort key: layer (-1 for the embedding, num_layers after the stack), block within it, expert
+    (else 0), position."""
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class MappedParameter:
+    """A parameter of this rank and its rule."""
+
+    entry: StreamEntry
+    rule: Rule
+    param: torch.nn.Parameter
+    exported: bool
+    """False for the last stage's copy of a tied embedding."""
+
+
+class ParameterMap:
+    """Pack and unpack the parameters of one model; shapes and groups come from its config."""
+
+    def __init__(self, chunks: Sequence[GPTModel], vocab_size: int | None) -> None:
+        model = chunks[0]
+        self.config = model.config
+        self.num_layers: int = model.config.num_layers
+        self.tp = model.pg_collection.tp
+        self.pp = model.pg_collection.pp
+        self.ep = model.pg_collection.ep
+        self.expert_tp = model.pg_collection.expt_tp
+        self.tied = bool(model.share_embeddings_and_output_weights)
+        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
+        if not 0 < self.vocab_size <= model.vocab_size:
+            raise CheckpointError(
+                f"vocab_size={vocab_size} is not within the model's {model.vocab_size} (padded) "
+                "vocabulary rows; give the size of the Hugging Face vocabulary."
+            )
+        self.device = next(p.device for chunk in chunks for p in chunk.parameters())
+
+    def rows(self, rule: Rule) -> RowLayout | None:
+        """Return the row order of a packed parameter; None where it is one tensor."""
+        config = self.config
+        if rule.packing == "qkv":
+            return qkv_layout(
+                config.num_attention_heads, config.num_query_groups, config.kv_channels
+            )
+        return gate_up_layout(getattr(config, rule.width)) if rule.packing == "glu" else None
+
+    def tp_of(self, rule: Rule) -> Any:
+        """Return the process group over which the parameters of a rule are split."""
+        return self.expert_tp if rule.expert else self.tp
+
+    def hf_shapes(self, rule: Rule, param: Tensor, where: str) -> tuple[tuple[int, ...], ...]:
+        full = list(param.shape)
+        if rule.tp_dim is not None:
+            full[rule.tp_dim] *= self.tp_of(rule).size()
+        if rule in (EMBEDDING, HEAD):
+            full[0] = self.vocab_size
+        rows = self.rows(rule)
+        if rows is None:
+            return (tuple(full),)
+        if rows.rows != full[0]:
+            raise UnsupportedError(
+                f"Parameter '{where}' has {full[0]} rows over all tensor-parallel ranks where the "
+                f"model's config gives {rows.rows}; this layout is not served."
+            )
+        return tuple((size, *full[1:]) for size in rows.part_rows.values())
+
+    def unpack(self, rule: Rule, param: Tensor) -> list[Tensor]:
+        """Gather one parameter over the tensor-parallel group and cut it into its HF tensors."""
+        shards = [param.detach()]
+        group = self.tp_of(rule)
+        if rule.tp_dim is not None and group.size() > 1:
+            local = param.detach().contiguous()
+            shards = [torch.empty_like(local) for _ in range(group.size())]
+            torch.distributed.all_gather(shards, local, group=group)
+        if rule.packing == "glu":
+            halves = [shard.chunk(2) for shard in shards]
+            return [torch.cat([half[i] for half in halves]) for i in range(2)]
+        # torch.cat copies even a single tensor: the stream never shares memory with the model.
+        full = torch.cat(shards, rule.tp_dim or 0)
+        rows = self.rows(rule)
+        if rows is not None:
+            return list(rows.to_hf(full).split(list(rows.part_rows.values())))
+        return [full[: self.vocab_size].clone()] if rule in (EMBEDDING, HEAD) else [full]
+
+    def pack(self, rule: Rule, tensors: Sequence[Tensor], rows: int) -> Tensor:
+        """Return this rank's shard of the parameter that HF tensors make up."""
+        size, rank = self.tp_of(rule).size(), self.tp_of(rule).rank()
+        if rule.packing == "glu":
+            return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+        layout = self.rows(rule)
+        full = layout.from_hf(torch.cat(list(tensors))) if layout is not None else tensors[0]
+        if rule in (EMBEDDING, HEAD) and full.shape[0] < rows * size:
+            padding = full.new_zeros(rows * size - full.shape[0], *full.shape[1:])
+            full = torch.cat([full, padding])
+        return full if rule.tp_dim is None else full.chunk(size, rule.tp_dim)[rank]
+
+
+def read_model(
+    model_chunks: ModelChunks, vocab_size: int | None
+) -> tuple[ParameterMap, list[MappedParameter]]:
+    """Find the rule of every parameter of this rank.
+
+    Raises:
+        UnsupportedError: a module has no Hugging Face counterpart.
+    """
+    chunks = unwrap_chunks(model_chunks)
+    for chunk in chunks:
+        _check_served(chunk.config)
+    mapping = ParameterMap(chunks, vocab_size)
+    parameters = [
+        _mapped(mapping, chunk, name, param)
+        for chunk in chunks
+        for name, param in chunk.named_parameters()
+    ]
+    return mapping, parameters
+
+
+def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
+    """Return the GPTModels inside Float16Module and DistributedDataParallel.
+
+    Raises:
+        UnsupportedError: a chunk is another kind of model, or there is none.
+    """
+    chunks = unwrap_model(as_list(model_chunks))
+    if not chunks:
+        raise UnsupportedError("The list of model chunks is empty; give this rank's GPTModels.")
+    for chunk in chunks:
+        if not isinstance(chunk, GPTModel):
+            raise UnsupportedError(
+                f"{type(chunk).__name__} is no GPTModel; only GPT models are served."
+            )
+    return chunks
+
+
+def as_list(model_chunks: ModelChunks) -> list[torch.nn.Module]:
+    """Return the chunks as they were given, still wrapped."""
+    return [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+
+
+def _check_served(config: Any) -> None:
+    for module, unsupported, what in (
+        ("self_attention", config.multi_latent_attention, "multi-latent attention"),
+        ("self_attention", getattr(config, "attention_output_gate", False), "an output gate"),
+        ("self_attention", config.rotary_interleaved, "interleaved rotary embeddings"),
+        ("mlp.experts", bool(config.moe_latent_size), "latent projections"),
+        ("mlp.router", bool(config.moe_router_enable_expert_bias), "a bias for each expert"),
+        ("mlp.linear_fc1", not config.gated_linear_unit, "no gate (gated_linear_unit=False)"),
+        ("input_layernorm", config.normalization != "RMSNorm", f"{config.normalization}"),
+        ("input_layernorm", config.layernorm_zero_centered_gamma, "zero-centered weights"),
+    ):
+        if unsupported:
+            raise UnsupportedError(
+                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; only "
+                "Llama/Qwen-style models are."
+            )
+
+
+def _mapped(
+    mapping: ParameterMap, chunk: GPTModel, name: str, param: torch.nn.Parameter
+) -> MappedParameter:
+    match = _IN_LAYER.match(name)
+    rules = _LAYER_RULES if match else _OUTER_RULES
+    key = match.group(2) if match else name
+    local, key = _expert_of(key)
+    if key not in rules:
+        raise UnsupportedError(
+            f"Module '{name.rpartition('.')[0]}' (parameter '{name}') has no Hugging Face "
+            "counterpart here; only Llama/Qwen-style models are served, without "
+            "multi-token-prediction layers (Megatron-Bridge exports those)."
+        )
+    rule, position = rules[key], list(rules).index(key)
+    exported, expert, block = True, None, position
+    if rule is HEAD and mapping.tied:
+        rule, exported = EMBEDDING, False
+    if match:
+        decoder_layer = chunk.decoder.layers[int(match.group(1))]
+        layer, names = decoder_layer.layer_number - 1, rule.names
+        if rule.expert:
+            expert = decoder_layer.mlp.local_expert_indices[local]
+            names = tuple(hf.format(expert) for hf in names)
+            block = list(rules).index("mlp.experts.linear_fc1.weight")
+        else:
+            names = tuple(hf.format(shared_expert_name(mapping.config)) for hf in names)
+        names = tuple(f"model.layers.{layer}.{hf}" for hf in names)
+    else:
+        layer = -1 if key.startswith("embedding.") else mapping.num_layers
+        names = rule.names
+    shapes = mapping.hf_shapes(rule, param, name)
+    order = (layer, block, expert or 0, position)
+    return MappedParameter(
+        StreamEntry(order, names, shapes, param.dtype, expert), rule, param, exported
+    )
+
+
+def _expert_of(key: str) -> tuple[int, str]:
+    """Return the local number of an expert and the key of its rule; 0 and ``key`` otherwise."""
+    if match := _SEQUENTIAL.match(key):
+        return int(match.group(1)), f"mlp.experts.{match.group(2)}"
+    if match := _GROUPED.match(key):
+        return int(match.group(2)), f"mlp.experts.{match.group(1)}"
+    return 0, key
+
+
+def whole_stream(
+    mapping: ParameterMap, parameters: Sequence[MappedParameter]
+) -> list[tuple[int, StreamEntry]]:
+    """List the entries of the whole model in order, each with the pipeline rank that owns it.
+
+    This is a collective.
+
+    Raises:
+        CheckpointError: a layer is missing or held twice.
+    """
+    mine = [parameter.entry for parameter in parameters if parameter.exported]
+    if mapping.ep.size() > 1:  # each rank of a stage has experts of its own, and all of the rest
+        parts: list[list[StreamEntry]] = [[] for _ in range(mapping.ep.size())]
+        torch.distributed.all_gather_object(parts, mine, group=mapping.ep)
+        mine = list({entry.order: entry for part in parts for entry in part}.values())
+    stages: list[list[StreamEntry]] = [mine]
+    if mapping.pp.size() > 1:
+        stages = [[] for _ in range(mapping.pp.size())]
+        torch.distributed.all_gather_object(stages, mine, group=mapping.pp)
+    entries = [(owner, entry) for owner, stage in enumerate(stages) for entry in stage]
+    entries.sort(key=lambda item: item[1].order)
+    names = [name for _, entry in entries for name in entry.names]
+    layers = {entry.order[0] for _, entry in entries}
+    if len(set(names)) != len(names) or layers != set(range(-1, mapping.num_layers + 1)):
+        raise CheckpointError(
+            f"The chunks of all pipeline ranks hold {len(layers & set(range(mapping.num_layers)))} "
+            f"of {mapping.num_layers} layers, or one of them twice; give every chunk of every rank."
+        )
+    return entries

@@ -1,0 +1,397 @@
+"""From the ``fp8rl`` block and upstream's keys to one recipe, and back into upstream's keys.
+
+The block says what runs in FP8. Upstream's own keys keep their meaning and add to it where it is
+silent. Where both speak and differ, or where fp8rl has no counterpart, the key is refused by its
+full path.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp8rl import Recipe
+from fp8rl.errors import RecipeError, UnsupportedError
+from nemo_rl_ext.config.checks import (
+    not_served,
+    refuse_fixed_engines,
+    refuse_unread_settings,
+    refuse_unseen_batches,
+    refuse_unserved,
+)
+from nemo_rl_ext.config.drivers import (
+    ARGUMENTS,
+    BLOCK,
+    DRIVER,
+    GUARD,
+    LOSS,
+    MAX_AGE,
+    MEGATRON,
+    QUANTIZATION,
+    VLLM,
+    Driver,
+    check_places,
+)
+from nemo_rl_ext.config.keys import (
+    Keys,
+    block_path,
+    has_fp8_kv,
+    section,
+    trainer_sends_kv_scales,
+)
+from nemo_rl_ext.config.model_pins import check_pins
+from nemo_rl_ext.driver.mismatch_guard import LOGGER, GuardConfig
+
+logger = logging.getLogger(LOGGER)
+
+_MODES = {"tis": "truncate", "icepop": "mask"}
+
+
+def read(config: Mapping[str, Any], driver: Driver) -> Keys | None:
+    """Read and check the keys; nothing is changed.
+
+    Args:
+        config: NeMo RL's config as plain mappings.
+        driver: whose config it is.
+
+    Returns:
+        None where the config has no ``fp8rl`` key at all.
+
+    Raises:
+        RecipeError: an unknown key, one that nobody reads, a bad value, or one that contradicts
+            upstream's key.
+        UnsupportedError: an upstream key that fp8rl does not serve.
+    """
+    check_places(config, driver)
+    policy = config.get("policy") or {}
+    generation = policy.get("generation") or {}
+    sections = {path: section(config, path) for path in (VLLM, MEGATRON, LOSS)}
+    blocks = {path: s[BLOCK] for path, s in sections.items() if s.get(BLOCK) is not None}
+    copies = {
+        path: found[BLOCK]
+        for path, found in (("", config), (ARGUMENTS, section(config, ARGUMENTS)))
+        if found.get(BLOCK) is not None
+    }
+    unused = [block_path(path) for path in copies if not blocks or (path and VLLM not in blocks)]
+    if not blocks and sections[LOSS].get(GUARD) is not None:
+        unused.insert(0, f"{LOSS}.{GUARD}")
+    if unused:
+        places = " and ".join(f"'{block_path(path)}'" for path in driver.serves)
+        raise RecipeError(
+            f"'{unused[0]}' is set, but no section uses it; "
+            + (f"interpolate the recipe into {places}." if places else not_served(driver))
+        )
+    if not blocks:
+        return None
+    first = block_path(next(iter(blocks)))
+    block = next(iter(blocks.values()))
+    given = Recipe.from_dict(block, where=first)
+    for path, other in {**blocks, **copies}.items():
+        if other != block:
+            Recipe.from_dict(other, where=block_path(path))
+            keys = sorted(k for k in {*block, *other} if block.get(k) != other.get(k))
+            raise RecipeError(
+                f"'{block_path(path)}' differs from '{first}' in {', '.join(keys)}; interpolate "
+                "all of them from one block."
+            )
+    refuse_unread_settings(block, given, first, blocks, sections, driver)
+    merged = _Merge(block, first)
+    notes: list[str] = []
+    _rollout(merged, sections, generation, VLLM in blocks, driver)
+    _training(merged, sections, MEGATRON in blocks, notes)
+    _loss(merged, sections[LOSS], LOSS in blocks)
+    recipe = Recipe.from_dict(merged.data, where=first)
+    sent = driver.sends_kv_scales and trainer_sends_kv_scales(policy)
+    if has_fp8_kv(recipe) and not sent:
+        notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
+    refuse_unserved(recipe, config, sections, driver, LOSS in blocks)
+    if LOSS in blocks:
+        refuse_unseen_batches(recipe, config, sections[LOSS], driver)
+    guard = None
+    if sections[LOSS].get(GUARD) is not None:
+        if LOSS not in blocks:
+            raise RecipeError(f"'{LOSS}.{GUARD}' needs '{LOSS}.{BLOCK}'; set both or neither.")
+        guard = GuardConfig.from_dict(sections[LOSS][GUARD], where=f"{LOSS}.{GUARD}")
+        refuse_fixed_engines(guard, recipe, config, sections[VLLM])
+    return Keys(recipe, tuple(block_path(p) for p in blocks), guard, tuple(notes))
+
+
+class _Merge:
+    """A block, and what upstream's keys add to it."""
+
+    def __init__(self, block: Mapping[str, Any], path: str) -> None:
+        self.data: dict[str, Any] = {
+            k: dict(v) if isinstance(v, Mapping) else v for k, v in block.items()
+        }
+        self.path = path
+
+    def add(self, ours: str, value: Any, theirs: str) -> None:
+        """Set ``ours`` (dotted) because ``theirs`` says so, unless the block says otherwise."""
+        *parents, key = ours.split(".")
+        target = self.data
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        if key in target and target[key] != value:
+            raise RecipeError(
+                f"'{theirs}' asks for {ours}={value!r}, but '{self.path}.{ours}' is "
+                f"{target[key]!r}; remove one of them."
+            )
+        target[key] = value
+
+    def extend_pins(self, key: str, value: Any) -> None:
+        pins = self.data.setdefault("pins", {})
+        if isinstance(value, int):
+            pins[key] = max(pins.get(key, 0), value)
+        else:
+            pins[key] = list(dict.fromkeys([*pins.get(key, ()), *value]))
+
+
+def _rollout(
+    merged: _Merge,
+    sections: Mapping[str, Mapping[str, Any]],
+    generation: Mapping[str, Any],
+    ours: bool,
+    driver: Driver,
+) -> None:
+    vllm = sections[VLLM]
+    fp8 = vllm.get("precision") == "fp8"
+    if not ours:
+        if fp8 and VLLM in driver.serves:
+            raise RecipeError(
+                f"'{VLLM}.precision' is fp8 without '{VLLM}.{BLOCK}'; rollouts and training must "
+                "run by one recipe, so interpolate the block there as well."
+            )
+        merged.data["rollout"] = False
+        return
+    if generation.get("backend", "vllm") != "vllm":
+        raise UnsupportedError(
+            f"'{VLLM}.{BLOCK}' needs 'policy.generation.backend' vllm, not "
+            f"'{generation['backend']}'."
+        )
+    for path, value in (
+        (f"{VLLM}.is_mx", vllm.get("is_mx")),
+        ("policy.generation.quant_cfg", generation.get("quant_cfg")),
+    ):
+        if value:
+            raise UnsupportedError(
+                f"'{path}' is another number format than fp8rl's; remove it or '{VLLM}.{BLOCK}'."
+            )
+    arguments = generation.get("vllm_kwargs") or {}
+    quantization = arguments.get("quantization")
+    if quantization not in (None, QUANTIZATION):
+        raise RecipeError(
+            f"'policy.generation.vllm_kwargs.quantization' is '{quantization}', which contradicts "
+            f"'{VLLM}.{BLOCK}'; remove one of them."
+        )
+    if fp8:
+        merged.add("rollout", True, f"{VLLM}.precision")
+    for path, value in (
+        (f"{VLLM}.kv_cache_dtype", vllm.get("kv_cache_dtype")),
+        ("policy.generation.vllm_kwargs.kv_cache_dtype", arguments.get("kv_cache_dtype")),
+    ):
+        if value in ("fp8", "fp8_e4m3"):
+            merged.add("kv_cache.dtype", "fp8_e4m3", path)
+        elif value not in (None, "auto"):
+            raise UnsupportedError(
+                f"'{path}' is {value!r}; with '{VLLM}.{BLOCK}' it can only be 'fp8' (E4M3) or "
+                "'auto'."
+            )
+    for key, target in (
+        ("pow2_weight_scaling_factors", "weights.scale_format"),
+        ("pow2_activation_scaling_factors", "activations.scale_format"),
+    ):
+        if vllm.get(key):
+            merged.add(target, "pow2", f"{VLLM}.{key}")
+    for key, pin in (("num_first_layers_in_bf16", "first"), ("num_last_layers_in_bf16", "last")):
+        count = vllm.get(key)
+        if count and type(count) is not int:
+            raise RecipeError(f"'{VLLM}.{key}' must be a number of layers, not {count!r}.")
+        if count:
+            merged.extend_pins(pin, count)
+    if vllm.get("quantization_ignored_layer_kws"):
+        merged.extend_pins("names", [f"*{w}*" for w in vllm["quantization_ignored_layer_kws"]])
+
+
+def _training(
+    merged: _Merge,
+    sections: Mapping[str, Mapping[str, Any]],
+    ours: bool,
+    notes: list[str],
+) -> None:
+    megatron = sections[MEGATRON]
+    fp8 = megatron.get("fp8_cfg") or {}
+    if not megatron.get("enabled"):
+        merged.data["training"] = False
+        notes.append("the DTensor trainer runs in BF16; only the rollouts run in FP8.")
+        return
+    if not ours:
+        if fp8.get("enabled"):
+            raise RecipeError(
+                f"'{MEGATRON}.fp8_cfg.enabled' is true without '{MEGATRON}.{BLOCK}'; rollouts and "
+                "training must run by one recipe, so interpolate the block there as well."
+            )
+        merged.data["training"] = False
+        return
+    overrides = megatron.get("model_overrides") or {}
+    if fp8.get("enabled"):
+        for key, wanted in (("fp8", "e4m3"), ("fp8_recipe", "blockwise"), ("fp8_param", False)):
+            if fp8.get(key, wanted) != wanted:
+                raise UnsupportedError(
+                    f"'{MEGATRON}.fp8_cfg.{key}' is {fp8[key]!r}; with '{MEGATRON}.{BLOCK}' it "
+                    f"can only be {wanted!r}."
+                )
+        merged.add("training", True, f"{MEGATRON}.fp8_cfg.enabled")
+    for key in ("fp8", "fp8_recipe", "fp8_quantizer_factory"):
+        if overrides.get(key) is not None:
+            raise UnsupportedError(
+                f"'{MEGATRON}.model_overrides.{key}' switches Transformer Engine's FP8 on beside "
+                f"'{MEGATRON}.{BLOCK}'; remove one of them."
+            )
+    for keys in (overrides, megatron):  # upstream reads the first, its YAMLs have the second too
+        if keys.get("first_last_layers_bf16"):
+            # Megatron-Core's defaults of both numbers are 1.
+            merged.extend_pins("first", int(keys.get("num_layers_at_start_in_bf16", 1)))
+            merged.extend_pins("last", int(keys.get("num_layers_at_end_in_bf16", 1)))
+
+
+def _loss(merged: _Merge, loss: Mapping[str, Any], ours: bool) -> None:
+    if not ours:
+        return
+    kind = loss.get("truncated_importance_sampling_type")
+    if kind is not None:
+        theirs = f"{LOSS}.truncated_importance_sampling_type"
+        if kind not in _MODES:
+            raise UnsupportedError(
+                f"'{theirs}' is '{kind}'; with '{LOSS}.{BLOCK}' write it as "
+                "importance_sampling.rejection with level 'geometric' and remove the key."
+            )
+        low = loss.get("truncated_importance_sampling_ratio_min")
+        mode = "clip" if kind == "tis" and low else _MODES[kind]
+        merged.add("importance_sampling.mode", mode, theirs)
+        for target, key in (("high", "ratio"), ("low", "ratio_min")):
+            path = f"{LOSS}.truncated_importance_sampling_{key}"
+            if value := loss.get(f"truncated_importance_sampling_{key}"):
+                merged.add(f"importance_sampling.{target}", float(value), path)
+    if loss.get("sequence_level_importance_ratios"):
+        merged.add(
+            "importance_sampling.level", "sequence", f"{LOSS}.sequence_level_importance_ratios"
+        )
+
+
+def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> None:
+    """Check a ``MasterConfig`` and turn its keys into what the workers read; in place.
+
+    Upstream's own FP8 paths are switched off (``precision: bfloat16``, ``fp8_cfg.enabled: false``),
+    the engine gets ``vllm_kwargs.quantization: fp8rl``, which an installation without the plugin
+    refuses, and every block becomes the merged recipe.
+
+    Args:
+        config: a ``MasterConfig``, whose ``policy`` is a dict and whose ``loss_fn``, if it has one,
+            is a model.
+        driver: see :func:`read`.
+        require: called with a key's path when there is a block; raises where a patch does not fit.
+
+    Raises:
+        RecipeError: also for a pin that matches nothing of the model.
+        RecipeError, UnsupportedError: see :func:`read`; nothing has been changed then.
+    """
+    plain = config.model_dump()
+    keys = read(plain, driver)
+    if keys is None:
+        return
+    require(keys.places[0])
+    check_pins(keys.recipe, keys.places[0], config.policy)
+    recipe, block = keys.recipe, keys.recipe.to_dict()
+    if f"{VLLM}.{BLOCK}" in keys.places:
+        generation = config.policy["generation"]
+        vllm = generation["vllm_cfg"]
+        vllm[BLOCK] = block
+        vllm["precision"] = "bfloat16"
+        vllm["kv_cache_dtype"] = "auto"  # until announce_kv_cache
+        if recipe.rollout:
+            arguments = generation.get("vllm_kwargs") or {}
+            generation["vllm_kwargs"] = {
+                **arguments,
+                "quantization": QUANTIZATION,
+                "kv_cache_dtype": recipe.kv_cache.dtype,
+                "additional_config": {
+                    **(arguments.get("additional_config") or {}),
+                    BLOCK: block,
+                },
+            }
+    if f"{MEGATRON}.{BLOCK}" in keys.places:
+        megatron = config.policy["megatron_cfg"]
+        megatron[BLOCK] = block
+        if megatron.get("fp8_cfg"):
+            megatron["fp8_cfg"] = {**megatron["fp8_cfg"], "enabled": False}
+    if f"{LOSS}.{BLOCK}" in keys.places:
+        setattr(config.loss_fn, BLOCK, block)
+        setattr(config.loss_fn, DRIVER, driver.name)
+        setattr(config.loss_fn, MAX_AGE, _max_age(plain, driver.name))
+        if driver.name == "single_controller" and _drops_sequences(keys):
+            _take_masks_back(config.grpo)
+    if plain.get(BLOCK) is not None:
+        setattr(config, BLOCK, block)  # the copies stay equal
+    logger.info("fp8rl: recipe of this run: %s", block)
+    for note in keys.notes:
+        logger.warning("fp8rl: %s", note)
+
+
+def announce_kv_cache(policy: Mapping[str, Any]) -> None:
+    """Let the driver and the policy workers send KV scales, where the recipe has an FP8 cache.
+
+    Not where the trainer has none to send: the driver must not ask it to.
+    """
+    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
+    block = vllm.get(BLOCK)
+    if block is None:
+        return
+    recipe = Recipe.from_dict(block, where=f"{VLLM}.{BLOCK}")
+    if has_fp8_kv(recipe) and trainer_sends_kv_scales(policy):
+        vllm["kv_cache_dtype"] = "fp8"
+
+
+def withdraw_kv_cache(policy: Mapping[str, Any]) -> None:
+    """Take :func:`announce_kv_cache` back: engines in BF16 take no KV scales.
+
+    The block stays as it is, so that a run begun from the config that checkpoints keep is the same.
+    """
+    policy["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
+
+
+def rollouts_in_bf16(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM's engine like ``arguments``, with linears, experts and KV cache in BF16.
+
+    The plugin stays, for its refits: they refuse incomplete or NaN weights in BF16 as well.
+    """
+    more = dict(arguments["additional_config"])
+    block = more[BLOCK]
+    more[BLOCK] = {**block, "rollout": False, "kv_cache": {**block["kv_cache"], "dtype": "auto"}}
+    return {**arguments, "kv_cache_dtype": "auto", "additional_config": more}
+
+
+def _drops_sequences(keys: Keys) -> bool:
+    settings = keys.recipe.importance_sampling
+    return bool(settings.rejection or settings.token_veto or keys.guard)
+
+
+def _take_masks_back(grpo: Any) -> None:
+    """The single controller does so, after the batch hook, only where upstream's threshold is set.
+
+    The batch hook takes an infinite one for none.
+    """
+    if grpo.seq_logprob_error_threshold is None:
+        grpo.seq_logprob_error_threshold = math.inf
+
+
+def _max_age(config: Mapping[str, Any], driver: str) -> int:
+    """Steps by which a loop may lag behind its engines."""
+    if driver == "single_controller":
+        sampler = (config.get("async_rl") or {}).get("sampler") or {}
+        return max(
+            int(sampler.get(f"max_{what}_versions") or 0) for what in ("staleness", "lookahead")
+        )
+    loop = (config.get(driver) or {}).get(f"async_{driver}") or {}
+    return int(loop.get("max_trajectory_age_steps") or 0) if loop.get("enabled") else 0

@@ -1,0 +1,173 @@
+"""Which backend serves which product: the table, plugins, and the one named for all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import (
+    BackendChoice,
+    GemmShape,
+    GroupedShape,
+    ReferenceBackend,
+    builtin_backends,
+)
+from fp8rl.gemm.table import DIRECTIONS, survey, table_row
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SHAPE = GemmShape(8, 16, 32)
+EXPERTS = GroupedShape((128, 0, 256), 256, 128)
+HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
+
+
+class _Ready(ReferenceBackend):
+    """A backend that serves everything, under another name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Single:
+    """A backend without grouped products."""
+
+    name = "single"
+
+    def supports(self, *args):
+        return None
+
+    fprop = dgrad = wgrad = ReferenceBackend.fprop
+
+
+def _choice(*backends, **options) -> BackendChoice:
+    return BackendChoice({b.name: b for b in backends}, ["fp32"], **options)
+
+
+def _on(monkeypatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+def _picked(choice: BackendChoice, *, grouped: bool = False) -> list[str]:
+    if grouped:
+        return [choice.pick_grouped(GPU, EXPERTS, "m", d).name for d in DIRECTIONS]
+    return [choice.pick(GPU, SHAPE, "m", d).name for d in DIRECTIONS]
+
+
+def test_hopper_follows_what_was_measured(monkeypatch):
+    _on(monkeypatch, HOPPER)
+    names = ("reference", "triton", "scaled_mm", "deep_gemm")
+    choice = _choice(*map(_Ready, names))
+    assert _picked(choice) == ["deep_gemm", "deep_gemm", "scaled_mm", "deep_gemm"]
+    assert _picked(choice, grouped=True) == ["deep_gemm"] * 4
+    assert _picked(_choice(*map(_Ready, names[:3]))) == ["scaled_mm"] * 4
+    assert _picked(_choice(*map(_Ready, names[:2]))) == ["triton"] * 4
+
+
+@pytest.mark.parametrize("capability", [ADA, BLACKWELL])
+def test_other_gpus_have_triton(monkeypatch, capability):
+    _on(monkeypatch, capability)
+    choice = _choice(*map(_Ready, ("reference", "triton", "scaled_mm", "deep_gemm")))
+    assert _picked(choice) == ["triton"] * 4
+    with pytest.raises(UnsupportedError, match=r"triton: has no grouped.*Install DeepGEMM"):
+        _choice(_Triton()).pick_grouped(GPU, EXPERTS, "m")
+
+
+class _Triton(_Single):
+    name = "triton"
+
+
+def test_the_table_names_built_in_backends_alone(monkeypatch):
+    known = {backend.name for backend in builtin_backends()}
+    for capability in (HOPPER, ADA):
+        _on(monkeypatch, capability)
+        for device in (CPU, GPU):
+            for grouped in (False, True):
+                row = table_row(device, grouped=grouped)
+                assert set(row) == set(DIRECTIONS)
+                assert all(set(names) <= known for names in row.values())
+
+
+def test_plugins_come_before_the_built_in_ones():
+    choice = _choice(*builtin_backends(), _Ready("own"))
+    assert choice.names == ["own", "deep_gemm", "scaled_mm", "triton", "reference"]
+    assert choice.pick(CPU, SHAPE, "m").name == "own"
+    assert _choice(*builtin_backends()).pick(CPU, SHAPE, "m").name == "reference"
+
+
+def test_a_plugin_without_grouped_products_leaves_experts_to_the_table():
+    choice = _choice(*builtin_backends(), _Single())
+    assert choice.pick(CPU, SHAPE, "m").name == "single"
+    assert choice.pick_grouped(CPU, EXPERTS, "m").name == "reference"
+
+
+def test_one_name_decides_for_every_product(monkeypatch):
+    _on(monkeypatch, HOPPER)
+    backends = [_Ready("deep_gemm"), _Ready("own"), _Ready("triton"), _Single()]
+    named = _choice(*backends, name="triton")
+    assert named.names == ["triton"]
+    assert _picked(named) == _picked(named, grouped=True) == ["triton"] * 4
+    with pytest.raises(UnsupportedError, match=r"serves 'm'.*single: has no grouped products"):
+        _choice(*backends, name="single").pick_grouped(GPU, EXPERTS, "m")
+    with pytest.raises(UnsupportedError, match=r"no GEMM backend 'other'.*deep_gemm, own, single"):
+        _choice(*backends, name="other")
+
+
+def test_a_settled_shape_asks_nobody_and_each_shape_is_asked_about(monkeypatch):
+    asked = []
+
+    class Even(ReferenceBackend):
+        name = "even"
+
+        def supports(self, device, shape, scale_format):
+            asked.append(shape.tokens)
+            return "needs an even number of tokens" if shape.tokens % 2 else None
+
+    choice = _choice(ReferenceBackend(), Even())
+    odd = SHAPE._replace(tokens=9)
+    for _ in range(3):
+        assert choice.pick(CPU, SHAPE, "m").name == "even"
+        assert choice.pick(CPU, odd, "m").name == "reference"
+    assert asked == [8, 9]
+    monkeypatch.setattr("fp8rl.gemm.table._REMEMBERED", 2)
+    assert choice.pick(CPU, SHAPE._replace(tokens=10), "m").name == "even"
+    assert choice.pick(CPU, SHAPE, "m").name == "even"
+    assert asked == [8, 9, 10, 8]
+
+
+def test_every_scale_format_is_asked_about():
+    class Picky(ReferenceBackend):
+        name = "picky"
+
+        def supports(self, device, shape, scale_format):
+            return "fp32 scales alone" if scale_format == "pow2" else None
+
+    offered = {b.name: b for b in (ReferenceBackend(), Picky())}
+    assert BackendChoice(offered, ["fp32"]).pick(CPU, SHAPE, "m").name == "picky"
+    both = ["fp32", "pow2"]
+    assert BackendChoice(offered, both).pick(CPU, SHAPE, "m").name == "reference"
+    with pytest.raises(UnsupportedError, match=r"serves 'm' \(8 tokens, .*picky: fp32 scales"):
+        BackendChoice(offered, both, "picky").pick(CPU, SHAPE, "m")
+
+
+def test_the_reference_backend_serves_a_gpu_by_name_alone(monkeypatch):
+    _on(monkeypatch, HOPPER)
+    with pytest.raises(UnsupportedError, match="deep_gemm: not offered; scaled_mm: not offered"):
+        _choice(ReferenceBackend()).pick(GPU, SHAPE, "m")
+    assert _picked(_choice(ReferenceBackend(), name="reference")) == ["reference"] * 4
+
+
+def test_the_gpu_backends_say_why_they_do_not_serve_a_cpu():
+    named = _choice(*builtin_backends(), name="scaled_mm")
+    with pytest.raises(UnsupportedError, match=r"serves 'm'.*scaled_mm: needs a GPU.*Pin"):
+        named.pick(CPU, SHAPE, "m")
+
+
+def test_doctor_lists_every_backend_and_why_it_does_not_serve_here():
+    facts = survey({b.name: b for b in (*builtin_backends(), _Ready("own"), _Single())})
+    listed = facts["GEMM backends"].split("; ")
+    assert {"reference: ready", "own: ready", "single: ready"} <= set(listed)
+    if not torch.cuda.is_available():
+        assert "scaled_mm: needs a GPU" in listed
+        assert facts["GEMM backends for grouped experts"] == (
+            "reference: ready; deep_gemm: needs a GPU; own: ready"
+        )

@@ -1,0 +1,156 @@
+"""README, docs and the rest of the papers: names import, files are there, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from fp8rl import Recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAPERS = {
+    str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
+    for file in (
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+        ROOT / "tests" / "gpu" / "README.md",
+        *sorted(DOCS.rglob("*.md")),
+    )
+}
+FOLDERS = {
+    "fp8rl": "plugins/fp8rl",
+    **{name: name for name in ("vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_demo")},
+}
+DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})(?:\.[A-Za-z_]\w*)+(?![\w/-])")
+PATH = re.compile(
+    r"(?<![\w./-])(?:plugins|vllm_fp8rl|megatron_fp8rl|nemo_rl_ext|fp8rl_demo|tests|benchmarks"
+    r"|examples|recipes|tools)/[\w./-]+\.(?:py|md|yaml|json)\b"
+)
+FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def missing(name: str) -> str | None:
+    """None if a dotted name is a module, something in one, or a key of a recipe."""
+    parts = name.split(".")
+    if parts[0] == "fp8rl" and parts[1] in Recipe.model_fields:
+        return None  # such as fp8rl.training in a YAML
+    for length in range(len(parts), 0, -1):
+        module = ".".join(parts[:length])
+        try:
+            if importlib.util.find_spec(module) is None:
+                continue
+        except ModuleNotFoundError:  # of a parent
+            continue
+        if length == len(parts):
+            return None
+        found = importlib.import_module(module)
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                return f"{name}: '{module}' has no '{part}'"
+            found = getattr(found, part)
+        return None
+    return f"{name}: no such module"
+
+
+def current(page: str, text: str) -> str:
+    """The text without names that are said to be gone: the first column of the tables of moves."""
+    if page == "docs/upgrading_names.md":
+        rows = [line.split(" | ", 1) for line in text.splitlines() if line.startswith("| `")]
+        return "\n".join(new for _, new in rows)
+    return text
+
+
+@pytest.mark.parametrize("page", PAPERS)
+def test_dotted_names_import(page: str) -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("vllm")
+    named = set(DOTTED.findall(current(page, PAPERS[page])))
+    assert not [problem for problem in map(missing, sorted(named)) if problem]
+
+
+@pytest.mark.parametrize("page", PAPERS)
+def test_python_blocks_import_what_is_there(page: str) -> None:
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("vllm")
+    problems = []
+    for code in re.findall(r"^```python\n(.*?)^```", PAPERS[page], re.M | re.S):
+        tree = compile(code, page, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in FOLDERS:
+                problems += [missing(f"{node.module}.{alias.name}") for alias in node.names]
+    assert not [problem for problem in problems if problem]
+
+
+def test_table_of_moves_names_what_has_moved() -> None:
+    """Names that still import by their old way need no row."""
+    page = PAPERS["docs/upgrading_names.md"]
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 20
+    for before, *_ in rows:
+        for name in DOTTED.findall(before):
+            stays = name in ("vllm_fp8rl.kernels", "nemo_rl_ext.fallback")
+            assert stays or missing(name), f"{name} is where it was"
+
+
+@pytest.mark.parametrize("page", PAPERS)
+def test_files_that_are_named_are_there(page: str) -> None:
+    named = set(PATH.findall(current(page, PAPERS[page])))
+    named = {path for path in named if not path.startswith("examples/run_")}  # NeMo RL's drivers
+    assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+
+
+def test_rooms_of_the_architecture_are_there() -> None:
+    """Names of files in the table of rooms are relative to the package and the room."""
+    text = PAPERS["docs/architecture.md"]
+    table = text.split("| package | room | what is in it |")[1].split("\n\n")[0]
+    package, problems, files = "", [], 0
+    for line in table.splitlines()[2:]:
+        first, room, content = (cell.strip() for cell in line.split("|")[1:4])
+        if first.startswith("`"):
+            package = first.strip("`")
+        rooms = re.findall(r"`([^`]+)`", room)
+        problems += [f"{package}/{name}" for name in rooms if not (ROOT / package / name).exists()]
+        inside = [name for name in rooms if name.endswith("/")]
+        for name in re.findall(r"`([\w/]+(?:\.py|/))`", content):
+            files += 1
+            if not any((ROOT / package / folder / name).exists() for folder in (*inside, "")):
+                problems.append(f"{package}/{room}: {name}")
+    assert files > 30
+    assert not problems
+
+
+def heading_anchors(text: str) -> set[str]:
+    """Anchors that GitHub makes of headings; mkdocs makes the same of those used here."""
+    found: set[str] = set()
+    for line in FENCE.sub("", text).splitlines():
+        if match := re.match(r"#+ (.*)", line):
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match[1]).lower()
+            found.add(re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAPERS)
+def test_links_and_anchors_lead_somewhere(page: str) -> None:
+    problems = []
+    for target, anchor in LINK.findall(FENCE.sub("", PAPERS[page])):
+        file = (ROOT / page).parent / target if target else ROOT / page
+        if not file.exists():
+            problems.append(target)
+        elif anchor and anchor not in heading_anchors(file.read_text(encoding="utf-8")):
+            problems.append(f"{target}#{anchor}")
+    assert not problems
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
+    pages = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
+    named = set(re.findall(r"[\w/]+\.md", nav))
+    assert pages <= named
+    beside = {"CONTRIBUTING.md", "CHANGELOG.md"}  # tools/site_hooks.py makes pages of them
+    assert {name for name in named if not (DOCS / name).exists()} <= beside

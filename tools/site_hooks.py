@@ -1,0 +1,75 @@
+"""Hooks of mkdocs: what the pages link to outside of ``docs/`` becomes part of the site.
+
+Raw data, examples and source files are copied to ``source/`` of the site; README, CHANGELOG and
+CONTRIBUTING become pages. Links are rewritten accordingly, so that the same Markdown works in the
+repository and on the site.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+_LINK = re.compile(r"(\]\()(?!https?://|#)([^)\s#]+)(#[^)\s]*)?(\))")
+_ROLE = re.compile(r":(?:py:)?(?:class|func|mod|meth|data|attr|exc):<code>~?([^<]*)</code>")
+
+
+def _in_repository(page: str) -> str:
+    """The path of a page of the site in the repository."""
+    return page if page in PAGES else f"docs/{page}"
+
+
+def _on_site(target: str) -> str:
+    """The path on the site of a file of the repository."""
+    if target in PAGES:
+        return target
+    return target.removeprefix("docs/") if target.startswith("docs/") else f"source/{target}"
+
+
+def _rewritten(markdown: str, page: str, found: set[str] | None = None) -> str:
+    """Markdown with its links for the site; ``found`` collects the files that they lead to."""
+
+    def replace(match: re.Match[str]) -> str:
+        base = posixpath.dirname(_in_repository(page))
+        target = posixpath.normpath(posixpath.join(base, match[2]))
+        if found is not None:
+            found.add(target)
+        site = posixpath.relpath(_on_site(target), posixpath.dirname(page) or ".")
+        return f"{match[1]}{site}{match[3] or ''}{match[4]}"
+
+    return _LINK.sub(replace, markdown)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages beside ``docs/`` and the files that pages link to."""
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
+    found: set[str] = set()
+    for file in files.documentation_pages():
+        _rewritten(file.content_string, file.src_uri, found)
+    for target in sorted(found):
+        outside = target not in PAGES and not target.startswith("docs/")
+        if outside and (ROOT / target).is_file():
+            name = f"source/{target}"
+            if name.endswith(".md"):  # as it is: a page of the site would need links of its own
+                name += ".txt"
+            files.append(File.generated(config, name, abs_src_path=str(ROOT / target)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Lead links to where their targets are on the site."""
+    text = _rewritten(markdown, page.file.src_uri)
+    return re.sub(r"(\]\([^)\s]*source/[^)\s#]+\.md)(#[^)\s]*)?\)", r"\1.txt)", text)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Show Sphinx roles in docstrings as plain names."""
+    return _ROLE.sub(r"<code>\1</code>", html)
