@@ -1,4 +1,4 @@
-"""How far the rollout engine's policy is from the trainer's, on the tokens that were sampled."""
+"""The mismatch of the rollout engine's policy and the trainer's, on the sampled tokens."""
 
 from __future__ import annotations
 
@@ -13,29 +13,37 @@ QUANTILES = (0.01, 0.5, 0.99)
 
 @dataclass(frozen=True)
 class MismatchMetrics:
-    """Metrics over the masked tokens; ``log_ratio = trainer - rollout`` logprob, natural log.
+    """Metrics over the counted tokens; ``log_ratio`` is trainer minus rollout logprob, in nats.
 
-    KL(rollout || trainer) is estimated three ways (Schulman, "Approximating KL divergence"):
-    k1 = -log_ratio, k2 = log_ratio^2 / 2, k3 = exp(log_ratio) - 1 - log_ratio.
+    KL(rollout, trainer) is estimated in three ways (Schulman, "Approximating KL divergence").
     """
 
     tokens: int
+    """Number of tokens compared."""
     token_mult_prob_error: float
-    """mean exp(|log_ratio|), 1 is perfect (NeMo RL ``token_mult_prob_error``)."""
+    """Mean of exp(abs(log_ratio)); 1 is perfect (NeMo RL ``token_mult_prob_error``)."""
     kl_k1: float
+    """KL(rollout, trainer) estimated as the mean of -log_ratio."""
     kl_k2: float
+    """KL(rollout, trainer) estimated as the mean of log_ratio^2 / 2."""
     kl_k3: float
+    """KL(rollout, trainer) estimated as the mean of exp(log_ratio) - 1 - log_ratio."""
     chi_square: float
-    """mean ratio^2 - 1: variance of the importance weights (verl ``rollout_is chi2``)."""
+    """Mean of ratio^2 - 1: variance of the importance weights (verl ``rollout_is chi2``)."""
     ess: float
     """Effective sample size of the token weights as a share of the tokens, in (0, 1]."""
     ppl_rollout: float
+    """Perplexity of the tokens under the rollout engine."""
     ppl_trainer: float
+    """Perplexity of the tokens under the trainer."""
     ppl_gap: float
     """log ppl_trainer - log ppl_rollout, in nats."""
     log_ratio_q01: float
+    """1 % quantile of log_ratio."""
     log_ratio_q50: float
+    """Median of log_ratio."""
     log_ratio_q99: float
+    """99 % quantile of log_ratio."""
     share_low: float
     """Share of tokens with a ratio below ``low``."""
     share_high: float
@@ -56,16 +64,16 @@ def mismatch_metrics(
     """Compare both engines' logprobs of the same tokens.
 
     Args:
-        rollout_logprobs: float, any shape; logprob under the policy that sampled.
-        trainer_logprobs: same shape and device.
-        mask: same shape, nonzero where the token counts; values elsewhere are never read, so that
+        rollout_logprobs: float, any shape; logprobs under the policy that sampled.
+        trainer_logprobs: logprobs under the trainer's policy; same shape and device.
+        mask: same shape, nonzero where the token counts; other values are never read, so that
             padding may hold NaN.
         low: ratio below which a token counts in ``share_low``.
         high: ratio above which a token counts in ``share_high``.
 
     Returns:
-        The metrics; float64 sums on the tensors' device, one transfer to the host. A NaN logprob
-        of a counted token makes every one of them NaN.
+        The metrics, summed in float64 on the tensors' device with one transfer to the host. A NaN
+        logprob of a counted token makes every metric NaN, except the number of tokens.
 
     Raises:
         BatchError: shapes differ or the mask is empty.

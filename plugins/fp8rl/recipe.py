@@ -26,7 +26,7 @@ from fp8rl.reading import explain, near_miss, parse_json, parse_yaml, printable
 RECIPE_ENV = "FP8RL_RECIPE"
 """Environment variable of a standalone engine: a path to a recipe, or the recipe as JSON."""
 _OF_OTHERS = "FP8_RECIPE"
-"""Not a misspelling of ours: launch scripts keep the name of TransformerEngine's recipe there."""
+"""Not a misspelling of ``FP8RL_RECIPE``: launch scripts keep TransformerEngine's recipe there."""
 
 ScaleFormat = Literal["fp32", "pow2"]
 ModuleKind = Literal[
@@ -58,7 +58,7 @@ class _Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _any_mapping(cls, data: Any) -> Any:
-        """Other mappings than dicts, such as OmegaConf's, which strict models refuse."""
+        """Accept mappings other than dicts, such as OmegaConf's, which strict models refuse."""
         return dict(data) if isinstance(data, Mapping) else data
 
 
@@ -66,14 +66,18 @@ class WeightFormat(_Section):
     """Weights: E4M3 codes and one scale per block (DeepSeek-V3 technical report, section 3.3)."""
 
     block: Annotated[tuple[Literal[128], Literal[128]], _List] = (128, 128)
+    """Rows and columns of the block of weight elements that share a scale."""
     scale_format: ScaleFormat = "fp32"
+    """``fp32``: any scale; ``pow2``: powers of two."""
 
 
 class ActivationFormat(_Section):
     """Activations and gradients: E4M3 codes and one scale per ``1 x group`` elements."""
 
     group: Literal[128] = 128
+    """Number of activation or gradient elements that share a scale."""
     scale_format: ScaleFormat = "fp32"
+    """``fp32``: any scale; ``pow2``: powers of two."""
 
 
 class Pins(_Section):
@@ -82,13 +86,16 @@ class Pins(_Section):
     layers: Annotated[tuple[int, ...], _List] = ()
     """Global decoder-layer numbers; negative ones count from the end."""
     first: Annotated[int, Field(ge=0)] = 0
+    """Number of first decoder layers."""
     last: Annotated[int, Field(ge=0)] = 0
+    """Number of last decoder layers."""
     names: Annotated[tuple[str, ...], _List] = ()
     """Globs on the global HF module name, e.g. ``model.layers.*.mlp.down_proj``."""
     kinds: Annotated[tuple[ModuleKind, ...], _List] = ()
+    """Kinds of modules."""
 
     def merged(self, other: Pins) -> Pins:
-        """Union of two pin lists."""
+        """The union of two sets of pins."""
         return Pins(
             layers=tuple(dict.fromkeys(self.layers + other.layers)),
             first=max(self.first, other.first),
@@ -104,15 +111,18 @@ class KVCache(_Section):
     dtype: Literal["fp8_e4m3", "auto"] = "fp8_e4m3"
     """``auto`` keeps the cache in the model's dtype."""
     margin: Annotated[float, Field(ge=1.0, le=16.0, allow_inf_nan=False)] = 1.05
-    """``scale = amax * margin / 448``: headroom for values the observers have not seen."""
+    """Headroom for values the observers have not seen: ``scale = amax * margin / 448``."""
 
 
 class Rejection(_Section):
-    """Drop tokens or sequences whose ratio leaves ``[low, high]``, whatever the weighting."""
+    """Drop tokens or sequences whose ratio leaves ``[low, high]``, whatever their weight."""
 
     level: Literal["token", "sequence", "geometric"] = "geometric"
+    """What a ratio is taken over: a token, a sequence (product), or its geometric mean."""
     low: Positive | None = None
+    """Lower bound; one of the two bounds is needed."""
     high: Positive | None = None
+    """Upper bound; one of the two bounds is needed."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Rejection:
@@ -129,14 +139,20 @@ class ImportanceSampling(_Section):
     corrector: str = "is"
     """Name of the corrector; plugins add names through ``register_is_correctors``."""
     level: Literal["token", "sequence", "geometric"] = "token"
+    """What a ratio is taken over: a token, a sequence (product), or its geometric mean."""
     mode: ISMode = "truncate"
-    """truncate: min(w, high); clip: clamp to [low, high]; mask: 0 outside; off: weight 1."""
+    """``truncate``: min(ratio, high); ``clip``: clamp to [low, high]; ``mask``: 0 outside of it;
+    ``off``: weight 1."""
     low: Positive | None = None
+    """Lower bound, for ``clip`` and ``mask``."""
     high: Positive = 2.0
+    """Upper bound."""
     self_normalize: bool = False
+    """Divide the weights by their mean."""
     log_ratio_clamp: Annotated[float, Field(gt=0.0, le=88.0, allow_inf_nan=False)] = 20.0
     """Largest magnitude of a log ratio; exp of more than 88 is infinite in float32."""
     rejection: Rejection | None = None
+    """Drop tokens or sequences, whatever their weight."""
     token_veto: Positive | None = None
     """Drop a whole sequence when any of its tokens has a ratio below this value."""
 
@@ -163,18 +179,23 @@ class Recipe(_Section):
     training: bool = True
     """FP8 linear layers in the trainer."""
     weights: WeightFormat = WeightFormat()
+    """Format of FP8 weights."""
     activations: ActivationFormat = ActivationFormat()
+    """Format of FP8 activations and gradients."""
     pins: Pins = Pins()
+    """Modules kept in BF16; a module is pinned if any key names it."""
     kv_cache: KVCache = KVCache()
+    """KV cache of the rollout engine."""
     importance_sampling: ImportanceSampling = ImportanceSampling()
+    """Correction of the loss for the gap between rollout and trainer."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
         """Validate a plain mapping.
 
         Args:
-            data: keys as in the README's table.
-            where: path of ``data`` in the caller's config, put before each key in an error.
+            data: keys of the recipe, see ``docs/reference.md``.
+            where: path of ``data`` in the caller's config; an error puts it before each key.
 
         Raises:
             RecipeError: unknown key or bad value; the message has every key's full path.
@@ -194,7 +215,7 @@ class Recipe(_Section):
 
         Args:
             source: path or JSON.
-            where: name of a JSON object in an error; a file has its path.
+            where: name of the JSON object in an error; an error about a file has its path.
 
         Raises:
             RecipeError: no such file, not parseable, unknown key or bad value.
@@ -217,10 +238,10 @@ class Recipe(_Section):
 
     @classmethod
     def from_env(cls) -> Recipe | None:
-        """The recipe that :data:`RECIPE_ENV` names, or None where it is not set.
+        """The recipe that :data:`RECIPE_ENV` names, or None if it is not set.
 
         Raises:
-            RecipeError: see :meth:`load`; or it is not set, but a misspelling of it is.
+            RecipeError: see :meth:`load`; or a misspelling of the variable is set instead of it.
         """
         source = os.environ.get(RECIPE_ENV)
         if source:
@@ -234,12 +255,12 @@ class Recipe(_Section):
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-ready dict; ``Recipe.from_dict(r.to_dict()) == r``."""
+        """A plain dict that JSON can hold; ``Recipe.from_dict(r.to_dict()) == r``."""
         return self.model_dump(mode="json")
 
 
 def _unwrap(data: Any) -> Any:
-    """The keys themselves, where they are given as an engine's config has them: under `fp8rl`."""
+    """The recipe's keys, which an engine's config has one level deeper, under ``fp8rl``."""
     if isinstance(data, Mapping) and set(data) == {"fp8rl"}:
         data = data["fp8rl"]
     return {} if data is None else data

@@ -1,0 +1,254 @@
+#!/usr/bin/env python
+"""Write docs/reference.md from the code: recipe keys, metrics, commands, environment variables.
+
+    python tools/reference.py
+
+``tests/test_reference.py`` compares the file with what the code gives.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+import typer
+from pydantic import BaseModel
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.cli import build_app
+from fp8rl.mismatch import MismatchMetrics
+from nemo_rl_ext.driver.mismatch_guard import GuardConfig
+from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "docs" / "reference.md"
+
+CORRECTION = {
+    "is_weight_mean": "mean weight of the kept units (tokens, or sequences)",
+    "is_weight_min": "smallest weight of the kept units",
+    "is_weight_max": "largest weight of the kept units",
+    "is_weight_ess": "effective sample size of the weights, as a share of the kept units",
+    "is_low_share": "share of the kept units with a ratio below `low`",
+    "is_high_share": "share of the kept units with a ratio above `high`",
+    "rejected_share": "share of the tokens that were rejected, for any reason",
+    "rejected_low_share": "share of the tokens rejected by `rejection.low`",
+    "rejected_high_share": "share of the tokens rejected by `rejection.high`",
+    "rejected_veto_share": "share of the tokens rejected by `token_veto`",
+    "rejected_sequence_share": "share of the sequences left without a token",
+    "all_rejected": "1 if no token of the batch is left",
+}
+LOSS = {
+    "loss": "the loss that is minimised",
+    "policy_loss": "the loss without the KL term",
+    "loss_tokens": "number of tokens in the loss",
+    "loss_sequences": "number of sequences in the loss",
+    "ratio_min": "smallest ratio of the current to the old policy",
+    "ratio_max": "largest ratio of the current to the old policy",
+    "ratio_mean": "mean ratio of the current to the old policy",
+    "clip_low_share": "share of the tokens clipped at the lower bound",
+    "clip_high_share": "share of the tokens clipped at the upper bound",
+    "dual_clip_share": "share of the tokens clipped by the dual clip",
+    "approx_kl": "k3 estimate of KL(old, current)",
+    "entropy_proxy": "mean of the negative logprob under the current policy",
+    "advantage_mean": "mean advantage",
+    "kl_reference": "k3 estimate of KL(current, reference), with reference logprobs",
+}
+DRIVER = {
+    "guard_level": "level of the mismatch guard: 0 normal, 1 tight, 2 skip, 3 bf16",
+    "guard_bf16_rollouts": "1 while rollouts run in BF16",
+    "guard_rejected_share": "share of the tokens that the tight level rejected",
+    "step_skipped": "1 if the step was left out",
+}
+ENVIRONMENT = {
+    "FP8RL_RECIPE": "recipe of an engine that is given none: a path, or JSON",
+    "FP8RL_BLOCK_PLUGINS": "names of fp8rl plugins that are not loaded, with commas",
+    "FP8RL_DEBUG": "1: the `fp8rl` command shows tracebacks, as `--debug` does",
+    "FP8RL_AUTOLOAD": "0: `import torch` does not load fp8rl into NeMo RL's driver",
+    "FP8RL_CPU_WEIGHT_CACHE": "0: vLLM on a CPU keeps no float32 copy of each FP8 weight",
+    "FP8RL_TORCH_INDEX": "package index from which `make install` takes PyTorch",
+}
+
+
+def reference() -> str:
+    """The whole text of docs/reference.md."""
+    return "\n".join(
+        [
+            "# Reference",
+            "",
+            "This file is made from the code: run `python tools/reference.py` after a change.",
+            "",
+            "## Recipe keys",
+            "",
+            "Every engine reads the same recipe; [recipe.md](recipe.md) says how it works.",
+            "",
+            *_table(("key", "type", "default", "meaning"), _keys(Recipe)),
+            "",
+            "## Mismatch guard keys",
+            "",
+            "NeMo RL reads them from `loss_fn.fp8rl_guard`; [nemo_rl.md](nemo_rl.md) says what the",
+            "guard does.",
+            "",
+            *_table(("key", "type", "default", "meaning"), _keys(GuardConfig)),
+            "",
+            "## Metrics",
+            "",
+            "NeMo RL logs those of a batch's correction with the prefix `fp8rl/`.",
+            "",
+            "### Mismatch of rollout and trainer (`fp8rl.mismatch`)",
+            "",
+            "`log_ratio` is trainer minus rollout logprob of a token, in nats; ratio is its exp.",
+            "",
+            *_metrics(_attribute_docs(MismatchMetrics)),
+            "",
+            "### Importance sampling and rejection (`nemo_rl_ext.correct`)",
+            "",
+            *_metrics(CORRECTION),
+            "",
+            "### Mismatch guard of NeMo RL's driver",
+            "",
+            *_metrics(DRIVER),
+            "",
+            "### Loss (`nemo_rl_ext.GRPOLoss`)",
+            "",
+            *_metrics(LOSS),
+            "",
+            "## Commands",
+            "",
+            *_commands(),
+            "## Environment variables",
+            "",
+            *_table(("variable", "meaning"), [(f"`{k}`", v) for k, v in ENVIRONMENT.items()]),
+            "",
+        ]
+    )
+
+
+def emitted_metrics() -> set[str]:
+    """Names of the metrics that a correction and a loss give, from a small batch."""
+    logprobs = torch.full((2, 3), -1.0)
+    ones = torch.ones(2, 3)
+    found: set[str] = set()
+    for dual_clip in (None, 3.0):
+        loss = GRPOLoss(GRPOConfig(dual_clip=dual_clip), Recipe().importance_sampling)
+        _, metrics = loss(
+            logprobs, logprobs, logprobs, torch.ones(2), ones, reference_logprobs=logprobs
+        )
+        found |= set(metrics)
+    return found
+
+
+def _keys(model: type[BaseModel]) -> list[tuple[str, ...]]:
+    schema = model.model_json_schema()
+    return list(_rows(model, schema, schema.get("$defs", {}), ""))
+
+
+def _rows(
+    model: type[BaseModel], schema: dict[str, Any], definitions: dict[str, Any], prefix: str
+) -> Iterable[tuple[str, ...]]:
+    docs = _attribute_docs(model)
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        inner = _section(field.annotation)
+        default = field.get_default(call_default_factory=True)
+        meaning = _plain(docs[name])
+        if inner is None:
+            kind = _kind(schema["properties"][name], definitions)
+            yield f"`{key}`", kind, f"`{json.dumps(default)}`", meaning
+            continue
+        if default is None:
+            yield f"`{key}`", "section or null", "`null`", meaning
+        yield from _rows(inner, definitions[inner.__name__], definitions, f"{key}.")
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that holds a section, possibly an optional one."""
+    for kind in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _kind(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "$ref" in schema:
+        return _kind(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if "anyOf" in schema:
+        return " or ".join(_kind(part, definitions) for part in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        items = schema.get("prefixItems") or [schema["items"]]
+        return "list of " + ", ".join(_kind(item, definitions) for item in items)
+    bounds = {"exclusiveMinimum": ">", "minimum": "at least", "maximum": "at most"}
+    words = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
+    names = {"boolean": "bool", "integer": "int", "number": "float", "string": "str"}
+    kind = names.get(schema["type"], schema["type"])
+    return " ".join([kind, ", ".join(words)]) if words else kind
+
+
+def _attribute_docs(cls: type) -> dict[str, str]:
+    """The docstring below each attribute of a class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, doc in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+            assert isinstance(field.target, ast.Name) and isinstance(doc.value, ast.Constant)
+            docs[field.target.id] = inspect.cleandoc(doc.value.value)
+    return docs
+
+
+def _metrics(meanings: dict[str, str]) -> list[str]:
+    rows = [(f"`{name}`", _plain(meaning)) for name, meaning in meanings.items()]
+    return _table(("metric", "meaning"), rows)
+
+
+def _plain(doc: str) -> str:
+    """A docstring as Markdown in a cell of a table."""
+    text = " ".join(doc.split()).replace("``", "`").removesuffix(".")
+    return text[:1].lower() + text[1:] if text[1:2] == " " or text[1:2].islower() else text
+
+
+def _commands() -> list[str]:
+    """A heading, the help text and a table of parameters for each command."""
+    lines = []
+    app = build_app(PluginManager())
+    for command in sorted(app.registered_commands, key=lambda c: c.name or c.callback.__name__):
+        name = command.name or command.callback.__name__
+        help_text = command.help or inspect.getdoc(command.callback) or ""
+        lines += [f"### `fp8rl {name}`", "", *help_text.split("\n"), ""]
+        rows = [*_parameters(command.callback)]
+        if rows:
+            lines += [*_table(("argument or option", "default", "meaning"), rows), ""]
+    return lines
+
+
+def _parameters(command: Callable[..., Any]) -> Iterator[tuple[str, ...]]:
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind, info = get_args(hints[name])
+        option = isinstance(info, typer.models.OptionInfo)
+        label = f"--{name.replace('_', '-')}" if option else name.upper()
+        if kind is not bool and option:
+            names = [t.__name__ for t in get_args(kind) or (kind,) if t is not type(None)]
+            label += f" {' or '.join(names).upper()}"
+        default = parameter.default
+        shown = "" if default is None or default is False else f"`{default}`"
+        yield f"`{label}`", shown, info.help.removesuffix(".")
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    lines = [head, ("---",) * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+if __name__ == "__main__":
+    FILE.write_text(reference(), encoding="utf-8")
+    sys.stdout.write(f"{FILE} was written.\n")
