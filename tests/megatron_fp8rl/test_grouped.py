@@ -198,7 +198,7 @@ def test_experts_of_zeros_give_zeros():
     weights = _weights(2, "none", dtype=torch.float32)
     with torch.no_grad():
         weights[0].zero_()
-    x = torch.randn(9, IN)
+    x = torch.randn(9, IN, generator=torch.Generator().manual_seed(0))
     x[4:] = 0
     x.requires_grad_()
     y = grouped_linear(x, (4, 5), weights, None, _state(2), fusion=False)
@@ -206,7 +206,8 @@ def test_experts_of_zeros_give_zeros():
     assert torch.equal(y, torch.zeros(9, OUT))
     assert torch.equal(x.grad[:4], torch.zeros(4, IN)) and x.grad[4:].abs().min() > 0
     assert torch.equal(weights[1].grad, torch.zeros(OUT, IN))
-    assert weights[0].grad.abs().min() > 0
+    # Codes of four tokens may add up to exactly zero in a column.
+    assert weights[0].grad.ne(0).float().mean() > 0.9
 
 
 class _Counting(ReferenceBackend):
