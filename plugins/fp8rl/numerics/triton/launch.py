@@ -1,4 +1,4 @@
-"""Kernel launches that cost the host little."""
+"""A launcher of compiled Triton kernels that costs the host little."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from fp8rl.numerics.formats import FP8_DTYPE
 
 
 class Launcher:
-    """Launches one Triton kernel, at less than what ``kernel[grid](...)`` costs the host.
+    """Launches one Triton kernel at a lower cost for the host than ``kernel[grid](...)``.
 
-    On the host of an H200 22 instead of 28 us; without the driver's part half.
-
-    Triton binds arguments, reads its settings from the environment and builds a key of strings
-    before each launch. Here what it has compiled is found by a key that tells apart whatever Triton
-    compiles differently (``native_specialize_impl``: dtypes, addresses and integers that 16
-    divides, ones, integers beyond 32 bits), so only the first launch of its kind is Triton's own.
-    Settings that change after that, such as ``TRITON_DEBUG``, change nothing.
+    On the host of an H200 a launch takes 22 instead of 28 us. Triton binds arguments, reads its
+    settings from the environment and builds a key of strings before each launch. Here a compiled
+    kernel is found by a key that distinguishes what Triton compiles differently
+    (``native_specialize_impl``: dtypes, addresses and integers divisible by 16, ones, integers
+    beyond 32 bits), so that only the first launch of each kind is Triton's own. Settings that
+    change after it, such as ``TRITON_DEBUG``, have no effect.
 
     Args:
-        kernel: a ``triton.jit`` function, its constants last.
-        options: of the compilation, e.g. ``num_warps``.
+        kernel: a ``triton.jit`` function with its constants last.
+        options: options of the compilation, e.g. ``num_warps``.
     """
 
     def __init__(self, kernel: triton.JITFunction, **options: Any) -> None:
@@ -38,10 +37,10 @@ class Launcher:
         """Run ``programs`` of the kernel on the device of the first argument, a tensor.
 
         Args:
-            programs: along the only axis of the grid.
-            arguments: those that are no constants, in the kernel's order; E4M3 tensors are seen as
-                bytes.
-            constants: the others, in the kernel's order.
+            programs: size of the one-dimensional grid.
+            arguments: arguments that are no constants, in the kernel's order; E4M3 tensors are
+                passed as bytes.
+            constants: values of the constants, in the kernel's order.
         """
         first = arguments[0]
         assert isinstance(first, torch.Tensor)
@@ -53,12 +52,12 @@ class Launcher:
                 return
             plain = map(_bytes, arguments)
             compiled = self._kernel[(programs,)](*plain, *constants, **self._options)
-        if isinstance(compiled, CompiledKernel):  # not of the interpreter, nor still compiling
+        if isinstance(compiled, CompiledKernel):  # not under the interpreter, nor while compiling
             self._compiled[key] = compiled
 
 
 def _kind(argument: torch.Tensor | int) -> object:
-    """Equal for arguments that Triton need not compile for anew."""
+    """A key that is equal for arguments with the same compiled kernel."""
     if isinstance(argument, int):
         if argument == 1:
             return 1
