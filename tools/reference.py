@@ -86,7 +86,7 @@ def reference() -> str:
             "",
             "## Recipe keys",
             "",
-            "Every engine reads the same recipe; [recipe.md](recipe.md) says how it works.",
+            "Every engine reads the same recipe.",
             "",
             *_table(("key", "type", "default", "meaning"), _keys(Recipe)),
             "",

@@ -1,4 +1,4 @@
-"""The plugin manager: entry points of group ``fp8rl``, loaded once, failures loud."""
+"""The plugin manager: it loads the entry points of group ``fp8rl`` and reports failures."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class PluginManager(pluggy.PluginManager):
     """pluggy's manager with the contract of :mod:`fp8rl.hookspecs`.
 
     Args:
-        discover: load the entry points of group ``fp8rl``; off for tests that register by hand.
-        strict: raise for a plugin that cannot be loaded; off for a command line that must still
-            say which one it is, then :attr:`broken` holds the errors.
+        discover: load the entry points of group ``fp8rl``; tests that register by hand switch it
+            off.
+        strict: raise if a plugin cannot be loaded; otherwise :attr:`broken` holds the errors, for
+            a command line that must still say which plugin it is.
 
     Raises:
         PluginError: an entry point cannot be imported, has an unknown or wrongly typed hook, or has
@@ -80,11 +81,11 @@ class PluginManager(pluggy.PluginManager):
             ) from error
 
     def pin_policy(self, pins: Pins, module_names: list[str]) -> PinPolicy:
-        """The recipe's pins joined with those that plugins add, resolved for one model.
+        """Resolve the recipe's pins, together with the pins of plugins, for one model.
 
         Raises:
             PinError: see :class:`PinPolicy`.
-            PluginError: a plugin returned something else than Pins.
+            PluginError: a plugin returned something other than Pins.
         """
         for extra in self.hook.register_pins(module_names=module_names):
             if not isinstance(extra, Pins):
@@ -98,7 +99,7 @@ class PluginManager(pluggy.PluginManager):
         Raises:
             PluginError: two backends have one name.
         """
-        from fp8rl.gemm import builtin_backends  # imports torch, which the CLI can do without
+        from fp8rl.gemm import builtin_backends  # imports torch, which the CLI does not need
 
         offered = self._flat("register_gemm_backends", self.hook.register_gemm_backends())
         return self._by_name(

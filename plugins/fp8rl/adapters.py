@@ -1,4 +1,4 @@
-"""What an engine package tells ``fp8rl doctor`` about its engine."""
+"""What an engine package tells ``fp8rl doctor`` about its engine: adapter, diagnosis, tables."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class Section:
 
     title: str
     columns: tuple[str, ...]
-    """Headings; all empty where the first column names what the second says."""
+    """Headings; all empty if the first column names what the second one says."""
     rows: tuple[tuple[str, ...], ...]
+    """Cells of each row, one for each column."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """State of one engine on this machine."""
+    """The state of one engine on this machine."""
 
     installed: str | None
     """Version found, or None."""
@@ -30,10 +31,10 @@ class Diagnosis:
     facts: dict[str, str] = field(default_factory=dict)
     """Further rows, e.g. device, attention backend."""
     problems: tuple[str, ...] = ()
-    """One sentence each, with the remedy; empty when all is well. For an engine that is not
-    installed: how to install it, told to those who ask for this engine by name."""
+    """One sentence each, with the remedy; empty if there are none. For an engine that is not
+    installed they say how to install it, and are shown to those who ask for the engine by name."""
     sections: tuple[Section, ...] = ()
-    """What does not fit into a row, e.g. the kernel of each kind of layer."""
+    """Further tables, e.g. the kernel of each kind of layer."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class EngineAdapter:
 
     name: str
     diagnose: Callable[[], Diagnosis]
+    """Describe the engine on this machine."""
     examine: Callable[[Path, Recipe, int], Diagnosis] | None = None
-    """Likewise what the engine would do with a model (a folder with a ``config.json``), a recipe
-    and a tensor parallel size: ``sections`` and ``problems``. May import the engine."""
+    """Describe what the engine would do with a model (a folder with a ``config.json``), a recipe
+    and a tensor parallel size, as ``sections`` and ``problems``. It may import the engine."""

@@ -1,4 +1,4 @@
-"""The ``fp8rl`` command line: look at plugins, engines, recipes and pins; plugins add commands."""
+"""The ``fp8rl`` command line: it shows plugins, engines, recipes and pins; plugins add commands."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,9 +26,9 @@ DEBUG_ENV = "FP8RL_DEBUG"
 
 
 def main() -> None:
-    """Entry point; an :class:`Fp8RLError` becomes one red line and exit code 2.
+    """Run the command line; an :class:`Fp8RLError` becomes one red line and exit code 2.
 
-    ``--debug`` or ``FP8RL_DEBUG=1`` lets the traceback through.
+    ``--debug`` or ``FP8RL_DEBUG=1`` shows the traceback instead.
     """
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     plugins = PluginManager(strict=False)
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def build_app(plugins: PluginManager) -> typer.Typer:
-    """The command line with the commands of all loaded plugins.
+    """Build the command line with the commands of all loaded plugins.
 
     A plugin whose ``register_commands`` fails is added to ``plugins.broken``.
     """
@@ -103,7 +104,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         names = _module_names(layers, model)
         loaded = _load_recipe(recipe, plugins) if recipe is not None or names else None
         for adapter in adapters:
-            diagnosis = _diagnose(adapter)
+            diagnosis = _guarded(adapter.diagnose, "its diagnosis")
             console.print(_engine_table(adapter.name, diagnosis))
             if diagnosis.installed is not None or engine is not None:
                 problems += [f"{adapter.name}: {problem}" for problem in diagnosis.problems]
@@ -133,8 +134,6 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         ] = None,
     ) -> None:
         """Validate a recipe and print it with all defaults as YAML."""
-        import yaml
-
         loaded = _load_recipe(file, plugins)
         text = yaml.safe_dump(loaded.to_dict(), sort_keys=False)
         Console().print(text, markup=False, soft_wrap=True, end="")
@@ -193,7 +192,7 @@ def _chosen(adapters: list[EngineAdapter], engine: str | None) -> list[EngineAda
 def _require_examiner(
     adapters: list[EngineAdapter], engine: str | None, model: Path | None
 ) -> None:
-    """Raise OptionError where nobody would look at a tensor parallel size."""
+    """Raise OptionError if no engine would use the tensor parallel size."""
     able = [adapter.name for adapter in adapters if adapter.examine is not None]
     if engine is None or model is None or engine not in able:
         raise OptionError(
@@ -203,11 +202,8 @@ def _require_examiner(
         )
 
 
-def _diagnose(adapter: EngineAdapter) -> Diagnosis:
-    return _guarded(adapter.diagnose, "its diagnosis")
-
-
 def _guarded(look: Callable[[], Diagnosis], what: str) -> Diagnosis:
+    """Call a plugin; an exception becomes a problem of the diagnosis."""
     try:
         return look()
     except Exception as error:
@@ -251,7 +247,7 @@ def _load_recipe(source: str | None, plugins: PluginManager) -> Recipe:
 
 
 def _module_names(layers: int | None, model: Path | None) -> list[str]:
-    """Global module names of the model, as exactly as its folder tells; empty if none is given."""
+    """Global module names of the model that the options give; empty if they give none."""
     if layers is not None and model is not None:
         raise OptionError("Give --layers or --model, not both.")
     if layers is not None:

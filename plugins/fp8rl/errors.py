@@ -1,4 +1,4 @@
-"""Every error fp8rl raises on purpose, so that a driver can catch one family."""
+"""Every error that fp8rl raises on purpose; all share one base class."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`PinPolicy`: which modules run in FP8 and which stay in BF16.
 
-One policy drives trainer, refit and rollout, so it speaks *global* HF module names
-(``model.layers.3.mlp.down_proj``); an engine translates its own names before asking. Everything is
-decided when the policy is made, against the whole model, so that a pipeline rank that sees four
-layers of it still notices a pin that matches nothing.
+One policy drives trainer, refit and rollout, so it uses *global* HF module names
+(``model.layers.3.mlp.down_proj``); an engine translates its own names before it asks. Everything is
+decided when the policy is made, against the whole model, so that a pipeline rank with four layers
+still notices a pin that matches nothing.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def layer_of(name: str) -> int | None:
-    """Global layer number in an HF module name, or None outside the decoder stack.
+    """The global layer number in an HF module name, or None outside the decoder layers.
 
-    Multi-token-prediction layers (``mtp.layers.N``) are none of the decoder's: pins reach them by
-    name and kind alone.
+    Multi-token-prediction layers (``mtp.layers.N``) are no decoder layers: pins match them by name
+    and kind alone.
     """
     match = None if name.startswith("mtp.") else _LAYER.search(name)
     return int(match.group(1)) if match else None
 
 
 def kind_of(name: str) -> ModuleKind:
-    """Kind of a module, from its HF name; a linear layer nobody knows is ``linear``."""
+    """The kind of a module, from its HF name; an unknown linear layer is ``linear``."""
     parts = name.split(".")
     leaf = parts[-1]
     if "experts" in parts:
@@ -63,22 +63,22 @@ def kind_of(name: str) -> ModuleKind:
 
 @dataclass(frozen=True)
 class PinRow:
-    """One module of the resolved table."""
+    """The precision of one module."""
 
     name: str
     layer: int | None
     kind: ModuleKind
     precision: Precision
     reason: str
-    """The pin that decided, e.g. ``layers: -1``; empty for FP8."""
+    """The pin that keeps the module in BF16, e.g. ``layers: -1``; empty for FP8."""
 
 
 class PinPolicy:
-    """Resolved pins of one model.
+    """The resolved pins of one model.
 
     Args:
-        pins: what the recipe (and plugins) keep in BF16.
-        module_names: HF names of *all* modules of the model, of every pipeline rank.
+        pins: pins of the recipe and of plugins.
+        module_names: HF names of *all* modules of the model, on all pipeline ranks.
 
     Raises:
         PinError: a pin matches nothing, a layer number is out of range, or a pin covers only a
@@ -97,11 +97,11 @@ class PinPolicy:
 
     @classmethod
     def for_dense_model(cls, pins: Pins, num_layers: int) -> PinPolicy:
-        """Policy of a dense Llama/Qwen3-style model with ``num_layers`` decoder layers."""
+        """The policy of a dense Llama/Qwen3-style model with ``num_layers`` decoder layers."""
         return cls(pins, dense_module_names(num_layers))
 
     def precision(self, name: str) -> Precision:
-        """``fp8`` or ``bf16`` for a global module name; fused names (``qkv_proj``) are known.
+        """``fp8`` or ``bf16`` for a global module name; fused names (``qkv_proj``) work too.
 
         Raises:
             PinError: the model has no module of that name.
@@ -109,7 +109,11 @@ class PinPolicy:
         return self.row(name).precision
 
     def row(self, name: str) -> PinRow:
-        """The resolved row of a module; for a fused name that of its first part."""
+        """The resolved row of a module, or of the first part of a fused module.
+
+        Raises:
+            PinError: the model has no module of that name.
+        """
         if name in self._rows:
             return self._rows[name]
         prefix, _, leaf = name.rpartition(".")
@@ -123,11 +127,11 @@ class PinPolicy:
         )
 
     def report(self) -> list[PinRow]:
-        """One row a module, in model order."""
+        """The resolved rows of all modules, in model order."""
         return list(self._rows.values())
 
     def bf16_linears(self) -> list[str]:
-        """Names of the pinned modules, without those that are always BF16."""
+        """Names of the pinned modules, without modules that are always BF16."""
         return [
             row.name
             for row in self._rows.values()
@@ -135,14 +139,14 @@ class PinPolicy:
         ]
 
     def summary(self) -> str:
-        """One line for a log."""
+        """One line for a log: how many linear modules are in FP8, and which are pinned."""
         linears = [row for row in self._rows.values() if row.kind not in ALWAYS_BF16]
         fp8 = sum(row.precision == "fp8" for row in linears)
         pinned = ", ".join(self._without_expert_numbers(self.bf16_linears())) or "none"
         return f"fp8rl: {fp8} of {len(linears)} linear modules in FP8; pinned to BF16: {pinned}"
 
     def _without_expert_numbers(self, names: Iterable[str]) -> list[str]:
-        """One name, with a star, for a module that is listed for every expert of its layer."""
+        """Replace the names of a module in every expert of a layer by one name with a star."""
         starred = {name: _EXPERT.sub(".experts.*.", name) for name in self._rows}
         names = list(names)
         all_of, listed = Counter(starred.values()), Counter(starred[name] for name in names)
@@ -209,6 +213,8 @@ class PinPolicy:
 
 @dataclass(frozen=True)
 class _Rule:
+    """One pin; exactly one of its fields is set."""
+
     layers: range | None = None
     glob: str | None = None
     kind: ModuleKind | None = None

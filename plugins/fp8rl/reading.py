@@ -1,4 +1,4 @@
-"""Reading what people write by hand: JSON, YAML and keys, with errors that name the place."""
+"""Read JSON, YAML and keys that people write by hand, with errors that name the key."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fp8rl.errors import RecipeError
 
 _TOO_DEEP = "it is nested too deeply"
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel = 2  # aliases of YAML can make a value of any size
+_SHORT.maxlevel = 2  # YAML aliases can make a value of any size
 
 
 def near_miss(key: object, names: Iterable[str], *, cutoff: float = 0.8) -> str | None:
-    """Which of ``names`` somebody means by ``key``, whatever its case and punctuation.
+    """Find the name that a misspelled key means; case and punctuation are ignored.
 
     Args:
-        key: as it was written.
-        names: that have a meaning.
-        cutoff: share of equal letters (``difflib``); 1 forgives case and punctuation alone, less
-            also takes a name with more before or behind it (``fp8rl_cfg``).
+        key: key as it was written.
+        names: known names.
+        cutoff: share of equal letters (``difflib``). With 1 only case and punctuation may differ; a
+            lower value also accepts a name with a prefix or suffix (``fp8rl_cfg``).
 
     Returns:
-        The name, also where ``key`` is exactly it; None where ``key`` is like none of them.
+        The name, also if ``key`` equals it; None if no name is similar.
     """
     plain, letters = {_letters(name): name for name in names}, _letters(key)
     found = get_close_matches(letters, plain, n=1, cutoff=cutoff)
@@ -39,17 +39,17 @@ def near_miss(key: object, names: Iterable[str], *, cutoff: float = 0.8) -> str 
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Args:
-        text: JSON.
-        where: what the text is, e.g. its path; put before each key in an error.
+        text: JSON text.
+        where: name of the text, e.g. its path; an error puts it before each key.
 
     Raises:
         RecipeError: not valid JSON, or an object with a key twice.
     """
     try:
-        return _without_twins(json.loads(text, object_pairs_hook=_Pairs), where)
+        return _without_duplicates(json.loads(text, object_pairs_hook=_Pairs), where)
     except RecipeError:
         raise
     except ValueError as error:
@@ -59,29 +59,29 @@ def parse_json(text: str, where: str) -> Any:
 
 
 class _Pairs(list):
-    """Keys and values of a JSON object, as they came."""
+    """Keys and values of a JSON object, in order, with duplicates."""
 
 
-def _without_twins(node: Any, path: str) -> Any:
-    """Plain dicts and lists.
+def _without_duplicates(node: Any, path: str) -> Any:
+    """Convert to plain dicts and lists.
 
     Raises:
-        RecipeError: a key came twice; a dict would keep the last one in silence.
+        RecipeError: a key is given twice; a dict would silently keep the last one.
     """
     if isinstance(node, _Pairs):
         found: dict[str, Any] = {}
         for key, value in node:
             if key in found:
                 raise RecipeError(f"'{path}.{printable(key)}' is given twice; keep one of them.")
-            found[key] = _without_twins(value, f"{path}.{printable(key)}")
+            found[key] = _without_duplicates(value, f"{path}.{printable(key)}")
         return found
     if isinstance(node, list):
-        return [_without_twins(value, f"{path}.{index}") for index, value in enumerate(node)]
+        return [_without_duplicates(value, f"{path}.{index}") for index, value in enumerate(node)]
     return node
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes ``1e-4`` and ``1.5e3`` for numbers, as YAML 1.2 does; to PyYAML they are strings."""
+    """Reads ``1e-4`` and ``1.5e3`` as numbers, as YAML 1.2 does; PyYAML reads strings."""
 
 
 _Loader.add_implicit_resolver(
@@ -92,7 +92,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text; see :func:`parse_json`.
+    """Parse a YAML text; see :func:`parse_json` for the arguments.
 
     Raises:
         RecipeError: not valid YAML, or a mapping with a key twice.
@@ -100,7 +100,7 @@ def parse_yaml(text: str, where: str) -> Any:
     try:
         root = yaml.compose(text, _Loader)
         if root is not None:
-            _refuse_twins(root, where, set())
+            _refuse_duplicates(root, where, set())
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -118,29 +118,29 @@ def parse_yaml(text: str, where: str) -> Any:
     except RecursionError:
         raise RecipeError(f"{where} is not valid YAML: {_TOO_DEEP}.") from None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        # What PyYAML's constructors of numbers, dates and tagged values let through.
+        # PyYAML's constructors of numbers, dates and tagged values raise these.
         raise RecipeError(f"{where} holds a value that YAML cannot read: {error}.") from None
 
 
-def _refuse_twins(node: yaml.Node, path: str, seen: set[int]) -> None:
-    """Raise RecipeError where a mapping has a key twice; PyYAML would keep the last one.
+def _refuse_duplicates(node: yaml.Node, path: str, seen: set[int]) -> None:
+    """Raise RecipeError if a mapping has a key twice; PyYAML would keep the last one.
 
     Args:
-        node: of PyYAML's tree.
-        path: of the node.
-        seen: ids of the nodes looked at; an alias may lead back to one.
+        node: node of PyYAML's tree.
+        path: path of the node.
+        seen: ids of the visited nodes; an alias may lead back to one of them.
     """
     if id(node) in seen:
         return
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            _refuse_twins(value, f"{path}.{index}", seen)
+            _refuse_duplicates(value, f"{path}.{index}", seen)
     elif isinstance(node, yaml.MappingNode):
         lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                continue  # refused when it is made: a list is no key
+                continue  # the constructor refuses it: a list is no key
             name, line = (key.tag, key.value), key.start_mark.line + 1
             inner = f"{path}.{printable(key.value)}"
             if name in lines:
@@ -149,14 +149,14 @@ def _refuse_twins(node: yaml.Node, path: str, seen: set[int]) -> None:
                     "them."
                 )
             lines[name] = line
-            _refuse_twins(value, inner, seen)
+            _refuse_duplicates(value, inner, seen)
 
 
 def explain(error: ValidationError, where: str) -> str:
-    """What is wrong with a mapping, in one line with every key's full path.
+    """Say what is wrong with a mapping, in one line with every key's full path.
 
     Args:
-        error: pydantic's.
+        error: error of pydantic.
         where: path of the mapping.
     """
     parts = []
@@ -175,7 +175,7 @@ def explain(error: ValidationError, where: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text in one line of at most 200 characters, for an error."""
+    """Shorten a text to one line of at most 200 characters, for an error."""
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= 200 else f"{text[:200]}..."
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import (
     ROLES,
-    check_complete,
     check_scale,
-    merge_amax,
     parse_scale_name,
     scale_name,
     scale_names,
@@ -114,60 +112,3 @@ def test_check_scale_casts_nothing(dtype):
 def test_check_scale_wants_one_element(shape):
     with pytest.raises(ScaleError, match="one value per tensor"):
         check_scale(K0, torch.ones(shape))
-
-
-def complete(num_layers: int) -> dict[str, float]:
-    return dict.fromkeys(scale_names(num_layers, ("k", "v")), 0.5)
-
-
-def test_complete_set_passes_with_and_without_q():
-    check_complete(complete(3), 3)
-    check_complete(complete(2) | {scale_name(0, "q"): 1.0}, 2)
-    other_spelling = {name.replace("attn.k", "attn.attn.k"): 0.5 for name in complete(2)}
-    check_complete(other_spelling, 2)
-
-
-@given(data=st.data(), num_layers=st.integers(1, 5))
-def test_any_missing_scale_is_named(data, num_layers):
-    scales = complete(num_layers)
-    gone = data.draw(st.sampled_from(sorted(scales)))
-    del scales[gone]
-    with pytest.raises(ScaleError, match=f"1 KV scales are missing, the first is '{gone}'"):
-        check_complete(scales, num_layers)
-
-
-def test_q_is_required_where_asked_for():
-    with pytest.raises(ScaleError, match="q_scale"):
-        check_complete(complete(1), 1, ROLES)
-
-
-@pytest.mark.parametrize("name", ["model.layers.2.self_attn.k_scale", "lm_head.weight"])
-def test_unknown_scale(name):
-    with pytest.raises(ScaleError, match=f"'{name}' is no KV scale of a model with 2 layers"):
-        check_complete(complete(2) | {name: 1.0}, 2)
-
-
-def test_doubled_scale():
-    with pytest.raises(ScaleError, match="came twice"):
-        check_complete(complete(1) | {"model.layers.0.self_attn.attn.k_scale": 0.5}, 1)
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_bad_value_in_a_complete_set(bad):
-    with pytest.raises(ScaleError, match=f"'{K0}' is "):
-        check_complete(complete(1) | {K0: bad}, 1)
-
-
-def test_merge_is_the_elementwise_maximum():
-    a, b = torch.tensor([[1.0, 5.0, 0.0]]), torch.tensor([[2.0, 4.0, math.nan]])
-    merged = merge_amax([a, b])
-    assert merged[0, :2].tolist() == [2.0, 5.0]
-    assert math.isnan(merged[0, 2])
-    assert a[0, 0] == 1.0, "the first table was overwritten"
-
-
-def test_merge_refuses_nothing_and_other_shapes():
-    with pytest.raises(ScaleError, match="none was given"):
-        merge_amax([])
-    with pytest.raises(ScaleError, match=r"\(1, 3\) and \(2, 3\)"):
-        merge_amax([torch.ones(1, 3), torch.ones(2, 3)])

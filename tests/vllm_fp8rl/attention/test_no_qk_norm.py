@@ -17,7 +17,7 @@ from fp8rl import Recipe
 from support.engine import Engine, load_tensors
 from support.teacher_forced import PROMPTS, vllm_logprobs
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.testing.hf_reference import gap, load_reference
 
 RECIPE = Recipe(rollout=False)  # the cache alone, so that nothing else is in the difference
@@ -85,7 +85,7 @@ def test_biases_have_routes(started: Engine, qwen2: Path) -> None:
     tensors = list(load_tensors(qwen2).items())
     biases = {n: p for n, p in started.model.named_parameters() if n.endswith(".bias")}
     assert biases
-    assert state_of(started.model).inventory.routes([name for name, _ in tensors])
+    assert Inventory.of(started.model).routes([name for name, _ in tensors])
     found = []
     for kind in (iter, list):
         for bias in biases.values():

@@ -33,7 +33,8 @@ from support.engine import Engine, load_tensors
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl.quantization.models import check_architecture, check_widths, module_names
 from vllm_fp8rl.refit import drop_requests, refit
-from vllm_fp8rl.state import RankState, state_of
+from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.state import RankState
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
@@ -147,7 +148,7 @@ def test_equals_transformers_before_and_after_a_refit(
 
 
 def test_every_tensor_has_a_route(moe: Engine, b: Tensors) -> None:
-    inventory = state_of(moe.model).inventory
+    inventory = Inventory.of(moe.model)
     assert inventory.routes(list(b))
     assert all(entry.route is not None for entry in inventory.entries.values())
     fused = f"{LAYER}.gate_up_proj"

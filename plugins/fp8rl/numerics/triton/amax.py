@@ -18,7 +18,6 @@ import triton.language as tl
 
 from fp8rl.numerics import reference
 from fp8rl.numerics.formats import AMAX_BINS, AMAX_FIRST, AMAX_SHIFT, SOURCE_DTYPES, cdiv
-from fp8rl.numerics.triton.launch import Launcher
 
 _TENSORS = 3  # of one launch: q, k and v
 _HEIGHT, _WIDTH, _WARPS = 64, 128, 4  # of a tile; the tiles of a histogram hold whole rows
@@ -182,9 +181,6 @@ def _amax_kernel(
         )
 
 
-_launch = Launcher(_amax_kernel, num_warps=_WARPS)
-
-
 def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """See :func:`fp8rl.numerics.amax_into`."""
     _launch_all(out, tensors, per_row=False)
@@ -212,10 +208,25 @@ def _launch_few(out: torch.Tensor, tensors: Sequence[torch.Tensor], per_row: boo
     if plan.programs:
         x_0, x_1, x_2 = (*tensors, *[tensors[-1]] * (_TENSORS - len(tensors)))
         rows_0, rows_1, rows_2 = plan.rows
-        arguments = (out, x_0, *rows_0, x_1, *rows_1, x_2, *rows_2, *plan.ends)
-        tile = (plan.height, plan.width)
-        constants = (out.stride(0), per_row, *tile, AMAX_FIRST, AMAX_SHIFT, AMAX_BINS)
-        _launch(plan.programs, arguments, constants)
+        with torch.cuda.device_of(out):
+            _amax_kernel[(plan.programs,)](
+                out,
+                x_0,
+                *rows_0,
+                x_1,
+                *rows_1,
+                x_2,
+                *rows_2,
+                *plan.ends,
+                OUT_STRIDE=out.stride(0),
+                PER_ROW=per_row,
+                HEIGHT=plan.height,
+                WIDTH=plan.width,
+                FIRST=AMAX_FIRST,
+                SHIFT=AMAX_SHIFT,
+                BINS=AMAX_BINS,
+                num_warps=_WARPS,
+            )
 
 
 class _Plan(NamedTuple):

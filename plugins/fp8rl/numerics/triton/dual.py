@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
-from fp8rl.numerics.triton.launch import Launcher
 from fp8rl.numerics.triton.packed import PACKED_REGISTERS, can_pack, packed_kernel
 from fp8rl.numerics.triton.quantize import (
     encode,
@@ -242,16 +241,26 @@ class DualOutput:
             codes = torch.empty(cols, self.padded_rows, dtype=FP8_DTYPE, device=device)
             scale_inv, stride_t = _empty_scales(device, cols, rows, block)
             self.columnwise = Quantized(codes, scale_inv)
-        self.pointers = (*(self.rowwise or (x, x)), *(self.columnwise or (x, x)))
+        self.pointers = (*side_pointers(self.rowwise, x), *side_pointers(self.columnwise, x))
         """Codes and scales of both sides; ``x`` stands for a side that is not wanted."""
         self.strides = (stride, stride_t)
         """Strides of the outermost dimension of both sides' scales."""
         self.whole = rows % 128 == 0 and cols % 128 == 0
-        self.constants = (rowwise, columnwise, scale_format == "pow2", has_native_cast(device))
-        """Values of a kernel's ``ROWWISE``, ``COLUMNWISE``, ``POW2`` and ``NATIVE``."""
+        self.constants = {
+            "ROWWISE": rowwise,
+            "COLUMNWISE": columnwise,
+            "POW2": scale_format == "pow2",
+            "NATIVE": has_native_cast(device),
+        }
+        """Constants that every kernel of an operand has."""
 
     def operand(self) -> Operand:
         return Operand(self.rowwise, self.columnwise)
+
+
+def side_pointers(side: Quantized | None, spare: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of a kernel; ``spare`` stands for a side that is not wanted."""
+    return (spare, spare) if side is None else (side.codes.view(torch.uint8), side.scale_inv)
 
 
 def _empty_scales(
@@ -269,12 +278,6 @@ def _empty_scales(
     aligned = cdiv(rows, _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
     scale_inv = torch.empty(across, aligned, dtype=torch.float32, device=device).t()
     return scale_inv if rows == aligned else scale_inv[:rows], aligned
-
-
-_launch = Launcher(_dual_kernel, num_warps=8, maxnreg=REGISTERS, enable_fp_fusion=False)
-_launch_packed = Launcher(
-    packed_kernel, num_warps=8, maxnreg=PACKED_REGISTERS, enable_fp_fusion=False
-)
 
 
 def quantize_operand(
@@ -305,13 +308,39 @@ def _quantize(
         return output.operand()
     tile_cols = cdiv(cols, 128)
     programs = cdiv(rows, 128) * tile_cols
-    constants = (block, *output.constants)
-    padded_rows, ends = output.padded_rows, (*output.strides, tile_cols)
-    sizes: tuple[int, ...]
-    if can_pack(x) and (output.whole or not block):
-        sizes = (padded_rows, cols, x.stride(0), *ends, rows)
-        _launch_packed(programs, (x, *output.pointers, *sizes), (*constants, not output.whole))
-    else:
-        sizes = (rows, cols, *x.stride(), padded_rows, *ends)
-        _launch(programs, (x, *output.pointers, *sizes), (*constants, output.whole))
+    with torch.cuda.device_of(x):
+        if can_pack(x) and (output.whole or not block):
+            packed_kernel[(programs,)](
+                x,
+                *output.pointers,
+                output.padded_rows,
+                cols,
+                x.stride(0),
+                *output.strides,
+                tile_cols,
+                rows,
+                BLOCK=block,
+                MASKED=not output.whole,
+                **output.constants,
+                num_warps=8,
+                maxnreg=PACKED_REGISTERS,
+                enable_fp_fusion=False,
+            )
+        else:
+            _dual_kernel[(programs,)](
+                x,
+                *output.pointers,
+                rows,
+                cols,
+                *x.stride(),
+                output.padded_rows,
+                *output.strides,
+                tile_cols,
+                BLOCK=block,
+                WHOLE=output.whole,
+                **output.constants,
+                num_warps=8,
+                maxnreg=REGISTERS,
+                enable_fp_fusion=False,
+            )
     return output.operand()

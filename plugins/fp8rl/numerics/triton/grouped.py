@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
 from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows, on_device
-from fp8rl.numerics.triton.dual import REGISTERS, quantize_dual_tile
+from fp8rl.numerics.triton.dual import REGISTERS, quantize_dual_tile, side_pointers
 from fp8rl.numerics.triton.multi_tensor import TRITON_DTYPES, all_aligned
 from fp8rl.numerics.triton.packed import (
     PACKED_REGISTERS,
@@ -287,8 +287,8 @@ def quantize_grouped(
             _grouped_kernel[(rows // GROUP * groups,)](
                 x,
                 expert_rows.table(x.device),
-                *_pointers(sides[0], x),
-                *_pointers(sides[1], x),
+                *side_pointers(sides[0], x),
+                *side_pointers(sides[1], x),
                 rows,
                 cols,
                 *x.stride(),
@@ -330,8 +330,8 @@ def quantize_weights(
         with torch.cuda.device_of(first):
             _weights_kernel[(blocks[0] * blocks[1], experts)](
                 on_device(torch.tensor(addresses, dtype=torch.int64), first.device),
-                *_pointers(made, first),
-                *_pointers(made_t, first),
+                *side_pointers(made, first),
+                *side_pointers(made_t, first),
                 rows,
                 cols,
                 *blocks,
@@ -343,11 +343,6 @@ def quantize_weights(
                 **_options(first, scale_format, packed),
             )
     return Operand(made, made_t)
-
-
-def _pointers(side: Quantized | None, spare: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs of a kernel; ``spare`` stands for a side that is not wanted."""
-    return (spare, spare) if side is None else (side.codes.view(torch.uint8), side.scale_inv)
 
 
 def _options(x: torch.Tensor, scale_format: ScaleFormat, packed: bool) -> dict[str, Any]:

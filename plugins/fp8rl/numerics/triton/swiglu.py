@@ -14,7 +14,6 @@ import triton.language as tl
 from fp8rl.numerics import reference
 from fp8rl.numerics.formats import GROUP, Operand, cdiv
 from fp8rl.numerics.triton.dual import DualOutput, quantize_operand
-from fp8rl.numerics.triton.launch import Launcher
 from fp8rl.numerics.triton.packed import (
     can_pack,
     high_pair,
@@ -263,10 +262,6 @@ def swiglu_grad_kernel(
     )
 
 
-_launch = Launcher(swiglu_kernel, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
-_launch_grad = Launcher(swiglu_grad_kernel, num_warps=8, maxnreg=_REGISTERS, enable_fp_fusion=False)
-
-
 def quantize_swiglu(
     h: torch.Tensor, scale_format: ScaleFormat, rowwise: bool, columnwise: bool
 ) -> Operand:
@@ -275,7 +270,7 @@ def quantize_swiglu(
     if not (rows and cols and cols % GROUP == 0 and can_pack(h)):
         return quantize_operand(reference.swiglu(h), scale_format, rowwise, columnwise)
     output = DualOutput(h, (rows, cols), scale_format, rowwise, columnwise)
-    return _launched(_launch, (h,), h, output, cols)
+    return _launch(swiglu_kernel, (h,), h, output, cols)
 
 
 def quantize_swiglu_grad(
@@ -291,11 +286,11 @@ def quantize_swiglu_grad(
         of_h = reference.swiglu_grad(grad, h)
         return quantize_operand(of_h, scale_format, rowwise, columnwise)
     output = DualOutput(h, (rows, 2 * cols), scale_format, rowwise, columnwise)
-    return _launched(_launch_grad, (grad, h), h, output, 2 * cols)
+    return _launch(swiglu_grad_kernel, (grad, h), h, output, 2 * cols)
 
 
-def _launched(
-    launch: Launcher,
+def _launch(
+    kernel: triton.JITFunction,
     sources: tuple[torch.Tensor, ...],
     h: torch.Tensor,
     output: DualOutput,
@@ -303,7 +298,20 @@ def _launched(
 ) -> Operand:
     """Launch a kernel over ``sources`` and return its operand, which has ``width`` columns."""
     rows, cols = h.shape[0], h.shape[1] // 2
-    sizes = (rows, cols, h.stride(0), output.padded_rows, *output.strides, cols // GROUP)
-    programs = cdiv(rows, GROUP) * (width // GROUP)
-    launch(programs, (*sources, *output.pointers, *sizes), (*output.constants, not output.whole))
+    with torch.cuda.device_of(h):
+        kernel[(cdiv(rows, GROUP) * (width // GROUP),)](
+            *sources,
+            *output.pointers,
+            rows,
+            cols,
+            h.stride(0),
+            output.padded_rows,
+            *output.strides,
+            cols // GROUP,
+            MASKED=not output.whole,
+            **output.constants,
+            num_warps=8,
+            maxnreg=_REGISTERS,
+            enable_fp_fusion=False,
+        )
     return output.operand()
