@@ -1,4 +1,4 @@
-"""docs/measurements/reliability.md: every test that it names is there, and its figures are those of the run."""
+"""docs/measurements/reliability.md names tests that exist and quotes the saved run."""
 
 from __future__ import annotations
 

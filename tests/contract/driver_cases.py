@@ -206,7 +206,7 @@ def test_upstreams_setup_hands_the_recipe_to_workers_that_train(
 ) -> None:
     """`setup` itself, with a stand-in for Ray's cluster, up to the making of its workers.
 
-    tests/nemo_rl_ext/test_training.py has what a Megatron worker makes of it.
+    tests/nemo_rl_ext/workers/test_training.py has what a Megatron worker makes of it.
     """
     driver = DRIVERS[name]
     cls = master_config(driver)

@@ -453,7 +453,7 @@ def test_misspelled_keys_are_named_with_what_was_meant(path: str, meant: str) ->
 def test_upstreams_other_quantization_of_the_trainer_is_refused() -> None:
     """Naively its worker class would win, and the block would be ignored there."""
     with pytest.raises(UnsupportedError, match=r"'policy\.quant_cfg' is another number format"):
-        prepare(master(config({}, policy__quant_cfg="NVFP4_DEFAULT_CFG")), GRPO, lambda key: None)
+        prepare(master(config({}, "policy.quant_cfg=NVFP4_DEFAULT_CFG")), GRPO, lambda key: None)
 
 
 def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:

@@ -1,4 +1,4 @@
-"""Run by test_async_refit.py in a process of its own: a real AsyncLLM, its core in another process.
+"""Run by test_asynchronous.py in a process of its own: an AsyncLLM, its core in another process.
 
 Arguments: folder with checkpoints ``a`` and ``b``. Prints one JSON object on its last line.
 """

@@ -1,7 +1,7 @@
 """Weights that change under a request in flight: the next token of the naive way is wrong.
 
 What has been generated lies in the KV cache as keys and values of the old weights. ``refit_async``
-makes them anew (test_async_refit.py); ``refit`` takes an idle engine only.
+makes them anew (test_asynchronous.py); ``refit`` takes an idle engine only.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,25 +11,23 @@ from hypothesis import strategies as st
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
-from support.engine import KV_SCALE, LAYERS, Engine, load_tensors
+from support.engine import SCALES, Engine, same_state
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import state_of
 
 UP = "model.layers.1.mlp.up_proj.weight"
-SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
 
 
 @pytest.fixture(scope="module")
-def a(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return load_tensors(checkpoints["a"]) | SCALES
+def a(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return a | SCALES
 
 
 @pytest.fixture(scope="module")
-def b(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
-    return load_tensors(checkpoints["b"]) | {n: t * 2 for n, t in SCALES.items()}
+def b(b: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return b | {n: t * 2 for n, t in SCALES.items()}
 
 
 @pytest.fixture
@@ -44,13 +41,6 @@ def inventory(engine: Engine, a: dict[str, torch.Tensor]):
 def state(engine: Engine) -> dict[str, torch.Tensor]:
     tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in tensors}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(
-        torch.equal(t.reshape(-1).view(torch.uint8), other[n].reshape(-1).view(torch.uint8))
-        for n, t in one.items()
-    )
 
 
 def walked(engine: Engine, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -81,12 +71,12 @@ def test_no_batch_that_the_inventory_knows_needs_a_walk(engine, a, b, inventory,
     loaded = engine.model.load_weights(list(b.items()))
     assert walks.count == 0
     routed = state(engine)
-    assert same(refitted, routed)
+    assert same_state(refitted, routed)
     assert walked(engine, b.items()) == loaded
     assert walks.count > 0
-    assert same(routed, state(engine))
+    assert same_state(routed, state(engine))
     walked(engine, a.items())
-    assert not same(routed, state(engine)), "a and b must differ for this to mean anything"
+    assert not same_state(routed, state(engine)), "a and b must differ for this to mean anything"
 
 
 def test_a_name_without_a_route_is_left_to_vllm(engine, a, b, inventory, monkeypatch):
@@ -134,7 +124,7 @@ def test_any_batch_gives_what_the_walk_gives(engine, a, b, inventory, data):
         walked(engine, a.items())
         said = [load(batch) for batch in batches if batch]
         results.append((state(engine), said))
-    assert same(results[0][0], results[1][0])
+    assert same_state(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
 
 
@@ -150,7 +140,7 @@ def test_the_last_of_one_name_counts_whatever_its_dtype(engine, a, b, inventory,
             for load in (engine.model.load_weights, lambda batch: walked(engine, batch)):
                 load(stream)
                 results.append(state(engine))
-            assert same(*results)
+            assert same_state(*results)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +174,7 @@ def test_one_tensor_under_several_names_is_not_confused(engine, a, inventory):
     routed = state(engine)
     walked(engine, a.items())
     walked(engine, shared.items())
-    assert same(routed, state(engine))
+    assert same_state(routed, state(engine))
 
 
 def test_replaced_parameters_have_routes_of_their_own(engine, a, b, inventory):
