@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm_fp8rl"))
 from live_engine import LAYERS, Engine, load_tensors, make_checkpoint, start_engine
-from nemo_rl_ext.workers.rollout import FencedSession
 
 from fp8rl import Recipe
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.driver.mismatch_guard import LOGGER
 from nemo_rl_ext.workers import self_calibration
+from nemo_rl_ext.workers.refit import StreamedRefit
 from nemo_rl_ext.workers.self_calibration import SEQUENCES, TOKENS, CalibratingLLM
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
 from vllm_fp8rl.quantization.kv_cache import forget_kv_scales, kv_scale_state, missing_kv_scales
@@ -49,7 +49,7 @@ def refit(engine: Engine, path: Path, scale: float | None = None) -> None:
     import torch
 
     scales = [] if scale is None else [(n, torch.full((1,), scale)) for n in scale_names(LAYERS)]
-    session = FencedSession(engine.model, True)
+    session = StreamedRefit(engine.model, True)
     with session:
         session.load([*load_tensors(path).items(), *scales])
         session.finish()
