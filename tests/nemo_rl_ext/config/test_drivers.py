@@ -225,7 +225,7 @@ def test_the_check_of_a_config_without_keys_imports_nothing_of_ours() -> None:
     code = (
         "import sys; from nemo_rl_ext.config.drivers import DRIVERS, check_places; "
         "assert not any(check_places({'policy': {'fp8_cfg': {}}}, d) for d in DRIVERS.values()); "
-        "print([m for m in ('torch', 'pydantic', 'fp8rl', 'nemo_rl_ext.config.keys') "
+        "print([m for m in ('torch', 'pydantic', 'fp8rl', 'nemo_rl_ext.config.merge') "
         "if m in sys.modules])"
     )
     done = run_code(code)
