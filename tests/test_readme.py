@@ -19,7 +19,7 @@ import yaml
 
 from fp8rl import Recipe, hookspecs
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import BackendChoice, GemmShape, ReferenceBackend
+from fp8rl.gemm import GemmShape, ReferenceBackend
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -403,8 +403,9 @@ def test_metrics_table_names_mismatch_and_phases():
     assert rows["seconds"] == list(PHASES)
 
 
-def test_what_is_not_there_is_refused(monkeypatch):
+def test_what_is_not_there_is_refused():
     """Row by row of "What is not there yet", as far as it can be seen without a GPU."""
+    from fp8rl.gemm import BackendChoice
     from vllm_fp8rl import compat
     from vllm_fp8rl.kernels.choice import select_kernel
 
@@ -413,8 +414,11 @@ def test_what_is_not_there_is_refused(monkeypatch):
         with pytest.raises(UnsupportedError, match=r"On a GPU vllm_fp8rl serves vLLM 0\.25\.1"):
             select_kernel(gpu, shape, Recipe(), torch.bfloat16)
     backends = BackendChoice({ReferenceBackend.name: ReferenceBackend()}, ("fp32",))
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    with pytest.raises(UnsupportedError, match="No FP8 GEMM backend serves 'x'"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(UnsupportedError, match="No FP8 GEMM backend serves 'x'"),
+    ):
+        patch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
         backends.pick(gpu, shape, "x")
 
 

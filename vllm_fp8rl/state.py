@@ -18,7 +18,7 @@ from fp8rl.kv_scales import ROLES, Role
 from vllm_fp8rl.names import NAME
 from vllm_fp8rl.refit.guard import RefitGuard
 
-if TYPE_CHECKING:  # it imports vLLM, which whoever sends a refit does without
+if TYPE_CHECKING:  # it imports vLLM, which a trainer that sends a refit may not have
     from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 
 UNSET = 1.0

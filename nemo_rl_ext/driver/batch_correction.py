@@ -44,11 +44,6 @@ class BatchCorrection:
         """Of each piece of the step: ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``
         (both engines' logprobs, the tokens that counted, and those left after rejection)."""
 
-    @property
-    def fallback_due(self) -> bool:
-        """Whether the engines are to be started anew in BF16 before the next refit."""
-        return self.guard is not None and self.guard.level == "bf16"
-
     def correct(self, train_data: MutableMapping[str, Any]) -> dict[str, float]:
         """Correct a batch in place and return its metrics.
 

@@ -14,6 +14,7 @@ Until: a generation interface can be given another engine.
 from __future__ import annotations
 
 import functools
+import inspect
 from types import ModuleType
 from typing import Any
 
@@ -66,23 +67,23 @@ def apply(module: ModuleType, ledger: Ledger) -> None:
 
     @functools.wraps(refit)
     def falling_back(*args: Any, **kwargs: Any) -> Any:
-        run = ledger.run.correction
-        if run is None or run.guard is None or not run.fallback_due:
+        correction = ledger.run.correction
+        guard = None if correction is None else correction.guard
+        if guard is None or guard.level != "bf16":
             return refit(*args, **kwargs)
         from nemo_rl_ext.driver.fallback import fall_back, release
 
         if owner:
             synchronizer = args[0]
-            sides = synchronizer._policy, synchronizer._generation, synchronizer
+            policy, generation = synchronizer._policy, synchronizer._generation
         else:
-            sides = (*of_call(*args, **kwargs), None)
-        fall_back(*sides)
-        run.guard.fell_back()
+            given = inspect.signature(refit).bind(*args, **kwargs).arguments
+            synchronizer = None
+            policy, generation = given["policy"], given["policy_generation"]
+        fall_back(policy, generation, synchronizer)
+        guard.fell_back()
         result = refit(*args, **kwargs)
-        release(sides[1])
+        release(generation)
         return result
-
-    def of_call(policy: Any, policy_generation: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-        return policy, policy_generation
 
     setattr(getattr(module, owner[0]) if owner else module, name, falling_back)

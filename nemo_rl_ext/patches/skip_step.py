@@ -42,7 +42,8 @@ def apply(module: ModuleType, ledger: Ledger) -> None:
     def skipping(train: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train)
         def skip(*args: Any, **kwargs: Any) -> Any:
-            if ledger.run.correction is None or len(args) > 3 or not ledger.run.correction.skips:
+            correction = ledger.run.correction
+            if correction is None or len(args) > 3 or not correction.skips:
                 return train(*args, **kwargs)
             result = train(*args, **{**kwargs, "eval_mode": True})
             if result.get("grad_norm") is None:  # DTensor workers; the driver logs it as a tensor
@@ -54,9 +55,10 @@ def apply(module: ModuleType, ledger: Ledger) -> None:
     def ending(finish: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(finish)
         def end(policy: Any) -> Any:
-            if ledger.run.correction is None or not ledger.run.correction.in_pieces:
+            correction = ledger.run.correction
+            if correction is None or not correction.in_pieces:
                 return finish(policy)
-            skips, metrics = ledger.run.correction.end_step()
+            skips, metrics = correction.end_step()
             result: dict[str, Any]
             if skips:
                 policy.abort_train_step()

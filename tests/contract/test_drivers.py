@@ -146,6 +146,12 @@ def test_the_driver_ends_well_and_nothing_of_nemo_rl_is_changed(run: Run) -> Non
     assert not run.source_changed
 
 
+def test_rays_actors_are_of_our_subclass(run: Run) -> None:
+    """Through upstream's own `RayWorkerGroup`; Ray names a line's actor by its class."""
+    found = set(re.findall(r"(\w*GenerationWorker\w*) pid=", run.log))
+    assert found == {"Fp8VllmGenerationWorker"}
+
+
 def test_vllm_runs_quantized_by_fp8rl(run: Run) -> None:
     (engine,) = re.findall(r"Initializing a V1 LLM engine .*", run.log)
     assert "quantization=fp8rl" in engine

@@ -2,7 +2,7 @@
 
 Both empty the prefix cache, whose blocks hold codes of the old scales. With an ``AsyncLLM`` without
 requests in flight call the step by name: ``await engine.collective_rpc("fp8rl_set_kv_scales",
-args=(scales,))``, then ``await engine.reset_prefix_cache()``; the engine is shut in between.
+args=(scales,))``, then ``await engine.reset_prefix_cache()``; the engine refuses to run in between.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
         forget_prefixes(llm, _OLD_CODES)
 
     def undo(reason: str) -> None:
-        with contextlib.suppress(RefitError):  # then the workers' guards stay shut
+        with contextlib.suppress(RefitError):  # then the workers' guards stay closed
             forget_prefixes(llm, _OLD_CODES)
 
     Changes.of(llm.llm_engine).run(change, undo)

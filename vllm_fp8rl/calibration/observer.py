@@ -169,7 +169,7 @@ def stop_observing(model: torch.nn.Module) -> None:
     for layer, state in fp8_layers(model):
         layer.impl, state.provisional = _own(layer), None
         publish_scales(layer)
-    guard.calibrate(None)  # last: an interrupted call leaves the engine shut
+    guard.calibrate(None)  # last: an interrupted call leaves the engine closed
 
 
 def _own(layer: Any) -> Any:

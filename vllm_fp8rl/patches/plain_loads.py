@@ -46,7 +46,7 @@ def check_plain_loads(walk: Callable[..., set[str]]) -> Callable[..., set[str]]:
 
 
 def _load(model: torch.nn.Module, weights: Iterable[Named], walk: Walk) -> set[str]:
-    """Load tensors with the model shut, by the inventory where it has a route for each.
+    """Load tensors with the model closed, by the inventory where it has a route for each.
 
     Raises:
         RefitError: see :meth:`vllm_fp8rl.refit.values.PlainValues.look`.
@@ -86,9 +86,9 @@ def _noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
 
 @contextmanager
 def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
-    """Shut the model during a load; if the load breaks off, until every tensor has come again.
+    """Close the model during a load; if the load breaks off, until every tensor has come again.
 
-    The model is shut before the first write, so that it stays shut wherever Ctrl-C comes.
+    The model is closed before the first write, so that it stays closed wherever Ctrl-C comes.
 
     Yields:
         A list for the names of the tensors that have been loaded. While it is empty, an error

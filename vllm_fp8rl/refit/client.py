@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.fp8rl")
 class Changes:
     """The changes of one engine, one after the other.
 
-    The engine's quantization config keeps this object, because whoever holds the engine may start a
+    The engine's quantization config keeps this object, because any holder of the engine may start a
     change. The fields without an underscore belong to the request gates.
     """
 
@@ -105,7 +105,7 @@ class RequestGate:
     vLLM has no such switch. A worker that raises ends a multiprocess engine, and leaves requests
     behind in an in-process one, so the refusal must come earlier: ``add_request`` of this one
     engine object is replaced while the gate is closed. ``RefitGuard`` in the workers stays behind
-    it for callers who come another way.
+    it for requests that arrive in another way.
     """
 
     def __init__(self, llm: LLM) -> None:

@@ -1,7 +1,7 @@
 """End calls to an engine core in another process when that process dies.
 
-vLLM marks such an engine as dead but never completes the futures of pending calls, so whoever waits
-for an answer waits for ever (0.25.1 and 0.32, ``MPClient.utility_results``).
+vLLM marks such an engine as dead but never completes the futures of pending calls, so a caller
+waits for an answer for ever (0.25.1 and 0.32, ``MPClient.utility_results``).
 """
 
 from __future__ import annotations

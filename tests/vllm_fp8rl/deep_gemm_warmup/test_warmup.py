@@ -168,12 +168,12 @@ def test_shapes_are_compiled_while_a_model_is_built_and_not_again(
     assert warm.join()
 
 
-@pytest.mark.parametrize("fault", ["compiler", "package"])
+@pytest.mark.parametrize("broken", ["compiler", "package"])
 def test_a_failure_is_a_warning_and_leaves_no_kernel(
-    job: Job, fault: str, caplog: pytest.LogCaptureFixture
+    job: Job, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("vllm").propagate = True
-    if fault == "compiler":
+    if broken == "compiler":
         (Path(job.nvcc).parent / "broken").touch()
     else:
         (Path(job.package) / "__init__.py").write_text("raise OSError('no such library')")
@@ -181,7 +181,7 @@ def test_a_failure_is_a_warning_and_leaves_no_kernel(
     warmup.add(256, 128)
     assert warmup.join(timeout=60)
     assert "first steps will be slow" in caplog.text
-    assert {"compiler": "no such header", "package": "no such library"}[fault] in caplog.text
+    assert {"compiler": "no such header", "package": "no such library"}[broken] in caplog.text
     assert kernels(job) == []
     assert not job.is_compiled(Shape(256, 128, 1024))
     assert not list(Path(job.cache).glob("tmp/*"))
