@@ -4,8 +4,8 @@
 
 An example that fails is kept in ``.hypothesis`` and tried first the next time, so that a run that
 was stopped or that failed can be taken up again; ``--seed`` repeats a run from the beginning.
-Writes ``benchmarks/results/reliability_cpu.json`` and the table of docs/measurements/reliability.md, unless a
-test failed.
+Writes ``benchmarks/results/reliability_cpu.json`` and the table of
+``docs/measurements/reliability.md``, unless a test failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/measurements/reliability.md names tests that exist and quotes the saved run."""
+"""The page of reliability: every test that it names is there, its figures are those of the run."""
 
 from __future__ import annotations
 
