@@ -18,12 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.hookspecs import RefitReport
-from vllm_fp8rl.refit.client import Changes, announce
+from vllm_fp8rl.refit.client import (
+    EMPTY_CACHE,
+    Changes,
+    Steps,
+    announce,
+    refit_steps,
+    send,
+    send_path,
+)
 from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.intake import BATCH_BYTES
 from vllm_fp8rl.refit.liveness import lost_worker, while_alive
 from vllm_fp8rl.refit.session import Tensors
-from vllm_fp8rl.refit.steps import EMPTY_CACHE, Steps, refit_steps, send, send_path
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -3,31 +3,53 @@
 A change (a refit, a calibration of KV scales) closes the engine first and opens it last. Whatever
 ends it early, an error or Ctrl-C at any point, it is undone; and if the undoing is interrupted too,
 the engine stays closed and the next change begins by undoing what was left.
+
+The steps of a refit are described once, for ``LLM`` and ``AsyncLLM``: a description is a generator
+that yields :class:`Call` and is sent the workers' values.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from contextvars import ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
 
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.hookspecs import RefitReport
 from vllm_fp8rl.names import NAME, uses_fp8rl
 from vllm_fp8rl.refit.guard import REMEDY
+from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
 from vllm_fp8rl.refit.liveness import ended_by_death, lost_worker
+from vllm_fp8rl.refit.transport import GPU_BATCH_FACTOR, Sender, place
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 T = TypeVar("T")
 
+_NO_LIMIT = 1 << 62  # as the factor by which batches of GPU tensors are larger
 _ADMITTED: ContextVar[bool] = ContextVar("fp8rl_admitted", default=False)
 
 logger = logging.getLogger("vllm.fp8rl")
+
+
+class Call(NamedTuple):
+    """A step of :class:`~vllm_fp8rl.refit.worker.RefitMixin` that every worker runs."""
+
+    step: str
+    args: tuple[Any, ...] = ()
+
+
+EMPTY_CACHE = Call("reset_prefix_cache")
+"""The one step of the engine core: it empties the prefix cache, and a KV connector's."""
+
+Steps = Generator[Call, list[Any], Any]
 
 
 class Changes:
@@ -199,6 +221,20 @@ class Workers:
             raise lost_worker(step, error) from error
         return [worker.read_answer(answer) for answer in answers]
 
+    def run(self, steps: Steps) -> Any:
+        """Run described steps one after the other, and return the value of the description."""
+        answers: Any = None
+        with closing(steps):
+            while True:
+                try:
+                    call = steps.send(answers)
+                except StopIteration as end:
+                    return end.value
+                if call is EMPTY_CACHE:
+                    forget_prefixes(self._llm, "keys of the old weights")
+                else:
+                    answers = self.call(call.step, *call.args)
+
     def may_run(self) -> bool:
         """Whether a step could run on every worker."""
         try:
@@ -237,3 +273,54 @@ def announce(report: RefitReport, plugins: PluginManager) -> None:
         plugins.hook.refit_finished(report=report)
     except Exception:
         logger.exception("A plugin's refit_finished failed; the refit itself is complete.")
+
+
+def refit_steps(session: str, expect_kv_scales: bool, transfer: Steps) -> Steps:
+    """Describe a refit.
+
+    Args:
+        session: name of the session.
+        expect_kv_scales: see :class:`~vllm_fp8rl.refit.session.RefitSession`.
+        transfer: the steps that bring the tensors.
+
+    Returns:
+        The report of the first rank, as a dict.
+    """
+    yield Call("fp8rl_refit_begin", (session, expect_kv_scales))
+    yield from transfer
+    # Not before: a forward between the pause of an AsyncLLM and the first write may fill it again.
+    yield EMPTY_CACHE
+    reports = yield Call("fp8rl_refit_finish", (session,))
+    return reports[0]
+
+
+def send(
+    session: str,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    batch_bytes: int = BATCH_BYTES,
+    *,
+    held: bool = False,
+) -> Steps:
+    """Describe how workers get tensors: as they are in this process, packed in others.
+
+    Args:
+        session: name of the session.
+        tensors: HF-named tensors, read one batch at a time.
+        batch_bytes: bytes handed over at once; more for tensors on a GPU that the workers see.
+        held: all tensors exist already, so that those on a GPU may go to this process at once.
+    """
+    places = yield Call("fp8rl_refit_place")
+    here = place()
+    if all((each["host"], each["process"]) == (here["host"], here["process"]) for each in places):
+        factor = _NO_LIMIT if held else GPU_BATCH_FACTOR
+        for batch in batches(tensors, batch_bytes, gpu_factor=factor):
+            yield Call("fp8rl_refit_load_batch", (session, batch))
+        return
+    with Sender(places, batch_bytes * GPU_BATCH_FACTOR) as sender:
+        for batch in batches(tensors, batch_bytes, gpu_factor=sender.gpu_factor):
+            yield Call("fp8rl_refit_load_batch", (session, sender.wrap(batch)))
+
+
+def send_path(session: str, path: str) -> Steps:
+    """Describe how workers read a safetensors file or a folder by themselves."""
+    yield Call("fp8rl_refit_load_files", (session, path))

@@ -1,8 +1,8 @@
 """`Inventory`: the tensors that a live vLLM model takes, and where each of them goes.
 
 For every HF name it knows shape, kind and engine parameter, and a *route*: a function that writes
-the tensor. A route is a parameter with its :class:`~vllm_fp8rl.storage.parameters.Shard`, an expert
-matrix of a layer, or a plain parameter. It is computed once, from the layers' names,
+the tensor. A route is a block grid with its :class:`~vllm_fp8rl.storage.block_grid.Shard`, an
+expert matrix of a layer, or a plain parameter. It is computed once, from the layers' names,
 ``packed_modules_mapping`` and the layers' geometry. Names without a route are left to vLLM's
 ``model.load_weights``.
 """
@@ -234,9 +234,12 @@ def _linear(
         if isinstance(parameter, ShardedParameter) and len(parameter.partitions) == len(rows):
             start, local_rows = parameter.partitions[index]
             shard = parameter.shard(start, local_rows, (count, module.input_size))
-            route = partial(parameter.store, shard)
             if isinstance(parameter, (Fp8Weight, Fp8Scale)):
-                fits = parameter.grid.codes_fit(start, shard.origin)
+                grid = parameter.grid
+                write = grid.write if isinstance(parameter, Fp8Weight) else grid.write_scales
+                route, fits = partial(write, shard), grid.codes_fit(start, shard.origin)
+            else:
+                route = partial(parameter.store, shard)
         elif leaf == "bias":
             route = partial(_by_loader, parameter, _shard_ids(module)[index])
         shape = _shape(leaf, count, module.input_size)

@@ -11,16 +11,23 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Collection
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError
 from fp8rl.hookspecs import RefitReport
-from vllm_fp8rl.refit.client import Changes, RequestGate, Workers, announce, forget_prefixes
+from vllm_fp8rl.refit.client import (
+    Changes,
+    RequestGate,
+    Steps,
+    Workers,
+    announce,
+    refit_steps,
+    send,
+    send_path,
+)
 from vllm_fp8rl.refit.intake import BATCH_BYTES
 from vllm_fp8rl.refit.session import Tensors
-from vllm_fp8rl.refit.steps import EMPTY_CACHE, Steps, refit_steps, send, send_path
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -111,8 +118,7 @@ def _run(
                 "vllm_fp8rl.refit.drop_requests(llm), then refit; if some stay, restart it."
             )
         gate.close("a refit is under way")
-        steps = refit_steps(session, expect_kv_scales, transfer(session))
-        counts = _run_steps(llm, workers, steps)
+        counts = workers.run(refit_steps(session, expect_kv_scales, transfer(session)))
         gate.open()
         return counts
 
@@ -132,17 +138,3 @@ def _run(
     report = RefitReport(**(counts | {"seconds": time.perf_counter() - started}))
     announce(report, manager)
     return report
-
-
-def _run_steps(llm: LLM, workers: Workers, steps: Steps) -> Any:
-    answers: Any = None
-    with closing(steps):
-        while True:
-            try:
-                call = steps.send(answers)
-            except StopIteration as end:
-                return end.value
-            if call is EMPTY_CACHE:
-                forget_prefixes(llm, "keys of the old weights")
-            else:
-                answers = workers.call(call.step, *call.args)

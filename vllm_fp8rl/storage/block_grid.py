@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +37,44 @@ _LAUNCH_BYTES = (1 << 27, 1 << 32)
 to the second number, because each launch costs the host time."""
 
 _ROWS, _COLS = BLOCK
+
+
+class Shard(NamedTuple):
+    """The part of an HF weight that becomes rows ``[start, start + rows)`` of the local matrix."""
+
+    start: int
+    rows: int
+    origin: tuple[int, int]
+    """Row and column of its first element in the HF weight."""
+    full: tuple[int, int]
+    """Shape of the HF weight."""
+
+
+def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch.Tensor:
+    """This rank's part of an HF weight, as a view.
+
+    Raises:
+        RefitError: the tensor does not have the HF shape.
+    """
+    if tensor.shape != shard.full:
+        raise RefitError(
+            f"'{name}' takes a tensor of shape {shard.full}, but got {tuple(tensor.shape)}; send "
+            "the whole HF tensor of the model that the engine was started with."
+        )
+    (row, column) = shard.origin
+    if shard.full == (shard.rows, columns):
+        return tensor
+    return tensor[row : row + shard.rows, column : column + columns]
+
+
+def check_scale_shape(scale_inv: torch.Tensor, shard: Shard, name: str) -> None:
+    """Raise RefitError unless scales are those of the blocks of the whole HF weight."""
+    expected = tuple(map(cdiv, shard.full, BLOCK))
+    if tuple(scale_inv.shape) != expected:
+        raise RefitError(
+            f"'{name}' takes scales of shape {expected} (128x128 blocks of a {shard.full} "
+            f"weight), but got {tuple(scale_inv.shape)}."
+        )
 
 
 @dataclass
@@ -211,6 +250,41 @@ class BlockGrid:
         for kept in self._shared.values():
             kept.fill_(torch.nan)
         self._storage()[0][:, self.columns :].view(torch.uint8).zero_()
+
+    def write(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
+        """Write this rank's rows of a whole HF weight.
+
+        Args:
+            shard: where the rows are on the local grid and in the HF weight.
+            tensor: the whole HF weight, bfloat16, float16, float32 or float8_e4m3fn.
+            batch: collects quantizations for later; None quantizes now. FP8 codes are copied now.
+
+        Raises:
+            RefitError: not the HF weight's shape.
+            UnsupportedError: another dtype, or FP8 codes whose blocks are not blocks of this grid.
+        """
+        part = narrow(tensor, shard, f"{self.name}.weight", self.columns)
+        if tensor.dtype == FP8_DTYPE:
+            self.load_codes(shard.start, part, shard.origin)
+        else:
+            self.load_source(shard.start, part, batch)
+
+    def write_scales(
+        self, shard: Shard, scale_inv: torch.Tensor, batch: WriteBatch | None = None
+    ) -> None:
+        """Write this rank's part of the scales of a whole HF weight that comes as FP8 codes.
+
+        Args:
+            shard: as for :meth:`write`.
+            scale_inv: ``[ceil(rows/128), ceil(columns/128)]`` of the whole HF weight.
+            batch: not used; scales are copied now.
+
+        Raises:
+            RefitError: another shape.
+            UnsupportedError, ScaleError: see :meth:`load_scales`.
+        """
+        check_scale_shape(scale_inv, shard, f"{self.name}.weight_scale_inv")
+        self.load_scales(shard.start, scale_inv, shard.origin)
 
     def load_source(self, start: int, rows: torch.Tensor, batch: WriteBatch | None = None) -> None:
         """Quantize a shard into place.

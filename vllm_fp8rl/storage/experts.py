@@ -17,8 +17,8 @@ import torch
 
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
-from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch
-from vllm_fp8rl.storage.parameters import Shard, check_plain_dtype, check_scale_shape, narrow
+from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, WriteBatch, check_scale_shape, narrow
+from vllm_fp8rl.storage.parameters import check_plain_dtype
 
 Matrix = Literal["w1", "w3", "w2"]
 MATRICES: dict[Matrix, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

@@ -5,31 +5,19 @@ on their parameters with the whole HF tensor. Each class here turns such a call 
 :class:`Shard` (where it lies on this rank, and where in the HF tensor) and stores it: through the
 layer's :class:`~vllm_fp8rl.storage.block_grid.BlockGrid`, or by a copy after checking its dtype. A
 refit computes the same shards once (:mod:`vllm_fp8rl.refit.inventory`) and calls
-:meth:`ShardedParameter.store` itself.
+writes them itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.numerics import BLOCK, FP8_DTYPE, cdiv
-from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, BlockGrid, WriteBatch
-
-
-class Shard(NamedTuple):
-    """The part of an HF weight that becomes rows ``[start, start + rows)`` of the local matrix."""
-
-    start: int
-    rows: int
-    origin: tuple[int, int]
-    """Row and column of its first element in the HF weight."""
-    full: tuple[int, int]
-    """Shape of the HF weight."""
+from fp8rl.errors import UnsupportedError
+from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, BlockGrid, Shard, WriteBatch, narrow
 
 
 class ShardedParameter(ModelWeightParameter):
@@ -131,23 +119,6 @@ class ShardedParameter(ModelWeightParameter):
         self.store(self.shard(0, self.matrix[0], self.matrix), loaded_weight)
 
 
-def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch.Tensor:
-    """This rank's part of an HF weight, as a view.
-
-    Raises:
-        RefitError: the tensor does not have the HF shape.
-    """
-    if tensor.shape != shard.full:
-        raise RefitError(
-            f"'{name}' takes a tensor of shape {shard.full}, but got {tuple(tensor.shape)}; send "
-            "the whole HF tensor of the model that the engine was started with."
-        )
-    (row, column) = shard.origin
-    if shard.full == (shard.rows, columns):
-        return tensor
-    return tensor[row : row + shard.rows, column : column + columns]
-
-
 class Fp8Weight(ShardedParameter):
     """FP8 codes ``float8_e4m3fn [N, K]``. Takes BF16, FP16 or FP32, or FP8 codes as they are."""
 
@@ -161,11 +132,7 @@ class Fp8Weight(ShardedParameter):
         return f"{self.grid.name}.weight"
 
     def store(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
-        part = narrow(tensor, shard, self.label, self.matrix[1])
-        if tensor.dtype == FP8_DTYPE:
-            self.grid.load_codes(shard.start, part, shard.origin)
-        else:
-            self.grid.load_source(shard.start, part, batch)
+        self.grid.write(shard, tensor, batch)
 
 
 class Fp8Scale(ShardedParameter):
@@ -187,18 +154,7 @@ class Fp8Scale(ShardedParameter):
         return f"{self.grid.name}.weight_scale_inv"
 
     def store(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
-        check_scale_shape(tensor, shard, self.label)
-        self.grid.load_scales(shard.start, tensor, shard.origin)
-
-
-def check_scale_shape(scale_inv: torch.Tensor, shard: Shard, name: str) -> None:
-    """Raise RefitError unless scales are those of the blocks of the whole HF weight."""
-    expected = tuple(map(cdiv, shard.full, BLOCK))
-    if tuple(scale_inv.shape) != expected:
-        raise RefitError(
-            f"'{name}' takes scales of shape {expected} (128x128 blocks of a {shard.full} "
-            f"weight), but got {tuple(scale_inv.shape)}."
-        )
+        self.grid.write_scales(shard, tensor, batch)
 
 
 class PlainWeight(ShardedParameter):

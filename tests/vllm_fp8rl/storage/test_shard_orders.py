@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8rl.numerics import quantize_block
-from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
-from vllm_fp8rl.storage.parameters import Fp8Weight, Shard
+from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, WriteBatch, empty_storage
+from vllm_fp8rl.storage.parameters import Fp8Weight
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
