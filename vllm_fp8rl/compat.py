@@ -10,6 +10,8 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 
+SERVED = ("0.25.1", "0.32.x")
+"""Releases that an engine may start with. A new one is added here first, so that the tests run."""
 TESTED = ("0.25.1", "0.32.0")
 GPU_TESTED = ("0.25.1",)
 GPU_CAPABILITIES = ((8, 9), (9, 0))
@@ -43,16 +45,21 @@ def _distribution() -> tuple[str, str] | None:
 
 
 def supported(release: str) -> bool:
-    """Return whether a release is 0.25.1 or a 0.32, which this package was written against."""
-    return _public(release) == "0.25.1" or _public(release).startswith("0.32.")
+    """Return whether a release is one of :data:`SERVED`."""
+    public = _public(release)
+    return any(
+        public.startswith(served.removesuffix("x")) if served.endswith(".x") else public == served
+        for served in SERVED
+    )
 
 
 def require_supported() -> None:
-    """Raise UnsupportedError if another vLLM than those is installed."""
+    """Raise UnsupportedError if the installed vLLM is not one of :data:`SERVED`."""
     release = installed_version()
     if release is None or not supported(release):
         raise UnsupportedError(
-            f"vllm_fp8rl serves vLLM 0.25.1 and 0.32.x, but {release or 'no vLLM'} is installed; "
+            f"vllm_fp8rl serves vLLM {' and '.join(SERVED)}, but {release or 'no vLLM'} is "
+            "installed; "
             "install one of those, or start the engine without quantization='fp8rl'."
         )
 

@@ -14,6 +14,8 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext.driver.mismatch_guard import LEVELS, LOGGER, Level, MismatchGuard
 from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
+from nemo_rl_ext.grpo.log_ratio import token_log_ratio
+from nemo_rl_ext.grpo.rejection import reject
 
 logger = logging.getLogger(LOGGER)
 
@@ -77,12 +79,9 @@ class BatchCorrection:
             level = self._judge(self.guard, metrics["token_mult_prob_error"])
             metrics |= self._guard_metrics(self.guard, level)
             if level == "tight" and result.mask.any():
-                bound = self.guard.config.geometric
-                tight = Rejection(level="geometric", low=1 / bound, high=bound)
-                settings = self.settings.model_copy(update={"rejection": tight})
-                extra = self._correct(settings, rollout, trainer, result.mask)
-                metrics["guard_rejected_share"] = extra.metrics["rejected_share"]
-                result = extra if extra.mask.any() else result
+                tight, share = self._tighten(self.guard, rollout, trainer, result.mask)
+                metrics["guard_rejected_share"] = share
+                result = tight if tight.mask.any() else result
         kept = result.mask
         # A piece may be empty where an earlier one of its step is not.
         if not kept.any() and not any(earlier.any() for *_, earlier in self._pieces):
@@ -168,6 +167,23 @@ class BatchCorrection:
             "rollout=false in the fp8rl block and policy.generation.vllm_cfg.precision=bfloat16, "
             "or with loss_fn.fp8rl_guard.fallback=bf16."
         )
+
+    def _tighten(
+        self, guard: MismatchGuard, rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[Correction, float]:
+        """Correct once more with geometric rejection; return also the share of tokens rejected.
+
+        The rejection is applied here as well: a plugin's corrector may ignore the recipe's.
+        """
+        bound = guard.config.geometric
+        rejection = Rejection(level="geometric", low=1 / bound, high=bound)
+        settings = self.settings.model_copy(update={"rejection": rejection})
+        ratio = token_log_ratio(trainer, rollout, mask, "trainer_logprobs - rollout_logprobs")
+        rejected = reject(ratio, mask, rejection, settings.token_veto)
+        found = self._correct(settings, rollout, trainer, mask)
+        kept = found.mask & rejected.mask
+        tight = Correction(torch.where(kept, found.weights, 0.0), kept, found.metrics)
+        return tight, rejected.metrics["rejected_share"]
 
     def _correct(
         self,

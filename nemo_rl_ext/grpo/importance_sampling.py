@@ -136,12 +136,13 @@ def correct(
         trainer_logprobs: ``[B, T]``: the same tokens under the trainer's policy before the update.
         mask: ``[B, T]``, nonzero where a token counts; other places may hold anything, also NaN.
         config: section ``importance_sampling`` of the recipe.
-        corrector: what :func:`resolve_corrector` finds for ``config.corrector``; by default the
-            built-in one.
+        corrector: what :func:`resolve_corrector` finds for ``config.corrector``. Without it the
+            built-in one is used, whatever the recipe names.
 
     Returns:
-        Weights, mask and the corrector's metrics; those of :class:`fp8rl.mismatch.MismatchMetrics`
-        are added where a plugin's corrector does not give them.
+        Weights, mask and the corrector's metrics. For a plugin's corrector ``is_weight_mean``,
+        ``_min``, ``_max`` and ``_ess`` are those of the weights that it returned, and the metrics
+        of :class:`fp8rl.mismatch.MismatchMetrics` are added where it does not give them.
 
     Raises:
         BatchError: as in :func:`correct_is`.
@@ -159,10 +160,12 @@ def correct(
             f"{tuple(result.weights.shape)} and mask {tuple(result.mask.shape)} for a batch "
             f"of {tuple(mask.shape)}."
         )
-    if result.metrics.keys() >= _MISMATCH:
+    if corrector is correct_is:
         return result
-    mismatch = mismatch_metrics(rollout_logprobs, trainer_logprobs, mask).to_dict()
-    return replace(result, metrics={**mismatch, **result.metrics})
+    metrics = result.metrics | _spread(_units(result.weights, result.mask, config.level))
+    if not metrics.keys() >= _MISMATCH:
+        metrics = mismatch_metrics(rollout_logprobs, trainer_logprobs, mask).to_dict() | metrics
+    return replace(result, metrics=metrics)
 
 
 def resolve_corrector(name: str, plugins: PluginManager | None = None) -> Corrector:
@@ -201,21 +204,25 @@ def _units(values: torch.Tensor, kept: torch.Tensor, level: Level) -> torch.Tens
 def _weight_metrics(
     weights: torch.Tensor, ratio: torch.Tensor, kept: torch.Tensor, config: ImportanceSampling
 ) -> dict[str, float]:
-    names = ("mean", "min", "max", "ess")
-    w = _units(weights, kept, config.level).double()
     rho = _units(ratio, kept, config.level)
-    if w.numel() == 0:
-        return {f"is_weight_{n}": 0.0 for n in names} | {"is_low_share": 0.0, "is_high_share": 0.0}
+    shares = torch.zeros(2)
+    if rho.numel():
+        low = rho < (config.low if config.low is not None else 0.0)
+        shares = torch.stack([low.double().mean(), (rho > config.high).double().mean()])
+    low_share, high_share = shares.tolist()
+    return _spread(_units(weights, kept, config.level)) | {
+        "is_low_share": low_share,
+        "is_high_share": high_share,
+    }
+
+
+def _spread(weights: torch.Tensor) -> dict[str, float]:
+    """Mean, extremes and effective sample size of the weights of units; 0 where there are none."""
+    names = ("is_weight_mean", "is_weight_min", "is_weight_max", "is_weight_ess")
+    if weights.numel() == 0:
+        return dict.fromkeys(names, 0.0)
+    w = weights.double()
     square = w.square().sum()
     ess = torch.where(square > 0, w.sum().square() / (w.numel() * square), 0.0)
-    low = rho < (config.low if config.low is not None else 0.0)
-    values = torch.stack(
-        [w.mean(), w.min(), w.max(), ess, low.double().mean(), (rho > config.high).double().mean()]
-    )
-    return dict(
-        zip(
-            [*(f"is_weight_{n}" for n in names), "is_low_share", "is_high_share"],
-            values.tolist(),
-            strict=True,
-        )
-    )
+    values = torch.stack([w.mean(), w.min(), w.max(), ess])
+    return dict(zip(names, values.tolist(), strict=True))

@@ -47,6 +47,12 @@ class ReferenceBackend:
     def supports_grouped(
         self, device: torch.device, shape: GroupedShape, scale_format: ScaleFormat
     ) -> str | None:
+        # A subclass may refuse single products, and experts are multiplied one by one.
+        for tokens in sorted(set(shape.sizes) - {0}):
+            single = GemmShape(tokens, shape.out_features, shape.in_features, shape.dtype)
+            reason = self.supports(device, single, scale_format)
+            if reason is not None:
+                return reason
         return None
 
     def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:

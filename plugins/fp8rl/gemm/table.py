@@ -3,7 +3,7 @@
 Hopper was measured on an H100 with the linear layers of Qwen3-8B at 8,192 tokens (milliseconds,
 summed over the four; raw data: ``benchmarks/results/megatron_linears_h100.json`` and
 ``megatron_linears_2_h100.json``). The order is the same for each of the four shapes, except that
-DeepGEMM and Triton, behind ``scaled_mm``, are within 3% of each other in some weight gradients:
+DeepGEMM and Triton, behind ``scaled_mm``, are within 4% of each other in some weight gradients:
 
 ========== ========== ========== =======
 direction  deep_gemm  scaled_mm  triton
@@ -134,12 +134,13 @@ class BackendChoice:
             if reason is None:
                 return self._offered[name]
             reasons.append(f"{name}: {reason}")
-        remedy = (
-            "Install DeepGEMM (a vLLM wheel carries it), build the model with "
-            "moe_grouped_gemm=False, or pin the kind 'experts' to BF16."
-            if grouped
-            else "Pin the module to BF16 or install a backend that serves it."
-        )
+        remedy = "Pin the module to BF16 or install a backend that serves it."
+        if grouped:
+            missing = any(r.startswith("deep_gemm: cannot be imported") for r in reasons)
+            remedy = (
+                f"{'Install DeepGEMM (a vLLM wheel carries it), build' if missing else 'Build'} the "
+                "model with moe_grouped_gemm=False, or pin the kind 'experts' to BF16."
+            )
         raise UnsupportedError(
             f"No FP8 GEMM backend serves '{module}' ({_text(shape)}, {device}): "
             f"{'; '.join(reasons)}. {remedy}"

@@ -1,5 +1,0 @@
-"""The former home of :class:`RefitReport`."""
-
-from fp8rl.hookspecs import RefitReport
-
-__all__ = ["RefitReport"]
