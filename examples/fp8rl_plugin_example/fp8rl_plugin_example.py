@@ -24,9 +24,10 @@ def register_is_correctors():
 
 def sqrt_correct(rollout_logprobs, trainer_logprobs, mask, config):
     """Square roots of the built-in weights: half the correction, with less variance."""
-    from nemo_rl_ext import correct  # here: a hook module is imported by every command
+    # Here, because every command imports a hook module, and this imports torch.
+    from nemo_rl_ext.grpo.importance_sampling import correct_is
 
-    found = correct(rollout_logprobs, trainer_logprobs, mask, config)
+    found = correct_is(rollout_logprobs, trainer_logprobs, mask, config)
     return replace(found, weights=found.weights.sqrt())
 
 
