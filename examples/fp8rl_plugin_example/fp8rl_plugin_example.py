@@ -24,7 +24,7 @@ def register_is_correctors():
 
 def sqrt_correct(rollout_logprobs, trainer_logprobs, mask, config):
     """Square roots of the built-in weights: half the correction, with less variance."""
-    # Here, because every command imports a hook module, and this imports torch.
+    # Imported here, because every command imports a hook module.
     from nemo_rl_ext.grpo.importance_sampling import correct_is
 
     found = correct_is(rollout_logprobs, trainer_logprobs, mask, config)
