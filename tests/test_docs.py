@@ -109,19 +109,59 @@ def test_rooms_of_the_architecture_are_there() -> None:
     """Names of files in the table of rooms are relative to the package and the room."""
     text = PAPERS["docs/architecture.md"]
     table = text.split("| package | room | what is in it |")[1].split("\n\n")[0]
-    package, problems, files = "", [], 0
+    packages: list[str] = []
+    problems, files = [], 0
     for line in table.splitlines()[2:]:
         first, room, content = (cell.strip() for cell in line.split("|")[1:4])
-        if first.startswith("`"):
-            package = first.strip("`")
+        packages = re.findall(r"`([^`]+)`", first) or packages
         rooms = re.findall(r"`([^`]+)`", room)
-        problems += [f"{package}/{name}" for name in rooms if not (ROOT / package / name).exists()]
+        paths = [f"{package}/{name}" for package in packages for name in rooms]
+        problems += [path for path in paths if not (ROOT / path).exists()]
         inside = [name for name in rooms if name.endswith("/")]
         for name in re.findall(r"`([\w/]+(?:\.py|/))`", content):
             files += 1
-            if not any((ROOT / package / folder / name).exists() for folder in (*inside, "")):
-                problems.append(f"{package}/{room}: {name}")
+            if not any((ROOT / packages[0] / folder / name).exists() for folder in (*inside, "")):
+                problems.append(f"{packages[0]}/{room}: {name}")
     assert files > 30
+    assert not problems
+
+
+def braces_expanded(text: str) -> list[str]:
+    """``a.{b, c}`` as ``a.b`` and ``a.c``."""
+    found = re.search(r"\{([^{}]*,[^{}]*)\}", text)
+    if found is None:
+        return [text]
+    before, after = text[: found.start()], text[found.end() :]
+    choices = (before + choice.strip() + after for choice in found[1].split(","))
+    return [full for choice in choices for full in braces_expanded(choice)]
+
+
+def test_every_import_of_an_engine_is_on_its_page_of_upgrading() -> None:
+    """Whoever raises an engine's version finds there what may have moved."""
+    problems, imported = [], 0
+    for packages, engines, pages in (
+        (("vllm_fp8rl", "nemo_rl_ext"), ("vllm",), ("", "_nemo_rl")),
+        (("megatron_fp8rl",), ("megatron", "transformer_engine"), ("_megatron",)),
+        (("nemo_rl_ext",), ("nemo_rl",), ("_nemo_rl",)),
+    ):
+        text = "".join(FENCE.sub("", PAPERS[f"docs/upgrading{page}.md"]) for page in pages)
+        codes = [
+            full for code in re.findall(r"`([^`\n]+)`", text) for full in braces_expanded(code)
+        ]
+        known = {word for code in codes for word in re.findall(r"\w+", code)}
+        files = (file for package in packages for file in (ROOT / package).rglob("*.py"))
+        for file in (file for file in files if "testing" not in file.parts):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in engines:
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.Import):
+                    found = [alias.name.split(".") for alias in node.names]
+                    names = [parts[-1] for parts in found if parts[0] in engines]
+                else:
+                    continue
+                imported += len(names)
+                problems += [f"{file.relative_to(ROOT)}: {n}" for n in names if n not in known]
+    assert imported > 100
     assert not problems
 
 

@@ -320,6 +320,22 @@ def test_gemm_snippet():
     assert torch.nn.functional.cosine_similarity(product, x @ w.t(), -1).min() > 0.98
 
 
+def test_corrector_snippet():
+    from fp8rl import PluginManager
+    from fp8rl.recipe import ImportanceSampling
+    from nemo_rl_ext import correct, resolve_corrector
+
+    names: dict[str, Any] = {}
+    exec(block("corrector"), names)
+    plugins = PluginManager(discover=False)
+    plugins.register(SimpleNamespace(register_is_correctors=names["register_is_correctors"]))
+    rollout, trainer, mask = -torch.rand(2, 3), -torch.rand(2, 3), torch.ones(2, 3)
+    settings = ImportanceSampling(corrector="mine")
+    found = correct(rollout, trainer, mask, settings, resolve_corrector("mine", plugins))
+    built_in = correct(rollout, trainer, mask, settings)
+    torch.testing.assert_close(found.weights, built_in.weights.sqrt())
+
+
 def test_every_marked_block_is_run():
     here = Path(__file__).read_text(encoding="utf-8")
     for page, text in PAGES.items():
