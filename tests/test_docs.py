@@ -105,23 +105,23 @@ def test_files_that_are_named_are_there(page: str) -> None:
     assert not [path for path in sorted(named) if not (ROOT / path).exists()]
 
 
-def test_rooms_of_the_architecture_are_there() -> None:
-    """Names of files in the table of rooms are relative to the package and the room."""
+def test_folders_of_the_architecture_are_there() -> None:
+    """Names of files in the table of folders are relative to the package and the folder."""
     text = PAPERS["docs/architecture.md"]
-    table = text.split("| package | room | what is in it |")[1].split("\n\n")[0]
+    table = text.split("| package | folder | what is in it |")[1].split("\n\n")[0]
     packages: list[str] = []
     problems, files = [], 0
     for line in table.splitlines()[2:]:
-        first, room, content = (cell.strip() for cell in line.split("|")[1:4])
+        first, cell, content = (text.strip() for text in line.split("|")[1:4])
         packages = re.findall(r"`([^`]+)`", first) or packages
-        rooms = re.findall(r"`([^`]+)`", room)
-        paths = [f"{package}/{name}" for package in packages for name in rooms]
+        folders = re.findall(r"`([^`]+)`", cell)
+        paths = [f"{package}/{name}" for package in packages for name in folders]
         problems += [path for path in paths if not (ROOT / path).exists()]
-        inside = [name for name in rooms if name.endswith("/")]
+        inside = [name for name in folders if name.endswith("/")]
         for name in re.findall(r"`([\w/]+(?:\.py|/))`", content):
             files += 1
             if not any((ROOT / packages[0] / folder / name).exists() for folder in (*inside, "")):
-                problems.append(f"{packages[0]}/{room}: {name}")
+                problems.append(f"{packages[0]}/{cell}: {name}")
     assert files > 30
     assert not problems
 
