@@ -196,7 +196,7 @@ class _AsyncGate:
     def __init__(self, engine: AsyncLLM) -> None:
         from vllm_fp8rl.patches.ledger import GATES, install
 
-        install(GATES)  # compares them; they replace nothing but attributes of this engine
+        install(GATES)  # only compares them
         self._engine: Any = engine
         self._changes = Changes.of(engine)
         self._resume = True

@@ -134,7 +134,7 @@ class RequestGate:
     def __init__(self, llm: LLM) -> None:
         from vllm_fp8rl.patches.ledger import GATES, install
 
-        install(GATES)  # compares them; they replace nothing but attributes of this engine
+        install(GATES)  # only compares them
         self._engine: Any = llm.llm_engine
         self._changes = Changes.of(self._engine)
 

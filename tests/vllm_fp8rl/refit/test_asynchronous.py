@@ -169,6 +169,8 @@ class EngineOfAConfig:
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config, self.paused, self.breaks_off = vllm_config, False, False
 
+    async def add_request(self) -> None: ...
+
     async def is_paused(self) -> bool:
         return self.paused
 
@@ -221,6 +223,15 @@ def test_a_failed_refit_of_one_engine_outlives_a_complete_one_of_the_other(two):
     one.breaks_off = False
     asyncio.run(refit_of(one))
     assert not one.paused
+
+
+def test_a_vllm_that_takes_requests_elsewhere_is_refused_by_name(two, monkeypatch):
+    from vllm.v1.engine import async_llm
+
+    monkeypatch.setattr(async_llm, "AsyncLLM", type("AsyncLLM", (EngineOfAConfig,), {}))
+    with pytest.raises(UnsupportedError, match=r"patches '.*AsyncLLM\.generate', which this vLLM"):
+        asyncio.run(refit_of(two[0]))
+    assert not two[0].paused
 
 
 def test_a_config_does_not_keep_engines_alive(two):
