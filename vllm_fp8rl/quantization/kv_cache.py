@@ -101,17 +101,18 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         """Register the parameters, float32 scalars.
 
         Raises:
-            UnsupportedError: see :func:`check_kv_cache_dtype` and :func:`check_backend`.
+            UnsupportedError: see :func:`check_kv_cache_dtype` and :func:`check_backend`; or the
+                layer's name has no number.
         """
         fp8 = check_kv_cache_dtype(layer.kv_cache_dtype)
         if fp8:
             engine = get_current_vllm_config()
             check_backend(layer.attn_backend.get_name(), engine.compilation_config)
+            scales = LayerKVScales(_layer_number(layer.layer_name))
+            self.state.kv_scales[layer.layer_name] = scales
         layer.attn_backend = guarded(layer.attn_backend)
         if not fp8:
             return
-        index = next(part for part in layer.layer_name.split(".") if part.isdigit())
-        self.state.kv_scales[layer.layer_name] = LayerKVScales(int(index))
         for role in ROLES:
             parameter = torch.nn.Parameter(
                 torch.full((), UNSET, dtype=torch.float32), requires_grad=False
@@ -309,6 +310,17 @@ def checked_scale(name: str, scale: torch.Tensor | float) -> float:
     if not isinstance(scale, (Real, torch.Tensor)) or isinstance(scale, bool):
         raise ScaleError(f"KV scale '{name}' is {scale!r}; send one number.")
     return check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
+
+
+def _layer_number(name: str) -> int:
+    """Return the global number of a layer, which the names of its scales on the wire have."""
+    number = next((part for part in name.split(".") if part.isdigit()), None)
+    if number is None:
+        raise UnsupportedError(
+            f"Attention layer '{name}' has no number in its name, so KV scales cannot be sent to "
+            "it; set kv_cache_dtype='auto'."
+        )
+    return int(number)
 
 
 def _commit(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fill_) -> None:
