@@ -145,7 +145,7 @@ def observed(model: torch.nn.Module) -> dict[str, Any]:
         if not isinstance(layer.impl, ObservedImpl):
             raise RefitError(_NOT_OBSERVED)
         tokens.append(int(layer.impl.tokens))
-        margin = layer.quant_method.quant_config.resolve().recipe.kv_cache.margin
+        margin = layer.quant_method.state.recipe.kv_cache.margin
         for role in state.required(layer):
             value = layer.impl.amax[role].item()
             if role == "q" and layer.impl.quantized_queries:
