@@ -158,9 +158,9 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     """
     require_mapping(scales, "KV scales")
     found = list(fp8_layers(model))
-    layers = {state.index: layer for layer, state in found}
-    states = {state.index: state for _, state in found}
-    values = {index: dict(state.values) for index, state in states.items()}
+    layers = {own.index: layer for layer, own in found}
+    by_index = {own.index: own for _, own in found}
+    values = {index: dict(own.values) for index, own in by_index.items()}
     given: list[tuple[int, Role]] = []
     for name, scale in scales.items():
         value = checked_scale(name, scale)
@@ -176,14 +176,14 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
         return
     guard = state_of(model).guard
     guard.require_awake()
-    if any(state.values != values[index] for index, state in states.items()):
+    if any(own.values != values[index] for index, own in by_index.items()):
         guard.outdate_cache(_OLDER_CODES)
     guard.restore()  # where what follows is interrupted, the next step does it
     # In one go: Ctrl-C interrupts no call of C, and a half of the scales is never left behind.
-    deque(map(setattr, states.values(), repeat("values"), values.values()), maxlen=0)
+    deque(map(setattr, by_index.values(), repeat("values"), values.values()), maxlen=0)
     batch = WriteBatch()
     for index, role in given:
-        _publish(layers[index], role, states[index].in_use(role), batch.fill)
+        _publish(layers[index], role, by_index[index].in_use(role), batch.fill)
     batch.run()
 
 
@@ -198,7 +198,7 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
     Raises:
         ScaleError: the model has no FP8 KV cache, or a bad value.
     """
-    indices = [state.index for _, state in fp8_layers(model)]
+    indices = [scales.index for _, scales in fp8_layers(model)]
     if not indices:
         raise ScaleError(
             "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
@@ -217,18 +217,18 @@ def forget_kv_scales(model: torch.nn.Module) -> None:
 def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
     """Return (global layer number, role) -> value, for every scale that a loader has set."""
     return {
-        (state.index, role): value
-        for _, state in fp8_layers(model)
-        for role, value in state.values.items()
+        (scales.index, role): value
+        for _, scales in fp8_layers(model)
+        for role, value in scales.values.items()
     }
 
 
 def required_kv_scales(model: torch.nn.Module) -> set[str]:
     """Return the wire names of the scales that generation needs, loaded or not."""
     return {
-        scale_name(state.index, role)
-        for layer, state in fp8_layers(model)
-        for role in state.required(layer)
+        scale_name(scales.index, role)
+        for layer, scales in fp8_layers(model)
+        for role in scales.required(layer)
     }
 
 

@@ -20,7 +20,7 @@ from support.engine import Engine
 from vllm_fp8rl.quantization.kv_cache import check_backend, kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.guard import RefitGuard, guarded
-from vllm_fp8rl.refit.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
+from vllm_fp8rl.refit.sleep import BACKEND, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 
@@ -258,10 +258,10 @@ def test_only_engines_that_may_sleep_are_told(engine: Engine, guard: RefitGuard)
     try:
         watch(config, guard)
         watch(config, guard)
-        assert config.sleep_mode_backend == NAME
+        assert config.sleep_mode_backend == BACKEND
         from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
-        assert SleepModeBackendFactory.get_backend_class(NAME) is WatchedBackend
+        assert SleepModeBackendFactory.get_backend_class(BACKEND) is WatchedBackend
         assert [m for g, m in guarded_models() if g is guard] == [engine.model]
     finally:
         guard.may_sleep = False
