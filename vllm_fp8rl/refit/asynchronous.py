@@ -164,7 +164,7 @@ async def _give_up(
         if not any(await workers.call("fp8rl_refit_abort", workers.session, reason)):
             await gate.open()
             return
-    gate.refuse("The weights are a mixture: a refit broke off or was incomplete")
+    gate.refuse("The weights are half-updated: a refit broke off or was incomplete")
     if in_flight != "keep":
         with contextlib.suppress(Exception):
             await gate.abort_waiting()

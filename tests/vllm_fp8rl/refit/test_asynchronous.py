@@ -88,14 +88,14 @@ def test_broken_off_after_a_write_closes_the_engine_until_a_complete_refit(found
     error, waiting, refused = found["nan"]
     assert error.startswith("RefitError: 'model.norm.weight' has NaN")
     assert waiting == [[], "abort"]
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")
     assert found["after_nan"] == truth["b"]
 
 
 def test_cancellation(found, truth):
     error, refused = found["cancelled"]
     assert error.startswith("CancelledError")
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")
     early = found["cancelled_early"]
     assert early[0].startswith("CancelledError")
     assert early[1:] == [truth["long_a"], "length", truth["a"]]
@@ -122,7 +122,7 @@ def test_a_killed_engine_core_is_an_error_not_a_wait(found):
     error, refused = found["killed"]
     assert error.startswith("RefitError: Step 'fp8rl_refit_load_batch' of the refit failed on a ")
     assert error.endswith("restart the engine.")
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")
 
 
 def test_calls_of_a_synchronous_engine_end_with_its_core():

@@ -144,8 +144,8 @@ def test_without_an_fp8_cache(engine: Engine, other_engine: Any, checkpoints: di
     tokens = plain.greedy(PROMPTS)
     guard = state_of(plain.model).guard
     assert guard is not state_of(engine.model).guard
-    guard.close("The weights are a mixture: a test says so")
-    refuses(plain, RefitError, "mixture")
+    guard.close("The weights are half-updated: a test says so")
+    refuses(plain, RefitError, "half-updated")
     guard.open()
     assert plain.greedy(PROMPTS) == tokens
 
