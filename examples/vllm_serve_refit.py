@@ -25,7 +25,7 @@ Post = Callable[..., Any]
 
 def refit_over_http(post: Post, folder: str) -> None:
     """Pause, put the weights in, resume. After an error the server stays paused, because the
-    weights may be a mixture: call this again with a complete folder."""
+    weights may be half-updated: call this again with a complete folder."""
     post("/pause", params={"mode": "keep"})
     post("/init_weight_transfer_engine", json={"init_info": {}})
     try:

@@ -41,8 +41,9 @@ def register() -> None:
         _register_weight_transfer()
         install(ENGINE_CORE)
         _register_attention_backends()
-    # This comes last: vLLM continues without a plugin that raises, and then an engine that asks for
-    # fp8rl must fail. For a version that is not served, Fp8RLConfig raises.
+    # This comes last: an error above ends the start of a process, but if it is caught, vLLM does
+    # not call this function again there, and then an engine that asks for fp8rl must fail. For a
+    # version that is not served, Fp8RLConfig raises.
     register_quantization_config(NAME)(Fp8RLConfig)
 
 

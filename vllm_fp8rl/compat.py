@@ -108,15 +108,6 @@ def unsupported_reason(capability: Sequence[int] | None, *, rocm: bool) -> str |
 # What differs between the releases that are served.
 
 
-def warms_up_deep_gemm(release: str) -> bool:
-    """Return whether vLLM compiles the DeepGEMM kernels of layers that name a warm-up provider.
-
-    It does from 0.30 on (``vllm/model_executor/warmup/deep_gemm_warmup.py``). Earlier releases
-    compile ahead for vLLM's own ``Fp8LinearMethod`` only.
-    """
-    return [int(part) for part in _public(release).split(".")[:2] if part.isdigit()] >= [0, 30]
-
-
 def attention_isa(layer: Any, impl: Any) -> str:
     """Return the instruction set that vLLM's CPU attention kernels use.
 

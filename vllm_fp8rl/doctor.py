@@ -58,8 +58,8 @@ def examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
     try:
         engine = _engine_config(model, recipe)
         with set_current_vllm_config(engine):
-            resolved = engine.quant_config.resolve()
-            sections = _sections(engine, resolved, ranks, problems)
+            state = engine.quant_config.resolve()
+            sections = _sections(engine, state, ranks, problems)
     except Fp8RLError as error:
         problems.append(str(error))
     except Exception as error:  # whatever vLLM and transformers raise for an unusable config
@@ -84,7 +84,7 @@ def _engine_config(model: Path, recipe: Recipe) -> VllmConfig:
 
 
 def _sections(
-    engine: VllmConfig, resolved: RankState, ranks: int, problems: list[str]
+    engine: VllmConfig, state: RankState, ranks: int, problems: list[str]
 ) -> list[Section]:
     config = engine.model_config.hf_text_config
     sizes = Sizes(config, ranks)
@@ -93,11 +93,11 @@ def _sections(
         problems.append(unsplit)
         return []
     check_widths(config, ranks, expert_parallel=False)
-    rows = resolved.policy.report()
-    if not resolved.recipe.rollout:
+    rows = state.policy.report()
+    if not state.recipe.rollout:
         rows = [_in_bf16(row) for row in rows]
     return [
-        _linears(engine, resolved, sizes, rows, ranks, problems),
+        _linears(engine, state, sizes, rows, ranks, problems),
         _attention(engine, sizes, problems),
         _memory(engine, sizes, rows, ranks, problems),
     ]
@@ -109,7 +109,7 @@ def _in_bf16(row: PinRow) -> PinRow:
 
 def _linears(
     engine: VllmConfig,
-    resolved: RankState,
+    state: RankState,
     sizes: Sizes,
     rows: list[PinRow],
     ranks: int,
@@ -133,7 +133,7 @@ def _linears(
             shape = f"{gemm.out_features} x {gemm.in_features}"
             if fp8:
                 try:
-                    kernel = select_kernel(device, gemm, resolved.recipe, dtype).backend
+                    kernel = select_kernel(device, gemm, state.recipe, dtype).backend
                     why = _why(device, gemm, dtype)
                 except Fp8RLError as error:
                     kernel, why = "none", ""

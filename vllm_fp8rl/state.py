@@ -101,7 +101,10 @@ class RankState:
 
 
 def find_state(model: torch.nn.Module) -> RankState | None:
-    """Return the state of a model's engine; None if that runs another quantization."""
+    """Return the state of a model's engine; None if that runs another quantization.
+
+    Of the quantization methods only ``Fp8RLKVCacheMethod``, of attention layers, has a ``state``.
+    """
     for module in model.modules():
         state = getattr(getattr(module, "quant_method", None), "state", None)
         if isinstance(state, RankState):

@@ -46,8 +46,9 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     """Scales of every layer, ``amax * margin / 448``.
 
     Args:
-        amax: float32 ``[num_layers, 3]``, the observers' amax of q, k and v for each global layer;
-            a percentile may stand in for the amax.
+        amax: ``[num_layers, 3]``, the observers' amax of q, k and v for each global layer; a
+            percentile may stand in for the amax. A float64 tensor is multiplied in float64 and
+            rounded once, any other is multiplied in float32.
         margin: headroom factor, at least 1.
 
     Returns:
@@ -59,7 +60,8 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     """
     if amax.ndim != 2 or amax.shape[1] != len(ROLES):
         raise ScaleError(f"amax must have shape [num_layers, 3], not {tuple(amax.shape)}.")
-    table = (amax.detach().float() * (margin / E4M3_MAX)).cpu()  # the one device-to-host copy
+    wide = amax.detach().to(torch.promote_types(amax.dtype, torch.float32))
+    table = (wide * (margin / E4M3_MAX)).float().cpu()  # the one device-to-host copy
     scales = {
         scale_name(layer, role): table[layer, column].reshape(1)
         for layer in range(table.shape[0])

@@ -62,6 +62,20 @@ def test_scale_is_amax_times_margin_over_448():
         assert scale.item() == pytest.approx(value * 1.25 / 448, rel=1e-6), name
 
 
+POSITIVE = st.floats(2.0**-20, 2.0**20, width=32)
+
+
+@given(POSITIVE, st.floats(1.0, 16.0))
+def test_the_dtype_of_amax_says_how_the_product_is_rounded(value, margin):
+    """Observers of trainers keep float32 tensors, an engine's calibration has Python numbers."""
+    for dtype, expected in (
+        (torch.float32, torch.tensor(value) * (margin / 448.0)),
+        (torch.float64, torch.tensor(value * (margin / 448.0), dtype=torch.float32)),
+    ):
+        scales = scales_from_amax(torch.full((1, 3), value, dtype=dtype), margin)
+        assert all(scale.item() == expected.item() for scale in scales.values())
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_amax_without_a_scale(bad):
     amax = torch.ones(2, 3, dtype=torch.float64)

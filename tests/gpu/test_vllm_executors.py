@@ -42,7 +42,7 @@ def test_weights_travel_by_handle(mode: str, tmp_path: Path) -> None:
     assert found["reloaded_b"] == found["b"]
     nan, refused = found["nan"]
     assert nan.startswith("RefitError: 'model.norm.weight' has NaN")
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")
 
 
 def test_async_engine(tmp_path: Path) -> None:

@@ -125,8 +125,8 @@ def test_captured_graphs_see_new_scales(engine: GpuEngine, checkpoints: dict[str
 def test_a_mixture_is_refused_without_an_fp8_cache_too(checkpoints: dict[str, Path]) -> None:
     engine = start_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")), **QUICK)
     tokens = engine.greedy()
-    state_of(engine.model).guard.close("The weights are a mixture: a test says so")
-    with pytest.raises(RefitError, match="mixture"):
+    state_of(engine.model).guard.close("The weights are half-updated: a test says so")
+    with pytest.raises(RefitError, match="half-updated"):
         engine.greedy()
     drop_requests(engine.llm)
     state_of(engine.model).guard.open()

@@ -246,7 +246,7 @@ def test_without_memory_to_stage_tensors_from_the_host(engine, a, checkpoints) -
         hog.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
-    with pytest.raises(Fp8RLError, match="mixture"):
+    with pytest.raises(Fp8RLError, match="half-updated"):
         engine.greedy()
     refit(engine.llm, a.items(), expect_kv_scales=True)
     assert engine.greedy() == tokens

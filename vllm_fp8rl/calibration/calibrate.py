@@ -189,7 +189,7 @@ def _scales(seen: Sequence[Mapping[str, Any]], tokens: int, margin: float) -> di
         )
     places = {name: parse_scale_name(name) for name in amax}
     layers = 1 + max(place[0] for place in places.values() if place)
-    table = torch.ones(layers, len(ROLES))
+    table = torch.ones(layers, len(ROLES), dtype=torch.float64)
     for name, place in places.items():
         assert place is not None
         table[place[0], ROLES.index(place[1])] = amax[name]

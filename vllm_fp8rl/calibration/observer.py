@@ -106,10 +106,10 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
     guard.require_awake()
     guard.calibrate("closed")
     guard.outdate_cache(_OTHER_CODES)
-    for layer, state in fp8_layers(model):
+    for layer, scales in fp8_layers(model):
         layer.impl = _own(layer)  # publishing clears what some implementations cache of the scales
-        state.provisional = {
-            role: float(provisional.get(scale_name(state.index, role), 1.0)) for role in ROLES
+        scales.provisional = {
+            role: float(provisional.get(scale_name(scales.index, role), 1.0)) for role in ROLES
         }
         publish_scales(layer)
         layer.impl = ObservedImpl(layer.impl, layer._k_scale.device)
@@ -141,17 +141,17 @@ def observed(model: torch.nn.Module) -> dict[str, Any]:
     amax: dict[str, float] = {}
     tokens: list[int] = []
     clipped, margin = False, 1.0
-    for layer, state in fp8_layers(model):
+    for layer, scales in fp8_layers(model):
         if not isinstance(layer.impl, ObservedImpl):
             raise RefitError(_NOT_OBSERVED)
         tokens.append(int(layer.impl.tokens))
-        margin = layer.quant_method.quant_config.resolve().recipe.kv_cache.margin
-        for role in state.required(layer):
+        margin = layer.quant_method.state.recipe.kv_cache.margin
+        for role in scales.required(layer):
             value = layer.impl.amax[role].item()
             if role == "q" and layer.impl.quantized_queries:
-                value, beyond = _unquantized(value, state)
+                value, beyond = _unquantized(value, scales)
                 clipped |= beyond
-            amax[scale_name(state.index, role)] = value
+            amax[scale_name(scales.index, role)] = value
     return {
         "amax": amax,
         "tokens": min(tokens, default=0),
@@ -166,8 +166,8 @@ def stop_observing(model: torch.nn.Module) -> None:
     if not guard.calibrating:
         return
     guard.outdate_cache(_OTHER_CODES)
-    for layer, state in fp8_layers(model):
-        layer.impl, state.provisional = _own(layer), None
+    for layer, scales in fp8_layers(model):
+        layer.impl, scales.provisional = _own(layer), None
         publish_scales(layer)
     guard.calibrate(None)  # last: an interrupted call leaves the engine closed
 
@@ -177,10 +177,10 @@ def _own(layer: Any) -> Any:
     return layer.impl.impl if isinstance(layer.impl, ObservedImpl) else layer.impl
 
 
-def _unquantized(code: float, state: LayerKVScales) -> tuple[float, bool]:
+def _unquantized(code: float, scales: LayerKVScales) -> tuple[float, bool]:
     """Return the largest |query| that quantizes to ``code``, and whether it may be too small.
 
     The layer quantizes queries before vLLM calls attention.
     """
     beyond = code >= E4M3_MAX
-    return code * state.in_use("q") * (_BEYOND if beyond else _HALF_STEP), beyond
+    return code * scales.in_use("q") * (_BEYOND if beyond else _HALF_STEP), beyond

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from vllm_fp8rl.compat import installed_version, warms_up_deep_gemm
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
 from vllm_fp8rl.kernels.nvcc import NO_NVCC, find_nvcc
 
@@ -33,7 +32,7 @@ def find_job() -> Job | None:
     import torch
     from vllm import envs
 
-    if envs.VLLM_DEEP_GEMM_WARMUP == "skip" or warms_up_deep_gemm(installed_version() or ""):
+    if envs.VLLM_DEEP_GEMM_WARMUP == "skip":
         return None
     names = ("deep_gemm", "vllm.third_party.deep_gemm")
     package = next((sys.modules[name] for name in names if name in sys.modules), None)

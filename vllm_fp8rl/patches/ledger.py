@@ -1,8 +1,9 @@
 """Every patch of vLLM as one record: what, why, how, and until when.
 
 :func:`install` compares each target with its record before it changes anything, so that a vLLM
-that has moved or changed it is refused by name. Every patch leaves engines without
-``quantization="fp8rl"`` as they were, and may be installed any number of times.
+that has moved or changed it is refused by name. :data:`GATES` it only compares: what they record
+is replaced by a request gate, on one engine object, while that refuses requests. Every patch leaves
+engines without ``quantization="fp8rl"`` as they were, and may be installed any number of times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MARK = "fp8rl_patch"
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of vLLM that is replaced."""
+    """One function of vLLM that is replaced, in its class or on single objects."""
 
     module: str
     target: str
@@ -35,7 +36,8 @@ class Patch:
     how: str
     until: str
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]] | None
-    """Takes the function and returns its replacement; None where single objects are patched."""
+    """Takes the function and returns its replacement; None where it stays in its class, because a
+    request gate replaces it on single objects."""
 
     def check(self) -> tuple[type, str, Callable[..., Any]]:
         """Return the class, the function's name and the function.
@@ -134,6 +136,7 @@ GATES = (
         for name in ("add_request", "generate", "encode")
     ),
 )  # fmt: skip
+"""Compared where a request gate is made."""
 
 WORKER = (*LOADS, *RELOADS)
 """Installed where a model is built."""
@@ -142,6 +145,8 @@ LEDGER: tuple[Patch, ...] = (*ENGINE_CORE, *WORKER, *GATES)
 
 def install(patches: Iterable[Patch]) -> None:
     """Apply patches to the modules that this process has imported; check all before the first.
+
+    Records without a replacement are only checked.
 
     Raises:
         UnsupportedError: see :meth:`Patch.check`.

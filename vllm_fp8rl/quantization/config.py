@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.logger import init_logger
@@ -63,15 +64,15 @@ class Fp8RLConfig(QuantizationConfig):
         require_supported()
         self._recipe = recipe
         self._state: RankState | None = None
-        self.changes = Changes()
-        """The changes of the engine, in the process that owns its ``LLM`` or ``AsyncLLM``."""
+        self.changes: WeakKeyDictionary[Any, Changes] = WeakKeyDictionary()
+        """The changes of each ``LLMEngine`` or ``AsyncLLM`` of this process with this config."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied or unpickled config belongs to another engine or process: it starts anew.
         return self.__dict__ | {"_state": None, "changes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"changes": Changes()}
+        self.__dict__ |= state | {"changes": WeakKeyDictionary()}
 
     def get_name(self) -> str:  # type: ignore[override]
         return NAME

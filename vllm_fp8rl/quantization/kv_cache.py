@@ -101,17 +101,18 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         """Register the parameters, float32 scalars.
 
         Raises:
-            UnsupportedError: see :func:`check_kv_cache_dtype` and :func:`check_backend`.
+            UnsupportedError: see :func:`check_kv_cache_dtype` and :func:`check_backend`; or the
+                layer's name has no number.
         """
         fp8 = check_kv_cache_dtype(layer.kv_cache_dtype)
         if fp8:
             engine = get_current_vllm_config()
             check_backend(layer.attn_backend.get_name(), engine.compilation_config)
+            scales = LayerKVScales(_layer_number(layer.layer_name))
+            self.state.kv_scales[layer.layer_name] = scales
         layer.attn_backend = guarded(layer.attn_backend)
         if not fp8:
             return
-        index = next(part for part in layer.layer_name.split(".") if part.isdigit())
-        self.state.kv_scales[layer.layer_name] = LayerKVScales(int(index))
         for role in ROLES:
             parameter = torch.nn.Parameter(
                 torch.full((), UNSET, dtype=torch.float32), requires_grad=False
@@ -157,9 +158,9 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     """
     require_mapping(scales, "KV scales")
     found = list(fp8_layers(model))
-    layers = {state.index: layer for layer, state in found}
-    states = {state.index: state for _, state in found}
-    values = {index: dict(state.values) for index, state in states.items()}
+    layers = {own.index: layer for layer, own in found}
+    by_index = {own.index: own for _, own in found}
+    values = {index: dict(own.values) for index, own in by_index.items()}
     given: list[tuple[int, Role]] = []
     for name, scale in scales.items():
         value = checked_scale(name, scale)
@@ -175,14 +176,14 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
         return
     guard = state_of(model).guard
     guard.require_awake()
-    if any(state.values != values[index] for index, state in states.items()):
+    if any(own.values != values[index] for index, own in by_index.items()):
         guard.outdate_cache(_OLDER_CODES)
     guard.restore()  # where what follows is interrupted, the next step does it
     # In one go: Ctrl-C interrupts no call of C, and a half of the scales is never left behind.
-    deque(map(setattr, states.values(), repeat("values"), values.values()), maxlen=0)
+    deque(map(setattr, by_index.values(), repeat("values"), values.values()), maxlen=0)
     batch = WriteBatch()
     for index, role in given:
-        _publish(layers[index], role, states[index].in_use(role), batch.fill)
+        _publish(layers[index], role, by_index[index].in_use(role), batch.fill)
     batch.run()
 
 
@@ -197,7 +198,7 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
     Raises:
         ScaleError: the model has no FP8 KV cache, or a bad value.
     """
-    indices = [state.index for _, state in fp8_layers(model)]
+    indices = [scales.index for _, scales in fp8_layers(model)]
     if not indices:
         raise ScaleError(
             "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
@@ -216,18 +217,18 @@ def forget_kv_scales(model: torch.nn.Module) -> None:
 def kv_scale_state(model: torch.nn.Module) -> dict[tuple[int, Role], float]:
     """Return (global layer number, role) -> value, for every scale that a loader has set."""
     return {
-        (state.index, role): value
-        for _, state in fp8_layers(model)
-        for role, value in state.values.items()
+        (scales.index, role): value
+        for _, scales in fp8_layers(model)
+        for role, value in scales.values.items()
     }
 
 
 def required_kv_scales(model: torch.nn.Module) -> set[str]:
     """Return the wire names of the scales that generation needs, loaded or not."""
     return {
-        scale_name(state.index, role)
-        for layer, state in fp8_layers(model)
-        for role in state.required(layer)
+        scale_name(scales.index, role)
+        for layer, scales in fp8_layers(model)
+        for role in scales.required(layer)
     }
 
 
@@ -309,6 +310,17 @@ def checked_scale(name: str, scale: torch.Tensor | float) -> float:
     if not isinstance(scale, (Real, torch.Tensor)) or isinstance(scale, bool):
         raise ScaleError(f"KV scale '{name}' is {scale!r}; send one number.")
     return check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
+
+
+def _layer_number(name: str) -> int:
+    """Return the global number of a layer, which the names of its scales on the wire have."""
+    number = next((part for part in name.split(".") if part.isdigit()), None)
+    if number is None:
+        raise UnsupportedError(
+            f"Attention layer '{name}' has no number in its name, so KV scales cannot be sent to "
+            "it; set kv_cache_dtype='auto'."
+        )
+    return int(number)
 
 
 def _commit(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fill_) -> None:

@@ -38,7 +38,6 @@ from vllm_fp8rl.storage.parameters import (
     check_plain_dtype,
 )
 
-_LOADED = "fp8rl_loaded"
 _DUMMY_RANGE = 1e-3  # what vLLM's dummy loader draws weights from
 
 
@@ -261,19 +260,38 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
 
     def __init__(self, name: str, *, dummy: bool) -> None:
         self.name = name
+        self.loaded = False
         self._dummy = dummy
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **extra: Any) -> None:
-        extra["weight_loader"] = _checked(extra["weight_loader"], self.name)
-        super().create_weights(layer, *sizes, **extra)
+        # Weak, because vLLM's reload bookkeeping must not keep the layer alive.
+        self._loader = weakref.WeakMethod(extra["weight_loader"])
+        super().create_weights(layer, *sizes, **(extra | {"weight_loader": self.load}))
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def load(self, param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        """Load the weight as vLLM's loader does, in a dtype that the layer can hold.
+
+        Raises:
+            UnsupportedError: another dtype.
+            RefitError: the layer no longer exists.
+        """
+        check_plain_dtype(loaded_weight, f"{self.name}.weight")
+        loader = self._loader()
+        if loader is None:
+            raise RefitError(
+                f"'{self.name}' was loaded after its model was deleted; restart the engine."
+            )
+        loader(param, loaded_weight)
+        self.loaded = True
+
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Nothing: upstream would make a packed copy here that later loads do not reach.
 
         Raises:
             CheckpointError: the checkpoint has no such tensor. A tied one has its partner's.
         """
-        if not (self._dummy or getattr(layer.weight, _LOADED, False)):
+        method = layer.weight.weight_loader.__self__  # the partner's for a tied parameter
+        if not (self._dummy or method.loaded):
             raise _incomplete(self.name, [0])
 
     def apply(
@@ -282,19 +300,3 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
         if layer.weight.device.type == "cpu":
             return torch.nn.functional.linear(x, layer.weight, bias)
         return super().apply(layer, x, bias)
-
-
-def _checked(loader: Callable[..., None], name: str) -> Callable[..., None]:
-    method = weakref.WeakMethod(loader)  # vLLM's reload bookkeeping must not keep the layer alive
-
-    def load(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
-        check_plain_dtype(loaded_weight, f"{name}.weight")
-        live = method()
-        if live is None:
-            raise RefitError(
-                f"'{name}' was loaded after its model was deleted; restart the engine."
-            )
-        live(param, loaded_weight)
-        setattr(param, _LOADED, True)
-
-    return load

@@ -58,7 +58,7 @@ def check_architecture(hf_config: Any, top_config: Any) -> None:
         why = "a multimodal model"
     elif is_moe(hf_config) and kind not in MOE_MODELS:
         key = next(key for key in _EXPERT_KEYS if getattr(hf_config, key, None))
-        why = f"another mixture of experts ({key})"
+        why = f"another MoE model ({key})"
     else:
         return
     raise UnsupportedError(

@@ -164,7 +164,7 @@ async def _give_up(
         if not any(await workers.call("fp8rl_refit_abort", workers.session, reason)):
             await gate.open()
             return
-    gate.refuse("The weights are a mixture: a refit broke off or was incomplete")
+    gate.refuse("The weights are half-updated: a refit broke off or was incomplete")
     if in_flight != "keep":
         with contextlib.suppress(Exception):
             await gate.abort_waiting()
@@ -196,7 +196,7 @@ class _AsyncGate:
     def __init__(self, engine: AsyncLLM) -> None:
         from vllm_fp8rl.patches.ledger import GATES, install
 
-        install(GATES)  # compares them; they replace nothing but attributes of this engine
+        install(GATES)  # only compares them
         self._engine: Any = engine
         self._changes = Changes.of(engine)
         self._resume = True
@@ -208,24 +208,24 @@ class _AsyncGate:
             RefitError: another refit has it.
         """
         changes = self._changes
-        task, former = changes.refit or (None, None)
+        task, former = changes.under_way or (None, None)
         if task is not None and not task.done():
             raise RefitError("A refit of this engine is already under way; await it first.")
-        changes.refit = (asyncio.current_task(), workers)
+        changes.under_way = (asyncio.current_task(), workers)
         try:
             if former is not None:  # its task was ended before it could give up
                 await former.call("fp8rl_refit_abort", former.session, "interrupted")
             paused = await while_alive(self._engine, self._engine.is_paused())
             self._resume = not paused if changes.resume is None else changes.resume
         except BaseException:
-            changes.refit = None
+            changes.under_way = None
             raise
 
     async def open(self) -> None:
         """Serve requests; but stay paused if the engine was before the refit."""
         for name in self._METHODS:
             self._engine.__dict__.pop(name, None)
-        self._changes.resume = self._changes.refit = None
+        self._changes.resume = self._changes.under_way = None
         if self._resume:
             await while_alive(self._engine, self._engine.resume_generation())
 
@@ -241,7 +241,7 @@ class _AsyncGate:
 
         for name in self._METHODS:
             setattr(self._engine, name, add_request if name == "add_request" else generate)
-        self._changes.resume, self._changes.refit = self._resume, None
+        self._changes.resume, self._changes.under_way = self._resume, None
 
     async def abort_waiting(self) -> None:
         """Abort the requests that wait for the engine to resume."""

@@ -56,7 +56,8 @@ class Changes:
     """The changes of one engine, one after the other.
 
     The engine's quantization config keeps this object, because any holder of the engine may start a
-    change. The fields without an underscore belong to the request gates.
+    change; several engines may share a config. The fields without an underscore belong to the
+    request gates.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Changes:
         self._plugins: PluginManager | None = None
         self.require_open: Callable[[], None] | None = None
         """Raises the reason why an ``LLM`` refuses requests; None while it takes them."""
-        self.refit: tuple[Any, Any] | None = None
+        self.under_way: tuple[Any, Any] | None = None
         """Task and workers of the refit of an ``AsyncLLM`` that is under way."""
         self.resume: bool | None = None
         """While an ``AsyncLLM`` refuses requests: whether a complete refit resumes it."""
@@ -81,7 +82,7 @@ class Changes:
             raise RefitError(
                 f"This engine has no quantization='{NAME}'; start it with that to refit it."
             )
-        return engine.vllm_config.quant_config.changes
+        return engine.vllm_config.quant_config.changes.setdefault(engine, cls())
 
     @property
     def plugins(self) -> PluginManager:
@@ -133,7 +134,7 @@ class RequestGate:
     def __init__(self, llm: LLM) -> None:
         from vllm_fp8rl.patches.ledger import GATES, install
 
-        install(GATES)  # compares them; they replace nothing but attributes of this engine
+        install(GATES)  # only compares them
         self._engine: Any = llm.llm_engine
         self._changes = Changes.of(self._engine)
 

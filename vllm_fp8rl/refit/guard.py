@@ -45,7 +45,7 @@ class RefitGuard:
 
     A step raises
 
-    * while a refit is under way, or the weights are a mixture of old and new ones;
+    * while a refit is under way, or the weights are half-updated;
     * while FP8 codes lack their scales;
     * while an FP8 KV cache lacks its scales, or may hold codes of other scales;
     * while KV scales are being calibrated;

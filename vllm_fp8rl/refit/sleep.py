@@ -23,7 +23,7 @@ from vllm_fp8rl.quantization.kv_cache import Fp8RLKVCacheMethod
 from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.state import find_state
 
-NAME = "fp8rl_cumem"
+BACKEND = "fp8rl_cumem"
 _STOCK = "cumem"
 _TAGS = ("weights", "kv_cache")
 
@@ -36,16 +36,16 @@ def watch(model_config: Any, guard: RefitGuard) -> None:
     """
     if not model_config.enable_sleep_mode:
         return
-    if model_config.sleep_mode_backend not in (_STOCK, NAME):
+    if model_config.sleep_mode_backend not in (_STOCK, BACKEND):
         raise UnsupportedError(
             f"fp8rl cannot tell what sleep_mode_backend='{model_config.sleep_mode_backend}' does "
             f"to weights and KV scales; leave it at '{_STOCK}'."
         )
     try:
-        SleepModeBackendFactory.get_backend_class(NAME)
+        SleepModeBackendFactory.get_backend_class(BACKEND)
     except ValueError:
-        SleepModeBackendFactory.register_backend(NAME, __name__, WatchedBackend.__name__)
-    model_config.sleep_mode_backend = NAME
+        SleepModeBackendFactory.register_backend(BACKEND, __name__, WatchedBackend.__name__)
+    model_config.sleep_mode_backend = BACKEND
     guard.may_sleep = True
 
 

@@ -110,25 +110,37 @@ def _run(
 ) -> RefitReport:
     changes, gate, workers = Changes.of(llm.llm_engine), RequestGate(llm), Workers(llm)
     session = uuid.uuid4().hex
+    sent = begun = False
+
+    def after_begin() -> Steps:
+        nonlocal begun
+        begun = True
+        gate.close("a refit is under way")
+        yield from transfer(session)
 
     def change() -> dict[str, Any]:
+        nonlocal sent
         if llm.llm_engine.has_unfinished_requests():
             raise RefitError(
                 "The engine has requests in flight; finish them, or drop them with "
                 "vllm_fp8rl.refit.drop_requests(llm), then refit; if some stay, restart it."
             )
-        gate.close("a refit is under way")
-        counts = workers.run(refit_steps(session, expect_kv_scales, transfer(session)))
+        sent = True
+        counts = workers.run(refit_steps(session, expect_kv_scales, after_begin()))
         gate.open()
         return counts
 
     def undo(reason: str) -> None:
+        if not sent:
+            return
         closed = True
         with contextlib.suppress(Exception):  # a dead worker is as closed as can be
             closed = any(workers.call("fp8rl_refit_abort", session, reason))
+        if not begun:  # nothing was written; the model may be closed by the session of another
+            return
         if closed:
-            mixture = "The weights are a mixture: a refit broke off or was incomplete"
-            gate.close(mixture, mended=workers.may_run)
+            half_updated = "The weights are half-updated: a refit broke off or was incomplete"
+            gate.close(half_updated, mended=workers.may_run)
         else:
             gate.open()
 

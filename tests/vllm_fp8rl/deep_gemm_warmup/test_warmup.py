@@ -17,21 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import vllm
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import envs
-from vllm.config import VllmConfig, set_current_vllm_config
 
-from fp8rl import Recipe
-from fp8rl.gemm import GemmShape
-from vllm_fp8rl.compat import warms_up_deep_gemm
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
 from vllm_fp8rl.deep_gemm_warmup.lister import rows_to_try
 from vllm_fp8rl.deep_gemm_warmup.warmup import find_job
-from vllm_fp8rl.kernels import block_gemm
 from vllm_fp8rl.kernels.nvcc import find_nvcc
 
 # As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,
@@ -75,7 +68,6 @@ sleep 0.05
 while [ "$1" != -o ]; do shift; done
 echo cubin > "$2"
 """
-INSTALLED = "vllm_fp8rl.deep_gemm_warmup.warmup.installed_version"
 LINEAR = [Shape(256, 128, 1024), Shape(512, 256, 1024)]
 """Three kernels each, by PACKAGE's heuristics."""
 
@@ -188,7 +180,6 @@ def test_a_failure_is_a_warning_and_leaves_no_kernel(
 
 
 def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(INSTALLED, lambda: "0.25.1")
     logging.getLogger("vllm").propagate = True
     monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "skip", raising=False)
     assert find_job() is None
@@ -203,27 +194,6 @@ def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(__file__="deep_gemm/x.py"))
     assert find_job() is None
     assert "there is no nvcc; install" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(INSTALLED, lambda: "0.30.0")  # has a warm-up for these layers itself
-    assert find_job() is None
-    assert caplog.text == ""
-
-
-@pytest.mark.skipif(not warms_up_deep_gemm(vllm.__version__), reason="vLLM has no such warm-up")
-def test_vllms_own_warm_up_finds_the_weight_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.warmup import deep_gemm_warmup as of_vllm
-
-    monkeypatch.setattr(of_vllm, "get_mk_alignment_for_contiguous_layout", lambda: [128, 128])
-    layer = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(torch.empty(256, 128), requires_grad=False)
-    layer.weight_scale_inv = torch.nn.Parameter(torch.empty(2, 1), requires_grad=False)
-    config = block_gemm.layer_config(GemmShape(0, 256, 128), torch.bfloat16)
-    with set_current_vllm_config(VllmConfig()):
-        kernel = block_gemm.DelegatedKernel("deep_gemm", config, Recipe())
-    kernel.warm_up(layer, KernelWarmup(1024, lambda: None))
-    found = of_vllm._deep_gemm_linear_data(layer)
-    assert found is not None
-    assert found[0] is layer.weight and found[1] is layer.weight_scale_inv
 
 
 @given(st.integers(1, 3000))

@@ -299,6 +299,20 @@ def test_an_engine_that_cannot_work_does_not_start(
         start(tmp_path, Recipe(), load_format="dummy", **arguments)
 
 
+def test_an_attention_layer_without_a_number_is_refused_by_name(engine: Engine) -> None:
+    from vllm.config import set_current_vllm_config
+
+    method = attention(engine.model, 0).quant_method
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    layer = SimpleNamespace(layer_name="pooler.attn", kv_cache_dtype="fp8", attn_backend=backend)
+    with (
+        set_current_vllm_config(engine.llm.llm_engine.vllm_config),
+        pytest.raises(UnsupportedError, match=r"'pooler\.attn' has no number.*'auto'"),
+    ):
+        method.create_weights(layer)
+    assert layer.layer_name not in method.state.kv_scales
+
+
 def test_scales_that_vllm_would_make_of_the_first_batch_are_refused() -> None:
     check_scale_source(SimpleNamespace())  # vLLM 0.32
     check_scale_source(SimpleNamespace(calculate_kv_scales=False))

@@ -424,8 +424,8 @@ def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path, missin
         other_engine(tmp_path, Recipe.from_dict({"pins": {"last": 1}}))
 
 
-def test_mixture_of_experts_is_refused(other_engine, checkpoints):
-    with pytest.raises(UnsupportedError, match="mixture of experts"):
+def test_another_moe_model_is_refused(other_engine, checkpoints):
+    with pytest.raises(UnsupportedError, match="another MoE model"):
         other_engine(checkpoints["a"], Recipe(), hf_overrides={"num_experts": 8})
 
 

@@ -210,7 +210,7 @@ def test_codes_on_the_wire(moe: Engine, tokens, b: Tensors) -> None:
     del wire[f"{DOWN}_scale_inv"]
     with pytest.raises(RefitError, match=f"lacks 1 .*'{DOWN}_scale_inv'"):
         give(moe, wire)
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         moe.greedy(SHORT)
 
 
@@ -224,7 +224,7 @@ def test_codes_without_scales_outside_a_refit_stop_the_next_step(moe: Engine, a:
 def test_truncated_streams(moe: Engine, b: Tensors, missing: str) -> None:
     with pytest.raises(RefitError, match=f"lacks 1 .*'{missing}'"):
         give(moe, {n: t for n, t in b.items() if n != missing})
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         moe.greedy(SHORT)
 
 
@@ -233,7 +233,7 @@ def test_an_expert_with_nan(moe: Engine, tokens, b: Tensors) -> None:
     bad[3, 5] = torch.nan
     with pytest.raises(RefitError, match=f"'{DOWN}' has NaN"):
         refit(moe.llm, (b | {DOWN: bad}).items(), expect_kv_scales=False, batch_bytes=1 << 16)
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         moe.greedy(SHORT)
     give(moe, b)
     assert moe.greedy(SHORT) == tokens["b"]
@@ -427,7 +427,7 @@ def test_pins_of_experts_are_all_or_none() -> None:
 
 def test_models_and_ranks_that_are_not_served() -> None:
     other = config(model_type="mixtral")
-    with pytest.raises(UnsupportedError, match=r"mixtral is another mixture of experts"):
+    with pytest.raises(UnsupportedError, match=r"mixtral is another MoE model"):
         check_architecture(other, other)
     check_widths(config(), 4, expert_parallel=False)
     check_widths(config(moe_intermediate_size=97), 4, expert_parallel=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +16,8 @@ from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
 from support.engine import LAYERS, PROMPTS, Engine, load_tensors
 from support.processes import run_script
-from vllm_fp8rl.refit.asynchronous import refit_async
+from vllm_fp8rl.quantization.config import Fp8RLConfig
+from vllm_fp8rl.refit.asynchronous import refit_async, refit_async_from_files
 from vllm_fp8rl.refit.liveness import ended_by_death
 from vllm_fp8rl.refit.worker import EXTENSION
 
@@ -86,14 +88,14 @@ def test_broken_off_after_a_write_closes_the_engine_until_a_complete_refit(found
     error, waiting, refused = found["nan"]
     assert error.startswith("RefitError: 'model.norm.weight' has NaN")
     assert waiting == [[], "abort"]
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")
     assert found["after_nan"] == truth["b"]
 
 
 def test_cancellation(found, truth):
     error, refused = found["cancelled"]
     assert error.startswith("CancelledError")
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")
     early = found["cancelled_early"]
     assert early[0].startswith("CancelledError")
     assert early[1:] == [truth["long_a"], "length", truth["a"]]
@@ -120,7 +122,7 @@ def test_a_killed_engine_core_is_an_error_not_a_wait(found):
     error, refused = found["killed"]
     assert error.startswith("RefitError: Step 'fp8rl_refit_load_batch' of the refit failed on a ")
     assert error.endswith("restart the engine.")
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")
 
 
 def test_calls_of_a_synchronous_engine_end_with_its_core():
@@ -156,3 +158,88 @@ def test_unknown_policy_for_requests_in_flight():
     nothing: Any = None
     with pytest.raises(RefitError, match="in_flight is 'later'; choose one of"):
         asyncio.run(refit_async(nothing, [], expect_kv_scales=False, in_flight="later"))  # type: ignore[arg-type]
+
+
+class EngineOfAConfig:
+    """An AsyncLLM without an engine core, of a configuration that others share."""
+
+    errored = False
+    engine_core = None
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config, self.paused, self.breaks_off = vllm_config, False, False
+
+    async def add_request(self) -> None: ...
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def pause_generation(self, **options: object) -> None:
+        await asyncio.sleep(0.01)  # lets another task run
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def reset_prefix_cache(self, **options: object) -> bool:
+        return True
+
+    async def collective_rpc(self, step: str, args: tuple[object, ...]) -> list[dict[str, Any]]:
+        if step == "fp8rl_refit_load_files" and self.breaks_off:
+            return [{"value": None, "error": ("RefitError", "broken off")}]
+        report = {"parameters": 1, "kv_scales": 0, "tensors": 1, "received_bytes": 1}
+        values = {"fp8rl_refit_finish": report, "fp8rl_refit_abort": True}
+        return [{"value": values.get(step), "error": None}]
+
+
+@pytest.fixture
+def two() -> list[Any]:
+    parallel = SimpleNamespace(worker_extension_cls=EXTENSION)
+    config = SimpleNamespace(parallel_config=parallel, quant_config=Fp8RLConfig())
+    return [EngineOfAConfig(config) for _ in range(2)]
+
+
+def refit_of(engine: Any) -> Any:
+    return refit_async_from_files(engine, "folder", expect_kv_scales=False)
+
+
+def test_two_engines_of_one_config_refit_at_the_same_time(two):
+    async def together() -> None:
+        await asyncio.gather(*map(refit_of, two))
+
+    asyncio.run(together())
+    assert not any(engine.paused for engine in two)
+
+
+def test_a_failed_refit_of_one_engine_outlives_a_complete_one_of_the_other(two):
+    one, other = two
+    one.breaks_off = True
+    with pytest.raises(RefitError, match="broken off"):
+        asyncio.run(refit_of(one))
+    asyncio.run(refit_of(other))
+    assert one.paused and not other.paused
+    with pytest.raises(RefitError, match="a refit broke off"):
+        asyncio.run(one.add_request())
+    one.breaks_off = False
+    asyncio.run(refit_of(one))
+    assert not one.paused
+
+
+def test_a_vllm_that_takes_requests_elsewhere_is_refused_by_name(two, monkeypatch):
+    from vllm.v1.engine import async_llm
+
+    monkeypatch.setattr(async_llm, "AsyncLLM", type("AsyncLLM", (EngineOfAConfig,), {}))
+    with pytest.raises(UnsupportedError, match=r"patches '.*AsyncLLM\.generate', which this vLLM"):
+        asyncio.run(refit_of(two[0]))
+    assert not two[0].paused
+
+
+def test_a_config_does_not_keep_engines_alive(two):
+    changes = two[0].vllm_config.quant_config.changes
+    for engine in two:
+        asyncio.run(refit_of(engine))
+    assert len(changes) == 2
+    del engine
+    two.clear()
+    gc.collect()
+    assert len(changes) == 0

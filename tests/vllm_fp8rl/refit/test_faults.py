@@ -5,6 +5,8 @@ A rank that dies is in tp_refit.py; NaN, missing and repeated tensors are in tes
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -36,7 +38,7 @@ def serves(engine: Engine) -> bool:
     try:
         engine.greedy(PROMPTS)
     except RefitError as error:
-        assert "mixture" in str(error) and "refit the engine" in str(error)
+        assert re.search("half-updated|mixture", str(error)) and "refit the engine" in str(error)
         drop_requests(engine.llm)
         return False
     return True

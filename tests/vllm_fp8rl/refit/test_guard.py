@@ -20,7 +20,7 @@ from support.engine import Engine
 from vllm_fp8rl.quantization.kv_cache import check_backend, kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.guard import RefitGuard, guarded
-from vllm_fp8rl.refit.sleep import NAME, WatchedBackend, discardable, guarded_models, watch
+from vllm_fp8rl.refit.sleep import BACKEND, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 
@@ -144,8 +144,8 @@ def test_without_an_fp8_cache(engine: Engine, other_engine: Any, checkpoints: di
     tokens = plain.greedy(PROMPTS)
     guard = state_of(plain.model).guard
     assert guard is not state_of(engine.model).guard
-    guard.close("The weights are a mixture: a test says so")
-    refuses(plain, RefitError, "mixture")
+    guard.close("The weights are half-updated: a test says so")
+    refuses(plain, RefitError, "half-updated")
     guard.open()
     assert plain.greedy(PROMPTS) == tokens
 
@@ -258,10 +258,10 @@ def test_only_engines_that_may_sleep_are_told(engine: Engine, guard: RefitGuard)
     try:
         watch(config, guard)
         watch(config, guard)
-        assert config.sleep_mode_backend == NAME
+        assert config.sleep_mode_backend == BACKEND
         from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
-        assert SleepModeBackendFactory.get_backend_class(NAME) is WatchedBackend
+        assert SleepModeBackendFactory.get_backend_class(BACKEND) is WatchedBackend
         assert [m for g, m in guarded_models() if g is guard] == [engine.model]
     finally:
         guard.may_sleep = False

@@ -23,4 +23,4 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert found["pointers"] is True
     lacks, refused = found["errors"]
     assert lacks.startswith("RefitError: The refit lacks 1 of the model's tensors: 'model.layers.1")
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")

@@ -230,7 +230,7 @@ def test_nan_refused_and_then_a_complete_refit_serves(engine, a, b, tokens, valu
     bad = changed(b | SCALES, UP, poisoned(b[UP], value))
     with pytest.raises(RefitError, match=f"'{UP}' has NaN or infinite"):
         refit(engine.llm, bad.items(), expect_kv_scales=True, batch_bytes=1 << 18)
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         engine.greedy(PROMPTS)
     refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True)
     assert engine.greedy(PROMPTS) == tokens["b"]
@@ -276,7 +276,7 @@ def test_what_is_no_tensor_is_refused_in_a_sentence(engine, tokens, stream, mess
 def test_missing_tensor(engine, b, missing):
     with pytest.raises(RefitError, match=f"lacks 1 .*'{missing}'"):
         refit(engine.llm, changed(b | SCALES, missing, None).items(), expect_kv_scales=True)
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         engine.greedy(PROMPTS)
 
 
@@ -344,7 +344,7 @@ def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeyp
         patch.setattr(engine.llm, "reset_prefix_cache", lambda **options: False)
         with pytest.raises(RefitError, match="could not reset its prefix cache"):
             refit(engine.llm, b.items(), expect_kv_scales=False)
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         engine.greedy(PROMPTS)
 
 
@@ -355,7 +355,7 @@ def test_sender_that_dies_leaves_a_refusal(engine, b, tokens):
 
     with pytest.raises(ConnectionError):
         refit(engine.llm, stream(), expect_kv_scales=False, batch_bytes=1)
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         engine.greedy(PROMPTS)
 
 

@@ -45,11 +45,11 @@ def test_two_ranks(tmp_path):
     assert found["tensors"] == len(load_tensors(tmp_path / "a")) + 4
     nan, refused, zero = found["errors"]
     assert nan.startswith("RefitError: 'model.layers.1.mlp.up_proj.weight' has NaN")
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")
     assert zero.startswith("ScaleError: KV scale 'model.layers.0.self_attn.k_scale' is 0")
     killed, refused = found["killed"]
     assert "failed on a worker" in killed and killed.endswith("died, restart the engine.")
-    assert refused.startswith("RefitError: The weights are a mixture")
+    assert refused.startswith("RefitError: The weights are half-updated")
 
 
 def layer_parameters(engine, partitions: list[int], columns: int, rank: int, ranks: int):
