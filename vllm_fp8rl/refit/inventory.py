@@ -132,7 +132,7 @@ class Inventory:
         Args:
             tensors: HF-named tensors for which :meth:`routes` holds; they must keep their values
                 until this returns.
-            came: takes each name once its tensor is accepted. The batch is written at the end.
+            came: takes each name before anything of its tensor can be written.
 
         Returns:
             Names of the engine parameters that this rank has written to.
@@ -143,8 +143,8 @@ class Inventory:
             for name, tensor in tensors:
                 entry = self._find(name)
                 assert entry is not None and entry.route is not None
-                entry.route(tensor, batch)
                 came.append(name)
+                entry.route(tensor, batch)
                 if entry.local:
                     written.add(entry.parameter)
             batch.run()
