@@ -65,7 +65,7 @@ def test_a_path_that_cannot_be_read_changes_nothing(engine, runner, tokens, tmp_
 def test_some_kv_scales_but_not_all(engine, a):
     with pytest.raises(RefitError, match=f"The reload lacks {len(SCALES) - 1} .*_scale"):
         reload(engine, a | dict([next(iter(SCALES.items()))]))
-    with pytest.raises(Exception, match="KV scale '.*' was never loaded"):
+    with pytest.raises(Exception, match=r"KV scale '.*' was never loaded"):
         engine.greedy(PROMPTS)
     drop_requests(engine.llm)
     reload(engine, a | SCALES)
