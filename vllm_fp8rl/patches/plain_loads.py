@@ -61,9 +61,10 @@ def _load(model: torch.nn.Module, weights: Iterable[Named], walk: Walk) -> set[s
             return walk(_checked(weights, model, guard, came))
     if guard.values.look(weights, model):
         guard.recheck()
-    inventory = Inventory.of(model)
+    names = [name for name, _ in weights]
+    inventory = Inventory.of(model, names)
     with _shut(model, guard) as came:
-        if inventory.routes([name for name, _ in weights]):
+        if inventory.routes(names):
             return inventory.write(scalars_on_host(weights), came)
         return walk(_noted(weights, came))
 
