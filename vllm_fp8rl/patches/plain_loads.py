@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fp8rl.errors import Fp8RLError
 from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.refit.intake import scalars_on_host
 from vllm_fp8rl.refit.inventory import Inventory
@@ -60,9 +61,10 @@ def _load(model: torch.nn.Module, weights: Iterable[Named], walk: Walk) -> set[s
             return walk(_checked(weights, model, guard, came))
     if guard.values.look(weights, model):
         guard.recheck()
-    inventory = Inventory.of(model)
+    names = [name for name, _ in weights]
+    inventory = Inventory.of(model, names)
     with _shut(model, guard) as came:
-        if inventory.routes([name for name, _ in weights]):
+        if inventory.routes(names):
             return inventory.write(scalars_on_host(weights), came)
         return walk(_noted(weights, came))
 
@@ -71,17 +73,18 @@ def _checked(
     weights: Iterable[Named], model: torch.nn.Module, guard: RefitGuard, came: list[str]
 ) -> Iterator[Named]:
     """The tensors, which may share memory: each is checked before the next one is pulled."""
-    for item in _noted(weights, came):
-        if guard.values.look([item], model):
+    for name, tensor in weights:
+        if guard.values.look([(name, tensor)], model):
             guard.recheck()
-        yield item
+        came.append(name)
+        yield name, tensor
 
 
 def _noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
-    """The tensors; the name of each is noted once it has been loaded and the next is pulled."""
+    """The tensors; the name of each is noted before anything of it can be written."""
     for name, tensor in weights:
-        yield name, tensor
         came.append(name)
+        yield name, tensor
 
 
 @contextmanager
@@ -91,32 +94,40 @@ def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
     The model is closed before the first write, so that it stays closed wherever Ctrl-C comes.
 
     Yields:
-        A list for the names of the tensors that have been loaded. While it is empty, an error
-        leaves everything as it was.
+        A list for the names of the tensors whose load has begun.
     """
     came: list[str] = []
     was_open, owed = not guard.closed, guard.values.owed
     guard.values.owed = None
     if was_open:
         guard.close(_BROKE_OFF)
+    guard.restore()  # KV scales may be noted, but not yet written, where the load breaks off
     try:
         yield came
     except BaseException as error:
-        broke_in_a_write = not isinstance(error, Exception) or isinstance(
-            error, torch.OutOfMemoryError
-        )
-        if came or broke_in_a_write:
-            if was_open:
-                guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
-        else:
+        if _untouched(model, came, error):
             if was_open:
                 guard.open()
             guard.values.owed = owed
+        elif was_open:
+            guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
         raise
     left = set() if was_open else _left(model, came, owed)
     if was_open or (owed != set() and not left and guard.session is None):
         guard.open()
     guard.values.owed = left  # last: until here an interrupt leaves all of them to come again
+
+
+def _untouched(model: torch.nn.Module, came: list[str], error: BaseException) -> bool:
+    """Whether an error is known to have come before anything was written."""
+    if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    if len(came) != 1:
+        return not came
+    entry = Inventory.of(model).entries.get(came[0])
+    if entry is None:  # a tensor fused as the engine has it, or a name that nothing takes
+        return not any(name == came[0] for name, _ in model.named_parameters())
+    return isinstance(error, Fp8RLError) and entry.kind != "fused"
 
 
 def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str]:

@@ -1,20 +1,29 @@
-"""vLLM's ``reload_weights``, served by a refit session; see :mod:`vllm_fp8rl.patches.ledger`."""
+"""vLLM's ``reload_weights`` as a plain load; see :mod:`vllm_fp8rl.patches.ledger`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
-from fp8rl.errors import UnsupportedError
+from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.kv_scales import parse_scale_name, scale_name
+from vllm_fp8rl.calibration.observer import stop_observing
 from vllm_fp8rl.names import NAME, uses_fp8rl
-from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
-from vllm_fp8rl.refit.session import RefitSession
+from vllm_fp8rl.quantization.kv_cache import forget_kv_scales
+from vllm_fp8rl.refit.guard import REMEDY
+from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
+from vllm_fp8rl.state import state_of
+
+Named = tuple[str, torch.Tensor]
+_BROKE_OFF = "The weights are a mixture: reload_weights broke off or was incomplete"
 
 
 def reload_in_place(reload: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``GPUModelRunner.reload_weights`` by a refit session, for models of fp8rl."""
+    """Replace ``GPUModelRunner.reload_weights`` by a load in place, for models of fp8rl."""
 
     def reload_weights(runner: Any, *args: Any, **kwargs: Any) -> None:
         if uses_fp8rl(runner.vllm_config):
@@ -27,7 +36,7 @@ def reload_in_place(reload: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reload(
     runner: Any,
-    weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
+    weights_iterator: Iterable[Named] | None = None,
     weights_path: str | None = None,
     is_checkpoint_format: bool = True,
 ) -> None:
@@ -37,24 +46,75 @@ def _reload(
             f"which quantization='{NAME}' does not serve; send HF tensors, without that argument "
             "or with vllm_fp8rl.refit.refit."
         )
-    weights = _checkpoint(runner, weights_path) if weights_iterator is None else weights_iterator
-    with RefitSession(runner.get_model(), expect_kv_scales=None, name="reload_weights") as session:
-        for batch in batches(weights, BATCH_BYTES):
-            session.load(batch)
+    if weights_iterator is not None:
+        _load_all(runner.get_model(), weights_iterator)
+        return
+    # vLLM 0.25.1's update_config replaces the configs of the runner, not those of the engine.
+    config = copy.copy(runner.model_config)
+    if weights_path is not None:
+        config.model, config.model_weights, config.revision = weights_path, "", None
+    _load_all(runner.get_model(), _checkpoint(runner, config))
+    if weights_path is not None:
+        live = runner.model_config
+        live.model, live.model_weights, live.revision = weights_path, "", None
 
 
-def _checkpoint(runner: Any, path: str | None) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors of the engine's checkpoint, or of another one, which replaces it."""
+def _load_all(model: Any, weights: Iterable[Named]) -> None:
+    """Load a whole checkpoint in place; vLLM maps and skips names as at the engine's start.
+
+    Raises:
+        RefitError: a refit is under way; the weights sleep; a value is not finite; or tensors are
+            missing, after which the model stays closed until all of them have come.
+        UnsupportedError: a pipeline-parallel engine.
+    """
+    guard = state_of(model).guard
+    if guard.session is not None:
+        raise RefitError(
+            f"A refit of this model, '{guard.session.name}', is under way; call reload_weights "
+            "after it has ended."
+        )
+    guard.require_awake()
+    require_one_stage()
+    inventory = Inventory.of(model)
+    stream = iter(weights)
+    first = list(islice(stream, 1))  # an unreadable checkpoint changes nothing
+    stop_observing(model)  # of a calibration that broke off
+    for grid in inventory.grids:
+        grid.forget_unpaired()
+    came: set[str] = set()
+    guard.outdate_cache("keys of older weights")
+    guard.values.owed = None  # every tensor must come, in this load or in later ones
+    guard.close(_BROKE_OFF)
+    model.load_weights(_noted(chain(first, stream), came))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # from now on the sender may free or reuse its tensors
+    missing = sorted(guard.values.owed or ())
+    scales = {scale_name(*parsed) for parsed in map(parse_scale_name, came) if parsed}
+    if scales and not inventory.kv_scales <= scales:
+        missing += sorted(inventory.kv_scales - scales)
+        forget_kv_scales(model)  # some are new, others old
+    if missing:
+        raise RefitError(
+            f"The reload lacks {len(missing)} of the model's tensors, such as '{missing[0]}'; "
+            f"{REMEDY}."
+        )
+
+
+def _noted(weights: Iterable[Named], came: set[str]) -> Iterator[Named]:
+    for name, tensor in weights:
+        came.add(name)
+        yield name, tensor
+
+
+def _checkpoint(runner: Any, config: Any) -> Iterable[Named]:
+    """Return the tensors of the checkpoint that a model config names."""
     from vllm.model_executor.model_loader import get_model_loader
 
-    loader: Any = get_model_loader(runner.vllm_config.load_config)
+    loader: Any = get_model_loader(runner.load_config)
     if not hasattr(loader, "get_all_weights"):
         raise UnsupportedError(
             f"reload_weights has no checkpoint to read with load_format="
-            f"'{runner.vllm_config.load_config.load_format}'; send tensors with "
+            f"'{runner.load_config.load_format}'; send tensors with "
             "vllm_fp8rl.refit.refit, or start the engine from a checkpoint."
         )
-    model_config = runner.vllm_config.model_config
-    if path is not None:
-        model_config.model, model_config.model_weights, model_config.revision = path, "", None
-    return loader.get_all_weights(model_config, runner.get_model())
+    return loader.get_all_weights(config, runner.get_model())

@@ -9,6 +9,7 @@ expert matrix of a layer, or a plain parameter. It is computed once, from the la
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,6 +78,7 @@ class Inventory:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
         self.entries = dict(_entries(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
         self.kv_scales = frozenset(required_kv_scales(model))
@@ -92,26 +94,36 @@ class Inventory:
             for layer, state in fp8_layers(model)
             for role in ROLES
         }
-        self._held = [
-            (module._parameters, leaf, parameter)
-            for module in model.modules()
+        self._held = {
+            f"{path}.{leaf}": (module._parameters, leaf, parameter)
+            for path, module in model.named_modules()
             for leaf, parameter in module.named_parameters(recurse=False)
-        ]
-        owners = (getattr(parameter, "grid", None) for _, _, parameter in self._held)
+        }
+        owners = (getattr(parameter, "grid", None) for _, _, parameter in self._held.values())
         grids = {id(grid): grid for grid in owners if hasattr(grid, "forget_unpaired")}
         self.grids: tuple[Any, ...] = tuple(grids.values())
         """What writes the FP8 parameters, each once."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> Inventory:
-        """The model's inventory, made again whenever a parameter has been replaced."""
+    def of(cls, model: torch.nn.Module, names: Sequence[str] = ()) -> Inventory:
+        """The model's inventory, made again for another model or after a parameter was replaced.
+
+        Args:
+            model: the model, or the part of it that is loaded.
+            names: HF names whose parameters are looked at; none: all of the model's.
+        """
         state = state_of(model)
-        if state.inventory is None or not state.inventory._is_current():
+        kept: Inventory | None = state.inventory
+        if kept is None or kept._model() is not model or not kept._is_current(names):
             state.inventory = cls(model)
         return state.inventory
 
-    def _is_current(self) -> bool:
-        return all(owner.get(leaf) is parameter for owner, leaf, parameter in self._held)
+    def _is_current(self, names: Sequence[str]) -> bool:
+        entries = [self._find(name) for name in names]
+        held = [self._held.get(entry.parameter) for entry in entries if entry is not None]
+        if not names or len(held) < len(names) or None in held:
+            held = list(self._held.values())
+        return all(h is not None and h[0].get(h[1]) is h[2] for h in held)
 
     def routes(self, names: Sequence[str]) -> bool:
         """Whether a batch of these names can be written by :meth:`write`.
@@ -132,7 +144,7 @@ class Inventory:
         Args:
             tensors: HF-named tensors for which :meth:`routes` holds; they must keep their values
                 until this returns.
-            came: takes each name once its tensor is accepted. The batch is written at the end.
+            came: takes each name before anything of its tensor can be written.
 
         Returns:
             Names of the engine parameters that this rank has written to.
@@ -143,8 +155,8 @@ class Inventory:
             for name, tensor in tensors:
                 entry = self._find(name)
                 assert entry is not None and entry.route is not None
-                entry.route(tensor, batch)
                 came.append(name)
+                entry.route(tensor, batch)
                 if entry.local:
                     written.add(entry.parameter)
             batch.run()

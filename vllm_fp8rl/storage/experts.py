@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from fp8rl.errors import RefitError
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
 from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, WriteBatch, check_scale_shape, narrow
@@ -268,7 +269,17 @@ def load_fused(
         leaf: a key of ``FUSED``.
         tensor: ``[experts, rows, columns]``; the experts of other ranks are skipped.
         batch: collects quantizations for later.
+
+    Raises:
+        RefitError: another shape; nothing has been written.
     """
+    rows, columns = experts.layout.shard(FUSED[leaf][0]).full
+    expected = (experts.layout.total, len(FUSED[leaf]) * rows, columns)
+    if tensor.shape != expected:
+        raise RefitError(
+            f"'{experts.layout.name}.{leaf}' takes a tensor of shape {expected}, but got "
+            f"{tuple(tensor.shape)}; send the matrices of all experts."
+        )
     parts = tensor.chunk(len(FUSED[leaf]), dim=1)
     for expert in experts.layout.local:
         for matrix, part in zip(FUSED[leaf], parts, strict=True):

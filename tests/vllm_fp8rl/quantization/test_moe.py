@@ -34,7 +34,7 @@ from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl.quantization.models import check_architecture, check_widths, module_names
 from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.refit.inventory import Inventory
-from vllm_fp8rl.state import RankState
+from vllm_fp8rl.state import RankState, state_of
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
@@ -433,3 +433,17 @@ def test_models_and_ranks_that_are_not_served() -> None:
     check_widths(config(moe_intermediate_size=97), 4, expert_parallel=True)
     with pytest.raises(UnsupportedError, match=r"moe_intermediate_size=97.*size=4"):
         check_widths(config(moe_intermediate_size=97), 4, expert_parallel=False)
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, PINNED], ids=["fp8", "pinned"])
+@pytest.mark.parametrize("leaf", ["gate_up_proj", "down_proj"])
+def test_fused_experts_of_another_number(moe_engine, paths, a, b, recipe, leaf):
+    """Too few would write some of them; the first ones of too many would be taken."""
+    engine = moe_engine(paths["a"], recipe)
+    before, whole = bytes_of(engine), fused(b)[f"{LAYER}.{leaf}"]
+    for wrong in (whole[:-1], torch.cat([whole, whole])):
+        with pytest.raises(RefitError, match=f"{leaf}' takes a tensor of shape"):
+            engine.model.load_weights([(f"{LAYER}.{leaf}", wrong)])
+    assert all(torch.equal(before[name], found) for name, found in bytes_of(engine).items())
+    engine.model.load_weights(list(a.items()))
+    assert not state_of(engine.model).guard.closed

@@ -219,3 +219,9 @@ def test_other_loaders_of_quantized_parameters_are_refused(engine, leaf):
         parameter.weight_loader = raw_copy
     with pytest.raises(UnsupportedError, match="another loader"):
         del parameter.weight_loader
+
+
+def test_a_load_of_the_inner_model_leaves_the_outer_one_its_names(engine, a, b, inventory):
+    inner = [(n.removeprefix("model."), t) for n, t in b.items() if n.startswith("model.")]
+    engine.model.model.load_weights([item for item in inner if not item[0].endswith("_scale")])
+    refit(engine.llm, a.items(), expect_kv_scales=True)
