@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
-from nemo_rl_ext.driver.mismatch_guard import LEVELS, LOGGER, Level, MismatchGuard
+from nemo_rl_ext.driver.mismatch_guard import LEVELS, Level, MismatchGuard
 from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
+from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 
