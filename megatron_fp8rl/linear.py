@@ -47,11 +47,11 @@ class Fp8State:
 class Fp8Module:
     """A module of a converted model; ``isinstance`` with this class is the one way to tell.
 
-    ``convert`` changes the class of a built module from ``upstream`` to a subclass of this one, and
-    nothing else: parameters, names, hooks and checkpoints stay.
+    ``convert`` changes the class of a built module from ``upstream_class`` to a subclass of this
+    one, and nothing else: parameters, names, hooks and checkpoints stay.
     """
 
-    upstream: ClassVar[type | None] = None
+    upstream_class: ClassVar[type | None] = None
     """Class that the module had before; None for a module that was built as ours."""
     fp8_setup: Any = None
     """:class:`megatron_fp8rl.conversion.Setup` of the model; None after :meth:`give_back`."""
@@ -68,8 +68,8 @@ class Fp8Module:
         """Leave the conversion: drop its state and take the upstream class back."""
         for attribute in ("fp8_state", "fp8_setup"):
             vars(self).pop(attribute, None)
-        if self.upstream is not None:
-            self.__class__ = self.upstream  # type: ignore[assignment]
+        if self.upstream_class is not None:
+            self.__class__ = self.upstream_class  # type: ignore[assignment]
 
 
 class Fp8Linear(Fp8Module):
@@ -143,18 +143,17 @@ class _LocalFp8Linear(Fp8Linear):
 class Fp8ColumnParallelLinear(_LocalFp8Linear, ColumnParallelLinear):
     """``ColumnParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
 
-    upstream = ColumnParallelLinear
+    upstream_class = ColumnParallelLinear
 
 
 class Fp8RowParallelLinear(_LocalFp8Linear, RowParallelLinear):
     """``RowParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
 
-    upstream = RowParallelLinear
+    upstream_class = RowParallelLinear
 
 
 FP8_CLASSES: dict[type, type[Fp8Linear]] = {
-    ColumnParallelLinear: Fp8ColumnParallelLinear,
-    RowParallelLinear: Fp8RowParallelLinear,
+    cls.upstream_class: cls for cls in (Fp8ColumnParallelLinear, Fp8RowParallelLinear)
 }
 """Upstream class -> FP8 class."""
 

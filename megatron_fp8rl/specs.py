@@ -52,7 +52,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-class SpecDoor:
+class SpecConverter:
     """Convert layers as they are built; the layers of one model share a :class:`Setup`.
 
     Args:
@@ -63,7 +63,7 @@ class SpecDoor:
     def __init__(self, recipe: Recipe | None = None, report: Report = say) -> None:
         self._recipe = recipe
         self._report = report
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         # Layers own the setup, and their config, so an id cannot come back while an entry lives.
         self._setups: weakref.WeakValueDictionary[tuple[int, bool], Setup] = (
             weakref.WeakValueDictionary()
@@ -93,8 +93,8 @@ class SpecDoor:
         unreached = bool(config.mtp_num_layers) and not reaches_mtp
         setup = prepare(config, recipe, more_pins=Pins(names=("mtp.*",)) if unreached else None)
         text = describe(setup)
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._reported:
+            self._reported.add(text)
             self._report(text)
             folder = compat.megatron_lm_save_folder()
             if folder is not None and global_rank() == 0:
@@ -110,7 +110,7 @@ class Fp8TransformerLayer(Fp8Module, TransformerLayer):
         submodules: as upstream; by default those that megatron's GPT builder would take.
         layer_number: as upstream.
         fp8: what converts the layer.
-        reaches_mtp: see :meth:`SpecDoor.adopt`.
+        reaches_mtp: see :meth:`SpecConverter.adopt`.
         **options: as upstream.
     """
 
@@ -120,7 +120,7 @@ class Fp8TransformerLayer(Fp8Module, TransformerLayer):
         submodules: Any = None,
         layer_number: int = 1,
         *,
-        fp8: SpecDoor,
+        fp8: SpecConverter,
         reaches_mtp: bool = True,
         **options: Any,
     ) -> None:
@@ -147,14 +147,14 @@ def fp8_layer_spec(
     Raises:
         UnsupportedError: when called, for a layer class other than ``TransformerLayer``.
     """
-    door = SpecDoor(recipe, report)
+    converter = SpecConverter(recipe, report)
 
     def spec(config: Any, vp_stage: int | None = None) -> LayerSpec:
         if isinstance(base, ModuleSpec | TransformerBlockSubmodules):
-            return _with_fp8(base, door)
+            return _with_fp8(base, converter)
         takes_stage = "vp_stage" in inspect.signature(base).parameters
         built = base(config, vp_stage=vp_stage) if takes_stage else base(config)
-        return _with_fp8(built, door)
+        return _with_fp8(built, converter)
 
     return spec
 
@@ -167,9 +167,9 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> LayerSpec:
     return _with_fp8(_block_spec(config, vp_stage), gpt_layer.params["fp8"])
 
 
-def _with_fp8(spec: LayerSpec, door: SpecDoor) -> LayerSpec:
+def _with_fp8(spec: LayerSpec, converter: SpecConverter) -> LayerSpec:
     if isinstance(spec, TransformerBlockSubmodules):
-        layers = [_with_fp8(layer, door) for layer in spec.layer_specs or ()]
+        layers = [_with_fp8(layer, converter) for layer in spec.layer_specs or ()]
         return replace(spec, layer_specs=layers)
     if spec.module is not TransformerLayer:
         name = getattr(spec.module, "__name__", spec.module)
@@ -177,7 +177,7 @@ def _with_fp8(spec: LayerSpec, door: SpecDoor) -> LayerSpec:
             f"The layer spec builds {name}, FP8 layers replace TransformerLayer alone; convert the "
             "built model instead (megatron_fp8rl.convert or Megatron-Bridge's pre-wrap hook)."
         )
-    params = {**spec.params, "fp8": door}
+    params = {**spec.params, "fp8": converter}
     return replace(spec, module=Fp8TransformerLayer, params=params)
 
 
@@ -221,7 +221,9 @@ def _submodules(config: Any, layer_number: int, **options: Any) -> Any:
     return _layer_specs(config)[layer_number - 1 + offset].submodules
 
 
-gpt_layer = ModuleSpec(module=Fp8TransformerLayer, params={"fp8": SpecDoor(), "reaches_mtp": False})
+gpt_layer = ModuleSpec(
+    module=Fp8TransformerLayer, params={"fp8": SpecConverter(), "reaches_mtp": False}
+)
 """``--spec megatron_fp8rl.specs gpt_layer``: every decoder layer, decided by the model's config.
 
 Megatron-LM builds multi-token-prediction layers from a spec of its own, so they stay in BF16, and

@@ -30,7 +30,7 @@ class Fp8SwigluMLP(Fp8Module, MLP):
     module has changed so that it could not be fused any more.
     """
 
-    upstream = MLP
+    upstream_class = MLP
 
     def forward(self, hidden_states: torch.Tensor, per_token_scale: Any = None, **kwargs: Any):
         # A layer passes arguments that request nothing (``padding_mask=None``).

@@ -83,19 +83,19 @@ class _Fp8TELinear(Fp8Linear):
 class Fp8TEColumnParallelLinear(_Fp8TELinear, TEColumnParallelLinear):
     """``TEColumnParallelLinear`` over FP8 operands; made by ``convert``."""
 
-    upstream = TEColumnParallelLinear
+    upstream_class = TEColumnParallelLinear
 
 
 class Fp8TERowParallelLinear(_Fp8TELinear, TERowParallelLinear):
     """``TERowParallelLinear`` over FP8 operands; made by ``convert``."""
 
-    upstream = TERowParallelLinear
+    upstream_class = TERowParallelLinear
 
 
 class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallelLinear):
     """``TELayerNormColumnParallelLinear`` over FP8 operands; made by ``convert``."""
 
-    upstream = TELayerNormColumnParallelLinear
+    upstream_class = TELayerNormColumnParallelLinear
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return super().forward(_normalize(self, x))
@@ -128,21 +128,24 @@ class _Fp8TEGroupedLinear(Fp8Linear):
 class Fp8TEColumnParallelGroupedLinear(_Fp8TEGroupedLinear, TEColumnParallelGroupedLinear):
     """``TEColumnParallelGroupedLinear`` over FP8 operands; made by ``convert``."""
 
-    upstream = TEColumnParallelGroupedLinear
+    upstream_class = TEColumnParallelGroupedLinear
 
 
 class Fp8TERowParallelGroupedLinear(_Fp8TEGroupedLinear, TERowParallelGroupedLinear):
     """``TERowParallelGroupedLinear`` over FP8 operands; made by ``convert``."""
 
-    upstream = TERowParallelGroupedLinear
+    upstream_class = TERowParallelGroupedLinear
 
 
 TE_CLASSES: dict[type, type[Fp8Linear]] = {
-    TEColumnParallelLinear: Fp8TEColumnParallelLinear,
-    TERowParallelLinear: Fp8TERowParallelLinear,
-    TELayerNormColumnParallelLinear: Fp8TELayerNormColumnParallelLinear,
-    TEColumnParallelGroupedLinear: Fp8TEColumnParallelGroupedLinear,
-    TERowParallelGroupedLinear: Fp8TERowParallelGroupedLinear,
+    cls.upstream_class: cls
+    for cls in (
+        Fp8TEColumnParallelLinear,
+        Fp8TERowParallelLinear,
+        Fp8TELayerNormColumnParallelLinear,
+        Fp8TEColumnParallelGroupedLinear,
+        Fp8TERowParallelGroupedLinear,
+    )
 }
 
 

@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from nemo_rl_ext.patches.ledger import install
+from nemo_rl_ext.patch_finder import install
 
 USAGE = "usage: python -m nemo_rl_ext DRIVER [ARGS...]   e.g. examples/run_grpo.py --config X.yaml"
 

@@ -17,10 +17,10 @@ _ON = ("", "1", "true", "on", "yes")
 
 
 def start() -> None:
-    """Install :mod:`nemo_rl_ext.patches.ledger`; never raises.
+    """Install :mod:`nemo_rl_ext.patch_finder`; never raises.
 
     A value of :data:`SWITCH` that is neither on nor off is logged and counts as on: without the
-    ledger a config's keys would be ignored, with it nothing happens that no key asks for.
+    finder a config's keys would be ignored, with it nothing happens that no key asks for.
     """
     value = os.environ.get(SWITCH, "")
     word = value.strip().lower()
@@ -29,7 +29,7 @@ def start() -> None:
     if word not in _ON:
         _log("%s is '%s', which is neither on nor off; fp8rl stays on. Set it to 0.", SWITCH, value)
     try:
-        from nemo_rl_ext.patches.ledger import install
+        from nemo_rl_ext.patch_finder import install
 
         install()
     except Exception:

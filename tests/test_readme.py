@@ -357,7 +357,7 @@ def test_recipe_example_is_valid_and_not_the_default():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/nemo_rl.md"])
 def test_nemo_rl_keys_are_read_where_they_stand(page):
-    from nemo_rl_ext.driver.mismatch_guard import GuardConfig
+    from nemo_rl_ext.config.guard import GuardConfig
 
     (text,) = [text for text in fenced("yaml", PAGES[page]) if "loss_fn" in text]
     config = yaml.safe_load(text)
@@ -372,7 +372,7 @@ def test_nemo_rl_keys_are_read_where_they_stand(page):
 
 
 def test_guard_table_is_the_model():
-    from nemo_rl_ext.driver.mismatch_guard import GuardConfig
+    from nemo_rl_ext.config.guard import GuardConfig
 
     described = {}
     for keys, defaults, _ in table("key | default", PAGES["docs/nemo_rl.md"]):

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
 from fp8rl.mismatch import MismatchMetrics
-from nemo_rl_ext.driver.mismatch_guard import GuardConfig
+from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -132,7 +132,7 @@ def _patches() -> list[Patch]:
         (cuda, "synchronize", nothing),
         (cuda, "empty_cache", nothing),
         (cuda, "reset_peak_memory_stats", nothing),
-        # The dispatcher of a mixture of experts counts tokens on a stream of its own.
+        # The dispatcher of MoE layers counts tokens on a stream of its own.
         (cuda, "Stream", _Stream),
         (cuda, "current_stream", lambda *args: _THE_STREAM),
         (cuda, "stream", nullcontext),

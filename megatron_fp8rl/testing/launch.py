@@ -104,8 +104,8 @@ def _wait(processes: Sequence[subprocess.Popen], base: Path, timeout: float) -> 
         codes = [process.poll() for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            told = "\n".join(f"rank {r} ({codes[r]}): {_tail(base, r)}" for r in failed)
-            raise LaunchError(f"{len(failed)} of {len(codes)} processes failed:\n{told}")
+            tails = "\n".join(f"rank {r} ({codes[r]}): {_tail(base, r)}" for r in failed)
+            raise LaunchError(f"{len(failed)} of {len(codes)} processes failed:\n{tails}")
         if None not in codes:
             return
         if time.monotonic() > deadline:

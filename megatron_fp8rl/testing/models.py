@@ -48,8 +48,8 @@ def build_gpt(
         pre_process: this chunk holds the embedding.
         post_process: this chunk holds the final norm and the output projection.
         vp_stage: chunk number under virtual pipelining, else None.
-        seed: of the initial weights; the caller's random state is left as it was.
-        transformer_layer_spec: in place of megatron's local one.
+        seed: seed of the initial weights; the caller's random state is left as it was.
+        transformer_layer_spec: spec that takes the place of megatron's local one.
         **overrides: fields of ``TransformerConfig`` that differ from the defaults here, such as
             ``mtp_num_layers``.
 

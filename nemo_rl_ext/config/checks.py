@@ -13,13 +13,14 @@ from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVCache
 from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM, Driver
+from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import (
     READERS,
     block_path,
     has_fp8_kv,
+    needs_our_trainer,
     trainer_sends_kv_scales,
 )
-from nemo_rl_ext.driver.mismatch_guard import GuardConfig
 
 KV_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER")
 """Attention backends that ``vllm_fp8rl.quantization.kv_cache.check_backend`` knows."""
@@ -71,10 +72,11 @@ def refuse_unserved(
     policy = config.get("policy") or {}
     loss = sections[LOSS]
     transport = (policy.get("generation") or {}).get("refit_transport")
-    if policy.get("quant_cfg") and (recipe.rollout or recipe.training):
+    fp8 = recipe.rollout or recipe.training
+    if policy.get("quant_cfg") and fp8 and needs_our_trainer(policy):
         raise UnsupportedError(
-            "'policy.quant_cfg' is another number format than fp8rl's; remove it, or the fp8rl "
-            "block."
+            "'policy.quant_cfg' selects a Megatron worker of another number format in place of "
+            "fp8rl's; remove it, or the fp8rl block."
         )
     if recipe.rollout and transport is not None:
         raise UnsupportedError(

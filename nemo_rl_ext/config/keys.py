@@ -3,7 +3,7 @@
 One block, a :class:`fp8rl.Recipe`, stands at up to three places (interpolated from one): with
 ``policy.generation.vllm_cfg.fp8rl`` the rollouts run by it, with ``policy.megatron_cfg.fp8rl`` the
 Megatron trainer, with ``loss_fn.fp8rl`` the loss. ``loss_fn.fp8rl_guard`` is a
-:class:`nemo_rl_ext.driver.mismatch_guard.GuardConfig`. :mod:`nemo_rl_ext.config.drivers` says which
+:class:`nemo_rl_ext.config.guard.GuardConfig`. :mod:`nemo_rl_ext.config.drivers` says which
 of them a driver serves, :mod:`nemo_rl_ext.config.merge` reads and spreads them, and
 :mod:`nemo_rl_ext.config.checks` refuses what nobody would act on.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from fp8rl import Recipe
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM
-from nemo_rl_ext.driver.mismatch_guard import GuardConfig
+from nemo_rl_ext.config.guard import GuardConfig
 
 READERS = {
     "rollout": (VLLM,),
@@ -58,6 +58,17 @@ def block_path(section: str) -> str:
 def trainer_sends_kv_scales(policy: Mapping[str, Any]) -> bool:
     """Whether the trainer can send KV scales; DTensor workers cannot."""
     return bool((policy.get("megatron_cfg") or {}).get("enabled"))
+
+
+def needs_our_trainer(policy: Mapping[str, Any]) -> bool:
+    """Whether a Megatron worker must be our subclass.
+
+    It must be also where only the rollouts are ours: they may take KV scales from this trainer.
+    """
+    megatron = policy.get("megatron_cfg") or {}
+    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
+    asked = megatron.get(BLOCK) is not None or vllm.get(BLOCK) is not None
+    return bool(megatron.get("enabled")) and asked
 
 
 def has_fp8_kv(recipe: Recipe) -> bool:

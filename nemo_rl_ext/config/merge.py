@@ -34,6 +34,7 @@ from nemo_rl_ext.config.drivers import (
     Driver,
     check_places,
 )
+from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import (
     Keys,
     block_path,
@@ -42,7 +43,7 @@ from nemo_rl_ext.config.keys import (
     trainer_sends_kv_scales,
 )
 from nemo_rl_ext.config.model_pins import check_pins
-from nemo_rl_ext.driver.mismatch_guard import LOGGER, GuardConfig
+from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 

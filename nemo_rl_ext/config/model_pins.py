@@ -9,7 +9,8 @@ from typing import Any
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
 from fp8rl.families import config_module_names
-from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.config.drivers import MEGATRON
+from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 
@@ -21,6 +22,8 @@ def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
     """Refuse a multimodal model, and pins that match nothing or half of a fused module.
 
     Where the model's config cannot be read here, or its modules are unknown, the workers check.
+    A warning names what grouped experts in FP8 need, since the worker's environment cannot be
+    examined from here.
 
     Args:
         recipe: the run's recipe.
@@ -44,16 +47,29 @@ def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
         names = None
     except ModelError as error:
         raise ModelError(f"'{policy['model_name']}': {error}") from None
+    grouped = (policy.get("megatron_cfg") or {}).get("moe_grouped_gemm")
     if names is None:
         logger.warning(
-            "fp8rl: the modules of '%s' cannot be told here; pins are checked by the workers.",
+            "fp8rl: the modules of '%s' are not known here; pins are checked by the workers.",
             policy.get("model_name"),
         )
-        return
-    try:
-        PluginManager().pin_policy(recipe.pins, names)
-    except PinError as error:
-        raise RecipeError(f"{where}.{error} ('{policy['model_name']}')") from error
+        fp8_experts = bool(grouped) and "experts" not in recipe.pins.kinds
+    else:
+        try:
+            pins = PluginManager().pin_policy(recipe.pins, names)
+        except PinError as error:
+            raise RecipeError(f"{where}.{error} ('{policy['model_name']}')") from error
+        experts = (name for name in names if ".experts." in name)
+        fp8_experts = any(pins.precision(name) == "fp8" for name in experts)
+    # Megatron-Bridge groups the experts of Qwen3-MoE where the key is not set.
+    if recipe.training and fp8_experts and grouped in (None, True):
+        logger.warning(
+            "fp8rl: grouped experts in FP8 need DeepGEMM in the trainer's environment, which NeMo "
+            "RL's own 'mcore' environment lacks; install it there, set '%s.moe_grouped_gemm' to "
+            "false, or add 'experts' to '%s.pins.kinds'.",
+            MEGATRON,
+            where,
+        )
 
 
 def _model_config(policy: Mapping[str, Any]) -> dict[str, Any]:

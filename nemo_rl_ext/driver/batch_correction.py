@@ -12,10 +12,11 @@ from torch.nn.functional import pad
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
-from nemo_rl_ext.driver.mismatch_guard import LEVELS, LOGGER, Level, MismatchGuard
+from nemo_rl_ext.driver.mismatch_guard import LEVELS, Level, MismatchGuard
 from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
 from nemo_rl_ext.grpo.log_ratio import token_log_ratio
 from nemo_rl_ext.grpo.rejection import reject
+from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 from nemo_rl_ext.config.merge import withdraw_kv_cache
-from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 
@@ -96,14 +96,14 @@ def _call(workers: list[Any], method: str) -> list[Any]:
 
 def _wait_until_idle(workers: list[Any]) -> None:
     """Close each engine's gate when its last request has ended."""
-    told = time.perf_counter()
+    logged = time.perf_counter()
     busy = workers
     while True:
         idle = _call(busy, "hold_if_idle")
         busy = [worker for worker, held in zip(busy, idle, strict=True) if not held]
         if not busy:
             return
-        if time.perf_counter() - told > LOG_EVERY_S:
+        if time.perf_counter() - logged > LOG_EVERY_S:
             logger.warning("fp8rl guard: %d engines still have rollouts in FP8.", len(busy))
-            told = time.perf_counter()
+            logged = time.perf_counter()
         time.sleep(POLL_S)

@@ -15,10 +15,11 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from fp8rl import Recipe
 from fp8rl.errors import BatchError
 from nemo_rl_ext.config.drivers import BLOCK, DRIVER, GUARD, LOSS, MAX_AGE
+from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
-from nemo_rl_ext.driver.mismatch_guard import GuardConfig, MismatchGuard
+from nemo_rl_ext.driver.mismatch_guard import MismatchGuard
 from nemo_rl_ext.grpo.importance_sampling import correct, resolve_corrector
-from nemo_rl_ext.patches.ledger import install
+from nemo_rl_ext.patch_finder import install
 
 
 class CorrectedPGLossFn(ClippedPGLossFn):
@@ -57,7 +58,10 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         return {k: v for k, v in self.__dict__.items() if k != "_corrector"}
 
     def _begin(self) -> None:
-        """Whoever holds the loss may meet whole batches: the driver, or a controller's actor."""
+        """Prepare the correction of whole batches in this process.
+
+        Both the driver and the single controller's actor hold the loss and correct batches.
+        """
         settings = self.recipe.importance_sampling
         self._corrector = resolve_corrector(settings.corrector)
         run = install().run

@@ -16,7 +16,7 @@ import math
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Ledger
+from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
@@ -28,17 +28,17 @@ UPSTREAM = (
 )
 
 
-def apply(module: ModuleType, ledger: Ledger) -> None:
+def apply(module: ModuleType, finder: PatchFinder) -> None:
     masking = resolve(module, UPSTREAM[0])
 
     @functools.wraps(masking)
     def correcting(*args: Any, **kwargs: Any) -> Any:
         train_data, rewards, threshold = inspect.signature(masking).bind(*args, **kwargs).args
-        if threshold == math.inf:  # ours (config_keys): it would drop NaN before we see it
+        if threshold == math.inf:  # set by config/merge.py: it would drop NaN first
             threshold = None
         metrics = masking(train_data, rewards, threshold)
-        if ledger.run.correction is not None:
-            metrics.update(ledger.run.correction.correct(train_data))
+        if finder.run.correction is not None:
+            metrics.update(finder.run.correction.correct(train_data))
         return metrics
 
     setattr(module, UPSTREAM[0].name, correcting)

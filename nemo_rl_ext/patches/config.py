@@ -14,25 +14,25 @@ from types import ModuleType
 from typing import Any
 
 from nemo_rl_ext.config.drivers import DRIVERS, check_places
-from nemo_rl_ext.patches.ledger import Ledger
+from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = tuple(Upstream(driver.module, "MasterConfig") for driver in DRIVERS.values())
 
 
-def apply(module: ModuleType, ledger: Ledger) -> None:
+def apply(module: ModuleType, finder: PatchFinder) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     master_config = resolve(module, upstream)
     driver = next(d for d in DRIVERS.values() if d.module == module.__name__)
     construct = master_config.__init__
 
     def __init__(self: Any, /, **data: Any) -> None:
-        ledger.run.unread_config = None
+        finder.run.unread_config = None
         asked = check_places(data, driver)  # of all that is given, whatever the class keeps
         construct(self, **data)
         if asked:
             from nemo_rl_ext.config.merge import prepare
 
-            prepare(self, driver, ledger.require)
+            prepare(self, driver, finder.require)
 
     master_config.__init__ = __init__

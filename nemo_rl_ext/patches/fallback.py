@@ -3,8 +3,8 @@
 Why: upstream's engines keep their quantization for a whole run.
 How: wraps ``refit_policy_generation``, by which GRPO's loops refit, and ``sync_weights``, by which
 the single controller does. Both are called in the process that corrects batches and know the
-trainer and the engines (:mod:`nemo_rl_ext.driver.fallback`). Requests that came meanwhile go on
-once the refit has succeeded, because the new engines have no weights before it.
+trainer and the engines (:mod:`nemo_rl_ext.driver.fallback`). Requests that arrive meanwhile wait
+until the refit has succeeded, because the new engines have no weights before it.
 Upstream: ``nemo_rl/algorithms/grpo.py``,
 ``nemo_rl/weight_sync/{factory,ipc_weight_synchronizer,collective_weight_synchronizer}.py``,
 ``nemo_rl/models/generation/vllm/vllm_generation.py``, ``nemo_rl/models/policy/lm_policy.py``.
@@ -18,7 +18,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Ledger
+from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 _VLLM = "nemo_rl.models.generation.vllm"
@@ -60,14 +60,14 @@ UPSTREAM = (
 )
 
 
-def apply(module: ModuleType, ledger: Ledger) -> None:
+def apply(module: ModuleType, finder: PatchFinder) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     refit = resolve(module, upstream)
     *owner, name = upstream.name.split(".")
 
     @functools.wraps(refit)
     def falling_back(*args: Any, **kwargs: Any) -> Any:
-        correction = ledger.run.correction
+        correction = finder.run.correction
         guard = None if correction is None else correction.guard
         if guard is None or guard.level != "bf16":
             return refit(*args, **kwargs)

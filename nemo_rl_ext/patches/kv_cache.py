@@ -15,7 +15,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Ledger
+from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
@@ -23,7 +23,7 @@ UPSTREAM = (
 )
 
 
-def apply(module: ModuleType, ledger: Ledger) -> None:
+def apply(module: ModuleType, finder: PatchFinder) -> None:
     configure = resolve(module, UPSTREAM[0])
 
     @functools.wraps(configure)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_ext.patches.ledger import Ledger
+from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
@@ -36,13 +36,13 @@ UPSTREAM = (
 )
 
 
-def apply(module: ModuleType, ledger: Ledger) -> None:
+def apply(module: ModuleType, finder: PatchFinder) -> None:
     found = {u.name: resolve(module, u) for u in UPSTREAM if u.module == module.__name__}
 
     def skipping(train: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train)
         def skip(*args: Any, **kwargs: Any) -> Any:
-            correction = ledger.run.correction
+            correction = finder.run.correction
             if correction is None or len(args) > 3 or not correction.skips:
                 return train(*args, **kwargs)
             result = train(*args, **{**kwargs, "eval_mode": True})
@@ -55,7 +55,7 @@ def apply(module: ModuleType, ledger: Ledger) -> None:
     def ending(finish: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(finish)
         def end(policy: Any) -> Any:
-            correction = ledger.run.correction
+            correction = finder.run.correction
             if correction is None or not correction.in_pieces:
                 return finish(policy)
             skips, metrics = correction.end_step()

@@ -1,7 +1,7 @@
 """``load_config`` and ``init_ray``, which every driver calls before it makes its workers.
 
 Why: ``run_grpo.py`` imports ``nemo_rl.algorithms.grpo``, which imports torch, which installs the
-ledger in the middle of that import; nothing tells when it ends. And a driver whose config is of a
+finder in the middle of that import; nothing tells when it ends. And a driver whose config is of a
 class we do not know would ignore our keys.
 How: wraps ``load_config``, which every driver calls before it makes its ``MasterConfig``, and
 ``init_ray``, which refuses keys that no such class has seen.
@@ -15,7 +15,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.patches.ledger import Ledger
+from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
@@ -24,22 +24,22 @@ UPSTREAM = (
 )
 
 
-def apply(module: ModuleType, ledger: Ledger) -> None:
+def apply(module: ModuleType, finder: PatchFinder) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     function = resolve(module, upstream)
 
     @functools.wraps(function)
     def completing(*args: Any, **kwargs: Any) -> Any:
-        ledger.complete()
-        ledger.run.unread_config = function(*args, **kwargs)  # command lines change it in place
-        return ledger.run.unread_config
+        finder.complete()
+        finder.run.unread_config = function(*args, **kwargs)  # command lines change it in place
+        return finder.run.unread_config
 
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        if ledger.run.unread_config is not None:
+        if finder.run.unread_config is not None:
             from nemo_rl_ext.config.drivers import refuse_unread
 
-            refuse_unread(ledger.run.unread_config)
+            refuse_unread(finder.run.unread_config)
         return function(*args, **kwargs)
 
     wrapper = completing if upstream.name == "load_config" else checking

@@ -3,7 +3,8 @@
 Why: ``Policy`` and ``VllmGeneration`` choose their worker classes from a fixed table.
 How: wraps ``resolve_policy_worker_cls`` and ``resolve_generation_worker_cls`` where the two classes
 call them, in the driver. The subclass runs in the Python environment of the class that it stands
-for. Without our keys both functions answer as before.
+for. Without our keys both functions answer as before. ``Policy(worker_extension_cls_fqn=...)``
+replaces the resolved class afterwards, so the wrapped constructor refuses it where ours was needed.
 Upstream: ``nemo_rl/models/policy/{lm_policy,utils}.py``,
 ``nemo_rl/models/generation/vllm/{vllm_generation,utils}.py``,
 ``nemo_rl/distributed/ray_actor_environment_registry.py``, ``nemo_rl/utils/venvs.py``; for the
@@ -16,11 +17,14 @@ Until: NeMo RL has a registry of worker classes (docs/upstream/worker_registry.m
 from __future__ import annotations
 
 import functools
+import inspect
 from types import ModuleType
 from typing import Any
 
-from nemo_rl_ext.config.drivers import BLOCK, QUANTIZATION
-from nemo_rl_ext.patches.ledger import Ledger
+from fp8rl.errors import UnsupportedError
+from nemo_rl_ext.config.drivers import BLOCK, MEGATRON, QUANTIZATION, VLLM
+from nemo_rl_ext.config.keys import needs_our_trainer
+from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 _VLLM = "nemo_rl.models.generation.vllm"
@@ -36,9 +40,18 @@ STANDS_FOR = {
 }
 """Upstream's actor class -> ours. DTensor workers stay upstream's: they train in BF16."""
 
+_POLICY = Upstream(
+    "nemo_rl.models.policy.lm_policy",
+    "Policy.__init__",
+    "self, cluster, config, tokenizer, name_prefix, workers_per_node, init_optimizer, "
+    "weights_path, optimizer_path, init_reference_model, processor, worker_extension_cls_fqn, "
+    "skip_weight_load",
+)
+
 UPSTREAM = (
     Upstream(f"{_VLLM}.vllm_generation", "resolve_generation_worker_cls", "default_cls, config"),
     Upstream("nemo_rl.models.policy.lm_policy", "resolve_policy_worker_cls", "default_cls, config"),
+    _POLICY,
     # What is called here.
     Upstream(_REGISTRY, "get_actor_python_env", "actor_class_fqn"),
     Upstream(_REGISTRY, "ACTOR_ENVIRONMENT_REGISTRY"),
@@ -76,10 +89,10 @@ UPSTREAM = (
 )
 
 
-def apply(module: ModuleType, ledger: Ledger) -> None:
+def apply(module: ModuleType, finder: PatchFinder) -> None:
     upstream = next(u for u in UPSTREAM if u.module == module.__name__)
     choose = resolve(module, upstream)
-    asks = _rollouts_ask if "generation" in upstream.name else _trainer_asks
+    asks = _rollouts_ask if "generation" in upstream.name else needs_our_trainer
 
     @functools.wraps(choose)
     def choosing(default_cls: str, config: Any) -> str:
@@ -89,6 +102,27 @@ def apply(module: ModuleType, ledger: Ledger) -> None:
         return register(chosen)
 
     setattr(module, upstream.name, choosing)
+    if module.__name__ == _POLICY.module:
+        _refuse_extensions(module.Policy, resolve(module, _POLICY))
+
+
+def _refuse_extensions(policy: Any, construct: Any) -> None:
+    """Wrap the constructor of ``Policy``, which replaces the class that was chosen above."""
+
+    @functools.wraps(construct)
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(construct).bind(*args, **kwargs).arguments
+        extension = given.get("worker_extension_cls_fqn")
+        if extension is not None and needs_our_trainer(given["config"]):
+            block = given["config"]["megatron_cfg"].get(BLOCK)
+            raise UnsupportedError(
+                f"Policy(worker_extension_cls_fqn='{extension}') replaces the Megatron worker that "
+                f"'{VLLM if block is None else MEGATRON}.{BLOCK}' needs; leave the argument out, "
+                "or remove the block."
+            )
+        construct(*args, **kwargs)
+
+    policy.__init__ = __init__
 
 
 def register(upstream: str) -> str:
@@ -119,10 +153,3 @@ def register(upstream: str) -> str:
 
 def _rollouts_ask(generation: Any) -> bool:
     return (generation.get("vllm_kwargs") or {}).get("quantization") == QUANTIZATION
-
-
-def _trainer_asks(policy: Any) -> bool:
-    """Also where only the rollouts are ours: they may take KV scales from this trainer."""
-    vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
-    megatron = policy.get("megatron_cfg") or {}
-    return megatron.get(BLOCK) is not None or vllm.get(BLOCK) is not None

@@ -16,7 +16,7 @@ from nemo_rl_ext.workers.training import Fp8Training
 class Fp8MegatronPolicyWorkerImpl(Fp8Training, megatron_policy_worker.MegatronPolicyWorkerImpl):
     """Upstream's worker, converted and observed."""
 
-    upstream = megatron_policy_worker
+    upstream_module = megatron_policy_worker
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

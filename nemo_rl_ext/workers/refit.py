@@ -7,7 +7,7 @@ from types import TracebackType
 
 import torch
 
-from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 

@@ -20,10 +20,14 @@ from typing import Any
 import torch
 import wrapt
 
+from fp8rl.errors import UnsupportedError
 from nemo_rl_ext.config.merge import rollouts_in_bf16
-from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
+
+UPSTREAM_EXTENSION = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension"
+"""Extension that :attr:`RestartableEngine.worker_extension` takes the place of."""
 
 OWN_BYTES = 2 << 30
 """More GPU memory than a CUDA context and the libraries of an engine's process take."""
@@ -95,7 +99,17 @@ class RestartableEngine:
 
         A synchronous engine that needs KV scales calibrates itself where a refit brings none
         (:class:`~nemo_rl_ext.workers.self_calibration.CalibratingLLM`).
+
+        Raises:
+            UnsupportedError: upstream chose an extension of vLLM's worker other than its plain one.
         """
+        given = llm_kwargs.get("worker_extension_cls")
+        if given not in (None, UPSTREAM_EXTENSION, self.worker_extension):
+            raise UnsupportedError(
+                f"This engine needs the worker extension '{given}', which FP8 rollouts would "
+                "replace; set 'policy.generation.refit_transport' to null (CUDA IPC or NCCL "
+                "broadcast)."
+            )
         llm_kwargs = {**llm_kwargs, "worker_extension_cls": self.worker_extension}
         # Upstream turns some arguments into objects in place.
         self._engine_arguments = copy.deepcopy(llm_kwargs)

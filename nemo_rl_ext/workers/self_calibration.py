@@ -11,7 +11,7 @@ from typing import Any
 import wrapt
 
 from fp8rl.errors import ScaleError
-from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 

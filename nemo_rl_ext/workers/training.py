@@ -12,7 +12,7 @@ import torch
 from fp8rl import Recipe
 from fp8rl.kv_scales import scales_from_amax
 from nemo_rl_ext.config.merge import withdraw_kv_cache
-from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.names import LOGGER
 
 if TYPE_CHECKING:
     from megatron_fp8rl.observers import QKVObserver
@@ -36,7 +36,7 @@ class Fp8Training:
         RecipeError: the block is bad; the message has the full path of every key.
     """
 
-    upstream: Any
+    upstream_module: Any
     """The module that defines upstream's class."""
 
     cfg: Any
@@ -46,12 +46,12 @@ class Fp8Training:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Upstream's constructor calls this function of its module, and has no way to pass hooks.
-        setup = self.upstream.setup_model_and_optimizer
-        self.upstream.setup_model_and_optimizer = functools.partial(self._set_up, setup)
+        setup = self.upstream_module.setup_model_and_optimizer
+        self.upstream_module.setup_model_and_optimizer = functools.partial(self._set_up, setup)
         try:
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         finally:
-            self.upstream.setup_model_and_optimizer = setup
+            self.upstream_module.setup_model_and_optimizer = setup
 
     def _set_up(
         self,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
+from fp8rl.errors import RefitError
 from nemo_rl_ext.workers.refit import StreamedRefit
 
 
@@ -42,6 +43,8 @@ class Fp8VllmWorkerExtension(VllmInternalWorkerExtension):
 
     def _load_hf_weights(self, policy_weights: list[tuple[str, torch.Tensor]]) -> None:
         if self._fp8rl_refit is None:
-            super()._load_hf_weights(policy_weights)
-        else:
-            self._fp8rl_refit.load(policy_weights)
+            raise RefitError(
+                "Weights arrived outside a refit, where nothing can check that they are complete; "
+                "set 'policy.generation.refit_transport' to null (CUDA IPC or NCCL broadcast)."
+            )
+        self._fp8rl_refit.load(policy_weights)

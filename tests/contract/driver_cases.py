@@ -29,7 +29,7 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.__main__ import main
 from nemo_rl_ext.config.drivers import DRIVERS, Driver, find
-from nemo_rl_ext.patches.ledger import install
+from nemo_rl_ext.patch_finder import install
 from nemo_rl_ext.workers.training import recipe_of
 from support.sources import source
 

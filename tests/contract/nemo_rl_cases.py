@@ -29,28 +29,29 @@ from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss
+from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.merge import announce_kv_cache
 from nemo_rl_ext.driver import fallback
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
 from nemo_rl_ext.driver.loss import CorrectedPGLossFn
-from nemo_rl_ext.driver.mismatch_guard import GuardConfig, MismatchGuard
+from nemo_rl_ext.driver.mismatch_guard import MismatchGuard
+from nemo_rl_ext.patch_finder import PATCHES, install
 from nemo_rl_ext.patches import worker_classes
-from nemo_rl_ext.patches.ledger import PATCHES, install
 from support.sources import ROOT, source
 
-ledger = install()
-ledger.complete()
+finder = install()
+finder.complete()
 
 
 @pytest.mark.parametrize("module", sorted(PATCHES))
 def test_every_patch_is_applied(module: str) -> None:
     __import__(module)
-    assert not ledger.failures
-    assert {(module, patch) for patch in PATCHES[module]} <= ledger.applied
+    assert not finder.failures
+    assert {(module, patch) for patch in PATCHES[module]} <= finder.applied
 
 
 def test_what_patches_and_subclasses_rely_on_is_there() -> None:
-    ledger.require("policy.megatron_cfg.fp8rl")
+    finder.require("policy.megatron_cfg.fp8rl")
 
 
 # --- config ---
@@ -181,11 +182,11 @@ def make(section: dict[str, Any] | None, **settings: Any) -> Any:
 
 
 def test_without_the_key_the_loss_is_upstreams_class() -> None:
-    ledger.run.correction = None
+    finder.run.correction = None
     made = make(None, use_importance_sampling_correction=True)
     assert type(made) is ClippedPGLossFn
     assert made.use_importance_sampling_correction
-    assert ledger.run.correction is None
+    assert finder.run.correction is None
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,7 @@ def test_packed_sequences_one_by_one_add_up_to_the_batch() -> None:
 
 def test_the_batch_hook_corrects_and_the_loss_takes_its_weights() -> None:
     data = batch(gap=0.3)
-    ledger.run.correction = None
+    finder.run.correction = None
     fn = make({"self_normalize": True, "rejection": {"level": "geometric", "high": 1.15}})
     metrics = grpo.compute_and_apply_seq_logprob_error_masking(
         train_data=data, rewards=torch.ones(ROWS), seq_logprob_error_threshold=None
@@ -299,11 +300,11 @@ def test_the_batch_hook_corrects_and_the_loss_takes_its_weights() -> None:
     )
     torch.testing.assert_close(value, expected, rtol=2e-6, atol=1e-7)
     assert WEIGHTS in data.slice(0, 2)
-    ledger.run.correction = None
+    finder.run.correction = None
 
 
 def test_upstreams_threshold_still_masks() -> None:
-    ledger.run.correction = None
+    finder.run.correction = None
     data = batch(gap=0.3)
     before = grpo.compute_and_apply_seq_logprob_error_masking.__wrapped__(
         batch(gap=0.3), torch.ones(ROWS), 1.2
@@ -354,20 +355,20 @@ def test_a_skipped_step_runs_without_the_optimizer_in_every_epoch() -> None:
     policy.worker_group = Workers()
     policy._shard_for_train = lambda data, size: [data]
     policy._report_sharded_payload = lambda data, name: None
-    ledger.run.correction = None
+    finder.run.correction = None
     fn = make({"rejection": {"level": "sequence", "high": 1e-9}})
     data = batch()
     metrics = grpo.compute_and_apply_seq_logprob_error_masking(data, torch.ones(ROWS), None)
     assert metrics["fp8rl/step_skipped"] == 1.0
     assert SimpleNamespace(**policy.train(data, fn)).grad_norm.tolist() == [0.0]
     policy.train(data, fn)  # PPO trains several epochs on a batch
-    run = ledger.run.correction
+    run = finder.run.correction
     assert run is not None
     run.settings = Recipe().importance_sampling
     grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), None)
     policy.train(data, fn)
     assert asked == [True, True, False]
-    ledger.run.correction = None
+    finder.run.correction = None
 
 
 # --- engines that start anew, steps in pieces ---
@@ -405,7 +406,7 @@ def test_engines_start_anew_before_the_refit_where_that_is_due(
     monkeypatch.setattr(fallback, "release", lambda generation: started.append(("released",)))
     guard = MismatchGuard(GuardConfig())
     monkeypatch.setattr(
-        ledger.run, "correction", BatchCorrection(Recipe().importance_sampling, guard)
+        finder.run, "correction", BatchCorrection(Recipe().importance_sampling, guard)
     )
 
     def refit() -> None:
@@ -444,7 +445,7 @@ def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyP
     policy.flops_tracker = None
     policy.worker_group = Workers()
     run = BatchCorrection(Recipe().importance_sampling, in_pieces=True)
-    monkeypatch.setattr(ledger.run, "correction", run)
+    monkeypatch.setattr(finder.run, "correction", run)
     told = {}
     for bound in (1e-9, 10.0):  # all is rejected, nothing is
         rejection = {"level": "sequence", "high": bound}
@@ -462,7 +463,7 @@ def test_a_step_in_pieces_ends_without_the_optimizer(monkeypatch: pytest.MonkeyP
 
 def test_an_infinite_threshold_is_none_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stands in the single controller's config; upstream would drop NaN by it, unseen by us."""
-    monkeypatch.setattr(ledger.run, "correction", None)
+    monkeypatch.setattr(finder.run, "correction", None)
     data = batch()
     data["prev_logprobs"][0, 1] = torch.nan
     before = data["sample_mask"].clone()

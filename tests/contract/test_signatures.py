@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_ext.config.drivers import DRIVERS
-from nemo_rl_ext.patches.ledger import PATCHES
+from nemo_rl_ext.patch_finder import PATCHES
 from nemo_rl_ext.patches.upstream import Upstream, compare_source
 from support.sources import ROOT, parameters, source
 

@@ -12,10 +12,13 @@ from support.engine import LAYERS, Engine, load_tensors, make_checkpoint, start_
 from support.nemo_rl import extension
 
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_backend", exc_type=ImportError)
+from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RefitError
 from fp8rl.kv_scales import scale_names
+from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION
+from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
 from vllm_fp8rl.state import state_of
 
 PROMPTS = [[5, 9, 13, 200], [7, 7, 300, 41, 2]]
@@ -89,3 +92,22 @@ def test_a_sender_that_breaks_off_leaves_the_engine_closed(engine: Engine, folde
     assert state_of(engine.model).guard.closed
     refit(engine, tensors)
     assert engine.greedy(PROMPTS)
+
+
+def test_weights_outside_a_refit_are_refused(engine: Engine, folder: Path) -> None:
+    with pytest.raises(RefitError, match=r"outside a refit.*'policy\.generation\.refit_transport'"):
+        extension(engine)._load_hf_weights(stream(folder / "a"))
+
+
+def test_the_extension_adds_no_name_that_vllms_workers_have() -> None:
+    """vLLM asserts it when an engine starts. Upstream's own names are for an older vLLM."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    added = set(dir(Fp8VllmWorkerExtension)) - set(dir(VllmInternalWorkerExtension))
+    assert added == {"_fp8rl_refit"}
+    assert not any(hasattr(Worker, name) for name in added)
+
+
+def test_upstreams_plain_extension_has_the_name_that_is_replaced() -> None:
+    upstream = VllmInternalWorkerExtension
+    assert f"{upstream.__module__}.{upstream.__qualname__}" == UPSTREAM_EXTENSION

@@ -22,7 +22,7 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_name, scale_names
-from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.vllm import Fp8VllmGenerationWorker, Fp8VllmGenerationWorkerImpl
 from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
 from support.nemo_rl import extension

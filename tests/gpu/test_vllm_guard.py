@@ -89,7 +89,7 @@ def test_no_step_runs_before_scales_come_or_over_a_mixture(
             engine.greedy()
         raise KeyboardInterrupt
     drop_requests(engine.llm)
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         engine.greedy()
     drop_requests(engine.llm)
     refit(engine.llm, a.items(), expect_kv_scales=True)

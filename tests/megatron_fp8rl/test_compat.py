@@ -37,7 +37,6 @@ def test_without_transformer_engine_its_classes_are_not_served():
     assert fp8_class(extension.TEColumnParallelLinear) is None
     assert fp8_class(layers.ColumnParallelLinear) is FP8_CLASSES[layers.ColumnParallelLinear]
     assert fp8_class(FP8_CLASSES[layers.RowParallelLinear]) is None
-    assert all(ours.upstream is upstream for upstream, ours in FP8_CLASSES.items())
     facts = hooks.diagnose().facts
     assert facts["transformer-engine"].startswith("not installed")
     assert "not TransformerEngine's" in facts["FP8 linears"]

@@ -85,7 +85,7 @@ def test_a_model_of_the_spec_is_a_converted_model(hf_config, door, recipe, capsy
     assert torch.equal(_loss(ours), bf16)
     with pytest.raises(UnsupportedError, match="No module of this model was converted"):
         conversion_of(ours)
-    again = convert(ours, Recipe())  # what the door resolved is gone, its pins too
+    again = convert(ours, Recipe())  # what the converter resolved is gone, its pins too
     assert conversion_of(ours).policy.pins == again.policy.pins != found.policy.pins
 
 
@@ -96,7 +96,7 @@ def test_the_table_is_printed_once_and_saved_beside_megatron_lms_checkpoint(
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", running)
     spec = ModuleSpec(
         module=specs.Fp8TransformerLayer,
-        params={"fp8": specs.SpecDoor(), "reaches_mtp": False},
+        params={"fp8": specs.SpecConverter(), "reaches_mtp": False},
     )
     first = [
         _build(

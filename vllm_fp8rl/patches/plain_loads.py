@@ -23,7 +23,7 @@ Walk = Callable[[Iterable[Named]], set[str]]
 
 _WALKING: ContextVar[bool] = ContextVar("fp8rl_walking", default=False)
 """Whether vLLM's loader is walking a model in this context; it calls itself for parts of it."""
-_BROKE_OFF = "The weights are a mixture: a load broke off"
+_BROKE_OFF = "The weights are half-updated: a load broke off"
 
 
 def check_plain_loads(walk: Callable[..., set[str]]) -> Callable[..., set[str]]:
@@ -38,15 +38,27 @@ def check_plain_loads(walk: Callable[..., set[str]]) -> Callable[..., set[str]]:
         def vllms_walk(batch: Iterable[Named]) -> set[str]:
             return walk(self, batch, *args, **options)
 
+        def by_name(name: str) -> bool:
+            """Whether vLLM's walk would take the tensor by this name, and not skip it."""
+            skipped = name.startswith(tuple(self.skip_prefixes))
+            return usual and not skipped and not any(part in name for part in self.skip_substrs)
+
         if _WALKING.get() or find_state(self.module) is None:
             return vllms_walk(weights)
+        mapper = options.get("mapper") or (args[0] if args else None)
+        usual = mapper is None or mapper is getattr(type(self.module), "hf_to_vllm_mapper", None)
         # However this ends, the variable is outside as it was before.
-        return copy_context().run(_load, self.module, weights, vllms_walk)
+        return copy_context().run(_load, self.module, weights, vllms_walk, by_name)
 
     return load_weights
 
 
-def _load(model: torch.nn.Module, weights: Iterable[Named], walk: Walk) -> set[str]:
+def _load(
+    model: torch.nn.Module,
+    weights: Iterable[Named],
+    walk: Walk,
+    by_name: Callable[[str], bool],
+) -> set[str]:
     """Load tensors with the model closed, by the inventory where it has a route for each.
 
     Raises:
@@ -64,7 +76,7 @@ def _load(model: torch.nn.Module, weights: Iterable[Named], walk: Walk) -> set[s
     names = [name for name, _ in weights]
     inventory = Inventory.of(model, names)
     with _shut(model, guard) as came:
-        if inventory.routes(names):
+        if all(map(by_name, names)) and inventory.routes(names):
             return inventory.write(scalars_on_host(weights), came)
         return walk(_noted(weights, came))
 

@@ -19,7 +19,7 @@ from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
 from vllm_fp8rl.state import state_of
 
 Named = tuple[str, torch.Tensor]
-_BROKE_OFF = "The weights are a mixture: reload_weights broke off or was incomplete"
+_BROKE_OFF = "The weights are half-updated: reload_weights broke off or was incomplete"
 
 
 def reload_in_place(reload: Callable[..., Any]) -> Callable[..., Any]:

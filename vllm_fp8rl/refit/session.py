@@ -214,7 +214,7 @@ class RefitSession:
 
     def _leave_closed(self, what: str) -> None:
         if self.wrote:
-            self._guard.close(f"The weights are a mixture: {what}")
+            self._guard.close(f"The weights are half-updated: {what}")
 
     def _check(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
         """Check the shape and dtype of one tensor."""

@@ -137,10 +137,9 @@ class BackendChoice:
         remedy = "Pin the module to BF16 or install a backend that serves it."
         if grouped:
             missing = any(r.startswith("deep_gemm: cannot be imported") for r in reasons)
-            remedy = (
-                f"{'Install DeepGEMM (a vLLM wheel carries it), build' if missing else 'Build'} the "
-                "model with moe_grouped_gemm=False, or pin the kind 'experts' to BF16."
-            )
+            remedy = "the model with moe_grouped_gemm=False, or pin the kind 'experts' to BF16."
+            install = "Install DeepGEMM (a vLLM wheel carries it), build"
+            remedy = f"{install if missing else 'Build'} {remedy}"
         raise UnsupportedError(
             f"No FP8 GEMM backend serves '{module}' ({_text(shape)}, {device}): "
             f"{'; '.join(reasons)}. {remedy}"

@@ -16,8 +16,8 @@ from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
 from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, find, meant
 from nemo_rl_ext.config.keys import READERS
 from nemo_rl_ext.config.merge import prepare, read
+from nemo_rl_ext.patch_finder import PATCHES, PatchFinder
 from nemo_rl_ext.patches import config as config_patch
-from nemo_rl_ext.patches.ledger import PATCHES, Ledger
 from nemo_rl_ext.workers import training
 from support.processes import run_code
 
@@ -82,7 +82,7 @@ def made(driver: Driver, value: dict[str, Any]) -> Any:
     Own.__qualname__ = "MasterConfig"  # a class of a function is read in its source
     module: Any = ModuleType(driver.module)
     module.MasterConfig = Own
-    config_patch.apply(module, Ledger())
+    config_patch.apply(module, PatchFinder())
     return module.MasterConfig(**copy.deepcopy(value))
 
 

@@ -416,6 +416,40 @@ def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     assert "pins are checked by the workers" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("experts", "overrides", "warned"),
+    [
+        (4, "megatron.moe_grouped_gemm=true", True),
+        (4, "", True),  # Megatron-Bridge's default for this model
+        (4, "megatron.moe_grouped_gemm=false", False),
+        (4, "block.pins={kinds:[experts]}", False),
+        (4, "block.training=false", False),
+        (4, "megatron.enabled=false ~megatron.fp8rl", False),
+        (None, "megatron.moe_grouped_gemm=true", True),  # the config cannot be read here
+        (None, "megatron.moe_grouped_gemm=true block.pins={kinds:[experts]}", False),
+        (None, "", False),
+    ],
+)
+def test_grouped_experts_without_deepgemm_are_warned_of_in_the_driver(
+    experts: int | None,
+    overrides: str,
+    warned: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Their worker would raise after Ray has started."""
+    if experts is not None:
+        model = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": experts}
+        (tmp_path / "config.json").write_text(json.dumps(model))
+    given = config({}, overrides, model_name=str(tmp_path))
+    prepare(master(given), GRPO, lambda key: None)
+    text = " ".join(message for message in caplog.messages if "grouped experts" in message)
+    assert bool(text) == warned
+    if warned:
+        for remedy in ("DeepGEMM", "'policy.megatron_cfg.moe_grouped_gemm' to false", "pins.kinds"):
+            assert remedy in text
+
+
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_pins_of_experts_are_matched_too(key: str, tmp_path: Path) -> None:
     model = {
@@ -452,8 +486,20 @@ def test_misspelled_keys_are_named_with_what_was_meant(path: str, meant: str) ->
 
 def test_upstreams_other_quantization_of_the_trainer_is_refused() -> None:
     """Naively its worker class would win, and the block would be ignored there."""
-    with pytest.raises(UnsupportedError, match=r"'policy\.quant_cfg' is another number format"):
-        prepare(master(config({}, "policy.quant_cfg=NVFP4_DEFAULT_CFG")), GRPO, lambda key: None)
+    with pytest.raises(UnsupportedError, match=r"'policy\.quant_cfg' selects a Megatron worker"):
+        read(config({}, "policy.quant_cfg=NVFP4_DEFAULT_CFG"), GRPO)
+    with pytest.raises(UnsupportedError, match=r"'policy\.quant_cfg' selects a Megatron worker"):
+        read(config({}, "policy.quant_cfg=NVFP4_DEFAULT_CFG ~megatron.fp8rl"), GRPO)
+
+
+def test_a_dtensor_trainer_may_have_upstreams_other_quantization() -> None:
+    keys = read(
+        config({}, "policy.quant_cfg=NVFP4_DEFAULT_CFG megatron.enabled=false ~megatron.fp8rl"),
+        GRPO,
+    )
+    assert keys is not None
+    assert keys.recipe.rollout
+    assert not keys.recipe.training
 
 
 def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:

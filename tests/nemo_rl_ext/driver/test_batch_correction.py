@@ -10,8 +10,9 @@ import torch
 from fp8rl.errors import BatchError, RecipeError, UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext import correct
+from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
-from nemo_rl_ext.driver.mismatch_guard import LEVELS, GuardConfig, MismatchGuard
+from nemo_rl_ext.driver.mismatch_guard import LEVELS, MismatchGuard
 
 
 def batch(gaps: list[float], tokens: int = 4) -> dict[str, torch.Tensor]:

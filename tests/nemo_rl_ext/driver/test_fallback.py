@@ -17,7 +17,7 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.driver import fallback
-from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.training import kv_scales_withdrawn
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_ext.patches.ledger import PATCHES, Ledger, install
+from nemo_rl_ext.patch_finder import PATCHES, PatchFinder, install
 from nemo_rl_ext.patches.upstream import Upstream
 from support.processes import run_code
 
@@ -43,7 +43,7 @@ def test_the_entry_point_is_the_autoload() -> None:
 def test_importing_torch_installs_the_finder_and_imports_nothing_else() -> None:
     code = """
         import sys, torch
-        from nemo_rl_ext.patches.ledger import installed
+        from nemo_rl_ext.patch_finder import installed
         print(installed() is sys.meta_path[0],
               [m for m in ("wrapt", "pydantic", "pluggy", "fp8rl", "nemo_rl") if m in sys.modules])
     """
@@ -62,10 +62,10 @@ def test_words_that_switch_it_off_and_on() -> None:
     code = """
         import contextlib, io, os, sys, torch
         from nemo_rl_ext import autoload
-        from nemo_rl_ext.patches.ledger import Ledger, installed
+        from nemo_rl_ext.patch_finder import PatchFinder, installed
         words = ["0", "false", "off", "no", " OFF ", "1", "true", "on", "yes", "", "nope", "2"]
         for value in words:
-            sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, Ledger)]
+            sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PatchFinder)]
             os.environ["FP8RL_AUTOLOAD"] = value
             with contextlib.redirect_stderr(io.StringIO()) as told:
                 autoload.start()
@@ -85,7 +85,7 @@ def test_words_that_switch_it_off_and_on() -> None:
 def test_an_error_of_ours_does_not_break_torch() -> None:
     code = """
         import sys
-        sys.modules["nemo_rl_ext.patches.ledger"] = None  # its import raises
+        sys.modules["nemo_rl_ext.patch_finder"] = None  # its import raises
         import torch
         print(torch.ones(2).sum().item())
     """
@@ -101,7 +101,7 @@ def test_the_list_is_what_the_patches_rely_on() -> None:
             assert all(isinstance(u, Upstream) for u in upstreams)
             assert module in {u.module for u in upstreams}
     files = {p.stem for p in (ROOT / "nemo_rl_ext" / "patches").glob("*.py")}
-    assert files - {"__init__", "ledger", "upstream"} == {p for ps in PATCHES.values() for p in ps}
+    assert files - {"__init__", "upstream"} == {p for ps in PATCHES.values() for p in ps}
 
 
 def test_every_patch_says_why_how_where_and_until_when() -> None:
@@ -154,7 +154,7 @@ def test_a_module_that_imports_torch_is_taken_up_when_it_is_whole(tmp_path: Path
     code = """
         from nemo_rl.algorithms import grpo
         from nemo_rl.utils.config import load_config
-        from nemo_rl_ext.patches.ledger import installed
+        from nemo_rl_ext.patch_finder import installed
         print(sorted(installed().applied))
         load_config("x")
         print(sorted(installed().applied))
@@ -171,7 +171,7 @@ def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> No
         import torch
         from nemo_rl.utils.config import load_config
         print(load_config("x", True))
-        from nemo_rl_ext.patches.ledger import installed
+        from nemo_rl_ext.patch_finder import installed
         try:
             installed().require("policy.megatron_cfg.fp8rl")
         except Exception as error:
@@ -204,7 +204,7 @@ def test_a_decorated_function_is_compared_by_its_source(tmp_path: Path, paramete
     code = """
         import torch
         from nemo_rl.utils import config
-        from nemo_rl_ext.patches.ledger import installed
+        from nemo_rl_ext.patch_finder import installed
         print(*installed().failures.values())
     """
     message = run(code, path).stdout.strip()
@@ -228,7 +228,7 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
     )
     code = """
         import torch, nemo_rl.utils.config
-        from nemo_rl_ext.patches.ledger import installed
+        from nemo_rl_ext.patch_finder import installed
         try:
             installed().require("policy.megatron_cfg.fp8rl")
         except Exception as error:
@@ -251,7 +251,7 @@ def test_the_launcher_runs_a_driver_with_the_hooks(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
         "import sys, neighbour\n"
-        "from nemo_rl_ext.patches.ledger import installed\n"
+        "from nemo_rl_ext.patch_finder import installed\n"
         "print(__name__, sys.argv[1:], neighbour.x, installed() is not None)\n"
     )
     (tmp_path / "neighbour.py").write_text("x = 1\n")
@@ -267,4 +267,4 @@ def test_the_launcher_says_what_is_wrong() -> None:
 
 def test_installing_twice_keeps_one_finder() -> None:
     assert install() is install()
-    assert sum(isinstance(f, Ledger) for f in sys.meta_path) == 1
+    assert sum(isinstance(f, PatchFinder) for f in sys.meta_path) == 1

@@ -16,7 +16,13 @@ from support.processes import run_script
 pytest.importorskip("vllm")
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.workers.rollout_engine import OWN_BYTES, RestartableEngine, within_free_memory
+from fp8rl.errors import UnsupportedError
+from nemo_rl_ext.workers.rollout_engine import (
+    OWN_BYTES,
+    UPSTREAM_EXTENSION,
+    RestartableEngine,
+    within_free_memory,
+)
 from nemo_rl_ext.workers.self_calibration import CalibratingLLM
 from support.engine import SETTINGS, Engine, make_checkpoint, start_engine
 from support.nemo_rl import Closing
@@ -79,7 +85,7 @@ def worker(folder: Path) -> Iterator[Any]:
     arguments = {
         "model": str(folder / "a"),
         **SETTINGS,
-        "worker_extension_cls": "nemo_rl's own",
+        "worker_extension_cls": UPSTREAM_EXTENSION,
         **vllm_fp8rl.engine_args(RECIPE),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -134,6 +140,17 @@ def test_a_rank_that_owns_no_engine_is_left_alone() -> None:
     assert other.hold_if_idle()
     assert other.restart_in_bf16() is None
     other.release()
+
+
+def test_an_extension_of_another_transport_is_not_replaced() -> None:
+    """Naively its own methods would be missing when the first refit begins."""
+    other = Worker()
+    given = f"{UPSTREAM_EXTENSION}WithCheckpointEngine"
+    with pytest.raises(
+        UnsupportedError, match=rf"'{given}'.*'policy\.generation\.refit_transport'"
+    ):
+        other._create_engine({"worker_extension_cls": given})
+    assert other.llm is None
 
 
 def test_an_engine_asks_for_no_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

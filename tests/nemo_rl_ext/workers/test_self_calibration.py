@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from fp8rl import Recipe
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import scale_names
-from nemo_rl_ext.driver.mismatch_guard import LOGGER
+from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers import self_calibration
 from nemo_rl_ext.workers.refit import StreamedRefit
 from nemo_rl_ext.workers.self_calibration import SEQUENCES, TOKENS, CalibratingLLM

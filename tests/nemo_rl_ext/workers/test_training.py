@@ -107,7 +107,7 @@ def policy(block: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class Worker(Fp8Training, MegatronPolicyWorkerImpl):
-    upstream = upstream
+    upstream_module = upstream
 
 
 def test_without_the_key_upstreams_model_and_calibration_are_untouched() -> None:

@@ -311,11 +311,11 @@ def test_a_plain_load_that_ends_half_way_shuts_until_all_has_come(
 
     with pytest.raises(error):
         engine.model.load_weights(stream())
-    with pytest.raises(RefitError, match=rf"mixture: a load broke off \({error.__name__}\)"):
+    with pytest.raises(RefitError, match=rf"half-updated: a load broke off \({error.__name__}\)"):
         engine.greedy(PROMPTS)
     drop_requests(engine.llm)
     engine.model.load_weights(iter(b[:-1]))
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         engine.greedy(PROMPTS)
     drop_requests(engine.llm)
     engine.model.load_weights(b[-1:])

@@ -368,7 +368,7 @@ def test_session_guards_the_model_itself(engine, a, b, tokens):
         with pytest.raises(RefitError, match="already under way"):
             RefitSession(engine.model, expect_kv_scales=False).__enter__()
         raise KeyboardInterrupt
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         engine.greedy(PROMPTS)  # past the front door, which knows nothing of this session
     with pytest.raises(RefitError, match="in flight"):
         refit(engine.llm, a.items(), expect_kv_scales=False)

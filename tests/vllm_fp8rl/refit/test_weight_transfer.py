@@ -63,7 +63,7 @@ def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, checkpoin
     update(receiver, payload=pack(lacking))
     with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}'"):
         finish(receiver)
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         receiver.greedy(PROMPTS)
     drop_requests(receiver.llm)
     with pytest.raises(RefitError, match="send all of it again"):
@@ -90,7 +90,7 @@ def test_nan_breaks_an_update_off(receiver, checkpoints, tokens):
     update(receiver, payload=pack([(UP, a[UP])]))
     with pytest.raises(RefitError, match=f"'{NORM}' has NaN"):
         update(receiver, payload=pack([(NORM, torch.full_like(a[NORM], torch.nan))]))
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         receiver.greedy(PROMPTS)
     drop_requests(receiver.llm)
     receiver.llm.start_weight_update()  # vLLM has forgotten the one that broke off
@@ -152,7 +152,7 @@ def test_an_incomplete_reload_closes_the_engine(receiver, checkpoints, tokens):
     some = {n: t for n, t in load_tensors(checkpoints["b"]).items() if n != UP}
     with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}'"):
         reload(receiver, weights_iterator=some.items())
-    with pytest.raises(RefitError, match="mixture"):
+    with pytest.raises(RefitError, match="half-updated"):
         receiver.greedy(PROMPTS)
     drop_requests(receiver.llm)
     reload(receiver)  # the checkpoint that the last reload named

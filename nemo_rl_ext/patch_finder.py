@@ -1,8 +1,8 @@
-"""`Ledger`: applies the patches of a closed list of NeMo RL's modules when these are imported.
+"""`PatchFinder` applies the patches of a closed list of NeMo RL's modules when they are imported.
 
 Torch's autoload installs it in every process that imports torch, so this module must be quick to
 import. Torch is imported in the middle of ``nemo_rl.algorithms.grpo``: a module that is half
-imported when the ledger is installed waits for :meth:`Ledger.complete`.
+imported when the finder is installed waits for :meth:`PatchFinder.complete`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RunState:
     """The config that was loaded, until a class that knows our keys has been made of one."""
 
 
-class Ledger:
+class PatchFinder:
     """A finder for ``sys.meta_path`` that applies :data:`PATCHES`, and the state of the run.
 
     It answers only for the modules of :data:`PATCHES`, and finds them with the other finders.
@@ -96,7 +96,7 @@ class Ledger:
                 self.failures.pop(key, None)
 
     def complete(self) -> None:
-        """Patch modules that were half imported when the ledger was installed."""
+        """Patch modules that were half imported when the finder was installed."""
         waiting, self._half_imported = self._half_imported, []
         for module in waiting:
             self._take_up(module)
@@ -123,7 +123,7 @@ class Ledger:
         ) from error
 
     def take_up(self) -> None:
-        """Patch modules that were imported before the ledger was installed."""
+        """Patch modules that were imported before the finder was installed."""
         for name in PATCHES:
             if name in sys.modules:
                 self._take_up(sys.modules[name])
@@ -150,11 +150,11 @@ class Ledger:
 
 
 class _Loader:
-    """A loader that tells the ledger when its module has been executed."""
+    """A loader that tells the finder when its module has been executed."""
 
-    def __init__(self, loader: Any, ledger: Ledger) -> None:
+    def __init__(self, loader: Any, finder: PatchFinder) -> None:
         self._loader = loader
-        self._ledger = ledger
+        self._finder = finder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -167,23 +167,23 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._ledger.imported(module)
+        self._finder.imported(module)
 
 
 def _module_of(patch: str) -> Any:
     return importlib.import_module(f"nemo_rl_ext.patches.{patch}")
 
 
-def installed() -> Ledger | None:
-    """The ledger of this process, if any."""
-    return next((finder for finder in sys.meta_path if isinstance(finder, Ledger)), None)
+def installed() -> PatchFinder | None:
+    """The finder of this process, if any."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, PatchFinder)), None)
 
 
-def install() -> Ledger:
-    """Install the ledger, once per process."""
-    ledger = installed()
-    if ledger is None:
-        ledger = Ledger()
-        sys.meta_path.insert(0, ledger)  # type: ignore[arg-type]
-        ledger.take_up()
-    return ledger
+def install() -> PatchFinder:
+    """Install the finder, once per process."""
+    finder = installed()
+    if finder is None:
+        finder = PatchFinder()
+        sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+        finder.take_up()
+    return finder

@@ -1,0 +1,55 @@
+"""`GuardConfig`: the settings of the mismatch guard, ``loss_fn.fp8rl_guard``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fp8rl.errors import RecipeError
+from fp8rl.reading import explain
+
+Above = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
+
+
+class GuardConfig(BaseModel):
+    """``loss_fn.fp8rl_guard``; bounds are on ``token_mult_prob_error``, 1 is perfect."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    tighten_above: Above = 1.1
+    """Above this, sequences outside ``geometric`` are rejected."""
+    skip_above: Above = 1.5
+    """Above this, the step is left out."""
+    release_below: Above = 1.05
+    """A step below this counts towards going back to normal."""
+    release_after: Annotated[int, Field(ge=1)] = 5
+    """Steps in a row below ``release_below``."""
+    fallback_after: Annotated[int, Field(ge=1)] = 3
+    """Skipped steps in a row after which rollouts go back to BF16."""
+    fallback: Literal["bf16", "stop"] = "bf16"
+    """``bf16``: the engines are started anew with BF16 linears and KV cache, and the run goes on;
+    ``stop``: the run ends."""
+    geometric: Above = 1.05
+    """While tight, a sequence stays if its geometric mean ratio is within this factor of 1."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> GuardConfig:
+        if not self.release_below <= self.tighten_above <= self.skip_above:
+            raise ValueError("release_below <= tighten_above <= skip_above must hold")
+        return self
+
+    @classmethod
+    def from_dict(cls, data: Any, *, where: str) -> GuardConfig:
+        """Validate a plain mapping.
+
+        Raises:
+            RecipeError: with the full path of every bad key.
+        """
+        if not isinstance(data, Mapping):
+            raise RecipeError(f"'{where}' must be a mapping, not {type(data).__name__}.")
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            raise RecipeError(f"Bad guard: {explain(error, where)}") from None
