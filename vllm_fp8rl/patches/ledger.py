@@ -109,7 +109,8 @@ RELOADS = tuple(
         ("weights_iterator", "weights_path", "is_checkpoint_format"),
         why="vLLM's layerwise reload replaces the parameters that captured graphs read, serves an "
         "incomplete checkpoint, and copies tensors in kernel format unseen",
-        how="loads the checkpoint, or the tensors given, in place as a plain load, and requires every tensor",
+        how="loads the checkpoint, or the tensors given, in place as a plain load, and requires "
+        "every tensor",
         until="vLLM reloads in place where a quantization method asks for it",
         replacement=reload_in_place,
     )

@@ -40,8 +40,7 @@ def check_plain_loads(walk: Callable[..., set[str]]) -> Callable[..., set[str]]:
 
         def by_name(name: str) -> bool:
             """Whether vLLM's walk would take the tensor by this name, and not skip it."""
-            skipped = name.startswith(tuple(self.skip_prefixes))
-            return usual and not skipped and not any(part in name for part in self.skip_substrs)
+            return usual and not self._can_skip(name)
 
         if _WALKING.get() or find_state(self.module) is None:
             return vllms_walk(weights)
