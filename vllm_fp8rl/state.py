@@ -1,8 +1,8 @@
 """`RankState`: everything that one rank knows of its engine, in one object.
 
 :class:`~vllm_fp8rl.quantization.config.Fp8RLConfig`, which vLLM hands to every layer of an engine,
-owns it. Nothing is stored on vLLM's objects: the state is found again through the quantization
-method of an attention layer (:func:`state_of`).
+owns it. The state is found again through the quantization method of an attention layer
+(:func:`state_of`); ``docs/upgrading.md`` lists the few attributes that are set on vLLM's objects.
 """
 
 from __future__ import annotations

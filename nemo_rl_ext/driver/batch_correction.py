@@ -15,7 +15,7 @@ from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext.driver.mismatch_guard import LEVELS, Level, MismatchGuard
 from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
 from nemo_rl_ext.grpo.log_ratio import token_log_ratio
-from nemo_rl_ext.grpo.rejection import reject
+from nemo_rl_ext.grpo.rejection import RejectionResult, reject
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
@@ -80,9 +80,11 @@ class BatchCorrection:
             level = self._judge(self.guard, metrics["token_mult_prob_error"])
             metrics |= self._guard_metrics(self.guard, level)
             if level == "tight" and result.mask.any():
-                tight, share = self._tighten(self.guard, rollout, trainer, result.mask)
-                metrics["guard_rejected_share"] = share
-                result = tight if tight.mask.any() else result
+                tight = self._reject_tightly(self.guard, rollout, trainer, result.mask)
+                metrics["guard_rejected_share"] = tight.metrics["rejected_share"]
+                if tight.mask.any():
+                    settings = self.settings.model_copy(update={"rejection": None})
+                    result = self._correct(settings, rollout, trainer, tight.mask)
         kept = result.mask
         # A piece may be empty where an earlier one of its step is not.
         if not kept.any() and not any(earlier.any() for *_, earlier in self._pieces):
@@ -169,22 +171,14 @@ class BatchCorrection:
             "or with loss_fn.fp8rl_guard.fallback=bf16."
         )
 
-    def _tighten(
+    def _reject_tightly(
         self, guard: MismatchGuard, rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[Correction, float]:
-        """Correct once more with geometric rejection; return also the share of tokens rejected.
-
-        The rejection is applied here as well: a plugin's corrector may ignore the recipe's.
-        """
+    ) -> RejectionResult:
+        """Reject sequences by the guard's bounds, whatever corrector the recipe names."""
         bound = guard.config.geometric
-        rejection = Rejection(level="geometric", low=1 / bound, high=bound)
-        settings = self.settings.model_copy(update={"rejection": rejection})
+        bounds = Rejection(level="geometric", low=1 / bound, high=bound)
         ratio = token_log_ratio(trainer, rollout, mask, "trainer_logprobs - rollout_logprobs")
-        rejected = reject(ratio, mask, rejection, settings.token_veto)
-        found = self._correct(settings, rollout, trainer, mask)
-        kept = found.mask & rejected.mask
-        tight = Correction(torch.where(kept, found.weights, 0.0), kept, found.metrics)
-        return tight, rejected.metrics["rejected_share"]
+        return reject(ratio, mask, bounds, self.settings.token_veto)
 
     def _correct(
         self,

@@ -77,7 +77,7 @@ def _load(
     with _shut(model, guard) as came:
         if all(map(by_name, names)) and inventory.routes(names):
             return inventory.write(scalars_on_host(weights), came)
-        return walk(_noted(weights, came))
+        return walk(noted(weights, came))
 
 
 def _checked(
@@ -91,7 +91,7 @@ def _checked(
         yield name, tensor
 
 
-def _noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
+def noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
     """The tensors; the name of each is noted before anything of it can be written."""
     for name, tensor in weights:
         came.append(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from typing import Any
 
@@ -13,12 +13,12 @@ from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.kv_scales import parse_scale_name, scale_name
 from vllm_fp8rl.calibration.observer import stop_observing
 from vllm_fp8rl.names import NAME, uses_fp8rl
+from vllm_fp8rl.patches.plain_loads import Named, noted
 from vllm_fp8rl.quantization.kv_cache import forget_kv_scales
 from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
 from vllm_fp8rl.state import state_of
 
-Named = tuple[str, torch.Tensor]
 _BROKE_OFF = "The weights are half-updated: reload_weights broke off or was incomplete"
 
 
@@ -81,11 +81,11 @@ def _load_all(model: Any, weights: Iterable[Named]) -> None:
     stop_observing(model)  # of a calibration that broke off
     for grid in inventory.grids:
         grid.forget_unpaired()
-    came: set[str] = set()
+    came: list[str] = []
     guard.outdate_cache("keys of older weights")
     guard.values.owed = None  # every tensor must come, in this load or in later ones
     guard.close(_BROKE_OFF)
-    model.load_weights(_noted(chain(first, stream), came))
+    model.load_weights(noted(chain(first, stream), came))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # from now on the sender may free or reuse its tensors
     missing = sorted(guard.values.owed or ())
@@ -98,12 +98,6 @@ def _load_all(model: Any, weights: Iterable[Named]) -> None:
             f"The reload lacks {len(missing)} of the model's tensors, such as '{missing[0]}'; "
             f"{REMEDY}."
         )
-
-
-def _noted(weights: Iterable[Named], came: set[str]) -> Iterator[Named]:
-    for name, tensor in weights:
-        came.add(name)
-        yield name, tensor
 
 
 def _checkpoint(runner: Any, config: Any) -> Iterable[Named]:

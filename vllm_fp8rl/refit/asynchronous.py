@@ -194,9 +194,6 @@ class _AsyncGate:
     _METHODS = ("add_request", "generate", "encode")
 
     def __init__(self, engine: AsyncLLM) -> None:
-        from vllm_fp8rl.patches.ledger import GATES, install
-
-        install(GATES)  # only compares them
         self._engine: Any = engine
         self._changes = Changes.of(engine)
         self._resume = True

@@ -77,12 +77,18 @@ class Changes:
 
         Raises:
             RefitError: the engine was not started with ``quantization="fp8rl"``.
+            UnsupportedError: this vLLM lacks a function that the request gates replace.
         """
         if not uses_fp8rl(engine.vllm_config):
             raise RefitError(
                 f"This engine has no quantization='{NAME}'; start it with that to refit it."
             )
-        return engine.vllm_config.quant_config.changes.setdefault(engine, cls())
+        changes = engine.vllm_config.quant_config.changes
+        if engine not in changes:
+            from vllm_fp8rl.patches.ledger import GATES, install
+
+            install(GATES)  # only compares them, once for each engine
+        return changes.setdefault(engine, cls())
 
     @property
     def plugins(self) -> PluginManager:
@@ -132,9 +138,6 @@ class RequestGate:
     """
 
     def __init__(self, llm: LLM) -> None:
-        from vllm_fp8rl.patches.ledger import GATES, install
-
-        install(GATES)  # only compares them
         self._engine: Any = llm.llm_engine
         self._changes = Changes.of(self._engine)
 

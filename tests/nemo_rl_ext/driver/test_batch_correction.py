@@ -13,6 +13,7 @@ from nemo_rl_ext import correct
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
 from nemo_rl_ext.driver.mismatch_guard import LEVELS, MismatchGuard
+from nemo_rl_ext.grpo.importance_sampling import Correction
 
 
 def batch(gaps: list[float], tokens: int = 4) -> dict[str, torch.Tensor]:
@@ -146,6 +147,23 @@ def test_the_guard_tightens_nothing_where_all_is_rejected() -> None:
     run = BatchCorrection(ImportanceSampling(rejection=rejection), MismatchGuard(GuardConfig()))
     metrics = run.correct(batch([0.2, 0.2]))  # e^0.8 for four tokens; 1.22 is above tighten_above
     assert metrics["fp8rl/guard_level"] == metrics["fp8rl/step_skipped"] == 1.0
+
+
+def test_the_guard_tightens_whatever_the_corrector_rejects() -> None:
+    """Naively a plugin that gives no metrics ends the run, and one that rejects nothing goes on."""
+    run = BatchCorrection(ImportanceSampling(), MismatchGuard(GuardConfig()))
+    run._corrector = lambda rollout, trainer, mask, config: Correction(
+        mask.float(), mask != 0, mismatch_metrics(rollout, trainer, mask).to_dict()
+    )
+    data = batch(
+        [0.0, 0.3]
+    )  # e^0.3 is outside the guard's bounds, and the batch above tighten_above
+    metrics = run.correct(data)
+    assert metrics["fp8rl/guard_level"] == 1.0
+    assert metrics["fp8rl/guard_rejected_share"] == 0.5
+    assert data["sample_mask"].tolist() == [1.0, 0.0]
+    assert data[WEIGHTS][0, 1:].tolist() == [1.0] * 4
+    assert not data[WEIGHTS][1].any()
 
 
 def test_an_empty_batch_is_left_alone_and_nan_is_told() -> None:
