@@ -1,8 +1,7 @@
-"""Checkpoints: safetensors in a folder that appears complete or not at all.
+"""Checkpoints in folders that appear complete or not at all.
 
 transformers and vLLM load a checkpoint folder as a model (``model.safetensors``, ``config.json``,
-tokenizer). The trainer's state is in a subfolder, because vLLM reads every safetensors file that
-lies beside the model's.
+tokenizer). The trainer's state is in ``trainer/state.pt``, as ``torch.save`` writes it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from safetensors.torch import load_file, save_file
 
 from fp8rl.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 _KEEP = 2
 _MODEL = "model.safetensors"
-_TRAINER = "trainer/state.safetensors"
+_TRAINER = "trainer/state.pt"
 _STATE = "state.json"
 _SUMS = "SHA256SUMS"
-"""Digests in the format of ``sha256sum``. A resumed run must continue bit for bit, and neither JSON
-nor safetensors detects a changed digit or weight."""
+"""Digests in the format of ``sha256sum``. A resumed run must continue bit for bit, and none of the
+files' own formats detects a changed digit or weight."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,10 @@ def save(
     (partial / _TRAINER).parent.mkdir(parents=True)
     for source in model_folder.iterdir():
         shutil.copy2(source, partial)
-    tensors: dict[str, torch.Tensor] = {}
-    tree = _flatten(dict(trainer), "", tensors)
-    save_file(_contiguous(model), partial / _MODEL, metadata={"format": "pt"})
-    save_file(tensors, partial / _TRAINER)
-    state = {"format": FORMAT, "step": step, "identity": dict(identity), "trainer": tree}
+    weights = {name: tensor.detach().contiguous() for name, tensor in model.items()}
+    save_file(weights, partial / _MODEL, metadata={"format": "pt"})
+    _save_trainer(dict(trainer), partial / _TRAINER)
+    state = {"format": FORMAT, "step": step, "identity": dict(identity)}
     (partial / _STATE).write_text(json.dumps(state), encoding="utf-8")
     (partial / _SUMS).write_text("".join(_sums(partial)), encoding="utf-8")
     for file in partial.rglob("*"):
@@ -133,9 +132,19 @@ def load(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
             f"Checkpoint {path} belongs to another run ({keys} differ); use the same options or "
             "another --out folder."
         )
-    model, tensors = load_file(path / _MODEL), load_file(path / _TRAINER)
-    trainer = _unflatten(state["trainer"], tensors)
-    return Checkpoint(state["step"], model, trainer, state["identity"])
+    trainer = torch.load(path / _TRAINER, weights_only=True)
+    return Checkpoint(state["step"], load_file(path / _MODEL), trainer, state["identity"])
+
+
+def _save_trainer(trainer: dict[str, Any], path: Path) -> None:
+    torch.save(trainer, path)
+    try:
+        torch.load(path, weights_only=True)  # as a resumed run reads it, which runs no code
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            "Cannot store this trainer state; only tensors, numbers, strings, lists, tuples and "
+            "dicts can be read back."
+        ) from None
 
 
 def _sums(path: Path) -> list[str]:
@@ -160,42 +169,6 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "")
         elif a != b:
             keys.append(f"{prefix}{key}")
     return keys
-
-
-def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
-def _flatten(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Convert to JSON and move the tensors to ``tensors``; dict keys keep their type."""
-    if isinstance(node, torch.Tensor):
-        # Copied: optimizer states may share storage, which safetensors refuses.
-        tensors[path] = node.detach().clone().contiguous()
-        return {"tensor": path}
-    if isinstance(node, dict):
-        pairs = [[key, _flatten(value, f"{path}/{key}", tensors)] for key, value in node.items()]
-        return {"dict": pairs}
-    if isinstance(node, (list, tuple)):
-        items = [_flatten(value, f"{path}/{i}", tensors) for i, value in enumerate(node)]
-        return {type(node).__name__: items}
-    if node is None or isinstance(node, (bool, int, float, str)):
-        return {"value": node}
-    raise CheckpointError(
-        f"Cannot store trainer state '{path}' of type {type(node).__name__}; only tensors, "
-        "numbers, strings, lists, tuples and dicts can be."
-    )
-
-
-def _unflatten(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    ((kind, value),) = node.items()
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "dict":
-        return {key: _unflatten(child, tensors) for key, child in value}
-    if kind in ("list", "tuple"):
-        items = [_unflatten(child, tensors) for child in value]
-        return tuple(items) if kind == "tuple" else items
-    return value
 
 
 def _sync(path: Path) -> None:

@@ -55,8 +55,11 @@ def demo(
     base = Recipe.load(recipe) if recipe is not None else DEMO_RECIPE
     _check_recipe(base, run_settings.model.num_layers)
     warm_start = out / "warm-start"
-    if resume:
-        _require_checkpoint(out, precisions)
+    if resume and not _has_checkpoint(out, precisions):
+        raise OptionError(
+            f"--resume: '{out}' has no checkpoint of {' or '.join(precisions)}; leave --resume out "
+            "to start a run there, or give the --out of an earlier one."
+        )
     _make_folders(out, [] if resume else precisions, [warm_start, *(out / p for p in precisions)])
     common = {"settings": run_settings, "warm_start": warm_start}
     supervisor = Supervisor(console, parallel=os.cpu_count() or 1)
@@ -153,15 +156,6 @@ def _resume_command(out: Path, precisions: list[str], given: dict[str, Any]) -> 
         if value != defaults[name].default:
             words += [f"--{name}", str(value)]
     return shlex.join([*words, "--out", str(out)])
-
-
-def _require_checkpoint(out: Path, precisions: list[str]) -> None:
-    """Raise OptionError if there is no checkpoint to continue from."""
-    if not _has_checkpoint(out, precisions):
-        raise OptionError(
-            f"--resume: '{out}' has no checkpoint of {' or '.join(precisions)}; leave --resume out "
-            "to start a run there, or give the --out of an earlier one."
-        )
 
 
 def _make_folders(out: Path, again: list[str], folders: list[Path]) -> None:

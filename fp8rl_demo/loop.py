@@ -19,7 +19,7 @@ from fp8rl_demo import checkpoint
 from fp8rl_demo.batch import TokenBatch, make_batch
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.policy import MegatronPolicy
-from fp8rl_demo.rollout import Samples, VllmRollout
+from fp8rl_demo.rollout import VllmRollout
 from fp8rl_demo.settings import Precision, Settings, write_model_folder
 from fp8rl_demo.tasks import load_problems, reward, sample_batch
 from fp8rl_demo.tokenizer import CharTokenizer
@@ -147,12 +147,17 @@ class GrpoRun:
         prompts = [self._tokenizer.encode(p.prompt) for p in rows]
         with self._timed("generate"):
             samples = self._rollout.sample(prompts, _request_seeds(settings, step))
-        rewards = torch.tensor(
-            [reward(p.answer, self._text(ids)) for p, ids in zip(rows, samples.tokens, strict=True)]
-        )
+        texts = map(self._tokenizer.decode, samples.tokens)
+        rewards = torch.tensor([reward(p.answer, t) for p, t in zip(rows, texts, strict=True)])
         groups = torch.arange(len(problems)).repeat_interleave(settings.samples_per_prompt)
         advantages = group_relative_advantages(rewards, groups)
-        batch = self._batch(prompts, samples)
+        batch = make_batch(
+            prompts,
+            samples.tokens,
+            samples.logprobs,
+            length=self._length,
+            pad_id=self._tokenizer.pad_id,
+        )
         self._policy.observer.reset()
         with self._timed("logprobs"):
             old = self._policy.logprobs(batch)
@@ -228,7 +233,7 @@ class GrpoRun:
     def _validate(self, step: int) -> float:
         problems = self._validation[: self._settings.validation_size]
         prompts = [self._tokenizer.encode(p.prompt) for p in problems]
-        answers = [self._text(ids) for ids in self._rollout.greedy(prompts).tokens]
+        answers = [self._tokenizer.decode(ids) for ids in self._rollout.greedy(prompts).tokens]
         for problem, answer in list(zip(problems, answers, strict=True))[:_SAMPLES_SHOWN]:
             row = {"step": step, "prompt": problem.prompt, "answer": problem.answer}
             self._append("samples.jsonl", {**row, "completion": answer})
@@ -236,18 +241,6 @@ class GrpoRun:
         accuracy = sum(right) / len(right)
         self._append("validation.jsonl", {"step": step, "accuracy": accuracy})
         return accuracy
-
-    def _batch(self, prompts: list[list[int]], samples: Samples) -> TokenBatch:
-        return make_batch(
-            prompts,
-            samples.tokens,
-            samples.logprobs,
-            length=self._length,
-            pad_id=self._tokenizer.pad_id,
-        )
-
-    def _text(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(i for i in ids if i != self._tokenizer.eos_id)
 
     def _save(self, step: int, model_folder: Path) -> None:
         trainer = {

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -34,21 +34,17 @@ class DemoError(Fp8RLError, RuntimeError):
     """A stage of the demo failed."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stage:
     """One child process."""
 
     title: str
     job: dict[str, Any]
     """Fields of :class:`Job` without the event pipe."""
-    error: str = ""
-    process: subprocess.Popen | None = None
-    task: TaskID | None = None
-    reader: threading.Thread | None = None
-    log: Path = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.log = Path(self.job["folder"]) / "log.txt"
+    @property
+    def log(self) -> Path:
+        return Path(self.job["folder"]) / "log.txt"
 
 
 class Supervisor:
@@ -63,7 +59,8 @@ class Supervisor:
         self._console = console
         self._parallel = max(parallel, 1)
         self._interrupts = 0
-        self._running: list[Stage] = []
+        self._failed = False
+        self._running: set[subprocess.Popen] = set()
 
     @property
     def interrupted(self) -> bool:
@@ -71,28 +68,57 @@ class Supervisor:
         return self._interrupts > 0
 
     def run(self, stages: Sequence[Stage]) -> None:
-        """Run all stages; after an interrupt, no further one is started.
+        """Run all stages, each in a thread; after an interrupt, no further one is started.
 
         Raises:
             DemoError: a stage failed; the message names the reason and the log file.
         """
-        waiting = list(stages)
-        with self._forward_interrupts(), self._progress() as progress:
-            for stage in waiting:
-                stage.task = progress.add_task(stage.title, total=None, phase="waiting", note="")
-            while waiting or self._running:
-                while waiting and len(self._running) < self._parallel and not self.interrupted:
-                    self._start(waiting.pop(0), progress)
-                if not self._running:
-                    return
-                self._wait_for_one(progress)
+        with (
+            self._forward_interrupts(),
+            self._progress() as progress,
+            ThreadPoolExecutor(self._parallel) as pool,
+        ):
+            runs = []
+            for stage in stages:
+                task = progress.add_task(stage.title, total=None, phase="waiting", note="")
+                runs.append(pool.submit(self._run, stage, partial(progress.update, task)))
+            try:
+                for run in as_completed(runs):
+                    run.result()
+            except BaseException:
+                self._failed = True
+                self._signal(signal.SIGKILL)
+                raise
 
-    def _start(self, stage: Stage, progress: Progress) -> None:
+    def _run(self, stage: Stage, show: Callable[..., None]) -> None:
+        if self.interrupted or self._failed:
+            return
+        process, events = self._start(stage)
+        self._running.add(process)
+        error = ""
+        with os.fdopen(events, encoding="utf-8") as stream:
+            for event in read_events(stream):
+                if event.phase == "error":
+                    error = event.note
+                total = event.total or None
+                show(completed=event.done, total=total, phase=event.phase, note=event.note)
+        code = process.wait()
+        self._running.discard(process)
+        if code == 0:
+            show(phase="done")
+        elif self.interrupted and code in (INTERRUPTED, -signal.SIGINT):
+            show(phase="stopped")
+        else:
+            self._failed = True  # before this thread takes the next stage
+            raise DemoError(_explain(stage, error, code))
+
+    @staticmethod
+    def _start(stage: Stage) -> tuple[subprocess.Popen, int]:
         stage.log.parent.mkdir(parents=True, exist_ok=True)
         read_fd, write_fd = os.pipe()
         job = Job(**stage.job, events_fd=write_fd)
         with stage.log.open("a", encoding="utf-8") as log:
-            stage.process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "fp8rl_demo.worker", job.model_dump_json()],
                 env={**os.environ, **ENGINE_ENV},
                 stdin=subprocess.DEVNULL,
@@ -103,48 +129,11 @@ class Supervisor:
                 start_new_session=True,
             )
         os.close(write_fd)
-        stage.reader = threading.Thread(target=self._read, args=(stage, read_fd, progress))
-        stage.reader.start()
-        self._running.append(stage)
+        return process, read_fd
 
-    def _read(self, stage: Stage, read_fd: int, progress: Progress) -> None:
-        assert stage.task is not None
-        with os.fdopen(read_fd, encoding="utf-8") as stream:
-            for event in read_events(stream):
-                if event.phase == "error":
-                    stage.error = event.note
-                progress.update(
-                    stage.task,
-                    completed=event.done,
-                    total=event.total or None,
-                    phase=event.phase,
-                    note=event.note,
-                )
-
-    def _wait_for_one(self, progress: Progress) -> None:
-        for stage in list(self._running):
-            assert stage.process and stage.reader and stage.task is not None
-            try:
-                code = stage.process.wait(timeout=0.2)
-            except subprocess.TimeoutExpired:
-                continue
-            stage.reader.join()
-            self._running.remove(stage)
-            if code == 0:
-                progress.update(stage.task, phase="done")
-            elif self.interrupted and code in (INTERRUPTED, -signal.SIGINT):
-                progress.update(stage.task, phase="stopped")
-            else:
-                self._stop_all()
-                raise DemoError(_explain(stage, code))
-
-    def _stop_all(self) -> None:
-        for stage in self._running:
-            assert stage.process is not None and stage.reader is not None
-            stage.process.kill()
-            stage.process.wait()
-            stage.reader.join()
-        self._running.clear()
+    def _signal(self, number: int) -> None:
+        for process in list(self._running):
+            process.send_signal(number)
 
     @contextmanager
     def _forward_interrupts(self) -> Iterator[None]:
@@ -152,9 +141,7 @@ class Supervisor:
             self._interrupts += 1
             if self._interrupts == 1:
                 self._console.print("Stopping after this step; press Ctrl-C again to stop at once.")
-            for stage in self._running:
-                if stage.process is not None:
-                    stage.process.send_signal(signal.SIGINT)
+            self._signal(signal.SIGINT)
 
         numbers = (signal.SIGINT, signal.SIGTERM)
         previous = {number: signal.signal(number, forward) for number in numbers}
@@ -177,9 +164,9 @@ class Supervisor:
         )
 
 
-def _explain(stage: Stage, code: int) -> str:
-    if stage.error:
-        return f"{stage.title}: {stage.error} (log: {stage.log})"
+def _explain(stage: Stage, error: str, code: int) -> str:
+    if error:
+        return f"{stage.title}: {error} (log: {stage.log})"
     lines = stage.log.read_text(encoding="utf-8", errors="replace").splitlines()
     tail = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
     return f"{stage.title} ended with exit code {code}: {tail} (whole log: {stage.log})"

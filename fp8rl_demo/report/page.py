@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -69,51 +69,12 @@ def _summary(runs: Sequence[Run]) -> str:
     return _table(titles, rows, numeric=True) if rows else "<p>No run was found here.</p>"
 
 
-@dataclass(frozen=True)
-class _Plot:
-    """A plot over the steps of all runs."""
-
-    title: str
-    draw: Callable[[Sequence[Run]], str]
-    caption: str
-    values: Callable[[Run], list[float]]
-    """The plotted values of one run, for readers who cannot see the plot."""
-
-
-_PLOTS = (
-    _Plot(
-        "Reward",
-        plots.reward_plot,
-        "Share of sampled answers that are right. Dots are single steps, lines the mean of five.",
-        lambda run: run.series("reward")[1],
-    ),
-    _Plot(
-        "Accuracy",
-        plots.accuracy_plot,
-        "Right greedy answers on problems that are never trained on.",
-        lambda run: [accuracy for _, accuracy in run.validation],
-    ),
-    _Plot(
-        "Mismatch: KL divergence",
-        plots.kl_plot,
-        "How far vLLM's policy is from Megatron's on the sampled tokens. BF16 is not zero: two "
-        "engines round in different places.",
-        lambda run: run.series("mismatch", "kl_k3")[1],
-    ),
-    _Plot(
-        "Mismatch: probability error",
-        plots.prob_error_plot,
-        "Mean of exp(|Δ log p|) over the sampled tokens; 1 is perfect agreement.",
-        lambda run: run.series("mismatch", "token_mult_prob_error")[1],
-    ),
-)
-
-
 def _training(runs: Sequence[Run]) -> str:
     if not any(run.steps for run in runs):
         return ""
     figures = [
-        _figure(plot.title, plot.draw(runs), plot.caption, _trends(plot, runs)) for plot in _PLOTS
+        _figure(plot.title, plots.line_plot(plot, runs), plot.caption, _trends(plot, runs))
+        for plot in plots.PLOTS
     ]
     timed = [run for run in runs if run.seconds()]
     if timed:
@@ -132,9 +93,9 @@ def _figure(title: str, svg: str, caption: str, words: str, *, wide: bool = Fals
     )
 
 
-def _trends(plot: _Plot, runs: Sequence[Run]) -> str:
+def _trends(plot: plots.Plot, runs: Sequence[Run]) -> str:
     """Say where the values of each run begin and end."""
-    values = {run.name: plot.values(run) for run in runs}
+    values = {run.name: plot.points(run)[1] for run in runs}
     return "; ".join(f"{n}: from {v[0]:.4g} to {v[-1]:.4g}" for n, v in values.items() if v) + "."
 
 
@@ -190,17 +151,14 @@ def _samples(run: Run) -> str:
     )
 
 
-def _visible(completion: str) -> str:
-    return completion.replace(" ", "\u2423")  # some answers are wrong because of a trailing space
-
-
 def _judged(completion: Any, answer: str) -> str:
     if completion is None:
         return f"<td>{NOTHING}</td>"
     right = str(completion) == answer
     mark = ("right", "✓") if right else ("wrong", "✗")
+    visible = str(completion).replace(" ", "\u2423")  # a trailing space makes some answers wrong
     return (
-        f"<td class='{mark[0]}'><code>{escape(_visible(str(completion))) or '(nothing)'}</code> "
+        f"<td class='{mark[0]}'><code>{escape(visible) or '(nothing)'}</code> "
         f"<span role='img' aria-label='{mark[0]}'>{mark[1]}</span></td>"
     )
 
@@ -208,28 +166,20 @@ def _judged(completion: Any, answer: str) -> str:
 def _details(runs: Sequence[Run]) -> str:
     parts = []
     for run in runs:
-        info = run.info
-        if not info:
+        if not run.info:
             continue
         body = ""
-        if isinstance(info.get("recipe"), dict):
-            body += "<h3>Recipe</h3>" + _table(("key", "value"), _flat(info["recipe"]))
-        if isinstance(info.get("pins"), list) and info["pins"]:
-            body += "<h3>Pins</h3>" + _pins(info["pins"])
-        if isinstance(info.get("settings"), dict):
-            body += "<h3>Settings</h3>" + _table(("key", "value"), _flat(info["settings"]))
-        if isinstance(info.get("versions"), dict):
-            body += "<h3>Versions</h3>" + _table(("package", "version"), _flat(info["versions"]))
+        for key in ("recipe", "pins", "settings", "versions"):
+            value = run.info.get(key)
+            if isinstance(value, dict):
+                body += f"<h3>{key.capitalize()}</h3>{_table(('key', 'value'), _flat(value))}"
+            elif value:
+                rows = [[_text(cell) for cell in row.values()] for row in value]
+                body += f"<h3>{key.capitalize()}</h3>{_table(list(value[0]), rows)}"
         parts.append(f"<details><summary>{escape(run.name)}</summary>{body}</details>")
     if not parts:
         return ""
     return f"<section><h2>Recipe, pins, settings, versions</h2>{''.join(parts)}</section>"
-
-
-def _pins(rows: Iterable[Any]) -> str:
-    shown = [row for row in rows if isinstance(row, dict)]
-    titles = list(dict.fromkeys(key for row in shown for key in row))
-    return _table(titles, [[_text(row.get(title)) for title in titles] for row in shown])
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> list[list[str]]:

@@ -6,7 +6,8 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from fp8rl_demo.report.runs import Run
 
@@ -26,6 +27,59 @@ _INK, _GRID = "#010203", "#040506"
 _WINDOW = 5
 
 
+Points = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of one value over the steps of all runs."""
+
+    title: str
+    caption: str
+    axis: str
+    points: Callable[[Run], Points]
+    """Finished steps and values of a run."""
+    kind: Literal["share", "smoothed share", "log", "ratio"]
+    """A share begins at 0; smoothed, its steps are dots and its line is a mean over five steps."""
+
+
+def _validation(run: Run) -> Points:
+    return [step for step, _ in run.validation], [100 * value for _, value in run.validation]
+
+
+PLOTS = (
+    Plot(
+        "Reward",
+        "Share of sampled answers that are right. Dots are single steps, lines the mean of five.",
+        "reward (share of right samples)",
+        lambda run: run.series("reward"),
+        "smoothed share",
+    ),
+    Plot(
+        "Accuracy",
+        "Right greedy answers on problems that are never trained on.",
+        "validation accuracy (%)",
+        _validation,
+        "share",
+    ),
+    Plot(
+        "Mismatch: KL divergence",
+        "How far vLLM's policy is from Megatron's on the sampled tokens. BF16 is not zero: two "
+        "engines round in different places.",
+        "KL(rollout ‖ trainer), k3 (nats/token)",
+        lambda run: run.series("mismatch", "kl_k3"),
+        "log",
+    ),
+    Plot(
+        "Mismatch: probability error",
+        "Mean of exp(|Δ log p|) over the sampled tokens; 1 is perfect agreement.",
+        "token mult. probability error (ratio)",
+        lambda run: run.series("mismatch", "token_mult_prob_error"),
+        "ratio",
+    ),
+)
+
+
 def style_of(name: str, names: Sequence[str]) -> tuple[str, Any, str]:
     """Return (colour, dashes, marker) of a run, the same in every plot."""
     if name in STYLES:
@@ -34,69 +88,28 @@ def style_of(name: str, names: Sequence[str]) -> tuple[str, Any, str]:
     return _OTHER[others.index(name) % len(_OTHER)]
 
 
-def reward_plot(runs: Sequence[Run]) -> str:
-    """Plot the reward: dots are steps, the line is the mean of five steps."""
+def line_plot(plot: Plot, runs: Sequence[Run]) -> str:
+    """Draw one line per run."""
 
     def draw(axes: Axes) -> None:
-        for run, colour, dashes, marker in _styled(runs):
-            xs, ys = run.series("reward")
-            axes.plot(xs, ys, marker, color=colour, alpha=0.35, markersize=3, linewidth=0)
-            axes.plot(xs, _smooth(ys), color=colour, linestyle=dashes, label=run.name)
-        axes.set_ylabel("reward (share of right samples)")
-        axes.set_ylim(0, None)
-
-    return _svg("reward", draw)
-
-
-def accuracy_plot(runs: Sequence[Run]) -> str:
-    """Plot greedy validation accuracy against finished steps."""
-
-    def draw(axes: Axes) -> None:
-        for run, colour, dashes, marker in _styled(runs):
-            xs = [x for x, _ in run.validation]
-            ys = [100 * y for _, y in run.validation]
+        names = [run.name for run in runs]
+        for run in runs:
+            colour, dashes, marker = style_of(run.name, names)
+            xs, ys = plot.points(run)
+            if plot.kind == "smoothed share":
+                axes.plot(xs, ys, marker, color=colour, alpha=0.35, markersize=3, linewidth=0)
+                ys, marker = _smooth(ys), ""
             axes.plot(xs, ys, marker=marker, color=colour, linestyle=dashes, label=run.name)
-        axes.set_ylabel("validation accuracy (%)")
-        axes.set_ylim(0, None)
+            if plot.kind == "log" and any(y > 0 for y in ys):
+                axes.set_yscale("log", nonpositive="mask")
+        axes.set_ylabel(plot.axis)
+        if plot.kind.endswith("share"):
+            axes.set_ylim(0, None)
+        elif plot.kind == "ratio":
+            axes.axhline(1.0, color=_INK, linewidth=0.8, alpha=0.5)
+            axes.ticklabel_format(axis="y", useOffset=False)
 
-    return _svg("accuracy", draw)
-
-
-def kl_plot(runs: Sequence[Run]) -> str:
-    """Plot the K3 estimate of KL(rollout || trainer) per step, on a logarithmic axis."""
-
-    def draw(axes: Axes) -> None:
-        for run, colour, dashes, marker in _styled(runs):
-            points = [
-                (x, y) for x, y in zip(*run.series("mismatch", "kl_k3"), strict=True) if y > 0
-            ]
-            axes.plot(
-                [x for x, _ in points],
-                [y for _, y in points],
-                marker=marker,
-                color=colour,
-                linestyle=dashes,
-                label=run.name,
-            )
-            if points:
-                axes.set_yscale("log")
-        axes.set_ylabel("KL(rollout ‖ trainer), k3 (nats/token)")
-
-    return _svg("kl", draw)
-
-
-def prob_error_plot(runs: Sequence[Run]) -> str:
-    """Plot the token multiplicative probability error per step; 1 is perfect agreement."""
-
-    def draw(axes: Axes) -> None:
-        for run, colour, dashes, marker in _styled(runs):
-            xs, ys = run.series("mismatch", "token_mult_prob_error")
-            axes.plot(xs, ys, marker=marker, color=colour, linestyle=dashes, label=run.name)
-        axes.axhline(1.0, color=_INK, linewidth=0.8, alpha=0.5)
-        axes.set_ylabel("token mult. probability error (ratio)")
-        axes.ticklabel_format(axis="y", useOffset=False)
-
-    return _svg("prob-error", draw)
+    return _svg(plot.title, draw)
 
 
 def time_plot(runs: Sequence[Run]) -> str:
@@ -122,12 +135,6 @@ def time_plot(runs: Sequence[Run]) -> str:
 
     height = 1.5 + 0.45 * len(runs)
     return _svg("time", draw, size=(10.4, height), legend_columns=len(phases), steps=False)
-
-
-def _styled(runs: Sequence[Run]) -> Iterator[tuple[Run, str, Any, str]]:
-    names = [run.name for run in runs]
-    for run in runs:
-        yield run, *style_of(run.name, names)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,8 @@ class Run:
 
     def mean(self, *keys: str) -> float | None:
         """Return the mean of a metric over all steps, or None if no step has it."""
-        return _mean(self.series(*keys)[1])
+        values = self.series(*keys)[1]
+        return sum(values) / len(values) if values else None
 
     def reward_ends(self) -> tuple[float, float] | None:
         """Return the mean reward of the first and of the last steps, or None before the first."""
@@ -136,7 +137,3 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

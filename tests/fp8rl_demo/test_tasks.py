@@ -70,22 +70,3 @@ def test_seed_and_step_change_the_batch() -> None:
         for step in range(3)
     }
     assert len(batches) == 9
-
-
-@pytest.mark.parametrize(("size", "step"), [(0, 0), (4, -1)])
-def test_bad_batch_arguments_are_named(size: int, step: int) -> None:
-    with pytest.raises(tasks.TaskError, match=f"size {size}, step {step}"):
-        tasks.sample_batch(tasks.load_problems("validation"), size, seed=0, step=step)
-
-
-def test_unknown_split_names_the_choices() -> None:
-    with pytest.raises(tasks.TaskError, match="'test'; choose one of train, validation"):
-        tasks.load_problems("test")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "line", ["not json", "{}", '{"prompt": "1+1="}', "[1]", '{"prompt": "1+1=", "answer": 2}']
-)
-def test_a_broken_row_is_named_with_its_line(line: str) -> None:
-    with pytest.raises(tasks.TaskError, match=r"train\.jsonl:7"):
-        tasks._parse(line, "train.jsonl:7")
