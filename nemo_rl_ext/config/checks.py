@@ -12,31 +12,23 @@ from typing import Any
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVCache
-from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM, Driver
+from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
-from nemo_rl_ext.config.keys import (
-    READERS,
-    block_path,
-    has_fp8_kv,
-    needs_our_trainer,
-    trainer_sends_kv_scales,
-)
+from nemo_rl_ext.config.keys import READERS, Sections, block_path, has_fp8_kv, needs_our_trainer
 
 KV_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER")
 """Attention backends that ``vllm_fp8rl.quantization.kv_cache.check_backend`` knows."""
 
+_CORRECTION = f"{LOSS}.{BLOCK}.importance_sampling"
+
 
 def refuse_unread_settings(
-    block: Mapping[str, Any],
-    given: Recipe,
-    where: str,
-    blocks: Mapping[str, Any],
-    sections: Mapping[str, Mapping[str, Any]],
-    driver: Driver,
+    block: Mapping[str, Any], given: Recipe, where: str, sections: Sections
 ) -> None:
     """Refuse what the block asks for and no section acts on; defaults and BF16 ask for nothing."""
+    blocks, driver = sections.blocks, sections.driver
     acting = set(blocks)
-    if not sections[MEGATRON].get("enabled"):
+    if not sections.megatron.get("enabled"):
         acting.discard(MEGATRON)
         if set(blocks) == {MEGATRON}:
             raise UnsupportedError(
@@ -62,74 +54,68 @@ def refuse_unread_settings(
         raise RecipeError(f"'{where}.{key}' has no effect: {reason}.")
 
 
-def refuse_unserved(
-    recipe: Recipe,
-    config: Mapping[str, Any],
-    sections: Mapping[str, Mapping[str, Any]],
-    driver: Driver,
-    corrected: bool,
-) -> None:
-    policy = config.get("policy") or {}
-    loss = sections[LOSS]
-    transport = (policy.get("generation") or {}).get("refit_transport")
+def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
+    """Refuse upstream's settings that FP8 or the correction of whole batches cannot serve."""
     fp8 = recipe.rollout or recipe.training
-    if policy.get("quant_cfg") and fp8 and needs_our_trainer(policy):
+    if sections.policy.get("quant_cfg") and fp8 and needs_our_trainer(sections.policy):
         raise UnsupportedError(
             "'policy.quant_cfg' selects a Megatron worker of another number format in place of "
             "fp8rl's; remove it, or the fp8rl block."
         )
-    if recipe.rollout and transport is not None:
+    if recipe.rollout:
+        _refuse_rollouts(sections)
+    if has_fp8_kv(recipe):
+        _refuse_fp8_kv(sections)
+    if LOSS in sections.blocks:
+        _refuse_split_batches(recipe, sections)
+        _refuse_unseen_batches(recipe, sections)
+
+
+def _refuse_rollouts(sections: Sections) -> None:
+    transport = sections.generation.get("refit_transport")
+    if transport is not None:
         raise UnsupportedError(
             f"'policy.generation.refit_transport' is '{transport}', which writes past vLLM's "
             "weight loaders; FP8 rollouts are served with null (CUDA IPC or NCCL broadcast)."
         )
     if (
-        recipe.rollout
-        and LOSS in driver.serves
-        and not corrected
-        and not loss.get("use_importance_sampling_correction")
+        LOSS in sections.driver.serves
+        and LOSS not in sections.blocks
+        and not sections.loss.get("use_importance_sampling_correction")
     ):
         raise RecipeError(
             f"FP8 rollouts need a correction of their logprobs: set '{LOSS}.{BLOCK}' or "
             f"'{LOSS}.use_importance_sampling_correction'."
         )
-    if recipe.rollout and sections[VLLM].get("pipeline_parallel_size", 1) > 1:
+    stages = sections.vllm.get("pipeline_parallel_size", 1)
+    if stages > 1:
         raise UnsupportedError(
-            f"'{VLLM}.pipeline_parallel_size' is {sections[VLLM]['pipeline_parallel_size']}, but "
-            f"FP8 rollouts are served with 1; use '{VLLM}.tensor_parallel_size'."
+            f"'{VLLM}.pipeline_parallel_size' is {stages}, but FP8 rollouts are served with 1; use "
+            f"'{VLLM}.tensor_parallel_size'."
         )
-    if has_fp8_kv(recipe):
-        _refuse_fp8_kv(config, sections, driver)
-    if corrected:
-        _refuse_split_batches(recipe, config, driver)
 
 
-def _refuse_fp8_kv(
-    config: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], driver: Driver
-) -> None:
-    grpo, vllm = config.get("grpo") or {}, sections[VLLM]
-    sent = driver.sends_kv_scales and trainer_sends_kv_scales(config.get("policy") or {})
+def _refuse_fp8_kv(sections: Sections) -> None:
+    sent, vllm = sections.sends_kv_scales, sections.vllm
     reason = None
     if (
         sent
-        and sections[MEGATRON].get("pipeline_model_parallel_size", 1) > 1
-        and sections[MEGATRON].get(BLOCK) is None
+        and sections.megatron.get("pipeline_model_parallel_size", 1) > 1
+        and MEGATRON not in sections.blocks
     ):
         reason = (
             f"'{MEGATRON}.{BLOCK}' where '{MEGATRON}.pipeline_model_parallel_size' is above 1: "
             "NeMo RL's own calibration numbers the layers of a stage from 0"
         )
-    elif driver.name == "ppo":
+    elif sections.driver.name == "ppo":
         reason = "a GRPO driver: PPO's guards are tied to 'precision: fp8'"
     elif vllm.get("async_engine"):
         reason = f"'{VLLM}.async_engine' false: asynchronous rollouts get no KV scales"
-    elif (grpo.get("async_grpo") or {}).get("enabled"):
+    elif sections.at("grpo.async_grpo").get("enabled"):
         reason = "'grpo.async_grpo.enabled' false: its refits send no KV scales"
-    elif vllm.get("expert_parallel_size", 1) > vllm.get("tensor_parallel_size", 1) and (
-        not sent or grpo.get("val_at_start")
-    ):
+    elif sections.shares_experts and (not sent or sections.at("grpo").get("val_at_start")):
         who = "'grpo.val_at_start' false or " if sent else ""
-        if driver.sends_kv_scales and not sent:
+        if sections.driver.sends_kv_scales and not sent:
             who = f"'{MEGATRON}.enabled' true or "
         reason = (
             f"{who}'{VLLM}.expert_parallel_size' up to '{VLLM}.tensor_parallel_size': engines that "
@@ -139,8 +125,7 @@ def _refuse_fp8_kv(
         raise UnsupportedError(
             f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to auto."
         )
-    arguments = ((config.get("policy") or {}).get("generation") or {}).get("vllm_kwargs") or {}
-    backend = arguments.get("attention_backend")
+    backend = sections.at("policy.generation.vllm_kwargs").get("attention_backend")
     if backend is not None and str(backend).upper() not in KV_BACKENDS:
         raise UnsupportedError(
             f"'policy.generation.vllm_kwargs.attention_backend' is '{backend}', which is not known "
@@ -149,20 +134,37 @@ def _refuse_fp8_kv(
         )
 
 
-def refuse_unseen_batches(
-    recipe: Recipe, config: Mapping[str, Any], loss: Mapping[str, Any], driver: Driver
-) -> None:
-    """Refuse settings for whole batches where the loops do not compute ``prev_logprobs``."""
-    threshold = (config.get("grpo") or {}).get("seq_logprob_error_threshold")
-    if driver.name == "ppo" or not loss.get("force_on_policy_ratio") or threshold is not None:
+def _refuse_split_batches(recipe: Recipe, sections: Sections) -> None:
+    data_plane = sections.at("data_plane").get("enabled")
+    if not data_plane and sections.driver.name != "single_controller":
         return
     settings = recipe.importance_sampling
-    path = f"{LOSS}.{BLOCK}.importance_sampling"
+    if settings.self_normalize:
+        raise UnsupportedError(
+            f"'{_CORRECTION}.self_normalize' needs 'data_plane.enabled' false: the data plane "
+            "carries no weights to the workers."
+        )
+    if settings.rejection is not None and settings.rejection.level == "token":
+        raise UnsupportedError(
+            f"'{_CORRECTION}.rejection.level' token needs 'data_plane.enabled' false, where single "
+            "tokens cannot leave the batch; use mode 'mask', or level 'sequence' or 'geometric'."
+        )
+
+
+def _refuse_unseen_batches(recipe: Recipe, sections: Sections) -> None:
+    """Refuse settings for whole batches where the loops do not compute ``prev_logprobs``."""
+    if (
+        sections.driver.name == "ppo"
+        or not sections.loss.get("force_on_policy_ratio")
+        or sections.at("grpo").get("seq_logprob_error_threshold") is not None
+    ):
+        return
     for key, value in (
-        (f"{path}.self_normalize", settings.self_normalize),
-        (f"{path}.rejection", settings.rejection),
-        (f"{path}.token_veto", settings.token_veto),
-        (f"{LOSS}.{GUARD}", loss.get(GUARD)),
+        *(
+            (f"{_CORRECTION}.{name}", getattr(recipe.importance_sampling, name))
+            for name in ("self_normalize", "rejection", "token_veto")
+        ),
+        (f"{LOSS}.{GUARD}", sections.loss.get(GUARD)),
     ):
         if value not in (None, False):
             raise UnsupportedError(
@@ -172,49 +174,24 @@ def refuse_unseen_batches(
             )
 
 
-def refuse_fixed_engines(
-    guard: GuardConfig, recipe: Recipe, config: Mapping[str, Any], vllm: Mapping[str, Any]
-) -> None:
+def refuse_fixed_engines(guard: GuardConfig, recipe: Recipe, sections: Sections) -> None:
     """Refuse the guard's fallback for engines that cannot be started anew in their workers."""
     if guard.fallback != "bf16" or not recipe.rollout:
         return
-    health = (config.get("async_rl") or {}).get("generation_fleet_health") or {}
-    reason = None
-    if vllm.get("expose_http_server"):
+    if sections.vllm.get("expose_http_server"):
         reason = f"'{VLLM}.expose_http_server' false: the server keeps the engine it began with"
-    elif vllm.get("expert_parallel_size", 1) > vllm.get("tensor_parallel_size", 1):
+    elif sections.shares_experts:
         reason = (
             f"'{VLLM}.expert_parallel_size' up to '{VLLM}.tensor_parallel_size': engines that "
             "share experts cannot be started anew one by one"
         )
-    elif health.get("enabled"):
+    elif sections.at("async_rl.generation_fleet_health").get("enabled"):
         reason = (
             "'async_rl.generation_fleet_health.enabled' false: it takes workers that do not answer "
             "while their engines start for dead"
         )
-    if reason:
-        raise UnsupportedError(
-            f"'{LOSS}.{GUARD}.fallback' bf16 needs {reason}; or set it to stop, which ends the run."
-        )
-
-
-def _refuse_split_batches(recipe: Recipe, config: Mapping[str, Any], driver: Driver) -> None:
-    settings = recipe.importance_sampling
-    path = f"{LOSS}.{BLOCK}.importance_sampling"
-    data_plane = (config.get("data_plane") or {}).get("enabled")
-    if not data_plane and driver.name != "single_controller":
+    else:
         return
-    if settings.self_normalize:
-        raise UnsupportedError(
-            f"'{path}.self_normalize' needs 'data_plane.enabled' false: the data plane carries no "
-            "weights to the workers."
-        )
-    if settings.rejection is not None and settings.rejection.level == "token":
-        raise UnsupportedError(
-            f"'{path}.rejection.level' token needs 'data_plane.enabled' false, where single tokens "
-            "cannot leave the batch; use mode 'mask', or level 'sequence' or 'geometric'."
-        )
-
-
-def not_served(driver: Driver) -> str:
-    return f"{driver.scripts[0]} serves none ({driver.unsupported_reason}), so remove it."
+    raise UnsupportedError(
+        f"'{LOSS}.{GUARD}.fallback' bf16 needs {reason}; or set it to stop, which ends the run."
+    )

@@ -28,8 +28,6 @@ ARGUMENTS = "policy.generation.vllm_kwargs.additional_config"
 QUANTIZATION = "fp8rl"
 """``vllm_fp8rl.NAME``, by which vLLM knows the plugin; reading a config must import no engine."""
 
-_ROLLOUTS_AND_LOSS = (VLLM, MEGATRON, LOSS)
-
 
 @dataclass(frozen=True)
 class Driver:
@@ -42,10 +40,10 @@ class Driver:
     """Paths below ``examples/``."""
     serves: tuple[str, ...] = ()
     """Sections whose ``fp8rl`` is read."""
-    sends_kv_scales: bool = False
-    """Whether the loop sends KV scales of a Megatron trainer with its refits."""
     unsupported_reason: str = ""
     """Why it does not serve the other sections."""
+    sends_kv_scales: bool = False
+    """Whether the loop sends KV scales of a Megatron trainer with its refits."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -58,80 +56,68 @@ class Driver:
         return tuple(blocks)
 
 
-_TRAINS_ONLY = "it generates nothing, and its loss compares no two engines"
-DRIVERS = {
-    driver.name: driver
-    for driver in (
-        Driver(
-            "grpo",
-            "nemo_rl.algorithms.grpo",
-            (
-                "run_grpo.py",
-                "run_vlm_grpo.py",
-                "run_grpo_sliding_puzzle.py",
-                "nemo_gym/run_grpo_nemo_gym.py",
-            ),
-            _ROLLOUTS_AND_LOSS,
-            sends_kv_scales=True,
+_ALL = (VLLM, MEGATRON, LOSS)
+_ALGORITHMS = "nemo_rl.algorithms"
+_GENERATES_NOTHING = "it generates nothing, and its loss compares no two engines"
+_TABLE = (
+    Driver(
+        "grpo",
+        f"{_ALGORITHMS}.grpo",
+        (
+            "run_grpo.py",
+            "run_vlm_grpo.py",
+            "run_grpo_sliding_puzzle.py",
+            "nemo_gym/run_grpo_nemo_gym.py",
         ),
-        Driver(
-            "single_controller",
-            "nemo_rl.algorithms.single_controller_utils.config",
-            ("run_grpo_single_controller.py",),
-            _ROLLOUTS_AND_LOSS,
-            sends_kv_scales=True,
-        ),
-        Driver(
-            "ppo",
-            "nemo_rl.algorithms.ppo",
-            ("run_ppo.py",),
-            _ROLLOUTS_AND_LOSS,
-            unsupported_reason="the value model stays in BF16",
-        ),
-        Driver(
-            "distillation",
-            "nemo_rl.algorithms.distillation",
-            ("run_distillation.py", "nemo_gym/run_distillation_nemo_gym.py"),
-            (VLLM, MEGATRON),
-            unsupported_reason="the teacher stays in BF16, and the loss takes no logprobs of the "
-            "rollouts",
-        ),
-        Driver(
-            "sft",
-            "nemo_rl.algorithms.sft",
-            ("run_sft.py", "run_vlm_sft.py"),
-            (MEGATRON,),
-            unsupported_reason=_TRAINS_ONLY,
-        ),
-        Driver(
-            "dpo",
-            "nemo_rl.algorithms.dpo",
-            ("run_dpo.py",),
-            (MEGATRON,),
-            unsupported_reason=_TRAINS_ONLY,
-        ),
-        Driver(
-            "rm",
-            "nemo_rl.algorithms.rm",
-            ("run_rm.py",),
-            unsupported_reason="NeMo RL trains reward models with DTensor workers alone, which run "
-            "in BF16",
-        ),
-        Driver(
-            "xtoken_off_policy_distillation",
-            "nemo_rl.algorithms.xtoken_off_policy_distillation",
-            ("run_xtoken_off_policy_distillation.py",),
-            unsupported_reason="it generates nothing, and NeMo RL trains it with DTensor workers "
-            "alone, which run in BF16",
-        ),
-        Driver(
-            "eval",
-            "nemo_rl.evals.eval",
-            ("run_eval.py",),
-            unsupported_reason="it evaluates a checkpoint in the checkpoint's own precision",
-        ),
-    )
-}
+        _ALL,
+        sends_kv_scales=True,
+    ),
+    Driver(
+        "single_controller",
+        f"{_ALGORITHMS}.single_controller_utils.config",
+        ("run_grpo_single_controller.py",),
+        _ALL,
+        sends_kv_scales=True,
+    ),
+    Driver("ppo", f"{_ALGORITHMS}.ppo", ("run_ppo.py",), _ALL, "the value model stays in BF16"),
+    Driver(
+        "distillation",
+        f"{_ALGORITHMS}.distillation",
+        ("run_distillation.py", "nemo_gym/run_distillation_nemo_gym.py"),
+        (VLLM, MEGATRON),
+        "the teacher stays in BF16, and the loss takes no logprobs of the rollouts",
+    ),
+    Driver(
+        "sft",
+        f"{_ALGORITHMS}.sft",
+        ("run_sft.py", "run_vlm_sft.py"),
+        (MEGATRON,),
+        _GENERATES_NOTHING,
+    ),
+    Driver("dpo", f"{_ALGORITHMS}.dpo", ("run_dpo.py",), (MEGATRON,), _GENERATES_NOTHING),
+    Driver(
+        "rm",
+        f"{_ALGORITHMS}.rm",
+        ("run_rm.py",),
+        (),
+        "NeMo RL trains reward models with DTensor workers alone, which run in BF16",
+    ),
+    Driver(
+        "xtoken_off_policy_distillation",
+        f"{_ALGORITHMS}.xtoken_off_policy_distillation",
+        ("run_xtoken_off_policy_distillation.py",),
+        (),
+        "it generates nothing, and NeMo RL trains it with DTensor workers alone, which run in BF16",
+    ),
+    Driver(
+        "eval",
+        "nemo_rl.evals.eval",
+        ("run_eval.py",),
+        (),
+        "it evaluates a checkpoint in the checkpoint's own precision",
+    ),
+)
+DRIVERS = {driver.name: driver for driver in _TABLE}
 
 
 def meant(key: Any) -> str | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8rl import Recipe
-from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM
+from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM, Driver
 from nemo_rl_ext.config.guard import GuardConfig
 
 READERS = {
@@ -42,12 +42,41 @@ class Keys:
     """Sentences for the log."""
 
 
-def section(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """The section of a config at a dotted path; empty where it is missing."""
-    found: Any = config
-    for part in path.split("."):
-        found = found.get(part) or {}
-    return found
+class Sections:
+    """The sections of a config that are compared with the block, and the blocks in them.
+
+    Args:
+        config: NeMo RL's config as plain mappings.
+        driver: whose config it is.
+    """
+
+    def __init__(self, config: Mapping[str, Any], driver: Driver) -> None:
+        self.config, self.driver = config, driver
+        self.policy, self.generation = self.at("policy"), self.at("policy.generation")
+        self.vllm, self.megatron, self.loss = self.at(VLLM), self.at(MEGATRON), self.at(LOSS)
+        self.blocks = {
+            path: self.at(path)[BLOCK]
+            for path in (VLLM, MEGATRON, LOSS)
+            if self.at(path).get(BLOCK) is not None
+        }
+
+    def at(self, path: str) -> Mapping[str, Any]:
+        """The section at a dotted path; empty where it is missing."""
+        found: Any = self.config
+        for part in filter(None, path.split(".")):
+            found = found.get(part) or {}
+        return found
+
+    @property
+    def sends_kv_scales(self) -> bool:
+        """Whether refits bring KV scales of the trainer."""
+        return self.driver.sends_kv_scales and trainer_sends_kv_scales(self.policy)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the experts of a model are spread over several engines."""
+        experts = self.vllm.get("expert_parallel_size", 1)
+        return bool(experts > self.vllm.get("tensor_parallel_size", 1))
 
 
 def block_path(section: str) -> str:

@@ -14,34 +14,10 @@ from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from nemo_rl_ext.config.checks import (
-    not_served,
-    refuse_fixed_engines,
-    refuse_unread_settings,
-    refuse_unseen_batches,
-    refuse_unserved,
-)
-from nemo_rl_ext.config.drivers import (
-    ARGUMENTS,
-    BLOCK,
-    DRIVER,
-    GUARD,
-    LOSS,
-    MAX_AGE,
-    MEGATRON,
-    QUANTIZATION,
-    VLLM,
-    Driver,
-    check_places,
-)
+from nemo_rl_ext.config import checks, drivers
+from nemo_rl_ext.config.drivers import ARGUMENTS, BLOCK, GUARD, LOSS, MEGATRON, QUANTIZATION, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
-from nemo_rl_ext.config.keys import (
-    Keys,
-    block_path,
-    has_fp8_kv,
-    section,
-    trainer_sends_kv_scales,
-)
+from nemo_rl_ext.config.keys import Keys, Sections, block_path, has_fp8_kv, trainer_sends_kv_scales
 from nemo_rl_ext.config.model_pins import check_pins
 from nemo_rl_ext.names import LOGGER
 
@@ -50,7 +26,7 @@ logger = logging.getLogger(LOGGER)
 _MODES = {"tis": "truncate", "icepop": "mask"}
 
 
-def read(config: Mapping[str, Any], driver: Driver) -> Keys | None:
+def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     """Read and check the keys; nothing is changed.
 
     Args:
@@ -65,24 +41,28 @@ def read(config: Mapping[str, Any], driver: Driver) -> Keys | None:
             upstream's key.
         UnsupportedError: an upstream key that fp8rl does not serve.
     """
-    check_places(config, driver)
-    policy = config.get("policy") or {}
-    generation = policy.get("generation") or {}
-    sections = {path: section(config, path) for path in (VLLM, MEGATRON, LOSS)}
-    blocks = {path: s[BLOCK] for path, s in sections.items() if s.get(BLOCK) is not None}
+    drivers.check_places(config, driver)
+    sections = Sections(config, driver)
+    blocks = sections.blocks
     copies = {
-        path: found[BLOCK]
-        for path, found in (("", config), (ARGUMENTS, section(config, ARGUMENTS)))
-        if found.get(BLOCK) is not None
+        path: sections.at(path)[BLOCK]
+        for path in ("", ARGUMENTS)
+        if sections.at(path).get(BLOCK) is not None
     }
     unused = [block_path(path) for path in copies if not blocks or (path and VLLM not in blocks)]
-    if not blocks and sections[LOSS].get(GUARD) is not None:
+    if LOSS not in blocks and sections.loss.get(GUARD) is not None:
+        if blocks:
+            raise RecipeError(f"'{LOSS}.{GUARD}' needs '{LOSS}.{BLOCK}'; set both or neither.")
         unused.insert(0, f"{LOSS}.{GUARD}")
     if unused:
         places = " and ".join(f"'{block_path(path)}'" for path in driver.serves)
         raise RecipeError(
             f"'{unused[0]}' is set, but no section uses it; "
-            + (f"interpolate the recipe into {places}." if places else not_served(driver))
+            + (
+                f"interpolate the recipe into {places}."
+                if places
+                else f"{driver.scripts[0]} serves none ({driver.unsupported_reason}), so remove it."
+            )
         )
     if not blocks:
         return None
@@ -97,26 +77,42 @@ def read(config: Mapping[str, Any], driver: Driver) -> Keys | None:
                 f"'{block_path(path)}' differs from '{first}' in {', '.join(keys)}; interpolate "
                 "all of them from one block."
             )
-    refuse_unread_settings(block, given, first, blocks, sections, driver)
+    checks.refuse_unread_settings(block, given, first, sections)
     merged = _Merge(block, first)
     notes: list[str] = []
-    _rollout(merged, sections, generation, VLLM in blocks, driver)
-    _training(merged, sections, MEGATRON in blocks, notes)
-    _loss(merged, sections[LOSS], LOSS in blocks)
-    recipe = Recipe.from_dict(merged.data, where=first)
-    sent = driver.sends_kv_scales and trainer_sends_kv_scales(policy)
-    if has_fp8_kv(recipe) and not sent:
-        notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
-    refuse_unserved(recipe, config, sections, driver, LOSS in blocks)
+    if VLLM in blocks:
+        _rollout(merged, sections)
+    else:
+        _refuse_fp8_without_block(sections, VLLM, "precision", sections.vllm.get("precision"))
+        merged.data["rollout"] = False
+    if not sections.megatron.get("enabled"):
+        merged.data["training"] = False
+        notes.append("the DTensor trainer runs in BF16; only the rollouts run in FP8.")
+    elif MEGATRON in blocks:
+        _training(merged, sections.megatron)
+    else:
+        enabled = sections.at(f"{MEGATRON}.fp8_cfg").get("enabled")
+        _refuse_fp8_without_block(sections, MEGATRON, "fp8_cfg.enabled", enabled)
+        merged.data["training"] = False
     if LOSS in blocks:
-        refuse_unseen_batches(recipe, config, sections[LOSS], driver)
+        _loss(merged, sections.loss)
+    recipe = Recipe.from_dict(merged.data, where=first)
+    if has_fp8_kv(recipe) and not sections.sends_kv_scales:
+        notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
+    checks.refuse_unserved(recipe, sections)
     guard = None
-    if sections[LOSS].get(GUARD) is not None:
-        if LOSS not in blocks:
-            raise RecipeError(f"'{LOSS}.{GUARD}' needs '{LOSS}.{BLOCK}'; set both or neither.")
-        guard = GuardConfig.from_dict(sections[LOSS][GUARD], where=f"{LOSS}.{GUARD}")
-        refuse_fixed_engines(guard, recipe, config, sections[VLLM])
-    return Keys(recipe, tuple(block_path(p) for p in blocks), guard, tuple(notes))
+    if sections.loss.get(GUARD) is not None:
+        guard = GuardConfig.from_dict(sections.loss[GUARD], where=f"{LOSS}.{GUARD}")
+        checks.refuse_fixed_engines(guard, recipe, sections)
+    return Keys(recipe, tuple(map(block_path, blocks)), guard, tuple(notes))
+
+
+def _refuse_fp8_without_block(sections: Sections, section: str, key: str, value: Any) -> None:
+    if value in ("fp8", True) and section in sections.driver.serves:
+        raise RecipeError(
+            f"'{section}.{key}' is {str(value).lower()} without '{section}.{BLOCK}'; rollouts and "
+            "training must run by one recipe, so interpolate the block there as well."
+        )
 
 
 class _Merge:
@@ -149,23 +145,8 @@ class _Merge:
             pins[key] = list(dict.fromkeys([*pins.get(key, ()), *value]))
 
 
-def _rollout(
-    merged: _Merge,
-    sections: Mapping[str, Mapping[str, Any]],
-    generation: Mapping[str, Any],
-    ours: bool,
-    driver: Driver,
-) -> None:
-    vllm = sections[VLLM]
-    fp8 = vllm.get("precision") == "fp8"
-    if not ours:
-        if fp8 and VLLM in driver.serves:
-            raise RecipeError(
-                f"'{VLLM}.precision' is fp8 without '{VLLM}.{BLOCK}'; rollouts and training must "
-                "run by one recipe, so interpolate the block there as well."
-            )
-        merged.data["rollout"] = False
-        return
+def _rollout(merged: _Merge, sections: Sections) -> None:
+    vllm, generation = sections.vllm, sections.generation
     if generation.get("backend", "vllm") != "vllm":
         raise UnsupportedError(
             f"'{VLLM}.{BLOCK}' needs 'policy.generation.backend' vllm, not "
@@ -186,7 +167,7 @@ def _rollout(
             f"'policy.generation.vllm_kwargs.quantization' is '{quantization}', which contradicts "
             f"'{VLLM}.{BLOCK}'; remove one of them."
         )
-    if fp8:
+    if vllm.get("precision") == "fp8":
         merged.add("rollout", True, f"{VLLM}.precision")
     for path, value in (
         (f"{VLLM}.kv_cache_dtype", vllm.get("kv_cache_dtype")),
@@ -215,26 +196,8 @@ def _rollout(
         merged.extend_pins("names", [f"*{w}*" for w in vllm["quantization_ignored_layer_kws"]])
 
 
-def _training(
-    merged: _Merge,
-    sections: Mapping[str, Mapping[str, Any]],
-    ours: bool,
-    notes: list[str],
-) -> None:
-    megatron = sections[MEGATRON]
+def _training(merged: _Merge, megatron: Mapping[str, Any]) -> None:
     fp8 = megatron.get("fp8_cfg") or {}
-    if not megatron.get("enabled"):
-        merged.data["training"] = False
-        notes.append("the DTensor trainer runs in BF16; only the rollouts run in FP8.")
-        return
-    if not ours:
-        if fp8.get("enabled"):
-            raise RecipeError(
-                f"'{MEGATRON}.fp8_cfg.enabled' is true without '{MEGATRON}.{BLOCK}'; rollouts and "
-                "training must run by one recipe, so interpolate the block there as well."
-            )
-        merged.data["training"] = False
-        return
     overrides = megatron.get("model_overrides") or {}
     if fp8.get("enabled"):
         for key, wanted in (("fp8", "e4m3"), ("fp8_recipe", "blockwise"), ("fp8_param", False)):
@@ -257,9 +220,7 @@ def _training(
             merged.extend_pins("last", int(keys.get("num_layers_at_end_in_bf16", 1)))
 
 
-def _loss(merged: _Merge, loss: Mapping[str, Any], ours: bool) -> None:
-    if not ours:
-        return
+def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:
     kind = loss.get("truncated_importance_sampling_type")
     if kind is not None:
         theirs = f"{LOSS}.truncated_importance_sampling_type"
@@ -281,7 +242,7 @@ def _loss(merged: _Merge, loss: Mapping[str, Any], ours: bool) -> None:
         )
 
 
-def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> None:
+def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None]) -> None:
     """Check a ``MasterConfig`` and turn its keys into what the workers read; in place.
 
     Upstream's own FP8 paths are switched off (``precision: bfloat16``, ``fp8_cfg.enabled: false``),
@@ -329,8 +290,8 @@ def prepare(config: Any, driver: Driver, require: Callable[[str], None]) -> None
             megatron["fp8_cfg"] = {**megatron["fp8_cfg"], "enabled": False}
     if f"{LOSS}.{BLOCK}" in keys.places:
         setattr(config.loss_fn, BLOCK, block)
-        setattr(config.loss_fn, DRIVER, driver.name)
-        setattr(config.loss_fn, MAX_AGE, _max_age(plain, driver.name))
+        setattr(config.loss_fn, drivers.DRIVER, driver.name)
+        setattr(config.loss_fn, drivers.MAX_AGE, _max_age(plain, driver.name))
         if driver.name == "single_controller" and _drops_sequences(keys):
             _take_masks_back(config.grpo)
     if plain.get(BLOCK) is not None:

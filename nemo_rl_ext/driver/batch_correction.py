@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
 from nemo_rl_ext.driver.mismatch_guard import LEVELS, Level, MismatchGuard
-from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
+from nemo_rl_ext.grpo.importance_sampling import correct, resolve_corrector
 from nemo_rl_ext.grpo.log_ratio import token_log_ratio
 from nemo_rl_ext.grpo.rejection import RejectionResult, reject
 from nemo_rl_ext.names import LOGGER
@@ -74,7 +74,7 @@ class BatchCorrection:
             return {}
         rollout = train_data["generation_logprobs"][:, 1:]
         trainer = train_data["prev_logprobs"][:, 1:]
-        result = self._correct(self.settings, rollout, trainer, counts)
+        result = correct(rollout, trainer, counts, self.settings, self._corrector)
         metrics = dict(result.metrics)
         if self.guard is not None:
             level = self._judge(self.guard, metrics["token_mult_prob_error"])
@@ -84,7 +84,7 @@ class BatchCorrection:
                 metrics["guard_rejected_share"] = tight.metrics["rejected_share"]
                 if tight.mask.any():
                     settings = self.settings.model_copy(update={"rejection": None})
-                    result = self._correct(settings, rollout, trainer, tight.mask)
+                    result = correct(rollout, trainer, tight.mask, settings, self._corrector)
         kept = result.mask
         # A piece may be empty where an earlier one of its step is not.
         if not kept.any() and not any(earlier.any() for *_, earlier in self._pieces):
@@ -112,7 +112,7 @@ class BatchCorrection:
         metrics: dict[str, float] = {}
         if self._pieces:
             rollout, trainer, counts, kept = self._all_pieces()
-            whole = self._correct(self.settings, rollout, trainer, counts)
+            whole = correct(rollout, trainer, counts, self.settings, self._corrector)
             metrics = dict(whole.metrics)
             if self.guard is not None:
                 level = self._observe(self.guard, metrics["token_mult_prob_error"])
@@ -179,15 +179,6 @@ class BatchCorrection:
         bounds = Rejection(level="geometric", low=1 / bound, high=bound)
         ratio = token_log_ratio(trainer, rollout, mask, "trainer_logprobs - rollout_logprobs")
         return reject(ratio, mask, bounds, self.settings.token_veto)
-
-    def _correct(
-        self,
-        settings: ImportanceSampling,
-        rollout: torch.Tensor,
-        trainer: torch.Tensor,
-        mask: torch.Tensor,
-    ) -> Correction:
-        return correct(rollout, trainer, mask, settings, self._corrector)
 
     @staticmethod
     def _write(

@@ -116,7 +116,8 @@ def correct_is(
         weights = torch.where(mean > 0, weights / mean, weights).float()
     metrics = {
         **mismatch_metrics(rollout, trainer, counts).to_dict(),
-        **_weight_metrics(weights, ratio, kept, config),
+        **_spread(_units(weights, kept, config.level)),
+        **_shares_outside(_units(ratio, kept, config.level), config),
         **rejection.metrics,
     }
     return Correction(weights, kept, metrics)
@@ -201,19 +202,12 @@ def _units(values: torch.Tensor, kept: torch.Tensor, level: Level) -> torch.Tens
     return values.gather(1, first).squeeze(1)[kept.any(dim=1)]
 
 
-def _weight_metrics(
-    weights: torch.Tensor, ratio: torch.Tensor, kept: torch.Tensor, config: ImportanceSampling
-) -> dict[str, float]:
-    rho = _units(ratio, kept, config.level)
-    shares = torch.zeros(2)
-    if rho.numel():
-        low = rho < (config.low if config.low is not None else 0.0)
-        shares = torch.stack([low.double().mean(), (rho > config.high).double().mean()])
-    low_share, high_share = shares.tolist()
-    return _spread(_units(weights, kept, config.level)) | {
-        "is_low_share": low_share,
-        "is_high_share": high_share,
-    }
+def _shares_outside(units: torch.Tensor, config: ImportanceSampling) -> dict[str, float]:
+    """Shares of the ratios of units that are outside the bounds; 0 where there are no units."""
+    low = config.low if config.low is not None else 0.0
+    outside = torch.stack([units < low, units > config.high]).double()
+    shares = outside.sum(dim=1) / max(units.numel(), 1)
+    return dict(zip(("is_low_share", "is_high_share"), shares.tolist(), strict=True))
 
 
 def _spread(weights: torch.Tensor) -> dict[str, float]:

@@ -281,16 +281,12 @@ def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     tokens = sum(p["loss_tokens"] for p in filled)
     merged: dict[str, float] = {}
     for key in parts[0]:
-        values = [p[key] for p in filled]
         if key in ("loss", "policy_loss", "loss_tokens", "loss_sequences"):
             merged[key] = sum(p[key] for p in parts)
-        elif key.endswith("_min"):
-            merged[key] = min(values)
-        elif key.endswith("_max"):
-            merged[key] = max(values)
+        elif key.endswith(("_min", "_max")):
+            merged[key] = (min if key.endswith("_min") else max)(p[key] for p in filled)
         else:
-            weighted = (v * p["loss_tokens"] for v, p in zip(values, filled, strict=True))
-            merged[key] = sum(weighted) / max(tokens, 1)
+            merged[key] = sum(p[key] * p["loss_tokens"] for p in filled) / max(tokens, 1)
     return merged
 
 

@@ -55,9 +55,7 @@ def reject(
         rejection: level and bounds, or None.
         token_veto: smallest ratio a sequence may hold, or None.
     """
-    low = torch.zeros_like(mask)
-    high = torch.zeros_like(mask)
-    veto = torch.zeros_like(mask)
+    low = high = veto = torch.zeros_like(mask)
     if rejection is not None:
         value = reduce_level(log_ratio, mask, rejection.level)
         if rejection.low is not None:
@@ -65,25 +63,14 @@ def reject(
         if rejection.high is not None:
             high = mask & (value > math.log(rejection.high))
     if token_veto is not None:
-        vetoed = (mask & (log_ratio < math.log(token_veto))).any(dim=1, keepdim=True)
-        veto = mask & vetoed
+        veto = mask & (mask & (log_ratio < math.log(token_veto))).any(dim=1, keepdim=True)
     kept = mask & ~(low | high | veto)
-    return RejectionResult(kept, _shares(mask, kept, low, high, veto))
-
-
-def _shares(
-    mask: torch.Tensor,
-    kept: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    veto: torch.Tensor,
-) -> dict[str, float]:
-    sums = [mask.sum(), kept.sum(), low.sum(), high.sum(), veto.sum()]
+    parts = [mask, kept, low, high, veto, mask.any(dim=1), kept.any(dim=1)]
     tokens, left, n_low, n_high, n_veto, rows, rows_left = torch.stack(
-        [*sums, mask.any(dim=1).sum(), kept.any(dim=1).sum()]
+        [part.sum() for part in parts]
     ).tolist()
     of_tokens = 1 / max(tokens, 1)
-    return {
+    metrics = {
         "rejected_share": (tokens - left) * of_tokens,
         "rejected_low_share": n_low * of_tokens,
         "rejected_high_share": n_high * of_tokens,
@@ -91,3 +78,4 @@ def _shares(
         "rejected_sequence_share": (rows - rows_left) / max(rows, 1),
         "all_rejected": float(tokens > 0 and left == 0),
     }
+    return RejectionResult(kept, metrics)

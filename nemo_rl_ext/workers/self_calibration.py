@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import wrapt
@@ -20,7 +20,7 @@ SEQUENCES = 64
 TOKENS = 32768
 """Largest number of tokens per calibration, unless the first sequence is longer."""
 
-_Prompt = str | tuple[int, ...] | Mapping[str, Any]
+_Tokens = tuple[int, ...]
 
 
 class CalibratingLLM(wrapt.ObjectProxy):
@@ -37,11 +37,11 @@ class CalibratingLLM(wrapt.ObjectProxy):
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
         # wrapt stores attributes with this prefix in the proxy.
-        self._self_seen: deque[_Prompt] = deque(maxlen=SEQUENCES)
+        self._self_seen: deque[_Tokens] = deque(maxlen=SEQUENCES)
         self._self_scales: dict[str, float] = {}
 
     def generate(self, prompts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """``LLM.generate`` of a list of prompts.
+        """``LLM.generate`` of prompts as NeMo RL gives them: dicts with ``prompt_token_ids``.
 
         Raises:
             ScaleError: the scales are missing and the calibration failed; nothing is generated.
@@ -51,14 +51,17 @@ class CalibratingLLM(wrapt.ObjectProxy):
         if lacks_kv_scales(self.__wrapped__):
             self._calibrate(prompts)
         outputs = self.__wrapped__.generate(prompts, *args, **kwargs)
-        self._remember(prompts, outputs)
+        limit = self.__wrapped__.llm_engine.model_config.max_model_len - 1  # room for one token
+        sequences = [(*o.prompt_token_ids, *o.outputs[0].token_ids)[:limit] for o in outputs]
+        self._self_seen.extend(_spread(sequences))
         return outputs
 
     def _calibrate(self, prompts: Sequence[Any]) -> None:
         from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
 
         started = time.perf_counter()
-        chosen = _within_budget(reversed(self._self_seen) if self._self_seen else _spread(prompts))
+        sequences = list(reversed(self._self_seen))
+        chosen = _within_budget(sequences or _spread(p["prompt_token_ids"] for p in prompts))
         try:
             self._self_scales = calibrate_kv_scales(
                 self.__wrapped__, chosen, start=self._self_scales
@@ -73,56 +76,25 @@ class CalibratingLLM(wrapt.ObjectProxy):
         logger.info(
             "fp8rl: KV scales calibrated from %d %s (%d tokens) in %.2f s: %s",
             len(chosen),
-            "sequences of the latest rollouts" if self._self_seen else "prompts",
-            sum(map(_length, chosen)),
+            "sequences of the latest rollouts" if sequences else "prompts",
+            sum(map(len, chosen)),
             time.perf_counter() - started,
             ", ".join(f"{name} {scale:.6g}" for name, scale in (ordered[0], ordered[-1])),
         )
 
-    def _remember(self, prompts: Sequence[Any], outputs: Sequence[Any]) -> None:
-        limit = self.__wrapped__.llm_engine.model_config.max_model_len - 1  # room for one token
-        sequences = [
-            (*output.prompt_token_ids, *output.outputs[0].token_ids)[:limit]
-            for prompt, output in zip(prompts, outputs, strict=True)
-            if not _is_more(prompt)  # the tokens of media mean nothing without the media
-        ]
-        self._self_seen.extend(_spread(sequences))
 
-
-def _spread(prompts: Iterable[Any]) -> list[_Prompt]:
+def _spread(prompts: Iterable[Sequence[int]]) -> list[_Tokens]:
     """Choose at most ``SEQUENCES`` distinct prompts, evenly from the whole list."""
-    plain = [_plain(prompt) for prompt in prompts]
-    kept = list({id(p) if isinstance(p, Mapping) else p: p for p in plain}.values())
+    kept = list(dict.fromkeys(map(tuple, prompts)))
     return kept[:: -(-len(kept) // SEQUENCES) or 1]
 
 
-def _within_budget(prompts: Iterable[_Prompt]) -> list[_Prompt]:
-    chosen: list[_Prompt] = []
+def _within_budget(prompts: Iterable[_Tokens]) -> list[_Tokens]:
+    chosen: list[_Tokens] = []
     total = 0
     for prompt in prompts:
-        total += _length(prompt)
+        total += len(prompt)
         if chosen and total > TOKENS:
             break
         chosen.append(prompt)
     return chosen
-
-
-def _plain(prompt: Any) -> _Prompt:
-    """Return token ids as a tuple; text and multimodal prompts unchanged."""
-    if isinstance(prompt, str) or _is_more(prompt):
-        return prompt
-    return tuple(prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt)
-
-
-def _is_more(prompt: Any) -> bool:
-    """Whether a prompt holds text or media, not token ids alone."""
-    return isinstance(prompt, Mapping) and (
-        "prompt_token_ids" not in prompt or bool(prompt.get("multi_modal_data"))
-    )
-
-
-def _length(prompt: _Prompt) -> int:
-    """Number of tokens; for text its characters, which are at least as many."""
-    if isinstance(prompt, Mapping):
-        return len(prompt.get("prompt_token_ids") or prompt.get("prompt") or ())
-    return len(prompt)

@@ -113,14 +113,9 @@ class Fp8Training:
                 data=data, micro_batch_size=micro_batch_size, include_q=include_q, **options
             )
             return scales
-        return self._observed_scales(recipe, data, micro_batch_size, include_q)
-
-    def _observed_scales(
-        self, recipe: Recipe, data: Any, micro_batch_size: int | None, include_q: bool
-    ) -> dict[str, Any]:
-        if self._qkv_observer is None:
-            self._qkv_observer = _observe(self.model)
         observer = self._qkv_observer
+        if observer is None:
+            observer = self._qkv_observer = _observe(self.model)
         amax = observer.amax()
         forward = not bool((amax > 0).all())  # the same on every rank: a maximum over the world
         if forward:
@@ -131,22 +126,19 @@ class Fp8Training:
                 )
             amax = observer.amax()
         observer.reset()
-        scales = scales_from_amax(amax, recipe.kv_cache.margin)
-        ordered = sorted(scales.items(), key=lambda item: float(item[1]))
+        found = scales_from_amax(amax, recipe.kv_cache.margin)
+        layers = {name: float(scale) for name, scale in found.items()}
+        ordered = sorted(layers.items(), key=lambda item: item[1])
         logger.info(
             "fp8rl: KV scales from %s: %s",
             "a calibration forward" if forward else "the step's forwards",
-            ", ".join(f"{name} {float(scale):.6g}" for name, scale in (ordered[0], ordered[-1])),
+            ", ".join(f"{name} {scale:.6g}" for name, scale in (ordered[0], ordered[-1])),
         )
         return {
             "format": "fp8",
             "percentile": 100.0,
             "margin": recipe.kv_cache.margin,
-            "layers": {
-                name: float(scale)
-                for name, scale in scales.items()
-                if include_q or not name.endswith("q_scale")
-            },
+            "layers": {n: s for n, s in layers.items() if include_q or not n.endswith("q_scale")},
         }
 
     def withdraw_kv_scales(self) -> None:

@@ -26,7 +26,6 @@ from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
 
 from fp8rl import Recipe
-from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss
 from nemo_rl_ext.config.guard import GuardConfig
@@ -95,44 +94,6 @@ def test_an_upstream_recipe_with_the_block_runs_ours() -> None:
     assert config.policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
     announce_kv_cache(config.policy)
     assert vllm["kv_cache_dtype"] == "fp8"
-
-
-def test_without_the_block_the_config_is_upstreams() -> None:
-    config = master_config(KV, [], None)
-    seen = config.model_dump()
-    plain = grpo.MasterConfig.__pydantic_validator__.validate_python(seen).model_dump()
-    assert seen == plain
-    assert config.policy["generation"]["vllm_cfg"]["precision"] == "fp8"
-
-
-def test_the_single_controllers_config_is_served() -> None:
-    from nemo_rl.algorithms.single_controller_utils import MasterConfig
-
-    name = "grpo_math_1B_megatron_single_controller.yaml"
-    keys = block(kv_cache={"dtype": "auto"})
-    config = master_config(name, [], keys, MasterConfig)
-    assert config.loss_fn.fp8rl_driver == "single_controller"
-    assert config.policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["++fp8rl.weight=1"], "policy.generation.vllm_cfg.fp8rl.weight"),
-        (["++policy.megatron_cfg.fp8_cfg.fp8_recipe=tensorwise"], "fp8_cfg.fp8_recipe"),
-        (["policy.generation.vllm_cfg.kv_cache_dtype=fp8_e5m2"], "vllm_cfg.kv_cache_dtype"),
-        (
-            ["++loss_fn.force_on_policy_ratio=true", "++loss_fn.fp8rl_guard.geometric=1.1"],
-            "loss_fn.fp8rl_guard",
-        ),
-        (["policy.generation.vllm_cfg.async_engine=true"], "vllm_cfg.fp8rl.kv_cache.dtype"),
-        (["policy.generation.vllm_cfg.pipeline_parallel_size=2"], "pipeline_parallel_size"),
-    ],
-)
-def test_a_wrong_config_is_refused_when_it_is_made(overrides: list[str], message: str) -> None:
-    with pytest.raises(Fp8RLError) as raised:
-        master_config(E2E, overrides, block())
-    assert message in str(raised.value)
 
 
 # --- loss ---

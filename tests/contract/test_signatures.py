@@ -30,13 +30,6 @@ def test_upstream_has_what_a_patch_relies_on(upstream: Upstream) -> None:
     compare_source(str(source("NEMO_RL_SRC") / "nemo_rl"), upstream)
 
 
-@pytest.mark.parametrize("patch", NAMES)
-def test_the_files_a_patch_names_are_there(patch: str) -> None:
-    module = importlib.import_module(f"nemo_rl_ext.patches.{patch}")
-    for upstream in module.UPSTREAM:
-        assert file_of(upstream.module, source("NEMO_RL_SRC")).is_file()
-
-
 def calls(file: Path, function: str) -> list[tuple[int, str]]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     body = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)

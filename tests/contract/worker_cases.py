@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.engine import LAYERS, SETTINGS, Engine, load_tensors, make_checkpoint
+from support.engine import SETTINGS, Engine, load_tensors, make_checkpoint
 
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_worker", exc_type=ImportError)
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -20,8 +20,7 @@ from vllm import SamplingParams
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from fp8rl.errors import ScaleError
-from fp8rl.kv_scales import scale_name, scale_names
+from fp8rl.kv_scales import scale_name
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.vllm import Fp8VllmGenerationWorker, Fp8VllmGenerationWorkerImpl
 from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
@@ -155,25 +154,6 @@ def test_generation_is_as_with_the_same_scales_from_a_trainer(worker: Any, folde
     assert teacher_forced(worker) == logprobs
     refit(worker, folder / "a", {name: 16 * scale for name, scale in found.items()})
     assert teacher_forced(worker) != logprobs
-
-
-def test_placeholders_of_the_first_refit_are_no_scales(worker: Any, folder: Path) -> None:
-    """What a Megatron worker sends before `grpo.val_at_start`."""
-    refit(worker, folder / "a", dict.fromkeys(scale_names(LAYERS), 1.0))
-    assert missing_kv_scales(model(worker))
-    generate(worker)
-    assert 1.0 not in scales_of(worker).values()
-
-
-def test_a_calibration_that_fails_stops_the_rollout(worker: Any, folder: Path) -> None:
-    refit(worker, folder / "a")
-    name = "model.layers.1.self_attn.v_proj.weight"
-    tensor = load_tensors(folder / "a")[name]
-    model(worker).load_weights([(name, torch.zeros_like(tensor))])
-    with pytest.raises(ScaleError, match=r"could not calibrate .*layers\.1\..*v_scale"):
-        generate(worker)
-    model(worker).load_weights([(name, tensor)])
-    generate(worker)
 
 
 def test_the_engines_workers_get_our_extension() -> None:

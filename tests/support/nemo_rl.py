@@ -1,11 +1,24 @@
-"""Stand-ins for the parts of NeMo RL's vLLM workers that a test calls."""
+"""Stand-ins for the parts of NeMo RL's config and of its vLLM workers that a test calls."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 if TYPE_CHECKING:
     from support.engine import Engine  # sets what vLLM reads at import
+
+
+class Section(BaseModel, extra="allow"):
+    """A section that is a model, as some of upstream's are."""
+
+
+class MasterConfig(BaseModel, extra="allow"):
+    """As upstream's: sections are plain, but the loss is a model."""
+
+    policy: dict[str, Any]
+    loss_fn: Section
 
 
 class Closing:

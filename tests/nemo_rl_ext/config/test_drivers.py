@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
@@ -19,6 +18,7 @@ from nemo_rl_ext.config.merge import prepare, read
 from nemo_rl_ext.patch_finder import PATCHES, PatchFinder
 from nemo_rl_ext.patches import config as config_patch
 from nemo_rl_ext.workers import training
+from support.nemo_rl import MasterConfig, Section
 from support.processes import run_code
 
 ALL = [pytest.param(driver, id=driver.name) for driver in DRIVERS.values()]
@@ -60,17 +60,6 @@ def mappings(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
     for key, inner in items:
         if isinstance(inner, dict | list):
             yield from mappings(inner, (*path, str(key)))
-
-
-class Loss(BaseModel, extra="allow"):
-    pass
-
-
-class MasterConfig(BaseModel, extra="allow"):
-    """As upstream's: sections are plain, but the loss is a model."""
-
-    policy: dict[str, Any]
-    loss_fn: Loss
 
 
 def made(driver: Driver, value: dict[str, Any]) -> Any:
@@ -121,16 +110,18 @@ def test_a_block_is_read_or_refused_wherever_it_stands(driver: Driver) -> None:
         "fp8rl_cfg",  # beside upstream's fp8_cfg
         "fp8rl.pins",
         "nemo_fp8rl_recipe",
+        "fp8rl_gard",
     ],
 )
 def test_what_is_nearly_our_key_is_refused_everywhere(driver: Driver, name: str) -> None:
+    ours = "fp8rl_guard" if name == "fp8rl_gard" else "fp8rl"
     for path in mappings(config(None)):
         value: Any = config(None)
         inner = value
         for part in path:
             inner = inner[int(part)] if part.isdigit() else inner[part]
         inner[name] = {}
-        with pytest.raises(RecipeError, match="is no key of NeMo RL or fp8rl; write 'fp8rl'"):
+        with pytest.raises(RecipeError, match=f"is no key of NeMo RL or fp8rl; write '{ours}'"):
             made(driver, value)
 
 
@@ -157,6 +148,7 @@ def test_what_is_nearly_our_key_is_refused_everywhere(driver: Driver, name: str)
         ("grpo", "policy.draft.fp8rl", "'policy.draft.fp8rl' has no effect"),
         ("eval", "fp8rl", "'fp8rl' is set, but no section uses it; run_eval.py serves none"),
         ("sft", "fp8rl", "interpolate the recipe into 'policy.megatron_cfg.fp8rl'."),
+        ("grpo", "loss_fn.fp8rl_guard", "'loss_fn.fp8rl_guard' is set, but no section uses it"),
         (
             "grpo",
             "policy.generation.vllm_kwargs.additional_config.fp8rl",
@@ -206,10 +198,7 @@ def test_the_source_of_an_interpolation_says_the_same() -> None:
 
 
 def test_models_are_looked_into() -> None:
-    class Teacher(BaseModel, extra="allow"):
-        pass
-
-    given = {"teachers": [Teacher(megatron_cfg={"fp8rl": {}})]}  # type: ignore[call-arg]
+    given = {"teachers": [Section(megatron_cfg={"fp8rl": {}})]}  # type: ignore[call-arg]
     assert [path for path, *_ in find(given)] == ["teachers[0].megatron_cfg.fp8rl"]
 
 

@@ -96,6 +96,10 @@ def test_engines_on_the_trainers_gpus_have_them_alone_meanwhile(
         "init_communicator",
     ]
     assert "rollouts are in BF16: 1 engines started in 2 s" in caplog.text
+    for section in (stage.generation.cfg, stage.trainer.cfg["generation"]):
+        assert section["vllm_cfg"]["kv_cache_dtype"] == "auto"
+        assert section["vllm_cfg"]["fp8rl"] == generation_section(shared=True)["vllm_cfg"]["fp8rl"]
+    assert kv_scales_withdrawn(stage.trainer.cfg)
 
 
 def test_engines_on_gpus_of_their_own_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,26 +114,13 @@ def test_engines_on_gpus_of_their_own_are_waited_for(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_both_sides_know_of_a_cache_without_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch, shared=True)
-    stage.fall_back()
-    for section in (stage.generation.cfg, stage.trainer.cfg["generation"]):
-        assert section["vllm_cfg"]["kv_cache_dtype"] == "auto"
-        assert section["vllm_cfg"]["fp8rl"] == generation_section(shared=True)["vllm_cfg"]["fp8rl"]
-    assert kv_scales_withdrawn(stage.trainer.cfg)
-
-
 def test_an_engine_that_does_not_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, shared=True)
     stage.fails = True
     with pytest.raises(UnsupportedError, match=r"could not start .*Free memory.*rollout=false"):
         stage.fall_back()
     assert "withdraw_kv_scales" not in stage.called
-
-
-def test_no_engine_may_stay_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch, shared=True)
-    stage.started = [None, None]
+    stage.fails, stage.started = False, [None, None]  # none may stay in FP8
     with pytest.raises(UnsupportedError, match="0 of 1 engines are fp8rl's"):
         stage.fall_back()
 

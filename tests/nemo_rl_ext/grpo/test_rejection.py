@@ -87,27 +87,6 @@ def test_equals_the_loops(
     assert got.metrics == pytest.approx(metrics)
 
 
-def test_reasons_may_overlap_and_are_told_apart() -> None:
-    log_ratio = torch.tensor([[0.0, -12.0], [1.0, 1.0], [0.0, 0.1]])
-    got = reject(
-        log_ratio,
-        torch.ones(3, 2, dtype=torch.bool),
-        Rejection(level="geometric", low=0.5, high=2.0),
-        1e-4,
-    )
-    assert got.mask.tolist() == [[False, False], [False, False], [True, True]]
-    assert got.metrics == pytest.approx(
-        {
-            "rejected_share": 4 / 6,
-            "rejected_low_share": 2 / 6,
-            "rejected_high_share": 2 / 6,
-            "rejected_veto_share": 2 / 6,
-            "rejected_sequence_share": 2 / 3,
-            "all_rejected": 0.0,
-        }
-    )
-
-
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask", "off"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_rejection_is_independent_of_the_weighting(mode: str, level: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -109,12 +108,9 @@ def test_whole_sequences_leave_room_for_one_token(engine: Engine) -> None:
 
 
 def test_few_sequences_from_all_over_a_batch() -> None:
-    batch = [{"prompt_token_ids": [i // 16, 7]} for i in range(16 * 200)]
-    chosen = self_calibration._spread(batch)
+    chosen = self_calibration._spread([i // 16, 7] for i in range(16 * 200))
     assert len(chosen) <= SEQUENCES
     assert chosen == [(i, 7) for i in range(0, 200, 4)]
-    image: dict[str, Any] = {"prompt_token_ids": [1], "multi_modal_data": {"image": object()}}
-    assert self_calibration._spread(["text", image, [1, 2], "text"]) == ["text", image, (1, 2)]
 
 
 def test_a_budget_of_tokens() -> None:
