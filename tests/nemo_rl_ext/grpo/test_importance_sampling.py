@@ -160,11 +160,12 @@ def test_with_no_reachable_bound_the_weight_is_capped_and_finite() -> None:
 
 def test_each_token_is_clamped_before_the_sum() -> None:
     rollout = torch.tensor([[-60.0, 0.0]])
-    trainer = torch.tensor([[0.0, -19.0]])
+    trainer = torch.tensor([[0.0, -19.0]], requires_grad=True)
     c = ImportanceSampling(level="sequence", high=100.0)
     got = correct(rollout, trainer, torch.ones(1, 2), c)
     # 60 counts as 20: exp(20 - 19), not min(exp(60 - 19), 100).
     assert got.weights[0].tolist() == pytest.approx([math.e] * 2, rel=1e-5)
+    assert not got.weights.requires_grad
 
 
 def test_bfloat16_is_upcast_before_the_subtraction() -> None:
