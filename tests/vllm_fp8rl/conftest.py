@@ -37,7 +37,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
 
     A test that refits it must leave it with the weights of ``a`` and every scale at ``KV_SCALE``.
     """
-    from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
+    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
     started = start_engine(checkpoints["a"], Recipe())
     gc.freeze()  # each further engine collects garbage several times: not among all of vLLM's
@@ -52,7 +52,7 @@ def other_engine(engine: Engine) -> Callable[..., Engine]:
 
     Its KV scales are set, unless the cache is not FP8.
     """
-    from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
+    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
     def start(path: Path, recipe: Recipe, **changes: Any) -> Engine:
         started = start_engine(path, recipe, **changes)

@@ -19,6 +19,7 @@ from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
+from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, lacks_kv_scales, send_kv_scales
 from vllm_fp8rl.calibration.observer import ObservedImpl, observed, start_observing, stop_observing
 from vllm_fp8rl.quantization.kv_cache import (
@@ -27,7 +28,6 @@ from vllm_fp8rl.quantization.kv_cache import (
     kv_scale_state,
     missing_kv_scales,
     set_kv_scales,
-    set_uncalibrated_kv_scales,
 )
 from vllm_fp8rl.refit import drop_requests
 from vllm_fp8rl.refit.worker import EXTENSION, STEPS, RefitMixin, read_answer
