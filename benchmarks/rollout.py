@@ -189,7 +189,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     fp8rl = variant.startswith("fp8rl")
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     if variant == "fp8rl-kv":
-        from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
+        from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
         set_uncalibrated_kv_scales(model, KV_SCALE)
     give_weights(model, codes=variant.startswith("stock"))

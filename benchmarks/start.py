@@ -94,7 +94,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
     )
     ready = time.perf_counter()
     if options.child == "fp8rl-kv":
-        from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
+        from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
         worker = llm.llm_engine.model_executor.driver_worker.worker
         set_uncalibrated_kv_scales(worker.model_runner.get_model(), KV_SCALE)

@@ -280,7 +280,7 @@ def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
     from vllm.v1.serial_utils import MsgpackEncoder
 
     from fp8rl.kv_scales import scale_names
-    from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
+    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     scales = dict.fromkeys(scale_names(4, ["k", "v"]), 0.05)

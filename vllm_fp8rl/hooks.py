@@ -21,7 +21,7 @@ from vllm_fp8rl.compat import (
     supported,
     unsupported_reason,
 )
-from vllm_fp8rl.kernels.nvcc import NO_NVCC, find_nvcc
+from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
 
 @hookimpl

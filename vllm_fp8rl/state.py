@@ -1,8 +1,8 @@
 """`RankState`: everything that one rank knows of its engine, in one object.
 
 :class:`~vllm_fp8rl.quantization.config.Fp8RLConfig`, which vLLM hands to every layer of an engine,
-owns it. The state is found again through the quantization method of an attention layer
-(:func:`state_of`); ``docs/upgrading.md`` lists the few attributes that are set on vLLM's objects.
+owns it. The state is found again through the quantization method of a layer (:func:`state_of`);
+``docs/upgrading.md`` lists the few attributes that are set on vLLM's objects.
 """
 
 from __future__ import annotations
@@ -101,10 +101,7 @@ class RankState:
 
 
 def find_state(model: torch.nn.Module) -> RankState | None:
-    """Return the state of a model's engine; None if that runs another quantization.
-
-    Of the quantization methods only ``Fp8RLKVCacheMethod``, of attention layers, has a ``state``.
-    """
+    """Return the state of a model's engine; None if that runs another quantization."""
     for module in model.modules():
         state = getattr(getattr(module, "quant_method", None), "state", None)
         if isinstance(state, RankState):

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("vllm")
 
 from fp8rl import Recipe
-from fp8rl.errors import Fp8RLError, RefitError
+from fp8rl.errors import RefitError
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
 from support.gpu_engine import (
@@ -32,7 +32,7 @@ from support.gpu_engine import (
     slope,
     start_engine,
 )
-from vllm_fp8rl.quantization.kv_cache import kv_scale_state, set_kv_scales
+from vllm_fp8rl.quantization.kv_cache import kv_scale_state
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import gap
 
@@ -76,12 +76,18 @@ def test_runs_on_deep_gemm_flash_attention_and_full_graphs(engine: GpuEngine) ->
     assert mode.decode_mode().name == "FULL", mode
 
 
-def test_logprobs_of_rollouts_equal_transformers_after_each_refit(
+def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(
     engine: GpuEngine, checkpoints: dict[str, Path]
 ) -> None:
+    def places() -> dict[str, int]:
+        tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
+        return {name: tensor.data_ptr() for name, tensor in tensors}
+
+    before, tokens = places(), []
     for name in ("a", "b", "a"):
         path, recipe = checkpoints[name], engine.recipe
         give(engine, path)
+        tokens.append(engine.greedy())
         rollout = engine.rollout()
         scales = kv_scales(path, recipe)
         expected = expected_logprobs(path, recipe, rollout, kv_scales=scales)
@@ -93,19 +99,6 @@ def test_logprobs_of_rollouts_equal_transformers_after_each_refit(
         log.info("unquantized %.4f; slopes %.3f, %.3f", gap(plain, expected).mean, best, share)
         assert found.mean < 2.0 * floor.mean
         assert share > 0.75 * best
-
-
-def test_refits_write_in_place_and_back_again(
-    engine: GpuEngine, checkpoints: dict[str, Path]
-) -> None:
-    def places() -> dict[str, int]:
-        tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
-        return {name: tensor.data_ptr() for name, tensor in tensors}
-
-    before, tokens = places(), [engine.greedy()]
-    for name in "ba":
-        give(engine, checkpoints[name])
-        tokens.append(engine.greedy())
     assert tokens[0] == tokens[2] != tokens[1]
     assert places() == before
 
@@ -120,22 +113,6 @@ def test_codes_and_scales_are_those_of_the_reference(
         codes, scale_inv = quantize_block(torch.cat([tensors[name] for name in names]))
         assert torch.equal(layer.weight.cpu().view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(layer.weight_scale_inv.cpu(), scale_inv)
-
-
-def test_captured_graphs_see_new_scales(engine: GpuEngine, checkpoints: dict[str, Path]) -> None:
-    path, recipe = checkpoints["a"], engine.recipe
-    fine, tokens = kv_scales(path, recipe), engine.greedy()
-    clipping = {n: s / 32 if n.endswith("v_scale") else s for n, s in fine.items()}
-    set_kv_scales(engine.model, clipping)
-    engine.llm.reset_prefix_cache()
-    rollout = engine.rollout()
-    new, old = (expected_logprobs(path, recipe, rollout, kv_scales=s) for s in (clipping, fine))
-    log.info("new scales %.4f, old %.4f nats", *(gap(rollout.logprobs, x).mean for x in (new, old)))
-    assert gap(rollout.logprobs, new).mean < 0.5 * gap(rollout.logprobs, old).mean
-    assert slope(rollout.logprobs, new, old) > 0.7
-    set_kv_scales(engine.model, fine)
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy() == tokens
 
 
 def test_tensors_on_the_gpu_give_the_same_engine(
@@ -155,18 +132,3 @@ def test_query_scales_are_required_where_queries_are_quantized(
     del tensors[scale_name(LAYERS - 1, "q")]
     with pytest.raises(RefitError, match=r"lacks 1 .*q_scale"):
         refit(engine.llm, tensors.items(), expect_kv_scales=True)
-
-
-def test_a_stream_with_nan_closes_the_engine_until_the_next_refit(
-    engine: GpuEngine, checkpoints: dict[str, Path]
-) -> None:
-    tokens = engine.greedy()
-    tensors = {n: t.cuda() for n, t in refit_tensors(checkpoints["b"], engine.recipe).items()}
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name][3, 5] = torch.nan
-    with pytest.raises(RefitError, match=f"'{name}' has NaN"):
-        refit(engine.llm, tensors.items(), expect_kv_scales=True, batch_bytes=1 << 16)
-    with pytest.raises(Fp8RLError, match="half-updated"):
-        engine.greedy()
-    give(engine, checkpoints["a"])
-    assert engine.greedy() == tokens

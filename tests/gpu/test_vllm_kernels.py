@@ -97,13 +97,6 @@ def test_the_fastest_that_fits_is_chosen(delegated):
     assert chosen(512, torch.float16) == "cutlass"
 
 
-@pytest.mark.parametrize("backend", ["marlin", "humming", "aiter"])
-def test_backends_that_repack_are_refused_by_name(backend, delegated, engine_config):
-    engine_config.kernel_config.linear_backend = backend
-    with pytest.raises(UnsupportedError, match=f"linear_backend='{backend}'"):
-        delegated.delegate(GemmShape(0, 512, 256), Recipe(), torch.bfloat16)
-
-
 def test_ragged_input_features_are_refused(delegated):
     with pytest.raises(UnsupportedError, match="multiples of 128"):
         delegated.delegate(GemmShape(0, 512, 200), Recipe(), torch.bfloat16)

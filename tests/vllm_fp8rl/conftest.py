@@ -37,7 +37,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
 
     A test that refits it must leave it with the weights of ``a`` and every scale at ``KV_SCALE``.
     """
-    from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
+    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
     started = start_engine(checkpoints["a"], Recipe())
     gc.freeze()  # each further engine collects garbage several times: not among all of vLLM's
@@ -50,15 +50,15 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
 def other_engine(engine: Engine) -> Callable[..., Engine]:
     """``other_engine(path, recipe, **llm_arguments)``: one more engine beside the session's.
 
-    Its KV scales are set, unless the cache is not FP8.
+    Its KV scales are set, unless the cache is not FP8 or ``scaled=False``.
     """
-    from vllm_fp8rl.quantization.kv_cache import set_uncalibrated_kv_scales
+    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
-    def start(path: Path, recipe: Recipe, **changes: Any) -> Engine:
+    def start(path: Path, recipe: Recipe, *, scaled: bool = True, **changes: Any) -> Engine:
         started = start_engine(path, recipe, **changes)
         # When it goes it must not shut down the process groups, which all engines here share.
         started.llm.llm_engine.engine_core._finalizer.detach()
-        if recipe.kv_cache.dtype != "auto":
+        if scaled and recipe.kv_cache.dtype != "auto":
             set_uncalibrated_kv_scales(started.model, KV_SCALE)
         return started
 

@@ -162,8 +162,8 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
 
     Raises:
         UnsupportedError: the engine runs ``fp8rl`` and vLLM's CPU kernels do not have the head
-            size; or the cache is quantized and its format is not E4M3, the attention is not that of
-            a decoder, or layers share the cache.
+            size; or the cache is quantized and its format is not E4M3, or the attention is not that
+            of a decoder.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -172,8 +172,11 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         if uses_fp8rl(get_current_vllm_config()):
             self._check_head_size()
             self.stores_fp8 = check_kv_cache_dtype(self.kv_cache_dtype)
-        if self.stores_fp8:
-            self._check_kind()
+        if self.stores_fp8 and self.attn_type != AttentionType.DECODER:
+            raise UnsupportedError(
+                f"fp8rl has no FP8 KV cache for attention of type '{self.attn_type}'; set "
+                "kv_cache_dtype to 'auto'."
+            )
 
     def _check_head_size(self) -> None:
         sizes = Fp8RLCpuBackend.get_supported_head_sizes()
@@ -181,18 +184,6 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             raise UnsupportedError(
                 f"Head size {self.head_size} has no attention kernel in vLLM on a CPU; use a model "
                 f"with a head size of {', '.join(map(str, sizes))}."
-            )
-
-    def _check_kind(self) -> None:
-        if self.attn_type != AttentionType.DECODER:
-            raise UnsupportedError(
-                f"fp8rl has no FP8 KV cache for attention of type '{self.attn_type}'; set "
-                "kv_cache_dtype to 'auto'."
-            )
-        if self.kv_sharing_target_layer_name is not None:
-            raise UnsupportedError(
-                "fp8rl has no FP8 KV cache that layers share (here with "
-                f"'{self.kv_sharing_target_layer_name}'); set kv_cache_dtype to 'auto'."
             )
 
     def do_kv_cache_update(
@@ -267,7 +258,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             block_table=attn_metadata.pages.block_table,
             softcap=self.logits_soft_cap,
             scheduler_metadata=attn_metadata.scheduler_metadata,
-            s_aux=self._sinks(),
+            s_aux=self.sinks,
             dynamic_causal=attn_metadata.dynamic_causal,
         )
         output[:tokens].mul_(layer._v_scale_float * _HALF)
@@ -307,12 +298,6 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
                 pair[:, 0], pair[:, 1], key_cache, value_cache, slots, isa
             )
         return key_cache, value_cache
-
-    def _sinks(self) -> torch.Tensor | None:
-        # The kernel takes sinks in bfloat16 or float32.
-        if self.sinks is None or self.sinks.dtype in (torch.bfloat16, torch.float32):
-            return self.sinks
-        return self.sinks.float()
 
 
 def _codes_to_float(

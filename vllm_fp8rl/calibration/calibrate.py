@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl.errors import RefitError, ScaleError
-from fp8rl.kv_scales import ROLES, parse_scale_name, scales_from_amax
+from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name, scales_from_amax
 from vllm_fp8rl.refit.client import (
     Changes,
     RequestGate,
@@ -77,6 +77,27 @@ def lacks_kv_scales(llm: LLM) -> bool:
         UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
     """
     return any(Workers(llm).call("fp8rl_missing_kv_scales"))
+
+
+def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
+    """Give every layer and role the same scale, knowingly, without calibration.
+
+    For a standalone engine whose checkpoint has no scales and that gets no refit. ``value * 448``
+    is the largest magnitude that K and V can have without being clipped: 0.05 suits the RMS-normed
+    keys of a Qwen3. ``llm.apply_model(functools.partial(set_uncalibrated_kv_scales, value=0.05))``
+    reaches every worker; with engine processes it needs ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``.
+
+    Raises:
+        ScaleError: the model has no FP8 KV cache, or a bad value.
+    """
+    from vllm_fp8rl.quantization.kv_cache import fp8_layers, set_kv_scales
+
+    indices = [scales.index for _, scales in fp8_layers(model)]
+    if not indices:
+        raise ScaleError(
+            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
+        )
+    set_kv_scales(model, {scale_name(i, role): value for i in indices for role in ROLES})
 
 
 def calibrate_kv_scales(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
-from vllm_fp8rl.kernels.nvcc import NO_NVCC, find_nvcc
+from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = logging.getLogger("vllm.fp8rl")

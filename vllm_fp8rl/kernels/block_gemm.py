@@ -11,7 +11,6 @@ them.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -36,8 +35,7 @@ from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import require_gpu_supported, unsupported_reason
-from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
-from vllm_fp8rl.kernels.nvcc import NO_NVCC, find_nvcc
+from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
 logger = init_logger("vllm.fp8rl")
 
@@ -57,8 +55,6 @@ class DelegatedKernel:
         config: vLLM's description of the layer.
         recipe: scale formats.
     """
-
-    traceable = True
 
     def __init__(self, backend: str, config: FP8ScaledMMLinearLayerConfig, recipe: Recipe) -> None:
         self.backend = backend
@@ -80,11 +76,6 @@ class DelegatedKernel:
             A=codes, B=weight.codes, As=scale_inv, Bs=weight.scale_inv
         )
         return y.view(*x.shape[:-1], weight.codes.shape[0])
-
-    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
-        """Have DeepGEMM's kernels for a layer's ``weight`` ``[N, K]`` compiled ahead of use."""
-        if self.backend == "deep_gemm":
-            warmup.add(*layer.weight.shape)
 
 
 def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedKernel:

@@ -7,15 +7,14 @@ there is never a silent fallback.
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import GemmShape, ReferenceBackend
+from fp8rl.gemm import GemmShape
 from fp8rl.numerics import Quantized, dequantize_block, dequantize_group, quantize_group
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 
 CPU_CACHE_ENV = "FP8RL_CPU_WEIGHT_CACHE"
 """``1`` (default) keeps a float32 copy of each FP8 weight on a CPU, which makes decoding faster and
@@ -27,56 +26,44 @@ class LinearKernel(Protocol):
 
     backend: str
     """``cpu``, or a value of vLLM's ``linear_backend``."""
-    traceable: bool
-    """Whether torch.compile may trace :meth:`apply`; if not, it sees one opaque operation."""
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
         """Multiply ``x`` ``[..., K]`` and return ``[..., N]`` in ``x``'s dtype."""
 
-    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
-        """Have kernels compiled ahead of use, for a layer whose ``weight`` is registered."""
-
 
 class CpuKernel:
-    """Quantize, dequantize and multiply in float32; the result is ``ReferenceBackend.fprop``'s."""
+    """Quantize, dequantize and multiply in float32; the result is ``ReferenceBackend.fprop``'s.
 
-    backend = "cpu"
-    traceable = False
+    A dequantized weight that is kept between calls is never outdated, whoever writes to the
+    parameters: each call compares the live codes and scales bit by bit with those that it was made
+    from. The comparison reads 2 bytes per element, the GEMM 4.
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._format = recipe.activations.scale_format
-        self._backend = ReferenceBackend()
-
-    def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
-        rows = quantize_group(x.reshape(-1, x.shape[-1]), scale_format=self._format)
-        return self._product(rows, weight, x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
-
-    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
-        """Do nothing: there is nothing to compile."""
-
-    def _product(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return self._backend.fprop(x, weight, dtype)
-
-
-class CachedCpuKernel(CpuKernel):
-    """A :class:`CpuKernel` that keeps the dequantized weight between calls.
-
-    Each call compares the live codes and scales bit by bit with those that the copy was made from,
-    so the copy is never outdated, whoever writes to the parameters. The comparison reads 2 bytes
-    per element, the GEMM 4.
+    Args:
+        recipe: scale format of the activations.
+        keep: whether to keep the dequantized weight between calls.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
+    backend = "cpu"
+
+    def __init__(self, recipe: Recipe, *, keep: bool) -> None:
+        self._format = recipe.activations.scale_format
+        self._keep = keep
         self._source: Quantized | None = None
         self._weight: torch.Tensor | None = None
 
-    def _product(self, x: Quantized, weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
+        rows = quantize_group(x.reshape(-1, x.shape[-1]), scale_format=self._format)
+        y = dequantize_group(*rows) @ self._dequantized(weight).t()
+        return y.to(x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
+
+    def _dequantized(self, weight: Quantized) -> torch.Tensor:
+        if not self._keep:
+            return dequantize_block(*weight)
         if self._weight is None or not _identical(weight, self._source):
             self._weight = None  # freed first, so that there is one copy at a time
             self._source = Quantized(weight.codes.clone(), weight.scale_inv.clone())
             self._weight = dequantize_block(*weight)
-        return (dequantize_group(*x) @ self._weight.t()).to(dtype)
+        return self._weight
 
 
 def _identical(a: Quantized, b: Quantized | None) -> bool:
@@ -119,4 +106,4 @@ def select_kernel(
     cached = os.environ.get(CPU_CACHE_ENV, "1")
     if cached not in ("0", "1"):
         raise UnsupportedError(f"{CPU_CACHE_ENV}='{cached}' has no meaning; set it to 0 or 1.")
-    return CachedCpuKernel(recipe) if cached == "1" else CpuKernel(recipe)
+    return CpuKernel(recipe, keep=cached == "1")

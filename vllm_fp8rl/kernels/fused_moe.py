@@ -43,9 +43,9 @@ from fp8rl.numerics import BLOCK, GROUP
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import require_gpu_supported
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
+from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 from vllm_fp8rl.kernels.block_gemm import require_served_gpu
 from vllm_fp8rl.kernels.moe_settings import ACTIVATION_SCALES_ENV
-from vllm_fp8rl.kernels.nvcc import NO_NVCC, find_nvcc
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

@@ -38,7 +38,6 @@ from vllm_fp8rl.state import RankState
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = init_logger("vllm.fp8rl")
@@ -141,24 +140,20 @@ class Fp8RLConfig(QuantizationConfig):
 
         state = self.resolve()
         if isinstance(layer, LinearBase):
-            if state.precision(prefix) == "bf16":
-                return RefitLinearMethod(prefix, dummy=state.dummy)
-            return Fp8RLLinearMethod(
-                state.recipe,
-                prefix,
-                dummy=state.dummy,
-                layers=state.layers,
-                on_unpaired=state.guard.recheck,
-                warmup=state.warmup,
-            )
+            fp8 = state.precision(prefix) == "fp8"
+            return (Fp8RLLinearMethod if fp8 else RefitLinearMethod)(state, prefix)
         if isinstance(layer, RoutedExperts):
-            return _experts_method(state, layer, prefix)
+            # Imported here, because it is slow: a dense model does not need it.
+            from vllm_fp8rl.quantization.moe import Fp8RLMoEMethod, RefitMoEMethod
+
+            fp8 = state.experts_precision(prefix) == "fp8"
+            return (Fp8RLMoEMethod if fp8 else RefitMoEMethod)(layer, state, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             if state.moe:  # the output projection is built last, behind every router
                 from vllm_fp8rl.quantization.moe import keep_gates_refittable
 
-                keep_gates_refittable(state.layers, dummy=state.dummy)
-            return RefitEmbeddingMethod(prefix, dummy=state.dummy)
+                keep_gates_refittable(state)
+            return RefitEmbeddingMethod(state, prefix)
         if isinstance(layer, Attention):
             return Fp8RLKVCacheMethod(self, state)
         raise UnsupportedError(
@@ -176,23 +171,6 @@ class Fp8RLConfig(QuantizationConfig):
             expect_quantizing_loads()
             logger.info("%s", _table(self._state.recipe, self._state.policy))
         return self._state
-
-
-def _experts_method(state: RankState, layer: RoutedExperts, name: str) -> QuantizeMethodBase:
-    from vllm_fp8rl.quantization.moe import Fp8RLMoEMethod, RefitMoEMethod
-
-    dummy, layers = state.dummy, state.layers
-    if state.experts_precision(name) == "bf16":
-        return RefitMoEMethod(layer, name, dummy=dummy, layers=layers)
-    return Fp8RLMoEMethod(
-        layer,
-        state.recipe,
-        name,
-        dummy=dummy,
-        layers=layers,
-        on_unpaired=state.guard.recheck,
-        warmup=state.warmup,
-    )
 
 
 def read_recipe(additional_config: Any, of_model: Mapping[str, Any] | None = None) -> Recipe:

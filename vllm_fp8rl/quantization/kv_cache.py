@@ -136,8 +136,15 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
     def require_ready(self, layer: Any) -> None:
         """Raise ScaleError, for all layers at once, unless this one has the scales it needs."""
         scales = self.state.kv_scales.get(layer.layer_name)
-        if scales is not None and scales.provisional is None and _missing(layer, scales):
-            _require(self.state)
+        if scales is None or scales.provisional is not None or not _missing(layer, scales):
+            return
+        missing = [name for each, own in _fp8_layers(self.state) for name in _missing(each, own)]
+        raise ScaleError(
+            f"KV scale '{missing[0]}' was never loaded ({len(missing)} missing): the FP8 KV cache "
+            "does not start from scale 1.0. Send the scales with a refit, store them in the "
+            "checkpoint, call vllm_fp8rl.calibration.calibrate_kv_scales or "
+            "vllm_fp8rl.calibration.set_uncalibrated_kv_scales, or set kv_cache_dtype='auto'."
+        )
 
 
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> None:
@@ -187,25 +194,6 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     batch.run()
 
 
-def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
-    """Give every layer and role the same scale, knowingly, without calibration.
-
-    For a standalone engine whose checkpoint has no scales and that gets no refit. ``value * 448``
-    is the largest magnitude that K and V can have without being clipped: 0.05 suits the RMS-normed
-    keys of a Qwen3. ``llm.apply_model(functools.partial(set_uncalibrated_kv_scales, value=0.05))``
-    reaches every worker; with engine processes it needs ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``.
-
-    Raises:
-        ScaleError: the model has no FP8 KV cache, or a bad value.
-    """
-    indices = [scales.index for _, scales in fp8_layers(model)]
-    if not indices:
-        raise ScaleError(
-            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
-        )
-    set_kv_scales(model, {scale_name(i, role): value for i in indices for role in ROLES})
-
-
 def forget_kv_scales(model: torch.nn.Module) -> None:
     """Remove all scales, as those of older weights; the engine refuses to run without new ones."""
     for layer, scales in fp8_layers(model):
@@ -235,27 +223,6 @@ def required_kv_scales(model: torch.nn.Module) -> set[str]:
 def missing_kv_scales(model: torch.nn.Module) -> list[str]:
     """Return the wire names of the scales that generation needs and that no loader has set."""
     return [name for layer, scales in fp8_layers(model) for name in _missing(layer, scales)]
-
-
-def require_kv_scales(model: torch.nn.Module) -> None:
-    """Raise unless every FP8 attention layer has the scales that generation needs.
-
-    Raises:
-        ScaleError: names the first missing scale and the remedies.
-        RefitError: the engine was not started with ``quantization="fp8rl"``.
-    """
-    _require(state_of(model))
-
-
-def _require(state: RankState) -> None:
-    missing = [name for layer, scales in _fp8_layers(state) for name in _missing(layer, scales)]
-    if missing:
-        raise ScaleError(
-            f"KV scale '{missing[0]}' was never loaded ({len(missing)} missing): the FP8 KV cache "
-            "does not start from scale 1.0. Send the scales with a refit, store them in the "
-            "checkpoint, call vllm_fp8rl.calibration.calibrate_kv_scales or "
-            "vllm_fp8rl.calibration.set_uncalibrated_kv_scales, or set kv_cache_dtype='auto'."
-        )
 
 
 def publish_scales(layer: Any) -> None:
@@ -323,16 +290,6 @@ def _layer_number(name: str) -> int:
     return int(number)
 
 
-def _commit(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fill_) -> None:
-    state: RankState = layer.quant_method.state
-    scales = state.kv_scales[layer.layer_name]
-    if scales.values.get(role) != value:
-        state.guard.outdate_cache(_OLDER_CODES)
-    scales.values[role] = value
-    if scales.provisional is None:
-        _publish(layer, role, value, fill)
-
-
 def _publish(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fill_) -> None:
     """Write one scale to the parameter and to every copy that attention backends read."""
     fill(getattr(layer, f"{role}_scale").data, value)
@@ -358,6 +315,10 @@ def _loader(layer: torch.nn.Module, role: Role) -> Callable[..., None]:
         scales = _scales_of(owner)
         assert scales is not None
         value = checked_scale(scale_name(scales.index, role), loaded_weight)
-        _commit(owner, role, value, fill)
+        if scales.values.get(role) != value:
+            owner.quant_method.state.guard.outdate_cache(_OLDER_CODES)
+        scales.values[role] = value
+        if scales.provisional is None:
+            _publish(owner, role, value, fill)
 
     return load_kv_scale

@@ -26,9 +26,8 @@ from vllm.model_executor.utils import set_weight_attrs
 from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import Quantized
-from fp8rl.recipe import Recipe
-from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.choice import select_kernel
+from vllm_fp8rl.state import RankState
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 from vllm_fp8rl.storage.parameters import (
     Fp8Scale,
@@ -62,33 +61,15 @@ class Fp8RLLinearMethod(LinearMethodBase):
     """Block-FP8 weight, written in place by every load.
 
     Args:
-        recipe: scale formats.
-        name: module name, for messages.
-        dummy: whether the engine loads no checkpoint (``load_format="dummy"``).
-        layers: the engine's table of layers that compiled code finds by name
-            (``compilation_config.static_forward_context``).
-        on_unpaired: called when FP8 codes arrive before their scales, or scales before codes.
-        warmup: compiles kernels at the start that would otherwise be compiled when first used.
+        state: state of this rank.
+        name: module name.
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        name: str,
-        *,
-        dummy: bool,
-        layers: dict[str, Any],
-        warmup: KernelWarmup,
-        on_unpaired: Callable[[], None],
-    ) -> None:
-        self.recipe = recipe
-        self._on_unpaired = on_unpaired
+    def __init__(self, state: RankState, name: str) -> None:
+        self.state = state
         self.name = name
-        self._dummy = dummy
-        self._layers = layers
-        self._warmup = warmup
 
     def create_weights(
         self,
@@ -105,7 +86,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
         codes, scale_inv = empty_storage(rows, columns)
         try:
             self.kernel = select_kernel(
-                codes.device, GemmShape(0, rows, columns), self.recipe, params_dtype
+                codes.device, GemmShape(0, rows, columns), self.state.recipe, params_dtype
             )
         except UnsupportedError as error:
             raise UnsupportedError(f"'{self.name}': {error}") from None
@@ -114,16 +95,17 @@ class Fp8RLLinearMethod(LinearMethodBase):
             partial(_live_storage, weakref.ref(layer)),
             output_partition_sizes,
             columns,
-            self.recipe.weights.scale_format,
+            self.state.recipe.weights.scale_format,
             codes.device,
-            on_unpaired=self._on_unpaired,
+            on_unpaired=self.state.guard.recheck,
         )
         weight = Fp8Weight(codes, grid=self.grid, weight_loader=loader)
         scale = Fp8Scale(scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader)
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
-        self.kernel.warm_up(layer, self._warmup)
-        self._layers[self.name] = layer
+        if self.kernel.backend == "deep_gemm":
+            self.state.warmup.add(rows, columns)
+        self.state.layers[self.name] = layer  # compiled code finds it there
         for parameter in (weight, scale):
             set_weight_attrs(parameter, extra_weight_attrs)
 
@@ -134,30 +116,23 @@ class Fp8RLLinearMethod(LinearMethodBase):
             CheckpointError: the checkpoint left out a part of this layer. vLLM does not check that
                 for quantized models.
         """
-        self._warmup.close()  # every layer has been built
+        self.state.warmup.close()  # every layer has been built
         if self.grid.complete:
             return
-        if not self._dummy:
+        if not self.state.dummy:
             self.grid.require_paired()
             raise _incomplete(self.name, self.grid.missing())
-        self._fill_with_dummies()
-
-    def _fill_with_dummies(self) -> None:
-        # vLLM's dummy loader has drawn codes and scales one by one, negative scales among them.
-        device = self.grid.device
-        generator = torch.Generator(device).manual_seed(1234)
+        draw = dummy_weights(self.grid.device)
         for start in self.grid.missing():
-            rows = torch.empty(self.grid.shape_of(start), dtype=torch.bfloat16, device=device)
-            rows.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
-            self.grid.load_source(start, rows)
+            self.grid.load_source(start, draw(self.grid.shape_of(start)))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             y = self.product(layer, x)
-        elif self.kernel.traceable:
-            y = self.kernel.apply(x, Quantized(layer.weight, layer.weight_scale_inv))
-        else:
+        elif x.is_cpu:
             y = _opaque_product(x, self.name, self.grid.total_rows)
+        else:
+            y = self.kernel.apply(x, Quantized(layer.weight, layer.weight_scale_inv))
         return y if bias is None else y + bias
 
     def discard(self, layer: torch.nn.Module) -> None:
@@ -168,16 +143,16 @@ class Fp8RLLinearMethod(LinearMethodBase):
         """Raise RefitError where FP8 codes arrived without their scales."""
         self.grid.require_paired()
 
-    def product(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """``x @ weight.T`` over the codes of this moment."""
-        return self.kernel.apply(x, Quantized(*_storage_of(layer)))
+    def product(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight.T`` over the codes of this moment."""
+        return self.kernel.apply(x, Quantized(layer.weight.data, layer.weight_scale_inv.data))
 
 
 @torch.library.custom_op(
     "fp8rl::linear", mutates_args=(), schema="(Tensor x, str name, int out_features) -> Tensor"
 )
 def _opaque_product(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
-    """Call :meth:`Fp8RLLinearMethod.product`, whose checks torch.compile cannot trace.
+    """Call :meth:`Fp8RLLinearMethod.product` on a CPU, where torch.compile cannot trace it.
 
     The layer comes from vLLM's forward context by its name, as in vLLM's own attention op.
     """
@@ -197,26 +172,45 @@ def _incomplete(name: str, rows: list[int]) -> CheckpointError:
     )
 
 
-def _live_storage(layer: weakref.ref[torch.nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+def dummy_weights(device: torch.device) -> Callable[[tuple[int, int]], torch.Tensor]:
+    """Return a function of a shape that draws what stands for the weights of no checkpoint.
+
+    vLLM's dummy loader draws codes and scales one by one, negative scales among them.
+    """
+    generator = torch.Generator(device).manual_seed(1234)
+
+    def draw(shape: tuple[int, int]) -> torch.Tensor:
+        rows = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return rows.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+
+    return draw
+
+
+def live_data(layer: weakref.ref[torch.nn.Module], name: str) -> torch.Tensor:
+    """Return the data of a layer's parameter, wherever it is now.
+
+    Raises:
+        RefitError: the layer no longer exists.
+    """
     module = layer()
     if module is None:
         raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
-    return _storage_of(module)
+    parameters: Any = module._parameters  # asked for each shard of a refit: not by __getattr__
+    return parameters[name].data
 
 
-def _storage_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    parameters = layer._parameters  # asked for each shard of a refit: not through __getattr__
-    return parameters["weight"].data, parameters["weight_scale_inv"].data
+def _live_storage(layer: weakref.ref[torch.nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+    return live_data(layer, "weight"), live_data(layer, "weight_scale_inv")
 
 
 @register_weight_loader_v2_supported_method
 class RefitLinearMethod(UnquantizedLinearMethod):
     """A linear layer in the model's dtype (a pinned one, or all with ``rollout: false``)."""
 
-    def __init__(self, name: str, *, dummy: bool) -> None:
+    def __init__(self, state: RankState, name: str) -> None:
         super().__init__()
+        self.state = state
         self.name = name
-        self._dummy = dummy
 
     def create_weights(
         self,
@@ -244,7 +238,7 @@ class RefitLinearMethod(UnquantizedLinearMethod):
             CheckpointError: the checkpoint left out a part of this layer.
         """
         weight = layer.weight
-        if isinstance(weight, PlainWeight) and weight.missing and not self._dummy:
+        if isinstance(weight, PlainWeight) and weight.missing and not self.state.dummy:
             raise _incomplete(self.name, sorted(weight.missing))
 
     def apply(
@@ -258,10 +252,10 @@ class RefitLinearMethod(UnquantizedLinearMethod):
 class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
     """Embedding and output projection, tied or not, without a packed copy."""
 
-    def __init__(self, name: str, *, dummy: bool) -> None:
+    def __init__(self, state: RankState, name: str) -> None:
+        self.state = state
         self.name = name
         self.loaded = False
-        self._dummy = dummy
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **extra: Any) -> None:
         # Weak, because vLLM's reload bookkeeping must not keep the layer alive.
@@ -291,7 +285,7 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
             CheckpointError: the checkpoint has no such tensor. A tied one has its partner's.
         """
         method = layer.weight.weight_loader.__self__  # the partner's for a tied parameter
-        if not (self._dummy or method.loaded):
+        if not (self.state.dummy or method.loaded):
             raise _incomplete(self.name, [0])
 
     def apply(

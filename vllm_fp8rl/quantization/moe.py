@@ -9,7 +9,7 @@ loads write in place (:mod:`vllm_fp8rl.storage.experts`), so captured graphs sta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +19,12 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
+from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, Quantized, cdiv
-from fp8rl.recipe import Recipe
-from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
-from vllm_fp8rl.kernels.choice import LinearKernel, select_kernel
-from vllm_fp8rl.quantization.linear import RefitLinearMethod
+from vllm_fp8rl.kernels.choice import select_kernel
+from vllm_fp8rl.quantization.linear import RefitLinearMethod, dummy_weights, live_data
+from vllm_fp8rl.state import RankState
 from vllm_fp8rl.storage.experts import (
     ExpertGrids,
     ExpertLayout,
@@ -38,20 +37,14 @@ from vllm_fp8rl.storage.experts import (
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-_DUMMY_RANGE = 1e-3  # what vLLM's dummy loader draws weights from
-
-Product = Callable[[int, torch.Tensor], torch.Tensor]
-"""``(local expert, rows [n, K]) -> [n, N]``."""
-
 
 class _ExpertsMethod(FusedMoEMethodBase):
     """What pinned and quantized experts have in common.
 
     Args:
         layer: the layer that is being built.
-        name: its module name, e.g. ``model.layers.0.mlp.experts``.
-        dummy: whether the engine loads no checkpoint (``load_format="dummy"``).
-        layers: the engine's table of layers that compiled code finds by name.
+        state: state of this rank.
+        name: module name of the layer, e.g. ``model.layers.0.mlp.experts``.
 
     Raises:
         UnsupportedError: experts that are not Qwen3-MoE's, or a communication pattern that needs
@@ -61,15 +54,13 @@ class _ExpertsMethod(FusedMoEMethodBase):
     supports_pre_processed_weights = False
     grids: ExpertGrids | PlainExperts
 
-    def __init__(
-        self, layer: RoutedExperts, name: str, *, dummy: bool, layers: dict[str, Any]
-    ) -> None:
+    def __init__(self, layer: RoutedExperts, state: RankState, name: str) -> None:
         super().__init__(layer.moe_config)
+        self.state = state
         self.name = name
-        self._dummy = dummy
         self._key = f"{name}.routed_experts"
         _check(self.moe, layer, name)
-        layers[self._key] = layer
+        state.layers[self._key] = layer  # compiled code finds it there
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig | None:
         """The configuration of vLLM's kernel; None on CPU, where no such kernel is used."""
@@ -110,9 +101,16 @@ class _ExpertsMethod(FusedMoEMethodBase):
             shared_experts_input=shared_experts_input,
         )
 
-    def products(self, layer: RoutedExperts) -> tuple[Product, Product]:
-        """The products with ``w13`` and ``w2`` on CPU."""
-        raise NotImplementedError
+    def product(self, layer: Any, stack: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Multiply on a CPU with one expert's matrix.
+
+        Args:
+            layer: the layer.
+            stack: ``w13`` or ``w2``.
+            expert: number of the expert on this rank.
+            x: ``[rows, K]``.
+        """
+        return torch.nn.functional.linear(x, getattr(layer, f"{stack}_weight")[expert])
 
     def _layout(self, layer: RoutedExperts, padded: int, hidden: int) -> ExpertLayout:
         to_local = layer._map_global_expert_id_to_local_expert_id
@@ -138,33 +136,9 @@ class _ExpertsMethod(FusedMoEMethodBase):
 
 
 class Fp8RLMoEMethod(_ExpertsMethod):
-    """Block-FP8 experts, written in place by every load.
-
-    Args:
-        layer, name, dummy, layers: see the base class.
-        recipe: scale formats.
-        on_unpaired: called when FP8 codes arrive before their scales, or scales before codes.
-        warmup: compiles kernels at the start that would otherwise be compiled when first used.
-    """
+    """Block-FP8 experts, written in place by every load."""
 
     grids: ExpertGrids
-
-    def __init__(
-        self,
-        layer: RoutedExperts,
-        recipe: Recipe,
-        name: str,
-        *,
-        dummy: bool,
-        layers: dict[str, Any],
-        on_unpaired: Callable[[], None],
-        warmup: KernelWarmup,
-    ) -> None:
-        super().__init__(layer, name, dummy=dummy, layers=layers)
-        self.recipe = recipe
-        self._on_unpaired = on_unpaired
-        self._warmup = warmup
-        self._kernels: list[tuple[LinearKernel, LinearKernel]] = []
 
     def maybe_roundup_sizes(
         self,
@@ -191,13 +165,12 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         layout = self._layout(layer, intermediate_size_per_partition, hidden_size)
         stacks = empty_stacks(layout)
         device = stacks["w13_weight"].device
-        storage = _storage_of(weakref.ref(layer))
         self.grids = ExpertGrids(
             layout,
-            storage,
-            self.recipe.weights.scale_format,
+            partial(live_data, weakref.ref(layer)),
+            self.state.recipe.weights.scale_format,
             device,
-            self._on_unpaired,
+            self.state.guard.recheck,
         )
         for name, data in stacks.items():
             kind = ExpertScale if name.endswith("_scale_inv") else ExpertParameter
@@ -208,24 +181,22 @@ class Fp8RLMoEMethod(_ExpertsMethod):
             raise UnsupportedError(f"'{self.name}': {error}") from None
 
     def _make_kernels(self, layer: RoutedExperts, device: torch.device, dtype: torch.dtype) -> None:
+        recipe, layout = self.state.recipe, self.grids.layout
         if device.type == "cuda":
             from vllm_fp8rl.kernels.fused_moe import delegate_experts, warm_up_experts
 
-            self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, self.recipe)
-            warm_up_experts(self.moe_kernel, layer, self.moe, self._warmup)
+            self.moe_quant_config, self.moe_kernel = delegate_experts(layer, self.moe, recipe)
+            warm_up_experts(self.moe_kernel, layer, self.moe, self.state.warmup)
             return
-        layout = self.grids.layout
-        shapes = [
-            GemmShape(0, 2 * layout.padded, layout.hidden),
-            GemmShape(0, layout.hidden, layout.padded),
-        ]
-        self._kernels = [
-            (
-                select_kernel(device, shapes[0], self.recipe, dtype),
-                select_kernel(device, shapes[1], self.recipe, dtype),
-            )
-            for _ in layout.local
-        ]
+        shapes = {
+            "w13": GemmShape(0, 2 * layout.padded, layout.hidden),
+            "w2": GemmShape(0, layout.hidden, layout.padded),
+        }
+        self._kernels = {
+            (stack, expert): select_kernel(device, shape, recipe, dtype)
+            for stack, shape in shapes.items()
+            for expert in layout.local.values()
+        }
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Nothing to do for loaded weights, however often it is called.
@@ -233,25 +204,15 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         Raises:
             CheckpointError: the checkpoint left out a part of this layer.
         """
-        self._warmup.close()  # every layer has been built
+        self.state.warmup.close()  # every layer has been built
         # vLLM's dummy loader writes there too.
         self._clear_padding(layer)
         if self.grids.complete:
             return
-        if not self._dummy:
+        if not self.state.dummy:
             self.grids.require_paired()
             raise self._incomplete()
-        self._fill_with_dummies(layer.w13_weight.device)
-
-    def _fill_with_dummies(self, device: torch.device) -> None:
-        # vLLM's dummy loader has drawn codes and scales one by one, negative scales among them.
-        generator = torch.Generator(device).manual_seed(1234)
-
-        def make(shape: tuple[int, int]) -> torch.Tensor:
-            rows = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            return rows.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
-
-        self.grids.fill_missing(make)
+        self.grids.fill_missing(dummy_weights(layer.w13_weight.device))
 
     def discard(self, layer: RoutedExperts) -> None:
         """Put back what no refit brings, after a sleep has discarded the weights."""
@@ -262,16 +223,9 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         """Raise RefitError while FP8 codes lack their scales."""
         self.grids.require_paired()
 
-    def products(self, layer: RoutedExperts) -> tuple[Product, Product]:
-        def w13(expert: int, x: torch.Tensor) -> torch.Tensor:
-            weight = Quantized(layer.w13_weight[expert], layer.w13_weight_scale_inv[expert])
-            return self._kernels[expert][0].apply(x, weight)
-
-        def w2(expert: int, x: torch.Tensor) -> torch.Tensor:
-            weight = Quantized(layer.w2_weight[expert], layer.w2_weight_scale_inv[expert])
-            return self._kernels[expert][1].apply(x, weight)
-
-        return w13, w2
+    def product(self, layer: Any, stack: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        codes, scale_inv = (getattr(layer, f"{stack}_weight{end}") for end in ("", "_scale_inv"))
+        return self._kernels[stack, expert].apply(x, Quantized(codes[expert], scale_inv[expert]))
 
 
 class RefitMoEMethod(_ExpertsMethod):
@@ -292,7 +246,7 @@ class RefitMoEMethod(_ExpertsMethod):
         width, shapes = layout.padded, {}
         shapes["w13_weight"] = (num_experts, 2 * width, hidden_size)
         shapes["w2_weight"] = (num_experts, hidden_size, width)
-        self.grids = PlainExperts(layout, _storage_of(weakref.ref(layer)))
+        self.grids = PlainExperts(layout, partial(live_data, weakref.ref(layer)))
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=params_dtype)
             layer.register_parameter(name, ExpertParameter(data, self.grids))
@@ -307,15 +261,8 @@ class RefitMoEMethod(_ExpertsMethod):
         Raises:
             CheckpointError: the checkpoint left out a part of this layer.
         """
-        if self.grids.missing() and not self._dummy:
+        if self.grids.missing() and not self.state.dummy:
             raise self._incomplete()
-
-    def products(self, layer: RoutedExperts) -> tuple[Product, Product]:
-        linear = torch.nn.functional.linear
-        return (
-            lambda expert, x: linear(x, layer.w13_weight[expert]),
-            lambda expert, x: linear(x, layer.w2_weight[expert]),
-        )
 
 
 @torch.library.custom_op(
@@ -332,7 +279,7 @@ def _opaque_experts(
     from vLLM's forward context by its name, as in vLLM's own MoE op.
     """
     layer = get_forward_context().no_compile_layers[name]
-    w13, w2 = layer.quant_method.products(layer)
+    product = layer.quant_method.product
     expert_map = layer.expert_map
     numbers = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()]
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -340,10 +287,10 @@ def _opaque_experts(
         if expert < 0:  # on another rank
             continue
         token, choice = torch.where(numbers == expert)
-        gate, up = w13(expert, x[token]).float().chunk(2, dim=-1)
+        gate, up = product(layer, "w13", expert, x[token]).float().chunk(2, dim=-1)
         hidden = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-        part = w2(expert, hidden).float() * topk_weights[token, choice, None].float()
-        y.index_add_(0, token, part)
+        weight = topk_weights[token, choice, None].float()
+        y.index_add_(0, token, product(layer, "w2", expert, hidden).float() * weight)
     return y.to(x.dtype)
 
 
@@ -354,20 +301,16 @@ def _(
     return torch.empty_like(x)
 
 
-def keep_gates_refittable(layers: Mapping[str, Any], *, dummy: bool) -> None:
+def keep_gates_refittable(state: RankState) -> None:
     """Give the routers of all MoE layers the method that every pinned linear layer has.
 
     vLLM 0.32 makes them without asking a quantization method; on CPU it would then pack their
     weights after loading and drop them. (0.25.1 asks.)
-
-    Args:
-        layers: the engine's table of layers by name.
-        dummy: whether the engine loads no checkpoint.
     """
-    for name, runner in list(layers.items()):
+    for name, runner in list(state.layers.items()):
         gate = getattr(runner, "gate", None)
         if gate is not None and type(gate.quant_method) is UnquantizedLinearMethod:
-            method = RefitLinearMethod(name.removesuffix("experts") + "gate", dummy=dummy)
+            method = RefitLinearMethod(state, name.removesuffix("experts") + "gate")
             old = gate.weight
             gate.quant_method = method
             method.create_weights(
@@ -398,14 +341,3 @@ def _check(moe: FusedMoEConfig, layer: RoutedExperts, name: str) -> None:
                 f"'{name}' has {reason}, which vllm_fp8rl does not serve; start this model without "
                 "quantization='fp8rl', or change that setting."
             )
-
-
-def _storage_of(layer: weakref.ref[torch.nn.Module]) -> Callable[[str], torch.Tensor]:
-    def live(name: str) -> torch.Tensor:
-        module = layer()
-        if module is None:
-            raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
-        parameters: Any = module._parameters  # called for each matrix: not through __getattr__
-        return parameters[name].data
-
-    return live

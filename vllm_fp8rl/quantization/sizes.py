@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, cdiv
-from fp8rl.pinning import PinRow, kind_of
+from fp8rl.pinning import FUSED, PinRow, kind_of
 from fp8rl.recipe import ModuleKind
 
 _VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary (vocab_parallel_embedding.py)
@@ -51,26 +50,21 @@ class Sizes:
         """Why attention cannot be split over so many ranks, as vLLM would say at its start."""
         heads = self._config.num_attention_heads
         kv_heads = getattr(self._config, "num_key_value_heads", None) or heads
-        for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
-            larger, smaller = max(count, self._ranks), min(count, self._ranks)
-            if larger % smaller or (name == "num_attention_heads" and count < self._ranks):
-                return (
-                    f"tensor parallel size {self._ranks} does not fit {name}={count}; choose a "
-                    "divisor of it."
-                )
-        return None
+        if heads % self._ranks:
+            name, count = "num_attention_heads", heads
+        elif max(kv_heads, self._ranks) % min(kv_heads, self._ranks):
+            name, count = "num_key_value_heads", kv_heads
+        else:
+            return None
+        return (
+            f"tensor parallel size {self._ranks} does not fit {name}={count}; choose a divisor of "
+            "it."
+        )
 
     def linear(self, kind: ModuleKind) -> GemmShape:
         """Return the shape of the fused linear layer of a kind, as vLLM runs it on one rank."""
-        hidden, width = self._config.hidden_size, self._config.intermediate_size // self._ranks
-        shapes = {
-            "qkv_proj": ((self.heads + 2 * self.kv_heads) * self.head_size, hidden),
-            "o_proj": (hidden, self.heads * self.head_size),
-            "gate_up_proj": (2 * width, hidden),
-            "down_proj": (hidden, width),
-        }
-        rows, columns = shapes[kind]
-        return GemmShape(0, rows, columns)
+        shapes = [self._shape(leaf) for leaf in FUSED.get(kind, (kind,))]
+        return GemmShape(0, sum(rows for rows, _ in shapes), shapes[0][1])
 
     def bytes(self, rows: list[PinRow], itemsize: int, kv_itemsize: int) -> Bytes:
         """Return the bytes of one rank.
@@ -82,37 +76,35 @@ class Sizes:
         """
         codes = scales = plain = 0
         for row in rows:
-            for out, columns in self._shapes(row.name):
-                if row.precision == "fp8":
-                    codes += out * columns
-                    scales += 4 * cdiv(out, BLOCK[0]) * cdiv(columns, BLOCK[1])
-                else:
-                    plain += out * columns * itemsize
+            out, columns = self._shape(row.name)
+            if row.precision == "fp8":
+                codes += out * columns
+                scales += 4 * cdiv(out, BLOCK[0]) * cdiv(columns, BLOCK[1])
+            else:
+                plain += out * columns * itemsize
         layers = self._config.num_hidden_layers
         kv = 2 * self.kv_heads * self.head_size * kv_itemsize * layers
         return Bytes(codes, scales, plain + self._small() * itemsize, kv)
 
-    def _shapes(self, name: str) -> Iterator[tuple[int, int]]:
-        """Yield the shapes of a module's share of its layer's weight on one rank."""
+    def _shape(self, name: str) -> tuple[int, int]:
+        """Return the shape of a module's weight on one rank; a tied output layer has no rows."""
         config, leaf, kind = self._config, name.rpartition(".")[2], kind_of(name)
         hidden = config.hidden_size
+        if kind == "norm":
+            return 1, hidden
+        if kind == "router":
+            return config.num_experts, hidden
         if kind in ("embed_tokens", "lm_head"):
-            if kind == "embed_tokens" or not getattr(config, "tie_word_embeddings", False):
-                padded = cdiv(config.vocab_size, _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-                yield padded // self._ranks, hidden
-        elif kind == "norm":
-            yield 1, hidden
-        elif kind == "router":
-            yield config.num_experts, hidden
-        elif kind in ("qkv_proj", "o_proj"):
-            heads = self.kv_heads if leaf in ("k_proj", "v_proj") else self.heads
-            features = heads * self.head_size
-            yield (hidden, features) if kind == "o_proj" else (features, hidden)
+            if kind == "lm_head" and getattr(config, "tie_word_embeddings", False):
+                return 0, hidden
+            return cdiv(config.vocab_size, _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // self._ranks, hidden
+        if kind in ("qkv_proj", "o_proj"):
+            width = self.head_size * (self.kv_heads if leaf in ("k_proj", "v_proj") else self.heads)
+        elif kind == "experts":
+            width = config.moe_intermediate_size // self._ranks
         else:
-            expert = kind == "experts"
-            width = config.moe_intermediate_size if expert else config.intermediate_size
-            width //= self._ranks
-            yield (hidden, width) if leaf == "down_proj" else (width, hidden)
+            width = config.intermediate_size // self._ranks
+        return (hidden, width) if leaf in ("o_proj", "down_proj") else (width, hidden)
 
     def _small(self) -> int:
         """Return the elements of norms of queries and keys, and of biases."""

@@ -278,7 +278,6 @@ def test_an_engine_without_fp8rl_is_left_alone(engine: Engine) -> None:
         ("fp8", {"head_size": 40}, "Head size 40 has no attention kernel.*128"),
         ("auto", {"head_size": 40}, "Head size 40"),
         ("fp8", {"attn_type": "encoder_only"}, "'encoder_only'.*'auto'"),
-        ("fp8", {"kv_sharing_target_layer_name": "model.layers.0"}, "share.*'model.layers.0'"),
     ],
 )
 def test_refuses(engine: Engine, kv_cache_dtype: str, changes: dict, message: str) -> None:

@@ -19,18 +19,16 @@ from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
-from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, lacks_kv_scales, send_kv_scales
+from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
+from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.calibration.observer import ObservedImpl, observed, start_observing, stop_observing
 from vllm_fp8rl.quantization.kv_cache import (
     forget_kv_scales,
     fp8_layers,
     kv_scale_state,
-    missing_kv_scales,
     set_kv_scales,
-    set_uncalibrated_kv_scales,
 )
 from vllm_fp8rl.refit import drop_requests
-from vllm_fp8rl.refit.worker import EXTENSION, STEPS, RefitMixin, read_answer
 from vllm_fp8rl.testing.hf_reference import load_reference
 
 PROMPTS = [[(31 * i + 7 * j * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(6)]
@@ -151,22 +149,6 @@ def test_one_run_where_the_scales_are_nearly_known(
     assert len(runs) == 5
 
 
-def test_a_failure_leaves_the_engine_as_it_was(
-    fresh: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fresh.llm, "generate", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            calibrate_kv_scales(fresh.llm, PROMPTS)
-    assert kv_scale_state(fresh.model) == {}
-    assert missing_kv_scales(fresh.model) == NAMES
-    with pytest.raises(ScaleError, match="never loaded"):
-        fresh.greedy(PROMPTS)
-
-
 def test_prompts_that_nothing_saw(fresh: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a full CUDA graph had run them."""
     with monkeypatch.context() as patch:
@@ -208,28 +190,6 @@ def test_sent_scales_are_in_effect_and_empty_the_prefix_cache(fresh: Engine) -> 
         send_kv_scales(fresh.llm, scales | {scale_name(7, "k"): 1.0})
     send_kv_scales(fresh.llm, scales)
     assert fresh.greedy(PROMPTS) == tokens
-
-
-def test_an_engine_says_that_it_lacks_scales(fresh: Engine) -> None:
-    assert lacks_kv_scales(fresh.llm)
-    calibrate_kv_scales(fresh.llm, PROMPTS[:1])
-    assert not lacks_kv_scales(fresh.llm)
-    forget_kv_scales(fresh.model)
-    with pytest.raises(ScaleError, match="never loaded"):
-        fresh.greedy(PROMPTS)
-
-
-def test_by_name_on_a_worker(fresh: Engine) -> None:
-    """What an engine core in another process is asked to do."""
-    worker = fresh.llm.llm_engine.model_executor.driver_worker.worker
-    scales = dict.fromkeys(NAMES, 0.125)
-    assert read_answer(STEPS["fp8rl_set_kv_scales"](worker, scales)) is None
-    assert set(kv_scale_state(fresh.model).values()) == {0.125}
-    with pytest.raises(ScaleError, match="k_scale"):
-        read_answer(STEPS["fp8rl_set_kv_scales"](worker, {NAMES[0]: float("nan")}))
-    assert EXTENSION.endswith("RefitWorker")
-    for name in STEPS:
-        assert callable(getattr(RefitMixin, name))
 
 
 def test_a_quantized_query_is_bounded_from_above(fresh: Engine) -> None:

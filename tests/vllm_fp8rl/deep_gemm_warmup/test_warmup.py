@@ -24,8 +24,8 @@ from vllm import envs
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
 from vllm_fp8rl.deep_gemm_warmup.lister import rows_to_try
+from vllm_fp8rl.deep_gemm_warmup.nvcc import find_nvcc
 from vllm_fp8rl.deep_gemm_warmup.warmup import find_job
-from vllm_fp8rl.kernels.nvcc import find_nvcc
 
 # As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,
 # the compiler's version and the flags; a kernel is loaded as soon as it has been made.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,23 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import vllm_fp8rl
 from fp8rl import Recipe
-from fp8rl.errors import RecipeError, RefitError, ScaleError, UnsupportedError
+from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.recipe import KVCache
 from support.engine import Engine
 
 pytest.importorskip("vllm")
+from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 from vllm_fp8rl.quantization.config import check_scale_source
 from vllm_fp8rl.quantization.kv_cache import (
     kv_scale_state,
     missing_kv_scales,
-    require_kv_scales,
     set_kv_scales,
-    set_uncalibrated_kv_scales,
 )
-from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit import drop_requests, refit
 
 K0, V0, Q0 = (scale_name(0, role) for role in ("k", "v", "q"))
 K1 = scale_name(1, "k")
@@ -92,38 +88,12 @@ def test_a_bad_value_is_refused_and_changes_nothing(model: torch.nn.Module, bad:
     assert set(copies(attention(model, 0), "v")) == {before[0, "v"]}
 
 
-def test_a_scale_per_head_is_refused(model: torch.nn.Module) -> None:
-    with pytest.raises(ScaleError, match=r"shape \(2,\).*one value"):
-        model.load_weights([(K0, torch.ones(2))])
-
-
 def test_an_unknown_name_is_refused(model: torch.nn.Module) -> None:
     before = kv_scale_state(model)
     for name in (scale_name(2, "k"), "model.layers.0.self_attn.prob_scale", "k_scale"):
         with pytest.raises(ScaleError, match=name):
             set_kv_scales(model, {K0: 0.3, name: 0.3})
     assert kv_scale_state(model) == before
-
-
-def test_in_effect_at_the_next_step(engine: Engine, model: torch.nn.Module) -> None:
-    def first_logprob() -> float:
-        from vllm import SamplingParams
-
-        engine.llm.reset_prefix_cache()
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        sampling.detokenize = False
-        output = engine.llm.generate([{"prompt_token_ids": PROMPTS[0]}], sampling, use_tqdm=False)[
-            0
-        ]
-        return output.prompt_logprobs[4][PROMPTS[0][4]].logprob
-
-    start = first_logprob()
-    assert first_logprob() == start
-    set_kv_scales(model, {K0: 0.9})
-    changed = first_logprob()
-    assert changed != start
-    set_kv_scales(model, {K0: kv_scale_state(model)[0, "v"]})  # what it was
-    assert first_logprob() == start
 
 
 def test_post_processing_any_number_of_times_changes_nothing(
@@ -175,54 +145,11 @@ def test_survive_a_reload(
     assert set(copies(attention(model, 0), "k")) == {f32(0.8)}
 
 
-@pytest.fixture(scope="session")
-def start(engine: Engine) -> Iterator[Callable[..., Any]]:
-    """Engines whose scales nobody has set.
-
-    They live to the end of the session: the first to go takes the process groups with it.
-    """
-    from vllm import LLM
-
-    alive: list[Any] = []
-
-    def start_engine(path: Path, recipe: Recipe, **changes: Any) -> Any:
-        arguments = {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 128,
-            "max_num_seqs": 4,
-            "kv_cache_memory_bytes": 8 << 20,
-            "skip_tokenizer_init": True,
-        }
-        arguments |= vllm_fp8rl.engine_args(recipe) | changes
-        alive.append(LLM(str(path), **arguments))
-        return alive[-1]
-
-    yield start_engine
-    gc.freeze()  # each engine that goes collects garbage twice
-    alive.clear()
-
-
-def model_of(llm: Any) -> torch.nn.Module:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-
-
-def greedy(llm: Any) -> list[tuple[int, ...]]:
-    from vllm import SamplingParams
-
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
-        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False),
-        use_tqdm=False,
-    )
-    return [tuple(output.outputs[0].token_ids) for output in outputs]
-
-
 def test_generation_is_refused_until_scales_are_set(
-    start: Callable[..., Any], checkpoints: dict[str, Path]
+    other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
 ) -> None:
-    llm = start(checkpoints["a"], Recipe(), load_format="dummy")
-    model = model_of(llm)
+    fresh = other_engine(checkpoints["a"], Recipe(), scaled=False, load_format="dummy")
+    model = fresh.model
     required = [scale_name(layer, role) for layer in (0, 1) for role in "kv"]
     assert kv_scale_state(model) == {}  # whatever the dummy loader drew
     assert missing_kv_scales(model) == required
@@ -231,22 +158,18 @@ def test_generation_is_refused_until_scales_are_set(
 
     message = r"'model\.layers\.0\.self_attn\.k_scale' was never loaded \(4 missing\)"
     with pytest.raises(ScaleError, match=message + ".*set_uncalibrated_kv_scales"):
-        require_kv_scales(model)
-    with pytest.raises(ScaleError, match=message):
-        greedy(llm)
-    engine = llm.llm_engine  # as after any error inside a step, the request is still queued
-    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        fresh.greedy(PROMPTS)
+    drop_requests(fresh.llm)
 
     set_kv_scales(model, dict.fromkeys(required[:-1], 0.1))
     assert missing_kv_scales(model) == required[-1:]
     set_uncalibrated_kv_scales(model, 0.1)
-    require_kv_scales(model)
     assert set(kv_scale_state(model).values()) == {f32(0.1)}
-    assert len(greedy(llm)) == len(PROMPTS)
+    assert len(fresh.greedy(PROMPTS)) == len(PROMPTS)
 
 
 def test_scales_stored_in_a_checkpoint_count(
-    start: Callable[..., Any], checkpoints: dict[str, Path], tmp_path: Path
+    other_engine: Callable[..., Engine], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     scales = {
         scale_name(layer, role): torch.tensor([0.02 + 0.01 * layer])
@@ -256,47 +179,25 @@ def test_scales_stored_in_a_checkpoint_count(
     tensors = load_file(checkpoints["a"] / "model.safetensors")
     save_file(tensors | scales, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((checkpoints["a"] / "config.json").read_bytes())
-    llm = start(tmp_path, Recipe())
+    stored = other_engine(tmp_path, Recipe(), scaled=False)
     expected = {(layer, role): f32(0.02 + 0.01 * layer) for layer in (0, 1) for role in "kv"}
-    assert kv_scale_state(model_of(llm)) == expected
-    assert len(greedy(llm)) == len(PROMPTS)
+    assert kv_scale_state(stored.model) == expected
+    assert len(stored.greedy(PROMPTS)) == len(PROMPTS)
 
 
 def test_without_an_fp8_cache_there_is_nothing_to_scale(
-    start: Callable[..., Any], checkpoints: dict[str, Path]
+    other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
 ) -> None:
-    llm = start(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
-    model = model_of(llm)
+    plain = other_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
+    model = plain.model
     assert kv_scale_state(model) == {}
     assert missing_kv_scales(model) == []
     with pytest.raises(ScaleError, match="no FP8 KV cache"):
         set_uncalibrated_kv_scales(model, 0.1)
     assert attention(model, 0)._k_scale_float == 1.0
     with pytest.raises(RefitError, match="announced, but the engine has no FP8 KV cache"):
-        refit(llm, [], expect_kv_scales=True)
-    assert len(greedy(llm)) == len(PROMPTS)
-
-
-@pytest.mark.parametrize(
-    ("config", "arguments", "error", "message"),
-    [
-        ({"head_dim": 40}, {}, UnsupportedError, "Head size 40 has no attention kernel"),
-        ({}, {"kv_cache_dtype": "fp8_e5m2"}, RecipeError, "kv_cache_dtype 'fp8_e5m2'"),
-    ],
-)
-def test_an_engine_that_cannot_work_does_not_start(
-    start: Callable[..., Any],
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    config: dict[str, int],
-    arguments: dict[str, str],
-    error: type[Exception],
-    message: str,
-) -> None:
-    original = json.loads((checkpoints["a"] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(original | config))
-    with pytest.raises(error, match=message):
-        start(tmp_path, Recipe(), load_format="dummy", **arguments)
+        refit(plain.llm, [], expect_kv_scales=True)
+    assert len(plain.greedy(PROMPTS)) == len(PROMPTS)
 
 
 def test_an_attention_layer_without_a_number_is_refused_by_name(engine: Engine) -> None:

@@ -283,8 +283,10 @@ def test_an_fp8_checkpoint_whose_scales_are_not_the_engines(other_engine, checkp
         other_engine(path, recipe)
 
 
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("model.layers.1.mlp.up_proj.weight", torch.inf), ("model.norm.weight", torch.nan)],
+)
 def test_a_checkpoint_that_is_not_finite(other_engine, checkpoints, tmp_path, name, value):
     """Fails where an infinite weight becomes a code like any other."""
     path = tmp_path / "checkpoint"
@@ -327,12 +329,6 @@ def test_no_float32_copies_in_the_bounded_mode(engine, other_engine, checkpoints
         other_engine(checkpoints["a"], Recipe())
 
 
-def test_unknown_recipe_key_has_its_full_path(other_engine, checkpoints):
-    bad = {"fp8rl": {"pins": {"layer": [1]}}}
-    with pytest.raises(RecipeError, match=r"unknown key 'additional_config\.fp8rl\.pins\.layer'"):
-        other_engine(checkpoints["a"], Recipe(), additional_config=bad)
-
-
 @pytest.mark.parametrize(
     ("key", "right"),
     [
@@ -371,11 +367,6 @@ def test_keys_of_other_plugins_stay_theirs():
     assert read_recipe(dict.fromkeys([*others, "training_mode", "gemm", 1])) == Recipe()
 
 
-def test_an_engine_refuses_a_recipe_that_nobody_would_read(other_engine, checkpoints):
-    with pytest.raises(RecipeError, match=r"'additional_config\.pins' is read by nobody"):
-        other_engine(checkpoints["a"], Recipe(), additional_config={"pins": {"last": 1}})
-
-
 @pytest.mark.parametrize("method", ["fp8rl", "fp8"])
 def test_a_recipe_that_the_model_s_config_loses(method):
     asks = {"quant_method": method, "weight_block_size": [128, 128]}
@@ -392,17 +383,6 @@ def test_a_recipe_that_the_model_s_config_loses(method):
         return
     with pytest.raises(RecipeError, match=r"write 'quantization_config\.recipe\.pins'"):
         Fp8RLConfig.from_config(inside)
-
-
-def test_pin_that_matches_nothing(other_engine, checkpoints):
-    recipe = Recipe.from_dict({"pins": {"names": ["model.layers.*.mlp.dawn_proj"]}})
-    with pytest.raises(PinError, match="dawn_proj"):
-        other_engine(checkpoints["a"], recipe)
-
-
-def test_kv_cache_dtype_must_agree(other_engine, checkpoints):
-    with pytest.raises(RecipeError, match=r"kv_cache\.dtype 'fp8_e4m3'.*kv_cache_dtype 'auto'"):
-        other_engine(checkpoints["a"], Recipe(), kv_cache_dtype="auto")
 
 
 @pytest.mark.parametrize(
@@ -424,9 +404,33 @@ def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path, missin
         other_engine(tmp_path, Recipe.from_dict({"pins": {"last": 1}}))
 
 
-def test_another_moe_model_is_refused(other_engine, checkpoints):
-    with pytest.raises(UnsupportedError, match="another MoE model"):
-        other_engine(checkpoints["a"], Recipe(), hf_overrides={"num_experts": 8})
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "error", "message"),
+    [
+        (
+            {},
+            {"additional_config": {"fp8rl": {"pins": {"layer": [1]}}}},
+            RecipeError,
+            r"unknown key 'additional_config\.fp8rl\.pins\.layer'",
+        ),
+        (
+            {},
+            {"additional_config": {"pins": {"last": 1}}},
+            RecipeError,
+            r"'additional_config\.pins' is read by nobody",
+        ),
+        ({"pins": {"names": ["model.layers.*.mlp.dawn_proj"]}}, {}, PinError, "dawn_proj"),
+        ({}, {"kv_cache_dtype": "auto"}, RecipeError, r"dtype 'fp8_e4m3'.*kv_cache_dtype 'auto'"),
+        ({}, {"kv_cache_dtype": "fp8_e5m2"}, RecipeError, "kv_cache_dtype 'fp8_e5m2'"),
+        ({}, {"hf_overrides": {"num_experts": 8}}, UnsupportedError, "another MoE model"),
+        ({}, {"hf_overrides": {"head_dim": 40}}, UnsupportedError, "Head size 40 has no attention"),
+    ],
+)
+def test_an_engine_that_cannot_work_does_not_start(
+    other_engine, checkpoints, recipe, arguments, error, message
+):
+    with pytest.raises(error, match=message):
+        other_engine(checkpoints["a"], Recipe.from_dict(recipe), load_format="dummy", **arguments)
 
 
 def test_recipe_from_the_environment(monkeypatch, tmp_path):

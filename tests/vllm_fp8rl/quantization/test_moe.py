@@ -156,13 +156,6 @@ def test_every_tensor_has_a_route(moe: Engine, b: Tensors) -> None:
     assert not inventory.routes([fused, inventory.entries[fused].covers[0]])
 
 
-def test_refits_write_in_place(moe: Engine, tokens, b: Tensors) -> None:
-    before = moe.pointers()
-    give(moe, b)
-    assert moe.greedy(SHORT) == tokens["b"]
-    assert moe.pointers() == before
-
-
 def test_live_codes_are_those_of_the_contract(moe: Engine, a: Tensors) -> None:
     layer = experts_of(moe)
     assert layer.w13_weight.shape == (EXPERTS, 512, 256)
@@ -194,49 +187,39 @@ def test_plain_load_weights_one_by_one_in_random_order(moe: Engine, tokens, b: T
 
 
 def test_all_experts_in_one_tensor(moe: Engine, tokens, b: Tensors) -> None:
+    before = moe.pointers()
     report = refit(moe.llm, fused(b).items(), expect_kv_scales=False)
     assert moe.greedy(SHORT) == tokens["b"]
     assert report.tensors == len(fused(b))
+    assert moe.pointers() == before
 
 
-def test_codes_on_the_wire(moe: Engine, tokens, b: Tensors) -> None:
+def as_codes(tensors: Tensors) -> Tensors:
+    """With FP8 codes and scales of every linear layer and expert."""
     wire: Tensors = {}
-    for name, tensor in b.items():
+    for name, tensor in tensors.items():
         wire[name] = tensor
         if name.endswith("proj.weight"):
             wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
+    return wire
+
+
+def test_codes_on_the_wire(moe: Engine, tokens, b: Tensors) -> None:
+    wire = as_codes(b)
     refit(moe.llm, wire.items(), expect_kv_scales=False, batch_bytes=1)
     assert moe.greedy(SHORT) == tokens["b"]
-    del wire[f"{DOWN}_scale_inv"]
-    with pytest.raises(RefitError, match=f"lacks 1 .*'{DOWN}_scale_inv'"):
-        give(moe, wire)
-    with pytest.raises(RefitError, match="half-updated"):
-        moe.greedy(SHORT)
+    for missing in (f"{DOWN}_scale_inv", "model.layers.0.mlp.gate.weight"):
+        with pytest.raises(RefitError, match=f"lacks 1 .*'{missing}'"):
+            give(moe, {n: t for n, t in wire.items() if n != missing})
+        with pytest.raises(RefitError, match="half-updated"):
+            moe.greedy(SHORT)
+        drop_requests(moe.llm)
 
 
 def test_codes_without_scales_outside_a_refit_stop_the_next_step(moe: Engine, a: Tensors) -> None:
     moe.model.load_weights([(DOWN, quantize_block(a[DOWN]).codes)])
     with pytest.raises(RefitError, match=r"experts.3.down_proj' received FP8 'weight' without"):
         moe.greedy(SHORT)
-
-
-@pytest.mark.parametrize("missing", [DOWN, "model.layers.0.mlp.gate.weight"])
-def test_truncated_streams(moe: Engine, b: Tensors, missing: str) -> None:
-    with pytest.raises(RefitError, match=f"lacks 1 .*'{missing}'"):
-        give(moe, {n: t for n, t in b.items() if n != missing})
-    with pytest.raises(RefitError, match="half-updated"):
-        moe.greedy(SHORT)
-
-
-def test_an_expert_with_nan(moe: Engine, tokens, b: Tensors) -> None:
-    bad = b[DOWN].clone()
-    bad[3, 5] = torch.nan
-    with pytest.raises(RefitError, match=f"'{DOWN}' has NaN"):
-        refit(moe.llm, (b | {DOWN: bad}).items(), expect_kv_scales=False, batch_bytes=1 << 16)
-    with pytest.raises(RefitError, match="half-updated"):
-        moe.greedy(SHORT)
-    give(moe, b)
-    assert moe.greedy(SHORT) == tokens["b"]
 
 
 def test_refused_before_anything_is_written(moe: Engine, tokens, b: Tensors) -> None:
@@ -254,9 +237,10 @@ def test_refused_before_anything_is_written(moe: Engine, tokens, b: Tensors) -> 
     assert moe.greedy(SHORT) == tokens["a"]
 
 
-def test_vllms_own_reload_and_any_number_of_processings(moe: Engine, tokens, b: Tensors) -> None:
+@pytest.mark.parametrize("wire", [dict, as_codes])
+def test_vllms_own_reload_and_any_number_of_processings(moe, tokens, b: Tensors, wire) -> None:
     before = moe.pointers()
-    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": b.items()})
+    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": wire(b).items()})
     moe.llm.reset_prefix_cache()
     assert moe.greedy(SHORT) == tokens["b"]
     assert moe.pointers() == before
@@ -264,17 +248,6 @@ def test_vllms_own_reload_and_any_number_of_processings(moe: Engine, tokens, b: 
     for _ in range(2):
         experts_of(moe).quant_method.process_weights_after_loading(experts_of(moe))
     assert all(torch.equal(held[name], found) for name, found in bytes_of(moe).items())
-
-
-def test_reload_of_codes(moe: Engine, tokens, a: Tensors, b: Tensors) -> None:
-    wire: Tensors = {}
-    for name, tensor in b.items():
-        wire[name] = tensor
-        if name.endswith("proj.weight"):
-            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
-    moe.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": wire.items()})
-    moe.llm.reset_prefix_cache()
-    assert moe.greedy(SHORT) == tokens["b"]
 
 
 def test_dummy_weights_then_a_refit(moe_engine, paths, tokens, b: Tensors) -> None:
@@ -436,14 +409,15 @@ def test_models_and_ranks_that_are_not_served() -> None:
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, PINNED], ids=["fp8", "pinned"])
-@pytest.mark.parametrize("leaf", ["gate_up_proj", "down_proj"])
-def test_fused_experts_of_another_number(moe_engine, paths, a, b, recipe, leaf):
+def test_fused_experts_of_another_number(moe_engine, paths, a, b, recipe):
     """Too few would write some of them; the first ones of too many would be taken."""
     engine = moe_engine(paths["a"], recipe)
-    before, whole = bytes_of(engine), fused(b)[f"{LAYER}.{leaf}"]
-    for wrong in (whole[:-1], torch.cat([whole, whole])):
-        with pytest.raises(RefitError, match=f"{leaf}' takes a tensor of shape"):
-            engine.model.load_weights([(f"{LAYER}.{leaf}", wrong)])
+    before = bytes_of(engine)
+    for leaf in ("gate_up_proj", "down_proj"):
+        whole = fused(b)[f"{LAYER}.{leaf}"]
+        for wrong in (whole[:-1], torch.cat([whole, whole])):
+            with pytest.raises(RefitError, match=f"{leaf}' takes a tensor of shape"):
+                engine.model.load_weights([(f"{LAYER}.{leaf}", wrong)])
     assert all(torch.equal(before[name], found) for name, found in bytes_of(engine).items())
     engine.model.load_weights(list(a.items()))
     assert not state_of(engine.model).guard.closed
