@@ -96,9 +96,9 @@ def _grouped_kernel(
             if PACKED:
                 codes_at = codes_t_ptr + (tile_col * 128 * tiles + within) * 128
                 scale_at = scale_inv_t_ptr + within * scale_t_stride + tile_col * 128
-                columnwise = (codes_at, scale_at, tiles * 128)
+                side = (codes_at, scale_at, tiles * 128)
                 quantize_packed_tile(
-                    x_ptr, stride_row, left, None, columnwise, False, True, True, POW2, NATIVE
+                    x_ptr, stride_row, left, None, side, False, True, True, POW2, NATIVE
                 )
             else:
                 x = _load_rows(at, left, inside_cols, WHOLE)
@@ -147,9 +147,9 @@ def _weights_kernel(
         codes_t_at = codes_t_ptr + (tile_col * rows + tile_row) * 128
         scale_t_at = scale_inv_t_ptr + tile_col * tile_rows + tile_row
         rowwise = (codes_at, scale_at, cols) if ROWWISE else None
-        columnwise = (codes_t_at, scale_t_at, rows) if COLUMNWISE else None
+        packed_columnwise = (codes_t_at, scale_t_at, rows) if COLUMNWISE else None
         quantize_packed_tile(
-            x_ptr, cols, 128, rowwise, columnwise, True, False, False, POW2, NATIVE
+            x_ptr, cols, 128, rowwise, packed_columnwise, True, False, False, POW2, NATIVE
         )
     else:
         row = tl.arange(0, 128)

@@ -9,6 +9,9 @@ four codes are one 32-bit word; a square of codes is transposed by permuting byt
 that the transposed codes go through shared memory as words too.
 """
 
+# mypy: disable-error-code="assignment"
+# The unrolled loops of the kernels make tuples longer, for which mypy has no type.
+
 from __future__ import annotations
 
 import torch

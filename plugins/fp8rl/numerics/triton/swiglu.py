@@ -5,6 +5,9 @@ activation nor the gradient of gate and up is written to memory. A source that c
 computed first and quantized then.
 """
 
+# mypy: disable-error-code="assignment"
+# The unrolled loops of the kernels make tuples longer, for which mypy has no type.
+
 from __future__ import annotations
 
 import torch
