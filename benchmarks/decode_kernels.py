@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from facts import versions
+from profiles import cold_ms, copy_bandwidth
 from vllm import _custom_ops as ops
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -36,18 +37,7 @@ HIDDEN, INNER = 4096, 12288
 
 def cold(run: Callable[[], Any]) -> float:
     """Return the median microseconds of a single launch with a cold L2 cache."""
-    flush = torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
-    run()
-    times = []
-    for _ in range(REPEATS):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    return cold_ms(run, REPEATS) * 1e3
 
 
 def in_graph(run: Callable[[], Any]) -> float:
@@ -68,13 +58,6 @@ def in_graph(run: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / 20)
     return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Return the GB/s of a device-to-device copy, counting reads and writes."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / cold(lambda: target.copy_(source)) / 1e3
 
 
 def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
@@ -175,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kernels of a decode step")
     parser.add_argument("--out", type=Path, default=Path("decode_kernels.json"))
     options = parser.parse_args()
-    copied = copy_bandwidth()
+    copied = copy_bandwidth(REPEATS)
     measured: dict[str, Any] = {}
     for requests, longest in ATTENTION:
         measured[f"attention {requests} x {longest}"] = attention(requests, longest)

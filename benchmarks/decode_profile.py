@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from facts import versions
+from processes import in_process
 from rollout import KV_SCALE, QWEN3_8B, VARIANTS, engine_arguments, give_weights
 
 PARTS = {  # a kernel belongs to the first part with a pattern that is in its name
@@ -183,17 +183,9 @@ def main() -> None:
     if options.child:
         options.out.write_text(json.dumps(run_variant(options.child, options)))
         return
-    results = []
-    for variant in options.variants.split(","):
-        part = options.out.with_suffix(f".{variant}.part")
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--out", str(part)]
-        environment = os.environ | {"VLLM_DEEP_GEMM_WARMUP": "skip"}
-        done = subprocess.run(command, env=environment, check=False)
-        if done.returncode:
-            results.append({"variant": variant, "failed": done.returncode})
-            continue
-        results.append(json.loads(part.read_text()))
-        part.unlink()
+    results = [
+        in_process(variant, VLLM_DEEP_GEMM_WARMUP="skip") for variant in options.variants.split(",")
+    ]
     options.out.write_text(json.dumps({"versions": versions(), "results": results}, indent=1))
     sys.stdout.write(table(results) + "\n")
 

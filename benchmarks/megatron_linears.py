@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from facts import versions
 from megatron_common import PEAK_TFLOPS, QWEN3_8B, build, interleaved, profiled, single_process
+from profiles import copy_bandwidth
 from rich.console import Console
 from rich.table import Table
 
@@ -185,14 +186,6 @@ def quantize_rows(tokens: int, bandwidth: float) -> list[dict]:
     return rows
 
 
-def copy_bandwidth() -> float:
-    """GB/s of a device-to-device copy, reads and writes counted."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=GPU)
-    target = torch.empty_like(source)
-    ms = interleaved({"copy": lambda: target.copy_(source)}, 5, 3)["copy"]
-    return 2 * source.numel() / ms / 1e6
-
-
 def gemm_rows(tokens: int) -> list[dict]:
     """TFLOPS of each backend, shape and direction, and of BF16."""
     backends = list(PluginManager(discover=False).gemm_backends().values())
@@ -254,7 +247,7 @@ def main() -> None:
     names = [None if n == "table" else n for n in options.backends.split(",")]
     with single_process():
         torch.manual_seed(0)
-        bandwidth = copy_bandwidth()
+        bandwidth = copy_bandwidth(15)
         gemms = gemm_rows(options.tokens)
         quantize = quantize_rows(options.tokens, bandwidth)
         calls = {**variants(options.tokens, names), **te_variants(options.tokens)}

@@ -1,9 +1,38 @@
-"""Profile one call, by GPU kernel or by Python function."""
+"""Measure and profile one call, by GPU kernel or by Python function."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
+
+
+def cold_ms(call: Callable[[], object], repeats: int) -> float:
+    """Return the median milliseconds of single calls with a cold L2 cache."""
+    import torch
+
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # several times any L2 cache
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """Return the GB/s of a device-to-device copy, counting reads and writes."""
+    import torch
+
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / cold_ms(lambda: target.copy_(source), repeats) / 1e6
 
 
 def by_kernel(load: Callable[[], object]) -> dict[str, float]:

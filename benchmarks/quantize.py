@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from facts import versions
+from profiles import cold_ms, copy_bandwidth
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -31,31 +30,6 @@ WEIGHTS = {
     "down_proj": (4096, 12288),
 }
 ACTIVATIONS = {"hidden, 8192 tokens": (8192, 4096), "mlp, 8192 tokens": (8192, 12288)}
-COPY_BYTES = 1 << 30
-CACHE_BYTES = 1 << 28  # several times the L2 of any current GPU
-
-
-def median_ms(call: Callable[[], object], repeats: int, cache: torch.Tensor) -> float:
-    """Median milliseconds of one call, L2 flushed before each."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        cache.zero_()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def copy_bandwidth(repeats: int, cache: torch.Tensor) -> float:
-    """GB/s of a device-to-device copy, reads and writes counted."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_ms(lambda: target.copy_(source), repeats, cache) / 1e6
 
 
 def equal(a: Quantized, b: Quantized) -> bool:
@@ -72,9 +46,7 @@ def cases() -> list[tuple[str, str, tuple[int, int], str]]:
     return [(*shape, scale_format) for shape in shapes for scale_format in ("fp32", "pow2")]
 
 
-def measure(
-    case: tuple[str, str, tuple[int, int], str], repeats: int, cache: torch.Tensor
-) -> list[dict]:
+def measure(case: tuple[str, str, tuple[int, int], str], repeats: int) -> list[dict]:
     """One row per implementation."""
     operation, name, shape, scale_format = case
     function, _, transposed = operation.partition(" ")
@@ -92,7 +64,7 @@ def measure(
     for implementation, call in functions.items():
         result = call(x, tile, scale_format)
         moved = sum(t.numel() * t.element_size() for t in (x, *result))
-        ms = median_ms(lambda call=call: call(x, tile, scale_format), repeats, cache)
+        ms = cold_ms(lambda call=call: call(x, tile, scale_format), repeats)
         rows.append(
             {
                 "operation": operation,
@@ -116,11 +88,10 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    cache = torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda")
-    copy = copy_bandwidth(options.repeats, cache)
+    copy = copy_bandwidth(options.repeats)
     rows = []
     for case in track(cases(), "Quantizing", console=Console(stderr=True)):
-        rows += measure(case, options.repeats, cache)
+        rows += measure(case, options.repeats)
         torch.compiler.reset()
     for row in rows:
         row["share_of_copy"] = row["gigabytes_per_second"] / copy

@@ -18,8 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from facts import versions
+from processes import in_process, save
 from profiles import by_function, by_kernel
 from refit_cost import tensor_shapes
 from rollout import KV_SCALE, QWEN3_8B, engine_arguments
@@ -197,19 +196,9 @@ def main() -> None:
         options.out.write_text(json.dumps(run_variant(options.child, options)))
         return
     results = []
-    environment = os.environ | {"VLLM_DEEP_GEMM_WARMUP": "skip"}
     for variant in options.variants.split(","):
-        part = options.out.with_suffix(f".{variant}.part")
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--out", str(part)]
-        done = subprocess.run(command, env=environment, check=False)
-        if done.returncode:
-            results.append({"variant": variant, "failed": done.returncode})
-        else:
-            results.append(json.loads(part.read_text()))
-            part.unlink()
-        options.out.write_text(json.dumps(results, indent=1))
-        sys.stdout.write(json.dumps(results[-1]) + "\n")
-        sys.stdout.flush()
+        results.append(in_process(variant, VLLM_DEEP_GEMM_WARMUP="skip"))
+        save(results, options.out, results[-1])
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from facts import versions
+from processes import in_process, save
 
 VARIANTS = ("bf16", "stock", "stock-kv", "fp8rl", "fp8rl-kv")
 QWEN3_8B: dict[str, Any] = {
@@ -260,19 +259,9 @@ def main() -> None:
         return
     results: list[dict[str, Any]] = []
     found = {"versions": versions(), "results": results}
-    environment = os.environ | {"VLLM_DEEP_GEMM_WARMUP": options.warmup}
     for variant in options.variants.split(","):
-        part = options.out.with_suffix(f".{variant}.part")
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--out", str(part)]
-        done = subprocess.run(command, env=environment, check=False)
-        if done.returncode:
-            results.append({"variant": variant, "failed": done.returncode})
-        else:
-            results.append(json.loads(part.read_text()))
-            part.unlink()
-        options.out.write_text(json.dumps(found, indent=1))  # what is there so far
-        sys.stdout.write(json.dumps(results[-1]) + "\n")
-        sys.stdout.flush()
+        results.append(in_process(variant, VLLM_DEEP_GEMM_WARMUP=options.warmup))
+        save(found, options.out, results[-1])
 
 
 if __name__ == "__main__":

@@ -18,14 +18,13 @@ import json
 import logging
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from facts import versions
+from processes import in_process, save
 from rollout import KV_SCALE, QWEN3_8B, VARIANTS, engine_arguments
 
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR")
@@ -150,26 +149,17 @@ def main() -> None:
     if options.child:
         options.out.write_text(json.dumps(run_variant(options)))
         return
-    results = []
+    results: list[dict[str, Any]] = []
+    found = {"versions": versions(), "results": results}
     for variant in options.variants.split(","):
         with tempfile.TemporaryDirectory() as caches:
-            environment = os.environ | {name: f"{caches}/{name}" for name in CACHES}
-            environment["VLLM_DEEP_GEMM_WARMUP"] = options.warmup
+            folders = {name: f"{caches}/{name}" for name in CACHES}
             for number in range(2 if options.again else 1):
-                part = Path(caches) / "part.json"
-                command = [sys.executable, __file__, *sys.argv[1:]]
-                command += ["--child", variant, "--out", str(part)]
-                done = subprocess.run(command, env=environment, check=False)
-                if done.returncode:
-                    results.append({"variant": variant, "failed": done.returncode})
+                result = in_process(variant, **folders, VLLM_DEEP_GEMM_WARMUP=options.warmup)
+                results.append(result | {"cold": number == 0})
+                save(found, options.out, results[-1])
+                if "failed" in result:
                     break
-                results.append(json.loads(part.read_text()) | {"cold": number == 0})
-                found = {"versions": versions(), "results": results}
-                options.out.write_text(
-                    json.dumps(found, indent=1)
-                )  # after each start, in case a later one fails
-                sys.stdout.write(json.dumps(results[-1]) + "\n")
-                sys.stdout.flush()
 
 
 if __name__ == "__main__":

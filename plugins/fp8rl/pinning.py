@@ -90,9 +90,8 @@ class PinPolicy:
         names = list(dict.fromkeys(module_names))
         layers = sorted({n for n in map(layer_of, names) if n is not None})
         self.num_layers = layers[-1] + 1 if layers else 0
-        self._rules = self._compile(pins)
+        self._matched = self._match(pins, names)
         self._rows = {name: self._resolve(name) for name in names}
-        self._check_every_pin_matched(names)
         self._check_fused()
 
     @classmethod
@@ -153,8 +152,9 @@ class PinPolicy:
         whole = {star for star, count in listed.items() if count == all_of[star]}
         return list(dict.fromkeys(s if (s := starred[name]) in whole else name for name in names))
 
-    def _compile(self, pins: Pins) -> dict[str, _Rule]:
-        rules: dict[str, _Rule] = {}
+    def _match(self, pins: Pins, names: Sequence[str]) -> dict[str, set[str]]:
+        """The names that each pin matches; a pin is written as its key and its value."""
+        layers: dict[str, range] = {}
         for number in pins.layers:
             index = number + self.num_layers if number < 0 else number
             if not 0 <= index < self.num_layers:
@@ -162,7 +162,7 @@ class PinPolicy:
                     f"pins.layers: {number} matches nothing, the model has layers 0 to "
                     f"{self.num_layers - 1} (or -{self.num_layers} to -1)."
                 )
-            rules[f"layers: {number}"] = _Rule(layers=range(index, index + 1))
+            layers[f"layers: {number}"] = range(index, index + 1)
         for key, count, first in (
             ("first", pins.first, 0),
             ("last", pins.last, self.num_layers - pins.last),
@@ -172,27 +172,26 @@ class PinPolicy:
                     f"pins.{key}: {count} is more than the model's {self.num_layers} layers."
                 )
             if count:
-                rules[f"{key}: {count}"] = _Rule(layers=range(first, first + count))
-        rules |= {f"names: {glob}": _Rule(glob=glob) for glob in pins.names}
-        rules |= {f"kinds: {kind}": _Rule(kind=kind) for kind in pins.kinds}
-        return rules
+                layers[f"{key}: {count}"] = range(first, first + count)
+        matched = {pin: {n for n in names if layer_of(n) in span} for pin, span in layers.items()}
+        for glob in pins.names:
+            matched[f"names: {glob}"] = {n for n in names if fnmatchcase(n, glob)}
+        for kind in pins.kinds:
+            matched[f"kinds: {kind}"] = {n for n in names if kind_of(n) == kind}
+        for pin, found in matched.items():
+            if not found:
+                example = next((n for n in names if layer_of(n) is not None), "none")
+                raise PinError(
+                    f"pins.{pin} matches no module of the model; names look like '{example}'."
+                )
+        return matched
 
     def _resolve(self, name: str) -> PinRow:
         layer, kind = layer_of(name), kind_of(name)
         if kind in ALWAYS_BF16:
             return PinRow(name, layer, kind, "bf16", f"always: {kind}")
-        for reason, rule in self._rules.items():
-            if rule.matches(name, layer, kind):
-                return PinRow(name, layer, kind, "bf16", reason)
-        return PinRow(name, layer, kind, "fp8", "")
-
-    def _check_every_pin_matched(self, names: Sequence[str]) -> None:
-        for reason, rule in self._rules.items():
-            if not any(rule.matches(n, layer_of(n), kind_of(n)) for n in names):
-                example = next((n for n in names if layer_of(n) is not None), "none")
-                raise PinError(
-                    f"pins.{reason} matches no module of the model; names look like '{example}'."
-                )
+        reason = next((pin for pin, found in self._matched.items() if name in found), "")
+        return PinRow(name, layer, kind, "bf16" if reason else "fp8", reason)
 
     def _check_fused(self) -> None:
         for name, row in self._rows.items():
@@ -209,19 +208,3 @@ class PinPolicy:
                         f"pins.{pinned.reason} pins '{pinned.name}' but not all parts of the fused "
                         f"'{prefix}{fused}'; pin all of {', '.join(parts)} or use kinds: {fused}."
                     )
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """One pin; exactly one of its fields is set."""
-
-    layers: range | None = None
-    glob: str | None = None
-    kind: ModuleKind | None = None
-
-    def matches(self, name: str, layer: int | None, kind: ModuleKind) -> bool:
-        if self.layers is not None:
-            return layer is not None and layer in self.layers
-        if self.glob is not None:
-            return fnmatchcase(name, self.glob)
-        return kind == self.kind

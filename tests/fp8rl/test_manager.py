@@ -61,14 +61,6 @@ def test_own_plugins_are_found_like_anyone_elses():
     assert found.broken == {}
 
 
-def test_discovery_off_loads_nothing():
-    found = PluginManager(discover=False)
-    assert found.get_plugins() == set()
-    assert list(found.gemm_backends()) == BUILTIN
-    assert found.is_correctors() == {}
-    assert found.engine_adapters() == []
-
-
 def test_an_entry_point_is_loaded(install):
     install(GOOD, name="good")
     found = PluginManager()
@@ -131,10 +123,19 @@ def test_two_distributions_with_one_plugin_name(install):
     assert "from two" in str(caught.value)
 
 
-def test_two_backends_with_one_name():
-    offer = [plugin(register_gemm_backends=[Backend("fast")]) for _ in range(2)]
-    with pytest.raises(PluginError, match="Two plugins offer a GEMM backend named 'fast'"):
-        manager(*offer).gemm_backends()
+@pytest.mark.parametrize(
+    ("hook", "call", "offered", "message"),
+    [
+        ("register_gemm_backends", "gemm_backends", [Backend("fast")], "GEMM backend named 'fast'"),
+        ("register_is_correctors", "is_correctors", {"x": abs}, "corrector named 'x'; rename"),
+    ],
+)
+def test_two_of_one_name(hook, call, offered, message):
+    with pytest.raises(PluginError, match=f"Two plugins offer .*{message}"):
+        getattr(manager(*(plugin(**{hook: offered}) for _ in range(2))), call)()
+
+
+def test_a_backend_with_the_name_of_a_built_in_one():
     with pytest.raises(PluginError, match="GEMM backend named 'reference'"):
         manager(plugin(register_gemm_backends=[Backend("reference")])).gemm_backends()
 
@@ -146,12 +147,6 @@ def test_backends_and_correctors_of_several_plugins():
     )
     assert set(found.gemm_backends()) == {*BUILTIN, "a", "b"}
     assert found.is_correctors() == {"x": abs, "y": max}
-
-
-def test_two_correctors_with_one_name():
-    offer = [plugin(register_is_correctors={"x": abs}) for _ in range(2)]
-    with pytest.raises(PluginError, match="importance-sampling corrector named 'x'; rename"):
-        manager(*offer).is_correctors()
 
 
 def test_adapters_are_sorted():

@@ -10,7 +10,7 @@ import importlib
 import pytest
 import torch
 
-from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, quantize_blocks, reference
+from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, reference
 from support.triton_device import DEVICE, INTERPRETED
 
 many = importlib.import_module("fp8rl.numerics.triton.multi_tensor")
@@ -56,16 +56,6 @@ def test_quantize_equals_the_reference_one_by_one(scale_format):
     for (x, out), want in zip(jobs, wanted, strict=True):
         assert torch.equal(out.codes.view(torch.uint8).cpu(), want.codes.view(torch.uint8)), x.shape
         assert torch.equal(out.scale_inv.cpu(), want.scale_inv), x.shape
-
-
-@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA GPU")
-def test_dispatch_takes_the_kernel():
-    xs = [torch.randn(256, 256).bfloat16() for _ in range(5)]
-    jobs = [(x.cuda(), filled(x.shape)) for x in xs]
-    quantize_blocks(jobs)
-    for x, (_, out) in zip(xs, jobs, strict=True):
-        want = reference.quantize_block(x, (128, 128), "fp32")
-        assert torch.equal(out.codes.view(torch.uint8).cpu(), want.codes.view(torch.uint8))
 
 
 def clean() -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import Quantized, quantize_block, quantize_group, reference
-from support.triton_device import DEVICE, INTERPRETED
+from support.triton_device import DEVICE, INTERPRETED, assert_same
 
 triton_kernels = importlib.import_module("fp8rl.numerics.triton.quantize")
 triton_dual = importlib.import_module("fp8rl.numerics.triton.dual")
@@ -214,22 +214,6 @@ def launch(
                 assert tuple(side is not None for side in operand) == sides
                 made += [side for side in operand if side is not None]
     return made
-
-
-def assert_same(actual: Quantized, expected: Quantized) -> None:
-    """The same to the bit, apart from zeros that may end a row of codes."""
-    assert actual.codes.dtype == torch.float8_e4m3fn
-    assert actual.codes.is_contiguous()
-    width = expected.codes.shape[-1]
-    codes = actual.codes.view(torch.uint8).cpu()
-    assert not codes[..., width:].any()
-    for got, want in (
-        (codes[..., :width], expected.codes.view(torch.uint8)),
-        (actual.scale_inv.cpu().view(torch.int32), expected.scale_inv.view(torch.int32)),
-    ):
-        assert got.shape == want.shape
-        differing = (got != want).sum().item()
-        assert differing == 0, f"{differing} of {want.numel()} differ"
 
 
 def check(x: torch.Tensor, case: str, scale_format: str) -> None:

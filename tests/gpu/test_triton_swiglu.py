@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl.numerics import Operand, Quantized, quantize_swiglu, quantize_swiglu_grad, reference
-from support.triton_device import DEVICE, INTERPRETED
+from fp8rl.numerics import Operand, quantize_swiglu, quantize_swiglu_grad, reference
+from support.triton_device import DEVICE, INTERPRETED, assert_same
 
 triton_kernels = importlib.import_module("fp8rl.numerics.triton.quantize")
 triton_dual = importlib.import_module("fp8rl.numerics.triton.dual")
@@ -85,19 +85,6 @@ def compiled(request: pytest.FixtureRequest) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 set_cast(cast, patch)
                 run(name, exact(*shape), scale_format, *sides)
-
-
-def assert_same(actual: Quantized | None, expected: Quantized | None) -> None:
-    """To the bit, apart from zeros that end a row of codes."""
-    if expected is None:
-        assert actual is None
-        return
-    assert actual is not None and actual.codes.is_contiguous()
-    width = expected.codes.shape[1]
-    codes = actual.codes.view(torch.uint8).cpu()
-    assert not codes[:, width:].any()
-    assert torch.equal(codes[:, :width], expected.codes.contiguous().view(torch.uint8))
-    assert torch.equal(actual.scale_inv.cpu(), expected.scale_inv)
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import (
-    DeepGemmBackend,
     GroupedBackend,
     GroupedShape,
     ReferenceBackend,
@@ -142,11 +141,6 @@ def test_tiles_tell_where_rows_come_from_and_go_to():
     ]
     assert expert_rows.experts(CPU).tolist() == [0] * 256 + [2] * 128 + [3] * 256
     assert expert_rows.column_sizes_on(CPU).tolist() == [256, 256]
-
-
-def test_grouped_kernels_need_a_gpu():
-    shape = GroupedShape((256, 0, 128), 256, 256)
-    assert DeepGemmBackend().supports_grouped(CPU, shape, "fp32") == "needs a GPU"
 
 
 def test_gradients_that_follow_each_other_are_one_stack():

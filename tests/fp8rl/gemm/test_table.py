@@ -13,7 +13,7 @@ from fp8rl.gemm import (
     ReferenceBackend,
     builtin_backends,
 )
-from fp8rl.gemm.table import DIRECTIONS, survey, table_row
+from fp8rl.gemm.table import DIRECTIONS, survey
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = GemmShape(8, 16, 32)
@@ -76,17 +76,6 @@ class _Triton(_Single):
     name = "triton"
 
 
-def test_the_table_names_built_in_backends_alone(monkeypatch):
-    known = {backend.name for backend in builtin_backends()}
-    for capability in (HOPPER, ADA):
-        _on(monkeypatch, capability)
-        for device in (CPU, GPU):
-            for grouped in (False, True):
-                row = table_row(device, grouped=grouped)
-                assert set(row) == set(DIRECTIONS)
-                assert all(set(names) <= known for names in row.values())
-
-
 def test_plugins_come_before_the_built_in_ones():
     choice = _choice(*builtin_backends(), _Ready("own"))
     assert choice.names == ["own", "deep_gemm", "scaled_mm", "triton", "reference"]
@@ -145,7 +134,7 @@ def test_every_scale_format_is_asked_about():
     assert BackendChoice(offered, ["fp32"]).pick(CPU, SHAPE, "m").name == "picky"
     both = ["fp32", "pow2"]
     assert BackendChoice(offered, both).pick(CPU, SHAPE, "m").name == "reference"
-    with pytest.raises(UnsupportedError, match=r"serves 'm' \(8 tokens, .*picky: fp32 scales"):
+    with pytest.raises(UnsupportedError, match=r"serves 'm' \(8 tokens, .*picky: fp32 scales.*Pin"):
         BackendChoice(offered, both, "picky").pick(CPU, SHAPE, "m")
 
 
@@ -154,12 +143,6 @@ def test_the_reference_backend_serves_a_gpu_by_name_alone(monkeypatch):
     with pytest.raises(UnsupportedError, match="deep_gemm: not offered; scaled_mm: not offered"):
         _choice(ReferenceBackend()).pick(GPU, SHAPE, "m")
     assert _picked(_choice(ReferenceBackend(), name="reference")) == ["reference"] * 4
-
-
-def test_the_gpu_backends_say_why_they_do_not_serve_a_cpu():
-    named = _choice(*builtin_backends(), name="scaled_mm")
-    with pytest.raises(UnsupportedError, match=r"serves 'm'.*scaled_mm: needs a GPU.*Pin"):
-        named.pick(CPU, SHAPE, "m")
 
 
 def test_doctor_lists_every_backend_and_why_it_does_not_serve_here():

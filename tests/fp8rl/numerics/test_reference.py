@@ -264,16 +264,6 @@ def test_dequantize(dtype, scale_format):
     assert torch.equal(dequantize_group(codes, scale_inv, dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("scale_format", FORMATS)
-def test_error_is_within_half_a_step(scale_format):
-    """A normal E4M3 number is off by at most 1/16 of itself, a subnormal one by 2**-10 steps."""
-    w = make((256, 256), torch.float32, 1, 0, 8)
-    codes, scale_inv = quantize_block(w, scale_format=scale_format)
-    step = scale_inv.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-    error = (dequantize_block(codes, scale_inv).double() - w.double()).abs()
-    assert (error <= (w.double().abs() / 16 + step * 2.0**-10) * (1 + 1e-6)).all()
-
-
 def test_the_source_is_untouched_and_stays_out_of_autograd():
     w = torch.nn.Parameter(torch.randn(128, 256))
     before = w.detach().clone()

@@ -22,6 +22,9 @@ from fp8rl.numerics.formats import AMAX_BINS, AMAX_FIRST, AMAX_SHIFT, SOURCE_DTY
 _TENSORS = 3  # of one launch: q, k and v
 _HEIGHT, _WIDTH, _WARPS = 64, 128, 4  # of a tile; the tiles of a histogram hold whole rows
 _WIDEST = 1024  # columns of a row that a histogram can take
+_FIRST = tl.constexpr(AMAX_FIRST)
+_SHIFT = tl.constexpr(AMAX_SHIFT)
+_BINS = tl.constexpr(AMAX_BINS)
 
 
 class _Rows(NamedTuple):
@@ -75,17 +78,13 @@ def _last_rows(shape: torch.Size, strides: tuple[int, ...]) -> _Rows | None:
 def _amax_tile(
     out_ptr,
     x_ptr,
-    rows,
-    width,
-    stride,
+    extent,
     tile,
     PER_ROW: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    FIRST: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BINS: tl.constexpr,
 ):
+    rows, width, stride = extent
     across = tl.cdiv(width, WIDTH)
     first_row = (tile // across).to(tl.int64) * HEIGHT
     first_col = (tile % across) * WIDTH
@@ -98,8 +97,8 @@ def _amax_tile(
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if PER_ROW:
         amax = tl.max(bits, 1)
-        bins = tl.minimum(tl.maximum((amax >> SHIFT) - FIRST, 0), BINS - 1)
-        bins = tl.where(amax < 0x7F800000, bins, BINS)
+        bins = tl.minimum(tl.maximum((amax >> _SHIFT) - _FIRST, 0), _BINS - 1)
+        bins = tl.where(amax < 0x7F800000, bins, _BINS)
         one = tl.full((HEIGHT,), 1, tl.int64)
         tl.atomic_add(out_ptr + bins, one, here, sem="relaxed")
     else:
@@ -128,57 +127,18 @@ def _amax_kernel(
     PER_ROW: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    FIRST: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BINS: tl.constexpr,
 ):
     """Reduce one tile of one of three tensors; their outputs are ``OUT_STRIDE`` values apart."""
     tile = tl.program_id(0)
     if tile < end_0:
-        _amax_tile(
-            out_ptr,
-            x_0,
-            rows_0,
-            width_0,
-            stride_0,
-            tile,
-            PER_ROW,
-            HEIGHT,
-            WIDTH,
-            FIRST,
-            SHIFT,
-            BINS,
-        )
+        extent = (rows_0, width_0, stride_0)
+        _amax_tile(out_ptr, x_0, extent, tile, PER_ROW, HEIGHT, WIDTH)
     elif tile < end_1:
-        _amax_tile(
-            out_ptr + OUT_STRIDE,
-            x_1,
-            rows_1,
-            width_1,
-            stride_1,
-            tile - end_0,
-            PER_ROW,
-            HEIGHT,
-            WIDTH,
-            FIRST,
-            SHIFT,
-            BINS,
-        )
+        extent = (rows_1, width_1, stride_1)
+        _amax_tile(out_ptr + OUT_STRIDE, x_1, extent, tile - end_0, PER_ROW, HEIGHT, WIDTH)
     else:
-        _amax_tile(
-            out_ptr + 2 * OUT_STRIDE,
-            x_2,
-            rows_2,
-            width_2,
-            stride_2,
-            tile - end_1,
-            PER_ROW,
-            HEIGHT,
-            WIDTH,
-            FIRST,
-            SHIFT,
-            BINS,
-        )
+        extent = (rows_2, width_2, stride_2)
+        _amax_tile(out_ptr + 2 * OUT_STRIDE, x_2, extent, tile - end_1, PER_ROW, HEIGHT, WIDTH)
 
 
 def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -222,9 +182,6 @@ def _launch_few(out: torch.Tensor, tensors: Sequence[torch.Tensor], per_row: boo
                 PER_ROW=per_row,
                 HEIGHT=plan.height,
                 WIDTH=plan.width,
-                FIRST=AMAX_FIRST,
-                SHIFT=AMAX_SHIFT,
-                BINS=AMAX_BINS,
                 num_warps=_WARPS,
             )
 

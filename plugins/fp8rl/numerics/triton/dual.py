@@ -53,36 +53,35 @@ def quantize_dual_tile(
     x,
     tile_row,
     tile_col,
-    codes_ptr,
-    scale_inv_ptr,
-    codes_t_ptr,
-    scale_inv_t_ptr,
-    rows,
-    cols,
-    padded_rows,
-    scale_stride,
-    scale_t_stride,
+    shape,
+    rowwise,
+    columnwise,
     BLOCK: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Write codes and scales of one 128x128 tile of a ``[rows, cols]`` source.
+    """Write codes and scales of one 128x128 tile of a source of this ``shape``.
 
-    ``x`` is the tile, with zeros beyond the ends of the source.
+    ``x`` is the tile, with zeros beyond the ends of the source. A side is None if it is not wanted,
+    or a tuple: pointers to the codes and to the scales of the whole source, and the stride of the
+    scales; ``columnwise`` has the row stride of the codes too.
     """
+    rows, cols = shape
     row = tl.arange(0, 128)
     col = tl.arange(0, 128)
     left = rows - tile_row * 128
     left_cols = cols - tile_col * 128
     inside = _mask(row, col, left, left_cols)
-    inside_t = _mask(col, row, left_cols, padded_rows - tile_row * 128)
-    codes_at = codes_ptr + tile_row * 128 * cols + tile_col * 128
-    codes_at += row[:, None] * cols + col[None, :]
-    codes_t_at = codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128
-    codes_t_at += col[:, None] * padded_rows + row[None, :]
+    if rowwise is not None:
+        codes_ptr, scale_inv_ptr, scale_stride = rowwise
+        codes_at = codes_ptr + tile_row * 128 * cols + tile_col * 128
+        codes_at += row[:, None] * cols + col[None, :]
+    if columnwise is not None:
+        codes_t_ptr, scale_inv_t_ptr, scale_t_stride, padded_rows = columnwise
+        inside_t = _mask(col, row, left_cols, padded_rows - tile_row * 128)
+        codes_t_at = codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128
+        codes_t_at += col[:, None] * padded_rows + row[None, :]
     SHIFT: tl.constexpr = 16 if x.dtype == tl.bfloat16 else 0
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.int16, bitcast=True)
@@ -97,20 +96,20 @@ def quantize_dual_tile(
         scale, scale_inv = quantization_scales(amax, POW2)
         code = encode(x, scale[:, None], NATIVE)
         one = tl.arange(0, 1)
-        if ROWWISE:
+        if rowwise is not None:
             _store(codes_at, code, inside, WHOLE)
             tl.store(scale_inv_ptr + tile_row * scale_stride + tile_col + one, scale_inv)
-        if COLUMNWISE:
+        if columnwise is not None:
             _store(codes_t_at, tl.trans(code), inside_t, WHOLE)
             tl.store(scale_inv_t_ptr + tile_col * scale_t_stride + tile_row + one, scale_inv)
     else:
-        if ROWWISE:
+        if rowwise is not None:
             amax = one_per_thread(tl.max(magnitude, 1).to(tl.int32) << SHIFT)
             scale, scale_inv = quantization_scales(amax, POW2)
             at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128 + row
             _store(at, scale_inv, row < left, WHOLE)
             _store(codes_at, encode(x, scale[:, None], NATIVE), inside, WHOLE)
-        if COLUMNWISE:
+        if columnwise is not None:
             amax = one_per_thread(tl.max(magnitude, 0).to(tl.int32) << SHIFT)
             scale, scale_inv = quantization_scales(amax, POW2)
             at = scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128 + col
@@ -148,70 +147,17 @@ def _dual_kernel(
     inside = _mask(row, col, rows - tile_row * 128, cols - tile_col * 128)
     x_ptr += tile_row * 128 * stride_row + tile_col * 128 * stride_col
     at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
-    x = _load(at, inside, WHOLE)
-    if not (ROWWISE and COLUMNWISE):
-        quantize_dual_tile(
-            x,
-            tile_row,
-            tile_col,
-            codes_ptr,
-            scale_inv_ptr,
-            codes_t_ptr,
-            scale_inv_t_ptr,
-            rows,
-            cols,
-            padded_rows,
-            scale_stride,
-            scale_t_stride,
-            BLOCK,
-            ROWWISE,
-            COLUMNWISE,
-            POW2,
-            NATIVE,
-            WHOLE,
-        )
-    else:
-        quantize_dual_tile(
-            x,
-            tile_row,
-            tile_col,
-            codes_ptr,
-            scale_inv_ptr,
-            codes_t_ptr,
-            scale_inv_t_ptr,
-            rows,
-            cols,
-            padded_rows,
-            scale_stride,
-            scale_t_stride,
-            BLOCK,
-            True,
-            False,
-            POW2,
-            NATIVE,
-            WHOLE,
-        )
-        # Read again, now from the cache: a tile that is kept would take too many registers.
+    shape = (rows, cols)
+    rowwise = (codes_ptr, scale_inv_ptr, scale_stride)
+    columnwise = (codes_t_ptr, scale_inv_t_ptr, scale_t_stride, padded_rows)
+    # The second side reads again, from the cache: a tile that is kept takes too many registers.
+    if ROWWISE:
+        x = _load(at, inside, WHOLE)
+        quantize_dual_tile(x, tile_row, tile_col, shape, rowwise, None, BLOCK, POW2, NATIVE, WHOLE)
+    if COLUMNWISE:
         x = _load(at, inside, WHOLE)
         quantize_dual_tile(
-            x,
-            tile_row,
-            tile_col,
-            codes_ptr,
-            scale_inv_ptr,
-            codes_t_ptr,
-            scale_inv_t_ptr,
-            rows,
-            cols,
-            padded_rows,
-            scale_stride,
-            scale_t_stride,
-            BLOCK,
-            False,
-            True,
-            POW2,
-            NATIVE,
-            WHOLE,
+            x, tile_row, tile_col, shape, None, columnwise, BLOCK, POW2, NATIVE, WHOLE
         )
 
 

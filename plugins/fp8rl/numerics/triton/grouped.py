@@ -72,48 +72,18 @@ def _grouped_kernel(
     x_ptr += tl.load(entry).to(tl.int64) * stride_row + tile_col * 128 * stride_col
     at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
     inside_cols = col < cols - tile_col * 128
-    codes_at = codes_ptr + (tile_row * cols + tile_col) * 128
-    scale_at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128
     if ROWWISE:
         if PACKED:
+            codes_at = codes_ptr + (tile_row * cols + tile_col) * 128
+            rowwise = (codes_at, scale_inv_ptr + tile_col * scale_stride + tile_row * 128, cols)
             quantize_packed_tile(
-                x_ptr,
-                stride_row,
-                left,
-                codes_at,
-                scale_at,
-                cols,
-                codes_t_ptr,
-                scale_inv_t_ptr,
-                rows,
-                False,
-                True,
-                False,
-                True,
-                True,
-                POW2,
-                NATIVE,
+                x_ptr, stride_row, left, rowwise, None, False, True, True, POW2, NATIVE
             )
         else:
+            x = _load_rows(at, left, inside_cols, WHOLE)
+            rowwise = (codes_ptr, scale_inv_ptr, scale_stride)
             quantize_dual_tile(
-                _load_rows(at, left, inside_cols, WHOLE),
-                tile_row,
-                tile_col,
-                codes_ptr,
-                scale_inv_ptr,
-                codes_t_ptr,
-                scale_inv_t_ptr,
-                rows,
-                cols,
-                rows,
-                scale_stride,
-                scale_t_stride,
-                False,
-                True,
-                False,
-                POW2,
-                NATIVE,
-                WHOLE,
+                x, tile_row, tile_col, (rows, cols), rowwise, None, False, POW2, NATIVE, WHOLE
             )
     if COLUMNWISE:
         tiles = tl.load(entry + 4).to(tl.int64)
@@ -124,44 +94,18 @@ def _grouped_kernel(
             codes_t_ptr += first * 128 * cols
             scale_inv_t_ptr += first * scale_t_stride
             if PACKED:
+                codes_at = codes_t_ptr + (tile_col * 128 * tiles + within) * 128
+                scale_at = scale_inv_t_ptr + within * scale_t_stride + tile_col * 128
+                side = (codes_at, scale_at, tiles * 128)
                 quantize_packed_tile(
-                    x_ptr,
-                    stride_row,
-                    left,
-                    codes_at,
-                    scale_at,
-                    cols,
-                    codes_t_ptr + (tile_col * 128 * tiles + within) * 128,
-                    scale_inv_t_ptr + within * scale_t_stride + tile_col * 128,
-                    tiles * 128,
-                    False,
-                    False,
-                    True,
-                    True,
-                    True,
-                    POW2,
-                    NATIVE,
+                    x_ptr, stride_row, left, None, side, False, True, True, POW2, NATIVE
                 )
             else:
+                x = _load_rows(at, left, inside_cols, WHOLE)
+                shape = (tiles * 128, cols)
+                columnwise = (codes_t_ptr, scale_inv_t_ptr, scale_t_stride, tiles * 128)
                 quantize_dual_tile(
-                    _load_rows(at, left, inside_cols, WHOLE),
-                    within,
-                    tile_col,
-                    codes_ptr,
-                    scale_inv_ptr,
-                    codes_t_ptr,
-                    scale_inv_t_ptr,
-                    tiles * 128,
-                    cols,
-                    tiles * 128,
-                    scale_stride,
-                    scale_t_stride,
-                    False,
-                    False,
-                    True,
-                    POW2,
-                    NATIVE,
-                    WHOLE,
+                    x, within, tile_col, shape, None, columnwise, False, POW2, NATIVE, WHOLE
                 )
 
 
@@ -198,48 +142,26 @@ def _weights_kernel(
     scale_inv_ptr += expert * tile_rows * tile_cols
     scale_inv_t_ptr += expert * tile_rows * tile_cols
     if PACKED:
+        codes_at = codes_ptr + (tile_row * cols + tile_col) * 128
+        scale_at = scale_inv_ptr + tile_row * tile_cols + tile_col
+        codes_t_at = codes_t_ptr + (tile_col * rows + tile_row) * 128
+        scale_t_at = scale_inv_t_ptr + tile_col * tile_rows + tile_row
+        rowwise = (codes_at, scale_at, cols) if ROWWISE else None
+        packed_columnwise = (codes_t_at, scale_t_at, rows) if COLUMNWISE else None
         quantize_packed_tile(
-            x_ptr,
-            cols,
-            128,
-            codes_ptr + (tile_row * cols + tile_col) * 128,
-            scale_inv_ptr + tile_row * tile_cols + tile_col,
-            cols,
-            codes_t_ptr + (tile_col * rows + tile_row) * 128,
-            scale_inv_t_ptr + tile_col * tile_rows + tile_row,
-            rows,
-            True,
-            ROWWISE,
-            COLUMNWISE,
-            False,
-            False,
-            POW2,
-            NATIVE,
+            x_ptr, cols, 128, rowwise, packed_columnwise, True, False, False, POW2, NATIVE
         )
     else:
         row = tl.arange(0, 128)
         col = tl.arange(0, 128)
         at = x_ptr + row[:, None] * cols + col[None, :]
         left = tl.minimum(rows - tile_row * 128, 128)
+        x = _load_rows(at, left, col < cols - tile_col * 128, WHOLE)
+        shape = (rows, cols)
+        rowwise = (codes_ptr, scale_inv_ptr, tile_cols) if ROWWISE else None
+        columnwise = (codes_t_ptr, scale_inv_t_ptr, tile_rows, rows) if COLUMNWISE else None
         quantize_dual_tile(
-            _load_rows(at, left, col < cols - tile_col * 128, WHOLE),
-            tile_row,
-            tile_col,
-            codes_ptr,
-            scale_inv_ptr,
-            codes_t_ptr,
-            scale_inv_t_ptr,
-            rows,
-            cols,
-            rows,
-            tile_cols,
-            tile_rows,
-            True,
-            ROWWISE,
-            COLUMNWISE,
-            POW2,
-            NATIVE,
-            WHOLE,
+            x, tile_row, tile_col, shape, rowwise, columnwise, True, POW2, NATIVE, WHOLE
         )
 
 

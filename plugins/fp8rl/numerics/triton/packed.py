@@ -9,6 +9,9 @@ four codes are one 32-bit word; a square of codes is transposed by permuting byt
 that the transposed codes go through shared memory as words too.
 """
 
+# mypy: disable-error-code="assignment"
+# The unrolled loops of the kernels make tuples longer, for which mypy has no type.
+
 from __future__ import annotations
 
 import torch
@@ -18,6 +21,11 @@ import triton.language as tl
 from fp8rl.numerics.triton.quantize import encode, one_per_thread, quantization_scales
 
 PACKED_REGISTERS = 64  # registers of a thread: four programs fit a multiprocessor
+# Bytes of two words, numbered as for the instruction prmt; the lowest digit comes first.
+_LOW_BYTES = tl.constexpr(0x5140)  # a0 b0 a1 b1
+_HIGH_BYTES = tl.constexpr(0x7362)  # a2 b2 a3 b3
+_LOW_HALVES = tl.constexpr(0x5410)  # a0 a1 b0 b1
+_HIGH_HALVES = tl.constexpr(0x7632)  # a2 a3 b2 b3
 
 
 def can_pack(x: torch.Tensor) -> bool:
@@ -80,15 +88,16 @@ def _max_in_word(packed, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _max_of_four(a, b, c, d, NATIVE: tl.constexpr):
-    return _max_pair(_max_pair(a, b, NATIVE), _max_pair(c, d, NATIVE), NATIVE)
+def _max_of_four(x, NATIVE: tl.constexpr):
+    return _max_pair(_max_pair(x[0], x[1], NATIVE), _max_pair(x[2], x[3], NATIVE), NATIVE)
 
 
 @triton.jit
-def _column_max(a, b, c, d, NATIVE: tl.constexpr):
+def _column_max(pairs, NATIVE: tl.constexpr):
     """The largest magnitudes of two columns of a tile, from the pairs of the four row sets."""
+    a, b, c, d = pairs
     a, b, c, d = a & 0x7FFF7FFF, b & 0x7FFF7FFF, c & 0x7FFF7FFF, d & 0x7FFF7FFF
-    return _reduce_max(_max_of_four(a, b, c, d, NATIVE), 0, False, NATIVE)
+    return _reduce_max(_max_of_four((a, b, c, d), NATIVE), 0, False, NATIVE)
 
 
 @triton.jit
@@ -105,7 +114,7 @@ def _scaled(bits, scale):
 
 
 @triton.jit
-def _encode_packed(packed, s0, s1, s2, s3, NATIVE: tl.constexpr):
+def _encode_packed(packed, scales, NATIVE: tl.constexpr):
     """Four codes in a 32-bit word, the first in the lowest byte."""
     low, high = low_pair(packed), high_pair(packed)
     if NATIVE:
@@ -118,60 +127,35 @@ def _encode_packed(packed, s0, s1, s2, s3, NATIVE: tl.constexpr):
             }""",
             "=r,r,r,r,r",
             [
-                _scaled(low << 16, s0),
-                _scaled(low & -65536, s1),
-                _scaled(high << 16, s2),
-                _scaled(high & -65536, s3),
+                _scaled(low << 16, scales[0]),
+                _scaled(low & -65536, scales[1]),
+                _scaled(high << 16, scales[2]),
+                _scaled(high & -65536, scales[3]),
             ],
             tl.int32,
             True,
             1,
         )
-    first = encode((low << 16).to(tl.float32, bitcast=True), s0, NATIVE).to(tl.int32)
-    second = encode((low & -65536).to(tl.float32, bitcast=True), s1, NATIVE).to(tl.int32)
-    third = encode((high << 16).to(tl.float32, bitcast=True), s2, NATIVE).to(tl.int32)
-    fourth = encode((high & -65536).to(tl.float32, bitcast=True), s3, NATIVE).to(tl.int32)
-    return first | (second << 8) | (third << 16) | (fourth << 24)
+    values = (low << 16, low & -65536, high << 16, high & -65536)
+    word = tl.zeros(low.shape, tl.int32)
+    for i in tl.static_range(4):
+        code = encode(values[i].to(tl.float32, bitcast=True), scales[i], NATIVE)
+        word |= code.to(tl.int32) << (8 * i)
+    return word
 
 
 @triton.jit
-def _low_bytes(a, b, NATIVE: tl.constexpr):
-    """Bytes a0 b0 a1 b1."""
+def _permute(a, b, BYTES: tl.constexpr, NATIVE: tl.constexpr):
+    """A word of bytes of ``a`` (numbers 0 to 3) and ``b`` (4 to 7), as ``BYTES`` lists them."""
     if NATIVE:
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [a, b], tl.int32, True, 1
+            f"prmt.b32 $0, $1, $2, {BYTES};", "=r,r,r", [a, b], tl.int32, True, 1
         )
-    return (a & 0xFF) | ((b & 0xFF) << 8) | ((a & 0xFF00) << 8) | ((b & 0xFF00) << 16)
-
-
-@triton.jit
-def _high_bytes(a, b, NATIVE: tl.constexpr):
-    """Bytes a2 b2 a3 b3."""
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7362;", "=r,r,r", [a, b], tl.int32, True, 1
-        )
-    return _low_bytes((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF, NATIVE)
-
-
-@triton.jit
-def _low_halves(a, b, NATIVE: tl.constexpr):
-    """Bytes a0 a1 b0 b1."""
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], tl.int32, True, 1
-        )
-    return (a & 0xFFFF) | (b << 16)
-
-
-@triton.jit
-def _high_halves(a, b, NATIVE: tl.constexpr):
-    """Bytes a2 a3 b2 b3."""
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], tl.int32, True, 1
-        )
-    return ((a >> 16) & 0xFFFF) | (b & -65536)
+    word = tl.zeros(a.shape, tl.int32)
+    for i in tl.static_range(4):
+        source = b if (BYTES >> (4 * i)) & 4 else a
+        word |= ((source >> (8 * ((BYTES >> (4 * i)) & 3))) & 0xFF) << (8 * i)
+    return word
 
 
 @triton.jit
@@ -183,43 +167,55 @@ def _store_words(at, codes, line, left, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(at, stride, left, c0, c1, c2, c3, MASKED: tl.constexpr):
+def _store_rows(at, stride, left, codes, MASKED: tl.constexpr):
     line = tl.arange(0, 32) * 4
-    _store_words(at, c0, line, left, MASKED)
-    _store_words(at + stride, c1, line + 1, left, MASKED)
-    _store_words(at + 2 * stride, c2, line + 2, left, MASKED)
-    _store_words(at + 3 * stride, c3, line + 3, left, MASKED)
+    for i in tl.static_range(4):
+        _store_words(at + i * stride, codes[i], line + i, left, MASKED)
 
 
 @triton.jit
-def _store_columns(at, stride, c0, c1, c2, c3, NATIVE: tl.constexpr):
-    a = _low_bytes(c0, c1, NATIVE)
-    b = _low_bytes(c2, c3, NATIVE)
-    tl.store(at, tl.trans(_low_halves(a, b, NATIVE)))
-    tl.store(at + stride, tl.trans(_high_halves(a, b, NATIVE)))
-    a = _high_bytes(c0, c1, NATIVE)
-    b = _high_bytes(c2, c3, NATIVE)
-    tl.store(at + 2 * stride, tl.trans(_low_halves(a, b, NATIVE)))
-    tl.store(at + 3 * stride, tl.trans(_high_halves(a, b, NATIVE)))
+def _store_columns(at, stride, codes, NATIVE: tl.constexpr):
+    a = _permute(codes[0], codes[1], _LOW_BYTES, NATIVE)
+    b = _permute(codes[2], codes[3], _LOW_BYTES, NATIVE)
+    tl.store(at, tl.trans(_permute(a, b, _LOW_HALVES, NATIVE)))
+    tl.store(at + stride, tl.trans(_permute(a, b, _HIGH_HALVES, NATIVE)))
+    a = _permute(codes[0], codes[1], _HIGH_BYTES, NATIVE)
+    b = _permute(codes[2], codes[3], _HIGH_BYTES, NATIVE)
+    tl.store(at + 2 * stride, tl.trans(_permute(a, b, _LOW_HALVES, NATIVE)))
+    tl.store(at + 3 * stride, tl.trans(_permute(a, b, _HIGH_HALVES, NATIVE)))
 
 
 @triton.jit
-def _interleave(a, b, c, d):
+def _interleave(x):
     """Interleave four ``[32]`` tensors to ``[128]``, one value a thread."""
-    return one_per_thread(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (128,)))
+    pairs = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
+    return one_per_thread(tl.reshape(pairs, (128,)))
 
 
 @triton.jit
-def _every_fourth(x, FIRST: tl.constexpr):
-    # A reshape would leave copies in each thread, and each copy would be divided by.
-    return tl.gather(x, tl.arange(0, 32) * 4 + FIRST, 0)
+def _every_fourth(x, DIM: tl.constexpr):
+    """The values 0, 4, 8.. of ``x``, its values 1, 5, 9.., and so on, with a new dimension."""
+    parts = ()
+    for i in tl.static_range(4):
+        # A reshape would leave copies in each thread, and each copy would be divided by.
+        parts += (tl.expand_dims(tl.gather(x, tl.arange(0, 32) * 4 + i, 0), DIM),)
+    return parts
 
 
 @triton.jit
-def packed_pointers(x_ptr, step):
-    """Pointers to the 64-bit words of the rows 0, 4, 8.. of a tile with ``step`` words a row."""
+def _encode_all(x, scales, NATIVE: tl.constexpr):
+    """Codes of the four row sets ``x``; the columns 4i to 4i+3 have the four ``scales``."""
+    codes = ()
+    for i in tl.static_range(4):
+        codes += (_encode_packed(x[i], scales, NATIVE),)
+    return codes
+
+
+@triton.jit
+def packed_pointers(words_ptr, step):
+    """Pointers to the words of the rows 0, 4, 8.. of a tile with ``step`` words a row."""
     word = tl.arange(0, 32)
-    return x_ptr.to(tl.pointer_type(tl.int64)) + (word * 4)[:, None] * step + word[None, :]
+    return words_ptr + (word * 4)[:, None] * step + word[None, :]
 
 
 @triton.jit
@@ -231,79 +227,61 @@ def load_packed(at, first, left, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _words_at(codes_ptr, stride):
-    """Pointers to the words of codes of the rows 0, 4, 8.. of a tile."""
-    word = tl.arange(0, 32)
-    return codes_ptr.to(tl.pointer_type(tl.int32)) + (word * 4)[:, None] * stride + word[None, :]
+def _words_at(side):
+    """Pointers to the words of the rows 0, 4, 8.., a pointer to the scales, and words a row."""
+    codes_ptr, scale_inv_ptr, stride = side
+    step = stride // 4
+    return packed_pointers(codes_ptr.to(tl.pointer_type(tl.int32)), step), scale_inv_ptr, step
 
 
 @triton.jit
 def quantize_packed_groups(
-    x0,
-    x1,
-    x2,
-    x3,
+    x,
     left,
-    codes_ptr,
-    scale_inv_ptr,
-    cols,
-    codes_t_ptr,
-    scale_inv_t_ptr,
-    rows,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
+    rowwise,
+    columnwise,
     MASKED: tl.constexpr,
     POW2: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Write codes and scales in 1x128 groups of a tile, given as ``x0`` to ``x3``.
+    """Write codes and scales in 1x128 groups of a tile.
 
-    ``x0`` has the rows 0, 4, 8.., ``x1`` the rows 1, 5, 9.., and so on. Pointers, ``cols`` and
-    ``rows`` are as in :func:`quantize_packed_tile`. With ``MASKED`` the rowwise side is written up
-    to row ``left``, and the columnwise side whole.
+    ``x`` holds the rows 0, 4, 8.. of the tile, its rows 1, 5, 9.., and so on; the sides are as in
+    :func:`quantize_packed_tile`. With ``MASKED`` the rowwise side is written up to row ``left``,
+    and the columnwise side whole.
     """
     # Computed here rather than where they are used: ptxas spilled more registers there.
-    width = cols // 4
-    codes_at = _words_at(codes_ptr, width)
-    height = rows // 4
-    codes_t_at = _words_at(codes_t_ptr, height)
+    if rowwise is not None:
+        codes_at, scale_inv_ptr, width = _words_at(rowwise)
+    if columnwise is not None:
+        codes_t_at, scale_inv_t_ptr, height = _words_at(columnwise)
     line = tl.arange(0, 128)
-    if ROWWISE:
-        amax = _interleave(
-            _amax_bits(_reduce_max(_max_in_word(x0, NATIVE), 1, False, NATIVE)),
-            _amax_bits(_reduce_max(_max_in_word(x1, NATIVE), 1, False, NATIVE)),
-            _amax_bits(_reduce_max(_max_in_word(x2, NATIVE), 1, False, NATIVE)),
-            _amax_bits(_reduce_max(_max_in_word(x3, NATIVE), 1, False, NATIVE)),
-        )
-        scale, scale_inv = quantization_scales(amax, POW2)
+    if rowwise is not None:
+        amax = ()
+        for i in tl.static_range(4):
+            amax += (_amax_bits(_reduce_max(_max_in_word(x[i], NATIVE), 1, False, NATIVE)),)
+        scale, scale_inv = quantization_scales(_interleave(amax), POW2)
         if MASKED:
             tl.store(scale_inv_ptr + line, scale_inv, line < left)
         else:
             tl.store(scale_inv_ptr + line, scale_inv)
-        s0 = _every_fourth(scale, 0)[:, None]
-        s1 = _every_fourth(scale, 1)[:, None]
-        s2 = _every_fourth(scale, 2)[:, None]
-        s3 = _every_fourth(scale, 3)[:, None]
-        c0 = _encode_packed(x0, s0, s0, s0, s0, NATIVE)
-        c1 = _encode_packed(x1, s1, s1, s1, s1, NATIVE)
-        c2 = _encode_packed(x2, s2, s2, s2, s2, NATIVE)
-        c3 = _encode_packed(x3, s3, s3, s3, s3, NATIVE)
-        _store_rows(codes_at, width, left, c0, c1, c2, c3, MASKED)
-    if COLUMNWISE:
-        low = _column_max(low_pair(x0), low_pair(x1), low_pair(x2), low_pair(x3), NATIVE)
-        high = _column_max(high_pair(x0), high_pair(x1), high_pair(x2), high_pair(x3), NATIVE)
-        amax = _interleave(low << 16, low & 0x7FFF0000, high << 16, high & 0x7FFF0000)
+        s0, s1, s2, s3 = _every_fourth(scale, 1)
+        c0 = _encode_packed(x[0], (s0, s0, s0, s0), NATIVE)
+        c1 = _encode_packed(x[1], (s1, s1, s1, s1), NATIVE)
+        c2 = _encode_packed(x[2], (s2, s2, s2, s2), NATIVE)
+        c3 = _encode_packed(x[3], (s3, s3, s3, s3), NATIVE)
+        _store_rows(codes_at, width, left, (c0, c1, c2, c3), MASKED)
+    if columnwise is not None:
+        x0, x1, x2, x3 = x
+        low = (low_pair(x0), low_pair(x1), low_pair(x2), low_pair(x3))
+        low = _column_max(low, NATIVE)
+        high = (high_pair(x0), high_pair(x1), high_pair(x2), high_pair(x3))
+        high = _column_max(high, NATIVE)
+        amax = _interleave((low << 16, low & 0x7FFF0000, high << 16, high & 0x7FFF0000))
         scale, scale_inv = quantization_scales(amax, POW2)
         tl.store(scale_inv_t_ptr + line, scale_inv)
-        s0 = _every_fourth(scale, 0)[None, :]
-        s1 = _every_fourth(scale, 1)[None, :]
-        s2 = _every_fourth(scale, 2)[None, :]
-        s3 = _every_fourth(scale, 3)[None, :]
-        c0 = _encode_packed(x0, s0, s1, s2, s3, NATIVE)
-        c1 = _encode_packed(x1, s0, s1, s2, s3, NATIVE)
-        c2 = _encode_packed(x2, s0, s1, s2, s3, NATIVE)
-        c3 = _encode_packed(x3, s0, s1, s2, s3, NATIVE)
-        _store_columns(codes_t_at, height, c0, c1, c2, c3, NATIVE)
+        codes = _encode_all(x, _every_fourth(scale, 0), NATIVE)
+        _store_columns(codes_t_at, height, codes, NATIVE)
 
 
 @triton.jit
@@ -311,15 +289,9 @@ def quantize_packed_tile(
     x_ptr,
     stride_row,
     left,
-    codes_ptr,
-    scale_inv_ptr,
-    cols,
-    codes_t_ptr,
-    scale_inv_t_ptr,
-    rows,
+    rowwise,
+    columnwise,
     BLOCK: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
     MASKED: tl.constexpr,
     PADDED: tl.constexpr,
     POW2: tl.constexpr,
@@ -327,62 +299,40 @@ def quantize_packed_tile(
 ):
     """Quantize one 128x128 tile of a bfloat16 source; see :func:`can_pack`.
 
-    Every pointer points to the tile's first element; ``cols`` and ``rows`` are the row strides of
-    the codes and of the transposed codes. With ``MASKED`` the tile has ``left`` rows and the other
+    A side is None if it is not wanted, or a tuple: pointers to the tile's first code and first
+    scale, and the row stride of the codes. With ``MASKED`` the tile has ``left`` rows and the other
     rows are zeros, which are written to the rowwise side only with ``PADDED``. With ``BLOCK`` the
     tile has one scale and must be whole.
     """
     step = stride_row // 4
-    at = packed_pointers(x_ptr, step)
-    x0 = load_packed(at, 0, left, MASKED)
-    x1 = load_packed(at + step, 1, left, MASKED)
-    x2 = load_packed(at + 2 * step, 2, left, MASKED)
-    x3 = load_packed(at + 3 * step, 3, left, MASKED)
+    at = packed_pointers(x_ptr.to(tl.pointer_type(tl.int64)), step)
+    x = ()
+    for i in tl.static_range(4):
+        x += (load_packed(at + i * step, i, left, MASKED),)
     if BLOCK:
-        width = cols // 4
-        codes_at = _words_at(codes_ptr, width)
-        height = rows // 4
-        codes_t_at = _words_at(codes_t_ptr, height)
-        pairs = _max_of_four(
-            _max_in_word(x0, NATIVE),
-            _max_in_word(x1, NATIVE),
-            _max_in_word(x2, NATIVE),
-            _max_in_word(x3, NATIVE),
-            NATIVE,
-        )
+        # Computed here for the same reason as above.
+        if rowwise is not None:
+            codes_at, scale_inv_ptr, width = _words_at(rowwise)
+        if columnwise is not None:
+            codes_t_at, scale_inv_t_ptr, height = _words_at(columnwise)
+        pairs = ()
+        for i in tl.static_range(4):
+            pairs += (_max_in_word(x[i], NATIVE),)
+        pairs = _max_of_four(pairs, NATIVE)
         amax = _amax_bits(_reduce_max(_reduce_max(pairs, 1, False, NATIVE), 0, True, NATIVE))
         scale, scale_inv = quantization_scales(amax, POW2)
         s = scale[:, None]
-        c0 = _encode_packed(x0, s, s, s, s, NATIVE)
-        c1 = _encode_packed(x1, s, s, s, s, NATIVE)
-        c2 = _encode_packed(x2, s, s, s, s, NATIVE)
-        c3 = _encode_packed(x3, s, s, s, s, NATIVE)
+        codes = _encode_all(x, (s, s, s, s), NATIVE)
         one = tl.arange(0, 1)
-        if ROWWISE:
-            _store_rows(codes_at, width, 128, c0, c1, c2, c3, False)
+        if rowwise is not None:
+            _store_rows(codes_at, width, 128, codes, False)
             tl.store(scale_inv_ptr + one, scale_inv)
-        if COLUMNWISE:
-            _store_columns(codes_t_at, height, c0, c1, c2, c3, NATIVE)
+        if columnwise is not None:
+            _store_columns(codes_t_at, height, codes, NATIVE)
             tl.store(scale_inv_t_ptr + one, scale_inv)
     else:
-        quantize_packed_groups(
-            x0,
-            x1,
-            x2,
-            x3,
-            left,
-            codes_ptr,
-            scale_inv_ptr,
-            cols,
-            codes_t_ptr,
-            scale_inv_t_ptr,
-            rows,
-            ROWWISE,
-            COLUMNWISE,
-            MASKED and not PADDED,
-            POW2,
-            NATIVE,
-        )
+        WRITE_MASKED: tl.constexpr = MASKED and not PADDED
+        quantize_packed_groups(x, left, rowwise, columnwise, WRITE_MASKED, POW2, NATIVE)
 
 
 # The number of tokens differs from step to step: what follows from it must not compile anew.
@@ -419,62 +369,25 @@ def packed_kernel(
     codes_ptr += tile_row * 128 * cols + tile_col * 128
     codes_t_ptr += tile_col * 128 * padded_rows + tile_row * 128
     if BLOCK:
+        scale_at = scale_inv_ptr + tile_row * scale_stride + tile_col
+        scale_t_at = scale_inv_t_ptr + tile_col * scale_t_stride + tile_row
+        rowwise = (codes_ptr, scale_at, cols) if ROWWISE else None
+        columnwise = (codes_t_ptr, scale_t_at, padded_rows) if COLUMNWISE else None
         quantize_packed_tile(
-            x_ptr,
-            stride_row,
-            128,
-            codes_ptr,
-            scale_inv_ptr + tile_row * scale_stride + tile_col,
-            cols,
-            codes_t_ptr,
-            scale_inv_t_ptr + tile_col * scale_t_stride + tile_row,
-            padded_rows,
-            True,
-            ROWWISE,
-            COLUMNWISE,
-            False,
-            False,
-            POW2,
-            NATIVE,
+            x_ptr, stride_row, 128, rowwise, columnwise, True, False, False, POW2, NATIVE
         )
     else:
         # One side after the other; the second read comes from the cache. A tile that is kept in
         # registers would take too many of them.
         if ROWWISE:
+            scale_at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128
+            rowwise = (codes_ptr, scale_at, cols)
             quantize_packed_tile(
-                x_ptr,
-                stride_row,
-                left,
-                codes_ptr,
-                scale_inv_ptr + tile_col * scale_stride + tile_row * 128,
-                cols,
-                codes_t_ptr,
-                scale_inv_t_ptr,
-                padded_rows,
-                False,
-                True,
-                False,
-                MASKED,
-                False,
-                POW2,
-                NATIVE,
+                x_ptr, stride_row, left, rowwise, None, False, MASKED, False, POW2, NATIVE
             )
         if COLUMNWISE:
+            scale_t_at = scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128
+            columnwise = (codes_t_ptr, scale_t_at, padded_rows)
             quantize_packed_tile(
-                x_ptr,
-                stride_row,
-                left,
-                codes_ptr,
-                scale_inv_ptr,
-                cols,
-                codes_t_ptr,
-                scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128,
-                padded_rows,
-                False,
-                False,
-                True,
-                MASKED,
-                False,
-                POW2,
-                NATIVE,
+                x_ptr, stride_row, left, None, columnwise, False, MASKED, False, POW2, NATIVE
             )

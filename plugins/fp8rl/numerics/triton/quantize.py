@@ -76,7 +76,7 @@ def one_per_thread(amax):
     return tl.gather(amax, tl.arange(0, 128), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_cols"])
 def quantize_tile(
     x_ptr,
     codes_ptr,
@@ -123,39 +123,6 @@ def quantize_tile(
     code = tl.where(bits > 0x7F800000, 0x7F, encode_magnitude(scaled, NATIVE)).to(tl.uint8)
     code |= sign.to(tl.uint8)
     tl.store(codes_ptr + row[:, None] * cols + col[None, :], code, inside)
-
-
-@triton.jit(do_not_specialize=["tile_cols"])
-def _quantize_kernel(
-    x_ptr,
-    codes_ptr,
-    scale_inv_ptr,
-    rows,
-    cols,
-    stride_row,
-    stride_col,
-    tile_cols,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    POW2: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    quantize_tile(
-        x_ptr,
-        codes_ptr,
-        scale_inv_ptr,
-        rows,
-        cols,
-        stride_row,
-        stride_col,
-        tile_cols,
-        TILE_ROWS,
-        TILE_COLS,
-        PER_ROW,
-        POW2,
-        NATIVE,
-    )
 
 
 @cache
@@ -218,7 +185,7 @@ def _launch(
     rows, cols = x.shape
     tile_cols = cdiv(cols, tile[1])
     with torch.cuda.device_of(x):
-        _quantize_kernel[(cdiv(rows, tile[0]) * tile_cols,)](
+        quantize_tile[(cdiv(rows, tile[0]) * tile_cols,)](
             x,
             codes.view(torch.uint8),
             scale_inv,

@@ -5,6 +5,9 @@ activation nor the gradient of gate and up is written to memory. A source that c
 computed first and quantized then.
 """
 
+# mypy: disable-error-code="assignment"
+# The unrolled loops of the kernels make tuples longer, for which mypy has no type.
+
 from __future__ import annotations
 
 import torch
@@ -75,6 +78,13 @@ def _pack(low, high):
 
 
 @triton.jit
+def _tile_pointers(x_ptr, tile_row, tile_col, stride):
+    """Pointers to the words of the rows 0, 4, 8.. of a tile."""
+    first = x_ptr + tile_row * 128 * stride + tile_col * 128
+    return packed_pointers(first.to(tl.pointer_type(tl.int64)), stride // 4)
+
+
+@triton.jit
 def _swiglu(gate, up, NATIVE: tl.constexpr):
     return gate * _sigmoid(gate, NATIVE) * up
 
@@ -89,13 +99,15 @@ def _swiglu_pair(gate, up, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_packed(at, to_up, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    gate = load_packed(at, line, left, MASKED)
-    up = load_packed(at + to_up, line, left, MASKED)
-    return _pack(
-        _swiglu_pair(low_pair(gate), low_pair(up), NATIVE),
-        _swiglu_pair(high_pair(gate), high_pair(up), NATIVE),
-    )
+def _swiglu_tile(at, up, step, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    x = ()
+    for i in tl.static_range(4):
+        row = at + i * step
+        gate = load_packed(row, i, left, MASKED)
+        of_up = load_packed(row + up, i, left, MASKED)
+        low = _swiglu_pair(low_pair(gate), low_pair(of_up), NATIVE)
+        x += (_pack(low, _swiglu_pair(high_pair(gate), high_pair(of_up), NATIVE)),)
+    return x
 
 
 @triton.jit
@@ -114,14 +126,17 @@ def _gate_grad_pair(grad, gate, up, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _gate_grad_packed(grad_at, at, to_up, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    grad = load_packed(grad_at, line, left, MASKED)
-    gate = load_packed(at, line, left, MASKED)
-    up = load_packed(at + to_up, line, left, MASKED)
-    return _pack(
-        _gate_grad_pair(low_pair(grad), low_pair(gate), low_pair(up), NATIVE),
-        _gate_grad_pair(high_pair(grad), high_pair(gate), high_pair(up), NATIVE),
-    )
+def _gate_grad_tile(grad_at, up, at, step, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    x = ()
+    for i in tl.static_range(4):
+        grad_row, row = grad_at + i * up, at + i * step
+        grad = load_packed(grad_row, i, left, MASKED)
+        gate = load_packed(row, i, left, MASKED)
+        of_up = load_packed(row + up, i, left, MASKED)
+        low = _gate_grad_pair(low_pair(grad), low_pair(gate), low_pair(of_up), NATIVE)
+        high = _gate_grad_pair(high_pair(grad), high_pair(gate), high_pair(of_up), NATIVE)
+        x += (_pack(low, high),)
+    return x
 
 
 @triton.jit
@@ -135,13 +150,15 @@ def _up_grad_pair(grad, gate, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _up_grad_packed(grad_at, at, line, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    grad = load_packed(grad_at, line, left, MASKED)
-    gate = load_packed(at, line, left, MASKED)
-    return _pack(
-        _up_grad_pair(low_pair(grad), low_pair(gate), NATIVE),
-        _up_grad_pair(high_pair(grad), high_pair(gate), NATIVE),
-    )
+def _up_grad_tile(grad_at, up, at, step, left, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    x = ()
+    for i in tl.static_range(4):
+        grad_row, row = grad_at + i * up, at + i * step
+        grad = load_packed(grad_row, i, left, MASKED)
+        gate = load_packed(row, i, left, MASKED)
+        low = _up_grad_pair(low_pair(grad), low_pair(gate), NATIVE)
+        x += (_pack(low, _up_grad_pair(high_pair(grad), high_pair(gate), NATIVE)),)
+    return x
 
 
 # The number of tokens differs from step to step: what follows from it must not compile anew.
@@ -171,29 +188,17 @@ def swiglu_kernel(
     left = rows - tile_row * 128
     step = stride_row // 4
     up = cols // 4
-    at = packed_pointers(h_ptr + tile_row * 128 * stride_row + tile_col * 128, step)
-    x0 = _swiglu_packed(at, up, 0, left, MASKED, NATIVE)
-    x1 = _swiglu_packed(at + step, up, 1, left, MASKED, NATIVE)
-    x2 = _swiglu_packed(at + 2 * step, up, 2, left, MASKED, NATIVE)
-    x3 = _swiglu_packed(at + 3 * step, up, 3, left, MASKED, NATIVE)
-    quantize_packed_groups(
-        x0,
-        x1,
-        x2,
-        x3,
-        left,
-        codes_ptr + tile_row * 128 * cols + tile_col * 128,
-        scale_inv_ptr + tile_col * scale_stride + tile_row * 128,
-        cols,
-        codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128,
-        scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128,
-        padded_rows,
-        ROWWISE,
-        COLUMNWISE,
-        MASKED,
-        POW2,
-        NATIVE,
-    )
+    at = _tile_pointers(h_ptr, tile_row, tile_col, stride_row)
+    x = _swiglu_tile(at, up, step, left, MASKED, NATIVE)
+    rowwise, columnwise = None, None
+    if ROWWISE:
+        codes_at = codes_ptr + tile_row * 128 * cols + tile_col * 128
+        rowwise = (codes_at, scale_inv_ptr + tile_col * scale_stride + tile_row * 128, cols)
+    if COLUMNWISE:
+        codes_at = codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128
+        scale_at = scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128
+        columnwise = (codes_at, scale_at, padded_rows)
+    quantize_packed_groups(x, left, rowwise, columnwise, MASKED, POW2, NATIVE)
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride", "scale_t_stride", "tile_cols"])
@@ -229,37 +234,23 @@ def swiglu_grad_kernel(
     left = rows - tile_row * 128
     step = stride_row // 4
     up = cols // 4
-    at = packed_pointers(h_ptr + tile_row * 128 * stride_row + tile_col * 128, step)
-    grad_at = packed_pointers(grad_ptr + tile_row * 128 * cols + tile_col * 128, up)
+    at = _tile_pointers(h_ptr, tile_row, tile_col, stride_row)
+    grad_at = _tile_pointers(grad_ptr, tile_row, tile_col, cols)
     if of_up == 1:
-        x0 = _up_grad_packed(grad_at, at, 0, left, MASKED, NATIVE)
-        x1 = _up_grad_packed(grad_at + up, at + step, 1, left, MASKED, NATIVE)
-        x2 = _up_grad_packed(grad_at + 2 * up, at + 2 * step, 2, left, MASKED, NATIVE)
-        x3 = _up_grad_packed(grad_at + 3 * up, at + 3 * step, 3, left, MASKED, NATIVE)
+        x = _up_grad_tile(grad_at, up, at, step, left, MASKED, NATIVE)
     else:
-        x0 = _gate_grad_packed(grad_at, at, up, 0, left, MASKED, NATIVE)
-        x1 = _gate_grad_packed(grad_at + up, at + step, up, 1, left, MASKED, NATIVE)
-        x2 = _gate_grad_packed(grad_at + 2 * up, at + 2 * step, up, 2, left, MASKED, NATIVE)
-        x3 = _gate_grad_packed(grad_at + 3 * up, at + 3 * step, up, 3, left, MASKED, NATIVE)
+        x = _gate_grad_tile(grad_at, up, at, step, left, MASKED, NATIVE)
     tile_col += of_up * tile_cols
-    quantize_packed_groups(
-        x0,
-        x1,
-        x2,
-        x3,
-        left,
-        codes_ptr + tile_row * 256 * cols + tile_col * 128,
-        scale_inv_ptr + tile_col * scale_stride + tile_row * 128,
-        2 * cols,
-        codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128,
-        scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128,
-        padded_rows,
-        ROWWISE,
-        COLUMNWISE,
-        MASKED,
-        POW2,
-        NATIVE,
-    )
+    rowwise, columnwise = None, None
+    if ROWWISE:
+        codes_at = codes_ptr + tile_row * 256 * cols + tile_col * 128
+        scale_at = scale_inv_ptr + tile_col * scale_stride + tile_row * 128
+        rowwise = (codes_at, scale_at, 2 * cols)
+    if COLUMNWISE:
+        codes_at = codes_t_ptr + tile_col * 128 * padded_rows + tile_row * 128
+        scale_at = scale_inv_t_ptr + tile_row * scale_t_stride + tile_col * 128
+        columnwise = (codes_at, scale_at, padded_rows)
+    quantize_packed_groups(x, left, rowwise, columnwise, MASKED, POW2, NATIVE)
 
 
 def quantize_swiglu(
