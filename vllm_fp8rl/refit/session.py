@@ -211,6 +211,7 @@ class RefitSession:
             grid.forget_unpaired()
         self.wrote = True
         self._guard.close("a refit is under way")
+        self._guard.values.owed = set()  # by plain loads: from here on only a refit opens the model
 
     def _leave_closed(self, what: str) -> None:
         if self.wrote:
