@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import Fp8RLError
-from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.refit.intake import scalars_on_host
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import find_state, state_of
@@ -61,7 +61,7 @@ def _load(
     """Load tensors with the model closed, by the inventory where it has a route for each.
 
     Raises:
-        RefitError: see :meth:`vllm_fp8rl.refit.values.PlainValues.look`.
+        RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
     """
     _WALKING.set(True)
     guard = state_of(model).guard

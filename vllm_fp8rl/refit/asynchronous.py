@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.hookspecs import RefitReport
+from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.refit.client import (
     EMPTY_CACHE,
     Changes,
@@ -27,7 +28,6 @@ from vllm_fp8rl.refit.client import (
     send,
     send_path,
 )
-from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.intake import BATCH_BYTES
 from vllm_fp8rl.refit.liveness import lost_worker, while_alive
 from vllm_fp8rl.refit.session import Tensors

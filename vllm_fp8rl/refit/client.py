@@ -22,8 +22,8 @@ import torch
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.hookspecs import RefitReport
+from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.names import NAME, uses_fp8rl
-from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
 from vllm_fp8rl.refit.liveness import ended_by_death, lost_worker
 from vllm_fp8rl.refit.transport import GPU_BATCH_FACTOR, Sender, place
@@ -85,9 +85,7 @@ class Changes:
             )
         changes = engine.vllm_config.quant_config.changes
         if engine not in changes:
-            from vllm_fp8rl.patches.ledger import GATES, install
-
-            install(GATES)  # only compares them, once for each engine
+            engine.vllm_config.quant_config.check_gates()
         return changes.setdefault(engine, cls())
 
     @property

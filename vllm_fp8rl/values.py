@@ -6,7 +6,7 @@ limit of a model. Without a check an infinite weight would be clamped to a code 
 A refit checks a batch before it writes it. Plain ``model.load_weights`` may come tensor by tensor,
 and on a GPU each check would make the host wait. There the check is queued, and its answer is read
 once for all tensors, with the other conditions of the next step
-(:class:`~vllm_fp8rl.refit.guard.RefitGuard`).
+(:class:`~vllm_fp8rl.guard.RefitGuard`).
 """
 
 from __future__ import annotations
