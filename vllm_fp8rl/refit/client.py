@@ -46,6 +46,8 @@ class Call(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
+OLD_KEYS = "keys of the old weights"
+HALF_UPDATED = "The weights are half-updated: a refit broke off or was incomplete"
 EMPTY_CACHE = Call("reset_prefix_cache")
 """The one step of the engine core: it empties the prefix cache, and a KV connector's."""
 
@@ -236,7 +238,7 @@ class Workers:
                 except StopIteration as end:
                     return end.value
                 if call is EMPTY_CACHE:
-                    forget_prefixes(self._llm, "keys of the old weights")
+                    forget_prefixes(self._llm, OLD_KEYS)
                 else:
                     answers = self.call(call.step, *call.args)
 
@@ -265,7 +267,12 @@ def forget_prefixes(llm: LLM, what: str) -> None:
     Raises:
         RefitError: something holds KV blocks.
     """
-    if not llm.reset_prefix_cache(reset_connector=True):
+    require_emptied(llm.reset_prefix_cache(reset_connector=True), what)
+
+
+def require_emptied(emptied: bool, what: str) -> None:
+    """Raise RefitError if vLLM's ``reset_prefix_cache`` has answered that it could not."""
+    if not emptied:
         raise RefitError(
             f"vLLM could not reset its prefix cache, which holds {what}; stop whatever holds KV "
             "blocks and try again."
