@@ -15,8 +15,8 @@ import torch
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role
+from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.names import NAME
-from vllm_fp8rl.refit.guard import RefitGuard
 
 if TYPE_CHECKING:  # it imports vLLM, which a trainer that sends a refit may not have
     from vllm_fp8rl.deep_gemm_warmup import KernelWarmup

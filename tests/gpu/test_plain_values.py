@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from fp8rl.errors import RefitError
-from vllm_fp8rl.refit.values import PlainValues
+from vllm_fp8rl.values import PlainValues
 
 MODEL = torch.nn.Linear(1, 1)
 

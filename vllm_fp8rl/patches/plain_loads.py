@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import Fp8RLError
-from vllm_fp8rl.refit.guard import RefitGuard
+from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.refit.intake import scalars_on_host
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import find_state, state_of
@@ -61,7 +61,7 @@ def _load(
     """Load tensors with the model closed, by the inventory where it has a route for each.
 
     Raises:
-        RefitError: see :meth:`vllm_fp8rl.refit.values.PlainValues.look`.
+        RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
     """
     _WALKING.set(True)
     guard = state_of(model).guard
@@ -100,7 +100,9 @@ def noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
 
 @contextmanager
 def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
-    """Close the model during a load; if the load breaks off, until every tensor has come again.
+    """Close the model during a load; if the load breaks off, until its tensors have come again.
+
+    Those are all tensors of the model, or of the part of it that is loaded.
 
     The model is closed before the first write, so that it stays closed wherever Ctrl-C comes.
 
@@ -120,11 +122,14 @@ def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
             if was_open:
                 guard.open()
             guard.values.owed = owed
-        elif was_open:
-            guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
+        else:
+            if was_open or owed:  # else a refit closed the model, and may have written anywhere
+                guard.values.owed = _with_all_of(model, owed)
+            if was_open:
+                guard.close(f"{_BROKE_OFF} ({type(error).__name__})")
         raise
     left = set() if was_open else _left(model, came, owed)
-    if was_open or (owed != set() and not left and guard.session is None):
+    if was_open or (owed != set() and left == set() and guard.session is None):
         guard.open()
     guard.values.owed = left  # last: until here an interrupt leaves all of them to come again
 
@@ -141,11 +146,27 @@ def _untouched(model: torch.nn.Module, came: list[str], error: BaseException) ->
     return isinstance(error, Fp8RLError) and entry.kind != "fused"
 
 
-def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str]:
-    """The tensors that must still come after these ones."""
-    entries = Inventory.of(model).entries
-    left = {name for name, e in entries.items() if e.required} if owed is None else set(owed)
+def _with_all_of(model: torch.nn.Module, owed: set[str] | None) -> set[str] | None:
+    """The owed tensors, and all that a model or a part of one needs; by their names in the whole.
+
+    None stands for everything, of which a part knows only its own.
+    """
+    inventory = Inventory.of(model)
+    if owed is None and inventory.prefix:
+        return None
+    return (owed or set()) | {
+        inventory.prefix + name for name, entry in inventory.entries.items() if entry.required
+    }
+
+
+def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str] | None:
+    """The tensors that must still come after these ones; None: all."""
+    left = _with_all_of(model, None) if owed is None else set(owed)
+    if left is None:
+        return None
+    inventory = Inventory.of(model)
     for name in came:
-        if name in entries:
-            left -= {name, *entries[name].covers}
+        entry = inventory.entries.get(name)
+        if entry is not None:
+            left -= {inventory.prefix + each for each in (name, *entry.covers)}
     return left

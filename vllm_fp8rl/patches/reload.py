@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.kv_scales import parse_scale_name, scale_name
 from vllm_fp8rl.calibration.observer import stop_observing
+from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.names import NAME, uses_fp8rl
-from vllm_fp8rl.patches.plain_loads import Named, noted
+from vllm_fp8rl.patches.plain_loads import Named
 from vllm_fp8rl.quantization.kv_cache import forget_kv_scales
-from vllm_fp8rl.refit.guard import REMEDY
+from vllm_fp8rl.refit.intake import came_twice
 from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
 from vllm_fp8rl.state import state_of
 
@@ -63,8 +64,9 @@ def _load_all(model: Any, weights: Iterable[Named]) -> None:
     """Load a whole checkpoint in place; vLLM maps and skips names as at the engine's start.
 
     Raises:
-        RefitError: a refit is under way; the weights sleep; a value is not finite; or tensors are
-            missing, after which the model stays closed until all of them have come.
+        RefitError: a refit is under way, or the weights sleep. Also for a value that is not finite,
+            a name that comes twice and missing tensors, after which the model stays closed until
+            all tensors have come, unless it was found before the first write.
         UnsupportedError: a pipeline-parallel engine.
     """
     guard = state_of(model).guard
@@ -76,20 +78,26 @@ def _load_all(model: Any, weights: Iterable[Named]) -> None:
     guard.require_awake()
     require_one_stage()
     inventory = Inventory.of(model)
+    if isinstance(
+        weights, Collection
+    ):  # nothing is changed yet; of a stream only what came is known
+        deque(_once(weights), maxlen=0)
     stream = iter(weights)
-    first = list(islice(stream, 1))  # an unreadable checkpoint changes nothing
+    first = list(islice(stream, 1))
+    # An unreadable checkpoint and a first tensor of NaN change nothing. Those behind it are read
+    # one by one while they are loaded, because a checkpoint need not fit into memory.
+    guard.values.look(first, model)
     stop_observing(model)  # of a calibration that broke off
     for grid in inventory.grids:
         grid.forget_unpaired()
-    came: list[str] = []
     guard.outdate_cache("keys of older weights")
     guard.values.owed = None  # every tensor must come, in this load or in later ones
     guard.close(_BROKE_OFF)
-    model.load_weights(noted(chain(first, stream), came))
+    loaded = model.load_weights(_once(chain(first, stream)))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # from now on the sender may free or reuse its tensors
     missing = sorted(guard.values.owed or ())
-    scales = {scale_name(*parsed) for parsed in map(parse_scale_name, came) if parsed}
+    scales = inventory.kv_scales_among(loaded)  # whatever they were called in the checkpoint
     if scales and not inventory.kv_scales <= scales:
         missing += sorted(inventory.kv_scales - scales)
         forget_kv_scales(model)  # some are new, others old
@@ -98,6 +106,16 @@ def _load_all(model: Any, weights: Iterable[Named]) -> None:
             f"The reload lacks {len(missing)} of the model's tensors, such as '{missing[0]}'; "
             f"{REMEDY}."
         )
+
+
+def _once(weights: Iterable[Named]) -> Iterator[Named]:
+    """The tensors; RefitError for a name that comes again."""
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise came_twice(name)
+        seen.add(name)
+        yield name, tensor
 
 
 def _checkpoint(runner: Any, config: Any) -> Iterable[Named]:

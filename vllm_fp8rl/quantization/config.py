@@ -21,6 +21,7 @@ from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
 from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
+from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.kernels.moe_settings import set_activation_scales
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization.kv_connectors import check_connector
@@ -32,7 +33,6 @@ from vllm_fp8rl.quantization.models import (
     module_names,
 )
 from vllm_fp8rl.refit.client import Changes
-from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.state import RankState
 
 if TYPE_CHECKING:
@@ -72,6 +72,12 @@ class Fp8RLConfig(QuantizationConfig):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"changes": WeakKeyDictionary()}
+
+    def check_gates(self) -> None:
+        """Raise UnsupportedError if this vLLM lacks a function that the request gates replace."""
+        from vllm_fp8rl.patches.ledger import GATES, install
+
+        install(GATES)  # they have no replacement: this only compares them
 
     def get_name(self) -> str:  # type: ignore[override]
         return NAME

@@ -3,7 +3,7 @@
 vLLM's own ``BaseKVCacheMethod`` deletes its scale parameters after the first load, so that later
 ones are skipped in silence, and falls back to scale 1.0. Here the parameters stay, only a value
 that a loader set counts, and until one has come the engine refuses to run
-(:class:`~vllm_fp8rl.refit.guard.RefitGuard`).
+(:class:`~vllm_fp8rl.guard.RefitGuard`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
-from vllm_fp8rl.refit.guard import guarded
+from vllm_fp8rl.guard import guarded
 from vllm_fp8rl.state import UNSET, LayerKVScales, RankState, find_state, state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch
 

@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 from fp8rl import PluginManager
 from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.hookspecs import RefitReport
+from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.refit.client import (
     EMPTY_CACHE,
+    HALF_UPDATED,
+    OLD_KEYS,
     Changes,
     Steps,
     announce,
     refit_steps,
+    require_emptied,
     send,
     send_path,
 )
-from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.intake import BATCH_BYTES
 from vllm_fp8rl.refit.liveness import lost_worker, while_alive
 from vllm_fp8rl.refit.session import Tensors
@@ -143,18 +146,10 @@ async def _run_steps(engine: AsyncLLM, workers: _AsyncWorkers, steps: Steps) -> 
             except StopIteration as end:
                 return end.value
             if call is EMPTY_CACHE:
-                await _empty_cache(engine)
+                reset = engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+                require_emptied(await while_alive(engine, reset), OLD_KEYS)
             else:
                 answers = await workers.call(call.step, *call.args)
-
-
-async def _empty_cache(engine: AsyncLLM) -> None:
-    emptied = engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    if not await while_alive(engine, emptied):
-        raise RefitError(
-            "vLLM could not reset its prefix cache, which holds keys of the old weights; stop "
-            "whatever holds KV blocks and refit again."
-        )
 
 
 async def _give_up(
@@ -164,7 +159,7 @@ async def _give_up(
         if not any(await workers.call("fp8rl_refit_abort", workers.session, reason)):
             await gate.open()
             return
-    gate.refuse("The weights are half-updated: a refit broke off or was incomplete")
+    gate.refuse(HALF_UPDATED)
     if in_flight != "keep":
         with contextlib.suppress(Exception):
             await gate.abort_waiting()

@@ -22,8 +22,8 @@ import torch
 from fp8rl import PluginManager
 from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.hookspecs import RefitReport
+from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.names import NAME, uses_fp8rl
-from vllm_fp8rl.refit.guard import REMEDY
 from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
 from vllm_fp8rl.refit.liveness import ended_by_death, lost_worker
 from vllm_fp8rl.refit.transport import GPU_BATCH_FACTOR, Sender, place
@@ -46,6 +46,8 @@ class Call(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
+OLD_KEYS = "keys of the old weights"
+HALF_UPDATED = "The weights are half-updated: a refit broke off or was incomplete"
 EMPTY_CACHE = Call("reset_prefix_cache")
 """The one step of the engine core: it empties the prefix cache, and a KV connector's."""
 
@@ -85,9 +87,7 @@ class Changes:
             )
         changes = engine.vllm_config.quant_config.changes
         if engine not in changes:
-            from vllm_fp8rl.patches.ledger import GATES, install
-
-            install(GATES)  # only compares them, once for each engine
+            engine.vllm_config.quant_config.check_gates()
         return changes.setdefault(engine, cls())
 
     @property
@@ -238,7 +238,7 @@ class Workers:
                 except StopIteration as end:
                     return end.value
                 if call is EMPTY_CACHE:
-                    forget_prefixes(self._llm, "keys of the old weights")
+                    forget_prefixes(self._llm, OLD_KEYS)
                 else:
                     answers = self.call(call.step, *call.args)
 
@@ -267,7 +267,12 @@ def forget_prefixes(llm: LLM, what: str) -> None:
     Raises:
         RefitError: something holds KV blocks.
     """
-    if not llm.reset_prefix_cache(reset_connector=True):
+    require_emptied(llm.reset_prefix_cache(reset_connector=True), what)
+
+
+def require_emptied(emptied: bool, what: str) -> None:
+    """Raise RefitError if vLLM's ``reset_prefix_cache`` has answered that it could not."""
+    if not emptied:
         raise RefitError(
             f"vLLM could not reset its prefix cache, which holds {what}; stop whatever holds KV "
             "blocks and try again."

@@ -269,4 +269,4 @@ def batches(tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1) -> Ite
 
 def came_twice(name: str) -> RefitError:
     """The error for a name that comes again."""
-    return RefitError(f"'{name}' arrived twice in one refit; send each tensor once.")
+    return RefitError(f"'{name}' arrived twice in one refit or reload; send each tensor once.")

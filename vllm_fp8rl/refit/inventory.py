@@ -10,7 +10,7 @@ expert matrix of a layer, or a plain parameter. It is computed once, from the la
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.kv_scales import ROLES, parse_scale_name
+from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
 from fp8rl.numerics import BLOCK, cdiv
 from fp8rl.pinning import FUSED as FUSED_MODULES
 from vllm_fp8rl.quantization.kv_cache import fp8_layers, required_kv_scales
@@ -81,6 +81,8 @@ class Inventory:
         self._model = weakref.ref(model)
         self.entries = dict(_entries(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
+        self.prefix = _prefix(model)
+        """What precedes these names in the whole model; empty unless this is a part of it."""
         self.kv_scales = frozenset(required_kv_scales(model))
         """Names on the wire of the KV scales that generation needs."""
         self._scales = {
@@ -124,6 +126,12 @@ class Inventory:
         if not names or len(held) < len(names) or None in held:
             held = list(self._held.values())
         return all(h is not None and h[0].get(h[1]) is h[2] for h in held)
+
+    def kv_scales_among(self, parameters: Collection[str]) -> set[str]:
+        """The names on the wire of KV scales, by the engine parameters that a load wrote to."""
+        return {
+            scale_name(*key) for key, each in self._scales.items() if each.parameter in parameters
+        }
 
     def routes(self, names: Sequence[str]) -> bool:
         """Whether a batch of these names can be written by :meth:`write`.
@@ -177,6 +185,15 @@ def require_one_stage() -> None:
         raise UnsupportedError(
             "A refit of a pipeline-parallel engine is not supported; use tensor_parallel_size."
         )
+
+
+def _prefix(model: torch.nn.Module) -> str:
+    """What precedes the paths of a part of a model, found by a layer that knows its whole name."""
+    for path, module in model.named_modules():
+        whole = getattr(module, "layer_name", None)
+        if isinstance(whole, str) and whole.endswith(path):
+            return whole.removesuffix(path)
+    return ""
 
 
 def _entries(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:

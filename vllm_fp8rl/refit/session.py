@@ -22,11 +22,11 @@ from fp8rl.hookspecs import RefitReport
 from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import FP8_DTYPE, parts, start_finite_check
 from vllm_fp8rl.compat import reported_name
-from vllm_fp8rl.refit.guard import REMEDY
+from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.refit.intake import came_twice, scalars_on_host, steady
-from vllm_fp8rl.refit.values import not_finite
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, check_scales
+from vllm_fp8rl.values import not_finite
 
 if TYPE_CHECKING:
     from vllm_fp8rl.refit.inventory import Entry, Inventory
@@ -211,6 +211,7 @@ class RefitSession:
             grid.forget_unpaired()
         self.wrote = True
         self._guard.close("a refit is under way")
+        self._guard.values.owed = set()  # by plain loads: from here on only a refit opens the model
 
     def _leave_closed(self, what: str) -> None:
         if self.wrote:

@@ -1,7 +1,7 @@
 """Sleep mode: the guard of a sleeping model knows what has been given back.
 
 vLLM lets plugins register sleep-mode backends. This one is vLLM's own ``cumem`` (the only one it
-brings); it also tells the :class:`~vllm_fp8rl.refit.guard.RefitGuard` of each model which memory is
+brings); it also tells the :class:`~vllm_fp8rl.guard.RefitGuard` of each model which memory is
 given back and returned. :func:`watch` selects it for an engine with ``quantization="fp8rl"``.
 
 Level 1 keeps weights on the host. Level 2 discards every parameter; vLLM itself then serves
@@ -19,8 +19,8 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBack
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 from fp8rl.errors import UnsupportedError
+from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.quantization.kv_cache import Fp8RLKVCacheMethod
-from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.state import find_state
 
 BACKEND = "fp8rl_cumem"

@@ -17,6 +17,7 @@ from fp8rl import PluginManager
 from fp8rl.errors import RefitError
 from fp8rl.hookspecs import RefitReport
 from vllm_fp8rl.refit.client import (
+    HALF_UPDATED,
     Changes,
     RequestGate,
     Steps,
@@ -139,8 +140,7 @@ def _run(
         if not begun:  # nothing was written; the model may be closed by the session of another
             return
         if closed:
-            half_updated = "The weights are half-updated: a refit broke off or was incomplete"
-            gate.close(half_updated, mended=workers.may_run)
+            gate.close(HALF_UPDATED, mended=workers.may_run)
         else:
             gate.open()
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from fp8rl.errors import RefitError
-from vllm_fp8rl.refit.intake import steady
+from vllm_fp8rl.refit.intake import came_twice, steady
 
 Place = dict[str, Any]
 """Where a process is. ``host`` is equal for processes that can open each other's handles;
@@ -44,11 +44,13 @@ def pack(batch: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """Pack tensors into one safetensors buffer.
 
     Raises:
-        RefitError: see :func:`vllm_fp8rl.refit.intake.steady`.
+        RefitError: see :func:`vllm_fp8rl.refit.intake.steady`; or a name came twice.
     """
     packed: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in steady(batch):
+        if name in packed:
+            raise came_twice(name)
         tensor = tensor.detach().cpu().contiguous()
         if tensor.data_ptr() in seen:  # tied weights, equal scales: safetensors wants memory apart
             tensor = tensor.clone()

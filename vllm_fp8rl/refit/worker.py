@@ -22,10 +22,10 @@ import torch
 from fp8rl import errors
 from fp8rl.errors import Fp8RLError, RefitError
 from vllm_fp8rl.calibration import observer
+from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.quantization import kv_cache
 from vllm_fp8rl.refit import transport
 from vllm_fp8rl.refit.files import read_files
-from vllm_fp8rl.refit.guard import RefitGuard
 from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
 from vllm_fp8rl.refit.liveness import lost_worker
 from vllm_fp8rl.refit.session import RefitSession

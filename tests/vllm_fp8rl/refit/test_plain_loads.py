@@ -8,7 +8,7 @@ import torch
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES
 from vllm_fp8rl.quantization.kv_cache import fp8_layers
-from vllm_fp8rl.refit import drop_requests
+from vllm_fp8rl.refit import RefitSession, drop_requests
 from vllm_fp8rl.state import state_of
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -58,3 +58,49 @@ def test_a_kv_scale_of_a_load_that_breaks_off_is_whole(engine, a):
     layer, scales = next(iter(fp8_layers(engine.model)))
     assert float(layer._k_scale) == float(layer.k_scale) == pytest.approx(scales.values["k"])
     assert not state_of(engine.model).guard.closed
+
+
+def inner(tensors):
+    """What ``model.model.load_weights`` takes: all but the output projection."""
+    return [(n.removeprefix("model."), t) for n, t in tensors.items() if n.startswith("model.")]
+
+
+def break_off(model, tensors):
+    with pytest.raises(Exception, match=r"\w"):
+        model.load_weights([*list(tensors)[:5], ("norm.weight", torch.ones(3))])
+
+
+def test_a_part_of_the_model_that_broke_off_opens_with_the_whole_part(engine, a, tokens):
+    part = inner(a)
+    break_off(engine.model.model, part)
+    engine.model.load_weights([("lm_head.weight", a["lm_head.weight"])])
+    assert state_of(engine.model).guard.closed
+    engine.model.model.load_weights(part)
+    assert not state_of(engine.model).guard.closed
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+@pytest.mark.parametrize("first", ["the part", "the rest"])
+def test_a_part_does_not_open_a_model_whose_load_broke_off(engine, a, first):
+    """Its output projection is still owed, whichever of the two broken loads came first."""
+    guard = state_of(engine.model).guard
+    if first == "the part":
+        break_off(engine.model.model, inner(a))
+    break_off(engine.model, [(n, t) for n, t in reversed(a.items())])
+    engine.model.model.load_weights(inner(a))
+    with pytest.raises(RefitError, match="a load broke off"):
+        guard.require_ready()
+    engine.model.load_weights([("lm_head.weight", a["lm_head.weight"])])
+    assert not guard.closed
+
+
+def test_the_rest_of_a_broken_load_does_not_open_a_model_whose_refit_broke_off(engine, a, b):
+    names = list(a)
+    break_off(engine.model, a.items())
+    engine.model.load_weights([(name, a[name]) for name in names[:-1]])
+    with pytest.raises(ConnectionError), RefitSession(engine.model, expect_kv_scales=None) as refit:
+        refit.load(list(b.items())[:3])
+        raise ConnectionError
+    engine.model.load_weights([(names[-1], a[names[-1]])])
+    assert state_of(engine.model).guard.closed

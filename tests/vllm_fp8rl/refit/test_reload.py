@@ -62,15 +62,37 @@ def test_a_path_that_cannot_be_read_changes_nothing(engine, runner, tokens, tmp_
     assert engine.greedy(PROMPTS) == tokens["a"]
 
 
-def test_some_kv_scales_but_not_all(engine, a):
+@pytest.mark.parametrize("spelling", ["self_attn.", "self_attn.attn.", "self_attn.k_proj."])
+def test_some_kv_scales_but_not_all(engine, a, spelling):
+    name = f"model.layers.0.{spelling}k_scale"
     with pytest.raises(RefitError, match=f"The reload lacks {len(SCALES) - 1} .*_scale"):
-        reload(engine, a | dict([next(iter(SCALES.items()))]))
+        reload(engine, a | {name: torch.tensor([0.5])})
     with pytest.raises(Exception, match=r"KV scale '.*' was never loaded"):
         engine.greedy(PROMPTS)
     drop_requests(engine.llm)
     reload(engine, a | SCALES)
     engine.llm.reset_prefix_cache()
     assert len(engine.greedy(PROMPTS)) == len(PROMPTS)
+
+
+def test_a_name_that_comes_twice(engine, a, b, tokens):
+    """A collection is refused as it is; of a stream the first tensors are in the engine by then."""
+    twice = [*b.items(), next(iter(b.items()))]
+    with pytest.raises(RefitError, match=f"'{twice[-1][0]}' arrived twice in one refit or reload"):
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": twice})
+    assert engine.greedy(PROMPTS) == tokens["a"]
+    with pytest.raises(RefitError, match=f"'{twice[-1][0]}' arrived twice"):
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(twice)})
+    with pytest.raises(RefitError, match="reload_weights broke off"):
+        engine.greedy(PROMPTS)
+
+
+def test_a_first_tensor_of_nan_changes_nothing(engine, b, tokens):
+    (name, tensor), *rest = b.items()
+    bad = {name: torch.full_like(tensor, torch.nan), **dict(rest)}
+    with pytest.raises(RefitError, match=f"'{name}' has NaN or infinite values; it was not loaded"):
+        reload(engine, bad)
+    assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 def test_a_reload_beside_a_refit_is_refused(engine, a, b, tokens):

@@ -348,17 +348,6 @@ def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeyp
         engine.greedy(PROMPTS)
 
 
-def test_sender_that_dies_leaves_a_refusal(engine, b, tokens):
-    def stream():
-        yield from list(b.items())[:5]
-        raise ConnectionError("trainer gone")
-
-    with pytest.raises(ConnectionError):
-        refit(engine.llm, stream(), expect_kv_scales=False, batch_bytes=1)
-    with pytest.raises(RefitError, match="half-updated"):
-        engine.greedy(PROMPTS)
-
-
 def test_session_guards_the_model_itself(engine, a, b, tokens):
     with (
         pytest.raises(KeyboardInterrupt),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from fp8rl.errors import RefitError
-from vllm_fp8rl.refit.values import PlainValues
+from vllm_fp8rl.values import PlainValues
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend

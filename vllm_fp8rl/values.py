@@ -6,7 +6,7 @@ limit of a model. Without a check an infinite weight would be clamped to a code 
 A refit checks a batch before it writes it. Plain ``model.load_weights`` may come tensor by tensor,
 and on a GPU each check would make the host wait. There the check is queued, and its answer is read
 once for all tensors, with the other conditions of the next step
-(:class:`~vllm_fp8rl.refit.guard.RefitGuard`).
+(:class:`~vllm_fp8rl.guard.RefitGuard`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class PlainValues:
 
     def __init__(self) -> None:
         self.owed: set[str] | None = set()
-        """Tensors that must come again before the model may run, after a plain load that broke off;
-        None: all of them."""
+        """Tensors that must come again before the model may run, after a plain load that broke off,
+        by their names in the whole model; None: all of them."""
         self._limit: float | None = None
         self._bad: set[str] = set()
         self._queued: list[tuple[list[str], Callable[[], Sequence[bool]]]] = []
