@@ -24,7 +24,6 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -194,7 +193,7 @@ def _block_spec(config: Any, vp_stage: int | None) -> LayerSpec:
 
 
 def _layer_specs(config: Any) -> list[ModuleSpec]:
-    return get_gpt_decoder_layer_specs(
+    return compat.decoder_layer_specs(
         config,
         use_transformer_engine=_uses_transformer_engine(config),
         normalization=config.normalization,

@@ -17,6 +17,9 @@ from torch.nn.functional import pad
 
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 
+ROW_PARALLEL = ("o_proj", "down_proj")
+"""HF modules whose columns tensor parallelism cuts; it cuts the rows of all others."""
+
 
 @dataclass(frozen=True)
 class RowLayout:

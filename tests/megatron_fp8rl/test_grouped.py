@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,28 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import BackendChoice, GemmBackend, ReferenceBackend
+from fp8rl.gemm import BackendChoice, ReferenceBackend
 from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, plain_layout
-from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
+from megatron_fp8rl.grouped import grouped_linear
 from megatron_fp8rl.linear import Call, Fp8Linear, Fp8State, fp8_linear
-from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+from support.megatron import fp8_states
 
 OUT, IN = 96, 160
 INTERLEAVED = RowLayout(("a", "b"), (16, 32), groups=2)  # another order than HF's, blocks parted
 
 
-def _state(
-    experts: int, layout: RowLayout | None = None, *backends: GemmBackend, keep: bool | None = None
-) -> Fp8GroupedState:
-    choice = BackendChoice({b.name: b for b in backends or (ReferenceBackend(),)}, ["fp32"])
-    epoch, layout = WeightEpoch(), layout or plain_layout("x", OUT)
-    return Fp8GroupedState(
-        "experts.x",
-        tuple(
-            Fp8State(f"experts.{i}.x", WeightCodes(layout, "fp32", epoch, keep), choice, "fp32")
-            for i in range(experts)
-        ),
-    )
+def _state(experts: int, keep: bool | None = None) -> Fp8State:
+    return fp8_states(experts, plain_layout("x", OUT), keep=keep)[0]
 
 
 def _weights(
@@ -59,14 +50,14 @@ def _each(
     splits: Sequence[int],
     weights: Sequence[torch.nn.Parameter],
     biases: Sequence[torch.Tensor] | None,
-    state: Fp8GroupedState,
+    states: Sequence[Fp8State],
     *,
     fusion: bool,
 ) -> torch.Tensor:
     outputs = []
     for i, run in enumerate(x.split(list(splits))):
         training = torch.is_grad_enabled() and weights[i].requires_grad
-        call = Call(state=state.experts[i], fusion=fusion, training=training)
+        call = Call(state=states[i], fusion=fusion, training=training)
         outputs.append(fp8_linear(run, weights[i], None if biases is None else biases[i], call))
     return torch.cat(outputs)
 
@@ -87,11 +78,12 @@ def test_results_are_those_of_each_expert_bit_for_bit(
     x = torch.randn(sum(splits), IN, generator=generator).bfloat16()
     grad = torch.randn(sum(splits), OUT, generator=generator).bfloat16()
 
-    def run(function: Callable) -> list[torch.Tensor | None]:
+    together, alone = fp8_states(len(splits), layout)
+
+    def run(function: Callable, state: Any) -> list[torch.Tensor | None]:
         weights = _weights(len(splits), fusion, frozen)
         biases = [torch.ones(OUT).bfloat16().mul(i).requires_grad_() for i in range(len(splits))]
         leaf = x.clone().requires_grad_(x_needs_grad)
-        state = _state(len(splits), layout)
         y = function(
             leaf, splits, weights, biases if bias else None, state, fusion=fusion == "apex"
         )
@@ -105,7 +97,7 @@ def test_results_are_those_of_each_expert_bit_for_bit(
             results += [own, getattr(weight, "main_grad", None), torch.tensor(bool(added))]
         return results
 
-    for got, expected in zip(run(grouped_linear), run(_each), strict=True):
+    for got, expected in zip(run(grouped_linear, together), run(_each, alone), strict=True):
         assert (got is None) == (expected is None)
         if got is not None:
             assert got.dtype == expected.dtype and torch.equal(got, expected)
@@ -129,7 +121,7 @@ def test_fusion_needs_main_grads_before_anything_is_added():
 
 @pytest.mark.parametrize("keep", [None, True])
 def test_a_change_of_one_expert_is_seen(keep):
-    state, weights = _state(2, keep=keep), _weights(2, "none")
+    state, weights = _state(2, keep), _weights(2, "none")
     x = torch.randn(9, IN).bfloat16()
 
     def run() -> torch.Tensor:
@@ -138,9 +130,9 @@ def test_a_change_of_one_expert_is_seen(keep):
 
     before = run()
     assert torch.equal(run(), before)
-    codes = state.codes.rowwise(weights).codes
+    codes = state.codes.rowwise(*weights).codes
     assert codes.shape == (2, OUT, IN)
-    assert state.codes.rowwise(weights).codes.data_ptr() == codes.data_ptr()  # kept
+    assert state.codes.rowwise(*weights).codes.data_ptr() == codes.data_ptr()  # kept
     with torch.no_grad():
         weights[1].mul_(3)
     after = run()
@@ -152,7 +144,7 @@ def test_a_change_of_one_expert_is_seen(keep):
 class _Experts(Fp8Linear, torch.nn.Module):
     def __init__(self, keep: bool | None) -> None:
         super().__init__()
-        self.fp8_state = _state(2, keep=keep)
+        self.fp8_state = _state(2, keep)
         self.weights = torch.nn.ParameterList(_weights(2, "none"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +225,9 @@ class _Counting(ReferenceBackend):
 
 def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():
     own = _Counting()
-    state, weights = _state(3, None, own, ReferenceBackend()), _weights(3, "ddp")
+    offered = {"counting": own, "reference": ReferenceBackend()}
+    state, _ = fp8_states(3, plain_layout("x", OUT), BackendChoice(offered, ["fp32"]))
+    weights = _weights(3, "ddp")
     x = torch.randn(30, IN).bfloat16().requires_grad_()
     grouped_linear(x, (10, 0, 20), weights, None, state, fusion=False).sum().backward()
     assert own.calls == ["fprop", "dgrad", "wgrad"]

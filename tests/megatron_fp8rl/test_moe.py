@@ -9,17 +9,14 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from fp8rl.errors import PinError, UnsupportedError
-from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.export.layout import plain_layout
-from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
-from megatron_fp8rl.linear import Fp8State
+from megatron_fp8rl.grouped import grouped_linear
 from megatron_fp8rl.sites import module_names, sites
 from megatron_fp8rl.testing.models import build_gpt
-from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
-from support.megatron import convert_alone, dense, losses, moe, pinned
+from support.megatron import convert_alone, dense, fp8_states, losses, moe, pinned
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
@@ -41,14 +38,7 @@ def _losses(model: torch.nn.Module) -> torch.Tensor:
 
 def _grouped(experts: int, out_features: int, in_features: int):
     weights = [torch.nn.Parameter(torch.randn(out_features, in_features)) for _ in range(experts)]
-    epoch = WeightEpoch()
-    choice = BackendChoice({"reference": ReferenceBackend()}, ["fp32"])
-    states = tuple(
-        Fp8State(f"experts.{i}.x", WeightCodes(plain_layout("x", out_features), "fp32", epoch),
-                 choice, "fp32")
-        for i in range(experts)
-    )  # fmt: skip
-    return weights, Fp8GroupedState("experts.x", states)
+    return weights, fp8_states(experts, plain_layout("x", out_features))[0]
 
 
 @pytest.mark.parametrize("splits", [(40, 130, 7), (0, 177, 0), (177, 0, 0), (0, 0, 0)])

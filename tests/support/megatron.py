@@ -12,9 +12,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
+from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.recipe import Pins
 from megatron_fp8rl import Conversion, convert
+from megatron_fp8rl.export.layout import RowLayout
+from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 SEED = 1234
 VOCAB, LENGTH = 64, 32
@@ -62,6 +66,24 @@ def losses(model: torch.nn.Module, ids: torch.Tensor, **options: Any) -> torch.T
     positions = torch.arange(length).expand(batch, -1)
     labels = ids[:, 1:].contiguous()
     return model(ids[:, :-1].contiguous(), positions, None, labels=labels, **options)
+
+
+def fp8_states(
+    experts: int,
+    layout: RowLayout,
+    backends: BackendChoice | None = None,
+    *,
+    keep: bool | None = None,
+) -> tuple[Fp8State, list[Fp8State]]:
+    """State of a grouped module, and that of each of its experts as a module of its own."""
+    backends = backends or BackendChoice({"reference": ReferenceBackend()}, ["fp32"])
+    names = tuple(f"experts.{i}.x" for i in range(experts))
+
+    def state(name: str, experts: tuple[str, ...] = ()) -> Fp8State:
+        codes = WeightCodes(layout, "fp32", WeightEpoch(), keep, stacked=bool(experts))
+        return Fp8State(name, codes, backends, "fp32", experts)
+
+    return state("experts.x", names), [state(name) for name in names]
 
 
 @contextmanager
