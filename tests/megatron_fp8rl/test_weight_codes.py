@@ -84,15 +84,6 @@ def test_a_look_from_outside_leaves_nothing(epoch):
     assert not codes.rowwise(weight).codes.float().any()
 
 
-def test_writing_through_data_is_seen_after_turning_the_epoch(epoch):
-    weight, codes = _weight(), _codes(epoch)
-    codes.rowwise(weight)
-    weight.data.copy_(torch.randn_like(weight))
-    assert not _same(codes.rowwise(weight), weight)  # the documented hazard
-    epoch.turn()
-    assert _same(codes.rowwise(weight), weight)
-
-
 def test_a_step_hook_that_runs_before_the_write_only_marks(epoch):
     """megatron copies masters to the model after torch's hook has run."""
     weight, master = _weight(), torch.zeros(130, 70, requires_grad=True)

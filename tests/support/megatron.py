@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
@@ -84,6 +92,86 @@ def fp8_states(
         return Fp8State(name, codes, backends, "fp32", experts)
 
     return state("experts.x", names), [state(name) for name in names]
+
+
+class Trainer:
+    """Megatron's own DDP, schedule and optimizer around a model in BF16.
+
+    Args:
+        gpt: model to train.
+        fp8: options to convert it with; None leaves it in BF16.
+        distributed: whether the optimizer is the distributed one.
+        **ddp: options of ``DistributedDataParallelConfig``.
+    """
+
+    def __init__(
+        self, gpt: Any, *, fp8: dict | None = None, distributed: bool = False, **ddp: Any
+    ) -> None:
+        self.gpt, config = gpt, gpt.config
+        options = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **ddp)
+        self.ddp = DistributedDataParallel(config, options, Float16Module(config, gpt))
+        self.conversion = None if fp8 is None else convert_alone(self.ddp, **fp8)
+        config.finalize_model_grads_func = finalize_model_grads
+        self.optimizer = self.make_optimizer(use_distributed_optimizer=distributed)
+
+    def make_optimizer(self, **options: Any) -> Any:
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=2e-3,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            clip_grad=1.0,
+            **options,
+        )
+        return get_megatron_optimizer(config, [self.ddp])
+
+    def gradients(self, *batches: torch.Tensor) -> float:
+        """Mean loss of the micro-batches; gradients are left in ``main_grad``."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def step(iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple:
+            found = losses(model, next(iterator)).float()
+            return found, lambda out: (out.mean(), {"loss": out.detach().mean()})
+
+        seen = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=self.ddp,
+            num_microbatches=len(batches),
+            seq_length=LENGTH,
+            micro_batch_size=len(batches[0]),
+            forward_only=False,
+        )
+        return sum(float(each["loss"]) for each in seen) / len(seen)
+
+    def update(self) -> float:
+        """The optimizer's step; returns the gradient norm."""
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+    def step(self, *batches: torch.Tensor) -> tuple[float, float]:
+        """Loss and gradient norm."""
+        return self.gradients(*batches), self.update()
+
+
+class Recording(ReferenceBackend):
+    """A plugin's backend that notes the names of its products."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        for product in ("fprop", "dgrad", "wgrad"):
+            for name in (product, f"grouped_{product}"):
+                setattr(self, name, self._noted(getattr(self, name)))
+
+    def _noted(self, product: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.calls.append(product.__name__)
+            return product(*args)
+
+        return call
 
 
 @contextmanager
