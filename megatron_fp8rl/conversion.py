@@ -38,7 +38,7 @@ class Setup:
     policy: PinPolicy
     backends: BackendChoice
     epoch: WeightEpoch
-    keep_codes: bool | None
+    keep_codes: bool
 
 
 class Conversion:
@@ -150,7 +150,7 @@ def convert(
     *,
     plugins: PluginManager | None = None,
     gemm_backend: str | None = None,
-    keep_codes: bool | None = None,
+    keep_codes: bool = False,
     report: Report | None = None,
 ) -> Conversion:
     """Let the linear layers that the recipe does not pin run in FP8.
@@ -165,10 +165,9 @@ def convert(
         plugins: where pins and GEMM backends come from; the installed plugins by default.
         gemm_backend: name of the backend for every product; by default
             :mod:`fp8rl.gemm.table` chooses one for each.
-        keep_codes: keep weight codes until the weights change, 2 bytes a parameter on a GPU. This
-            saves their quantization in all micro-batches of a step but the first; see
-            :meth:`Conversion.invalidate`. By default stale codes are impossible: a GPU keeps none,
-            a CPU compares each weight with the one its codes were made of.
+        keep_codes: keep weight codes until the weights change, 2 bytes a parameter. This saves
+            their quantization in all micro-batches of a step but the first; see
+            :meth:`Conversion.invalidate`. By default none are kept, and stale codes are impossible.
         report: function that takes the table of pins, once; by default it is logged.
 
     Raises:
@@ -205,7 +204,7 @@ def prepare(
     *,
     plugins: PluginManager | None = None,
     gemm_backend: str | None = None,
-    keep_codes: bool | None = None,
+    keep_codes: bool = False,
     more_pins: Pins | None = None,
 ) -> Setup:
     """Resolve pins and backends for a model of this config, for :func:`adopt`; change nothing.

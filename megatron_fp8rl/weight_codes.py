@@ -55,10 +55,8 @@ class WeightCodes:
         layout: row order of each weight; blocks lie on the HF order.
         scale_format: format of the scales of the 128x128 blocks.
         epoch: counter shared by all weights of a conversion.
-        keep: keep the codes until a weight is known to have changed. By default neither device
-            can use stale codes: a GPU, where codes take 2 bytes a parameter and little time, makes
-            them at each use; a CPU, where they take long, compares the weights with those they
-            were made of.
+        keep: keep the codes until a weight is known to have changed; without it they are made at
+            each use, so that stale codes are impossible.
         stacked: hold the codes of all weights as one stack ``[experts, ..]``; without it the
             module has one weight.
     """
@@ -68,7 +66,7 @@ class WeightCodes:
         layout: RowLayout,
         scale_format: ScaleFormat,
         epoch: WeightEpoch,
-        keep: bool | None = None,
+        keep: bool = False,
         *,
         stacked: bool = False,
     ) -> None:
@@ -82,7 +80,6 @@ class WeightCodes:
     def drop(self) -> None:
         """Free the codes; the next call makes new ones."""
         self._key: tuple[tuple[int, int, int], ...] | None = None
-        self._made_of: list[torch.Tensor] = []
         self._codes = Operand(None, None)
 
     def rowwise(self, *weights: torch.Tensor, training: bool = False) -> Quantized:
@@ -101,7 +98,7 @@ class WeightCodes:
             ``stacked`` behind a dimension of experts; with ``layout.apart`` the rows include the
             padding. A non-finite weight gives a NaN code.
         """
-        if not self._keeps(weights[0]):
+        if not self._keep:
             return _present(self._make(weights, rowwise=True).rowwise)
         self._forget_if_changed(weights)
         if self._codes.rowwise is None:
@@ -112,16 +109,13 @@ class WeightCodes:
 
     def columnwise(self, *weights: torch.Tensor) -> Quantized:
         """Return the same codes and scales, the last two dimensions transposed, for dgrad."""
-        if not self._keeps(weights[0]):
+        if not self._keep:
             return _present(self._make(weights, columnwise=True).columnwise)
         self._forget_if_changed(weights)
-        rowwise, columnwise = self._codes
-        if columnwise is None:
-            if rowwise is not None and not weights[0].is_cuda:
-                return Quantized(rowwise.codes.mT, rowwise.scale_inv.mT)
-            columnwise = self._make(weights, columnwise=True).columnwise
-            self._codes = Operand(rowwise, columnwise)
-        return _present(columnwise)
+        if self._codes.columnwise is None:
+            made = self._make(weights, columnwise=True)
+            self._codes = Operand(self._codes.rowwise, made.columnwise)
+        return _present(self._codes.columnwise)
 
     def fresh(self, weight: torch.Tensor) -> Quantized:
         """Return the codes of one weight as it is now, without a stack, and keep nothing.
@@ -141,21 +135,10 @@ class WeightCodes:
         return quantize_weight(rows[0], self.scale_format, rowwise=rowwise, columnwise=columnwise)
 
     def _forget_if_changed(self, weights: Sequence[torch.Tensor]) -> None:
-        if self._keep is None:
-            same = len(self._made_of) == len(weights) and all(
-                torch.equal(a, b) for a, b in zip(self._made_of, weights, strict=True)
-            )
-            if not same:
-                self.drop()
-                self._made_of = [weight.detach().clone() for weight in weights]
-            return
         epoch = self._epoch.value
         key = tuple((weight.data_ptr(), weight._version, epoch) for weight in weights)
         if key != self._key:
             self._key, self._codes = key, Operand(None, None)
-
-    def _keeps(self, weight: torch.Tensor) -> bool:
-        return not weight.is_cuda if self._keep is None else self._keep
 
     def _in_hf_order(self, weight: torch.Tensor) -> torch.Tensor:
         rows = weight.detach()

@@ -21,7 +21,7 @@ OUT, IN = 96, 160
 INTERLEAVED = RowLayout(("a", "b"), (16, 32), groups=2)  # another order than HF's, blocks parted
 
 
-def _state(experts: int, keep: bool | None = None) -> Fp8State:
+def _state(experts: int, keep: bool = False) -> Fp8State:
     return fp8_states(experts, plain_layout("x", OUT), keep=keep)[0]
 
 
@@ -126,7 +126,7 @@ def test_fusion_needs_main_grads_before_anything_is_added():
     assert torch.equal(weights[0].main_grad, torch.ones(OUT, IN).bfloat16())
 
 
-@pytest.mark.parametrize("keep", [None, True])
+@pytest.mark.parametrize("keep", [False, True])
 def test_a_change_of_one_expert_is_seen(keep):
     state, weights = _state(2, keep), _weights(2, "none")
     x = torch.randn(9, IN).bfloat16()
@@ -139,7 +139,8 @@ def test_a_change_of_one_expert_is_seen(keep):
     assert torch.equal(run(), before)
     codes = state.codes.rowwise(*weights).codes
     assert codes.shape == (2, OUT, IN)
-    assert state.codes.rowwise(*weights).codes.data_ptr() == codes.data_ptr()  # kept
+    again = state.codes.rowwise(*weights).codes
+    assert (again.data_ptr() == codes.data_ptr()) == keep
     with torch.no_grad():
         weights[1].mul_(3)
     after = run()
@@ -172,4 +173,6 @@ def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():
     weights = _weights(3, "ddp")
     x = torch.randn(30, IN).bfloat16().requires_grad_()
     grouped_linear(x, (10, 0, 20), weights, None, state, fusion=False).sum().backward()
-    assert own.calls == ["grouped_fprop", "grouped_dgrad", "grouped_wgrad"]
+    # The reference itself goes on to the products of each expert.
+    grouped = [name for name in own.calls if name.startswith("grouped_")]
+    assert grouped == ["grouped_fprop", "grouped_dgrad", "grouped_wgrad"]

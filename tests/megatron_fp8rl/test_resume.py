@@ -135,7 +135,7 @@ def test_the_table_tells_when_a_run_is_resumed_with_other_pins(tmp_path):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("keep", [None, True], ids=["default", "keep_codes"])
+@pytest.mark.parametrize("keep", [False, True], ids=["default", "keep_codes"])
 @pytest.mark.parametrize("moment", ["eval", "train", "another dtype", "drop_codes"])
 def test_weights_that_change_while_they_are_offloaded(moment, keep, kind):
     """Written through ``.data`` at the same address: nothing on the parameter tells, and old codes
@@ -190,7 +190,7 @@ class _SeenAsOnCuda(TorchFunctionMode):
 class OffloadedRun(Run):
     """With the states of Adam, and Adam itself, on the CPU (``--optimizer-cpu-offload``)."""
 
-    def __init__(self, fraction: float, keep: bool | None) -> None:
+    def __init__(self, fraction: float, keep: bool) -> None:
         self._fraction = fraction
         self._elsewhere = _SeenAsOnCuda()
         super().__init__(fp8=True, seed=1, keep_codes=keep, distributed=True)
@@ -211,7 +211,7 @@ class OffloadedRun(Run):
             return super().update()
 
 
-@pytest.mark.parametrize("keep", [None, False, True])
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeypatch):
     """Adam of the CPU writes the weights back through ``.data``, so neither their address nor
@@ -247,7 +247,7 @@ def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeyp
 # ---- memory
 
 
-@pytest.mark.parametrize("keep", [False, True, None], ids=["none kept", "kept", "default"])
+@pytest.mark.parametrize("keep", [False, True], ids=["none kept", "kept"])
 def test_what_fp8_takes_of_memory_beside_the_weights(keep):
     """Activations that wait for backward take half; weights take nothing more, but where codes are
     kept. The naive way (a BF16 weight, its codes and their transpose, and BF16 activations) takes
@@ -275,14 +275,11 @@ def test_what_fp8_takes_of_memory_beside_the_weights(keep):
     def nbytes(module: Any) -> int:
         codes = module.fp8_state.codes
         sides = [side for side in codes._codes if side is not None]
-        kept = [t for side in sides for t in side] + codes._made_of
+        kept = [t for side in sides for t in side]
         return sum({t.untyped_storage().data_ptr(): t.nbytes for t in kept}.values())
 
     kept = sum(map(nbytes, modules)) / sum(module.weight.nbytes for module in modules)
-    if keep is False:
-        assert kept == 0
-    else:  # codes are half of BF16; by default a CPU keeps the weights they were made of, too
-        assert kept == pytest.approx({True: 0.5, None: 1.5}[keep], rel=0.02)
+    assert kept == pytest.approx(0.5 if keep else 0.0, rel=0.02)  # codes are half of BF16
     runs[1].conversion.drop_codes()
     assert sum(map(nbytes, modules)) == 0
 

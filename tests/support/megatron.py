@@ -81,7 +81,7 @@ def fp8_states(
     layout: RowLayout,
     backends: BackendChoice | None = None,
     *,
-    keep: bool | None = None,
+    keep: bool = False,
 ) -> tuple[Fp8State, list[Fp8State]]:
     """State of a grouped module, and that of each of its experts as a module of its own."""
     backends = backends or BackendChoice({"reference": ReferenceBackend()}, ["fp32"])
