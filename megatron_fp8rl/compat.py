@@ -76,6 +76,20 @@ def has_transformer_engine() -> bool:
     return bool(transformer_engine.HAVE_TE)
 
 
+def option(config: Any, name: str) -> Any:
+    """Return an option of a ``TransformerConfig``, or None in versions that have no such option."""
+    return getattr(config, name, None)
+
+
+def tensor_parallel_size(attention: Any) -> int:
+    """Return the tensor-parallel size of an Attention.
+
+    Versions before 0.16, which have no ``world_size``, cannot build one with fewer query groups
+    than ranks, and 1 is never more.
+    """
+    return getattr(attention, "world_size", 1)
+
+
 def decoder_layer_specs(config: Any, **options: Any) -> list[Any]:
     """Return the specs of all decoder layers of a model, whatever stage this rank is.
 

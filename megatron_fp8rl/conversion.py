@@ -432,11 +432,11 @@ def _check_config(config: Any) -> None:
         "moe_latent_size": "latent projections around the experts are not served",
         "enable_cuda_graph": "a replayed graph would go on with the codes of old weights",
         "external_cuda_graph": "a replayed graph would go on with the codes of old weights",
+        "cuda_graph_impl": "a replayed graph would go on with the codes of old weights",
     }
-    found = {option: getattr(config, option, None) for option in refused}
-    if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
-        refused["cuda_graph_impl"] = refused["enable_cuda_graph"]
-        found["cuda_graph_impl"] = config.cuda_graph_impl
+    found = {option: compat.option(config, option) for option in refused}
+    if found["cuda_graph_impl"] == "none":
+        found["cuda_graph_impl"] = None
     for option, value in found.items():
         if value:
             raise UnsupportedError(

@@ -243,10 +243,11 @@ def _has_weight(module: Any) -> bool:
 
 def _qkv_layout(attention: Any, path: str) -> RowLayout:
     groups = attention.num_query_groups_per_partition
-    if attention.config.num_query_groups < attention.world_size:
+    ranks = compat.tensor_parallel_size(attention)
+    if attention.config.num_query_groups < ranks:
         raise UnsupportedError(
             f"'{path}' spreads one query group over several ranks "
-            f"({attention.config.num_query_groups} groups, TP {attention.world_size}), so its "
+            f"({attention.config.num_query_groups} groups, TP {ranks}), so its "
             "blocks are not those of the rollout engine; use a TP size of at most the number of "
             "query groups."
         )
