@@ -195,7 +195,6 @@ def test_close_gives_the_upstream_model_back():
     conversion.close()
     conversion.close()
     assert torch.equal(losses(gpt, ids), before)
-    assert len(convert_alone(gpt).modules) == 8  # and it can be converted again
 
 
 def test_the_table_is_logged_once_with_a_warning_about_ragged_widths(caplog):
@@ -293,14 +292,17 @@ def test_a_pinned_module_may_be_of_any_class():
 # ---- several handles of one model
 
 
-def _use(conversion: Conversion, folder: Any) -> dict[str, Callable[[], Any]]:
-    return {
-        "modules": lambda: conversion.modules,
-        "invalidate": conversion.invalidate,
-        "drop_codes": conversion.drop_codes,
-        "save_table": lambda: conversion.save_table(folder),
-        "table_differences": lambda: conversion.table_differences(folder),
-    }
+def _assert_closed(handle: Conversion, folder: Any) -> None:
+    for call in (
+        lambda: handle.modules,
+        handle.invalidate,
+        handle.drop_codes,
+        lambda: handle.save_table(folder),
+        lambda: handle.table_differences(folder),
+    ):
+        with pytest.raises(UnsupportedError, match=r"handle of a conversion is closed: .*; use"):
+            call()
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("recipe", ["same", "other pins", "bf16"])
@@ -326,7 +328,7 @@ def test_converting_twice_is_an_error_whatever_the_second_recipe(recipe):
 
 def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
     """The naive handle keeps a list of modules: it tells of FP8 modules that run in BF16, and its
-    own close() raises a TypeError half way."""
+    own close() raises a TypeError half way, or turns a later conversion off."""
     gpt, ids = _gpt(), tokens(batch=4)
     bf16 = losses(gpt, ids)
     one = convert_alone(gpt)
@@ -334,51 +336,34 @@ def test_a_handle_says_that_another_has_closed_its_conversion(tmp_path):
     assert one.modules == two.modules
     two.close()
     assert torch.equal(losses(gpt, ids), bf16)
-    for handle in (one, two):
-        for name, call in _use(handle, tmp_path).items():
-            with pytest.raises(
-                UnsupportedError, match=r"handle of a conversion is closed: .*; use"
-            ):
-                call()
-            assert not list(tmp_path.iterdir()), name
-    one.close()  # there is nothing left to do, and that is no error
-    two.close()
-    assert torch.equal(losses(gpt, ids), bf16)
+    _assert_closed(one, tmp_path)
+    _assert_closed(two, tmp_path)
     with pytest.raises(UnsupportedError, match="No module of this model was converted"):
         conversion_of(gpt)
 
-
-def test_a_stale_handle_does_not_turn_off_a_later_conversion(tmp_path):
-    gpt, ids = _gpt(), tokens(batch=4)
-    one = convert_alone(gpt)
-    conversion_of(gpt).close()
     later = convert_alone(gpt, pinned(first=1))
     fp8, modules = losses(gpt, ids), dict(later.modules)
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.1\..*' was converted again after"):
         one.close()
-    for call in _use(one, tmp_path).values():
-        with pytest.raises(UnsupportedError, match="is closed"):
-            call()
+    _assert_closed(one, tmp_path)
     assert torch.equal(losses(gpt, ids), fp8) and later.modules == modules
-    later.close()
-    one.close()
-    assert not any(isinstance(m, Fp8Module) for m in gpt.modules())
+    for handle in (later, one, two):  # nothing is left to do for the last two; that is no error
+        handle.close()
+    assert torch.equal(losses(gpt, ids), bf16)
 
 
-def test_a_handle_that_converted_nothing_says_that_a_later_conversion_did(tmp_path):
+@pytest.mark.parametrize("training", [False, True])
+def test_a_handle_that_converted_nothing_says_that_a_later_conversion_did(training, tmp_path):
     """It told of no FP8 module, and saved a table without one, of a model that runs in FP8."""
+    every = Pins(kinds=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
     gpt = _gpt()
-    every = pinned(kinds=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
-    for recipe in (Recipe(training=False), every):
-        idle = convert_alone(gpt, recipe)
-        assert not idle.modules
-        later = convert_alone(gpt)
-        for call in _use(idle, tmp_path).values():
-            with pytest.raises(UnsupportedError, match="modules of its model were converted"):
-                call()
-        later.close()
-        assert not idle.modules
-        idle.close()
+    idle = convert_alone(gpt, Recipe(training=training, pins=every))
+    assert not idle.modules
+    later = convert_alone(gpt)
+    _assert_closed(idle, tmp_path)
+    later.close()
+    assert not idle.modules
+    idle.close()
 
 
 def _chunks() -> list[Any]:

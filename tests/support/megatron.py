@@ -71,7 +71,7 @@ def tokens(seed: int = 0, batch: int = 2) -> torch.Tensor:
 def losses(model: torch.nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """The loss of each token."""
     batch, length = ids[:, 1:].shape
-    positions = torch.arange(length).expand(batch, -1)
+    positions = torch.arange(length, device=ids.device).expand(batch, -1)
     labels = ids[:, 1:].contiguous()
     return model(ids[:, :-1].contiguous(), positions, None, labels=labels, **options)
 
@@ -139,7 +139,7 @@ class Trainer:
             data_iterator=iter(batches),
             model=self.ddp,
             num_microbatches=len(batches),
-            seq_length=LENGTH,
+            seq_length=batches[0].shape[1] - 1,
             micro_batch_size=len(batches[0]),
             forward_only=False,
         )
