@@ -203,7 +203,7 @@ def _spec_options(config: Any) -> dict[str, Any]:
     return {
         "use_transformer_engine": transformer_engine,
         "normalization": config.normalization,
-        "qk_l2_norm": config.qk_l2_norm,
+        "qk_l2_norm": bool(compat.option(config, "qk_l2_norm")),
     }
 
 
