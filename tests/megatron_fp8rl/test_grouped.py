@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import BackendChoice, ReferenceBackend
+from fp8rl.numerics import dequantize_group, quantize_group
 from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, plain_layout
 from megatron_fp8rl.grouped import grouped_linear
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
@@ -101,6 +102,24 @@ def test_results_are_those_of_each_expert_bit_for_bit(
         assert (got is None) == (expected is None)
         if got is not None:
             assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+def test_each_expert_has_groups_of_its_own_tokens():
+    """The naive way, groups of 128 tokens counted on through all experts, mixes the tokens of two
+    of them into one scale."""
+    splits, weights = (40, 130, 7), _weights(3, "none", dtype=torch.float32)
+    x, grad = torch.randn(177, IN), torch.randn(177, OUT)
+    grouped_linear(x, splits, weights, None, _state(3), fusion=False).backward(grad)
+
+    def operands(t: torch.Tensor) -> torch.Tensor:
+        return dequantize_group(*quantize_group(t.t())).double()
+
+    naive = [operands(t).split(splits, 1) for t in (grad, x)]
+    own = [[operands(run) for run in t.split(splits)] for t in (grad, x)]
+    for weight, *factors in zip(weights, *own, *naive, strict=True):
+        right, wrong = factors[0] @ factors[1].t(), factors[2] @ factors[3].t()
+        torch.testing.assert_close(weight.grad.double(), right, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(weight.grad.double(), wrong, rtol=1e-4, atol=1e-4)
 
 
 def test_splits_must_add_up():
