@@ -27,7 +27,7 @@ from rich.table import Table
 from fp8rl import PluginManager
 from fp8rl.gemm import BackendChoice
 from megatron_fp8rl.export.layout import plain_layout
-from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
+from megatron_fp8rl.grouped import grouped_linear
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
@@ -53,15 +53,12 @@ class Linear:
         for i, weight in enumerate(self.weights):
             weight.main_grad = self.main_grad[experts - 1 - i]  # type: ignore[attr-defined]
 
-    def state(self, backends: BackendChoice, keep: bool) -> Fp8GroupedState:
-        epoch, layout = WeightEpoch(), plain_layout("x", self.stack.shape[1])
-        return Fp8GroupedState(
-            "experts",
-            tuple(
-                Fp8State(f"experts.{i}", WeightCodes(layout, "fp32", epoch, keep), backends, "fp32")
-                for i in range(len(self.weights))
-            ),
-        )
+    def state(self, backends: BackendChoice, keep: bool = False, *, experts: int) -> Fp8State:
+        """State of all experts, or of one alone with ``experts=0``."""
+        layout = plain_layout("x", self.stack.shape[1])
+        codes = WeightCodes(layout, "fp32", WeightEpoch(), keep, stacked=experts > 0)
+        names = tuple(f"experts.{i}" for i in range(experts))
+        return Fp8State("experts", codes, backends, "fp32", names)
 
     def bf16_grouped(self, x: torch.Tensor) -> torch.Tensor:
         return torch._grouped_mm(x, self.stack.mT, offs=self.ends)
@@ -70,11 +67,13 @@ class Linear:
         runs = zip(x.split(self.splits), self.weights, strict=True)
         return torch.cat([torch.nn.functional.linear(run, w) for run, w in runs])
 
-    def fp8_grouped(self, state: Fp8GroupedState) -> Forward:
+    def fp8_grouped(self, backends: BackendChoice, keep: bool = False) -> Forward:
+        state = self.state(backends, keep, experts=len(self.weights))
         return lambda x: grouped_linear(x, self.splits, self.weights, None, state, fusion=True)
 
-    def fp8_loop(self, state: Fp8GroupedState) -> Forward:
-        calls = [Call(expert, fusion=True, training=True) for expert in state.experts]
+    def fp8_loop(self, backends: BackendChoice) -> Forward:
+        states = [self.state(backends, experts=0) for _ in self.weights]
+        calls = [Call(state, fusion=True, training=True) for state in states]
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             runs = zip(x.split(self.splits), self.weights, calls, strict=True)
@@ -110,16 +109,12 @@ def variants(linears: Sequence[Linear], backends: BackendChoice) -> dict[str, Ca
 
         return call
 
-    every = [linear.state(backends, keep=False) for linear in linears]
-    kept = [linear.state(backends, keep=True) for linear in linears]
     return {
         "BF16, torch._grouped_mm": all_of([x.bf16_grouped for x in linears]),
         "BF16, each expert": all_of([x.bf16_loop for x in linears]),
-        "fp8rl, grouped": all_of([x.fp8_grouped(s) for x, s in zip(linears, every, strict=True)]),
-        "fp8rl, grouped, codes kept": all_of(
-            [x.fp8_grouped(s) for x, s in zip(linears, kept, strict=True)]
-        ),
-        "fp8rl, each expert": all_of([x.fp8_loop(s) for x, s in zip(linears, every, strict=True)]),
+        "fp8rl, grouped": all_of([x.fp8_grouped(backends) for x in linears]),
+        "fp8rl, grouped, codes kept": all_of([x.fp8_grouped(backends, keep=True) for x in linears]),
+        "fp8rl, each expert": all_of([x.fp8_loop(backends) for x in linears]),
     }
 
 

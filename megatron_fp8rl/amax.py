@@ -7,7 +7,6 @@ one collective.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,37 +15,25 @@ from fp8rl.kv_scales import ROLES
 from fp8rl.numerics import AMAX_BINS, amax_edges, amax_into, count_amax
 
 
-class AmaxTable(Protocol):
-    """The amax of q, k and v of every layer."""
-
-    key: str
-    """Name of :attr:`table` in a checkpoint."""
-    table: Tensor
-    """``[num_layers, 3, ..]``, what this rank saw."""
-
-    def add(self, layer: int, qkv: Sequence[Tensor]) -> None:
-        """Add q, k and v of one forward, each ``[.., head_dim]``."""
-
-    def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
-        """Return float32 ``[num_layers, 3]`` over all ranks; this is a collective.
-
-        An entry is NaN where any rank saw a NaN, and 0 where no rank saw a token.
-        """
-
-
 class MaximumTable:
-    """The running maximum."""
+    """The running maximum, ``table`` float32 ``[num_layers, 3]``."""
 
     key = "amax"
+    """Name of the table in a checkpoint."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.table = torch.zeros(num_layers, len(ROLES), device=device)
         self._of_layers = self.table.unbind()
 
     def add(self, layer: int, qkv: Sequence[Tensor]) -> None:
+        """Add q, k and v of one forward, each ``[.., head_dim]``."""
         amax_into(self._of_layers[layer], qkv)
 
     def reduced(self, group: torch.distributed.ProcessGroup | None) -> Tensor:
+        """Return float32 ``[num_layers, 3]`` over all ranks; this is a collective.
+
+        An entry is NaN where any rank saw a NaN, and 0 where no rank saw a token.
+        """
         if not torch.distributed.is_initialized():
             return self.table.clone()
         # The backends disagree on max(NaN, x), so NaN travels as a flag of its own.

@@ -21,7 +21,7 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl import compat
-from megatron_fp8rl.conversion import Report, conversion_of, convert
+from megatron_fp8rl.conversion import Report, conversion_of, convert, fp8_classes
 from megatron_fp8rl.export import ModelChunks, fp8_wire
 from megatron_fp8rl.specs import say
 
@@ -37,7 +37,7 @@ def register() -> None:
     Raises:
         UnsupportedError: Bridge cannot be imported.
     """
-    compat.register_with_bridge()
+    compat.register_with_bridge(fp8_classes().values())
 
 
 def pre_wrap_hook(

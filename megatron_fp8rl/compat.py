@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8rl.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    import torch
-
 SUPPORTED_VERSIONS = ("0.16.1", "0.20.0")
 """A release, and the commit that Megatron-Bridge and NeMo RL pin (Megatron-LM 2a75ac1)."""
-
-BRIDGE_TYPES = {
-    "column": (
-        "Fp8ColumnParallelLinear",
-        "Fp8TEColumnParallelLinear",
-        "Fp8TELayerNormColumnParallelLinear",
-        "Fp8TEColumnParallelGroupedLinear",
-    ),
-    "row": (
-        "Fp8RowParallelLinear",
-        "Fp8TERowParallelLinear",
-        "Fp8TERowParallelGroupedLinear",
-    ),
-}
-"""Parallelism of the FP8 classes, in Megatron-Bridge's terms."""
 
 _FORWARD_IMPL_ARGUMENTS = {
     "bias",
@@ -41,6 +25,15 @@ _FORWARD_IMPL_ARGUMENTS = {
 }
 # Arguments of newer versions, with the value that requests nothing.
 _NEUTRAL = {"async_grad_allreduce": None, "gtp_remat_size": 1, "output_dtype": None}
+_ONE_STAGE = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
 
 
 def installed_version() -> str | None:
@@ -83,6 +76,40 @@ def has_transformer_engine() -> bool:
     return bool(transformer_engine.HAVE_TE)
 
 
+def option(config: Any, name: str) -> Any:
+    """Return an option of a ``TransformerConfig``, or None in versions that have no such option."""
+    return getattr(config, name, None)
+
+
+def tensor_parallel_size(attention: Any) -> int:
+    """Return the tensor-parallel size of an Attention.
+
+    Versions before 0.16, which have no ``world_size``, cannot build one with fewer query groups
+    than ranks, and 1 is never more.
+    """
+    return getattr(attention, "world_size", 1)
+
+
+def decoder_layer_specs(config: Any, **options: Any) -> list[Any]:
+    """Return the specs of all decoder layers of a model, whatever stage this rank is.
+
+    ``get_gpt_decoder_layer_specs`` (models/gpt/gpt_layer_specs.py) is new in 0.16. Before, the
+    block of a model with one stage has the same specs.
+
+    Args:
+        config: ``TransformerConfig`` of the model.
+        **options: options of ``get_gpt_decoder_layer_specs``.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):
+        return gpt_layer_specs.get_gpt_decoder_layer_specs(config, **options)
+    whole = copy.copy(config)
+    for option, value in _ONE_STAGE.items():
+        setattr(whole, option, value)
+    return gpt_layer_specs.get_gpt_decoder_block_spec(whole, pp_rank=0, **options).layer_specs
+
+
 def mtp_transformer_layer(module: Any) -> Any:
     """Return the transformer layer of a MultiTokenPredictionLayer; it was renamed after 0.16."""
     found = getattr(module, "transformer_layer", None)
@@ -96,11 +123,12 @@ def megatron_lm_save_folder() -> str | None:
     return getattr(args, "save", None)
 
 
-def register_with_bridge() -> None:
+def register_with_bridge(fp8_classes: Iterable[type]) -> None:
     """Register the FP8 classes with Megatron-Bridge, and allow its saved configs to name this
     package.
 
-    ``AutoMapping`` (models/conversion/param_mapping.py) knows linear classes by name.
+    ``AutoMapping`` (models/conversion/param_mapping.py) knows linear classes by name, as "column"
+    or "row" parallel.
 
     Raises:
         UnsupportedError: Megatron-Bridge is not installed, or has no such registry.
@@ -112,9 +140,9 @@ def register_with_bridge() -> None:
             f"Megatron-Bridge cannot be imported ({error}); install it, or use "
             "megatron_fp8rl.convert and megatron_fp8rl.export."
         ) from None
-    for kind, names in BRIDGE_TYPES.items():
-        for name in names:
-            AutoMapping.register_module_type(name, kind)
+    for cls in fp8_classes:
+        kind = "row" if "RowParallel" in cls.__name__ else "column"
+        AutoMapping.register_module_type(cls.__name__, kind)
     try:
         from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
     except ImportError:  # versions without an allow-list take any name
@@ -134,17 +162,3 @@ def check_neutral(name: str, options: dict[str, Any]) -> None:
                 f"'{name}' was called with {key}={value!r}, which FP8 linears do not serve; pin "
                 "the module to BF16 or switch the option off."
             )
-
-
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: Any, *, wait: bool = True) -> Any:
-    """All-gather along dimension 0; return the work handle unless ``wait``."""
-    from megatron.core.tensor_parallel.layers import dist_all_gather_func
-
-    return dist_all_gather_func(output, shard, group=group, async_op=not wait)
-
-
-def reduce_scatter(output: torch.Tensor, full: torch.Tensor, group: Any) -> Any:
-    """Start a sum reduce-scatter along dimension 0; return the work handle."""
-    from megatron.core.tensor_parallel.layers import dist_reduce_scatter_func
-
-    return dist_reduce_scatter_func(output, full, group=group, async_op=True)

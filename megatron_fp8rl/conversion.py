@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,6 @@ from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
-from megatron_fp8rl.grouped import Fp8GroupedState
 from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
 from megatron_fp8rl.swiglu import Fp8SwigluMLP, can_fuse
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setup:
     """What all modules of one conversion share; each holds it as ``fp8_setup``."""
 
@@ -39,7 +38,7 @@ class Setup:
     policy: PinPolicy
     backends: BackendChoice
     epoch: WeightEpoch
-    keep_codes: bool | None
+    keep_codes: bool
 
 
 class Conversion:
@@ -58,12 +57,10 @@ class Conversion:
     ) -> None:
         self.recipe = recipe
         self.policy = policy
-        inside = [module for chunk in chunks for module in chunk.modules()]
-        self._owned: list[Any] = [module for module in inside if _setup_of(module)]
-        linears = (module for module in self._owned if isinstance(module, Fp8Linear))
+        inside: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+        linears = (module for module in inside if isinstance(module, Fp8Linear))
         self._modules = _by_name((linear.fp8_state.name, linear) for linear in linears)
-        self._setups = list({id(m.fp8_setup): m.fp8_setup for m in self._owned}.values())
-        self._left_alone: list[Any] = [] if self._owned else inside
+        self._setups = {module: _setup_of(module) for module in inside}
         self._closed = False
 
     @property
@@ -82,8 +79,8 @@ class Conversion:
         ``train()``/``eval()`` are noticed.
         """
         self._require_current()
-        for setup in self._setups:
-            setup.epoch.turn()
+        for module in self._modules.values():
+            module.fp8_setup.epoch.turn()
 
     def drop_codes(self) -> None:
         """Free the weight codes that are kept, e.g. before offloading."""
@@ -125,34 +122,25 @@ class Conversion:
                 Nothing has been changed then.
         """
         for name, module in self._modules.items():
-            if not self._owns(module) and _setup_of(module):
+            if _setup_of(module) not in (None, self._setups[module]):
                 raise UnsupportedError(
                     f"'{name}' was converted again after this handle; close the later conversion "
                     "(conversion_of(model).close())."
                 )
-        for module in filter(self._owns, self._owned):  # others were closed by another handle
-            module.give_back()
+        for module, setup in self._setups.items():
+            if setup is not None and _setup_of(module) is setup:  # no other handle closed it
+                module.give_back()
         self._closed = True
-        self._owned.clear()
         self._modules.clear()
-        self._left_alone.clear()
         self._setups.clear()  # an epoch's hook goes with the last module of the last model
 
-    def _owns(self, module: Any) -> bool:
-        return any(_setup_of(module) is setup for setup in self._setups)
-
     def _require_current(self) -> None:
-        lost = [name for name, module in self._modules.items() if not self._owns(module)]
-        if self._closed or lost:
-            what = f"'{lost[0]}' was converted back" if lost else "Its modules were given back"
+        changed = any(_setup_of(module) is not setup for module, setup in self._setups.items())
+        if self._closed or changed:
             raise UnsupportedError(
-                f"This handle of a conversion is closed: {what}; use the handle of the last "
-                "convert(model, recipe), or conversion_of(model)."
-            )
-        if any(map(_setup_of, self._left_alone)):
-            raise UnsupportedError(
-                "This handle converted nothing, and its model was converted after that; use the "
-                "handle of the last convert(model, recipe), or conversion_of(model)."
+                "This handle of a conversion is closed: modules of its model were converted, or "
+                "given back, after it was made; use the handle of the last convert(model, recipe), "
+                "or conversion_of(model)."
             )
 
 
@@ -162,7 +150,7 @@ def convert(
     *,
     plugins: PluginManager | None = None,
     gemm_backend: str | None = None,
-    keep_codes: bool | None = None,
+    keep_codes: bool = False,
     report: Report | None = None,
 ) -> Conversion:
     """Let the linear layers that the recipe does not pin run in FP8.
@@ -177,10 +165,9 @@ def convert(
         plugins: where pins and GEMM backends come from; the installed plugins by default.
         gemm_backend: name of the backend for every product; by default
             :mod:`fp8rl.gemm.table` chooses one for each.
-        keep_codes: keep weight codes until the weights change, 2 bytes a parameter on a GPU. This
-            saves their quantization in all micro-batches of a step but the first; see
-            :meth:`Conversion.invalidate`. By default stale codes are impossible: a GPU keeps none,
-            a CPU compares each weight with the one its codes were made of.
+        keep_codes: keep weight codes until the weights change, 2 bytes a parameter. This saves
+            their quantization in all micro-batches of a step but the first; see
+            :meth:`Conversion.invalidate`. By default none are kept, and stale codes are impossible.
         report: function that takes the table of pins, once; by default it is logged.
 
     Raises:
@@ -217,7 +204,7 @@ def prepare(
     *,
     plugins: PluginManager | None = None,
     gemm_backend: str | None = None,
-    keep_codes: bool | None = None,
+    keep_codes: bool = False,
     more_pins: Pins | None = None,
 ) -> Setup:
     """Resolve pins and backends for a model of this config, for :func:`adopt`; change nothing.
@@ -356,8 +343,9 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
             f"{type(module).__name__} has no FP8 codes; pass a module of Conversion.modules."
         )
     found: dict[str, Quantized] = {}
-    for state, weight in _held(module):
-        name, layout, codes = state.name, state.codes.layout, state.codes.fresh(weight)
+    state, layout = module.fp8_state, module.fp8_state.codes.layout
+    for name, weight in zip(state.experts or (state.name,), weights_of(module), strict=True):
+        codes = state.codes.fresh(weight)
         if layout.in_place:
             codes = layout.codes_to_hf(codes)
         if layout.aligned:
@@ -369,16 +357,9 @@ def weight_codes_hf(module: Any) -> dict[str, Quantized]:
     return found
 
 
-def _held(module: Any) -> Iterator[tuple[Fp8State, torch.nn.Parameter]]:
-    """Pair the state and the parameter of each weight of a converted module."""
-    state = module.fp8_state
-    states = state.experts if isinstance(state, Fp8GroupedState) else (state,)
-    return zip(states, weights_of(module), strict=True)
-
-
 def _check(site: Site, backends: BackendChoice) -> None:
     kind = type(site.module)
-    ours = fp8_class(kind)
+    ours = fp8_classes().get(kind)
     if ours is None:
         raise UnsupportedError(
             f"'{site.path}' is a {kind.__name__}; FP8 linears replace ColumnParallelLinear, "
@@ -407,32 +388,35 @@ def _check(site: Site, backends: BackendChoice) -> None:
 
 
 def _swap(site: Site, setup: Setup) -> None:
-    weights, activations = setup.recipe.weights, setup.recipe.activations
-    states = tuple(
-        Fp8State(
-            name,
-            WeightCodes(site.layout, weights.scale_format, setup.epoch, setup.keep_codes),
-            setup.backends,
-            activations.scale_format,
-        )
-        for name in site.names
+    codes = WeightCodes(
+        site.layout,
+        setup.recipe.weights.scale_format,
+        setup.epoch,
+        setup.keep_codes,
+        stacked=site.grouped,
     )
-    _become(site.module, fp8_class(type(site.module)), setup)
-    site.module.fp8_state = Fp8GroupedState(site.name, states) if site.grouped else states[0]
+    _become(site.module, fp8_classes()[type(site.module)], setup)
+    site.module.fp8_state = Fp8State(
+        site.name,
+        codes,
+        setup.backends,
+        setup.recipe.activations.scale_format,
+        experts=site.names if site.grouped else (),
+    )
 
 
-def _become(module: Any, ours: type[Fp8Module] | None, setup: Setup) -> None:
+def _become(module: Any, ours: type[Fp8Module], setup: Setup) -> None:
     module.__class__ = ours
     module.fp8_setup = setup
 
 
-def fp8_class(upstream: type) -> type[Fp8Linear] | None:
-    """Return the FP8 class of an exact upstream class, or None where there is none."""
-    if upstream in FP8_CLASSES or not compat.has_transformer_engine():
-        return FP8_CLASSES.get(upstream)
+def fp8_classes() -> dict[type, type[Fp8Linear]]:
+    """Map each upstream class that is served here to its FP8 class."""
+    if not compat.has_transformer_engine():
+        return FP8_CLASSES
     from megatron_fp8rl.te_classes import TE_CLASSES  # needs TransformerEngine
 
-    return TE_CLASSES.get(upstream)
+    return FP8_CLASSES | TE_CLASSES
 
 
 def _check_config(config: Any) -> None:
@@ -448,11 +432,11 @@ def _check_config(config: Any) -> None:
         "moe_latent_size": "latent projections around the experts are not served",
         "enable_cuda_graph": "a replayed graph would go on with the codes of old weights",
         "external_cuda_graph": "a replayed graph would go on with the codes of old weights",
+        "cuda_graph_impl": "a replayed graph would go on with the codes of old weights",
     }
-    found = {option: getattr(config, option, None) for option in refused}
-    if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
-        refused["cuda_graph_impl"] = refused["enable_cuda_graph"]
-        found["cuda_graph_impl"] = config.cuda_graph_impl
+    found = {option: compat.option(config, option) for option in refused}
+    if found["cuda_graph_impl"] == "none":
+        found["cuda_graph_impl"] = None
     for option, value in found.items():
         if value:
             raise UnsupportedError(

@@ -9,7 +9,7 @@ and one grouped product in each direction.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,28 +26,12 @@ from fp8rl.numerics import (
     unpad,
 )
 from megatron_fp8rl.linear import (
-    Call,
     Fp8State,
     check_main_grad,
     check_weight,
     hand_over,
+    main_grad_of,
 )
-from megatron_fp8rl.weight_codes import StackedCodes
-
-
-@dataclass(frozen=True)
-class Fp8GroupedState:
-    """State of a converted grouped module beside its parameters."""
-
-    name: str
-    """Global HF module name without the experts' numbers."""
-    experts: tuple[Fp8State, ...]
-    """State of each local expert, in the order of the weights."""
-    codes: StackedCodes = field(init=False)
-    """Codes of all experts, which the products use."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "codes", self.experts[0].codes.stacked())
 
 
 def grouped_linear(
@@ -55,7 +39,7 @@ def grouped_linear(
     splits: Sequence[int],
     weights: Sequence[torch.nn.Parameter],
     biases: Sequence[torch.Tensor] | None,
-    state: Fp8GroupedState,
+    state: Fp8State,
     *,
     fusion: bool,
 ) -> torch.Tensor:
@@ -66,7 +50,7 @@ def grouped_linear(
         splits: number of tokens of each expert, 0 allowed.
         weights: ``[out, in]`` each.
         biases: ``[out]`` each, or None.
-        state: state of the module.
+        state: state of the module, with the names of its experts.
         fusion: whether gradients are added to ``weight.main_grad``.
 
     Returns:
@@ -81,16 +65,8 @@ def grouped_linear(
             f"{len(weights)} experts; give one run for each expert."
         )
     for expert, weight in zip(state.experts, weights, strict=True):
-        check_weight(expert.name, weight)
-    calls = tuple(
-        Call(
-            state=expert,
-            fusion=fusion,
-            training=torch.is_grad_enabled() and weight.requires_grad,
-        )
-        for expert, weight in zip(state.experts, weights, strict=True)
-    )
-    call = _GroupedCall(state, calls, tuple(splits))
+        check_weight(expert, weight)
+    call = _GroupedCall(state, fusion, torch.is_grad_enabled(), tuple(splits))
     return _Fp8GroupedFunction.apply(x, call, *weights, *(biases or ()))
 
 
@@ -98,24 +74,24 @@ def grouped_linear(
 class _GroupedCall:
     """The arguments of one forward that are not tensors with a gradient."""
 
-    state: Fp8GroupedState
-    experts: tuple[Call, ...]
+    state: Fp8State
+    fusion: bool
+    training: bool
+    """Autograd records this forward."""
     splits: tuple[int, ...]
 
     def quantize(
         self, x: torch.Tensor, expert_rows: ExpertRows, *, rowwise: bool = False, columnwise: bool
     ) -> tuple[GroupedRows | None, GroupedColumns | None]:
-        scale_format = self.state.experts[0].activation_format
         return quantize_grouped(
-            x, expert_rows, scale_format, rowwise=rowwise, columnwise=columnwise
+            x, expert_rows, self.state.activation_format, rowwise=rowwise, columnwise=columnwise
         )
 
     def backend(
         self, direction: Direction, weight: torch.Tensor, expert_rows: ExpertRows
     ) -> GroupedBackend:
         shape = GroupedShape(expert_rows.sizes, weight.shape[0], weight.shape[1], weight.dtype)
-        backends = self.state.experts[0].backends
-        return backends.pick_grouped(weight.device, shape, self.state.name, direction)
+        return self.state.backends.pick_grouped(weight.device, shape, self.state.name, direction)
 
 
 class _Fp8GroupedFunction(torch.autograd.Function):
@@ -125,20 +101,20 @@ class _Fp8GroupedFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, call: _GroupedCall, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        experts = len(call.experts)
+        experts = len(call.splits)
         weights, biases = tensors[:experts], tensors[experts:]
         ctx.call = call
         ctx.use_bias = bool(biases)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.main_grads = [c.main_grad(w) for c, w in zip(call.experts, weights, strict=True)]
+        ctx.main_grads = totals = [main_grad_of(weight, call.fusion) for weight in weights]
         if not x.numel():
             ctx.save_for_backward(*weights)
             return x.new_zeros(len(x), len(weights[0]))
 
-        trained = [expert for expert, c in enumerate(call.experts) if c.training]
+        trained = [i for i, w in enumerate(weights) if call.training and w.requires_grad]
         # In the order of the gradients in memory, so that a kernel can add to all of them as one
         # stack: megatron's buffers hold the last parameter first.
-        trained.sort(key=lambda expert: _address(ctx.main_grads[expert]))
+        trained.sort(key=lambda i: 0 if (total := totals[i]) is None else total.data_ptr())
         ctx.expert_rows = expert_rows = ExpertRows(call.splits, row_alignment(x.device), trained)
         operand, for_wgrad = call.quantize(x, expert_rows, rowwise=True, columnwise=bool(trained))
         assert operand is not None
@@ -146,7 +122,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         ctx.save_for_backward(*weights, *kept)
         codes = call.state.codes
         backend = call.backend("fprop", weights[0], expert_rows)
-        y = backend.grouped_fprop(operand, codes.rowwise(weights, bool(trained)), x.dtype)
+        y = backend.grouped_fprop(operand, codes.rowwise(*weights, training=bool(trained)), x.dtype)
         y = unpad(y, expert_rows)
         if not codes.layout.in_place:
             y = codes.layout.from_hf(y, -1)
@@ -159,12 +135,13 @@ class _Fp8GroupedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _GroupedCall = ctx.call
-        experts, grad = len(call.experts), grads[0]
+        experts, grad = len(call.splits), grads[0]
         weights, saved = ctx.saved_tensors[:experts], ctx.saved_tensors[experts:]
         need_x, _, *needed = ctx.needs_input_grad
         wanted = [expert for expert in range(experts) if needed[expert]]
         for expert in wanted:
-            check_main_grad(call.experts[expert], ctx.main_grads[expert])
+            name = call.state.experts[expert]
+            check_main_grad(name, call.fusion, ctx.main_grads[expert])
         grad_biases: list[torch.Tensor | None] = []
         if ctx.use_bias:
             grad_biases = [run.sum(0) for run in grad.split(call.splits)]
@@ -189,7 +166,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
                 operand, _ = call.quantize(reordered, expert_rows, rowwise=True, columnwise=False)
             assert operand is not None
             backend = call.backend("dgrad", weights[0], expert_rows)
-            grad_x = backend.grouped_dgrad(operand, codes.columnwise(weights), ctx.x_dtype)
+            grad_x = backend.grouped_dgrad(operand, codes.columnwise(*weights), ctx.x_dtype)
             grad_x = unpad(grad_x, expert_rows)
         products: dict[int, torch.Tensor] = {}
         if wanted:
@@ -249,7 +226,3 @@ def _hand_over(
             placeholder = torch.empty_like(weight)
         handed[expert] = hand_over(weight, main_grad, placeholder)
     return handed
-
-
-def _address(main_grad: torch.Tensor | None) -> int:
-    return 0 if main_grad is None else main_grad.data_ptr()

@@ -42,6 +42,9 @@ class Fp8State:
     codes: WeightCodes
     backends: BackendChoice
     activation_format: ScaleFormat
+    experts: tuple[str, ...] = ()
+    """Names of all local experts of a grouped module, in the order of the weights; ``name`` leaves
+    their numbers out."""
 
 
 class Fp8Module:
@@ -80,8 +83,7 @@ class Fp8Linear(Fp8Module):
     leaves no trace on the parameter.
     """
 
-    fp8_state: Any
-    """:class:`Fp8State`, or :class:`megatron_fp8rl.grouped.Fp8GroupedState` for experts."""
+    fp8_state: Fp8State
 
     def train(self, mode: bool = True) -> Any:
         if mode != self.training:  # type: ignore[attr-defined]
@@ -111,17 +113,10 @@ class _LocalFp8Linear(Fp8Linear):
         allreduce_dgrad: bool = False,
         sequence_parallel: bool = False,
         tp_group: Any = None,
-        grad_output_buffer: list | None = None,
-        wgrad_deferral_limit: int | None = None,
         **options: Any,
     ) -> torch.Tensor:
         name = self.fp8_state.name
         compat.check_neutral(name, options)
-        if grad_output_buffer is not None:
-            raise UnsupportedError(
-                f"'{name}' was asked to defer its weight gradient; FP8 linears compute it at once, "
-                "switch defer_embedding_wgrad_compute off."
-            )
         if weight is not self.weight:
             raise UnsupportedError(
                 f"'{name}' was called with a weight that is not its own; pin it to BF16."
@@ -221,33 +216,11 @@ class Call:
     swiglu: bool = False
     """The input is ``[gate, up]``; what is multiplied is ``silu(gate) * up``."""
 
-    def main_grad(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor that the gradient is added to, or None to return the gradient.
-
-        It is looked up in forward, as megatron does: a module used twice (MTP) must not see a
-        swapped buffer. A buffer made by DDP is used even without
-        ``gradient_accumulation_fusion``, which megatron ties to apex's kernel: adding here is
-        faster, and sums in float32.
-        """
-        if self.fusion or hasattr(weight, "grad_added_to_main_grad"):
-            return getattr(weight, "main_grad", None)
-        return None
-
     def quantize(
         self, x: torch.Tensor, *, rowwise: bool = False, columnwise: bool = False
     ) -> Operand:
         return quantize_operand(
             x, self.state.activation_format, rowwise=rowwise, columnwise=columnwise
-        )
-
-    def quantize_swiglu(self, x: torch.Tensor, *, rowwise: bool, columnwise: bool) -> Operand:
-        return quantize_swiglu(
-            x, self.state.activation_format, rowwise=rowwise, columnwise=columnwise
-        )
-
-    def quantize_swiglu_grad(self, grad: torch.Tensor, h: torch.Tensor) -> Operand:
-        return quantize_swiglu_grad(
-            grad.flatten(0, -2), h.flatten(0, -2), self.state.activation_format
         )
 
     def backend(self, direction: Direction, weight: torch.Tensor, tokens: int) -> GemmBackend:
@@ -286,7 +259,7 @@ class _Fp8LinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         ctx.use_bias = bias is not None
-        ctx.main_grad = call.main_grad(weight)
+        ctx.main_grad = main_grad_of(weight, call.fusion)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         if not x.numel():
             ctx.save_for_backward(weight)
@@ -295,8 +268,10 @@ class _Fp8LinearFunction(torch.autograd.Function):
         # The operand of wgrad comes out of the same read, and takes half the memory of x. Under
         # sequence parallel it has groups over tokens of other ranks.
         fused = call.training and not call.sequence_parallel
-        quantize = call.quantize_swiglu if call.swiglu else call.quantize
-        operand, for_wgrad = quantize(x.flatten(0, -2), rowwise=True, columnwise=fused)
+        quantize = quantize_swiglu if call.swiglu else quantize_operand
+        operand, for_wgrad = quantize(
+            x.flatten(0, -2), call.state.activation_format, rowwise=True, columnwise=fused
+        )
         assert operand is not None
         kept: tuple[torch.Tensor, ...] = (x,) if for_wgrad is None else for_wgrad
         if call.swiglu and for_wgrad is not None:
@@ -308,7 +283,9 @@ class _Fp8LinearFunction(torch.autograd.Function):
             operand = _gather_codes(operand, call.tp_group)
             shape[0] *= call.tp_group.size()
         backend = call.backend("fprop", weight, operand.codes.shape[0])
-        y = backend.fprop(operand, call.state.codes.rowwise(weight, call.training), x.dtype)
+        y = backend.fprop(
+            operand, call.state.codes.rowwise(weight, training=call.training), x.dtype
+        )
         if not call.state.codes.layout.in_place:
             y = call.state.codes.layout.from_hf(y, -1)
         y = y.view(*shape[:-1], y.shape[-1])
@@ -350,7 +327,11 @@ class _Fp8LinearFunction(torch.autograd.Function):
             grad_x, reduced = _grad_input(call, operand, weight, shape, ctx.x_dtype)
             if call.swiglu:
                 assert call.link is not None
-                grad_x = call.link.put(call.quantize_swiglu_grad(grad_x, saved[-1]), saved[-1])
+                h = saved[-1]
+                grad_h = quantize_swiglu_grad(
+                    grad_x.flatten(0, -2), h.flatten(0, -2), call.state.activation_format
+                )
+                grad_x = call.link.put(grad_h, h)
         grad_weight = None
         if need_weight:
             gathered()
@@ -375,7 +356,10 @@ def _grad_input(
     if call.sequence_parallel:
         share = full.new_empty(shape)
         full = full.view(shape[0] * call.tp_group.size(), *shape[1:])
-        return share, compat.reduce_scatter(share, full, call.tp_group).wait
+        work = torch.distributed.reduce_scatter_tensor(
+            share, full, group=call.tp_group, async_op=True
+        )
+        return share, work.wait
     full = full.view(shape)
     if call.allreduce_dgrad:
         return full, torch.distributed.all_reduce(full, group=call.tp_group, async_op=True).wait
@@ -398,7 +382,7 @@ def _grad_weight(
     Raises:
         UnsupportedError: fusion without ``main_grad``.
     """
-    check_main_grad(call, main_grad)
+    check_main_grad(call.state.name, call.fusion, main_grad)
     if main_grad is None:
         return call.backend("wgrad", weight, tokens).wgrad(grad_t, x_t, weight.dtype)
     direction: Direction = "wgrad_add" if main_grad.dtype == torch.float32 else "wgrad"
@@ -410,19 +394,31 @@ def _no_grad_weight(
     call: Call, weight: torch.Tensor, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return what autograd needs for a weight that multiplied no token."""
-    check_main_grad(call, main_grad)
+    check_main_grad(call.state.name, call.fusion, main_grad)
     return torch.zeros_like(weight) if main_grad is None else hand_over(weight, main_grad)
 
 
-def check_main_grad(call: Call, main_grad: torch.Tensor | None) -> None:
+def main_grad_of(weight: torch.Tensor, fusion: bool) -> torch.Tensor | None:
+    """Return the tensor that the gradient is added to, or None to return the gradient.
+
+    It is looked up in forward, as megatron does: a module used twice (MTP) must not see a swapped
+    buffer. A buffer made by DDP is used even without ``gradient_accumulation_fusion``, which
+    megatron ties to apex's kernel: adding here is faster, and sums in float32.
+    """
+    if fusion or hasattr(weight, "grad_added_to_main_grad"):
+        return getattr(weight, "main_grad", None)
+    return None
+
+
+def check_main_grad(name: str, fusion: bool, main_grad: torch.Tensor | None) -> None:
     """Refuse gradient accumulation fusion without a ``main_grad``.
 
     Raises:
         UnsupportedError: naming the module.
     """
-    if call.fusion and main_grad is None:
+    if fusion and main_grad is None:
         raise UnsupportedError(
-            f"'{call.state.name}' has gradient_accumulation_fusion on, but its weight has no "
+            f"'{name}' has gradient_accumulation_fusion on, but its weight has no "
             "main_grad; wrap the model in megatron's DistributedDataParallel first."
         )
 
@@ -459,15 +455,17 @@ def _gather_codes(operand: Quantized, group: Any) -> Quantized:
     scale_inv = operand.scale_inv.new_empty(
         ranks * operand.scale_inv.shape[0], operand.scale_inv.shape[1]
     )
-    compat.all_gather(codes, raw, group)
-    compat.all_gather(scale_inv, operand.scale_inv.contiguous(), group)
+    gather = torch.distributed.all_gather_into_tensor
+    gather(codes, raw, group=group)
+    gather(scale_inv, operand.scale_inv.contiguous(), group=group)
     return Quantized(codes.view(operand.codes.dtype), scale_inv)
 
 
 def _gather_tokens(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, Callable[[], Any]]:
     """Return the whole sequence, and a function that waits until it is filled."""
     full = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    return full, compat.all_gather(full, x.contiguous(), group, wait=False).wait
+    gather = torch.distributed.all_gather_into_tensor
+    return full, gather(full, x.contiguous(), group=group, async_op=True).wait
 
 
 def _done() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import ROLES, scales_from_amax
-from megatron_fp8rl.amax import AmaxTable, MaximumTable, PercentileTable
+from megatron_fp8rl.amax import MaximumTable, PercentileTable
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 
 
@@ -52,7 +52,7 @@ class QKVObserver:
         self.enabled = enabled
         self.num_layers: int = chunks[0].config.num_layers
         device = next(p.device for chunk in chunks for p in chunk.parameters())
-        self._amax: AmaxTable = (
+        self._amax = (
             MaximumTable(self.num_layers, device)
             if percentile is None
             else PercentileTable(self.num_layers, device, percentile)

@@ -8,7 +8,7 @@ number; multi-token-prediction layers are ``mtp.layers.N``, apart from the decod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.families import layer_module_names
 from megatron_fp8rl import compat
 from megatron_fp8rl.export.layout import (
+    ROW_PARALLEL,
     RowLayout,
     gate_up_layout,
     plain_layout,
@@ -42,13 +43,19 @@ class Site:
     module: Any
     layout: RowLayout
     """Row order of each weight."""
-    sharded: Mapping[str, int]
-    """Rows or columns of each HF tensor along the dimension that tensor parallel cuts."""
 
     @property
     def name(self) -> str:
         """The module's name; that of a grouped module leaves out the numbers of its experts."""
         return _EXPERT.sub(".experts.", self.names[0]) if self.grouped else self.names[0]
+
+    @property
+    def sharded(self) -> dict[str, int]:
+        """Rows or columns of each HF tensor along the dimension that tensor parallel cuts."""
+        (leaf, *others) = self.layout.parts
+        if not others and leaf in ROW_PARALLEL:
+            return {leaf: self.weights[0].shape[1]}
+        return self.layout.part_rows
 
     @property
     def grouped(self) -> bool:
@@ -166,101 +173,81 @@ def _moe_layers(config: Any) -> list[bool]:
 
 
 def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
-    inner: dict[str, Any] = dict(layer.named_modules())
     at = f"{path}." if path else ""
-    attention: Any = inner.get("self_attention")
-    if _has_weight(inner.get("self_attention.linear_qkv")):  # a layer may go without
+    attention: Any
+    mlp: Any
+    attention, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
+    qkv, proj = getattr(attention, "linear_qkv", None), getattr(attention, "linear_proj", None)
+    if _has_weight(qkv):  # a layer may go without
         where = f"{at}self_attention.linear_qkv"
-        layout = _qkv_layout(attention, where)
-        name = f"{prefix}.self_attn.qkv_proj"
-        yield Site((name,), where, attention.linear_qkv, layout, layout.part_rows)
-    if _has_weight(inner.get("self_attention.linear_proj")):
-        where = f"{at}self_attention.linear_proj"
-        yield _row(attention.linear_proj, f"{prefix}.self_attn.o_proj", where)
+        yield Site((f"{prefix}.self_attn.qkv_proj",), where, qkv, _qkv_layout(attention, where))
+    if _has_weight(proj):
+        yield _plain(proj, f"{prefix}.self_attn.o_proj", f"{at}self_attention.linear_proj")
 
-    mlp: Any = inner.get("mlp")
-    experts = getattr(mlp, "experts", None)
+    experts: Any = getattr(mlp, "experts", None)
     if experts is None:
-        yield from _mlp(mlp, f"{at}mlp", f"{prefix}.mlp")
+        yield from _mlp(mlp, f"{at}mlp", [f"{prefix}.mlp"])
         return
-    numbers = mlp.local_expert_indices
+    where, name = f"{at}mlp.experts", f"{prefix}.mlp.experts"
+    names = [f"{name}.{number}" for number in mlp.local_expert_indices]
     if hasattr(experts, "local_experts"):
-        for local, number in enumerate(numbers):
-            yield from _mlp(
-                experts.local_experts[local],
-                f"{at}mlp.experts.local_experts.{local}",
-                f"{prefix}.mlp.experts.{number}",
-                expert=True,
-            )
+        for local, expert in enumerate(names):
+            each = experts.local_experts[local]
+            yield from _mlp(each, f"{where}.local_experts.{local}", [expert], expert=True)
     else:
-        yield from _grouped(experts, f"{at}mlp.experts", f"{prefix}.mlp.experts", numbers)
+        _check_grouped(experts, where, len(names))
+        yield from _mlp(experts, where, names, expert=True)
     shared = getattr(mlp, "shared_experts", None)
     if shared is not None:
         name = f"{prefix}.mlp.{shared_expert_name(layer.config)}"
-        yield from _mlp(shared, f"{at}mlp.shared_experts", name)
+        yield from _mlp(shared, f"{at}mlp.shared_experts", [name])
 
 
-def _mlp(mlp: Any, path: str, name: str, *, expert: bool = False) -> Iterator[Site]:
-    fc1, fc2 = getattr(mlp, "linear_fc1", None), getattr(mlp, "linear_fc2", None)
-    if _has_weight(fc1):
-        assert fc1 is not None
-        layout, leaf = _fc1_layout(mlp.config, fc1.weight, expert=expert)
-        yield Site((f"{name}.{leaf}",), f"{path}.linear_fc1", fc1, layout, layout.part_rows)
-    if _has_weight(fc2):
-        yield _row(fc2, f"{name}.down_proj", f"{path}.linear_fc2")
+def _mlp(mlp: Any, path: str, names: list[str], *, expert: bool = False) -> Iterator[Site]:
+    """Yield the two linears of an MLP, or of all experts under their ``names``."""
+    for leaf in ("linear_fc1", "linear_fc2"):
+        linear = getattr(mlp, leaf, None)
+        if not _has_weight(linear):
+            continue
+        rows, part = len(weights_of(linear)[0]), "up_proj" if leaf == "linear_fc1" else "down_proj"
+        layout = plain_layout(part, rows)
+        if leaf == "linear_fc1" and mlp.config.gated_linear_unit:
+            part, layout = "gate_up_proj", gate_up_layout(rows // 2, apart=expert)
+        yield Site(tuple(f"{name}.{part}" for name in names), f"{path}.{leaf}", linear, layout)
 
 
-def _grouped(experts: Any, path: str, name: str, numbers: list[int]) -> Iterator[Site]:
-    fc1, fc2 = getattr(experts, "linear_fc1", None), getattr(experts, "linear_fc2", None)
-    for linear, leaf in ((fc1, "linear_fc1"), (fc2, "linear_fc2")):
-        if linear is None or not hasattr(linear, "num_gemms") or not hasattr(linear, "weight0"):
+def _check_grouped(experts: Any, path: str, count: int) -> None:
+    for leaf in ("linear_fc1", "linear_fc2"):
+        linear: Any = getattr(experts, leaf, None)
+        if not hasattr(linear, "num_gemms") or not hasattr(linear, "weight0"):
             raise UnsupportedError(
                 f"'{path}' is a {type(experts).__name__} without a matrix for each expert, which "
                 "FP8 linears do not know; use SequentialMLP (moe_grouped_gemm off) or "
                 "TransformerEngine's grouped layers, without moe_use_legacy_grouped_gemm and "
                 "without one parameter for all experts."
             )
-        if linear.num_gemms != len(numbers):
+        if linear.num_gemms != count:
             raise UnsupportedError(
-                f"'{path}.{leaf}' has {linear.num_gemms} weights for {len(numbers)} experts; pin "
+                f"'{path}.{leaf}' has {linear.num_gemms} weights for {count} experts; pin "
                 "kind 'experts' to BF16."
             )
-    assert fc1 is not None and fc2 is not None
-    layout, leaf = _fc1_layout(experts.config, fc1.weight0, expert=True)
-    names = tuple(f"{name}.{number}.{leaf}" for number in numbers)
-    yield Site(names, f"{path}.linear_fc1", fc1, layout, layout.part_rows)
-    names = tuple(f"{name}.{number}.down_proj" for number in numbers)
-    rows, columns = fc2.weight0.shape
-    layout = plain_layout("down_proj", rows)
-    yield Site(names, f"{path}.linear_fc2", fc2, layout, {"down_proj": columns})
-
-
-def _fc1_layout(config: Any, weight: torch.Tensor, *, expert: bool) -> tuple[RowLayout, str]:
-    if config.gated_linear_unit:
-        return gate_up_layout(weight.shape[0] // 2, apart=expert), "gate_up_proj"
-    return plain_layout("up_proj", weight.shape[0]), "up_proj"
-
-
-def _row(module: Any, name: str, path: str) -> Site:
-    part, (rows, columns) = name.rpartition(".")[2], module.weight.shape
-    return Site((name,), path, module, plain_layout(part, rows), {part: columns})
 
 
 def _plain(module: Any, name: str, path: str) -> Site:
-    part, rows = name.rpartition(".")[2], module.weight.shape[0]
-    return Site((name,), path, module, plain_layout(part, rows), {part: rows})
+    return Site((name,), path, module, plain_layout(name.rpartition(".")[2], len(module.weight)))
 
 
 def _has_weight(module: Any) -> bool:
-    return getattr(module, "weight", None) is not None
+    return any(getattr(module, name, None) is not None for name in ("weight", "weight0"))
 
 
 def _qkv_layout(attention: Any, path: str) -> RowLayout:
     groups = attention.num_query_groups_per_partition
-    if attention.config.num_query_groups < attention.world_size:
+    ranks = compat.tensor_parallel_size(attention)
+    if attention.config.num_query_groups < ranks:
         raise UnsupportedError(
             f"'{path}' spreads one query group over several ranks "
-            f"({attention.config.num_query_groups} groups, TP {attention.world_size}), so its "
+            f"({attention.config.num_query_groups} groups, TP {ranks}), so its "
             "blocks are not those of the rollout engine; use a TP size of at most the number of "
             "query groups."
         )

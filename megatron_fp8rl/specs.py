@@ -24,7 +24,6 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -184,34 +183,28 @@ def _with_fp8(spec: LayerSpec, converter: SpecConverter) -> LayerSpec:
 def _block_spec(config: Any, vp_stage: int | None) -> LayerSpec:
     if config.num_moe_experts is None:  # Bridge edits the one spec of a dense model
         return _layer_specs(config)[0]
-    return get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=_uses_transformer_engine(config),
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-        vp_stage=vp_stage,
-    )
+    return get_gpt_decoder_block_spec(config, **_spec_options(config), vp_stage=vp_stage)
 
 
 def _layer_specs(config: Any) -> list[ModuleSpec]:
-    return get_gpt_decoder_layer_specs(
-        config,
-        use_transformer_engine=_uses_transformer_engine(config),
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-    )
+    return compat.decoder_layer_specs(config, **_spec_options(config))
 
 
-def _uses_transformer_engine(config: Any) -> bool:
-    if config.transformer_impl == "local":
-        return False
-    if config.transformer_impl != "transformer_engine" or not compat.has_transformer_engine():
+def _spec_options(config: Any) -> dict[str, Any]:
+    transformer_engine = config.transformer_impl == "transformer_engine"
+    if config.transformer_impl != "local" and not (
+        transformer_engine and compat.has_transformer_engine()
+    ):
         raise UnsupportedError(
             f"config.transformer_impl='{config.transformer_impl}' cannot be built here; set it to "
             "'local' (--transformer-impl local), or install TransformerEngine and set "
             "'transformer_engine'."
         )
-    return True
+    return {
+        "use_transformer_engine": transformer_engine,
+        "normalization": config.normalization,
+        "qk_l2_norm": bool(compat.option(config, "qk_l2_norm")),
+    }
 
 
 def _submodules(config: Any, layer_number: int, **options: Any) -> Any:

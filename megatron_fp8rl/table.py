@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from fp8rl import PinPolicy, Recipe, __version__
 from fp8rl.errors import CheckpointError
-from fp8rl.pinning import PinRow
 
 FILE_NAME = "fp8rl_precision.json"
 _FORMAT = 1
@@ -64,13 +62,9 @@ def differences(folder: str | os.PathLike[str], policy: PinPolicy) -> dict[str, 
             f"'{path}' is no readable precision table ({type(error).__name__}: {error}); give the "
             "folder that save_table() wrote to."
         ) from None
-    now = _precisions(policy.report())
+    now = {row.name: row.precision for row in policy.report()}
     pairs = {
         name: (then.get(name, "absent"), now.get(name, "absent"))
         for name in dict.fromkeys([*then, *now])
     }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _precisions(rows: Iterable[PinRow]) -> dict[str, str]:
-    return {row.name: row.precision for row in rows}

@@ -76,8 +76,30 @@ class _Fp8TELinear(Fp8Linear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         module: Any = self
+        state, weight = module.fp8_state, module.weight
+        check_weight(state.name, weight)
         bias = module.bias if module.use_bias else None
-        return _parallel_linear(module, x, bias)
+        added = bias if module.apply_bias else None
+        parallel = module.parallel_mode if module.tp_size > 1 else None
+        column, row = parallel == "column", parallel == "row"
+        call = Call(
+            state=state,
+            fusion=module.fuse_wgrad_accumulation,
+            training=torch.is_grad_enabled() and weight.requires_grad,
+            sequence_parallel=column and module.sequence_parallel,
+            allreduce_dgrad=column and not module.sequence_parallel,
+            tp_group=module.tp_group if parallel else None,
+        )
+        y = fp8_linear(x, weight, None if row else added, call)
+        if row:  # the bias comes after the sum over ranks
+            reduce = (
+                reduce_scatter_to_sequence_parallel_region
+                if module.sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
+            y = reduce(y, group=module.tp_group)
+            y = y if added is None else y + added
+        return y, bias if module.te_return_bias else None
 
 
 class Fp8TEColumnParallelLinear(_Fp8TELinear, TEColumnParallelLinear):
@@ -147,34 +169,6 @@ TE_CLASSES: dict[type, type[Fp8Linear]] = {
         Fp8TERowParallelGroupedLinear,
     )
 }
-
-
-def _parallel_linear(
-    module: Any, x: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    state, weight = module.fp8_state, module.weight
-    check_weight(state.name, weight)
-    parallel = module.parallel_mode if module.tp_size > 1 else None
-    column, row = parallel == "column", parallel == "row"
-    call = Call(
-        state=state,
-        fusion=module.fuse_wgrad_accumulation,
-        training=torch.is_grad_enabled() and weight.requires_grad,
-        sequence_parallel=column and module.sequence_parallel,
-        allreduce_dgrad=column and not module.sequence_parallel,
-        tp_group=module.tp_group if parallel else None,
-    )
-    added = bias if module.apply_bias else None
-    y = fp8_linear(x, weight, None if row else added, call)
-    if row:  # the bias comes after the sum over ranks
-        reduce = (
-            reduce_scatter_to_sequence_parallel_region
-            if module.sequence_parallel
-            else reduce_from_tensor_model_parallel_region
-        )
-        y = reduce(y, group=module.tp_group)
-        y = y if added is None else y + added
-    return y, bias if module.te_return_bias else None
 
 
 def _normalize(module: Any, x: torch.Tensor) -> torch.Tensor:

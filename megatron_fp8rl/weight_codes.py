@@ -1,4 +1,4 @@
-"""FP8 codes of one weight: made on demand, kept until the weight changes.
+"""FP8 codes of a module's weights: made on demand, kept until a weight changes.
 
 An optimizer of megatron-core (plain or distributed) writes the new weights without a change of
 ``weight._version``, at the same address, and *after* torch's step hook has run. So the hook only
@@ -44,31 +44,61 @@ class WeightEpoch:
         self.value += 1
 
 
-class _Codes:
-    """Decide when the codes of one or more weights are made anew; see :class:`WeightCodes`."""
+class WeightCodes:
+    """The codes of the weights of one module, in HF row order, or in Megatron's where the blocks
+    are the same.
+
+    If one weight of a module with several (experts) has changed, all codes are made anew in one
+    launch.
+
+    Args:
+        layout: row order of each weight; blocks lie on the HF order.
+        scale_format: format of the scales of the 128x128 blocks.
+        epoch: counter shared by all weights of a conversion.
+        keep: keep the codes until a weight is known to have changed; without it they are made at
+            each use, so that stale codes are impossible.
+        stacked: hold the codes of all weights as one stack ``[experts, ..]``; without it the
+            module has one weight.
+    """
 
     def __init__(
         self,
         layout: RowLayout,
         scale_format: ScaleFormat,
         epoch: WeightEpoch,
-        keep: bool | None = None,
+        keep: bool = False,
+        *,
+        stacked: bool = False,
     ) -> None:
         self.layout = layout
         self.scale_format = scale_format
         self._epoch = epoch
         self._keep = keep
-        self._key: tuple[tuple[int, int, int], ...] | None = None
-        self._made_of: list[torch.Tensor] = []
-        self._codes = Operand(None, None)
+        self._stacked = stacked
+        self.drop()
 
     def drop(self) -> None:
         """Free the codes; the next call makes new ones."""
-        self._key, self._made_of = None, []
+        self._key: tuple[tuple[int, int, int], ...] | None = None
         self._codes = Operand(None, None)
 
-    def _rowwise_of(self, weights: Sequence[torch.Tensor], training: bool) -> Quantized:
-        if not self._keeps(weights[0]):
+    def rowwise(self, *weights: torch.Tensor, training: bool = False) -> Quantized:
+        """Return the codes of the weights as they are now, for fprop.
+
+        With ``keep`` a change is seen if it bumps ``_version`` (any in-place operation on the
+        parameter, ``load_state_dict``), moves the storage, or comes from an optimizer step. Writing
+        through ``weight.data`` leaves no trace: call ``Conversion.invalidate()`` after it.
+
+        Args:
+            weights: ``[layout.rows, K]`` each, in Megatron's row order.
+            training: whether :meth:`columnwise` will be called too, so that one read makes both.
+
+        Returns:
+            codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``, with
+            ``stacked`` behind a dimension of experts; with ``layout.apart`` the rows include the
+            padding. A non-finite weight gives a NaN code.
+        """
+        if not self._keep:
             return _present(self._make(weights, rowwise=True).rowwise)
         self._forget_if_changed(weights)
         if self._codes.rowwise is None:
@@ -77,118 +107,42 @@ class _Codes:
             self._codes = Operand(made.rowwise, made.columnwise or self._codes.columnwise)
         return _present(self._codes.rowwise)
 
-    def _columnwise_of(self, weights: Sequence[torch.Tensor]) -> Quantized:
-        if not self._keeps(weights[0]):
+    def columnwise(self, *weights: torch.Tensor) -> Quantized:
+        """Return the same codes and scales, the last two dimensions transposed, for dgrad."""
+        if not self._keep:
             return _present(self._make(weights, columnwise=True).columnwise)
         self._forget_if_changed(weights)
-        rowwise, columnwise = self._codes
-        if columnwise is None:
-            if rowwise is not None and not weights[0].is_cuda:
-                return Quantized(rowwise.codes.mT, rowwise.scale_inv.mT)
-            columnwise = self._make(weights, columnwise=True).columnwise
-            self._codes = Operand(rowwise, columnwise)
-        return _present(columnwise)
-
-    def _forget_if_changed(self, weights: Sequence[torch.Tensor]) -> None:
-        if self._keep is None:
-            same = len(self._made_of) == len(weights) and all(
-                torch.equal(a, b) for a, b in zip(self._made_of, weights, strict=True)
-            )
-            if not same:
-                self.drop()
-                self._made_of = [weight.detach().clone() for weight in weights]
-            return
-        epoch = self._epoch.value
-        key = tuple((weight.data_ptr(), weight._version, epoch) for weight in weights)
-        if key != self._key:
-            self._key, self._codes = key, Operand(None, None)
-
-    def _keeps(self, weight: torch.Tensor) -> bool:
-        return not weight.is_cuda if self._keep is None else self._keep
-
-    def _in_hf_order(self, weight: torch.Tensor) -> torch.Tensor:
-        rows = weight.detach()
-        return rows if self.layout.in_place else self.layout.to_hf(rows)
-
-    def _make(
-        self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False
-    ) -> Operand:
-        raise NotImplementedError
-
-
-class WeightCodes(_Codes):
-    """The codes of one weight in HF row order, or in Megatron's where the blocks are the same.
-
-    Args:
-        layout: row order; blocks lie on the HF order.
-        scale_format: format of the scales of the 128x128 blocks.
-        epoch: counter shared by all weights of a conversion.
-        keep: keep the codes until the weight is known to have changed. By default neither device
-            can use stale codes: a GPU, where codes take 2 bytes a parameter and little time, makes
-            them at each use; a CPU, where they take long, compares the weight with the one they
-            were made of.
-    """
-
-    def rowwise(self, weight: torch.Tensor, training: bool = False) -> Quantized:
-        """Return the codes of ``weight`` as it is now, for fprop.
-
-        With ``keep`` a change is seen if it bumps ``_version`` (any in-place operation on the
-        parameter, ``load_state_dict``), moves the storage, or comes from an optimizer step. Writing
-        through ``weight.data`` leaves no trace: call ``Conversion.invalidate()`` after it.
-
-        Args:
-            weight: ``[layout.rows, K]`` in Megatron's row order.
-            training: whether :meth:`columnwise` will be called too, so that one read makes both.
-
-        Returns:
-            codes ``[layout.rows, K]``, float32 scale_inv ``[ceil(rows/128), ceil(K/128)]``; with
-            ``layout.apart`` the rows include the padding. A non-finite weight gives a NaN code.
-        """
-        return self._rowwise_of((weight,), training)
-
-    def columnwise(self, weight: torch.Tensor) -> Quantized:
-        """Return the same codes transposed, ``[K, layout.rows]``, and their scales, for dgrad."""
-        return self._columnwise_of((weight,))
+        if self._codes.columnwise is None:
+            made = self._make(weights, columnwise=True)
+            self._codes = Operand(self._codes.rowwise, made.columnwise)
+        return _present(self._codes.columnwise)
 
     def fresh(self, weight: torch.Tensor) -> Quantized:
-        """Return the codes of ``weight`` as it is now, and keep nothing.
+        """Return the codes of one weight as it is now, without a stack, and keep nothing.
 
         Callers outside of a forward may see weights that a distributed optimizer has not gathered
         yet; those codes must not stay.
         """
-        return _present(self._make((weight,), rowwise=True).rowwise)
-
-    def stacked(self) -> StackedCodes:
-        """Return the object that holds the codes of all experts of a module."""
-        return StackedCodes(self.layout, self.scale_format, self._epoch, self._keep)
-
-    def _make(
-        self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False
-    ) -> Operand:
-        rows = self._in_hf_order(weights[0])
-        return quantize_weight(rows, self.scale_format, rowwise=rowwise, columnwise=columnwise)
-
-
-class StackedCodes(_Codes):
-    """:class:`WeightCodes` of all experts of a module in one stack.
-
-    If one weight has changed, all codes are made anew in one launch.
-    """
-
-    def rowwise(self, weights: Sequence[torch.Tensor], training: bool = False) -> Quantized:
-        """Return codes ``[experts, layout.rows, K]`` and scale_inv ``[experts, ceil(rows/128),
-        ceil(K/128)]``; see :meth:`WeightCodes.rowwise`."""
-        return self._rowwise_of(weights, training)
-
-    def columnwise(self, weights: Sequence[torch.Tensor]) -> Quantized:
-        """Return the same codes and scales, the last two dimensions transposed, for dgrad."""
-        return self._columnwise_of(weights)
+        rows = self._in_hf_order(weight)
+        return _present(quantize_weight(rows, self.scale_format, columnwise=False).rowwise)
 
     def _make(
         self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False
     ) -> Operand:
         rows = [self._in_hf_order(weight) for weight in weights]
-        return quantize_weights(rows, self.scale_format, rowwise=rowwise, columnwise=columnwise)
+        if self._stacked:
+            return quantize_weights(rows, self.scale_format, rowwise=rowwise, columnwise=columnwise)
+        return quantize_weight(rows[0], self.scale_format, rowwise=rowwise, columnwise=columnwise)
+
+    def _forget_if_changed(self, weights: Sequence[torch.Tensor]) -> None:
+        epoch = self._epoch.value
+        key = tuple((weight.data_ptr(), weight._version, epoch) for weight in weights)
+        if key != self._key:
+            self._key, self._codes = key, Operand(None, None)
+
+    def _in_hf_order(self, weight: torch.Tensor) -> torch.Tensor:
+        rows = weight.detach()
+        return rows if self.layout.in_place else self.layout.to_hf(rows)
 
 
 def _present(side: Quantized | None) -> Quantized:

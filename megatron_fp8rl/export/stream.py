@@ -16,6 +16,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK, mark_inf, quantize_block
 from fp8rl.pinning import FUSED, kind_of
 from fp8rl.recipe import ScaleFormat
+from megatron_fp8rl.export.layout import ROW_PARALLEL
 from megatron_fp8rl.export.mapping import (
     MappedParameter,
     ModelChunks,
@@ -163,7 +164,6 @@ def fp8_wire(
         )
 
 
-_ROW_PARALLEL = ("o_proj", "down_proj")
 _FUSED_PARTS = tuple(part for parts in FUSED.values() for part in parts)
 
 
@@ -175,7 +175,7 @@ def _has_blocks_of_its_own(module: str, shape: torch.Size, ranks: int) -> bool:
     rows, columns = (size % (block * ranks) == 0 for size, block in zip(shape, BLOCK, strict=True))
     leaf = module.rpartition(".")[2]
     alone = ranks == 1  # and nothing beside it, where the rollout fuses none or has experts
-    if leaf in _ROW_PARALLEL:
+    if leaf in ROW_PARALLEL:
         return alone or columns
     if leaf in _FUSED_PARTS:
         return rows or (alone and kind_of(module) == "experts")

@@ -28,6 +28,7 @@ def completed_local_spec() -> Iterator[None]:
 
 
 def local_spec_patches() -> list[Patch]:
+    from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -37,6 +38,10 @@ def local_spec_patches() -> list[Patch]:
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without TransformerEngine the router reads a name that its module never defines.
         patches.append((moe_utils, "te_general_gemm", None))
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        # It compares with classes that are None without TransformerEngine (0.20).
+        name = "is_inference_column_parallel_linear"
+        patches.append((multi_token_prediction, name, lambda module: False))
     return patches
 
 

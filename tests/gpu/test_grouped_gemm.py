@@ -186,20 +186,14 @@ def test_a_module_of_experts_is_that_of_each_expert(together):
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from fp8rl import PluginManager
     from megatron_fp8rl.export.layout import plain_layout
-    from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
-    from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
-    from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+    from megatron_fp8rl.grouped import grouped_linear
+    from megatron_fp8rl.linear import Call, fp8_linear
+    from support.megatron import fp8_states
 
     torch.manual_seed(0)
     splits, shape = (70, 0, 513, 128, 0), (OUT, IN)
     backends = BackendChoice(PluginManager(discover=False).gemm_backends(), ["fp32"])
-    epoch = WeightEpoch()
-    states = tuple(
-        Fp8State(
-            f"e.{i}", WeightCodes(plain_layout("x", shape[0]), "fp32", epoch), backends, "fp32"
-        )
-        for i in range(len(splits))
-    )
+    state, states = fp8_states(len(splits), plain_layout("x", shape[0]), backends)
     source = torch.randn(len(splits), *shape, device=DEVICE).bfloat16()
     x = torch.randn(sum(splits), shape[1], device=DEVICE).bfloat16()
     grad = torch.randn(sum(splits), shape[0], device=DEVICE).bfloat16()
@@ -220,8 +214,6 @@ def test_a_module_of_experts_is_that_of_each_expert(together):
         calls = [Call(state, fusion=True, training=True) for state in states]
         runs = zip(leaf.split(splits), weights, calls, strict=True)
         return torch.cat([fp8_linear(part, w, None, call) for part, w, call in runs])
-
-    state = Fp8GroupedState("e", states)
 
     def at_once(leaf: torch.Tensor, weights: list) -> torch.Tensor:
         return grouped_linear(leaf, splits, weights, None, state, fusion=True)

@@ -12,8 +12,7 @@ from megatron.core.tensor_parallel import layers
 from fp8rl import PluginManager
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl import compat, hooks
-from megatron_fp8rl.conversion import fp8_class
-from megatron_fp8rl.linear import FP8_CLASSES
+from megatron_fp8rl.conversion import fp8_classes
 
 
 def test_the_installed_version_is_the_known_one():
@@ -32,22 +31,19 @@ def test_a_megatron_built_differently_is_named(monkeypatch):
 @pytest.mark.skipif(compat.has_transformer_engine(), reason="TransformerEngine is here")
 def test_without_transformer_engine_its_classes_are_not_served():
     """megatron-core defines their names all the same, over a stand-in."""
-    from megatron.core.extensions import transformer_engine as extension
-
-    assert fp8_class(extension.TEColumnParallelLinear) is None
-    assert fp8_class(layers.ColumnParallelLinear) is FP8_CLASSES[layers.ColumnParallelLinear]
-    assert fp8_class(FP8_CLASSES[layers.RowParallelLinear]) is None
+    assert set(fp8_classes()) == {layers.ColumnParallelLinear, layers.RowParallelLinear}
     facts = hooks.diagnose().facts
     assert facts["transformer-engine"].startswith("not installed")
     assert "not TransformerEngine's" in facts["FP8 linears"]
 
 
-def test_every_fp8_class_has_its_parallelism_for_bridge():
-    """By name, also those of TransformerEngine, which are not importable everywhere."""
-    names = {name for kind in compat.BRIDGE_TYPES.values() for name in kind}
+def test_every_fp8_class_tells_bridge_its_parallelism_by_its_name():
+    """Also those of TransformerEngine, which are not importable everywhere."""
     source = Path(compat.__file__).with_name("te_classes.py").read_text()
-    defined = set(re.findall(r"^class (Fp8\w+)\(", source, re.M))
-    assert names == defined | {cls.__name__ for cls in FP8_CLASSES.values()}
+    defined = re.findall(r"^class (Fp8\w+)\(\w+, (TE\w+)\):", source, re.M)
+    assert len(defined) == 5
+    for name, upstream in defined:
+        assert name == f"Fp8{upstream}" and ("RowParallel" in name) != ("ColumnParallel" in name)
 
 
 def test_doctor_finds_megatron():

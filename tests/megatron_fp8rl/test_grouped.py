@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,28 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.gemm import BackendChoice, GemmBackend, ReferenceBackend
+from fp8rl.gemm import BackendChoice, ReferenceBackend
+from fp8rl.numerics import dequantize_group, quantize_group
 from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, plain_layout
-from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
-from megatron_fp8rl.linear import Call, Fp8Linear, Fp8State, fp8_linear
-from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+from megatron_fp8rl.grouped import grouped_linear
+from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
+from support.megatron import Recording, fp8_states
 
 OUT, IN = 96, 160
 INTERLEAVED = RowLayout(("a", "b"), (16, 32), groups=2)  # another order than HF's, blocks parted
 
 
-def _state(
-    experts: int, layout: RowLayout | None = None, *backends: GemmBackend, keep: bool | None = None
-) -> Fp8GroupedState:
-    choice = BackendChoice({b.name: b for b in backends or (ReferenceBackend(),)}, ["fp32"])
-    epoch, layout = WeightEpoch(), layout or plain_layout("x", OUT)
-    return Fp8GroupedState(
-        "experts.x",
-        tuple(
-            Fp8State(f"experts.{i}.x", WeightCodes(layout, "fp32", epoch, keep), choice, "fp32")
-            for i in range(experts)
-        ),
-    )
+def _state(experts: int, keep: bool = False) -> Fp8State:
+    return fp8_states(experts, plain_layout("x", OUT), keep=keep)[0]
 
 
 def _weights(
@@ -59,14 +51,14 @@ def _each(
     splits: Sequence[int],
     weights: Sequence[torch.nn.Parameter],
     biases: Sequence[torch.Tensor] | None,
-    state: Fp8GroupedState,
+    states: Sequence[Fp8State],
     *,
     fusion: bool,
 ) -> torch.Tensor:
     outputs = []
     for i, run in enumerate(x.split(list(splits))):
         training = torch.is_grad_enabled() and weights[i].requires_grad
-        call = Call(state=state.experts[i], fusion=fusion, training=training)
+        call = Call(state=states[i], fusion=fusion, training=training)
         outputs.append(fp8_linear(run, weights[i], None if biases is None else biases[i], call))
     return torch.cat(outputs)
 
@@ -87,11 +79,12 @@ def test_results_are_those_of_each_expert_bit_for_bit(
     x = torch.randn(sum(splits), IN, generator=generator).bfloat16()
     grad = torch.randn(sum(splits), OUT, generator=generator).bfloat16()
 
-    def run(function: Callable) -> list[torch.Tensor | None]:
+    together, alone = fp8_states(len(splits), layout)
+
+    def run(function: Callable, state: Any) -> list[torch.Tensor | None]:
         weights = _weights(len(splits), fusion, frozen)
         biases = [torch.ones(OUT).bfloat16().mul(i).requires_grad_() for i in range(len(splits))]
         leaf = x.clone().requires_grad_(x_needs_grad)
-        state = _state(len(splits), layout)
         y = function(
             leaf, splits, weights, biases if bias else None, state, fusion=fusion == "apex"
         )
@@ -105,10 +98,35 @@ def test_results_are_those_of_each_expert_bit_for_bit(
             results += [own, getattr(weight, "main_grad", None), torch.tensor(bool(added))]
         return results
 
-    for got, expected in zip(run(grouped_linear), run(_each), strict=True):
+    for got, expected in zip(run(grouped_linear, together), run(_each, alone), strict=True):
         assert (got is None) == (expected is None)
         if got is not None:
             assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+def test_each_expert_has_groups_of_its_own_tokens():
+    """The naive way, groups of 128 tokens counted on through all experts, mixes the tokens of two
+    of them into one scale."""
+    splits, weights = (40, 130, 7), _weights(3, "none", dtype=torch.float32)
+    x, grad = torch.randn(177, IN), torch.randn(177, OUT)
+    grouped_linear(x, splits, weights, None, _state(3), fusion=False).backward(grad)
+
+    def operands(t: torch.Tensor) -> torch.Tensor:
+        return dequantize_group(*quantize_group(t.t())).double()
+
+    naive = [operands(t).split(splits, 1) for t in (grad, x)]
+    own = [[operands(run) for run in t.split(splits)] for t in (grad, x)]
+    for weight, *factors in zip(weights, *own, *naive, strict=True):
+        right, wrong = factors[0] @ factors[1].t(), factors[2] @ factors[3].t()
+        torch.testing.assert_close(weight.grad.double(), right, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(weight.grad.double(), wrong, rtol=1e-4, atol=1e-4)
+
+
+def test_splits_must_add_up():
+    state, weights = _state(2), _weights(2, "none")
+    for splits in ((3, 3), (5,)):
+        with pytest.raises(UnsupportedError, match=r"'experts\.x' got 5 tokens in"):
+            grouped_linear(torch.randn(5, IN), splits, weights, None, state, fusion=False)
 
 
 def test_experts_of_one_module_share_the_memory_of_what_autograd_wants():
@@ -127,9 +145,9 @@ def test_fusion_needs_main_grads_before_anything_is_added():
     assert torch.equal(weights[0].main_grad, torch.ones(OUT, IN).bfloat16())
 
 
-@pytest.mark.parametrize("keep", [None, True])
+@pytest.mark.parametrize("keep", [False, True])
 def test_a_change_of_one_expert_is_seen(keep):
-    state, weights = _state(2, keep=keep), _weights(2, "none")
+    state, weights = _state(2, keep), _weights(2, "none")
     x = torch.randn(9, IN).bfloat16()
 
     def run() -> torch.Tensor:
@@ -138,43 +156,16 @@ def test_a_change_of_one_expert_is_seen(keep):
 
     before = run()
     assert torch.equal(run(), before)
-    codes = state.codes.rowwise(weights).codes
+    codes = state.codes.rowwise(*weights).codes
     assert codes.shape == (2, OUT, IN)
-    assert state.codes.rowwise(weights).codes.data_ptr() == codes.data_ptr()  # kept
+    again = state.codes.rowwise(*weights).codes
+    assert (again.data_ptr() == codes.data_ptr()) == keep
     with torch.no_grad():
         weights[1].mul_(3)
     after = run()
     assert torch.equal(after[:4], before[:4]) and not torch.equal(after[4:], before[4:])
     state.codes.drop()
     assert torch.equal(run(), after)
-
-
-class _Experts(Fp8Linear, torch.nn.Module):
-    def __init__(self, keep: bool | None) -> None:
-        super().__init__()
-        self.fp8_state = _state(2, keep=keep)
-        self.weights = torch.nn.ParameterList(_weights(2, "none"))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return grouped_linear(x, (4, 5), list(self.weights), None, self.fp8_state, fusion=False)
-
-
-@pytest.mark.parametrize("moment", ["eval and train", "drop_codes", "to another dtype and back"])
-def test_kept_codes_go_when_experts_are_offloaded(moment):
-    """Written through ``.data`` meanwhile, which leaves no trace on the weight."""
-    module, x = _Experts(keep=True), torch.randn(9, IN).bfloat16()
-    before = module(x)
-    if moment == "eval and train":
-        module.eval().train()
-    elif moment == "drop_codes":
-        module.drop_codes()
-    else:
-        module.float().bfloat16()
-    for weight in module.weights:
-        weight.data.mul_(3)
-    after, fresh = module(x), _Experts(keep=None)
-    fresh.load_state_dict(module.state_dict())
-    assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
@@ -194,46 +185,13 @@ def test_an_overflow_stays_with_its_token_and_its_expert(value):
     assert weights[1].grad.isnan().all(1).nonzero().flatten().tolist() == [3]
 
 
-def test_experts_of_zeros_give_zeros():
-    weights = _weights(2, "none", dtype=torch.float32)
-    with torch.no_grad():
-        weights[0].zero_()
-    x = torch.randn(9, IN, generator=torch.Generator().manual_seed(0))
-    x[4:] = 0
-    x.requires_grad_()
-    y = grouped_linear(x, (4, 5), weights, None, _state(2), fusion=False)
-    y.backward(torch.ones(9, OUT))
-    assert torch.equal(y, torch.zeros(9, OUT))
-    assert torch.equal(x.grad[:4], torch.zeros(4, IN)) and x.grad[4:].abs().min() > 0
-    assert torch.equal(weights[1].grad, torch.zeros(OUT, IN))
-    # Codes of four tokens may add up to exactly zero in a column.
-    assert weights[0].grad.ne(0).float().mean() > 0.9
-
-
-class _Counting(ReferenceBackend):
-    """A plugin's backend that counts its grouped products."""
-
-    name = "counting"
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def grouped_fprop(self, *args):
-        self.calls.append("fprop")
-        return super().grouped_fprop(*args)
-
-    def grouped_dgrad(self, *args):
-        self.calls.append("dgrad")
-        return super().grouped_dgrad(*args)
-
-    def grouped_wgrad(self, *args):
-        self.calls.append("wgrad")
-        return super().grouped_wgrad(*args)
-
-
 def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():
-    own = _Counting()
-    state, weights = _state(3, None, own, ReferenceBackend()), _weights(3, "ddp")
+    own = Recording()
+    offered = {"recording": own, "reference": ReferenceBackend()}
+    state, _ = fp8_states(3, plain_layout("x", OUT), BackendChoice(offered, ["fp32"]))
+    weights = _weights(3, "ddp")
     x = torch.randn(30, IN).bfloat16().requires_grad_()
     grouped_linear(x, (10, 0, 20), weights, None, state, fusion=False).sum().backward()
-    assert own.calls == ["fprop", "dgrad", "wgrad"]
+    # The reference itself goes on to the products of each expert.
+    grouped = [name for name in own.calls if name.startswith("grouped_")]
+    assert grouped == ["grouped_fprop", "grouped_dgrad", "grouped_wgrad"]

@@ -9,16 +9,11 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from fp8rl.errors import PinError, UnsupportedError
-from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
-from megatron_fp8rl.export.layout import plain_layout
-from megatron_fp8rl.grouped import Fp8GroupedState, grouped_linear
-from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.sites import module_names, sites
 from megatron_fp8rl.testing.models import build_gpt
-from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 from support.megatron import convert_alone, dense, losses, moe, pinned
 
 pytestmark = pytest.mark.usefixtures("mcore")
@@ -37,60 +32,6 @@ def _losses(model: torch.nn.Module) -> torch.Tensor:
 
 
 # ---- grouped
-
-
-def _grouped(experts: int, out_features: int, in_features: int):
-    weights = [torch.nn.Parameter(torch.randn(out_features, in_features)) for _ in range(experts)]
-    epoch = WeightEpoch()
-    choice = BackendChoice({"reference": ReferenceBackend()}, ["fp32"])
-    states = tuple(
-        Fp8State(f"experts.{i}.x", WeightCodes(plain_layout("x", out_features), "fp32", epoch),
-                 choice, "fp32")
-        for i in range(experts)
-    )  # fmt: skip
-    return weights, Fp8GroupedState("experts.x", states)
-
-
-@pytest.mark.parametrize("splits", [(40, 130, 7), (0, 177, 0), (177, 0, 0), (0, 0, 0)])
-@pytest.mark.parametrize("fusion", [False, True])
-def test_each_expert_has_groups_of_its_own_tokens(splits, fusion):
-    """Against float64 on operands that are quantized expert by expert. The naive way, groups of 128
-    tokens counted on through all experts, mixes the tokens of two of them into one scale."""
-    torch.manual_seed(0)
-    weights, state = _grouped(3, 96, 160)
-    for weight in weights if fusion else ():
-        weight.main_grad = torch.ones(96, 160)
-        weight.grad_added_to_main_grad = False
-    biases = [torch.randn(96) for _ in weights]
-    x = torch.randn(sum(splits), 160, requires_grad=True)
-    grad = torch.randn(sum(splits), 96)
-    y = grouped_linear(x, splits, weights, biases, state, fusion=fusion)
-    y.backward(grad)
-
-    def groups(t: torch.Tensor) -> torch.Tensor:
-        return dequantize_group(*quantize_group(t)).double()
-
-    runs = zip(x.detach().split(splits), grad.split(splits), y.detach().split(splits),
-               x.grad.split(splits), strict=True)  # fmt: skip
-    for (xi, gi, yi, dxi), weight, bias in zip(runs, weights, biases, strict=True):
-        w = dequantize_block(*quantize_block(weight.detach())).double()
-        dw = groups(gi.t()) @ groups(xi.t()).t() if len(xi) else torch.zeros(96, 160)
-        got = weight.main_grad - 1 if fusion else weight.grad
-        assert weight.grad is not None  # DDP's hook needs one, also of an expert without tokens
-        for a, b in ((yi - bias, groups(xi) @ w.t()), (dxi, groups(gi) @ w), (got, dw)):
-            torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-4)
-    if splits[0] == 40:
-        naive = [groups(t.t()).split(splits, 1) for t in (grad, x.detach())]
-        for expert, (gi, xi) in enumerate(zip(*naive, strict=True)):
-            got = weights[expert].main_grad - 1 if fusion else weights[expert].grad
-            assert not torch.allclose(got.double(), gi @ xi.t(), rtol=1e-4, atol=1e-4)
-
-
-def test_grouped_splits_must_add_up():
-    weights, state = _grouped(2, 8, 8)
-    for splits in ((3, 3), (5,)):
-        with pytest.raises(UnsupportedError, match=r"'experts\.x' got 5 tokens in"):
-            grouped_linear(torch.randn(5, 8), splits, weights, None, state, fusion=False)
 
 
 class _GroupedLinear(torch.nn.Module):

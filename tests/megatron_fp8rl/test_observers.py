@@ -111,21 +111,16 @@ def test_switch_reset_and_close(mcore):
     run(model, seed=1)
     assert torch.equal(observer.amax(), first)
     observer.reset()
-    with observer.observing():
+    with pytest.raises(RuntimeError, match="stop"), observer.observing():
         run(model, seed=1)
+        raise RuntimeError("stop")
+    assert not observer.enabled
     assert not torch.equal(observer.amax(), first)
     observer.enabled = True
     observer.close()
     kept = observer.amax()
     run(model)
     assert torch.equal(observer.amax(), kept)
-
-
-def test_switch_is_restored_after_an_error(model):
-    observer = QKVObserver(model, enabled=False)
-    with pytest.raises(RuntimeError, match="stop"), observer.observing():
-        raise RuntimeError("stop")
-    assert not observer.enabled
 
 
 def test_recompute_gives_the_same_table(mcore):

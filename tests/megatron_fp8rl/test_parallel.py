@@ -10,13 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8rl import PinPolicy, Recipe
-from fp8rl.numerics import dequantize_block
-from megatron_fp8rl import convert, weight_codes_hf
-from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.testing.launch import LaunchError, launch
 from support.parallel import cases, checks
-from support.parallel.run import PINS, SINGLE, SINGLES, TOPOLOGIES, VOCAB, build, random_weights
+from support.parallel.run import SINGLES, TOPOLOGIES, random_weights
 from support.processes import environment
 
 
@@ -106,32 +102,6 @@ def test_checkpoints_of_the_distributed_optimizer_load_with_and_without_the_plug
     ranks, saved_with
 ):
     checks.check_checkpoints(ranks.of("dp2-bf16"), saved_with)
-
-
-def test_fp8_wire_carries_the_trainers_codes(mcore, weights):
-    model = build(SINGLE, weights["dense"])
-    conversion = convert(model, Recipe.from_dict({"pins": PINS}))
-    plain = dict(export_hf(model, vocab_size=VOCAB))
-    wire = dict(fp8_wire(export_hf(model, vocab_size=VOCAB), conversion.policy))
-    scales = {n for n in wire if n.endswith("_scale_inv")}
-    assert set(wire) - scales == set(plain)
-    for module in conversion.modules.values():
-        for name, held in weight_codes_hf(module).items():
-            assert torch.equal(wire[f"{name}.weight"].float(), held.codes.float())
-            assert torch.equal(wire[f"{name}.weight_scale_inv"], held.scale_inv)
-            scales.remove(f"{name}.weight_scale_inv")
-            restored = dequantize_block(held.codes, held.scale_inv)
-            worst = (restored - plain[f"{name}.weight"]).abs().max()
-            assert worst <= plain[f"{name}.weight"].abs().max() / 16  # half a step of E4M3
-    assert not scales
-    unchanged = "model.layers.1.mlp.up_proj.weight"
-    assert wire[unchanged] is not plain[unchanged] and torch.equal(
-        wire[unchanged], plain[unchanged]
-    )
-    assert (
-        PinPolicy.for_dense_model(conversion.policy.pins, 4).precision("model.layers.1.mlp.up_proj")
-        == "bf16"
-    )
 
 
 def _script(tmp_path: Path, body: str) -> Path:

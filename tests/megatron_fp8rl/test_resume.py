@@ -8,21 +8,15 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, optimizer_config
+from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.transformer.module import Float16Module
 from torch.overrides import TorchFunctionMode
 
 from fp8rl.errors import CheckpointError
 from fp8rl.numerics import quantize_block
 from megatron_fp8rl.table import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
-from support.megatron import convert_alone, dense, losses, moe, pinned, tokens
+from support.megatron import Trainer, convert_alone, dense, losses, moe, pinned, tokens
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
@@ -34,9 +28,9 @@ def _loss(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
     return losses(model, tokens(seed)).float().mean()
 
 
-class Run:
-    """A model in DDP with megatron's optimizer; the distributed one saves no Adam of torch's, which
-    is all there is without TransformerEngine."""
+class Run(Trainer):
+    """The distributed optimizer saves no Adam of torch's, which is all there is without
+    TransformerEngine."""
 
     def __init__(
         self,
@@ -44,45 +38,14 @@ class Run:
         fp8: bool,
         seed: int,
         kind: str = "dense",
-        use_distributed_optimizer: bool = False,
-        **convert_options: Any,
+        distributed: bool = False,
+        **options: Any,
     ) -> None:
-        self.gpt = build_gpt(CONFIGS[kind], seed=seed)
-        config = self.gpt.config
-        self.ddp = DistributedDataParallel(
-            config=config,
-            ddp_config=DistributedDataParallelConfig(
-                use_distributed_optimizer=use_distributed_optimizer
-            ),
-            module=Float16Module(config, self.gpt),
-        )
-        self.conversion = convert_alone(self.ddp, **convert_options) if fp8 else None
-        self.optimizer = self.make_optimizer(use_distributed_optimizer=use_distributed_optimizer)
-
-    def make_optimizer(self, **options: Any) -> Any:
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=2e-3,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            clip_grad=1.0,
-            **options,
-        )
-        return get_megatron_optimizer(config, [self.ddp])
+        gpt = build_gpt(CONFIGS[kind], seed=seed)
+        super().__init__(gpt, fp8=options if fp8 else None, distributed=distributed)
 
     def step(self, seed: int) -> tuple[float, float]:
-        """Loss and gradient norm."""
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        loss = _loss(self.ddp, seed)
-        loss.backward()
-        finalize_model_grads([self.ddp])
-        return float(loss), self.update()
-
-    def update(self) -> float:
-        """The optimizer's step; returns the gradient norm."""
-        _, norm, _ = self.optimizer.step()
-        return float(norm)
+        return super().step(tokens(seed))
 
     def sharded(self, *, loading: bool) -> dict[str, Any]:
         model = self.gpt.sharded_state_dict()
@@ -171,55 +134,31 @@ def test_the_table_tells_when_a_run_is_resumed_with_other_pins(tmp_path):
 # ---- offload
 
 
-@pytest.mark.parametrize("keep", [None, True], ids=["default", "keep_codes"])
-def test_weights_that_change_while_they_are_offloaded(keep):
-    """Storage released and given back at the same address, written through ``.data``, between
-    ``eval`` and ``train``: nothing on the parameter tells, and old codes would be used."""
-    run, other = Run(fp8=True, seed=1, keep_codes=keep), Run(fp8=True, seed=2)
-    run.step(0)
-    expected, before = _loss(other.ddp), _loss(run.ddp)
-    pointers = [p.data_ptr() for p in run.gpt.parameters()]
-    versions = [p._version for p in run.gpt.parameters()]
-
-    run.ddp.eval()
-    run.conversion.drop_codes()
-    for mine, theirs in zip(run.gpt.parameters(), other.gpt.parameters(), strict=True):
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("keep", [False, True], ids=["default", "keep_codes"])
+@pytest.mark.parametrize("moment", ["eval", "train", "another dtype", "drop_codes"])
+def test_weights_that_change_while_they_are_offloaded(moment, keep, kind):
+    """Written through ``.data`` at the same address: nothing on the parameter tells, and old codes
+    would be used but for the moment at which a framework does it."""
+    gpt, other = (build_gpt(CONFIGS[kind], seed=seed) for seed in (1, 2))
+    conversion = convert_alone(gpt, keep_codes=keep)
+    convert_alone(other)
+    _loss(gpt), _loss(other)
+    traces = [(p.data_ptr(), p._version) for p in gpt.parameters()]
+    for mine, theirs in zip(gpt.parameters(), other.parameters(), strict=True):
         mine.data.copy_(theirs.data)
-    run.ddp.train()
-
-    assert pointers == [p.data_ptr() for p in run.gpt.parameters()]
-    assert versions == [p._version for p in run.gpt.parameters()]
-    found = _loss(run.ddp)
-    assert torch.equal(found, expected) and not torch.equal(found, before)
-
-
-@pytest.mark.parametrize("how", ["eval and train", "to another dtype and back", "new storage"])
-def test_kept_codes_go_when_the_model_is_offloaded(how):
-    run, other = Run(fp8=True, seed=1, keep_codes=True), Run(fp8=True, seed=2)
-    _loss(run.ddp)
-    expected = _loss(other.ddp)
-    if how == "eval and train":
-        run.ddp.eval()
-        run.ddp.train()
-    elif how == "to another dtype and back":
-        run.gpt.float().bfloat16()
-    for mine, theirs in zip(run.gpt.parameters(), other.gpt.parameters(), strict=True):
-        if how == "new storage":
-            mine.data = theirs.data.clone()
-        else:
-            mine.data.copy_(theirs.data)
-    assert torch.equal(_loss(run.ddp), expected)
-
-
-def test_the_hazard_that_these_tests_would_see():
-    """With kept codes and none of the moments above, old ones are used, and the loss differs."""
-    run, other = Run(fp8=True, seed=1, keep_codes=True), Run(fp8=True, seed=2)
-    _loss(run.ddp)
-    for mine, theirs in zip(run.gpt.parameters(), other.gpt.parameters(), strict=True):
-        mine.data.copy_(theirs.data)
-    assert not torch.equal(_loss(run.ddp), _loss(other.ddp))
-    run.conversion.invalidate()
-    assert torch.equal(_loss(run.ddp), _loss(other.ddp))
+    assert traces == [(p.data_ptr(), p._version) for p in gpt.parameters()]
+    if moment == "eval":
+        gpt.eval()
+    elif moment == "train":
+        gpt.eval()
+        _loss(gpt)
+        gpt.train()
+    elif moment == "another dtype":
+        gpt.float().bfloat16()
+    else:
+        conversion.drop_codes()
+    assert torch.equal(_loss(gpt), _loss(other))
 
 
 class _SeenAsOnCuda(TorchFunctionMode):
@@ -251,10 +190,10 @@ class _SeenAsOnCuda(TorchFunctionMode):
 class OffloadedRun(Run):
     """With the states of Adam, and Adam itself, on the CPU (``--optimizer-cpu-offload``)."""
 
-    def __init__(self, fraction: float, keep: bool | None) -> None:
+    def __init__(self, fraction: float, keep: bool) -> None:
         self._fraction = fraction
         self._elsewhere = _SeenAsOnCuda()
-        super().__init__(fp8=True, seed=1, keep_codes=keep, use_distributed_optimizer=True)
+        super().__init__(fp8=True, seed=1, keep_codes=keep, distributed=True)
 
     def make_optimizer(self, **options: Any) -> Any:
         with self._elsewhere:
@@ -272,7 +211,7 @@ class OffloadedRun(Run):
             return super().update()
 
 
-@pytest.mark.parametrize("keep", [None, False, True])
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeypatch):
     """Adam of the CPU writes the weights back through ``.data``, so neither their address nor
@@ -308,7 +247,7 @@ def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeyp
 # ---- memory
 
 
-@pytest.mark.parametrize("keep", [False, True, None], ids=["none kept", "kept", "default"])
+@pytest.mark.parametrize("keep", [False, True], ids=["none kept", "kept"])
 def test_what_fp8_takes_of_memory_beside_the_weights(keep):
     """Activations that wait for backward take half; weights take nothing more, but where codes are
     kept. The naive way (a BF16 weight, its codes and their transpose, and BF16 activations) takes
@@ -336,14 +275,11 @@ def test_what_fp8_takes_of_memory_beside_the_weights(keep):
     def nbytes(module: Any) -> int:
         codes = module.fp8_state.codes
         sides = [side for side in codes._codes if side is not None]
-        kept = [t for side in sides for t in side] + codes._made_of
+        kept = [t for side in sides for t in side]
         return sum({t.untyped_storage().data_ptr(): t.nbytes for t in kept}.values())
 
     kept = sum(map(nbytes, modules)) / sum(module.weight.nbytes for module in modules)
-    if keep is False:
-        assert kept == 0
-    else:  # codes are half of BF16; by default a CPU keeps the weights they were made of, too
-        assert kept == pytest.approx({True: 0.5, None: 1.5}[keep], rel=0.02)
+    assert kept == pytest.approx(0.5 if keep else 0.0, rel=0.02)  # codes are half of BF16
     runs[1].conversion.drop_codes()
     assert sum(map(nbytes, modules)) == 0
 

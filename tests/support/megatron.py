@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
+from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.recipe import Pins
 from megatron_fp8rl import Conversion, convert
+from megatron_fp8rl.export.layout import RowLayout
+from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
+from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 SEED = 1234
 VOCAB, LENGTH = 64, 32
@@ -59,9 +71,107 @@ def tokens(seed: int = 0, batch: int = 2) -> torch.Tensor:
 def losses(model: torch.nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """The loss of each token."""
     batch, length = ids[:, 1:].shape
-    positions = torch.arange(length).expand(batch, -1)
+    positions = torch.arange(length, device=ids.device).expand(batch, -1)
     labels = ids[:, 1:].contiguous()
     return model(ids[:, :-1].contiguous(), positions, None, labels=labels, **options)
+
+
+def fp8_states(
+    experts: int,
+    layout: RowLayout,
+    backends: BackendChoice | None = None,
+    *,
+    keep: bool = False,
+) -> tuple[Fp8State, list[Fp8State]]:
+    """State of a grouped module, and that of each of its experts as a module of its own."""
+    backends = backends or BackendChoice({"reference": ReferenceBackend()}, ["fp32"])
+    names = tuple(f"experts.{i}.x" for i in range(experts))
+
+    def state(name: str, experts: tuple[str, ...] = ()) -> Fp8State:
+        codes = WeightCodes(layout, "fp32", WeightEpoch(), keep, stacked=bool(experts))
+        return Fp8State(name, codes, backends, "fp32", experts)
+
+    return state("experts.x", names), [state(name) for name in names]
+
+
+class Trainer:
+    """Megatron's own DDP, schedule and optimizer around a model in BF16.
+
+    Args:
+        gpt: model to train.
+        fp8: options to convert it with; None leaves it in BF16.
+        distributed: whether the optimizer is the distributed one.
+        **ddp: options of ``DistributedDataParallelConfig``.
+    """
+
+    def __init__(
+        self, gpt: Any, *, fp8: dict | None = None, distributed: bool = False, **ddp: Any
+    ) -> None:
+        self.gpt, config = gpt, gpt.config
+        options = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **ddp)
+        self.ddp = DistributedDataParallel(config, options, Float16Module(config, gpt))
+        self.conversion = None if fp8 is None else convert_alone(self.ddp, **fp8)
+        config.finalize_model_grads_func = finalize_model_grads
+        self.optimizer = self.make_optimizer(use_distributed_optimizer=distributed)
+
+    def make_optimizer(self, **options: Any) -> Any:
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=2e-3,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            clip_grad=1.0,
+            **options,
+        )
+        return get_megatron_optimizer(config, [self.ddp])
+
+    def gradients(self, *batches: torch.Tensor) -> float:
+        """Mean loss of the micro-batches; gradients are left in ``main_grad``."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def step(iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple:
+            found = losses(model, next(iterator)).float()
+            return found, lambda out: (out.mean(), {"loss": out.detach().mean()})
+
+        seen = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=self.ddp,
+            num_microbatches=len(batches),
+            seq_length=batches[0].shape[1] - 1,
+            micro_batch_size=len(batches[0]),
+            forward_only=False,
+        )
+        return sum(float(each["loss"]) for each in seen) / len(seen)
+
+    def update(self) -> float:
+        """The optimizer's step; returns the gradient norm."""
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+    def step(self, *batches: torch.Tensor) -> tuple[float, float]:
+        """Loss and gradient norm."""
+        return self.gradients(*batches), self.update()
+
+
+class Recording(ReferenceBackend):
+    """A plugin's backend that notes the names of its products."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        for product in ("fprop", "dgrad", "wgrad"):
+            for name in (product, f"grouped_{product}"):
+                setattr(self, name, self._noted(getattr(self, name)))
+
+    def _noted(self, product: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.calls.append(product.__name__)
+            return product(*args)
+
+        return call
 
 
 @contextmanager

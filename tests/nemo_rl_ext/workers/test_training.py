@@ -120,7 +120,7 @@ def test_the_model_is_converted_and_pinned_before_it_is_wrapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Bridge's registry of classes is for its export; Bridge needs Transformer Engine to import.
-    monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda: None)
+    monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda classes: None)
     block = {"pins": {"layers": [1]}, "kv_cache": {"dtype": "auto"}}
     order: list[int] = []
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -24,7 +25,7 @@ from safetensors.torch import load_file
 from fp8rl.errors import CheckpointError, ScaleError
 from fp8rl.gemm import BackendChoice, builtin_backends
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl import compat, weight_codes_hf
+from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.export.layout import plain_layout
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
@@ -168,17 +169,15 @@ def sequence_parallel_bits(device: torch.device, backend: str) -> dict[str, Any]
 @contextmanager
 def _counting(sent: list[tuple[str, int]]) -> Iterator[None]:
     """Note the dtype and the bytes of each all-gather's input."""
-    original = compat.all_gather
+    original = torch.distributed.all_gather_into_tensor
 
-    def count(output, shard, group, *, wait=True):
+    def count(output, shard, **options):
         sent.append((str(shard.dtype), shard.numel() * shard.element_size()))
-        return original(output, shard, group, wait=wait)
+        return original(output, shard, **options)
 
-    compat.all_gather = count
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_gather_into_tensor", count)
         yield
-    finally:
-        compat.all_gather = original
 
 
 def round_trip_untied(

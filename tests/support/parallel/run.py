@@ -258,7 +258,7 @@ class Run:
             Recipe.from_dict({"pins": self.topology.pins, **recipe}),
             gemm_backend=self.topology.gemm_backend,
             # Kept codes are the harder case where parameters are gathered late.
-            keep_codes=True if self.topology.overlap else None,
+            keep_codes=self.topology.overlap,
         )
 
     def forward_backward(self, step: int) -> float | None:
