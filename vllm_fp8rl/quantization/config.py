@@ -19,7 +19,12 @@ from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
-from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
+from vllm_fp8rl.compat import (
+    expect_quantizing_loads,
+    require_cpu_router,
+    require_supported,
+    untested,
+)
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.kernels.moe_settings import set_activation_scales
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
@@ -243,6 +248,7 @@ def _refuse_lost_recipe(
 def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankState:
     from vllm_fp8rl.patches.ledger import WORKER, install
 
+    _probe(engine)
     install(WORKER)
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
@@ -272,6 +278,27 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
     )
+
+
+def _probe(engine: VllmConfig) -> None:
+    """Refuse a vLLM that lacks what this engine relies on; warn once of one that was not tested."""
+    from vllm.config import CompilationMode
+
+    from vllm_fp8rl.patches.probes import require
+
+    device = engine.device_config.device_type
+    parts = {
+        "experts": is_moe(engine.model_config.hf_text_config),
+        "compiled": engine.compilation_config.mode != CompilationMode.NONE,
+        "sleep": engine.model_config.enable_sleep_mode,
+        "transfer": engine.weight_transfer_config is not None,
+    }
+    require({"worker", device, *(part for part, used in parts.items() if used)})
+    if device == "cpu" and parts["experts"]:
+        require_cpu_router()
+    warning = untested(device)
+    if warning is not None:
+        logger.warning_once("%s", warning)
 
 
 def _guard(engine: VllmConfig) -> RefitGuard:

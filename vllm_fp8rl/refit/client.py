@@ -86,8 +86,10 @@ class Changes:
         changes = engine.vllm_config.quant_config.changes
         if engine not in changes:
             from vllm_fp8rl.patches.ledger import GATES, install
+            from vllm_fp8rl.patches.probes import require
 
             install(GATES)  # only compares them, once for each engine
+            require({"client"})
         return changes.setdefault(engine, cls())
 
     @property
