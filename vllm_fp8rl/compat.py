@@ -130,7 +130,7 @@ def attention_isa(layer: Any, impl: Any) -> str:
 
 
 def keys_and_values(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, ...]:
-    """Return views ``[blocks, block_size, kv_heads, head_size]`` of K and V in FlashAttention's cache.
+    """Return K and V in FlashAttention's cache, ``[blocks, block_size, kv_heads, head_size]``.
 
     Args:
         cache: ``[blocks, 2, block_size, kv_heads, head_size]`` in 0.25.1, ``[blocks, kv_heads,
@@ -167,7 +167,7 @@ def known_options(function: Callable[..., Any], **options: Any) -> dict[str, Any
 
 
 def warms_up_providers() -> bool:
-    """Return whether vLLM compiles DeepGEMM's kernels for layers that name a provider (from 0.30)."""
+    """Return whether vLLM warms DeepGEMM up for layers that name a provider (from 0.30 on)."""
     from vllm.model_executor.kernels.linear import DeepGemmFp8BlockScaledMMKernel
 
     return hasattr(DeepGemmFp8BlockScaledMMKernel, "get_deep_gemm_warmup_weights")

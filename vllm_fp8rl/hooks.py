@@ -67,8 +67,8 @@ def _probe(device: str, problems: list[str]) -> str:
     except ImportError as error:
         problems.append(f"vLLM cannot be imported ({error}); reinstall it.")
         return "not run"
-    features = {"worker", "client", "doctor", "experts", "compiled", "transfer", device}
-    features |= {"sleep"} if device == "cuda" else set()
+    parts = ("client", "doctor", "experts", "compiled", "sleep", "transfer")
+    features = {"worker", device, *parts}
     failures(features)  # imports the modules
     start = time.perf_counter()
     found = failures(features)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
-from types import CodeType
 from typing import Any
 
 import torch
@@ -124,16 +123,16 @@ def _has(target: Any, name: str) -> bool:
     if hasattr(target, name):
         return True
     if not inspect.isclass(target):
-        return name in _names(getattr(inspect.unwrap(target), "__code__", None))
+        return name in _names_in(target)
     return any(
-        name in inspect.get_annotations(kind)
-        or name in _names(getattr(inspect.unwrap(kind.__init__), "__code__", None))
+        name in inspect.get_annotations(kind) or name in _names_in(vars(kind).get("__init__"))
         for kind in target.__mro__
     )
 
 
-def _names(code: CodeType | None) -> tuple[str, ...]:
+def _names_in(function: Any) -> tuple[str, ...]:
     """Return the attributes and globals that a function's code reads or sets."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return () if code is None else code.co_names
 
 
