@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.compat import installed_version, remedy
+from vllm_fp8rl import compat
 from vllm_fp8rl.patches.ledger import ENGINE_CORE, WORKER
 
 _ALWAYS = "worker"
@@ -86,7 +86,7 @@ def failures(features: Collection[str]) -> list[str]:
     Args:
         features: see :attr:`Probe.needs`. Modules of other features are not imported.
     """
-    problems = []
+    problems, release = [], compat.installed_version()
     if _ALWAYS in features:
         for patch in (*ENGINE_CORE, *WORKER):
             if patch.module in sys.modules:
@@ -98,8 +98,8 @@ def failures(features: Collection[str]) -> list[str]:
         reason = probe.lacks()
         if reason is not None:
             problems.append(
-                f"fp8rl relies on '{probe.name}', which {reason} in vLLM {installed_version()} "
-                f"(docs/upgrading.md, row {probe.row}); {remedy()}."
+                f"fp8rl relies on '{probe.name}', which {reason} in vLLM {release} "
+                f"(docs/upgrading.md, row {probe.row}); {compat.remedy()}."
             )
     return problems
 
