@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -105,6 +105,18 @@ def test_modules_attributes_and_behaviour(monkeypatch: pytest.MonkeyPatch) -> No
     assert "cannot be imported (ModuleNotFoundError" in str(Probe(1, "made_up.gone").lacks())
 
 
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What is logged under vLLM's name for this package."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("vllm.fp8rl")
+    log.addHandler(handler)
+    yield found
+    log.removeHandler(handler)
+
+
 def test_an_engine_does_not_start_without_an_internal(
     other_engine: Callable[..., Engine],
     checkpoints: dict[str, Path],
@@ -125,7 +137,7 @@ def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
     other_engine: Callable[..., Engine],
     checkpoints: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    messages: list[str],
 ) -> None:
     from vllm.v1.engine.core import EngineCore
 
@@ -136,15 +148,9 @@ def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
 
     monkeypatch.setattr(EngineCore, "is_scheduler_paused", with_an_option)
     monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0+cpu")
-    log = logging.getLogger("vllm.fp8rl")
-    log.addHandler(caplog.handler)
-    try:
-        started = other_engine(checkpoints["a"], Recipe())
-        _probe(started.llm.llm_engine.vllm_config)  # as another engine of this process does
-    finally:
-        log.removeHandler(caplog.handler)
+    started = other_engine(checkpoints["a"], Recipe())
+    _probe(started.llm.llm_engine.vllm_config)  # as another engine of this process does
     assert len(started.greedy(PROMPTS)[0]) == 12
-    messages = [record.getMessage() for record in caplog.records]
     (warning,) = (text for text in messages if "was not tested" in text)
     assert "vLLM 0.99.0+cpu was not tested with fp8rl on a CPU; 0.25.1, " in warning
     assert "docs/versions.md" in warning
@@ -166,17 +172,13 @@ def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch: pytest.Monk
 
 
 def test_an_import_that_fails_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, messages: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", None)
-    log = logging.getLogger("vllm.fp8rl")
-    log.addHandler(caplog.handler)
-    try:
-        vllm_fp8rl.register()
-    finally:
-        log.removeHandler(caplog.handler)
-    assert "There is no quantization='fp8rl' with vLLM" in caplog.text
-    assert "install one of the tested releases" in caplog.text
+    vllm_fp8rl.register()
+    (warning,) = messages
+    assert warning.startswith("There is no quantization='fp8rl' with vLLM ")
+    assert "install one of the tested releases" in warning
 
 
 @pytest.mark.parametrize("shape", [(6, 2, 16, 3, 8), (6, 3, 16, 16)], ids=["0.25.1", "0.26.0"])
