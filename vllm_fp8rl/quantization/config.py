@@ -260,6 +260,8 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
         parallel.tensor_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
     )
+    if engine.device_config.device_type == "cpu" and is_moe(hf_config):
+        require_cpu_router()
     _check_weight_transfer(engine.weight_transfer_config)
     _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
     check_scale_source(engine.cache_config)
@@ -294,8 +296,6 @@ def _probe(engine: VllmConfig) -> None:
         "transfer": engine.weight_transfer_config is not None,
     }
     require({"worker", device, *(part for part, used in parts.items() if used)})
-    if device == "cpu" and parts["experts"]:
-        require_cpu_router()
     warning = untested(device)
     if warning is not None:
         logger.warning_once("%s", warning)
