@@ -81,7 +81,7 @@ def test_signatures(
     module = ModuleType("vllm.made_up")
     module.loader = found  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.made_up", module)
-    assert Probe(1, "made_up", "loader", 2, ("expert",)).lacks() == reason
+    assert Probe(1, "made_up", "loader", 2, "expert").lacks() == reason
 
 
 def test_modules_attributes_and_behaviour(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_modules_attributes_and_behaviour(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "vllm.made_up", module)
 
     def lacks(attribute: str, behaves: Callable[[object], bool] | None = None) -> str | None:
-        return Probe(1, "made_up", "Layer", attributes=(attribute,), behaves=behaves).lacks()
+        return Probe(1, "made_up", "Layer", attributes=attribute, behaves=behaves).lacks()
 
     assert lacks("declared") is None and lacks("stored") is None
     assert lacks("scale") == "has no 'scale'"
