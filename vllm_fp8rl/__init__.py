@@ -7,9 +7,11 @@ each of its processes. Importing this package does not import vLLM.
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 
 _CPU_BACKEND = "vllm_fp8rl.attention.cpu.Fp8RLCpuBackend"
@@ -23,40 +25,48 @@ def register() -> None:
     name) and, on a GPU, of ``FLASH_ATTN``. They behave like vLLM's own unless an engine uses
     ``fp8rl`` and an FP8 KV cache. vLLM imports them when they are used.
     """
-    from vllm_fp8rl.compat import installed_version, supported
+    from vllm_fp8rl.compat import installed_version, remedy, supported
 
-    served = supported(installed_version() or "")
+    release = installed_version() or ""
     try:
         import vllm.v1.engine.core  # noqa: F401 (patched below)
         from vllm.model_executor.layers.quantization import register_quantization_config
 
         from vllm_fp8rl.patches.ledger import ENGINE_CORE, install
         from vllm_fp8rl.quantization.config import Fp8RLConfig
-    except ImportError:
-        if served:
-            raise
-        return  # engines without fp8rl must still start on an unknown vLLM
+    except ImportError as error:  # engines without fp8rl must still start on an unknown vLLM
+        logging.getLogger("vllm.fp8rl").warning(
+            "There is no quantization='%s' with vLLM %s (%s); %s.", NAME, release, error, remedy()
+        )
+        return
 
-    if served:
+    if supported(release):
         _register_weight_transfer()
-        install(ENGINE_CORE)
-        _register_attention_backends()
+        with contextlib.suppress(UnsupportedError):  # its probes refuse an engine with fp8rl
+            install(ENGINE_CORE)
+        _register_attention_backend()
     # This comes last: an error above ends the start of a process, but if it is caught, vLLM does
     # not call this function again there, and then an engine that asks for fp8rl must fail. For a
     # version that is not served, Fp8RLConfig raises.
     register_quantization_config(NAME)(Fp8RLConfig)
 
 
-def _register_attention_backends() -> None:
+def _register_attention_backend() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_fp8rl.compat import gpu_supported, installed_version
+    from vllm_fp8rl.compat import untested
+    from vllm_fp8rl.patches.probes import failures
 
     if current_platform.is_cpu():
-        register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)
-    elif current_platform.is_cuda() and gpu_supported(installed_version() or ""):
-        register_backend(AttentionBackendEnum.FLASH_ATTN, _GPU_BACKEND)
+        device, name, backend = "cpu", AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND
+    elif current_platform.is_cuda():
+        device, name, backend = "cuda", AttentionBackendEnum.FLASH_ATTN, _GPU_BACKEND
+    else:
+        return
+    # Every engine of this process gets this backend, those without fp8rl too.
+    if untested(device) is None or not failures({device}):
+        register_backend(name, backend)
 
 
 def _register_weight_transfer() -> None:

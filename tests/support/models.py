@@ -15,7 +15,7 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import parse_scale_name, scale_name
 from fp8rl.numerics import Quantized
 from fp8rl.numerics.reference import quantize_block
-from support.engine import Engine, start_engine
+from support.engine import Engine, keep_process_groups, start_engine
 from vllm_fp8rl.refit import drop_requests
 
 LAYERS = 2
@@ -127,8 +127,7 @@ class Model:
             dtype=str(self.dtype).removeprefix("torch."),
             worker_extension_cls="vllm_fp8rl.refit.worker.RefitWorker",
         )
-        # When it goes it must not shut down the process groups that all engines here share.
-        engine.llm.llm_engine.engine_core._finalizer.detach()
+        keep_process_groups(engine)
         return engine
 
     def held(self, sent: Mapping[str, torch.Tensor]) -> Tensors:

@@ -18,6 +18,7 @@ from support.engine import (
     PROMPTS,
     SCALES,
     Engine,
+    keep_process_groups,
     load_tensors,
     make_checkpoint,
     start_engine,
@@ -56,8 +57,7 @@ def other_engine(engine: Engine) -> Callable[..., Engine]:
 
     def start(path: Path, recipe: Recipe, *, scaled: bool = True, **changes: Any) -> Engine:
         started = start_engine(path, recipe, **changes)
-        # When it goes it must not shut down the process groups, which all engines here share.
-        started.llm.llm_engine.engine_core._finalizer.detach()
+        keep_process_groups(started)
         if scaled and recipe.kv_cache.dtype != "auto":
             set_uncalibrated_kv_scales(started.model, KV_SCALE)
         return started

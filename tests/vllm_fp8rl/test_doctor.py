@@ -187,7 +187,7 @@ def test_problems_are_sentences_with_a_remedy(
             "/cuda/bin/nvcc",
             ["B200: FP8 layers are served on compute capability 8.9 and 9.0, not on 10.0: from Bl"],
         ),
-        ((9, 0), "0.32.0", None, ["0.32.0 is not served on a GPU", "there is no nvcc; install"]),
+        ((9, 0), "0.24.0", None, ["there is no nvcc; install", "0.24.0 is too old"]),
     ],
 )
 def test_gpus(
@@ -205,6 +205,7 @@ def test_gpus(
     monkeypatch.setattr(hooks, "find_nvcc", lambda environ: nvcc)
     monkeypatch.setattr(hooks, "installed_version", lambda: release)
     monkeypatch.setattr(hooks, "built_for_cpus", lambda: False)
+    monkeypatch.setattr(hooks, "_probe", lambda device, problems: "")
     found = hooks._diagnose()
     assert found.facts["nvcc"] == (nvcc or "not found")
     assert len(found.problems) == len(expected)
@@ -233,6 +234,7 @@ def test_builds_for_gpus_and_for_cpus(
 
     monkeypatch.setattr(compat, "version", version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(hooks, "_probe", lambda device, problems: "")
     found = hooks._diagnose()
     assert ("CPU" in found.facts) is (problem is None)
     assert [line[: len(problem or "")] for line in found.problems] == ([problem] if problem else [])

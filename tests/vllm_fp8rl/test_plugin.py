@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -35,14 +36,14 @@ def test_register_any_number_of_times():
 
 @pytest.mark.parametrize(
     ("release", "served"),
-    [("0.25.1", True), ("0.32.0", True), ("0.32.1+cpu", True), ("0.26.0", False), ("1.0", False)],
+    [("0.25.1", True), ("0.32.1+cpu", True), ("1.0", True), ("0.25.0", False), ("0.9", False)],
 )
 def test_versions(monkeypatch, release, served):
     monkeypatch.setattr(compat, "installed_version", lambda: release)
     if served:
         Fp8RLConfig()
     else:
-        with pytest.raises(UnsupportedError, match=rf"0\.32\.x, but {release} is installed"):
+        with pytest.raises(UnsupportedError, match=rf"0\.25\.1 or later, but {release} is"):
             Fp8RLConfig()
         vllm_fp8rl.register()  # an engine that does not ask for fp8rl must still start
 
@@ -61,14 +62,25 @@ def test_doctor_sees_vllm():
     assert diagnosis.installed == compat.installed_version()
     assert diagnosis.problems == ()
 
+    assert re.fullmatch(
+        r"(\d+) of \1 passed, in [\d.]+ ms", diagnosis.facts["probes of vLLM's internals"]
+    )
 
-def test_doctor_names_a_version_that_is_not_served(monkeypatch):
+
+def test_doctor_names_a_version_that_is_too_old_or_untested(monkeypatch):
     from vllm_fp8rl import hooks
 
-    monkeypatch.setattr(hooks, "installed_version", lambda: "0.26.0")
+    monkeypatch.setattr(hooks, "installed_version", lambda: "0.24.0")
     (adapter,) = hooks.register_engine_adapters()
     (problem,) = adapter.diagnose().problems
-    assert "0.26.0" in problem
+    assert "0.24.0 is too old" in problem
+    for module in (hooks, compat):
+        monkeypatch.setattr(module, "installed_version", lambda: "0.99.0")
+    diagnosis = adapter.diagnose()
+    assert diagnosis.problems == () and diagnosis.facts["tested"].startswith("no; 0.25.1, ")
+    monkeypatch.delattr("vllm.v1.engine.output_processor.OutputProcessor")
+    (problem,) = adapter.diagnose().problems
+    assert "OutputProcessor', which is missing in vLLM 0.99.0" in problem
     monkeypatch.setattr(hooks, "installed_version", lambda: None)
     assert adapter.diagnose().installed is None
 

@@ -17,7 +17,6 @@ from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.utils.torch_utils import (
     canonicalize_singleton_dim_strides,  # FA3 needs aligned strides even for one KV head
-    is_quantized_kv_cache,
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
@@ -27,10 +26,11 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, is_quantized_kv_cache
 
 from fp8rl.numerics import FP8_DTYPE
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
+from vllm_fp8rl.compat import keys_and_values
 from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import check_kv_cache_dtype
 
@@ -122,7 +122,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             )
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FlashAttention does not quantize its output.")
-        keys, values = kv_cache.view(FP8_DTYPE).unbind(1)
+        keys, values = keys_and_values(kv_cache.view(FP8_DTYPE), self.head_size)
         tokens = attn_metadata.num_actual_tokens
         if attn_metadata.max_query_len == 1:
             sequences = attn_metadata.seq_lens.shape[0]

@@ -11,6 +11,7 @@ them.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -34,7 +35,8 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import require_gpu_supported, unsupported_reason
+from vllm_fp8rl.compat import unsupported_reason, warms_up_providers
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
 logger = init_logger("vllm.fp8rl")
@@ -77,6 +79,16 @@ class DelegatedKernel:
         )
         return y.view(*x.shape[:-1], weight.codes.shape[0])
 
+    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
+        """Have DeepGEMM's kernels for a layer's ``weight`` ``[N, K]`` compiled ahead of use."""
+        if self.backend != "deep_gemm":
+            return
+        if warms_up_providers():
+            layer.deep_gemm_warmup_provider = self._kernel
+            layer.weight_block_size = list(BLOCK)
+        else:
+            warmup.add(*layer.weight.shape)
+
 
 def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedKernel:
     """Return the fastest of vLLM's kernels that serves a layer, or the one of ``linear_backend``.
@@ -87,7 +99,7 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
         dtype: dtype of the activations.
 
     Raises:
-        UnsupportedError: the GPU, vLLM's version, the backend or the shape is not served.
+        UnsupportedError: the GPU, the backend or the shape is not served.
     """
     require_served_gpu()
     if shape.in_features % GROUP:
@@ -133,8 +145,7 @@ def layer_config(shape: GemmShape, dtype: torch.dtype) -> FP8ScaledMMLinearLayer
 
 
 def require_served_gpu() -> None:
-    """Raise UnsupportedError if the kernels of this GPU or this vLLM are not served."""
-    require_gpu_supported()
+    """Raise UnsupportedError if the kernels of this GPU are not served."""
     capability = current_platform.get_device_capability()
     reason = unsupported_reason(capability, rocm=current_platform.is_rocm())
     if reason is not None:

@@ -7,7 +7,7 @@ there is never a silent fallback.
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +15,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import Quantized, dequantize_block, dequantize_group, quantize_group
 from fp8rl.recipe import Recipe
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 
 CPU_CACHE_ENV = "FP8RL_CPU_WEIGHT_CACHE"
 """``1`` (default) keeps a float32 copy of each FP8 weight on a CPU, which makes decoding faster and
@@ -29,6 +30,9 @@ class LinearKernel(Protocol):
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
         """Multiply ``x`` ``[..., K]`` and return ``[..., N]`` in ``x``'s dtype."""
+
+    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
+        """Have kernels compiled ahead of use, for a layer whose ``weight`` is registered."""
 
 
 class CpuKernel:
@@ -55,6 +59,9 @@ class CpuKernel:
         rows = quantize_group(x.reshape(-1, x.shape[-1]), scale_format=self._format)
         y = dequantize_group(*rows) @ self._dequantized(weight).t()
         return y.to(x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
+
+    def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
+        """Do nothing: there is nothing to compile."""
 
     def _dequantized(self, weight: Quantized) -> torch.Tensor:
         if not self._keep:

@@ -41,7 +41,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK, GROUP
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import require_gpu_supported
+from vllm_fp8rl.compat import known_options, one_class, warms_up_providers
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 from vllm_fp8rl.kernels.block_gemm import require_served_gpu
@@ -66,7 +66,7 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
         recipe: scale formats.
 
     Raises:
-        UnsupportedError: the GPU, vLLM's version, the backend or the shape is not served, or vLLM
+        UnsupportedError: the GPU, the backend or the shape is not served, or vLLM
             would not use the recipe's format of activation scales in this process.
     """
     require_served_gpu()
@@ -78,7 +78,7 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
     _require_activation_scales(recipe)
     reasons = []
     for name in _names(moe):
-        (kernel,) = backend_to_kernel_cls(_BACKENDS[name])
+        kernel = one_class(backend_to_kernel_cls(_BACKENDS[name]))
         reason = _unsupported_reason(name, kernel, moe)
         if reason is not None:
             reasons.append(f"{name}: {reason}")
@@ -93,7 +93,8 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
             block_shape=list(BLOCK),
         )
         routing = layer._expert_routing_tables()
-        return config, make_fp8_moe_kernel(config, moe, kernel, backend, routing, layer)
+        options = known_options(make_fp8_moe_kernel, layer=layer)
+        return config, make_fp8_moe_kernel(config, moe, kernel, backend, routing, **options)
     raise UnsupportedError(
         f"No FP8 kernel takes these experts ({'; '.join(reasons)}); pin them to BF16 with "
         "pins.kinds: [experts]."
@@ -103,8 +104,11 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
 def warm_up_experts(
     kernel: mk.FusedMoEKernel, layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup
 ) -> None:
-    """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM."""
-    if not isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
+    """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM.
+
+    From 0.30 on it is left to vLLM, which compiles them before the first step.
+    """
+    if warms_up_providers() or not isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
         return
     # Rows as vLLM's own warm-up counts them: the tokens of all data-parallel ranks, padded.
     rows, _ = compute_aligned_M_and_alignment(
@@ -127,12 +131,11 @@ def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> Configu
         moe: vLLM's description of the layer.
 
     Raises:
-        UnsupportedError: vLLM's version, the backend or the layer is not served.
+        UnsupportedError: the backend or the layer is not served.
     """
-    require_gpu_supported("start the engine without quantization='fp8rl'")
     if moe.moe_backend not in ("auto", *_BACKENDS):
         _refuse(moe.moe_backend)
-    kind = plain_backend_to_kernel_cls(UnquantizedMoeBackend.TRITON)
+    kind = one_class(plain_backend_to_kernel_cls(UnquantizedMoeBackend.TRITON))
     supported, reason = kind.is_supported_config(
         kind, moe, None, None, mk.FusedMoEActivationFormat.Standard
     )

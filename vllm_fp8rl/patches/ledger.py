@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
+from vllm_fp8rl.compat import remedy
 from vllm_fp8rl.patches.engine_core import reset_and_tell, rpc_unless_busy
 from vllm_fp8rl.patches.plain_loads import check_plain_loads
 from vllm_fp8rl.patches.reload import reload_in_place
@@ -51,7 +52,7 @@ class Patch:
         if function is None:
             raise UnsupportedError(
                 f"vllm_fp8rl patches '{self.module}.{self.target}', which this vLLM does not have; "
-                "install a vLLM that vllm_fp8rl.compat.TESTED names."
+                f"{remedy()}."
             )
         known = inspect.signature(function).parameters
         passes_all_on = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -59,8 +60,7 @@ class Patch:
         if missing and not passes_all_on:
             raise UnsupportedError(
                 f"vllm_fp8rl patches '{self.module}.{self.target}', whose parameter "
-                f"'{missing[0]}' this vLLM does not have; install a vLLM that "
-                "vllm_fp8rl.compat.TESTED names."
+                f"'{missing[0]}' this vLLM does not have; {remedy()}."
             )
         return owner, name, function
 

@@ -19,7 +19,12 @@ from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
-from vllm_fp8rl.compat import expect_quantizing_loads, require_supported
+from vllm_fp8rl.compat import (
+    expect_quantizing_loads,
+    require_cpu_router,
+    require_supported,
+    untested,
+)
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.kernels.moe_settings import set_activation_scales
@@ -74,10 +79,12 @@ class Fp8RLConfig(QuantizationConfig):
         self.__dict__ |= state | {"changes": WeakKeyDictionary()}
 
     def check_gates(self) -> None:
-        """Raise UnsupportedError if this vLLM lacks a function that the request gates replace."""
+        """Raise UnsupportedError if this vLLM lacks what request gates and refits' clients use."""
         from vllm_fp8rl.patches.ledger import GATES, install
+        from vllm_fp8rl.patches.probes import require
 
         install(GATES)  # they have no replacement: this only compares them
+        require({"client"})
 
     def get_name(self) -> str:  # type: ignore[override]
         return NAME
@@ -227,6 +234,7 @@ def _refuse_lost_recipe(
 def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankState:
     from vllm_fp8rl.patches.ledger import WORKER, install
 
+    _probe(engine)
     install(WORKER)
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
@@ -238,6 +246,8 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
         parallel.tensor_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
     )
+    if engine.device_config.device_type == "cpu" and is_moe(hf_config):
+        require_cpu_router()
     _check_weight_transfer(engine.weight_transfer_config)
     _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
     check_scale_source(engine.cache_config)
@@ -256,6 +266,25 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
     )
+
+
+def _probe(engine: VllmConfig) -> None:
+    """Refuse a vLLM that lacks what this engine relies on; warn once of one that was not tested."""
+    from vllm.config import CompilationMode
+
+    from vllm_fp8rl.patches.probes import require
+
+    device = engine.device_config.device_type
+    parts = {
+        "experts": is_moe(engine.model_config.hf_text_config),
+        "compiled": engine.compilation_config.mode != CompilationMode.NONE,
+        "sleep": engine.model_config.enable_sleep_mode,
+        "transfer": engine.weight_transfer_config is not None,
+    }
+    require({"worker", device, *(part for part, used in parts.items() if used)})
+    warning = untested(device)
+    if warning is not None:
+        logger.warning_once("%s", warning)
 
 
 def _guard(engine: VllmConfig) -> RefitGuard:

@@ -15,7 +15,6 @@ from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from support.engine import Engine
-from vllm_fp8rl import compat
 from vllm_fp8rl.kernels import block_gemm as delegated
 
 SHAPE = GemmShape(0, 512, 256)
@@ -23,8 +22,7 @@ SHAPE = GemmShape(0, 512, 256)
 
 @pytest.fixture
 def config(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
-    """Of an engine on a Hopper GPU, with the release that is served there."""
-    monkeypatch.setattr(compat, "installed_version", lambda: "0.25.1")
+    """Of an engine on a Hopper GPU."""
     on(monkeypatch, (9, 0))
     made = VllmConfig()
     with set_current_vllm_config(made):
@@ -75,13 +73,6 @@ def test_rocm_whose_capabilities_are_other_numbers(
 ) -> None:
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda platform: True)
     assert "not by ROCm" in refusal()
-
-
-def test_releases_whose_kernels_were_not_run(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compat, "installed_version", lambda: "0.32.0")
-    assert "On a GPU vllm_fp8rl serves vLLM 0.25.1, but 0.32.0 is installed" in refusal()
 
 
 @pytest.mark.parametrize(

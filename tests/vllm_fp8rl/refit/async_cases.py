@@ -204,7 +204,11 @@ async def as_documented(engine: Any, client: Client, weights: object) -> list[li
 async def over_http(engine: Any, client: Client, folder: str) -> list[object]:
     """The routes of vLLM's development mode, on this engine, as examples/ calls them."""
     from fastapi import FastAPI
-    from vllm.entrypoints.rl.online import api_router as rl
+
+    try:
+        from vllm.entrypoints.rl.online import api_router as rl
+    except ImportError:  # up to vLLM 0.31
+        from vllm.entrypoints.serve.dev.rlhf import api_router as rl
     from vllm.entrypoints.serve.dev.cache import api_router as cache
     from vllm.entrypoints.serve.dev.rpc import api_router as rpc
     from vllm_serve_refit import refit_over_http, set_kv_scales

