@@ -13,7 +13,7 @@ from nemo_rl.algorithms.loss.interfaces import MetricNormalizer
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 
 from fp8rl import Recipe
-from fp8rl.errors import BatchError
+from fp8rl.errors import BatchError, UnsupportedError
 from nemo_rl_ext.config.drivers import BLOCK, DRIVER, GUARD, LOSS, MAX_AGE
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
@@ -36,8 +36,13 @@ class CorrectedPGLossFn(ClippedPGLossFn):
     this package fails with a ModuleNotFoundError that names it.
     """
 
-    def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False) -> None:
-        super().__init__(cfg, use_fused_linear_logprobs)
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, *args, **kwargs)
+        if getattr(self, "opd_full", None) is not None:  # newer than 7ea279a
+            raise UnsupportedError(
+                f"'{LOSS}.{BLOCK}' corrects a policy gradient, and on_policy_distillation_full has "
+                f"none; remove '{LOSS}.{BLOCK}' or on_policy_distillation_full."
+            )
         self.recipe = Recipe.from_dict(getattr(cfg, BLOCK), where=f"{LOSS}.{BLOCK}")
         guard = getattr(cfg, GUARD, None)
         self.guard = None if guard is None else GuardConfig.from_dict(guard, where=GUARD)
@@ -81,6 +86,7 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         data: Any,
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
+        **options: Any,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """As ``ClippedPGLossFn.__call__``.
 
@@ -97,6 +103,7 @@ class CorrectedPGLossFn(ClippedPGLossFn):
             {**data, "advantages": advantages},
             global_valid_seqs,
             global_valid_toks,
+            **options,
         )
         mean = (weights * mask).sum() / (global_valid_toks + 1e-8)
         return loss, {**metrics, "fp8rl_is_weight_mean": float(mean)}

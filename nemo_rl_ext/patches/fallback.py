@@ -26,37 +26,28 @@ UPSTREAM = (
     Upstream(
         "nemo_rl.algorithms.grpo",
         "refit_policy_generation",
-        "policy, policy_generation, colocated_inference, _refit_buffer_size_gb, timer, kv_scales",
+        "policy, policy_generation, colocated_inference",
     ),
     Upstream(
         "nemo_rl.weight_sync.ipc_weight_synchronizer",
         "IPCWeightSynchronizer.sync_weights",
-        "self, timer, kv_scales",
+        "self",
     ),
     Upstream(
         "nemo_rl.weight_sync.collective_weight_synchronizer",
         "CollectiveWeightSynchronizer.sync_weights",
-        "self, timer, kv_scales",
+        "self",
     ),
     # What nemo_rl_ext.driver.fallback calls.
     Upstream(
         "nemo_rl.weight_sync.factory",
         "create_weight_synchronizer",
-        "policy, generation, generation_backend, colocated, train_cluster, inference_cluster, "
-        "refit_buffer_size_gb",
+        "policy, generation, *, generation_backend, colocated, train_cluster, inference_cluster",
     ),
     Upstream(f"{_VLLM}.vllm_generation", "VllmGeneration._post_init", "self"),
-    Upstream(
-        f"{_VLLM}.vllm_generation",
-        "VllmGeneration.finish_generation",
-        "self, args, kwargs",
-    ),
+    Upstream(f"{_VLLM}.vllm_generation", "VllmGeneration.finish_generation", "self"),
     Upstream("nemo_rl.models.policy.lm_policy", "Policy.offload_after_refit", "self"),
-    Upstream(
-        "nemo_rl.models.policy.lm_policy",
-        "Policy.prepare_for_lp_inference",
-        "self, keep_train_buffers",
-    ),
+    Upstream("nemo_rl.models.policy.lm_policy", "Policy.prepare_for_lp_inference", "self"),
 )
 
 

@@ -17,7 +17,7 @@ from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 _MODULE = "nemo_rl.algorithms.loss.loss_functions"
 UPSTREAM = (
-    Upstream(_MODULE, "ClippedPGLossFn.__init__", "self, cfg, use_fused_linear_logprobs"),
+    Upstream(_MODULE, "ClippedPGLossFn.__init__", "self, cfg"),
     Upstream(
         _MODULE,
         "ClippedPGLossFn.__call__",

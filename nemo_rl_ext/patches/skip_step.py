@@ -24,12 +24,12 @@ UPSTREAM = (
     Upstream(
         "nemo_rl.models.policy.lm_policy",
         "Policy.train",
-        "self, data, loss_fn, eval_mode, gbs, mbs, timer, check_dim_skip_keys",
+        "self, data, loss_fn, eval_mode=...",
     ),
     Upstream(
         "nemo_rl.models.policy.tq_policy",
         "TQPolicy.train_from_meta",
-        "self, meta, loss_fn, eval_mode, gbs, mbs, timer, train_fields",
+        "self, meta, loss_fn, eval_mode=...",
     ),
     Upstream("nemo_rl.models.policy.tq_policy", "TQPolicy.finish_train_step", "self"),
     Upstream("nemo_rl.models.policy.tq_policy", "TQPolicy.abort_train_step", "self"),

@@ -20,7 +20,7 @@ from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 UPSTREAM = (
     Upstream("nemo_rl.utils.config", "load_config", "config_path"),
-    Upstream("nemo_rl.distributed.virtual_cluster", "init_ray", "log_dir"),
+    Upstream("nemo_rl.distributed.virtual_cluster", "init_ray", ""),
 )
 
 

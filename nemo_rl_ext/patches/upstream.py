@@ -11,6 +11,7 @@ import ast
 import inspect
 import sys
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,17 +19,25 @@ from typing import Any
 from fp8rl.errors import UnsupportedError
 
 KNOWN = "7ea279a (22 August 2026)"
-"""Commit of NeMo RL's main branch that the patches were written for."""
+"""Commit of NeMo RL's main branch that every :class:`Upstream` was compared with last;
+docs/upgrading_nemo_rl.md has the record."""
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """A function, method (``Class.method``), class or variable of a module of NeMo RL."""
+    """A function, method (``Class.method``), class or variable of a module of NeMo RL.
+
+    Upstream may add parameters that have a default; they do not matter to a patch, which passes on
+    what it is given.
+    """
 
     module: str
     name: str
     parameters: str | None = None
-    """Names of the parameters in order, as in "self, data"; None for what is not called."""
+    """Parameters that fp8rl relies on, as in a ``def``: those after ``*`` are passed by name, those
+    with ``=...`` are sometimes left out. None for what is not called."""
+    replaced: bool = False
+    """A method of ours takes its place and takes these parameters alone, so no others may come."""
 
 
 def resolve(module: ModuleType, upstream: Upstream) -> Any:
@@ -45,7 +54,7 @@ def resolve(module: ModuleType, upstream: Upstream) -> Any:
     if _hidden(found):
         compare_source(sys.modules[upstream.module.split(".")[0]].__path__[0], upstream)
     elif upstream.parameters is not None:
-        _compare(upstream, list(inspect.signature(found).parameters))
+        _compare(upstream, inspect.signature(found))
     return found
 
 
@@ -74,9 +83,7 @@ def compare_source(package: str, upstream: Upstream) -> None:
         node = members[-1]
     if upstream.parameters is None or isinstance(node, ast.ImportFrom):
         return
-    given = node.args
-    actual = (*given.posonlyargs, *given.args, *filter(None, [given.vararg]), *given.kwonlyargs)
-    _compare(upstream, [a.arg for a in (*actual, *filter(None, [given.kwarg]))])
+    _compare(upstream, _signature(node.args))
 
 
 def _names(node: Any) -> set[str | None]:
@@ -87,13 +94,62 @@ def _names(node: Any) -> set[str | None]:
     return {getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)}
 
 
-def _compare(upstream: Upstream, parameters: list[str]) -> None:
-    actual = ", ".join(parameters)
-    if actual != upstream.parameters:
+def _compare(upstream: Upstream, found: Signature) -> None:
+    function: Any = ast.parse(f"def f({upstream.parameters}): ...").body[0]
+    if not _fits(_signature(function.args), found, upstream.replaced):
         raise UnsupportedError(
-            f"{upstream.module}.{upstream.name} takes ({actual}), not ({upstream.parameters}) as "
-            f"in NeMo RL {KNOWN}."
+            f"{upstream.module}.{upstream.name} takes ({_names_in(found)}), which does not fit "
+            f"({upstream.parameters}) of NeMo RL {KNOWN}."
         )
+
+
+def _fits(expected: Signature, found: Signature, replaced: bool) -> bool:
+    """Whether calls with the expected parameters reach the parameters of the same names."""
+    if replaced and len(found.parameters) != len(expected.parameters):
+        return False
+    needed = [p for p in expected.parameters.values() if p.default is Parameter.empty]
+    for passed in (needed, expected.parameters.values()):
+        by_place = [p.name for p in passed if p.kind is not Parameter.KEYWORD_ONLY]
+        by_name = {p.name: p.name for p in passed if p.kind is Parameter.KEYWORD_ONLY}
+        try:
+            reached = found.bind(*by_place, **by_name).arguments
+        except TypeError:
+            return False
+        if any(name != value for name, value in reached.items()):
+            return False
+    return True
+
+
+def _signature(given: ast.arguments) -> Signature:
+    """The parameters of a ``def`` that was read, with ``...`` as every default."""
+    placed = [*given.posonlyargs, *given.args]
+    required = len(placed) - len(given.defaults)
+    found = [
+        Parameter(a.arg, Parameter.POSITIONAL_OR_KEYWORD, default=_default(i >= required))
+        for i, a in enumerate(placed)
+    ]
+    if given.vararg is not None:
+        found.append(Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL))
+    for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found.append(
+            Parameter(a.arg, Parameter.KEYWORD_ONLY, default=_default(default is not None))
+        )
+    if given.kwarg is not None:
+        found.append(Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(found)
+
+
+def _default(has_one: bool) -> Any:
+    return ... if has_one else Parameter.empty
+
+
+def _names_in(found: Signature) -> str:
+    """The parameters without annotations, as in :attr:`Upstream.parameters`."""
+    plain = [
+        p.replace(annotation=Parameter.empty, default=_default(p.default is not Parameter.empty))
+        for p in found.parameters.values()
+    ]
+    return str(Signature(plain))[1:-1].replace("Ellipsis", "...")
 
 
 def _missing(upstream: Upstream) -> UnsupportedError:

@@ -43,9 +43,7 @@ STANDS_FOR = {
 _POLICY = Upstream(
     "nemo_rl.models.policy.lm_policy",
     "Policy.__init__",
-    "self, cluster, config, tokenizer, name_prefix, workers_per_node, init_optimizer, "
-    "weights_path, optimizer_path, init_reference_model, processor, worker_extension_cls_fqn, "
-    "skip_weight_load",
+    "self, cluster, config, tokenizer, *, worker_extension_cls_fqn=...",
 )
 
 UPSTREAM = (
@@ -57,34 +55,41 @@ UPSTREAM = (
     Upstream(_REGISTRY, "ACTOR_ENVIRONMENT_REGISTRY"),
     Upstream("nemo_rl.utils.venvs", "create_local_venv_on_each_node", "py_executable, venv_name"),
     # What the subclasses of nemo_rl_ext.workers override or call.
-    Upstream(f"{_VLLM}.vllm_worker", "VllmGenerationWorkerImpl._create_engine", "self, llm_kwargs"),
+    Upstream(
+        f"{_VLLM}.vllm_worker",
+        "VllmGenerationWorkerImpl._create_engine",
+        "self, llm_kwargs",
+        replaced=True,
+    ),
     Upstream(
         f"{_VLLM}.vllm_worker_async",
         "VllmAsyncGenerationWorkerImpl._create_engine",
         "self, llm_kwargs",
+        replaced=True,
     ),
     Upstream(
         f"{_VLLM}.vllm_backend",
         "VllmInternalWorkerExtension._weight_update_lifecycle",
         "self, transport",
+        replaced=True,
     ),
     Upstream(
         f"{_VLLM}.vllm_backend",
         "VllmInternalWorkerExtension._load_hf_weights",
         "self, policy_weights",
+        replaced=True,
     ),
     Upstream(f"{_VLLM}.vllm_backend", "VllmInternalWorkerExtension._uses_fp8_kv_cache", "self"),
     Upstream(
         "nemo_rl.models.megatron.setup",
         "setup_model_and_optimizer",
-        "policy_cfg, megatron_cfg, load_optimizer, get_embedding_ranks, "
-        "get_position_embedding_ranks, pre_load_checkpoint_hook, additional_pre_wrap_hooks, "
-        "load_weights",
+        "policy_cfg, megatron_cfg, load_optimizer, *, additional_pre_wrap_hooks=...",
     ),
     Upstream(
         _MEGATRON,
         "MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales",
-        "self, data, micro_batch_size, percentile, margin, include_q",
+        "self, *, data, micro_batch_size=..., percentile=..., margin=..., include_q=...",
+        replaced=True,
     ),
 )
 

@@ -1,0 +1,99 @@
+"""Which changes of an upstream function matter to a patch, on signatures made for the test.
+
+`tests/contract` compares the real sources.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fp8rl.errors import UnsupportedError
+from nemo_rl_ext.patches.upstream import KNOWN, Upstream, compare_source, resolve
+
+MODULE = "nemo_rl_of_a_test.part"
+CHECKS = ["imported", "source"]
+
+
+@pytest.fixture(params=CHECKS)
+def compare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
+    """Compare with a function that is imported, and with one whose source is read."""
+
+    def check(expected: str, actual: str, *, replaced: bool = False) -> None:
+        upstream = Upstream(MODULE, "train", expected, replaced)
+        source = f"def train({actual}): ...\n"
+        if request.param == "source":
+            (tmp_path / "part.py").write_text(source)
+            compare_source(str(tmp_path), upstream)
+        else:
+            module: Any = ModuleType(MODULE)
+            exec(compile(source, "part.py", "exec"), module.__dict__)
+            resolve(module, upstream)
+
+    return check
+
+
+RELIED_ON = "self, data, loss_fn, eval_mode=..., *, timer=..."
+
+
+@pytest.mark.parametrize(
+    "actual",
+    [
+        "self, data, loss_fn, eval_mode=False, timer=None",
+        "self, data, loss_fn, eval_mode=False, gbs=None, timer=None, added=1",
+        "self, data, loss_fn, eval_mode=False, *, added=1, timer=None",
+        "self, data, loss_fn, eval_mode=False, *more, timer=None, **others",
+        "self, data: dict, loss_fn=None, eval_mode: bool = False, timer: object = None",
+    ],
+)
+def test_what_does_not_matter_is_accepted(compare: Callable[..., None], actual: str) -> None:
+    compare(RELIED_ON, actual)
+
+
+@pytest.mark.parametrize(
+    ("change", "actual"),
+    [
+        ("removed", "self, data, loss_fn, eval_mode=False"),
+        ("renamed", "self, batch, loss_fn, eval_mode=False, timer=None"),
+        ("reordered", "self, loss_fn, data, eval_mode=False, timer=None"),
+        (
+            "inserted before one that is passed by place",
+            "self, data, gbs, loss_fn, eval_mode=False",
+        ),
+        ("new and required", "self, data, loss_fn, gbs, eval_mode=False, timer=None"),
+        ("new and required, by name", "self, data, loss_fn, eval_mode=False, *, gbs, timer=None"),
+        ("no longer optional", "self, data, loss_fn, eval_mode, timer=None"),
+        ("no longer optional, by name", "self, data, loss_fn, eval_mode=False, *, timer"),
+        ("by name alone", "self, data, loss_fn, *, eval_mode=False, timer=None"),
+        ("hidden in **kwargs", "self, data, loss_fn, eval_mode=False, **kwargs"),
+    ],
+)
+def test_what_matters_is_refused(compare: Callable[..., None], change: str, actual: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"takes \(self, ") as error:
+        compare(RELIED_ON, actual)
+    assert f"does not fit ({RELIED_ON}) of NeMo RL {KNOWN}" in str(error.value), change
+
+
+def test_a_method_in_whose_place_ours_stands_may_get_no_parameters(
+    compare: Callable[..., None],
+) -> None:
+    """Upstream's own callers would pass them, and ours does not take them."""
+    compare("self, transport", "self, transport", replaced=True)
+    compare("self, transport", "self, transport, partial=False")
+    with pytest.raises(UnsupportedError, match=r"takes \(self, transport, partial=\.\.\.\)"):
+        compare("self, transport", "self, transport, partial=False", replaced=True)
+
+
+def test_what_is_gone_is_told_by_name(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text("def other(): ...\n")
+    upstream = Upstream(MODULE, "Policy.train", "self")
+    with pytest.raises(UnsupportedError, match=rf"{MODULE}.Policy.train does not exist; NeMo RL"):
+        compare_source(str(tmp_path), upstream)
+    with pytest.raises(UnsupportedError, match="does not exist"):
+        resolve(ModuleType(MODULE), upstream)
+    assert MODULE not in sys.modules
