@@ -15,7 +15,7 @@ help:
 	@echo "make format  let ruff format the code and fix what it can"
 	@echo "make docs    the site, into out/site (in an environment of its own, .venv-docs)"
 	@echo "make dist    wheel and sdist, into dist/; tried in an empty environment"
-	@echo "make clean   remove .venv and caches; results in out/ stay"
+	@echo "make clean   remove .venv, .matrix and caches; results in out/ stay"
 	@echo "demo, test, fuzz, contract, lint and format install into .venv. PYTHON=python3.12 names the Python to use."
 
 # Does nothing when .venv is up to date.
@@ -53,5 +53,5 @@ dist:
 	$(PYTHON) tools/dist.py
 
 clean:
-	rm -rf .venv .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs .matrix build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
@@ -18,7 +20,7 @@ from install import ROOT
 from matrix import results
 from matrix.environments import Missing, build
 from matrix.processes import StepError, Steps
-from matrix.rows import Row, choose
+from matrix.rows import QUICK, Row, choose
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
@@ -35,10 +37,14 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    if arguments.quick:
+        rows = [replace(row, tests=QUICK[row.engine], alone=()) for row in rows]
+    kept = not (arguments.quick or arguments.build)
     checkout = Path(arguments.checkout).resolve()
     home = Path(os.environ.get("MATRIX_HOME") or ROOT / ".matrix").resolve()
     found = results.load(RESULTS)
-    due = [row for row in rows if arguments.again or not _finished(row, checkout, found)]
+    all_due = arguments.again or not kept
+    due = [row for row in rows if all_due or not _finished(row, checkout, found)]
     if arguments.list:
         for row in rows:
             state = found.get(row.name, {}).get("outcome", "not run")
@@ -57,11 +63,11 @@ def main() -> int:
         left = sum(found.get(r.name, {}).get("seconds", USUAL_SECONDS) for r in due[number:])
         print(f"{row.name}: {result['outcome']} in {result['seconds']} s. {result['sentence']}")
         print(f"  {spent / 60:.0f} min spent, {len(due) - number} rows or {left / 60:.0f} min left")
-        if not arguments.build:
+        if kept:
             found[row.name] = {**result, "commit": _commit(checkout), "key": key}
             results.save(RESULTS, found)
             results.write_page(PAGE, found)
-    if not arguments.build:
+    if kept:
         results.write_page(PAGE, found)
         ended = [found[row.name]["outcome"] for row in rows]
     return 0 if set(ended) <= {results.PASSED, results.SKIPPED} else 1
@@ -72,6 +78,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("rows", nargs="*", help="names of rows, or patterns such as 'vllm-0.3*'")
     parser.add_argument("--list", action="store_true", help="show the rows and run nothing")
     parser.add_argument("--again", action="store_true", help="run finished rows too")
+    parser.add_argument("--quick", action="store_true", help="few tests; nothing is kept")
     parser.add_argument("--build", action="store_true", help="make the environments only")
     parser.add_argument(
         "--checkout",
@@ -134,7 +141,8 @@ def _test(row: Row, python: Path, checkout: Path, reports: Path, steps: Steps) -
     """
     reports.mkdir(parents=True, exist_ok=True)
     # Megatron's tests end process groups that engines of vLLM in the same process need.
-    groups = [[name] for name in (*row.tests, *row.alone)]
+    folders = groupby(row.tests, key=lambda name: name.split("/")[1])
+    groups = [*(list(names) for _, names in folders), *([name] for name in row.alone)]
     counts = []
     for number, group in enumerate(groups, 1):
         report = reports / f"{number}.xml"

@@ -78,6 +78,23 @@ ROWS = (
     ),
 )
 
+QUICK = {
+    "vllm": tuple(
+        f"{VLLM_TESTS}/{name}.py"
+        for name in (
+            "attention/test_cpu",
+            "patches/test_ledger",
+            "quantization/test_loading",
+            "refit/test_guard",
+            "refit/test_inventory",
+            "refit/test_stale_scales",
+            "test_plugin",
+        )
+    ),
+    "megatron": tuple(f"{MEGATRON_TESTS}/test_{name}.py" for name in ("linear", "export")),
+}
+"""The tests of ``--quick`` by engine."""
+
 
 def choose(patterns: list[str]) -> list[Row]:
     """Return the rows whose names match one of the patterns (as of a shell), all if there are none.
