@@ -17,6 +17,7 @@ REFUSED = "refused"
 NOT_BUILT = "not built"
 BROKEN_OFF = "broken off"
 SKIPPED = "skipped"
+BUILT = "built"
 FINISHED = (PASSED, FAILED, REFUSED)
 """Outcomes that stay until the code or the row changes; rows with others are tried again."""
 CODE = (
