@@ -158,6 +158,7 @@ def test_refused_rows_run_no_tests(
     python.chmod(0o755)
     monkeypatch.setattr(command, "build", lambda *arguments: python)
     steps = Steps("row", tmp_path / "row.log", tmp_path)
+    assert command._run(ROWS[1], tmp_path, tmp_path, steps, True)["outcome"] == results.BUILT
     result = command._run(ROWS[1], tmp_path, tmp_path, steps, False)
     assert result["outcome"] == outcome
     assert result["sentence"] == (refused or "tests: pytest left no report.")

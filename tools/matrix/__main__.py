@@ -104,33 +104,43 @@ def _commit(checkout: Path) -> str:
 
 
 def _run(row: Row, home: Path, checkout: Path, steps: Steps, build_only: bool) -> dict:
-    """Build and test a row; whatever happens is told in the result."""
+    """Build and test a row; whatever happens is told in the result, so that the others still run."""
     began = time.monotonic()
     result: dict = {"outcome": results.NOT_BUILT, "sentence": ""}
     try:
         python = build(row, home, checkout, steps)
-        if build_only:
-            return {**result, "outcome": results.BUILT}
-        result["outcome"] = results.BROKEN_OFF
-        checker = Path(__file__).with_name("check.py")
-        output = steps.run("check", [python, checker, row.engine], CHECK_LIMIT)
-        result |= json.loads(output.splitlines()[-1])
-        refusal = result.pop("refused")
-        if refusal is not None:
-            result |= {"outcome": results.REFUSED, "sentence": refusal, "notes": []}
-        else:
-            counts = _test(row, python, checkout, home / "reports" / row.name, steps)
-            told, sentence = results.outcome(counts)
-            result |= {**counts, "outcome": told, "sentence": sentence}
+        result["outcome"] = results.BUILT if build_only else results.BROKEN_OFF
+        if not build_only:
+            _check(row, python, checkout, home / "reports" / row.name, steps, result)
     except Missing as reason:
         result |= {"outcome": results.SKIPPED, "sentence": str(reason)}
-    except (StepError, OSError, StopIteration, ValueError) as error:
+    except Exception as error:
         result["sentence"] = str(error) or repr(error)
     result["sentence"] = results.one_line(result["sentence"])
     result["notes"] = [results.one_line(note) for note in result.get("notes", ())]
     result["seconds"] = round(time.monotonic() - began)
     result["date"] = f"{datetime.now(UTC):%Y-%m-%d}"
     return result
+
+
+def _check(
+    row: Row, python: Path, checkout: Path, reports: Path, steps: Steps, result: dict
+) -> None:
+    """Put into ``result`` what is installed and what came out of the tests, unless it is refused.
+
+    Raises:
+        StepError: the check failed, or pytest did not come to its end.
+    """
+    checker = Path(__file__).with_name("check.py")
+    output = steps.run("check", [python, checker, row.engine], CHECK_LIMIT)
+    result |= json.loads(output.splitlines()[-1])
+    refusal = result.pop("refused")
+    if refusal is not None:
+        result |= {"outcome": results.REFUSED, "sentence": refusal, "notes": []}
+        return
+    counts = _test(row, python, checkout, reports, steps)
+    outcome, sentence = results.outcome(counts)
+    result |= {**counts, "outcome": outcome, "sentence": sentence}
 
 
 def _test(row: Row, python: Path, checkout: Path, reports: Path, steps: Steps) -> dict:
