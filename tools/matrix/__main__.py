@@ -104,7 +104,7 @@ def _commit(checkout: Path) -> str:
 
 
 def _run(row: Row, home: Path, checkout: Path, steps: Steps, build_only: bool) -> dict:
-    """Build and test a row; whatever happens is told in the result, so that the others still run."""
+    """Build and test a row; whatever happens is told in the result, and the next row runs."""
     began = time.monotonic()
     result: dict = {"outcome": results.NOT_BUILT, "sentence": ""}
     try:
