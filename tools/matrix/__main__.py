@@ -134,7 +134,7 @@ def _check(
     checker = Path(__file__).with_name("check.py")
     output = steps.run("check", [python, checker, row.engine], CHECK_LIMIT)
     result |= json.loads(output.splitlines()[-1])
-    refusal = result.pop("refused")
+    refusal = result.pop("refusal")
     if refusal is not None:
         result |= {"outcome": results.REFUSED, "sentence": refusal, "notes": []}
         return

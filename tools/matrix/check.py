@@ -39,12 +39,12 @@ def main(engine: str) -> None:
         "torch": torch.__version__,
         "engine": diagnosis.installed,
         "notes": list(diagnosis.problems),
-        "refused": None,
+        "refusal": None,
     }
     try:
         {"vllm": _start_vllm, "megatron": _start_megatron}[engine]()
     except UnsupportedError as error:
-        found["refused"] = str(error)
+        found["refusal"] = str(error)
     print(json.dumps(found))
 
 

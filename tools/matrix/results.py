@@ -31,39 +31,53 @@ CODE = (
     "tests/megatron_fp8rl",
 )
 """What the outcome of a row depends on, beside the row itself."""
+COUNTS = ("passed", "failed", "refused", "skipped")
+REFUSAL = re.compile(r"^(?:failed on \w+ with \")?fp8rl\.errors\.UnsupportedError: (.*?)\"?$")
 BEGIN, END = "<!-- written by make matrix: begin -->", "<!-- written by make matrix: end -->"
 HEAD = (
-    "| row | engine | Python | torch | outcome | passed / failed / skipped | minutes | date |\n"
+    "| row | engine | Python | torch | outcome | passed / failed / refused / skipped | minutes "
+    "| date |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
 def read_report(file: Path) -> dict:
-    """Return the counts and the failures of one of pytest's JUnit reports.
+    """Return counts, failures, refusals and reasons of skipped tests of one of pytest's reports.
+
+    A test that ends in fp8rl's own UnsupportedError is refused and not failed: it asked for what
+    this version of the engine cannot do.
 
     Raises:
-        OSError, ElementTree.ParseError: there is none, or only a part of one.
+        OSError, ElementTree.ParseError: there is no report in pytest's JUnit form.
     """
-    counts = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
+    report = add([])
     for case in ElementTree.parse(file).iter("testcase"):
-        troubles = [child for child in case if child.tag in ("failure", "error")]
-        if troubles:
-            counts["failed"] += 1
-            name = f"{case.get('classname', '')}::{case.get('name', '')}"
-            why = one_line(troubles[0].get("message", ""))
-            counts["failures"].append({"test": name, "why": why})
-        elif case.find("skipped") is not None:
-            counts["skipped"] += 1
+        trouble = next((child for child in case if child.tag in ("failure", "error")), None)
+        skip = case.find("skipped")
+        if trouble is not None:
+            why = one_line(trouble.get("message", ""))
+            refusal = REFUSAL.search(why)
+            if refusal is not None:
+                report["refused"] += 1
+                report["refusals"].append(refusal[1])
+            else:
+                report["failed"] += 1
+                name = f"{case.get('classname', '')}::{case.get('name', '')}"
+                report["failures"].append({"test": name, "why": why})
+        elif skip is not None:
+            report["skipped"] += 1
+            report["skips"].append(one_line(skip.get("message", "")))
         else:
-            counts["passed"] += 1
-    return counts
+            report["passed"] += 1
+    return report
 
 
 def add(reports: list[dict]) -> dict:
-    """Return the sums of several reports."""
-    total = {name: sum(report[name] for report in reports) for name in ("passed", "failed")}
-    total["skipped"] = sum(report["skipped"] for report in reports)
+    """Return the sums of several reports, each refusal and each reason to skip once."""
+    total: dict = {name: sum(report[name] for report in reports) for name in COUNTS}
     total["failures"] = [failure for report in reports for failure in report["failures"]]
+    for name in ("refusals", "skips"):
+        total[name] = list(dict.fromkeys(text for report in reports for text in report[name]))
     return total
 
 
@@ -71,12 +85,11 @@ def outcome(counts: dict) -> tuple[str, str]:
     """Return the outcome of tests that ran to their end, and a sentence unless they passed."""
     failures = counts["failures"]
     if failures:
-        reasons = {failure["why"] for failure in failures}
-        return FAILED, f"{failures[0]['test'].split('.')[-1]}: {failures[0]['why']}" + (
-            f" ({len(failures)} failures, {len(reasons)} reasons)" if len(failures) > 1 else ""
-        )
+        more = f" ({len(failures)} failures)" if len(failures) > 1 else ""
+        return FAILED, f"{failures[0]['test'].split('.')[-1]}: {failures[0]['why']}{more}"
     if not counts["passed"]:
-        return FAILED, "No test ran."
+        refusals = counts["refusals"]
+        return (REFUSED, refusals[0]) if refusals else (FAILED, "No test ran.")
     return PASSED, ""
 
 
@@ -120,7 +133,7 @@ def table(results: dict[str, dict]) -> str:
     lines, told = [HEAD], []
     for row in ROWS:
         found = results.get(row.name, {"outcome": "not run"})
-        tests = "/".join(str(found[n]) for n in ("passed", "failed", "skipped") if n in found)
+        tests = " / ".join(str(found[name]) for name in COUNTS if name in found)
         minutes = f"{found['seconds'] / 60:.1f}" if "seconds" in found else ""
         engine = f"{_engine(row)} {found.get('engine') or ''}".strip()
         cells = (
@@ -134,9 +147,10 @@ def table(results: dict[str, dict]) -> str:
             f"{found.get('date', '')}",
         )
         lines.append(f"| {' | '.join(cells)} |".replace("  ", " "))
-        for sentence in (found.get("sentence"), *found.get("notes", ())):
-            if sentence:
-                told.append(f"- **{row.name}**, {found['outcome']}: {_plain(sentence)}")
+        if found.get("sentence"):
+            told.append(f"- **{row.name}**, {found['outcome']}: {_plain(found['sentence'])}")
+        for kind, name in (("refused", "refusals"), ("skipped", "skips"), ("doctor", "notes")):
+            told += [f"- **{row.name}**, {kind}: {_plain(text)}" for text in found.get(name, ())]
     commits = sorted({found["commit"] for found in results.values() if "commit" in found})
     parts = ["\n".join(lines), f"Commits of fp8rl: {', '.join(commits) or 'none'}."]
     if told:
