@@ -27,7 +27,9 @@ BAD = """<testcase classname="tests.a.test_b" name="test_bad">
 <testcase classname="tests.a.test_b" name="test_too">
 <error
 message="failed on setup with &quot;fp8rl.errors.UnsupportedError: No experts.&quot;"/>
-</testcase>"""
+</testcase>
+<testcase classname="" name="tests.a.test_c"><error message="collection failure">Traceback:
+E   ImportError: no z</error></testcase>"""
 
 
 def test_rows_have_one_name_each_and_are_chosen_by_pattern() -> None:
@@ -52,11 +54,12 @@ def test_counts_and_failures_of_a_report_name_no_machine(tmp_path: Path) -> None
     assert results.outcome(good) == (results.PASSED, "")
     report.write_text(REPORT.format(more=BAD))
     both = results.add([good, results.read_report(report)])
-    assert [both[name] for name in results.COUNTS] == [2, 2, 2, 2]
+    assert [both[name] for name in results.COUNTS] == [2, 3, 2, 2]
     assert (both["refusals"], both["skips"]) == (["No experts."], ["no GPU"])
+    assert both["failures"][2] == {"test": "tests.a.test_c", "why": "ImportError: no z"}
     told, sentence = results.outcome(both)
     assert told == results.FAILED
-    assert sentence == ("test_b::test_bad: AssertionError: ../x.py at <address> (2 failures)")
+    assert sentence == ("test_b::test_bad: AssertionError: ../x.py at <address> (3 failures)")
     assert results.outcome(results.add([])) == (results.FAILED, "No test ran.")
     refused = {**results.add([]), "refusals": ["Too old."]}
     assert results.outcome(refused) == (results.REFUSED, "Too old.")

@@ -55,21 +55,28 @@ def read_report(file: Path) -> dict:
         trouble = next((child for child in case if child.tag in ("failure", "error")), None)
         skip = case.find("skipped")
         if trouble is not None:
-            why = one_line(trouble.get("message", ""))
+            why = _reason(trouble)
             refusal = REFUSAL.search(why)
             if refusal is not None:
                 report["refused"] += 1
                 report["refusals"].append(refusal[1])
             else:
                 report["failed"] += 1
-                name = f"{case.get('classname', '')}::{case.get('name', '')}"
-                report["failures"].append({"test": name, "why": why})
+                name = [part for part in (case.get("classname"), case.get("name")) if part]
+                report["failures"].append({"test": "::".join(name), "why": why})
         elif skip is not None:
             report["skipped"] += 1
             report["skips"].append(one_line(skip.get("message", "")))
         else:
             report["passed"] += 1
     return report
+
+
+def _reason(trouble: ElementTree.Element) -> str:
+    """Return why a test failed, or why a file of tests could not be imported."""
+    message = trouble.get("message", "")
+    errors = re.findall(r"^E +(.*)", trouble.text or "", re.MULTILINE)
+    return one_line(errors[-1] if message == "collection failure" and errors else message)
 
 
 def add(reports: list[dict]) -> dict:
