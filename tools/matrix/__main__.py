@@ -64,6 +64,8 @@ def main() -> int:
         print(f"{row.name}: {result['outcome']} in {result['seconds']} s. {result['sentence']}")
         print(f"  {spent / 60:.0f} min spent, {len(due) - number} rows or {left / 60:.0f} min left")
         if kept:
+            # Read again: another `make matrix` may have finished other rows.
+            found = results.load(RESULTS)
             found[row.name] = {**result, "commit": _commit(checkout), "key": key}
             results.save(RESULTS, found)
             results.write_page(PAGE, found)

@@ -6,6 +6,7 @@ row's environment reads it through a ``.pth`` file and holds only the pinned pac
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ from matrix.rows import Row
 
 STAMP, FP8RL_STAMP = "matrix.json", "matrix-fp8rl.json"
 PIP_LIMIT = 1800.0
+OTHERS = [pin for pin in WITHOUT_DEPENDENCIES if not pin.startswith("vllm")]
 
 
 class Missing(Exception):
@@ -133,23 +135,29 @@ def _base(row: Row, home: Path, checkout: Path, interpreter: Path, steps: Steps)
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     needs = [project["dependencies"], *(extras[n] for n in ("cpu", "dev", "megatron", "nemo-rl"))]
-    others = [pin for pin in WITHOUT_DEPENDENCIES if not pin.startswith("vllm")]
-    key = _key(needs, others, row.torch)
-    if _is_made(base, key):
-        return base
+    key = _key(needs, OTHERS, row.torch)
+    with (home / f"{base.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another row may be making it
+        if not _is_made(base, key):
+            _make_base(base, row.torch, interpreter, checkout, steps)
+            _stamp(base, key)
+    return base
+
+
+def _make_base(
+    base: Path, torch_version: str, interpreter: Path, checkout: Path, steps: Steps
+) -> None:
     shutil.rmtree(base, ignore_errors=True)
+    steps.run("base environment", [interpreter, "-m", "venv", base], 300)
     python = base / "bin" / "python"
     install = [python, "-m", "pip", "install", "--no-input", "--progress-bar=off"]
-    steps.run("base environment", [interpreter, "-m", "venv", base], 300)
-    options, torch = _torch(python, row.torch)
+    options, torch = _torch(python, torch_version)
     steps.run(f"pip install {torch}", [*install, *options, torch], PIP_LIMIT)
     packages = [f"{checkout}[cpu,dev]", torch, "hatchling"]
     steps.run("engines' dependencies and test tools", [*install, *packages], PIP_LIMIT)
     # A row installs fp8rl itself. With triton, vLLM would believe that it is on a GPU machine.
     steps.run("pip uninstall", [python, "-m", "pip", "uninstall", "-y", "fp8rl", "triton"], 300)
-    steps.run(f"pip install {' '.join(others)}", [*install, "--no-deps", *others], PIP_LIMIT)
-    _stamp(base, key)
-    return base
+    steps.run(f"pip install {' '.join(OTHERS)}", [*install, "--no-deps", *OTHERS], PIP_LIMIT)
 
 
 def _torch(python: Path, version: str) -> tuple[list, str]:
