@@ -56,10 +56,18 @@ def test_counts_and_failures_of_a_report_name_no_machine(tmp_path: Path) -> None
     both = results.add([good, results.read_report(report)])
     assert [both[name] for name in results.COUNTS] == [2, 3, 2, 2]
     assert (both["refusals"], both["skips"]) == (["No experts."], ["no GPU"])
-    assert both["failures"][2] == {"test": "tests.a.test_c", "why": "ImportError: no z"}
+    assert both["failures"][2] == {
+        "why": "ImportError: no z",
+        "count": 1,
+        "first": "tests.a.test_c",
+    }
+    both = results.add([both, both])
     told, sentence = results.outcome(both)
     assert told == results.FAILED
-    assert sentence == ("test_b::test_bad: AssertionError: ../x.py at <address> (3 failures)")
+    assert sentence == (
+        "test_b::test_bad: AssertionError: ../x.py at <address> (2 of 6 failures, 3 reasons)"
+    )
+    assert results.one_line("a\n" + "b" * 900 + " why", limit=20) == "a bbbbbbbb .. bbbbbb why"
     assert results.outcome(results.add([])) == (results.FAILED, "No test ran.")
     refused = {**results.add([]), "refusals": ["Too old."]}
     assert results.outcome(refused) == (results.REFUSED, "Too old.")

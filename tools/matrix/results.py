@@ -63,13 +63,13 @@ def read_report(file: Path) -> dict:
             else:
                 report["failed"] += 1
                 name = [part for part in (case.get("classname"), case.get("name")) if part]
-                report["failures"].append({"test": "::".join(name), "why": why})
+                report["failures"].append({"why": why, "count": 1, "first": "::".join(name)})
         elif skip is not None:
             report["skipped"] += 1
             report["skips"].append(one_line(skip.get("message", "")))
         else:
             report["passed"] += 1
-    return report
+    return add([report])
 
 
 def _reason(trouble: ElementTree.Element) -> str:
@@ -80,9 +80,13 @@ def _reason(trouble: ElementTree.Element) -> str:
 
 
 def add(reports: list[dict]) -> dict:
-    """Return the sums of several reports, each refusal and each reason to skip once."""
+    """Return the sums of several reports, with each reason once."""
     total: dict = {name: sum(report[name] for report in reports) for name in COUNTS}
-    total["failures"] = [failure for report in reports for failure in report["failures"]]
+    failures: dict[str, dict] = {}
+    for failure in (failure for report in reports for failure in report["failures"]):
+        known = failures.setdefault(failure["why"], {**failure, "count": 0})
+        known["count"] += failure["count"]
+    total["failures"] = list(failures.values())
     for name in ("refusals", "skips"):
         total[name] = list(dict.fromkeys(text for report in reports for text in report[name]))
     return total
@@ -92,8 +96,10 @@ def outcome(counts: dict) -> tuple[str, str]:
     """Return the outcome of tests that ran to their end, and a sentence unless they passed."""
     failures = counts["failures"]
     if failures:
-        more = f" ({len(failures)} failures)" if len(failures) > 1 else ""
-        return FAILED, f"{failures[0]['test'].split('.')[-1]}: {failures[0]['why']}{more}"
+        most = max(failures, key=lambda failure: failure["count"])
+        more = f" ({most['count']} of {counts['failed']} failures, {len(failures)} reasons)"
+        sentence = f"{most['first'].split('.')[-1]}: {most['why']}"
+        return FAILED, sentence + (more if counts["failed"] > 1 else "")
     if not counts["passed"]:
         refusals = counts["refusals"]
         return (REFUSED, refusals[0]) if refusals else (FAILED, "No test ran.")
@@ -101,10 +107,12 @@ def outcome(counts: dict) -> tuple[str, str]:
 
 
 def one_line(text: str, limit: int = 400) -> str:
-    """Return text as one line without what names this machine or its network."""
+    """Return text as one line without what names this machine or its network, cut in the middle."""
     text = re.sub(r"\w+://\S+", "<address>", " ".join(text.split()))
     text = re.sub(r"(?<![\w.])/(?:[^\s/'\",:;()]+/)+", "../", text)
-    return text if len(text) <= limit else f"{text[:limit]}.."
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} .. {text[-limit // 2 :]}"
 
 
 def code_key(checkout: Path, row: Row) -> str:
