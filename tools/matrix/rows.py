@@ -64,7 +64,8 @@ ROWS = (
     _vllm("0.26.0", torch="2.11.0"),
     *(_vllm(v) for v in ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")),
     *(_megatron(v) for v in ("0.15.3", "0.16.0", "0.16.1")),
-    Row("megatron-lm-main", "megatron", (), (MEGATRON_TESTS,), source="MEGATRON_LM_SRC"),
+    # Its modules import triton without asking whether there is a GPU.
+    Row("megatron-lm-main", "megatron", ("triton",), (MEGATRON_TESTS,), source="MEGATRON_LM_SRC"),
     *(
         Row(
             f"python-{v}",
