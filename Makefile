@@ -3,18 +3,19 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help install demo test fuzz contract lint format docs dist clean
+.PHONY: help install demo test fuzz contract matrix lint format docs dist clean
 
 help:
 	@echo "make demo    the whole FP8 RL loop on this CPU (options: ARGS=\"--help\")"
 	@echo "make test    the tests"
 	@echo "make fuzz    bad inputs, interrupts and kills, for longer (docs/measurements/reliability.md)"
 	@echo "make contract what we use of NeMo RL, against its sources (docs/nemo_rl.md)"
+	@echo "make matrix  the engine tests with other versions of engines and Python (docs/versions.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the code and fix what it can"
 	@echo "make docs    the site, into out/site (in an environment of its own, .venv-docs)"
 	@echo "make dist    wheel and sdist, into dist/; tried in an empty environment"
-	@echo "make clean   remove .venv and caches; results in out/ stay"
+	@echo "make clean   remove .venv, .matrix and caches; results in out/ stay"
 	@echo "demo, test, fuzz, contract, lint and format install into .venv. PYTHON=python3.12 names the Python to use."
 
 # Does nothing when .venv is up to date.
@@ -33,6 +34,9 @@ fuzz: install
 contract: install
 	$(BIN)/python -m pytest -v -rsP -p no:warnings tests/contract $(ARGS)
 
+matrix:
+	@PYTHONPATH=tools $(PYTHON) -m matrix $(ARGS)
+
 lint: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -49,5 +53,5 @@ dist:
 	$(PYTHON) tools/dist.py
 
 clean:
-	rm -rf .venv .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs .matrix build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -90,8 +90,8 @@ def lists_version(listing: str, version: str = TORCH) -> bool:
     return found is not None and version in re.split(r"[,\s]+", found[1])
 
 
-def pip_offers_torch(python: Path, limit: float = PIP_LOOKUP_SECONDS) -> bool:
-    """Whether pip, as it is set up, finds torch's CPU build for this Python."""
+def pip_offers_torch(python: Path, version: str = TORCH, limit: float = PIP_LOOKUP_SECONDS) -> bool:
+    """Whether pip, as it is set up, finds this version of torch for this Python."""
     command = [*_pip(python), "index", "versions", "torch", "--timeout=5", "--retries=1"]
     try:
         found = subprocess.run(
@@ -99,7 +99,7 @@ def pip_offers_torch(python: Path, limit: float = PIP_LOOKUP_SECONDS) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    return lists_version(found.stdout)
+    return lists_version(found.stdout, version)
 
 
 def torch_options(offered: bool, index: str, index_answers) -> list:

@@ -23,6 +23,7 @@ def stock_layer() -> Any:
     """An attention layer as vLLM's own method finds it."""
     layer = torch.nn.Module()
     layer.kv_cache_dtype = "fp8_e4m3"
+    layer.calculate_kv_scales = False  # read up to vLLM 0.27
     for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
         layer.register_buffer(name, torch.tensor(1.0))
     layer._k_scale_cpu, layer._v_scale_cpu = torch.tensor(1.0), torch.tensor(1.0)
