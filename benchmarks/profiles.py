@@ -45,7 +45,7 @@ def by_kernel(load: Callable[[], object]) -> dict[str, float]:
         torch.cuda.synchronize()
     found: dict[str, float] = {}
     for event in profiler.key_averages():
-        kinds = ("quantize", "finite", "Memcpy", "Memset")
+        kinds = ("multi_tensor", "quantize", "finite", "Memcpy", "Memset")
         kind = next((k for k in kinds if k in event.key), "other")
         found[kind] = found.get(kind, 0.0) + event.self_device_time_total / 1e3
     return {kind: round(value, 3) for kind, value in found.items()}

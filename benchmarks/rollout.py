@@ -8,9 +8,10 @@ downloaded; each variant runs in a process of its own. A load is requests x toke
 tokens per second count output tokens of one ``generate`` call, after a shorter one of the same
 shape, and the median of ``--repeats`` calls (a number for each load, the last for the rest) is
 given. With ``--after`` the last load is measured again after the refits. A refit sends every tensor
-of the model, already on the GPU, through ``vllm_fp8rl.refit.refit``; all layers share the same
-tensors, so the sender takes little memory. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in
-all variants: kernels are then compiled when first met, here before anything is timed.
+of the model, already on the GPU, through ``vllm_fp8rl.refit.refit``; the sender's tensors take the
+size of the BF16 model, for which ``--memory`` must leave room. ``--warmup skip`` leaves out vLLM's
+DeepGEMM warm-up in all variants: kernels are then compiled when first met, here before anything is
+timed.
 """
 
 from __future__ import annotations
@@ -71,20 +72,16 @@ def engine_arguments(variant: str) -> dict[str, Any]:
 
 
 def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
-    """Every HF tensor of the model; tensors of one shape are the same."""
+    """Every HF tensor of the model, each in memory of its own, as a refit requires."""
     import torch
 
     from vllm_fp8rl.quantization.kv_cache import required_kv_scales
     from vllm_fp8rl.refit.inventory import Inventory
 
-    shared: dict[tuple[int, ...], torch.Tensor] = {}
     for name, entry in Inventory.of(model).entries.items():
-        if not entry.required:
-            continue
-        if entry.shape not in shared:
+        if entry.required:
             made = torch.empty(entry.shape, dtype=torch.bfloat16, device="cuda")
-            shared[entry.shape] = made.uniform_(-1e-3, 1e-3) if made.ndim > 1 else made.fill_(1.0)
-        yield name, shared[entry.shape]
+            yield name, made.uniform_(-1e-3, 1e-3) if made.ndim > 1 else made.fill_(1.0)
     if with_scales:
         for name in sorted(required_kv_scales(model)):
             yield name, torch.tensor(KV_SCALE, device="cuda")

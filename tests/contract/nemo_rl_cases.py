@@ -26,6 +26,7 @@ from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
 
 from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss
 from nemo_rl_ext.config.guard import GuardConfig
