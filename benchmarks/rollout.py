@@ -74,7 +74,7 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
     """Every HF tensor of the model; tensors of one shape are the same."""
     import torch
 
-    from vllm_fp8rl.quantization.kv_cache import required_kv_scales
+    from vllm_fp8rl.kv_scales import required_kv_scales
     from vllm_fp8rl.refit.inventory import Inventory
 
     shared: dict[tuple[int, ...], torch.Tensor] = {}

@@ -30,7 +30,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
 from fp8rl.numerics import BLOCK, cdiv
 from fp8rl.pinning import FUSED as FUSED_MODULES
-from vllm_fp8rl.quantization.kv_cache import fp8_layers, required_kv_scales
+from vllm_fp8rl.kv_scales import fp8_layers, required_kv_scales
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch
 from vllm_fp8rl.storage.experts import FUSED, MATRICES, ExpertGrids, load_fused, scales_of, stack_of

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from vllm.config import KVTransferConfig
 
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
-from vllm_fp8rl.quantization.kv_cache import kv_scale_state
+from vllm_fp8rl.kv_scales import kv_scale_state
 from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.worker import EXTENSION, read_answer

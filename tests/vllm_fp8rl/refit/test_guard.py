@@ -18,7 +18,8 @@ from fp8rl.recipe import KVCache
 pytest.importorskip("vllm")
 from support.engine import Engine
 from vllm_fp8rl.guard import RefitGuard, guarded
-from vllm_fp8rl.quantization.kv_cache import check_backend, kv_scale_state, set_kv_scales
+from vllm_fp8rl.kv_scales import kv_scale_state, set_kv_scales
+from vllm_fp8rl.quantization.kv_cache import check_backend
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.sleep import BACKEND, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.state import state_of

@@ -22,9 +22,9 @@ from fp8rl.errors import Fp8RLError, RefitError
 
 pytest.importorskip("vllm")
 from support.engine import KV_SCALE, SCALES, VOCAB, Engine, load_tensors
-from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.calibration.observer import ObservedImpl
-from vllm_fp8rl.quantization.kv_cache import fp8_layers
+from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.kv_observer import ObservedImpl
+from vllm_fp8rl.kv_scales import fp8_layers
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 from vllm_fp8rl.refit.client import Workers
 from vllm_fp8rl.refit.worker import STEPS, read_answer

@@ -7,7 +7,7 @@ import torch
 
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES
-from vllm_fp8rl.quantization.kv_cache import fp8_layers
+from vllm_fp8rl.kv_scales import fp8_layers
 from vllm_fp8rl.refit import RefitSession, drop_requests
 from vllm_fp8rl.state import state_of
 
