@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fp8rl.errors import RefitError
+from vllm_fp8rl.refit.intake import Named
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -32,8 +33,6 @@ _LONGEST_HEADER = 100_000_000  # bytes, as in safetensors
 _TICK = 0.02
 """Seconds: writes that are closer together may leave the same time stamp."""
 _REMEDY = "write under a temporary name, rename when all is written, and refit again"
-
-Named = tuple[str, torch.Tensor]
 
 
 def read_files(path: str | os.PathLike[str]) -> Iterator[Named]:

@@ -67,16 +67,6 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
     return tensor[row : row + shard.rows, column : column + columns]
 
 
-def check_scale_shape(scale_inv: torch.Tensor, shard: Shard, name: str) -> None:
-    """Raise RefitError unless scales are those of the blocks of the whole HF weight."""
-    expected = tuple(map(cdiv, shard.full, BLOCK))
-    if tuple(scale_inv.shape) != expected:
-        raise RefitError(
-            f"'{name}' takes scales of shape {expected} (128x128 blocks of a {shard.full} "
-            f"weight), but got {tuple(scale_inv.shape)}."
-        )
-
-
 @dataclass
 class _Quantized:
     """What has arrived of a shard that comes as FP8 codes and scales."""
@@ -233,9 +223,10 @@ class BlockGrid:
         """First local row and number of rows of each shard, in order."""
         return list(self._rows.items())
 
-    def shape_of(self, start: int) -> tuple[int, int]:
-        """Rows and columns of the shard whose first local row is ``start``."""
-        return self._rows[start], self.columns
+    def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
+        """Write ``make(shape)`` to each shard that was never written."""
+        for start in self.missing():
+            self.load_source(start, make((self._rows[start], self.columns)))
 
     def forget_unpaired(self) -> None:
         """Drop what an abandoned transfer left behind, before a new one begins."""
@@ -283,7 +274,12 @@ class BlockGrid:
             RefitError: another shape.
             UnsupportedError, ScaleError: see :meth:`load_scales`.
         """
-        check_scale_shape(scale_inv, shard, f"{self.name}.weight_scale_inv")
+        expected = tuple(map(cdiv, shard.full, BLOCK))
+        if tuple(scale_inv.shape) != expected:
+            raise RefitError(
+                f"'{self.name}.weight_scale_inv' takes scales of shape {expected} (128x128 blocks "
+                f"of a {shard.full} weight), but got {tuple(scale_inv.shape)}."
+            )
         self.load_scales(shard.start, scale_inv, shard.origin)
 
     def load_source(self, start: int, rows: torch.Tensor, batch: WriteBatch | None = None) -> None:

@@ -59,7 +59,7 @@ def layer_parameters(engine, partitions: list[int], columns: int, rank: int, ran
     grid = BlockGrid("layer", lambda: storage, partitions, columns, "fp32")
     shape = (sum(partitions), columns)
     weight = Fp8Weight(storage[0], grid=grid, weight_loader=print)
-    scale = Fp8Scale(storage[1], grid=grid, shape=shape, weight_loader=print)
+    scale = Fp8Scale(storage[1], grid=grid, weight_loader=print)
     plain = PlainWeight(
         torch.zeros(shape), module="layer", partitions=partitions, weight_loader=print
     )
