@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl import Recipe
-from fp8rl.errors import RefitError, ScaleError, UnsupportedError
+from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
-from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
 from support.engine import Engine
@@ -138,17 +136,6 @@ def _cpu_worker() -> type:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     return CPUWorker
-
-
-def test_without_an_fp8_cache(engine: Engine, other_engine: Any, checkpoints: dict) -> None:
-    plain = other_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
-    tokens = plain.greedy(PROMPTS)
-    guard = state_of(plain.model).guard
-    assert guard is not state_of(engine.model).guard
-    guard.close("The weights are half-updated: a test says so")
-    refuses(plain, RefitError, "half-updated")
-    guard.open()
-    assert plain.greedy(PROMPTS) == tokens
 
 
 # What a sleep does, on the model of a real engine. vLLM has no sleep mode on a CPU: the memory
@@ -282,12 +269,3 @@ def test_backends_that_do_not_see_new_scales() -> None:
         check_backend("FLASHINFER", full)
     with pytest.raises(UnsupportedError, match=r"'FLEX_ATTENTION' is not known.*FLASH_ATTN"):
         check_backend("FLEX_ATTENTION", piecewise)
-
-
-def test_scales_missing_in_a_started_engine(engine: Engine, guard: RefitGuard) -> None:
-    scales = state_of(engine.model).kv_scales["model.layers.1.self_attn.attn"]
-    value = scales.values.pop("v")
-    guard.recheck()
-    refuses(engine, ScaleError, rf"'{scale_name(1, 'v')}' was never loaded \(1 missing\)")
-    scales.values["v"] = value
-    engine.greedy(PROMPTS)
