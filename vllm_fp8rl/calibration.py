@@ -26,6 +26,7 @@ from vllm_fp8rl.refit.client import (
     admitted,
     drop_requests,
     forget_prefixes,
+    require_idle,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
     values = {name: checked_scale(name, scale) for name, scale in scales.items()}
 
     def change() -> None:
-        _require_idle(llm)
+        require_idle(llm)
         workers.call("fp8rl_set_kv_scales", values)
         forget_prefixes(llm, _OLD_CODES)
 
@@ -139,7 +140,7 @@ def calibrate_kv_scales(
 
     def change() -> dict[str, float]:
         nonlocal begun
-        _require_idle(llm)
+        require_idle(llm)
         gate.require_open()
         begun = True
         gate.close("KV scales are being calibrated, or a calibration broke off", _REMEDY)
@@ -237,11 +238,3 @@ def _run(llm: LLM, prompts: Sequence[Prompt]) -> int:
     )
     outputs = llm.generate(requests, sampling, use_tqdm=False)
     return sum(len(output.prompt_token_ids or ()) - 1 for output in outputs)
-
-
-def _require_idle(llm: LLM) -> None:
-    if llm.llm_engine.has_unfinished_requests():
-        raise RefitError(
-            "The engine has requests in flight; finish them, or drop them with "
-            "vllm_fp8rl.refit.drop_requests(llm), before KV scales change."
-        )

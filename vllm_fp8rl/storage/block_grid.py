@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ _LAUNCH_BYTES = (1 << 27, 1 << 32)
 to the second number, because each launch costs the host time."""
 
 _ROWS, _COLS = BLOCK
+_PAIR = ("weight", "weight_scale_inv")
 
 
 class Shard(NamedTuple):
@@ -65,14 +65,6 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
     if shard.full == (shard.rows, columns):
         return tensor
     return tensor[row : row + shard.rows, column : column + columns]
-
-
-@dataclass
-class _Quantized:
-    """What has arrived of a shard that comes as FP8 codes and scales."""
-
-    codes: bool = False
-    scales: bool = False
 
 
 class WriteBatch:
@@ -194,7 +186,8 @@ class BlockGrid:
             if start % _ROWS
         }
         self._loaded: set[int] = set()
-        self._incomplete: dict[int, _Quantized] = {}
+        self._incomplete: dict[int, str] = {}
+        """Shards of which one of the pair has come -> which."""
         self._last_write = torch.cuda.Event() if self.device.type == "cuda" else None
 
     @property
@@ -205,10 +198,8 @@ class BlockGrid:
     def require_paired(self) -> None:
         """Raise RefitError while FP8 codes wait for their scales, or scales for their codes."""
         if self._incomplete:
-            wire = next(iter(self._incomplete.values()))
-            got, lacks = ("weight", "weight_scale_inv")
-            if not wire.codes:
-                got, lacks = lacks, got
+            got = next(iter(self._incomplete.values()))
+            (lacks,) = set(_PAIR) - {got}
             raise RefitError(
                 f"'{self.name}' received FP8 '{got}' without its '{lacks}'; send both tensors of "
                 "every FP8 weight before generating."
@@ -325,9 +316,7 @@ class BlockGrid:
         self._require_codes_fit(start, origin)
         with self._in_order():
             self._storage()[0][start : start + codes.shape[0], : self.columns].copy_(codes)
-            wire = self._arriving(start)
-            wire.codes = True
-            self._settle(start, wire)
+            self._arrived(start, "weight")
 
     @torch.no_grad()
     def load_scales(self, start: int, scale_inv: torch.Tensor, origin: tuple[int, int]) -> None:
@@ -356,9 +345,7 @@ class BlockGrid:
         with self._in_order():
             first = start // _ROWS
             self._storage()[1][first : first + part.shape[0]].copy_(part)
-            wire = self._arriving(start)
-            wire.scales = True
-            self._settle(start, wire)
+            self._arrived(start, "weight_scale_inv")
 
     def written(self) -> None:
         """Mark the end of writes on the current stream, for :meth:`_wait`."""
@@ -387,10 +374,6 @@ class BlockGrid:
                 f"{tuple(rows.shape)}; send the tensor with the shape of the HF checkpoint."
             )
 
-    def _arriving(self, start: int) -> _Quantized:
-        self._on_unpaired()
-        return self._incomplete.setdefault(start, _Quantized())
-
     def codes_fit(self, start: int, origin: tuple[int, int]) -> bool:
         """Whether blocks of the HF tensor are local blocks, none shared with another shard.
 
@@ -411,8 +394,10 @@ class BlockGrid:
                 "choose another tensor_parallel_size."
             )
 
-    def _settle(self, start: int, wire: _Quantized) -> None:
-        if wire.codes and wire.scales:
+    def _arrived(self, start: int, what: str) -> None:
+        """Note one of the pair of a shard, which is loaded once both have come."""
+        self._on_unpaired()
+        if self._incomplete.setdefault(start, what) != what:
             del self._incomplete[start]
             self._loaded.add(start)
 
