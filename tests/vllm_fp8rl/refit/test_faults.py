@@ -155,9 +155,7 @@ def test_a_session_that_was_aborted_ends_no_other(engine, a, b):
         with pytest.raises(RefitError, match=r"The refit 'late' is not open.* begin a new one"):
             late.__exit__(None, None, None)
         late.abandon("once more")
-        with pytest.raises(RefitError, match="under way"):
-            engine.greedy(PROMPTS)
-        drop_requests(engine.llm)
+        engine.refuses(RefitError, "under way")
         session.load(list(a.items())[5:])
     assert serves(engine)
 

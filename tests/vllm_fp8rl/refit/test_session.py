@@ -11,7 +11,7 @@ from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.numerics import quantize_block
 from support.engine import LAYERS, PROMPTS, SCALES, Engine
-from vllm_fp8rl.refit import RefitSession, drop_requests, refit
+from vllm_fp8rl.refit import RefitSession, refit
 
 UP = "model.layers.1.mlp.up_proj.weight"
 pytestmark = pytest.mark.usefixtures("restored")
@@ -159,8 +159,7 @@ TOO_LARGE = r"has values beyond 3\.2\d*e\+38, the largest that the engine can ho
 def test_a_fault_leaves_a_refusal_until_a_complete_refit(engine, b, tokens, change, message):
     with pytest.raises(RefitError, match=message):
         refit(engine.llm, change(b | SCALES).items(), expect_kv_scales=True, batch_bytes=1 << 18)
-    with pytest.raises(RefitError, match="half-updated"):
-        engine.greedy(PROMPTS)
+    engine.refuses(RefitError, "half-updated")
     refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True)
     assert engine.greedy(PROMPTS) == tokens["b"]
 
@@ -234,29 +233,7 @@ def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeyp
         patch.setattr(engine.llm, "reset_prefix_cache", lambda **options: False)
         with pytest.raises(RefitError, match="could not reset its prefix cache"):
             refit(engine.llm, b.items(), expect_kv_scales=False)
-    with pytest.raises(RefitError, match="half-updated"):
-        engine.greedy(PROMPTS)
-
-
-def test_session_guards_the_model_itself(engine, a, b, tokens):
-    with (
-        pytest.raises(KeyboardInterrupt),
-        RefitSession(engine.model, expect_kv_scales=False) as session,
-    ):
-        session.load(list(b.items())[:3])
-        with pytest.raises(RefitError, match="already under way"):
-            RefitSession(engine.model, expect_kv_scales=False).__enter__()
-        raise KeyboardInterrupt
-    with pytest.raises(RefitError, match="half-updated"):
-        engine.greedy(PROMPTS)  # past the front door, which knows nothing of this session
-    with pytest.raises(RefitError, match="in flight"):
-        refit(engine.llm, a.items(), expect_kv_scales=False)
-    drop_requests(engine.llm)
-    with RefitSession(engine.model, expect_kv_scales=False) as session:
-        session.load(a.items())
-    assert session.report is not None and session.report.kv_scales == 0
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["a"]
+    engine.refuses(RefitError, "half-updated")
 
 
 def test_session_needs_its_block(engine, a):

@@ -13,7 +13,6 @@ from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
 from support.engine import LAYERS, PROMPTS, SCALES, Engine, load_tensors
 from vllm_fp8rl import WEIGHT_TRANSFER_BACKENDS
-from vllm_fp8rl.refit import drop_requests
 from vllm_fp8rl.refit.transport import pack
 from vllm_fp8rl.refit.weight_transfer import Fp8RLNcclTransferEngine
 
@@ -62,9 +61,7 @@ def test_incomplete_update_is_an_error_and_closes_the_engine(receiver, checkpoin
     update(receiver, payload=pack(lacking))
     with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}'"):
         finish(receiver)
-    with pytest.raises(RefitError, match="half-updated"):
-        receiver.greedy(PROMPTS)
-    drop_requests(receiver.llm)
+    receiver.refuses(RefitError, "half-updated")
     with pytest.raises(RefitError, match="send all of it again"):
         finish(receiver)
     # vLLM holds the update for active still: the second attempt goes on from there.
@@ -89,9 +86,7 @@ def test_nan_breaks_an_update_off(receiver, checkpoints, tokens):
     update(receiver, payload=pack([(UP, a[UP])]))
     with pytest.raises(RefitError, match=f"'{NORM}' has NaN"):
         update(receiver, payload=pack([(NORM, torch.full_like(a[NORM], torch.nan))]))
-    with pytest.raises(RefitError, match="half-updated"):
-        receiver.greedy(PROMPTS)
-    drop_requests(receiver.llm)
+    receiver.refuses(RefitError, "half-updated")
     receiver.llm.start_weight_update()  # vLLM has forgotten the one that broke off
     update(receiver, path=str(checkpoints["a"]))
     finish(receiver)
