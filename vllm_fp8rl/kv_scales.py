@@ -17,7 +17,7 @@ import torch
 
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
-from vllm_fp8rl.state import LayerKVScales, RankState, find_state, state_of
+from vllm_fp8rl.state import LayerKVScales, find_state, state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch
 
 Fill = Callable[[torch.Tensor, float], object]
@@ -101,8 +101,7 @@ def required_kv_scales(model: torch.nn.Module) -> set[str]:
 
 def missing_kv_scales(model: torch.nn.Module) -> list[str]:
     """Return the wire names of the scales that generation needs and that no loader has set."""
-    state = find_state(model)
-    return [] if state is None else all_missing(state)
+    return [name for layer, scales in fp8_layers(model) for name in scales.missing(layer)]
 
 
 def publish_scales(layer: Any) -> None:
@@ -117,26 +116,13 @@ def publish_scales(layer: Any) -> None:
 def fp8_layers(model: torch.nn.Module) -> Iterator[tuple[Any, LayerKVScales]]:
     """Yield the attention layers with an FP8 cache, and what loaders have set for them."""
     state = find_state(model)
-    return iter(()) if state is None else _fp8_layers(state)
-
-
-def _fp8_layers(state: RankState) -> Iterator[tuple[Any, LayerKVScales]]:
-    for name, scales in state.kv_scales.items():
-        yield state.layers[name], scales
+    if state is not None:
+        for name, scales in state.kv_scales.items():
+            yield state.layers[name], scales
 
 
 def _scales_of(layer: Any) -> LayerKVScales | None:
     return layer.quant_method.state.kv_scales.get(layer.layer_name)
-
-
-def all_missing(state: RankState) -> list[str]:
-    """Return what :func:`missing` returns, for all layers."""
-    return [name for layer, scales in _fp8_layers(state) for name in missing(layer, scales)]
-
-
-def missing(layer: torch.nn.Module, scales: LayerKVScales) -> list[str]:
-    """Return the wire names of the scales that a layer needs and that no loader has set."""
-    return [scale_name(scales.index, r) for r in scales.required(layer) if r not in scales.values]
 
 
 def require_mapping(scales: object, what: str) -> None:

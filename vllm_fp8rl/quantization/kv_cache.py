@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES
 from vllm_fp8rl.guard import guarded
-from vllm_fp8rl.kv_scales import all_missing, missing, publish_scales, scale_loader
+from vllm_fp8rl.kv_scales import publish_scales, scale_loader
 from vllm_fp8rl.state import UNSET, LayerKVScales, RankState
 
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
@@ -127,9 +127,12 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
     def require_ready(self, layer: Any) -> None:
         """Raise ScaleError, for all layers at once, unless this one has the scales it needs."""
         scales = self.state.kv_scales.get(layer.layer_name)
-        if scales is None or scales.provisional is not None or not missing(layer, scales):
+        if scales is None or scales.provisional is not None or not scales.missing(layer):
             return
-        lacking = all_missing(self.state)
+        layers = self.state.layers
+        lacking = [
+            each for name, own in self.state.kv_scales.items() for each in own.missing(layers[name])
+        ]
         raise ScaleError(
             f"KV scale '{lacking[0]}' was never loaded ({len(lacking)} missing): the FP8 KV cache "
             "does not start from scale 1.0. Send the scales with a refit, store them in the "
