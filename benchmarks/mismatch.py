@@ -110,7 +110,7 @@ def run_variant(variant: str, path: Path, out: Path) -> None:
     )
     inputs: Any = [{"prompt_token_ids": p} for p in prompts(SHAPE["vocab_size"])]
     if variant.startswith("kv"):
-        from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
+        from vllm_fp8rl.calibration import calibrate_kv_scales
 
         calibrate_kv_scales(llm, inputs[:16])
     sampling = SamplingParams(

@@ -75,7 +75,7 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
     """Every HF tensor of the model, each in memory of its own, as a refit requires."""
     import torch
 
-    from vllm_fp8rl.quantization.kv_cache import required_kv_scales
+    from vllm_fp8rl.kv_scales import required_kv_scales
     from vllm_fp8rl.refit.inventory import Inventory
 
     for name, entry in Inventory.of(model).entries.items():

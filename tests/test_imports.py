@@ -45,14 +45,32 @@ def imported(name: str, file: Path, known: set[str]) -> Iterator[str]:
                 yield from [inner] if inner in known else {base} & known
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_module_reaches_itself(package: str) -> None:
+def module_graph(package: str) -> dict[str, set[str]]:
+    """Module -> the modules of its package that it imports."""
     files = modules(package)
-    graph = {name: set(imported(name, file, set(files))) for name, file in files.items()}
+    return {name: set(imported(name, file, set(files))) for name, file in files.items()}
+
+
+def require_no_circle(graph: dict[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"A circle of imports: {' imports '.join(reversed(error.args[1]))}")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_reaches_itself(package: str) -> None:
+    require_no_circle(module_graph(package))
+
+
+@pytest.mark.parametrize("package", ["fp8rl", "vllm_fp8rl", "megatron_fp8rl", "fp8rl_demo"])
+def test_no_folder_reaches_itself(package: str) -> None:
+    """A module that is in no folder of the package counts as a folder."""
+    graph: dict[str, set[str]] = {}
+    for name, others in module_graph(package).items():
+        folder, *imports = (".".join(each.split(".")[:2]) for each in (name, *others))
+        graph.setdefault(folder, set()).update({*imports} - {folder})
+    require_no_circle(graph)
 
 
 ENGINES = ("vllm", "megatron.core", "nemo_rl", "ray", "transformers")

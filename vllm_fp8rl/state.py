@@ -14,7 +14,7 @@ import torch
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
-from fp8rl.kv_scales import ROLES, Role
+from fp8rl.kv_scales import ROLES, Role, scale_name
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.names import NAME
 
@@ -47,6 +47,10 @@ class LayerKVScales:
         by_layer = getattr(layer, "query_quant", None) is not None
         by_backend = getattr(getattr(layer, "impl", None), "quantizes_queries", False)
         return ROLES if by_layer or by_backend else ("k", "v")
+
+    def missing(self, layer: torch.nn.Module) -> list[str]:
+        """Return the wire names of the scales that ``layer`` needs and that no loader has set."""
+        return [scale_name(self.index, r) for r in self.required(layer) if r not in self.values]
 
 
 @dataclass(eq=False)

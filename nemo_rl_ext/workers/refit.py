@@ -63,7 +63,7 @@ class StreamedRefit:
         logger.info("fp8rl: %s", self._session.report)
 
     def _forget_scales_unless_sent(self) -> None:
-        from vllm_fp8rl.quantization.kv_cache import forget_kv_scales, kv_scale_state
+        from vllm_fp8rl.kv_scales import forget_kv_scales, kv_scale_state
 
         report = self._session.report
         assert report is not None

@@ -46,7 +46,7 @@ class CalibratingLLM(wrapt.ObjectProxy):
         Raises:
             ScaleError: the scales are missing and the calibration failed; nothing is generated.
         """
-        from vllm_fp8rl.calibration.calibrate import lacks_kv_scales
+        from vllm_fp8rl.calibration import lacks_kv_scales
 
         if lacks_kv_scales(self.__wrapped__):
             self._calibrate(prompts)
@@ -57,7 +57,7 @@ class CalibratingLLM(wrapt.ObjectProxy):
         return outputs
 
     def _calibrate(self, prompts: Sequence[Any]) -> None:
-        from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
+        from vllm_fp8rl.calibration import calibrate_kv_scales
 
         started = time.perf_counter()
         sequences = list(reversed(self._self_seen))

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from support.models import MODELS, Live, differing
 from support.wire import Wire, items, make_wire
-from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit, refit_from_files
 
 PROMPTS = [[(7 * i) % 120 + 5 for i in range(40)], [9] * 20]

@@ -25,7 +25,7 @@ from support.engine import make_checkpoint
 from support.models import MODELS, Live, differing
 from support.processes import run_script
 from support.wire import make_wire
-from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
+from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.refit import drop_requests, refit
 
 LONG = "FUZZ_EXAMPLES" in os.environ

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from fp8rl.errors import Fp8RLError
 from support.models import MODELS, Live, differing
 from support.wire import FAULTS, IN_FILES, SenderDied, Wire, items, make_wire, refilled, spoil
-from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
 
 OUTER = ("collection", "generator", "refilled buffer", "files")

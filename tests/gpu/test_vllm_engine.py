@@ -32,7 +32,7 @@ from support.gpu_engine import (
     slope,
     start_engine,
 )
-from vllm_fp8rl.quantization.kv_cache import kv_scale_state
+from vllm_fp8rl.kv_scales import kv_scale_state
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import gap
 

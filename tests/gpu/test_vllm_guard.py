@@ -27,8 +27,8 @@ from support.gpu_engine import (
     slope,
     start_engine,
 )
-from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales
-from vllm_fp8rl.quantization.kv_cache import kv_scale_state, set_kv_scales
+from vllm_fp8rl.calibration import calibrate_kv_scales
+from vllm_fp8rl.kv_scales import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.testing.hf_reference import gap, observed_kv_scales

@@ -18,6 +18,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -95,7 +96,7 @@ class Engine:
 
     def kv_scales(self) -> dict[str, float]:
         """KV scales in service, by their HF names."""
-        from vllm_fp8rl.quantization.kv_cache import kv_scale_state
+        from vllm_fp8rl.kv_scales import kv_scale_state
 
         return {scale_name(*key): value for key, value in kv_scale_state(self.model).items()}
 
@@ -109,6 +110,14 @@ class Engine:
             use_tqdm=False,
         )
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def refuses(self, error: type[Exception], match: str) -> None:
+        """Assert that generation raises, and drop the requests that it leaves behind."""
+        from vllm_fp8rl.refit import drop_requests
+
+        with pytest.raises(error, match=match):
+            self.greedy(PROMPTS)
+        drop_requests(self.llm)
 
 
 _MODULES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}

@@ -14,11 +14,10 @@ import torch
 
 from fp8rl.errors import Fp8RLError
 from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.refit.intake import scalars_on_host
+from vllm_fp8rl.refit.intake import Named, scalars_on_host
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import find_state, state_of
 
-Named = tuple[str, torch.Tensor]
 Walk = Callable[[Iterable[Named]], set[str]]
 
 _WALKING: ContextVar[bool] = ContextVar("fp8rl_walking", default=False)

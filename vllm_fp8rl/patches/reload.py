@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from fp8rl.errors import RefitError, UnsupportedError
-from vllm_fp8rl.calibration.observer import stop_observing
 from vllm_fp8rl.guard import REMEDY
+from vllm_fp8rl.kv_observer import stop_observing
+from vllm_fp8rl.kv_scales import forget_kv_scales
 from vllm_fp8rl.names import NAME, uses_fp8rl
-from vllm_fp8rl.patches.plain_loads import Named
-from vllm_fp8rl.quantization.kv_cache import forget_kv_scales
-from vllm_fp8rl.refit.intake import came_twice
+from vllm_fp8rl.refit.intake import Named, came_twice
 from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
 from vllm_fp8rl.state import state_of
 
@@ -78,9 +77,7 @@ def _load_all(model: Any, weights: Iterable[Named]) -> None:
     guard.require_awake()
     require_one_stage()
     inventory = Inventory.of(model)
-    if isinstance(
-        weights, Collection
-    ):  # nothing is changed yet; of a stream only what came is known
+    if isinstance(weights, Collection):  # nothing is changed yet; a stream is checked later
         deque(_once(weights), maxlen=0)
     stream = iter(weights)
     first = list(islice(stream, 1))

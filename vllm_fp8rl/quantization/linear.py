@@ -100,7 +100,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
             on_unpaired=self.state.guard.recheck,
         )
         weight = Fp8Weight(codes, grid=self.grid, weight_loader=loader)
-        scale = Fp8Scale(scale_inv, grid=self.grid, shape=(rows, columns), weight_loader=loader)
+        scale = Fp8Scale(scale_inv, grid=self.grid, weight_loader=loader)
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
         self.kernel.warm_up(layer, self.state.warmup)
@@ -121,9 +121,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
         if not self.state.dummy:
             self.grid.require_paired()
             raise _incomplete(self.name, self.grid.missing())
-        draw = dummy_weights(self.grid.device)
-        for start in self.grid.missing():
-            self.grid.load_source(start, draw(self.grid.shape_of(start)))
+        self.grid.fill_missing(dummy_weights(self.grid.device))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not torch.compiler.is_compiling():

@@ -29,7 +29,6 @@ from vllm_fp8rl.storage.experts import (
     ExpertGrids,
     ExpertLayout,
     ExpertParameter,
-    ExpertScale,
     PlainExperts,
     empty_stacks,
 )
@@ -173,8 +172,8 @@ class Fp8RLMoEMethod(_ExpertsMethod):
             self.state.guard.recheck,
         )
         for name, data in stacks.items():
-            kind = ExpertScale if name.endswith("_scale_inv") else ExpertParameter
-            layer.register_parameter(name, kind(data, self.grids))
+            load = self.grids.load_scales if name.endswith("_scale_inv") else self.grids.load
+            layer.register_parameter(name, ExpertParameter(data, self.grids, load))
         try:
             self._make_kernels(layer, device, params_dtype)
         except UnsupportedError as error:
@@ -249,7 +248,7 @@ class RefitMoEMethod(_ExpertsMethod):
         self.grids = PlainExperts(layout, partial(live_data, weakref.ref(layer)))
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=params_dtype)
-            layer.register_parameter(name, ExpertParameter(data, self.grids))
+            layer.register_parameter(name, ExpertParameter(data, self.grids, self.grids.load))
         if layer.w13_weight.device.type == "cuda":
             from vllm_fp8rl.kernels.fused_moe import delegate_plain_experts
 

@@ -261,6 +261,15 @@ def drop_requests(llm: LLM) -> None:
     llm.reset_prefix_cache(reset_connector=True)
 
 
+def require_idle(llm: LLM) -> None:
+    """Raise RefitError while an engine has requests."""
+    if llm.llm_engine.has_unfinished_requests():
+        raise RefitError(
+            "The engine has requests in flight; finish them, or drop them with "
+            "vllm_fp8rl.refit.drop_requests(llm), and try again; if some stay, restart it."
+        )
+
+
 def forget_prefixes(llm: LLM, what: str) -> None:
     """Empty the prefix cache of an idle engine, and a KV connector's, which hold ``what``.
 

@@ -10,7 +10,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fp8rl.errors import RefitError
+from vllm_fp8rl.refit.intake import Named
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -33,8 +35,6 @@ _TICK = 0.02
 """Seconds: writes that are closer together may leave the same time stamp."""
 _REMEDY = "write under a temporary name, rename when all is written, and refit again"
 
-Named = tuple[str, torch.Tensor]
-
 
 def read_files(path: str | os.PathLike[str]) -> Iterator[Named]:
     """Read the tensors of a safetensors file, or of a folder of them, each in its own memory.
@@ -48,17 +48,48 @@ def read_files(path: str | os.PathLike[str]) -> Iterator[Named]:
             files, or ranks that see different files. While reading: a file that is truncated,
             changed or replaced, at the latest after the last tensor, or an unknown dtype.
     """
-    problem, files = "", _Files()
+    with ExitStack() as opened:
+        problem, files = "", []
+        try:
+            files = _open(path, opened)
+        except RefitError as error:
+            problem = str(error)
+        # Name, size and time of each file are equal on all machines, unlike an inode.
+        sources = [(file.path.name, file.state.size, file.state.modified) for file in files]
+        _require_agreement(str(path), problem, sources)
+        return _read(Path(path), files, opened.pop_all())
+
+
+def _open(path: str | os.PathLike[str], opened: ExitStack) -> list[_File]:
+    """Open and check all files; ``opened`` closes them."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise RefitError(f"{path!r} is no path of a safetensors file or of a folder of them.")
     try:
-        files.open(path)
-    except RefitError as error:
-        problem = str(error)
-    try:
-        _require_agreement(str(path), problem, files.sources)
-    except BaseException:
-        files.close()
-        raise
-    return files.read()
+        paths, index = _listed(Path(path))
+        files = [opened.enter_context(closing(_File(each))) for each in paths]
+    except (OSError, ValueError) as error:
+        raise RefitError(f"'{path}' cannot be read ({error}).") from None
+    if index is not None:
+        for file in files:
+            file.require_names({name for name, where in index.items() if where == file.path})
+    return files
+
+
+def _read(path: Path, files: Sequence[_File], opened: ExitStack) -> Iterator[Named]:
+    """Read all tensors, then close the files."""
+    with opened:
+        youngest = max(file.state.changed for file in files)
+        # A write in the clock tick in which the state was read would leave it unchanged.
+        time.sleep(min(_TICK, max(0.0, _TICK - (time.time_ns() - youngest) / 1e9)))
+        for file in files:
+            yield from file.read()
+        try:
+            same = _listed(path)[0] == [file.path for file in files]
+            same = same and all(file.is_unchanged() for file in files)
+        except (OSError, RefitError):  # gone
+            same = False
+        if not same:
+            raise RefitError(f"'{path}' was changed while it was read; {_REMEDY}.")
 
 
 def _require_agreement(path: str, problem: str, sources: list[tuple[Any, ...]]) -> None:
@@ -92,62 +123,6 @@ class _State(NamedTuple):
     @classmethod
     def of(cls, found: os.stat_result) -> _State:
         return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-class _Files:
-    """The files of one refit, all open from the start."""
-
-    def __init__(self) -> None:
-        self._files: list[_File] = []
-        self._path = Path()
-
-    @property
-    def sources(self) -> list[tuple[Any, ...]]:
-        """Name, size and time of each file: what is equal on all machines, unlike an inode."""
-        return [(file.path.name, file.state.size, file.state.modified) for file in self._files]
-
-    def open(self, path: str | os.PathLike[str]) -> None:
-        """Open and check all files.
-
-        Raises:
-            RefitError: see :func:`read_files`.
-        """
-        if not isinstance(path, (str, os.PathLike)):
-            raise RefitError(f"{path!r} is no path of a safetensors file or of a folder of them.")
-        self._path = Path(path)
-        try:
-            paths, index = _listed(self._path)
-            self._files.extend(map(_File, paths))
-        except (OSError, ValueError) as error:
-            raise RefitError(f"'{path}' cannot be read ({error}).") from None
-        if index is not None:
-            for file in self._files:
-                file.require_names({name for name, where in index.items() if where == file.path})
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-
-    def read(self) -> Iterator[Named]:
-        """Read all tensors, then close the files."""
-        try:
-            yield from self._read()
-        finally:
-            self.close()
-
-    def _read(self) -> Iterator[Named]:
-        youngest = max(file.state.changed for file in self._files)
-        # A write in the clock tick in which the state was read would leave it unchanged.
-        time.sleep(min(_TICK, max(0.0, _TICK - (time.time_ns() - youngest) / 1e9)))
-        for file in self._files:
-            yield from file.read()
-        try:
-            same = _listed(self._path)[0] == [file.path for file in self._files]
-            same = same and all(file.is_unchanged() for file in self._files)
-        except (OSError, RefitError):  # gone
-            same = False
-        if not same:
-            raise RefitError(f"'{self._path}' was changed while it was read; {_REMEDY}.")
 
 
 class _File:

@@ -30,13 +30,13 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
 from fp8rl.numerics import BLOCK, cdiv
 from fp8rl.pinning import FUSED as FUSED_MODULES
-from vllm_fp8rl.quantization.kv_cache import fp8_layers, required_kv_scales
+from vllm_fp8rl.kv_scales import fp8_layers, required_kv_scales
+from vllm_fp8rl.refit.intake import Named
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch
 from vllm_fp8rl.storage.experts import FUSED, MATRICES, ExpertGrids, load_fused, scales_of, stack_of
-from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight, ShardedParameter
+from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Weight, ShardedParameter
 
-Named = tuple[str, torch.Tensor]
 Kind = Literal["codes", "scales", "plain", "fused"]
 Route = Callable[[torch.Tensor, WriteBatch], None]
 """Writes a whole HF tensor, or lets the batch do so later."""
@@ -248,7 +248,7 @@ def _linear(
     path, _, leaf = name.rpartition(".")
     parent, _, module_leaf = path.rpartition(".")
     kind: Kind = "plain"
-    if isinstance(parameter, (Fp8Weight, Fp8Scale)):
+    if isinstance(parameter, Fp8Parameter):
         kind = "codes" if isinstance(parameter, Fp8Weight) else "scales"
     # Qwen3-MoE's own table has gate_up_proj only where the config names the layers without experts.
     parts = fused.get(module_leaf) or FUSED_MODULES.get(module_leaf) or [module_leaf]
@@ -263,12 +263,9 @@ def _linear(
         if isinstance(parameter, ShardedParameter) and len(parameter.partitions) == len(rows):
             start, local_rows = parameter.partitions[index]
             shard = parameter.shard(start, local_rows, (count, module.input_size))
-            if isinstance(parameter, (Fp8Weight, Fp8Scale)):
-                grid = parameter.grid
-                write = grid.write if isinstance(parameter, Fp8Weight) else grid.write_scales
-                route, fits = partial(write, shard), grid.codes_fit(start, shard.origin)
-            else:
-                route = partial(parameter.store, shard)
+            route = partial(parameter.store, shard)
+            if isinstance(parameter, Fp8Parameter):
+                fits = parameter.grid.codes_fit(start, shard.origin)
         elif leaf == "bias":
             route = partial(_by_loader, parameter, _shard_ids(module)[index])
         shape = _shape(leaf, count, module.input_size)

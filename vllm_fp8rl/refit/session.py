@@ -23,6 +23,8 @@ from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import FP8_DTYPE, parts, start_finite_check
 from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.guard import REMEDY
+from vllm_fp8rl.kv_observer import stop_observing
+from vllm_fp8rl.kv_scales import set_kv_scales
 from vllm_fp8rl.refit.intake import came_twice, scalars_on_host, steady
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, check_scales
@@ -83,7 +85,6 @@ class RefitSession:
         self._started = 0.0
 
     def __enter__(self) -> RefitSession:
-        from vllm_fp8rl.calibration.observer import stop_observing
         from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
 
         if self._guard.session is not None:
@@ -167,8 +168,6 @@ class RefitSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        from vllm_fp8rl.quantization.kv_cache import set_kv_scales
-
         if kind is not None:
             self.abandon(kind.__name__)
             return

@@ -20,7 +20,6 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.quantization.kv_cache import Fp8RLKVCacheMethod
 from vllm_fp8rl.state import find_state
 
 BACKEND = "fp8rl_cumem"
@@ -89,7 +88,7 @@ def guarded_models() -> Iterator[tuple[RefitGuard, torch.nn.Module]]:
 def discardable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters that only a refit brings back: all but KV scales, kept on the host."""
     for path, module in model.named_modules():
-        if isinstance(getattr(module, "quant_method", None), Fp8RLKVCacheMethod):
+        if hasattr(module, "kv_cache_dtype"):  # an attention layer
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             yield f"{path}.{leaf}" if path else leaf, parameter

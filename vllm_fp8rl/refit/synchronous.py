@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from fp8rl import PluginManager
-from fp8rl.errors import RefitError
 from fp8rl.hookspecs import RefitReport
 from vllm_fp8rl.refit.client import (
     HALF_UPDATED,
@@ -24,6 +23,7 @@ from vllm_fp8rl.refit.client import (
     Workers,
     announce,
     refit_steps,
+    require_idle,
     send,
     send_path,
 )
@@ -121,11 +121,7 @@ def _run(
 
     def change() -> dict[str, Any]:
         nonlocal sent
-        if llm.llm_engine.has_unfinished_requests():
-            raise RefitError(
-                "The engine has requests in flight; finish them, or drop them with "
-                "vllm_fp8rl.refit.drop_requests(llm), then refit; if some stay, restart it."
-            )
+        require_idle(llm)
         sent = True
         counts = workers.run(refit_steps(session, expect_kv_scales, after_begin()))
         gate.open()

@@ -21,9 +21,8 @@ import torch
 
 from fp8rl import errors
 from fp8rl.errors import Fp8RLError, RefitError
-from vllm_fp8rl.calibration import observer
+from vllm_fp8rl import kv_observer, kv_scales
 from vllm_fp8rl.guard import RefitGuard
-from vllm_fp8rl.quantization import kv_cache
 from vllm_fp8rl.refit import transport
 from vllm_fp8rl.refit.files import read_files
 from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
@@ -162,37 +161,37 @@ class RefitMixin:
 
     @_step
     def fp8rl_set_kv_scales(self, scales: dict[str, float]) -> None:
-        """End a calibration, if any, and set scales; see ``quantization.kv_cache.set_kv_scales``.
+        """Set scales, see :func:`vllm_fp8rl.kv_scales.set_kv_scales`, and end a calibration.
 
         The model refuses to run until the prefix cache has been emptied.
         """
-        kv_cache.set_kv_scales(_model(self), scales)
-        observer.stop_observing(_model(self))
+        kv_scales.set_kv_scales(_model(self), scales)
+        kv_observer.stop_observing(_model(self))
 
     @_step
     def fp8rl_missing_kv_scales(self) -> list[str]:
-        """See :func:`vllm_fp8rl.quantization.kv_cache.missing_kv_scales`."""
-        return kv_cache.missing_kv_scales(_model(self))
+        """See :func:`vllm_fp8rl.kv_scales.missing_kv_scales`."""
+        return kv_scales.missing_kv_scales(_model(self))
 
     @_step
     def fp8rl_observe_kv(self, provisional: dict[str, float]) -> None:
-        """See :func:`vllm_fp8rl.calibration.observer.start_observing`."""
-        observer.start_observing(_model(self), provisional)
+        """See :func:`vllm_fp8rl.kv_observer.start_observing`."""
+        kv_observer.start_observing(_model(self), provisional)
 
     @_step
     def fp8rl_admit_kv_calibration(self, admitted: bool) -> None:
-        """See :func:`vllm_fp8rl.calibration.observer.admit_calibration`."""
-        observer.admit_calibration(_model(self), admitted)
+        """See :func:`vllm_fp8rl.kv_observer.admit_calibration`."""
+        kv_observer.admit_calibration(_model(self), admitted)
 
     @_step
     def fp8rl_observed_kv(self) -> dict[str, Any]:
-        """See :func:`vllm_fp8rl.calibration.observer.observed`."""
-        return observer.observed(_model(self))
+        """See :func:`vllm_fp8rl.kv_observer.observed`."""
+        return kv_observer.observed(_model(self))
 
     @_step
     def fp8rl_stop_observing_kv(self) -> None:
-        """See :func:`vllm_fp8rl.calibration.observer.stop_observing`."""
-        observer.stop_observing(_model(self))
+        """See :func:`vllm_fp8rl.kv_observer.stop_observing`."""
+        kv_observer.stop_observing(_model(self))
 
 
 STEPS: dict[str, Callable[..., Answer]] = {

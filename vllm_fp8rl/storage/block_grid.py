@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ _LAUNCH_BYTES = (1 << 27, 1 << 32)
 to the second number, because each launch costs the host time."""
 
 _ROWS, _COLS = BLOCK
+_PAIR = ("weight", "weight_scale_inv")
 
 
 class Shard(NamedTuple):
@@ -65,24 +65,6 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
     if shard.full == (shard.rows, columns):
         return tensor
     return tensor[row : row + shard.rows, column : column + columns]
-
-
-def check_scale_shape(scale_inv: torch.Tensor, shard: Shard, name: str) -> None:
-    """Raise RefitError unless scales are those of the blocks of the whole HF weight."""
-    expected = tuple(map(cdiv, shard.full, BLOCK))
-    if tuple(scale_inv.shape) != expected:
-        raise RefitError(
-            f"'{name}' takes scales of shape {expected} (128x128 blocks of a {shard.full} "
-            f"weight), but got {tuple(scale_inv.shape)}."
-        )
-
-
-@dataclass
-class _Quantized:
-    """What has arrived of a shard that comes as FP8 codes and scales."""
-
-    codes: bool = False
-    scales: bool = False
 
 
 class WriteBatch:
@@ -204,7 +186,8 @@ class BlockGrid:
             if start % _ROWS
         }
         self._loaded: set[int] = set()
-        self._incomplete: dict[int, _Quantized] = {}
+        self._incomplete: dict[int, str] = {}
+        """Shards of which one of the pair has come -> which."""
         self._last_write = torch.cuda.Event() if self.device.type == "cuda" else None
 
     @property
@@ -215,10 +198,8 @@ class BlockGrid:
     def require_paired(self) -> None:
         """Raise RefitError while FP8 codes wait for their scales, or scales for their codes."""
         if self._incomplete:
-            wire = next(iter(self._incomplete.values()))
-            got, lacks = ("weight", "weight_scale_inv")
-            if not wire.codes:
-                got, lacks = lacks, got
+            got = next(iter(self._incomplete.values()))
+            (lacks,) = set(_PAIR) - {got}
             raise RefitError(
                 f"'{self.name}' received FP8 '{got}' without its '{lacks}'; send both tensors of "
                 "every FP8 weight before generating."
@@ -233,9 +214,10 @@ class BlockGrid:
         """First local row and number of rows of each shard, in order."""
         return list(self._rows.items())
 
-    def shape_of(self, start: int) -> tuple[int, int]:
-        """Rows and columns of the shard whose first local row is ``start``."""
-        return self._rows[start], self.columns
+    def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
+        """Write ``make(shape)`` to each shard that was never written."""
+        for start in self.missing():
+            self.load_source(start, make((self._rows[start], self.columns)))
 
     def forget_unpaired(self) -> None:
         """Drop what an abandoned transfer left behind, before a new one begins."""
@@ -283,7 +265,12 @@ class BlockGrid:
             RefitError: another shape.
             UnsupportedError, ScaleError: see :meth:`load_scales`.
         """
-        check_scale_shape(scale_inv, shard, f"{self.name}.weight_scale_inv")
+        expected = tuple(map(cdiv, shard.full, BLOCK))
+        if tuple(scale_inv.shape) != expected:
+            raise RefitError(
+                f"'{self.name}.weight_scale_inv' takes scales of shape {expected} (128x128 blocks "
+                f"of a {shard.full} weight), but got {tuple(scale_inv.shape)}."
+            )
         self.load_scales(shard.start, scale_inv, shard.origin)
 
     def load_source(self, start: int, rows: torch.Tensor, batch: WriteBatch | None = None) -> None:
@@ -329,9 +316,7 @@ class BlockGrid:
         self._require_codes_fit(start, origin)
         with self._in_order():
             self._storage()[0][start : start + codes.shape[0], : self.columns].copy_(codes)
-            wire = self._arriving(start)
-            wire.codes = True
-            self._settle(start, wire)
+            self._arrived(start, "weight")
 
     @torch.no_grad()
     def load_scales(self, start: int, scale_inv: torch.Tensor, origin: tuple[int, int]) -> None:
@@ -360,9 +345,7 @@ class BlockGrid:
         with self._in_order():
             first = start // _ROWS
             self._storage()[1][first : first + part.shape[0]].copy_(part)
-            wire = self._arriving(start)
-            wire.scales = True
-            self._settle(start, wire)
+            self._arrived(start, "weight_scale_inv")
 
     def written(self) -> None:
         """Mark the end of writes on the current stream, for :meth:`_wait`."""
@@ -391,10 +374,6 @@ class BlockGrid:
                 f"{tuple(rows.shape)}; send the tensor with the shape of the HF checkpoint."
             )
 
-    def _arriving(self, start: int) -> _Quantized:
-        self._on_unpaired()
-        return self._incomplete.setdefault(start, _Quantized())
-
     def codes_fit(self, start: int, origin: tuple[int, int]) -> bool:
         """Whether blocks of the HF tensor are local blocks, none shared with another shard.
 
@@ -415,8 +394,10 @@ class BlockGrid:
                 "choose another tensor_parallel_size."
             )
 
-    def _settle(self, start: int, wire: _Quantized) -> None:
-        if wire.codes and wire.scales:
+    def _arrived(self, start: int, what: str) -> None:
+        """Note one of the pair of a shard, which is loaded once both have come."""
+        self._on_unpaired()
+        if self._incomplete.setdefault(start, what) != what:
             del self._incomplete[start]
             self._loaded.add(start)
 

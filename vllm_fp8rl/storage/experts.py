@@ -18,7 +18,7 @@ import torch
 from fp8rl.errors import RefitError
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
-from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, WriteBatch, check_scale_shape, narrow
+from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, WriteBatch, narrow
 from vllm_fp8rl.storage.parameters import check_plain_dtype
 
 Matrix = Literal["w1", "w3", "w2"]
@@ -79,15 +79,6 @@ class ExpertLayout:
     def hf_name(self, expert: int, matrix: Matrix) -> str:
         """HF name of a matrix of an expert, by its global number."""
         return f"{self.name}.{expert}.{MATRICES[matrix]}.weight"
-
-    def part(self, tensor: torch.Tensor, expert: int, matrix: Matrix) -> torch.Tensor:
-        """This rank's part of an HF matrix, as a view.
-
-        Raises:
-            RefitError: the tensor does not have the HF shape.
-        """
-        name = self.hf_name(expert, matrix)
-        return narrow(tensor, self.shard(matrix), name, self.columns(matrix))
 
     def rows_of(
         self, stack: torch.Tensor, local: int, matrix: Matrix, block: int = 1
@@ -190,12 +181,7 @@ class ExpertGrids:
             RefitError: another shape.
             UnsupportedError: another dtype.
         """
-        part = self.layout.part(tensor, expert, matrix)
-        grid = self._grids[expert, matrix]
-        if tensor.dtype == FP8_DTYPE:
-            grid.load_codes(0, part, self.layout.shard(matrix).origin)
-        else:
-            grid.load_source(0, part, batch)
+        self._grids[expert, matrix].write(self.layout.shard(matrix), tensor, batch)
 
     def load_scales(
         self, expert: int, matrix: Matrix, scale_inv: torch.Tensor, batch: WriteBatch | None = None
@@ -207,15 +193,12 @@ class ExpertGrids:
             ScaleError: a scale that is not positive and finite.
             UnsupportedError: another dtype.
         """
-        shard = self.layout.shard(matrix)
-        check_scale_shape(scale_inv, shard, f"{self.layout.hf_name(expert, matrix)}_scale_inv")
-        self._grids[expert, matrix].load_scales(0, scale_inv, shard.origin)
+        self._grids[expert, matrix].write_scales(self.layout.shard(matrix), scale_inv, batch)
 
     def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
         """Write ``make(shape)`` to each matrix that was never written."""
         for grid in self._grids.values():
-            for start in grid.missing():
-                grid.load_source(start, make(grid.shape_of(start)))
+            grid.fill_missing(make)
 
     def _live(self, local: int, matrix: Matrix) -> Quantized:
         codes, scale_inv = self._storage(stack_of(matrix)), self._storage(scales_of(matrix))
@@ -252,10 +235,11 @@ class PlainExperts:
             RefitError: another shape.
             UnsupportedError: not bfloat16, float16 or float32.
         """
-        check_plain_dtype(tensor, self.layout.hf_name(expert, matrix))
-        part = self.layout.part(tensor, expert, matrix)
+        layout, name = self.layout, self.layout.hf_name(expert, matrix)
+        check_plain_dtype(tensor, name)
+        part = narrow(tensor, layout.shard(matrix), name, layout.columns(matrix))
         stack = self._storage(stack_of(matrix))
-        self.layout.rows_of(stack, self.layout.local[expert], matrix).copy_(part)
+        layout.rows_of(stack, layout.local[expert], matrix).copy_(part)
         self._missing.discard((expert, matrix))
 
 
@@ -287,35 +271,24 @@ def load_fused(
 
 
 class ExpertParameter(torch.nn.Parameter):
-    """A stack of all local experts: ``[experts, rows, columns]``.
+    """Weights ``[experts, rows, columns]`` of all local experts, or the scales of their blocks.
 
     Args:
         data: the tensor.
-        experts: what writes it.
+        experts: writer of the layer's experts.
+        load: its method for one matrix of this tensor, ``load(expert, matrix, tensor)``.
     """
 
     grid: ExpertGrids | PlainExperts
     weight_loader: Callable[..., bool]
 
-    def __new__(cls, data: torch.Tensor, experts: ExpertGrids | PlainExperts) -> ExpertParameter:
+    def __new__(
+        cls, data: torch.Tensor, experts: ExpertGrids | PlainExperts, load: Callable[..., None]
+    ) -> ExpertParameter:
         parameter: Any = torch.Tensor._make_subclass(cls, data, False)
         parameter.grid = experts
-        parameter.weight_loader = _vllm_loader(experts.layout, cls.load_of(experts))
+        parameter.weight_loader = _vllm_loader(experts.layout, load)
         return parameter
-
-    @staticmethod
-    def load_of(experts: ExpertGrids | PlainExperts) -> Callable[..., None]:
-        """What writes one matrix: a function of expert, matrix, tensor and batch."""
-        return experts.load
-
-
-class ExpertScale(ExpertParameter):
-    """``float32 [experts, rows / 128, columns / 128]``: what multiplies the codes back."""
-
-    @staticmethod
-    def load_of(experts: ExpertGrids | PlainExperts) -> Callable[..., None]:
-        assert isinstance(experts, ExpertGrids)
-        return experts.load_scales
 
 
 def _vllm_loader(layout: ExpertLayout, load: Callable[..., None]) -> Callable[..., bool]:

@@ -4,8 +4,7 @@ vLLM's parallel linear layers call ``load_{column_parallel,merged_column,qkv,row
 on their parameters with the whole HF tensor. Each class here turns such a call into a
 :class:`Shard` (where it lies on this rank, and where in the HF tensor) and stores it: through the
 layer's :class:`~vllm_fp8rl.storage.block_grid.BlockGrid`, or by a copy after checking its dtype. A
-refit computes the same shards once (:mod:`vllm_fp8rl.refit.inventory`) and calls
-writes them itself.
+refit computes the same shards once (:mod:`vllm_fp8rl.refit.inventory`).
 """
 
 from __future__ import annotations
@@ -119,39 +118,39 @@ class ShardedParameter(ModelWeightParameter):
         self.store(self.shard(0, self.matrix[0], self.matrix), loaded_weight)
 
 
-class Fp8Weight(ShardedParameter):
-    """FP8 codes ``float8_e4m3fn [N, K]``. Takes BF16, FP16 or FP32, or FP8 codes as they are."""
+class Fp8Parameter(ShardedParameter):
+    """Base class of the two parameters of an FP8 layer, which its block grid writes."""
+
+    leaf: str
+    grid: BlockGrid
 
     def __init__(self, data: torch.Tensor, *, grid: BlockGrid, weight_loader: Callable) -> None:
-        shape = (data.shape[0], data.shape[1])
-        super().__init__(data, shape=shape, partitions=grid.partitions, weight_loader=weight_loader)
+        super().__init__(
+            data,
+            shape=(grid.total_rows, grid.columns),
+            partitions=grid.partitions,
+            weight_loader=weight_loader,
+        )
         self.grid = grid
 
     @property
     def label(self) -> str:
-        return f"{self.grid.name}.weight"
+        return f"{self.grid.name}.{self.leaf}"
+
+
+class Fp8Weight(Fp8Parameter):
+    """FP8 codes ``float8_e4m3fn [N, K]``. Takes BF16, FP16 or FP32, or FP8 codes as they are."""
+
+    leaf = "weight"
 
     def store(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
         self.grid.write(shard, tensor, batch)
 
 
-class Fp8Scale(ShardedParameter):
+class Fp8Scale(Fp8Parameter):
     """``float32 [ceil(N/128), ceil(K/128)]``: the factors that multiply the codes back."""
 
-    def __init__(
-        self,
-        data: torch.Tensor,
-        *,
-        grid: BlockGrid,
-        shape: tuple[int, int],
-        weight_loader: Callable,
-    ) -> None:
-        super().__init__(data, shape=shape, partitions=grid.partitions, weight_loader=weight_loader)
-        self.grid = grid
-
-    @property
-    def label(self) -> str:
-        return f"{self.grid.name}.weight_scale_inv"
+    leaf = "weight_scale_inv"
 
     def store(self, shard: Shard, tensor: torch.Tensor, batch: WriteBatch | None = None) -> None:
         self.grid.write_scales(shard, tensor, batch)

@@ -19,12 +19,8 @@ from support.engine import Engine
 
 pytest.importorskip("vllm")
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
+from vllm_fp8rl.kv_scales import kv_scale_state, missing_kv_scales, set_kv_scales
 from vllm_fp8rl.quantization.config import check_scale_source
-from vllm_fp8rl.quantization.kv_cache import (
-    kv_scale_state,
-    missing_kv_scales,
-    set_kv_scales,
-)
 from vllm_fp8rl.refit import drop_requests, refit
 
 K0, V0, Q0 = (scale_name(0, role) for role in ("k", "v", "q"))

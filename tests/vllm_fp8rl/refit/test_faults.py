@@ -1,6 +1,6 @@
 """What fails in the middle of a refit: the old weights, or a clear refusal, never a mixture.
 
-A rank that dies is in tp_refit.py; NaN, missing and repeated tensors are in test_refit.py too.
+A rank that dies is in tp_refit.py; faults that are refused before a write are in test_session.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fp8rl.errors import Fp8RLError, RefitError
 from support.engine import PROMPTS, SCALES, Engine, same_state
-from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
+from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 from vllm_fp8rl.refit.transport import Sender, place
 from vllm_fp8rl.refit.worker import STEPS, read_answer
 from vllm_fp8rl.storage import block_grid as grid_module
@@ -79,36 +79,15 @@ def test_out_of_memory_in_the_checks_leaves_the_old_weights(engine, b, monkeypat
     assert engine.greedy(PROMPTS) == tokens
 
 
-def test_out_of_memory_at_staging_leaves_the_old_weights(engine, b, monkeypatch):
-    """A sender stages GPU tensors for workers in other processes: here, those of a CPU."""
-    tokens, before = engine.greedy(PROMPTS), engine.state()
-    name, tensor = next(iter(b.items()))
-
-    def staging(session, tensors, batch_bytes, held):
-        with Sender([place()], 256 << 20) as sender:
-            sender._stage(torch.device("cpu"), [(name, tensor)], {"tensors": {}, "storages": []})
-        yield from ()
+def test_out_of_memory_at_staging_names_the_remedy(monkeypatch):
+    """A sender stages GPU tensors for workers in other processes, before it sends any."""
 
     def failing(*shape, **options):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.refit.synchronous.send", staging)
-        patch.setattr("vllm_fp8rl.refit.transport.torch.empty", failing)
-        with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
-            refit(engine.llm, b.items(), expect_kv_scales=True)
-    assert same_state(before, engine.state())
-    assert engine.greedy(PROMPTS) == tokens
-
-
-def test_a_truncated_file(engine, checkpoints, tmp_path):
-    whole = (checkpoints["b"] / "model.safetensors").read_bytes()
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(whole[: len(whole) * 2 // 3])
-    tokens = engine.greedy(PROMPTS)
-    with pytest.raises(RefitError, match=rf"'{path}' is not a whole safetensors file"):
-        refit_from_files(engine.llm, str(path), expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens  # refused before anything was read
+    monkeypatch.setattr("vllm_fp8rl.refit.transport.torch.empty", failing)
+    with pytest.raises(RefitError, match=r"on cpu for a staging buffer of 256 MiB, .*smaller"):
+        Sender([place()], 256 << 20)._make_staging(torch.device("cpu"))
 
 
 FAULTS = ["nan", "huge", "truncated", "repeated", "unknown", "dies", "shape", "None", "overwritten"]
@@ -166,80 +145,6 @@ def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, da
     assert serves(engine)
 
 
-def test_a_session_that_is_garbage_leaves_a_refusal(engine, b):
-    """A framework's own code may lose the session after an error of its own."""
-    session = RefitSession(engine.model, expect_kv_scales=True)
-    session.__enter__()
-    session.load(list(b.items())[:4])
-    with pytest.raises(RefitError, match="under way"):
-        engine.greedy(PROMPTS)
-    drop_requests(engine.llm)
-    session.abandon("lost")
-    assert not serves(engine)
-
-
-@pytest.mark.parametrize("kind", [list, iter])
-def test_a_plain_load_that_breaks_off_closes_the_model_until_all_has_come(engine, a, b, kind):
-    """NeMo RL and others call ``model.load_weights`` alone, with nobody to say it is complete."""
-    tokens = engine.greedy(PROMPTS)
-    first, second = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
-    value = b[first]
-    with pytest.raises(RefitError):
-        engine.model.load_weights(kind([(second, torch.ones(3, 5)), (first, value)]))
-    assert engine.greedy(PROMPTS) == tokens  # nothing had been written
-    with pytest.raises(RefitError):
-        engine.model.load_weights(kind([(first, value), (second, torch.ones(3, 5))]))
-    assert not serves(engine)
-    items = list(a.items())
-    engine.model.load_weights(kind(items[:7]))
-    assert not serves(engine)
-    engine.model.load_weights(kind(items[7:]))
-    assert engine.greedy(PROMPTS) == tokens
-
-
-@pytest.mark.parametrize("kind", [list, iter])
-def test_nan_among_codes_of_a_plain_load(engine, kind):
-    name, tokens = "model.layers.0.mlp.up_proj.weight", engine.greedy(PROMPTS)
-    codes = torch.zeros(512, 256, dtype=torch.uint8)
-    codes[3, 4] = 0x7F
-    pair = [(name, codes.view(torch.float8_e4m3fn)), (f"{name}_scale_inv", torch.ones(4, 2))]
-    with pytest.raises(RefitError, match=f"'{name}' has NaN"):
-        engine.model.load_weights(kind(pair))
-    assert engine.greedy(PROMPTS) == tokens or kind is iter
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, torch.OutOfMemoryError])
-def test_a_plain_load_that_ends_in_the_middle_of_its_first_tensor(engine, a, b, monkeypatch, kind):
-    name = "model.layers.0.mlp.up_proj.weight"
-    quantize = grid_module.quantize_blocks
-
-    def ending(*args):
-        quantize(*args)
-        raise kind
-
-    for way in (iter, list):  # by vLLM's walk, then by the inventory
-        with monkeypatch.context() as patch, pytest.raises(kind):
-            patch.setattr(grid_module, "quantize_blocks", ending)
-            engine.model.load_weights(way([(name, b[name])]))
-        assert not serves(engine)
-        engine.model.load_weights(list(a.items()))
-        assert serves(engine)
-
-
-def test_a_plain_load_while_a_refit_waits_for_tensors(engine, a, b):
-    """The session knows nothing of it: what it brings is looked at, and what it leaves is told."""
-    tokens = engine.greedy(PROMPTS)
-    first, second = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
-    session = RefitSession(engine.model, expect_kv_scales=True).__enter__()
-    with pytest.raises(RefitError, match="NaN"):
-        engine.model.load_weights([(first, torch.full_like(b[first], torch.nan))])
-    assert engine.greedy(PROMPTS) == tokens
-    with pytest.raises(RefitError):
-        engine.model.load_weights([(first, b[first]), (second, torch.ones(3, 5))])
-    session.abandon("nothing came")
-    assert not serves(engine)
-
-
 def test_a_session_that_was_aborted_ends_no_other(engine, a, b):
     """A sender that goes on after somebody else has ended its refit and begun one."""
     late = RefitSession(engine.model, expect_kv_scales=True, name="late").__enter__()
@@ -250,9 +155,7 @@ def test_a_session_that_was_aborted_ends_no_other(engine, a, b):
         with pytest.raises(RefitError, match=r"The refit 'late' is not open.* begin a new one"):
             late.__exit__(None, None, None)
         late.abandon("once more")
-        with pytest.raises(RefitError, match="under way"):
-            engine.greedy(PROMPTS)
-        drop_requests(engine.llm)
+        engine.refuses(RefitError, "under way")
         session.load(list(a.items())[5:])
     assert serves(engine)
 

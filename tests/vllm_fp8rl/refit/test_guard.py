@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from fp8rl import Recipe
-from fp8rl.errors import RefitError, ScaleError, UnsupportedError
+from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
-from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
 from support.engine import Engine
 from vllm_fp8rl.guard import RefitGuard, guarded
-from vllm_fp8rl.quantization.kv_cache import check_backend, kv_scale_state, set_kv_scales
+from vllm_fp8rl.kv_scales import kv_scale_state, set_kv_scales
+from vllm_fp8rl.quantization.kv_cache import check_backend
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.sleep import BACKEND, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.state import state_of
@@ -40,12 +39,6 @@ def guard(engine: Engine, a: dict[str, torch.Tensor]) -> Iterator[RefitGuard]:
     engine.greedy(PROMPTS)
 
 
-def refuses(engine: Engine, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        engine.greedy(PROMPTS)
-    drop_requests(engine.llm)
-
-
 def test_one_guard_serves_the_whole_model(engine: Engine, guard: RefitGuard) -> None:
     layers = [m for m in engine.model.modules() if hasattr(m, "attn_backend")]
     assert len(layers) == engine.llm.llm_engine.model_config.hf_config.num_hidden_layers
@@ -64,7 +57,7 @@ def test_closed_and_opened(engine: Engine, guard: RefitGuard) -> None:
     tokens = engine.greedy(PROMPTS)
     require_ready(engine.llm)
     guard.close("a refit is under way")
-    refuses(engine, RefitError, "a refit is under way; refit the engine")
+    engine.refuses(RefitError, "a refit is under way; refit the engine")
     with pytest.raises(RefitError, match="a refit is under way; refit the engine"):
         require_ready(engine.llm)
     guard.open()
@@ -77,7 +70,7 @@ def test_a_ready_engine_is_not_looked_at_again(engine: Engine, guard: RefitGuard
     try:
         engine.greedy(PROMPTS)
         guard.recheck()
-        refuses(engine, RefitError, "not ready")
+        engine.refuses(RefitError, "not ready")
     finally:
         guard.layers = layers
 
@@ -107,12 +100,12 @@ def test_codes_without_scales(engine: Engine, guard: RefitGuard, a: dict) -> Non
     tokens = engine.greedy(PROMPTS)
     codes, scale_inv = quantize_block(a[DOWN])
     engine.model.load_weights([(DOWN, codes)])
-    refuses(engine, RefitError, "mlp.down_proj' received FP8 'weight' without its 'weight_scale")
+    engine.refuses(RefitError, "mlp.down_proj' received FP8 'weight' without its 'weight_scale")
     engine.model.load_weights([(f"{DOWN}_scale_inv", scale_inv)])
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens
     engine.model.load_weights([(f"{DOWN}_scale_inv", scale_inv)])
-    refuses(engine, RefitError, "'weight_scale_inv' without its 'weight'")
+    engine.refuses(RefitError, "'weight_scale_inv' without its 'weight'")
     engine.model.load_weights([(DOWN, a[DOWN])])
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens
@@ -139,17 +132,6 @@ def _cpu_worker() -> type:
     return CPUWorker
 
 
-def test_without_an_fp8_cache(engine: Engine, other_engine: Any, checkpoints: dict) -> None:
-    plain = other_engine(checkpoints["a"], Recipe(kv_cache=KVCache(dtype="auto")))
-    tokens = plain.greedy(PROMPTS)
-    guard = state_of(plain.model).guard
-    assert guard is not state_of(engine.model).guard
-    guard.close("The weights are half-updated: a test says so")
-    refuses(plain, RefitError, "half-updated")
-    guard.open()
-    assert plain.greedy(PROMPTS) == tokens
-
-
 # What a sleep does, on the model of a real engine. vLLM has no sleep mode on a CPU: the memory
 # stays, and the guard is told by hand what ``WatchedBackend`` tells it (see tests/gpu).
 
@@ -157,13 +139,13 @@ def test_without_an_fp8_cache(engine: Engine, other_engine: Any, checkpoints: di
 def test_level_1_keeps_everything(engine: Engine, guard: RefitGuard, a: dict) -> None:
     tokens, scales = engine.greedy(PROMPTS), kv_scale_state(engine.model)
     guard.sleep(TAGS, {})
-    refuses(engine, RefitError, "weights sleep; wake them first")
+    engine.refuses(RefitError, "weights sleep; wake them first")
     with pytest.raises(RefitError, match="weights sleep; wake them first"):
         refit(engine.llm, a.items(), expect_kv_scales=False)
     with pytest.raises(RefitError, match="weights sleep; wake them first"):
         set_kv_scales(engine.model, {scale_name(0, "k"): 1.0})
     guard.wake(["weights"])
-    refuses(engine, RefitError, "KV cache sleeps; wake it first")
+    engine.refuses(RefitError, "KV cache sleeps; wake it first")
     # What vLLM 0.25.1 does at the end of a wake-up.
     attention = engine.model.model.layers[1].self_attn.attn
     for held in (attention._k_scale, attention.k_scale.data, attention._v_scale):
@@ -187,9 +169,9 @@ def test_level_2_refuses_until_every_parameter_came(
     }
     guard.sleep(TAGS, discarded)
     guard.wake(None)
-    refuses(engine, RefitError, r"level-2 sleep discarded 'model\..*refit the engine")
+    engine.refuses(RefitError, r"level-2 sleep discarded 'model\..*refit the engine")
     engine.model.load_weights(item for item in a.items() if item[0] != last)
-    refuses(engine, RefitError, rf"discarded '{last}' and no refit")
+    engine.refuses(RefitError, rf"discarded '{last}' and no refit")
     engine.model.load_weights([(last, a[last])])
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens
@@ -216,7 +198,7 @@ def test_level_1_keeps_what_came_after_level_2_without_a_step_between(
     engine.model.load_weights(item for item in a.items() if item[0] != DOWN)
     guard.sleep(TAGS, {})
     guard.wake(None)
-    refuses(engine, RefitError, rf"discarded '{DOWN}' and no refit")
+    engine.refuses(RefitError, rf"discarded '{DOWN}' and no refit")
     engine.model.load_weights([(DOWN, a[DOWN])])
     guard.sleep(TAGS, {})
     guard.wake(None)
@@ -281,12 +263,3 @@ def test_backends_that_do_not_see_new_scales() -> None:
         check_backend("FLASHINFER", full)
     with pytest.raises(UnsupportedError, match=r"'FLEX_ATTENTION' is not known.*FLASH_ATTN"):
         check_backend("FLEX_ATTENTION", piecewise)
-
-
-def test_scales_missing_in_a_started_engine(engine: Engine, guard: RefitGuard) -> None:
-    scales = state_of(engine.model).kv_scales["model.layers.1.self_attn.attn"]
-    value = scales.values.pop("v")
-    guard.recheck()
-    refuses(engine, ScaleError, rf"'{scale_name(1, 'v')}' was never loaded \(1 missing\)")
-    scales.values["v"] = value
-    engine.greedy(PROMPTS)

@@ -1,7 +1,7 @@
 """Weights that change under a request in flight: the next token of the naive way is wrong.
 
 What has been generated lies in the KV cache as keys and values of the old weights. ``refit_async``
-makes them anew (test_asynchronous.py); ``refit`` takes an idle engine only.
+makes them anew (test_asynchronous.py); ``refit`` takes an idle engine only (test_interrupts.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8rl.errors import RefitError
 from support.engine import SCALES, Engine
 from vllm_fp8rl.refit import drop_requests, refit
 
@@ -46,14 +45,3 @@ def test_the_next_token_over_old_keys_is_not_that_of_the_new_weights(
     right = engine.greedy([p + said[f"{n}"] for n, p in enumerate(PROMPTS)], 1)
     wrong = [n for n in range(len(PROMPTS)) if naive[f"{n}"] != right[n][0]]
     assert len(wrong) >= len(PROMPTS) // 2
-
-
-def test_refit_takes_an_idle_engine_only(engine: Engine, b: dict[str, torch.Tensor]) -> None:
-    truth = engine.greedy(PROMPTS[:1], 8)[0]
-    begun(engine, PROMPTS[:1], 4)
-    with pytest.raises(RefitError, match="requests in flight"):
-        refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True)
-    tokens: list[int] = []
-    while len(tokens) < 8:
-        tokens = one_step(engine)["0"]
-    assert tokens == truth

@@ -107,8 +107,10 @@ def test_batches_end_before_the_next_tensor_is_asked_for():
             yield str(number), memory.fill_(number)
 
     assert [float(batch[0][1][0]) for batch in batches(stream(), 1)] == [0.0, 1.0, 2.0]
-    with pytest.raises(RefitError, match="'1' came in the memory of '0'"):
-        list(batches(stream(), 1 << 20))
+    # The tensor that does not fit into a batch is pulled before that batch is read.
+    for limit in (memory.nbytes + 1, 1 << 20):
+        with pytest.raises(RefitError, match="'1' came in the memory of '0'"):
+            list(batches(stream(), limit))
 
 
 def test_a_sharded_tensor():
@@ -144,6 +146,8 @@ def test_tensors_that_share_memory_travel_to_another_process():
     assert all(torch.equal(load(pack(sent.items()))[name], sent[name]) for name in sent)
     with pytest.raises(RefitError, match="'b' came in the memory of 'a'"):
         pack([("a", matrix), ("b", matrix[1:])])
+    with pytest.raises(RefitError, match="'a' arrived twice"):
+        pack([("a", matrix), ("a", matrix.clone())])
 
 
 @pytest.mark.parametrize("payload", [b"", b"x" * 40, b"\xff" * 20, None, "text", {}, {"bytes": 1}])

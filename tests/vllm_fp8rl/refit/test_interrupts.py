@@ -22,9 +22,9 @@ from fp8rl.errors import Fp8RLError, RefitError
 
 pytest.importorskip("vllm")
 from support.engine import KV_SCALE, SCALES, VOCAB, Engine, load_tensors
-from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.calibration.observer import ObservedImpl
-from vllm_fp8rl.quantization.kv_cache import fp8_layers
+from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.kv_observer import ObservedImpl
+from vllm_fp8rl.kv_scales import fp8_layers
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 from vllm_fp8rl.refit.client import Workers
 from vllm_fp8rl.refit.worker import STEPS, read_answer
@@ -137,8 +137,7 @@ def test_while_observing_the_engine_is_shut(engine: Engine) -> None:
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
     read_answer(STEPS["fp8rl_observe_kv"](worker, {}))
     try:
-        with pytest.raises(RefitError, match="being calibrated"):
-            engine.greedy(PROMPTS)
+        engine.refuses(RefitError, "being calibrated")
     finally:
         read_answer(STEPS["fp8rl_stop_observing_kv"](worker))
     drop_requests(engine.llm)
@@ -209,20 +208,13 @@ def test_nobody_aborts_the_session_of_another(engine: Engine, weights: dict) -> 
     call("load_batch", "first", items[5:])
     assert call("finish", "first")["kv_scales"] == len(SCALES)
     assert not call("abort", "first", "too late")
+    call("begin", "gone", True)
+    with pytest.raises(RefitError, match="'gone'"):
+        refit(engine.llm, items, expect_kv_scales=True)
+    assert call("abort", "gone", "its sender died") is False
+    refit(engine.llm, items, expect_kv_scales=True)
     with pytest.raises(RefitError, match=r"takes the name of the session.*True and None"):
         call("begin", True, None)
-
-
-def test_a_session_whose_sender_died_can_be_aborted_by_its_name(
-    engine: Engine, weights: dict
-) -> None:
-    abandoned = RefitSession(engine.model, expect_kv_scales=True, name="gone").__enter__()
-    with pytest.raises(RefitError, match="'gone'"):
-        refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
-    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
-    assert read_answer(STEPS["fp8rl_refit_abort"](worker, "gone", "its sender died")) is False
-    refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
-    assert abandoned.report is None
 
 
 def test_a_refit_refused_beside_the_session_of_another_leaves_the_gate_open(

@@ -1,4 +1,4 @@
-"""Plain ``model.load_weights`` that fail: old weights, or a model that stays closed."""
+"""Plain ``model.load_weights``: new weights, or old ones, or a model that stays closed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,107 @@ import torch
 
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES
-from vllm_fp8rl.quantization.kv_cache import fp8_layers
-from vllm_fp8rl.refit import RefitSession, drop_requests
+from vllm_fp8rl.kv_scales import fp8_layers
+from vllm_fp8rl.refit import RefitSession
 from vllm_fp8rl.state import state_of
+from vllm_fp8rl.storage import block_grid
 
 pytestmark = pytest.mark.usefixtures("restored")
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
+
+
+CLOSED = (RefitError, "half-updated: a load broke off.*refit the engine")
+
+
+def serves(engine, expected) -> bool:
+    engine.llm.reset_prefix_cache()
+    return engine.greedy(PROMPTS) == expected
+
+
+def test_any_order_in_place_and_twice(engine, b, tokens):
+    before = engine.pointers()
+    for kind in (list, iter):
+        engine.model.load_weights(kind(sorted(b.items(), key=lambda item: item[0][::-1])))
+        assert serves(engine, tokens["b"])
+    assert engine.pointers() == before
+
+
+def one(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A weight of ``UP`` with one number in it."""
+    tensor = torch.zeros(512, 256)
+    tensor[3, 4] = value
+    return tensor.to(dtype)
+
+
+NOT_FINITE = "has NaN or infinite values; it was not loaded"
+TOO_LARGE = (
+    r"has values beyond 3\.2\d*e\+38, the largest that the engine can hold; it was not loaded"
+)
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("nothing.like.it", torch.ones(2), "nothing"),
+        (UP, torch.ones(3, 5), r"\(3, 5\)"),
+        (UP, torch.ones(512, 256, dtype=torch.int8), "int8"),
+        (NORM, torch.full((256,), torch.nan), NOT_FINITE),
+        (UP, one(torch.inf), NOT_FINITE),
+        (UP, one(-torch.inf), NOT_FINITE),
+        (UP, one(torch.nan, torch.float8_e4m3fn), NOT_FINITE),
+        # Codes of 3.4e38 times their scale are infinite in float32, in which kernels multiply.
+        (UP, one(-3.4e38), TOO_LARGE),
+        (NORM, torch.full((256,), 3.4e38), TOO_LARGE),
+    ],
+)
+def test_a_first_tensor_that_is_refused_leaves_all_as_it_was(
+    engine, tokens, kind, name, tensor, message
+):
+    with pytest.raises(Exception, match=message):
+        engine.model.load_weights(kind([(name, tensor)]))
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+def test_nan_behind_other_tensors_of_a_list_leaves_all_as_it_was(engine, b, tokens):
+    with pytest.raises(RefitError, match=f"'{UP}' {NOT_FINITE}"):
+        engine.model.load_weights([(NORM, b[NORM]), (UP, one(torch.nan))])
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+def half(tensors, error):
+    yield from list(tensors.items())[:3]
+    raise error
+
+
+def and_a_wrong_one(tensors):
+    return [*list(tensors.items())[:3], (UP, torch.ones(3, 5))]
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind"),
+    [
+        (and_a_wrong_one, RefitError),
+        (lambda b: iter(and_a_wrong_one(b)), RefitError),
+        (lambda b: half(b, OSError), OSError),
+        (lambda b: half(b, KeyboardInterrupt), KeyboardInterrupt),
+    ],
+    ids=["list", "iter", "OSError", "KeyboardInterrupt"],
+)
+@pytest.mark.parametrize("later", [list, iter])
+def test_a_load_that_breaks_off_closes_the_model_until_all_has_come(
+    engine, b, tokens, sent, kind, later
+):
+    """NeMo RL and others call ``model.load_weights`` alone, with nobody to say it is complete."""
+    with pytest.raises(kind):
+        engine.model.load_weights(sent(b))
+    engine.refuses(RefitError, rf"a load broke off \({kind.__name__}\)")
+    items = list(b.items())
+    engine.model.load_weights(later(items[:-1]))
+    engine.refuses(*CLOSED)
+    engine.model.load_weights(later(items[-1:]))
+    assert serves(engine, tokens["b"])
 
 
 @pytest.mark.parametrize("kind", [list, iter])
@@ -21,28 +116,38 @@ def test_a_first_tensor_that_is_partly_written_closes_the_model(engine, a, token
     parts = [a[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
     with pytest.raises((RefitError, RuntimeError)):
         engine.model.load_weights(kind([(QKV, 2 * torch.cat(parts)[:-8])]))
-    with pytest.raises(RefitError, match="a load broke off"):
-        engine.greedy(PROMPTS)
-    drop_requests(engine.llm)
+    engine.refuses(*CLOSED)
     engine.model.load_weights(kind(a.items()))
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["a"]
+    assert serves(engine, tokens["a"])
 
 
-@pytest.mark.parametrize("kind", [list, iter])
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        ("nothing.like.it", torch.ones(2)),
-        ("model.layers.0.mlp.up_proj.weight", torch.ones(3, 5)),
-        ("model.layers.0.mlp.up_proj.weight", torch.ones(512, 256, dtype=torch.int8)),
-        ("model.norm.weight", torch.full((256,), torch.nan)),
-    ],
-)
-def test_a_first_tensor_that_is_refused_leaves_all_as_it_was(engine, tokens, kind, name, tensor):
-    with pytest.raises(Exception, match=r"\w"):
-        engine.model.load_weights(kind([(name, tensor)]))
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("way", [iter, list])  # by vLLM's walk, and by the inventory
+def test_an_end_in_the_middle_of_the_first_tensor_closes_the_model(
+    engine, b, monkeypatch, kind, way
+):
+    quantize = block_grid.quantize_blocks
+
+    def ending(*args):
+        quantize(*args)
+        raise kind
+
+    with monkeypatch.context() as patch, pytest.raises(kind):
+        patch.setattr(block_grid, "quantize_blocks", ending)
+        engine.model.load_weights(way([(UP, b[UP])]))
+    engine.refuses(*CLOSED)
+
+
+def test_a_load_while_a_refit_waits_for_tensors(engine, b, tokens):
+    """The session knows nothing of it: what it brings is checked, and what it leaves is told."""
+    session = RefitSession(engine.model, expect_kv_scales=True).__enter__()
+    with pytest.raises(RefitError, match="NaN"):
+        engine.model.load_weights([(UP, one(torch.nan))])
     assert engine.greedy(PROMPTS) == tokens["a"]
+    with pytest.raises(RefitError):
+        engine.model.load_weights(and_a_wrong_one(b))
+    session.abandon("nothing came")
+    engine.refuses(*CLOSED)
 
 
 def test_a_kv_scale_of_a_load_that_breaks_off_is_whole(engine, a):

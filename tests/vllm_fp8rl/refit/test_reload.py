@@ -1,4 +1,4 @@
-"""vLLM's ``reload_weights``: which checkpoint it reads, and what it leaves behind."""
+"""vLLM's ``reload_weights``: a load in place, complete or a refusal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import copy
 import pytest
 import torch
 
-from fp8rl.errors import RefitError
+from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.numerics import quantize_block
 from support.engine import PROMPTS, SCALES
 from vllm_fp8rl.refit import RefitSession, drop_requests
 from vllm_fp8rl.state import state_of
 
 pytestmark = pytest.mark.usefixtures("restored")
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
@@ -20,8 +22,28 @@ def runner(engine):
     return engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
-def reload(engine, tensors):
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+def reload(engine, tensors=None, **arguments):
+    if tensors is not None:
+        arguments["weights_iterator"] = tensors
+    engine.llm.collective_rpc("reload_weights", kwargs=arguments)
+
+
+def serves(engine, expected):
+    drop_requests(engine.llm)
+    engine.llm.reset_prefix_cache()
+    return engine.greedy(PROMPTS) == expected
+
+
+def test_from_a_folder_and_from_the_last_one_again(engine, checkpoints, b, tokens):
+    before = engine.pointers()
+    for name in "ba":
+        reload(engine, weights_path=str(checkpoints[name]))
+        assert serves(engine, tokens[name])
+    reload(engine, b.items())
+    assert serves(engine, tokens["b"])
+    reload(engine)
+    assert serves(engine, tokens["a"])
+    assert engine.pointers() == before
 
 
 def test_the_config_of_the_runner_counts(engine, runner, checkpoints, tokens, monkeypatch):
@@ -30,18 +52,14 @@ def test_the_config_of_the_runner_counts(engine, runner, checkpoints, tokens, mo
     updated.model = str(checkpoints["b"])
     monkeypatch.setattr(runner, "model_config", updated)
     runner.reload_weights()
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["b"]
+    assert serves(engine, tokens["b"])
 
 
 def test_keys_of_older_weights_are_not_read(engine, b, tokens):
     engine.greedy(PROMPTS)
-    reload(engine, b)
-    with pytest.raises(RefitError, match="keys of older weights; call reset_prefix_cache"):
-        engine.greedy(PROMPTS)
-    drop_requests(engine.llm)
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["b"]
+    reload(engine, iter(b.items()))
+    engine.refuses(RefitError, "keys of older weights; call reset_prefix_cache")
+    assert serves(engine, tokens["b"])
 
 
 def test_names_that_vllm_skips_or_maps_are_taken(engine, b, tokens):
@@ -49,57 +67,105 @@ def test_names_that_vllm_skips_or_maps_are_taken(engine, b, tokens):
     for name, scale in SCALES.items():
         layer, leaf = name.rsplit(".", 1)
         extra[f"{layer}.{leaf[0]}_proj.{leaf}"] = scale
-    reload(engine, extra)
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["b"]
+    reload(engine, iter(extra.items()))
+    assert serves(engine, tokens["b"])
 
 
-def test_a_path_that_cannot_be_read_changes_nothing(engine, runner, tokens, tmp_path):
+@pytest.mark.parametrize("scales_first", [False, True])
+def test_fp8_codes(engine, b, tokens, scales_first):
+    wire: dict[str, torch.Tensor] = {}
+    for name, tensor in b.items():
+        if name.endswith("proj.weight"):
+            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
+        else:
+            wire[name] = tensor
+    reload(engine, sorted(wire.items(), reverse=scales_first))
+    assert serves(engine, tokens["b"])
+
+
+def with_a_nan(b):
+    return b | {UP: torch.full_like(b[UP], torch.nan)}
+
+
+def dies(b):
+    yield from list(b.items())[:9]
+    raise ConnectionError("trainer gone")
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind", "message"),
+    [
+        (lambda b: [item for item in b.items() if item[0] != UP], RefitError, f"lacks 1 .*'{UP}'"),
+        (lambda b: with_a_nan(b).items(), RefitError, f"'{UP}' has NaN or infinite values"),
+        (lambda b: iter([*b.items(), (UP, b[UP])]), RefitError, f"'{UP}' arrived twice in one"),
+        (dies, ConnectionError, "trainer gone"),
+    ],
+    ids=["incomplete", "NaN", "twice", "breaks off"],
+)
+def test_a_fault_closes_the_engine_until_all_has_come(engine, b, tokens, sent, kind, message):
+    with pytest.raises(kind, match=message):
+        reload(engine, sent(b))
+    engine.refuses(RefitError, r"half-updated: reload_weights broke off")
+    reload(engine, b.items())
+    assert serves(engine, tokens["b"])
+
+
+@pytest.mark.parametrize("spelling", ["self_attn.", "self_attn.attn.", "self_attn.k_proj."])
+def test_some_kv_scales_but_not_all(engine, a, tokens, spelling):
+    name = f"model.layers.0.{spelling}k_scale"
+    with pytest.raises(RefitError, match=f"The reload lacks {len(SCALES) - 1} .*_scale"):
+        reload(engine, iter((a | {name: torch.tensor([0.5])}).items()))
+    engine.refuses(Exception, r"KV scale '.*' was never loaded")
+    reload(engine, iter((a | SCALES).items()))
+    assert serves(engine, tokens["a"])
+
+
+def first_is_nan(b):
+    (name, tensor), *rest = b.items()
+    return {"weights_iterator": iter([(name, torch.full_like(tensor, torch.nan)), *rest])}
+
+
+def past_the_loaders(b):
+    """vLLM would cast BF16 to FP8 under the old scales."""
+    return {"weights_iterator": list(b.items()), "is_checkpoint_format": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda b: {"weights_path": "/none/such"}, "/none/such"),
+        (first_is_nan, "has NaN or infinite values; it was not loaded"),
+        (lambda b: {"weights_iterator": [*b.items(), (UP, b[UP])]}, f"'{UP}' arrived twice in one"),
+        (past_the_loaders, r"is_checkpoint_format=False.* send HF tensors"),
+    ],
+    ids=["no folder", "NaN first", "twice in a collection", "not as in a checkpoint"],
+)
+def test_what_changes_nothing(engine, runner, b, tokens, arguments, message):
     before = runner.model_config.model
-    with pytest.raises(Exception, match="nothing"):
-        runner.reload_weights(weights_path=str(tmp_path / "nothing"))
+    with pytest.raises(Exception, match=message):
+        reload(engine, **arguments(b))
     assert runner.model_config.model == before
     assert engine.greedy(PROMPTS) == tokens["a"]
 
 
-@pytest.mark.parametrize("spelling", ["self_attn.", "self_attn.attn.", "self_attn.k_proj."])
-def test_some_kv_scales_but_not_all(engine, a, spelling):
-    name = f"model.layers.0.{spelling}k_scale"
-    with pytest.raises(RefitError, match=f"The reload lacks {len(SCALES) - 1} .*_scale"):
-        reload(engine, a | {name: torch.tensor([0.5])})
-    with pytest.raises(Exception, match=r"KV scale '.*' was never loaded"):
-        engine.greedy(PROMPTS)
-    drop_requests(engine.llm)
-    reload(engine, a | SCALES)
-    engine.llm.reset_prefix_cache()
-    assert len(engine.greedy(PROMPTS)) == len(PROMPTS)
-
-
-def test_a_name_that_comes_twice(engine, a, b, tokens):
-    """A collection is refused as it is; of a stream the first tensors are in the engine by then."""
-    twice = [*b.items(), next(iter(b.items()))]
-    with pytest.raises(RefitError, match=f"'{twice[-1][0]}' arrived twice in one refit or reload"):
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": twice})
+def test_the_format_by_its_position(engine, b, tokens):
+    with pytest.raises(UnsupportedError, match="is_checkpoint_format=False"):
+        engine.llm.collective_rpc("reload_weights", args=(list(b.items()), None, False))
     assert engine.greedy(PROMPTS) == tokens["a"]
-    with pytest.raises(RefitError, match=f"'{twice[-1][0]}' arrived twice"):
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(twice)})
-    with pytest.raises(RefitError, match="reload_weights broke off"):
-        engine.greedy(PROMPTS)
 
 
-def test_a_first_tensor_of_nan_changes_nothing(engine, b, tokens):
-    (name, tensor), *rest = b.items()
-    bad = {name: torch.full_like(tensor, torch.nan), **dict(rest)}
-    with pytest.raises(RefitError, match=f"'{name}' has NaN or infinite values; it was not loaded"):
-        reload(engine, bad)
+def test_an_engine_without_a_checkpoint_names_the_remedy(engine, monkeypatch, tokens):
+    config = engine.llm.llm_engine.vllm_config.load_config
+    monkeypatch.setattr(config, "load_format", "dummy")
+    with pytest.raises(UnsupportedError, match=r"load_format='dummy'.*vllm_fp8rl\.refit\.refit"):
+        reload(engine)
     assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 def test_a_reload_beside_a_refit_is_refused(engine, a, b, tokens):
     with RefitSession(engine.model, expect_kv_scales=None, name="first") as session:
         with pytest.raises(RefitError, match="'first', is under way"):
-            reload(engine, b)
+            reload(engine, b.items())
         session.load(list(a.items()))
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["a"]
+    assert serves(engine, tokens["a"])
     assert state_of(engine.model).guard.session is None

@@ -11,7 +11,7 @@ from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.numerics import quantize_block
 from support.engine import LAYERS, PROMPTS, SCALES, Engine
-from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
+from vllm_fp8rl.refit import RefitSession, refit
 
 UP = "model.layers.1.mlp.up_proj.weight"
 pytestmark = pytest.mark.usefixtures("restored")
@@ -33,29 +33,6 @@ def test_there_and_back(engine, a, b, tokens):
     assert report.received_bytes == sum(t.nbytes for t in wire.values())
     # embedding, final norm, lm_head; per layer: qkv, o, gate_up, down, and 4 norms
     assert report.parameters == 3 + LAYERS * 8
-
-
-def test_plain_load_weights_in_any_order_and_batching(engine, a, b, tokens):
-    before = engine.pointers()
-    names = sorted(b, key=lambda name: name[::-1])
-    for name in names:
-        engine.model.load_weights([(name, b[name])])
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["b"]
-    for _ in range(2):  # idempotent
-        engine.model.load_weights(reversed(a.items()))
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["a"]
-    assert engine.pointers() == before
-
-
-def test_vllms_own_reload_works_too(engine, a, b, tokens):
-    before = engine.pointers()
-    for weights, name in ((b, "b"), (a, "a")):
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
-        engine.llm.reset_prefix_cache()
-        assert engine.greedy(PROMPTS) == tokens[name]
-    assert engine.pointers() == before
 
 
 def test_process_weights_after_loading_changes_nothing(engine, tokens):
@@ -109,22 +86,6 @@ def test_prefix_cache_is_reset(engine, a, b, tokens):
     assert stale != with_a, "this prompt does not notice a stale prefix, so the test is void"
 
 
-def test_from_files(engine, checkpoints, tokens):
-    refit_from_files(engine.llm, str(checkpoints["b"]), expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens["b"]
-
-
-def test_sender_that_reuses_one_buffer(engine, b, tokens):
-    buffer = torch.empty(max(t.numel() for t in b.values()), dtype=torch.bfloat16)
-
-    def stream():
-        for name, tensor in b.items():
-            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
-
-    refit(engine.llm, stream(), expect_kv_scales=False, batch_bytes=1)
-    assert engine.greedy(PROMPTS) == tokens["b"]
-
-
 def through_refit(engine: Engine, stream) -> None:
     refit(engine.llm, stream, expect_kv_scales=False, batch_bytes=1 << 30)
 
@@ -154,99 +115,53 @@ def test_reused_buffers_are_noticed(engine, b, tokens, give, buffers, writes):
     assert engine.greedy(PROMPTS) == tokens["a"]  # nothing was written
 
 
-def test_a_buffer_that_is_filled_for_the_next_batch_is_noticed(engine, b, tokens):
-    """The tensor that does not fit into a batch is pulled before that batch is read."""
-    items = [(name, tensor) for name, tensor in b.items() if name.endswith("up_proj.weight")]
-    shared = torch.empty_like(items[0][1]).data
+def test_hooks_get_the_report_and_an_error_of_theirs_is_logged(engine, b, tokens, monkeypatch):
+    """The new weights serve already."""
 
-    def stream():
-        for name, tensor in items:
-            yield name, shared.copy_(tensor).data
-
-    with pytest.raises(RefitError, match=f"'{items[1][0]}' came in the memory of '{items[0][0]}'"):
-        refit(engine.llm, stream(), expect_kv_scales=False, batch_bytes=shared.nbytes + 1)
-    assert engine.greedy(PROMPTS) == tokens["a"]
-
-
-def test_a_sender_that_clears_its_memory_at_the_end_is_noticed(engine, b, tokens):
-    def stream():
-        for name, tensor in b.items():
-            kept = tensor.clone()
-            yield name, kept
-            kept.zero_()
-
-    with pytest.raises(RefitError, match="was written to before it was read"):
-        refit(engine.llm, stream(), expect_kv_scales=False)
-    assert engine.greedy(PROMPTS) == tokens["a"]
-
-
-def test_hook_is_called_once_with_the_report(engine, a):
-    class Observer:
-        reports: list = []
-
+    class Plugin:
         @hookimpl
         def refit_finished(self, report):
-            self.reports.append(report)
-
-    plugins = PluginManager(discover=False)
-    plugins.register(Observer())
-    report = refit(engine.llm, (a | SCALES).items(), expect_kv_scales=True, plugins=plugins)
-    assert Observer.reports == [report]
-
-
-def test_an_error_of_a_hook_is_logged_because_the_new_weights_serve(engine, b, tokens, monkeypatch):
-    class Failing:
-        @hookimpl
-        def refit_finished(self, report):
+            seen.append(report)
             raise OSError("the disk of the log is full")
 
-    manager = PluginManager(discover=False)
-    manager.register(Failing())
-    logged = []
+    seen, logged = [], []
+    plugins = PluginManager(discover=False)
+    plugins.register(Plugin())
     monkeypatch.setattr("vllm_fp8rl.refit.client.logger.exception", logged.append)
-    report = refit(engine.llm, b.items(), expect_kv_scales=False, plugins=manager)
-    assert report.tensors == len(b)
-    assert engine.greedy(PROMPTS) == tokens["b"]
+    report = refit(engine.llm, b.items(), expect_kv_scales=False, plugins=plugins)
+    assert seen == [report]
     assert logged == ["A plugin's refit_finished failed; the refit itself is complete."]
-
-
-def changed(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor | None):
-    result = dict(tensors)
-    if value is None:
-        del result[name]
-    else:
-        result[name] = value
-    return result
+    assert engine.greedy(PROMPTS) == tokens["b"]
 
 
 def poisoned(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    copy = tensor.clone()
+    copy = tensor.float()
     copy.view(-1)[7] = value
     return copy
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_refused_and_then_a_complete_refit_serves(engine, a, b, tokens, value):
-    bad = changed(b | SCALES, UP, poisoned(b[UP], value))
-    with pytest.raises(RefitError, match=f"'{UP}' has NaN or infinite"):
-        refit(engine.llm, bad.items(), expect_kv_scales=True, batch_bytes=1 << 18)
-    with pytest.raises(RefitError, match="half-updated"):
-        engine.greedy(PROMPTS)
+LACKING = [UP, "model.norm.weight", "lm_head.weight", *list(SCALES)[:1]]
+TOO_LARGE = r"has values beyond 3\.2\d*e\+38, the largest that the engine can hold"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(
+            (lambda b, name=name: {n: t for n, t in b.items() if n != name}, f"lacks 1 .*'{name}'")
+            for name in LACKING
+        ),
+        (lambda b: b | {UP: quantize_block(b[UP]).codes}, f"lacks 1 .*'{UP}_scale_inv'"),
+        (lambda b: b | {UP: poisoned(b[UP], torch.inf)}, f"'{UP}' has NaN or infinite"),
+        (lambda b: b | {UP: poisoned(b[UP], -3.4e38)}, f"'{UP}' {TOO_LARGE}"),
+    ],
+)
+def test_a_fault_leaves_a_refusal_until_a_complete_refit(engine, b, tokens, change, message):
+    with pytest.raises(RefitError, match=message):
+        refit(engine.llm, change(b | SCALES).items(), expect_kv_scales=True, batch_bytes=1 << 18)
+    engine.refuses(RefitError, "half-updated")
     refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True)
     assert engine.greedy(PROMPTS) == tokens["b"]
-
-
-@pytest.mark.parametrize("name", [UP, "model.norm.weight", "lm_head.weight"])
-def test_values_that_the_engine_could_not_hold(engine, b, tokens, name):
-    """Codes of 3.4e38 times their scale are infinite in float32, in which kernels multiply."""
-    huge = b[name].float()
-    huge.view(-1)[3] = -3.4e38
-    message = rf"'{name}' has values beyond 3\.2\d*e\+38, the largest that the engine can hold"
-    with pytest.raises(RefitError, match=message):
-        refit(engine.llm, [(name, huge)], expect_kv_scales=False)
-    with pytest.raises(RefitError, match=f"{message}; it was not loaded"):
-        engine.model.load_weights([(name, huge)])
-    assert engine.greedy(PROMPTS) == tokens["a"]
 
 
 @pytest.mark.parametrize(
@@ -272,30 +187,10 @@ def test_what_is_no_tensor_is_refused_in_a_sentence(engine, tokens, stream, mess
     assert engine.greedy(PROMPTS) == tokens["a"]
 
 
-@pytest.mark.parametrize("missing", [UP, "model.norm.weight", "lm_head.weight", *list(SCALES)[:1]])
-def test_missing_tensor(engine, b, missing):
-    with pytest.raises(RefitError, match=f"lacks 1 .*'{missing}'"):
-        refit(engine.llm, changed(b | SCALES, missing, None).items(), expect_kv_scales=True)
-    with pytest.raises(RefitError, match="half-updated"):
-        engine.greedy(PROMPTS)
-
-
-def test_fp8_codes_without_their_scales(engine, b):
-    wire = changed(b, UP, quantize_block(b[UP]).codes)
-    with pytest.raises(RefitError, match=f"lacks 1 .*'{UP}_scale_inv'"):
-        refit(engine.llm, wire.items(), expect_kv_scales=False)
-
-
 K0, NORM = "model.layers.0.self_attn.k_scale", "model.norm.weight"
 NO_LAYER = "model.layers.9.mlp.up_proj.weight"
 K_OF_NO_LAYER = f"model.layers.{LAYERS}.self_attn.k_scale"
 K_TO_NO_LAYER = f"'{K_OF_NO_LAYER}' is for a layer that this engine does not have"
-
-
-def one_bad(value: float) -> torch.Tensor:
-    scales = torch.ones(4, 2)
-    scales[3, 1] = value
-    return scales
 
 
 BAD_WEIGHT_SCALE = f"'{UP}_scale_inv' has a scale that is 0, negative"
@@ -311,15 +206,9 @@ BOTH_NAMES = [(K0, torch.ones(1)), (K0.replace("self_attn.", "self_attn.attn."),
         ([(UP, torch.ones(512, 256, dtype=torch.int8))], False, RefitError, "dtype torch.int8"),
         ([(NORM, torch.ones(256).to(torch.float8_e4m3fn))], False, RefitError, "float8"),
         ([(f"{UP}_scale_inv", torch.full((4, 2), torch.nan))], False, RefitError, "NaN"),
-        *(
-            ([(f"{UP}_scale_inv", one_bad(bad))], False, ScaleError, BAD_WEIGHT_SCALE)
-            for bad in (0.0, -1.0, 1e36)
-        ),
+        ([(f"{UP}_scale_inv", torch.zeros(4, 2))], False, ScaleError, BAD_WEIGHT_SCALE),
         ([(K0, torch.ones(1))], False, RefitError, "unannounced"),
-        *(
-            ([(K0, torch.tensor([bad]))], True, ScaleError, K0)
-            for bad in (0.0, float("nan"), float("inf"), -1.0)
-        ),
+        ([(K0, torch.zeros(1))], True, ScaleError, K0),
         (BOTH_NAMES, True, RefitError, "twice"),
         ([(K_OF_NO_LAYER, torch.ones(1))], True, RefitError, K_TO_NO_LAYER),
         ([(NORM, torch.ones(256).bfloat16())] * 2, False, RefitError, TWICE),
@@ -344,29 +233,7 @@ def test_a_prefix_cache_that_cannot_be_reset_leaves_a_refusal(engine, b, monkeyp
         patch.setattr(engine.llm, "reset_prefix_cache", lambda **options: False)
         with pytest.raises(RefitError, match="could not reset its prefix cache"):
             refit(engine.llm, b.items(), expect_kv_scales=False)
-    with pytest.raises(RefitError, match="half-updated"):
-        engine.greedy(PROMPTS)
-
-
-def test_session_guards_the_model_itself(engine, a, b, tokens):
-    with (
-        pytest.raises(KeyboardInterrupt),
-        RefitSession(engine.model, expect_kv_scales=False) as session,
-    ):
-        session.load(list(b.items())[:3])
-        with pytest.raises(RefitError, match="already under way"):
-            RefitSession(engine.model, expect_kv_scales=False).__enter__()
-        raise KeyboardInterrupt
-    with pytest.raises(RefitError, match="half-updated"):
-        engine.greedy(PROMPTS)  # past the front door, which knows nothing of this session
-    with pytest.raises(RefitError, match="in flight"):
-        refit(engine.llm, a.items(), expect_kv_scales=False)
-    drop_requests(engine.llm)
-    with RefitSession(engine.model, expect_kv_scales=False) as session:
-        session.load(a.items())
-    assert session.report is not None and session.report.kv_scales == 0
-    engine.llm.reset_prefix_cache()
-    assert engine.greedy(PROMPTS) == tokens["a"]
+    engine.refuses(RefitError, "half-updated")
 
 
 def test_session_needs_its_block(engine, a):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.weight_utils import maybe_remap_kv_scale_name
@@ -12,7 +11,7 @@ from vllm.model_executor.model_loader.weight_utils import maybe_remap_kv_scale_n
 from fp8rl.errors import ScaleError
 from support.engine import KV_SCALE, Engine
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
-from vllm_fp8rl.quantization.kv_cache import forget_kv_scales
+from vllm_fp8rl.kv_scales import forget_kv_scales
 from vllm_fp8rl.refit import drop_requests
 
 PREFIX = "model.layers.0.self_attn"
@@ -68,8 +67,7 @@ def test_here_a_second_scale_counts_and_none_is_a_refusal(engine: Engine) -> Non
             assert attention._k_scale.item() == attention._k_scale_float == scale
         engine.llm.reset_prefix_cache()  # an earlier test may have filled it
         forget_kv_scales(engine.model)
-        with pytest.raises(ScaleError, match="does not start from scale 1"):
-            engine.greedy([[5, 6, 7]], 1)
+        engine.refuses(ScaleError, "does not start from scale 1")
     finally:
         drop_requests(engine.llm)
         set_uncalibrated_kv_scales(engine.model, KV_SCALE)

@@ -40,7 +40,7 @@ def codes(worker) -> dict[str, tuple[list, list]]:
 
 
 def kv_scales(worker) -> dict[str, float]:
-    from vllm_fp8rl.quantization.kv_cache import kv_scale_state
+    from vllm_fp8rl.kv_scales import kv_scale_state
 
     state = kv_scale_state(worker.model_runner.get_model())
     return {scale_name(*key): value for key, value in state.items()}
@@ -84,7 +84,7 @@ def error_of(attempt: Callable[[], object]) -> str:
 
 
 def main(root: Path) -> dict[str, object]:
-    from vllm_fp8rl.calibration.calibrate import (
+    from vllm_fp8rl.calibration import (
         calibrate_kv_scales,
         lacks_kv_scales,
         send_kv_scales,

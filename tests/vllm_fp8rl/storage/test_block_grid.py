@@ -28,30 +28,6 @@ widths = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    partitions=widths,
-    columns=st.integers(1, 300),
-    scale_format=st.sampled_from(["fp32", "pow2"]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    data=st.data(),
-)
-def test_any_order_gives_the_codes_of_the_whole_matrix(
-    partitions, columns, scale_format, dtype, data
-):
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
-    shards = list(zip(starts_of(partitions), partitions, strict=True))
-    grid, (codes, scale_inv) = make_grid(partitions, columns, scale_format)
-    for _ in range(2):  # the second round is a refit over the first
-        whole = torch.randn(sum(partitions), columns, generator=generator).to(dtype)
-        for start, rows in data.draw(st.permutations(shards)):
-            grid.load_source(start, whole[start : start + rows])
-        expected = quantize_block(whole, scale_format=scale_format)
-        assert same_bits(codes, expected.codes)
-        assert same_bits(scale_inv, expected.scale_inv)
-        assert grid.complete
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     partitions=widths,
@@ -114,18 +90,10 @@ def test_source_after_half_an_fp8_pair_wins():
     assert same_bits(codes, quantize_block(whole).codes)
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_bad_scale_is_refused(bad):
-    grid, (_, scale_inv) = make_grid([256], 128)
-    scales = torch.tensor([[1.0], [bad]])
-    with pytest.raises(ScaleError, match=r"layer\.weight_scale_inv"):
-        grid.load_scales(0, scales, (0, 0))
-    assert torch.equal(scale_inv, torch.ones(2, 1))
-
-
 @pytest.mark.parametrize(
     ("scale_format", "value", "message"),
     [
+        *(("fp32", bad, "is 0, negative, NaN") for bad in (0.0, -1.0, torch.nan, torch.inf)),
         ("fp32", 1e36, "makes a code of 448 infinite"),
         ("pow2", 3.0, "no power of two, but the engine .*'pow2'"),
         ("pow2", 2.0**-127 * 1.5, "no power of two"),

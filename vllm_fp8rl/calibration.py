@@ -1,8 +1,11 @@
-"""KV scales of a live ``LLM``: sent by name, or calibrated from prompts when no trainer sends any.
+"""KV scales of an engine without a trainer: calibrated from prompts, sent by name, or set by hand.
 
-Both empty the prefix cache, whose blocks hold codes of the old scales. With an ``AsyncLLM`` without
-requests in flight call the step by name: ``await engine.collective_rpc("fp8rl_set_kv_scales",
-args=(scales,))``, then ``await engine.reset_prefix_cache()``; the engine refuses to run in between.
+Calibrating and sending empty the prefix cache, whose blocks hold codes of the old scales. With an
+``AsyncLLM`` without requests in flight call the step by name:
+``await engine.collective_rpc("fp8rl_set_kv_scales", args=(scales,))``, then
+``await engine.reset_prefix_cache()``; the engine refuses to run in between.
+
+Importing this module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name, scales_from_amax
+from vllm_fp8rl.kv_scales import checked_scale, fp8_layers, require_mapping, set_kv_scales
 from vllm_fp8rl.refit.client import (
     Changes,
     RequestGate,
@@ -22,6 +26,7 @@ from vllm_fp8rl.refit.client import (
     admitted,
     drop_requests,
     forget_prefixes,
+    require_idle,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +49,7 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
 
     Args:
         llm: an idle engine started with ``quantization="fp8rl"`` and an FP8 KV cache.
-        scales: see :func:`vllm_fp8rl.quantization.kv_cache.set_kv_scales`.
+        scales: see :func:`vllm_fp8rl.kv_scales.set_kv_scales`.
 
     Raises:
         ScaleError: an unknown name or a bad value; nothing is set.
@@ -52,14 +57,12 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
             cache cannot be emptied; then the engine refuses to run until it has been.
         UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
     """
-    from vllm_fp8rl.quantization.kv_cache import checked_scale, require_mapping
-
     workers = Workers(llm)
     require_mapping(scales, "KV scales")
     values = {name: checked_scale(name, scale) for name, scale in scales.items()}
 
     def change() -> None:
-        _require_idle(llm)
+        require_idle(llm)
         workers.call("fp8rl_set_kv_scales", values)
         forget_prefixes(llm, _OLD_CODES)
 
@@ -90,8 +93,6 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
     Raises:
         ScaleError: the model has no FP8 KV cache, or a bad value.
     """
-    from vllm_fp8rl.quantization.kv_cache import fp8_layers, set_kv_scales
-
     indices = [scales.index for _, scales in fp8_layers(model)]
     if not indices:
         raise ScaleError(
@@ -139,7 +140,7 @@ def calibrate_kv_scales(
 
     def change() -> dict[str, float]:
         nonlocal begun
-        _require_idle(llm)
+        require_idle(llm)
         gate.require_open()
         begun = True
         gate.close("KV scales are being calibrated, or a calibration broke off", _REMEDY)
@@ -237,11 +238,3 @@ def _run(llm: LLM, prompts: Sequence[Prompt]) -> int:
     )
     outputs = llm.generate(requests, sampling, use_tqdm=False)
     return sum(len(output.prompt_token_ids or ()) - 1 for output in outputs)
-
-
-def _require_idle(llm: LLM) -> None:
-    if llm.llm_engine.has_unfinished_requests():
-        raise RefitError(
-            "The engine has requests in flight; finish them, or drop them with "
-            "vllm_fp8rl.refit.drop_requests(llm), before KV scales change."
-        )

@@ -15,12 +15,7 @@ import torch
 from fp8rl.errors import RefitError
 from fp8rl.kv_scales import ROLES, scale_name
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
-from vllm_fp8rl.quantization.kv_cache import (
-    checked_scale,
-    fp8_layers,
-    publish_scales,
-    require_mapping,
-)
+from vllm_fp8rl.kv_scales import checked_scale, fp8_layers, publish_scales, require_mapping
 from vllm_fp8rl.state import LayerKVScales, state_of
 
 _HALF_STEP = 1 + 1 / 16

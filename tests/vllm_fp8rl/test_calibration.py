@@ -19,15 +19,9 @@ from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
-from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
-from vllm_fp8rl.calibration.calibrate import calibrate_kv_scales, send_kv_scales
-from vllm_fp8rl.calibration.observer import ObservedImpl, observed, start_observing, stop_observing
-from vllm_fp8rl.quantization.kv_cache import (
-    forget_kv_scales,
-    fp8_layers,
-    kv_scale_state,
-    set_kv_scales,
-)
+from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales, set_uncalibrated_kv_scales
+from vllm_fp8rl.kv_observer import ObservedImpl, observed, start_observing, stop_observing
+from vllm_fp8rl.kv_scales import forget_kv_scales, fp8_layers, kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import drop_requests
 from vllm_fp8rl.testing.hf_reference import load_reference
 
