@@ -17,12 +17,15 @@ def world_of_one() -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from megatron_fp8rl.testing.local_spec import completed_local_spec
+
     torch.cuda.set_device(0)
     free_port = "tcp://127.0.0.1:0"
     torch.distributed.init_process_group("nccl", init_method=free_port, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    yield
+    with completed_local_spec():  # routers without TransformerEngine
+        yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 

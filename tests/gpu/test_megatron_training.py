@@ -81,6 +81,7 @@ class Run(Trainer):
             _gpt(kind, seed),
             fp8={"gemm_backend": "triton", **options} if fp8 else None,
             distributed=True,
+            lr=1e-3,
             grad_reduce_in_fp32=True,
         )
 

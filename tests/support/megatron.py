@@ -101,13 +101,20 @@ class Trainer:
         gpt: model to train.
         fp8: options to convert it with; None leaves it in BF16.
         distributed: whether the optimizer is the distributed one.
+        lr: learning rate.
         **ddp: options of ``DistributedDataParallelConfig``.
     """
 
     def __init__(
-        self, gpt: Any, *, fp8: dict | None = None, distributed: bool = False, **ddp: Any
+        self,
+        gpt: Any,
+        *,
+        fp8: dict | None = None,
+        distributed: bool = False,
+        lr: float = 2e-3,
+        **ddp: Any,
     ) -> None:
-        self.gpt, config = gpt, gpt.config
+        self.gpt, self.lr, config = gpt, lr, gpt.config
         options = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **ddp)
         self.ddp = DistributedDataParallel(config, options, Float16Module(config, gpt))
         self.conversion = None if fp8 is None else convert_alone(self.ddp, **fp8)
@@ -117,7 +124,7 @@ class Trainer:
     def make_optimizer(self, **options: Any) -> Any:
         config = OptimizerConfig(
             optimizer="adam",
-            lr=2e-3,
+            lr=self.lr,
             bf16=True,
             params_dtype=torch.bfloat16,
             clip_grad=1.0,
