@@ -23,6 +23,13 @@ from support.engine import (
     make_checkpoint,
     start_engine,
 )
+from vllm_fp8rl.compat import require_cpu_router
+
+
+@pytest.fixture
+def experts_on_a_cpu() -> None:
+    """Refuse the test by the sentence that a user reads, with a vLLM before 0.30."""
+    require_cpu_router()
 
 
 @pytest.fixture(scope="session")

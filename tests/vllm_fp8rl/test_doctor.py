@@ -98,6 +98,7 @@ def test_pins_and_rollout_in_bf16(checkpoints: dict[str, Path]) -> None:
     assert rows["qkv_proj"][1:3] == ("-", "0-1 (rollout: false)")
 
 
+@pytest.mark.usefixtures("experts_on_a_cpu")
 def test_a_mixture(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     mixture = changed(
         checkpoints["a"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from support.processes import answer, run_code
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
@@ -27,6 +29,7 @@ print(json.dumps([first != second, engine.greedy(prompt) == first]))
 """
 
 
+@pytest.mark.usefixtures("experts_on_a_cpu")
 def test_compiled_model_follows_refits(tmp_path: Path):
     """With an MLP in one layer and experts in the other."""
     paths = [

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).with_name("tp_moe.py")
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("experts_on_a_cpu")
 def test_two_ranks(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         make_moe_checkpoint(tmp_path / name, 40 + seed, moe_intermediate_size=192)
