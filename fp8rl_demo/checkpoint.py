@@ -137,13 +137,13 @@ def load(path: Path, identity: Mapping[str, Any] | None = None) -> Checkpoint:
 
 
 def _save_trainer(trainer: dict[str, Any], path: Path) -> None:
-    torch.save(trainer, path)
     try:
+        torch.save(trainer, path)
         torch.load(path, weights_only=True)  # as a resumed run reads it, which runs no code
-    except pickle.UnpicklingError:
+    except (pickle.PickleError, AttributeError, TypeError) as error:
         raise CheckpointError(
             "Cannot store this trainer state; only tensors, numbers, strings, lists, tuples and "
-            "dicts can be read back."
+            f"dicts can be read back ({str(error).splitlines()[0]})."
         ) from None
 
 

@@ -95,6 +95,10 @@ class Supervisor:
             return
         process, events = self._start(stage)
         self._running.add(process)
+        if self._failed:  # another stage failed, or Ctrl-C came, while this one started
+            process.kill()
+        elif self.interrupted:
+            process.send_signal(signal.SIGINT)
         error = ""
         with os.fdopen(events, encoding="utf-8") as stream:
             for event in read_events(stream):

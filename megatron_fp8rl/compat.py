@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Iterable
@@ -14,6 +13,9 @@ from fp8rl.errors import UnsupportedError
 SUPPORTED_VERSIONS = ("0.16.1", "0.20.0")
 """A release, and the commit that Megatron-Bridge and NeMo RL pin (Megatron-LM 2a75ac1)."""
 
+OLDEST = (0, 16)
+"""Before it ``TransformerConfig`` and ``Attention`` lack options that conversion and specs read."""
+
 _FORWARD_IMPL_ARGUMENTS = {
     "bias",
     "gradient_accumulation_fusion",
@@ -24,16 +26,8 @@ _FORWARD_IMPL_ARGUMENTS = {
     "wgrad_deferral_limit",
 }
 # Arguments of newer versions, with the value that requests nothing.
+_OPTIONS = {"grad_output_buffer": "defer_embedding_wgrad_compute"}
 _NEUTRAL = {"async_grad_allreduce": None, "gtp_remat_size": 1, "output_dtype": None}
-_ONE_STAGE = {
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "pipeline_model_parallel_layout": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-}
 
 
 def installed_version() -> str | None:
@@ -45,15 +39,23 @@ def installed_version() -> str | None:
 
 
 def check_forward_impl() -> None:
-    """Check that the methods this package overrides are the known ones.
+    """Check the release, and that the methods this package overrides are the known ones.
 
     ``ColumnParallelLinear._forward_impl`` and ``RowParallelLinear._forward_impl``
     (tensor_parallel/layers.py) must exist, and ``forward`` must call them with known arguments.
 
     Raises:
-        UnsupportedError: this megatron-core is built differently.
+        UnsupportedError: this megatron-core is older than :data:`OLDEST`, or built differently.
     """
+    import megatron.core
     from megatron.core.tensor_parallel import layers
+
+    release = megatron.core.__version__
+    if tuple(map(int, release.split(".")[:2])) < OLDEST:
+        raise UnsupportedError(
+            f"megatron_fp8rl serves megatron-core {'.'.join(map(str, OLDEST))} and later, but "
+            f"{release} is installed; install megatron-core {SUPPORTED_VERSIONS[0]}."
+        )
 
     known = set(
         inspect.signature(layers.linear_with_grad_accumulation_and_async_allreduce).parameters
@@ -74,40 +76,6 @@ def has_transformer_engine() -> bool:
     from megatron.core.extensions import transformer_engine
 
     return bool(transformer_engine.HAVE_TE)
-
-
-def option(config: Any, name: str) -> Any:
-    """Return an option of a ``TransformerConfig``, or None in versions that have no such option."""
-    return getattr(config, name, None)
-
-
-def tensor_parallel_size(attention: Any) -> int:
-    """Return the tensor-parallel size of an Attention.
-
-    Versions before 0.16, which have no ``world_size``, cannot build one with fewer query groups
-    than ranks, and 1 is never more.
-    """
-    return getattr(attention, "world_size", 1)
-
-
-def decoder_layer_specs(config: Any, **options: Any) -> list[Any]:
-    """Return the specs of all decoder layers of a model, whatever stage this rank is.
-
-    ``get_gpt_decoder_layer_specs`` (models/gpt/gpt_layer_specs.py) is new in 0.16. Before, the
-    block of a model with one stage has the same specs.
-
-    Args:
-        config: ``TransformerConfig`` of the model.
-        **options: options of ``get_gpt_decoder_layer_specs``.
-    """
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    if hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):
-        return gpt_layer_specs.get_gpt_decoder_layer_specs(config, **options)
-    whole = copy.copy(config)
-    for option, value in _ONE_STAGE.items():
-        setattr(whole, option, value)
-    return gpt_layer_specs.get_gpt_decoder_block_spec(whole, pp_rank=0, **options).layer_specs
 
 
 def mtp_transformer_layer(module: Any) -> Any:
@@ -158,7 +126,8 @@ def check_neutral(name: str, options: dict[str, Any]) -> None:
     """
     for key, value in options.items():
         if value != _NEUTRAL.get(key):
+            option = _OPTIONS.get(key, key)
             raise UnsupportedError(
-                f"'{name}' was called with {key}={value!r}, which FP8 linears do not serve; pin "
-                "the module to BF16 or switch the option off."
+                f"'{name}' was called with '{key}', which FP8 linears do not serve; switch "
+                f"'{option}' off or pin the module to BF16."
             )

@@ -434,7 +434,7 @@ def _check_config(config: Any) -> None:
         "external_cuda_graph": "a replayed graph would go on with the codes of old weights",
         "cuda_graph_impl": "a replayed graph would go on with the codes of old weights",
     }
-    found = {option: compat.option(config, option) for option in refused}
+    found = {option: getattr(config, option, None) for option in refused}
     if found["cuda_graph_impl"] == "none":
         found["cuda_graph_impl"] = None
     for option, value in found.items():

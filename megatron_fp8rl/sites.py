@@ -243,7 +243,7 @@ def _has_weight(module: Any) -> bool:
 
 def _qkv_layout(attention: Any, path: str) -> RowLayout:
     groups = attention.num_query_groups_per_partition
-    ranks = compat.tensor_parallel_size(attention)
+    ranks = attention.world_size
     if attention.config.num_query_groups < ranks:
         raise UnsupportedError(
             f"'{path}' spreads one query group over several ranks "

@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -187,7 +188,7 @@ def _block_spec(config: Any, vp_stage: int | None) -> LayerSpec:
 
 
 def _layer_specs(config: Any) -> list[ModuleSpec]:
-    return compat.decoder_layer_specs(config, **_spec_options(config))
+    return get_gpt_decoder_layer_specs(config, **_spec_options(config))
 
 
 def _spec_options(config: Any) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def _spec_options(config: Any) -> dict[str, Any]:
     return {
         "use_transformer_engine": transformer_engine,
         "normalization": config.normalization,
-        "qk_l2_norm": bool(compat.option(config, "qk_l2_norm")),
+        "qk_l2_norm": config.qk_l2_norm,
     }
 
 

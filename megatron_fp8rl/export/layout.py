@@ -16,7 +16,6 @@ import torch
 from torch.nn.functional import pad
 
 from fp8rl.numerics import BLOCK, Quantized, cdiv
-from megatron_fp8rl import compat
 
 ROW_PARALLEL = ("o_proj", "down_proj")
 """HF modules whose columns tensor parallelism cuts; it cuts the rows of all others."""
@@ -145,4 +144,4 @@ def plain_layout(part: str, rows: int) -> RowLayout:
 
 def shared_expert_name(config: Any) -> str:
     """Return the HF name of the shared expert: Qwen's has a gate, DeepSeek's has none."""
-    return "shared_expert" if compat.option(config, "moe_shared_expert_gate") else "shared_experts"
+    return "shared_expert" if config.moe_shared_expert_gate else "shared_experts"

@@ -19,7 +19,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from fp8rl.errors import CheckpointError, UnsupportedError
-from megatron_fp8rl import compat
 from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, qkv_layout, shared_expert_name
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
@@ -249,9 +248,9 @@ def as_list(model_chunks: ModelChunks) -> list[torch.nn.Module]:
 def _check_served(config: Any) -> None:
     for module, unsupported, what in (
         ("self_attention", config.multi_latent_attention, "multi-latent attention"),
-        ("self_attention", compat.option(config, "attention_output_gate"), "an output gate"),
+        ("self_attention", getattr(config, "attention_output_gate", False), "an output gate"),
         ("self_attention", config.rotary_interleaved, "interleaved rotary embeddings"),
-        ("mlp.experts", compat.option(config, "moe_latent_size"), "latent projections"),
+        ("mlp.experts", config.moe_latent_size, "latent projections"),
         ("mlp.router", bool(config.moe_router_enable_expert_bias), "a bias for each expert"),
         ("mlp.linear_fc1", not config.gated_linear_unit, "no gate (gated_linear_unit=False)"),
         ("input_layernorm", config.normalization != "RMSNorm", f"{config.normalization}"),

@@ -86,6 +86,7 @@ class CorrectedPGLossFn(ClippedPGLossFn):
         data: Any,
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
+        *more: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """As ``ClippedPGLossFn.__call__``.
@@ -103,6 +104,7 @@ class CorrectedPGLossFn(ClippedPGLossFn):
             {**data, "advantages": advantages},
             global_valid_seqs,
             global_valid_toks,
+            *more,
             **options,
         )
         mean = (weights * mask).sum() / (global_valid_toks + 1e-8)

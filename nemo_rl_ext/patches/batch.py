@@ -19,11 +19,12 @@ from typing import Any
 from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
+_THRESHOLD = "seq_logprob_error_threshold"
 UPSTREAM = (
     Upstream(
         "nemo_rl.algorithms.grpo",
         "compute_and_apply_seq_logprob_error_masking",
-        "train_data, rewards, seq_logprob_error_threshold",
+        f"train_data, rewards, {_THRESHOLD}",
     ),
 )
 
@@ -33,12 +34,14 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
 
     @functools.wraps(masking)
     def correcting(*args: Any, **kwargs: Any) -> Any:
-        train_data, rewards, threshold = inspect.signature(masking).bind(*args, **kwargs).args
-        if threshold == math.inf:  # set by config/merge.py: it would drop NaN first
-            threshold = None
-        metrics = masking(train_data, rewards, threshold)
+        given = inspect.signature(masking).bind(*args, **kwargs)
+        if (
+            given.arguments.get(_THRESHOLD) == math.inf
+        ):  # by config/merge.py: it would drop NaN first
+            given.arguments[_THRESHOLD] = None
+        metrics = masking(*given.args, **given.kwargs)
         if finder.run.correction is not None:
-            metrics.update(finder.run.correction.correct(train_data))
+            metrics.update(finder.run.correction.correct(given.arguments["train_data"]))
         return metrics
 
     setattr(module, UPSTREAM[0].name, correcting)

@@ -54,17 +54,17 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
 
     def ending(finish: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(finish)
-        def end(policy: Any) -> Any:
+        def end(policy: Any, *args: Any, **kwargs: Any) -> Any:
             correction = finder.run.correction
             if correction is None or not correction.in_pieces:
-                return finish(policy)
+                return finish(policy, *args, **kwargs)
             skips, metrics = correction.end_step()
             result: dict[str, Any]
             if skips:
                 policy.abort_train_step()
                 result = {"loss": torch.zeros(1), "grad_norm": torch.zeros(1), "all_mb_metrics": {}}
             else:
-                result = finish(policy)
+                result = finish(policy, *args, **kwargs)
             # The controller drops what the batch hook returns, and logs sums of these lists.
             result["all_mb_metrics"].update({name: [value] for name, value in metrics.items()})
             return result

@@ -100,8 +100,8 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
     asks = _rollouts_ask if "generation" in upstream.name else needs_our_trainer
 
     @functools.wraps(choose)
-    def choosing(default_cls: str, config: Any) -> str:
-        chosen = choose(default_cls, config)
+    def choosing(default_cls: str, config: Any, *args: Any, **kwargs: Any) -> str:
+        chosen = choose(default_cls, config, *args, **kwargs)
         if chosen not in STANDS_FOR or not asks(config):
             return chosen
         return register(chosen)

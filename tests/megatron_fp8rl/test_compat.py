@@ -6,6 +6,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
+import megatron.core
 import pytest
 from megatron.core.tensor_parallel import layers
 
@@ -25,6 +26,12 @@ def test_a_megatron_built_differently_is_named(monkeypatch):
         layers, "linear_with_grad_accumulation_and_async_allreduce", lambda input, weight: None
     )
     with pytest.raises(UnsupportedError, match=r"tp_group.*RowParallelLinear\._forward_impl"):
+        compat.check_forward_impl()
+
+
+def test_an_old_megatron_is_refused(monkeypatch):
+    monkeypatch.setattr(megatron.core, "__version__", "0.15.3")
+    with pytest.raises(UnsupportedError, match=r"0\.16 and later, but 0\.15\.3 is installed"):
         compat.check_forward_impl()
 
 
