@@ -13,6 +13,8 @@ from matrix import environments, results
 from matrix.processes import StepError, Steps, error_line
 from matrix.rows import ROWS, choose
 
+from vllm_fp8rl.compat import TESTED
+
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = """<testsuites><testsuite name="pytest">
 <testcase classname="tests.a.test_b" name="test_good"/>
@@ -24,6 +26,8 @@ BAD = """<testcase classname="tests.a.test_b" name="test_bad">
 <error message="ImportError: no y"/></testcase>
 <testcase classname="tests.a.test_b" name="test_refused">
 <failure message="fp8rl.errors.UnsupportedError: No experts."/></testcase>
+<testcase classname="tests.a.test_b" name="test_refused_wrongly">
+<failure message="fp8rl.errors.UnsupportedError: No experts of yours."/></testcase>
 <testcase classname="tests.a.test_b" name="test_too">
 <error
 message="failed on setup with &quot;fp8rl.errors.UnsupportedError: No experts.&quot;"/>
@@ -50,13 +54,14 @@ def test_what_a_row_runs_is_in_the_checkout(row) -> None:
 def test_counts_and_failures_of_a_report_name_no_machine(tmp_path: Path) -> None:
     report = tmp_path / "1.xml"
     report.write_text(REPORT.format(more=""))
-    good = results.read_report(report)
+    good = results.read_report(report, ())
     assert results.outcome(good) == (results.PASSED, "")
     report.write_text(REPORT.format(more=BAD))
-    both = results.add([good, results.read_report(report)])
-    assert [both[name] for name in results.COUNTS] == [2, 3, 2, 2]
+    both = results.add([good, results.read_report(report, (r"^No experts\.",))])
+    assert [both[name] for name in results.COUNTS] == [2, 4, 2, 2]
     assert (both["refusals"], both["skips"]) == (["No experts."], ["no GPU"])
-    assert both["failures"][2] == {
+    assert both["failures"][2]["why"].endswith("UnsupportedError: No experts of yours.")
+    assert both["failures"][3] == {
         "why": "ImportError: no z",
         "count": 1,
         "first": "tests.a.test_c",
@@ -65,12 +70,12 @@ def test_counts_and_failures_of_a_report_name_no_machine(tmp_path: Path) -> None
     told, sentence = results.outcome(both)
     assert told == results.FAILED
     assert sentence == (
-        "test_b::test_bad: AssertionError: ../x.py at <address> (2 of 6 failures, 3 reasons)"
+        "test_b::test_bad: AssertionError: ../x.py at <address> (2 of 8 failures, 4 reasons)"
     )
     assert results.one_line("a\n" + "b" * 900 + " why", limit=20) == "a bbbbbbbb .. bbbbbb why"
-    assert results.outcome(results.add([])) == (results.FAILED, "No test ran.")
-    refused = {**results.add([]), "refusals": ["Too old."]}
-    assert results.outcome(refused) == (results.REFUSED, "Too old.")
+    refused = {**results.add([]), "refused": 2, "refusals": ["Too old."]}
+    for counts in (results.add([]), refused):
+        assert results.outcome(counts) == (results.FAILED, "No test passed.")
 
 
 def test_finished_rows_run_again_only_when_code_or_row_change(tmp_path: Path) -> None:
@@ -155,6 +160,7 @@ def _raise(error: Exception):
         (environments.Missing("no Python"), results.SKIPPED),
         (StepError("pip: exit code 1: ERROR: none"), results.NOT_BUILT),
         (OSError("disk full"), results.NOT_BUILT),
+        (KeyError("a fault of ours"), results.BROKEN_OFF),
     ],
 )
 def test_rows_that_cannot_be_built_say_so(
@@ -164,6 +170,39 @@ def test_rows_that_cannot_be_built_say_so(
     steps = Steps("row", tmp_path / "row.log", tmp_path)
     result = command._run(ROWS[0], tmp_path, tmp_path, steps, False)
     assert (result["outcome"], result["sentence"]) == (outcome, str(error))
+
+
+@pytest.mark.parametrize(
+    ("named", "outcomes", "code"),
+    [
+        ([], [results.PASSED, results.SKIPPED], 0),
+        (["vllm-0.25.1", "vllm-0.26.0"], [results.PASSED, results.SKIPPED], 1),
+        ([], [results.PASSED, results.NOT_BUILT], 3),
+        ([], [results.REFUSED, results.NOT_BUILT], 1),
+        ([], [results.FAILED, results.PASSED], 1),
+        ([], [results.BROKEN_OFF, results.PASSED], 1),
+    ],
+)
+def test_exit_code_tells_rows_that_are_only_not_built_apart(
+    named: list[str],
+    outcomes: list[str],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MATRIX_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["matrix", "--quick", *named])
+    monkeypatch.setattr(command, "choose", lambda patterns: list(ROWS[:2]))
+    told = iter(outcomes)
+    result = {"sentence": "", "seconds": 1}
+    monkeypatch.setattr(command, "_run", lambda *_: {**result, "outcome": next(told)})
+    assert command.main() == code
+
+
+@pytest.mark.parametrize("release", TESTED)
+def test_releases_that_are_called_tested_have_passed(release: str) -> None:
+    found = results.load(command.RESULTS)
+    assert found.get(f"vllm-{release}", {}).get("outcome") == results.PASSED
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ CHECK_LIMIT, TESTS_LIMIT, TEST_LIMIT = 300.0, 2700.0, 300
 USUAL_SECONDS = 400.0
 EXIT_CODES = (0, 1, 5)
 """pytest's, when tests passed, some failed, or there were none."""
+ALL_GOOD, BAD, ONLY_NOT_BUILT = 0, 1, 3
+"""Exit codes of this command; argparse has 2."""
 
 
 def main() -> int:
@@ -72,7 +74,10 @@ def main() -> int:
     if kept:
         results.write_page(PAGE, found)
         ended = [found[row.name]["outcome"] for row in rows]
-    return 0 if set(ended) <= {results.PASSED, results.SKIPPED, results.BUILT} else 1
+    # A row that is named must run.
+    good = {results.PASSED, results.BUILT, *(() if arguments.rows else (results.SKIPPED,))}
+    bad = set(ended) - good
+    return ALL_GOOD if not bad else ONLY_NOT_BUILT if bad == {results.NOT_BUILT} else BAD
 
 
 def _arguments() -> argparse.Namespace:
@@ -117,6 +122,8 @@ def _run(row: Row, home: Path, checkout: Path, steps: Steps, build_only: bool) -
     except Missing as reason:
         result |= {"outcome": results.SKIPPED, "sentence": str(reason)}
     except Exception as error:
+        if not isinstance(error, (StepError, OSError)):  # a fault of ours, not of the registry
+            result["outcome"] = results.BROKEN_OFF
         result["sentence"] = str(error) or repr(error)
     result["sentence"] = results.one_line(result["sentence"])
     result["notes"] = [results.one_line(note) for note in result.get("notes", ())]
@@ -169,7 +176,7 @@ def _test(row: Row, python: Path, checkout: Path, reports: Path, steps: Steps) -
         command = [python, "-m", "pytest", *options, f"--junitxml={report}", *left_out, *group]
         steps.run(title, command, TESTS_LIMIT, EXIT_CODES)
         try:
-            counts.append(results.read_report(report))
+            counts.append(results.read_report(report, row.refuses))
         except (OSError, ParseError) as error:
             raise StepError(f"{title}: pytest left no report.") from error
     return results.add(counts)
