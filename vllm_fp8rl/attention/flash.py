@@ -122,7 +122,9 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             )
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FlashAttention does not quantize its output.")
-        keys, values = keys_and_values(kv_cache.view(FP8_DTYPE), self.head_size)
+        keys, values = keys_and_values(
+            kv_cache.view(FP8_DTYPE), self.num_kv_heads, self.head_size
+        )
         tokens = attn_metadata.num_actual_tokens
         if attn_metadata.max_query_len == 1:
             sequences = attn_metadata.seq_lens.shape[0]

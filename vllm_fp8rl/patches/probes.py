@@ -145,10 +145,14 @@ def _copies(default_weight_loader: Any) -> bool:
 def _makes_scales(set_default_quant_scales: Any) -> bool:
     layer = torch.nn.Module()
     set_default_quant_scales(layer, register_buffer=True)
-    buffers = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
-    floats = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
-    return all(layer.get_buffer(name).shape == () for name in buffers) and all(
-        isinstance(getattr(layer, name), float) for name in floats
+    buffers = {"_q_scale", "_k_scale", "_v_scale", "_prob_scale"}
+    floats = {f"{name}_float" for name in buffers}
+    hosts = {"_k_scale_cpu", "_v_scale_cpu"}  # from vLLM 0.26 on
+    found = {name for name in (*layer._buffers, *vars(layer)) if "scale" in name}
+    return (
+        found - hosts == buffers | floats  # a copy that is not known here would stay 1
+        and all(getattr(layer, name).shape == () for name in found - floats)
+        and all(isinstance(getattr(layer, name), float) for name in floats)
     )
 
 

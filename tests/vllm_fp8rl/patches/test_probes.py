@@ -19,7 +19,7 @@ from support.engine import PROMPTS, Engine
 from vllm_fp8rl import compat
 from vllm_fp8rl.kernels import block_gemm
 from vllm_fp8rl.patches.ledger import LEDGER
-from vllm_fp8rl.patches.probes import PROBES, Probe, failures
+from vllm_fp8rl.patches.probes import PROBES, Probe, _makes_scales, failures
 from vllm_fp8rl.quantization.config import _probe
 
 NO_EXPERTS = {"worker", "client", "doctor", "compiled", "sleep", "transfer"}
@@ -103,6 +103,17 @@ def test_modules_attributes_and_behaviour(monkeypatch: pytest.MonkeyPatch) -> No
     assert lacks("stored", lambda layer: False) == "gives another result on a small example"
     assert "fails on a small example (ZeroDiv" in str(lacks("stored", lambda layer: bool(1 / 0)))
     assert "cannot be imported (ModuleNotFoundError" in str(Probe(1, "made_up.gone").lacks())
+
+
+def test_a_copy_of_a_kv_scale_that_is_not_known_is_noticed() -> None:
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+    def with_another_copy(layer: torch.nn.Module, register_buffer: bool) -> None:
+        set_default_quant_scales(layer, register_buffer)
+        layer._k_scale_pinned = torch.tensor(1.0)
+
+    assert _makes_scales(set_default_quant_scales)
+    assert not _makes_scales(with_another_copy)
 
 
 @pytest.fixture
@@ -190,13 +201,24 @@ def test_both_layouts_of_flash_attentions_cache(shape: tuple[int, ...]) -> None:
             cache[:, half] = data
         else:
             cache[..., half * 8 : half * 8 + 8] = data.transpose(1, 2)
-    found = compat.keys_and_values(cache, 8)
+    found = compat.keys_and_values(cache, 3, 8)
     assert torch.equal(found[0], keys) and torch.equal(found[1], values)
     assert all(part.untyped_storage().data_ptr() == cache.data_ptr() for part in found)
 
 
+@pytest.mark.parametrize(
+    "shape", [(6, 16, 3, 16), (6, 3, 2, 16, 8), (2, 6, 16, 3, 8), (6, 3, 16, 8), (6, 16, 48)]
+)
+def test_another_layout_of_flash_attentions_cache_is_refused(shape: tuple[int, ...]) -> None:
+    message = rf"vLLM \S+ has the shape {re.escape(str(shape))}, .* 3 KV heads of size 8; install"
+    with pytest.raises(UnsupportedError, match=message):
+        compat.keys_and_values(torch.empty(shape), 3, 8)
+
+
 def test_backends_are_a_class_or_a_list_of_one() -> None:
     assert compat.one_class(int) is compat.one_class([int]) is int
+    with pytest.raises(UnsupportedError, match=r"has 2 classes .*\(int, str\), .*; install one of"):
+        compat.one_class([int, str])
     assert compat.known_options(loader, expert=1, layer=2) == {"expert": 1}
 
 
