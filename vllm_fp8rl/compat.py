@@ -129,9 +129,7 @@ def attention_isa(layer: Any, impl: Any) -> str:
     return getattr(layer, "isa", None) or impl.isa
 
 
-def keys_and_values(
-    cache: torch.Tensor, kv_heads: int, head_size: int
-) -> tuple[torch.Tensor, ...]:
+def keys_and_values(cache: torch.Tensor, kv_heads: int, head_size: int) -> tuple[torch.Tensor, ...]:
     """Return K and V in FlashAttention's cache, ``[blocks, block_size, kv_heads, head_size]``.
 
     Args:

@@ -276,7 +276,10 @@ def _linear(
         elif leaf == "bias":
             route = partial(_by_loader, parameter, _shard_ids(module)[index])
         shape = _shape(leaf, count, module.input_size)
-        yield ".".join(filter(None, (parent, part, leaf))), Entry(shape, name, kind, route, codes_fit=fits)
+        yield (
+            ".".join(filter(None, (parent, part, leaf))),
+            Entry(shape, name, kind, route, codes_fit=fits),
+        )
 
 
 def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:

@@ -179,7 +179,50 @@ def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch: pytest.Monk
     vllm_fp8rl.register()
     assert len(registered) == 1  # vLLM's own backend stays
     assert any("EngineCore.collective_rpc', which this" in text for text in failures({"worker"}))
+    monkeypatch.delattr("vllm.v1.engine.async_llm.AsyncLLM.add_request")
+    (problem,) = failures({"client"})
+    assert "AsyncLLM.add_request', which this vLLM does not have" in problem
     assert any("cpu_attn_reshape_and_cache', which is" in text for text in failures({"cpu"}))
+
+
+MISSING = (
+    "vllm.distributed.weight_transfer.WeightTransferEngineFactory",
+    "vllm.v1.attention.backends.registry.register_backend",
+    "vllm.v1.attention.backends.registry.AttentionBackendEnum.CPU_ATTN",
+)
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_an_error_with_an_untested_vllm_is_logged(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str], missing: str
+) -> None:
+    """A plain engine must start; a tested release is not supposed to lack anything."""
+    if missing.endswith("CPU_ATTN"):  # members of an enumeration cannot be removed
+        missing = missing.removesuffix(".CPU_ATTN")
+        monkeypatch.setattr(missing, SimpleNamespace())
+    else:
+        monkeypatch.delattr(missing)
+    quantizations: list[object] = []
+    registry = "vllm.model_executor.layers.quantization.register_quantization_config"
+    monkeypatch.setattr(registry, lambda name: quantizations.append)
+    with pytest.raises((ImportError, AttributeError)):
+        vllm_fp8rl.register()
+    assert not messages
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0")
+    vllm_fp8rl.register()
+    (warning,) = messages
+    assert warning.startswith("There is no quantization='fp8rl' with vLLM 0.99.0 (")
+    assert not quantizations
+
+
+@pytest.mark.parametrize("kind", ["CPUAttentionBackend", "FlashAttentionBackend"])
+def test_a_backend_with_other_classes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (probe,) = (probe for probe in PROBES if probe.target == kind)
+    assert probe.lacks() is None
+    monkeypatch.delattr(f"{probe.name}.get_builder_cls")  # the base class has an abstract one
+    assert probe.lacks() is not None
 
 
 def test_an_import_that_fails_is_logged(
