@@ -179,9 +179,9 @@ def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch: pytest.Monk
     vllm_fp8rl.register()
     assert len(registered) == 1  # vLLM's own backend stays
     assert any("EngineCore.collective_rpc', which this" in text for text in failures({"worker"}))
-    monkeypatch.delattr("vllm.v1.engine.async_llm.AsyncLLM.add_request")
+    monkeypatch.delattr("vllm.v1.engine.async_llm.AsyncLLM.encode")
     (problem,) = failures({"client"})
-    assert "AsyncLLM.add_request', which this vLLM does not have" in problem
+    assert "AsyncLLM.encode', which this vLLM does not have" in problem
     assert any("cpu_attn_reshape_and_cache', which is" in text for text in failures({"cpu"}))
 
 
