@@ -24,8 +24,11 @@ def register() -> None:
     It also registers attention backends in place of ``CPU_ATTN`` (vLLM's CPU platform uses no other
     name) and, on a GPU, of ``FLASH_ATTN``. They behave like vLLM's own unless an engine uses
     ``fp8rl`` and an FP8 KV cache. vLLM imports them when they are used.
+
+    With a release that was not tested, an error here becomes a warning, so that engines without
+    fp8rl start.
     """
-    from vllm_fp8rl.compat import installed_version, remedy, supported
+    from vllm_fp8rl.compat import built_for_cpus, installed_version, supported, untested
 
     release = installed_version() or ""
     try:
@@ -35,20 +38,37 @@ def register() -> None:
         from vllm_fp8rl.patches.ledger import ENGINE_CORE, install
         from vllm_fp8rl.quantization.config import Fp8RLConfig
     except ImportError as error:  # engines without fp8rl must still start on an unknown vLLM
-        logging.getLogger("vllm.fp8rl").warning(
-            "There is no quantization='%s' with vLLM %s (%s); %s.", NAME, release, error, remedy()
-        )
+        _warn(release, error)
         return
 
-    if supported(release):
-        _register_weight_transfer()
-        with contextlib.suppress(UnsupportedError):  # its probes refuse an engine with fp8rl
-            install(ENGINE_CORE)
-        _register_attention_backend()
-    # This comes last: an error above ends the start of a process, but if it is caught, vLLM does
-    # not call this function again there, and then an engine that asks for fp8rl must fail. For a
-    # version that is not served, Fp8RLConfig raises.
-    register_quantization_config(NAME)(Fp8RLConfig)
+    try:
+        if supported(release):
+            _register_weight_transfer()
+            with contextlib.suppress(UnsupportedError):  # its probes refuse an engine with fp8rl
+                install(ENGINE_CORE)
+            _register_attention_backend()
+        # This comes last: an error above ends the start of a process, but if it is caught, vLLM
+        # does not call this function again there, and then an engine that asks for fp8rl must fail.
+        # For a version that is not served, Fp8RLConfig raises.
+        register_quantization_config(NAME)(Fp8RLConfig)
+    except Exception as error:
+        if untested("cpu" if built_for_cpus() else "cuda") is None:
+            raise
+        _warn(release, error)
+
+
+def _warn(release: str, error: Exception) -> None:
+    """Log that a vLLM, which starts engines without fp8rl, has no quantization of that name."""
+    from vllm_fp8rl.compat import remedy
+
+    logging.getLogger("vllm.fp8rl").warning(
+        "There is no quantization='%s' with vLLM %s (%s: %s); %s.",
+        NAME,
+        release,
+        type(error).__name__,
+        error,
+        remedy(),
+    )
 
 
 def _register_attention_backend() -> None:

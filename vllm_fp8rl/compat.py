@@ -129,17 +129,27 @@ def attention_isa(layer: Any, impl: Any) -> str:
     return getattr(layer, "isa", None) or impl.isa
 
 
-def keys_and_values(cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, ...]:
+def keys_and_values(cache: torch.Tensor, kv_heads: int, head_size: int) -> tuple[torch.Tensor, ...]:
     """Return K and V in FlashAttention's cache, ``[blocks, block_size, kv_heads, head_size]``.
 
     Args:
         cache: ``[blocks, 2, block_size, kv_heads, head_size]`` in 0.25.1, ``[blocks, kv_heads,
             block_size, 2 * head_size]`` from 0.26 on.
+        kv_heads: number of KV heads of this rank.
         head_size: size of a head.
+
+    Raises:
+        UnsupportedError: a cache of another shape.
     """
-    if cache.dim() == 5:
+    shape = cache.shape
+    if len(shape) == 4 and shape[1] == kv_heads and shape[3] == 2 * head_size:
+        return cache.transpose(1, 2).split(head_size, dim=-1)
+    if len(shape) == 5 and shape[1] == 2 and shape[3] == kv_heads and shape[4] == head_size:
         return cache.unbind(1)
-    return cache.transpose(1, 2).split(head_size, dim=-1)
+    raise UnsupportedError(
+        f"The KV cache of vLLM {installed_version()} has the shape {tuple(shape)}, which is no "
+        f"layout that fp8rl knows for {kv_heads} KV heads of size {head_size}; {remedy()}."
+    )
 
 
 def require_cpu_router() -> None:
@@ -152,9 +162,20 @@ def require_cpu_router() -> None:
 
 
 def one_class(found: Any) -> Any:
-    """Return the class of a MoE backend: 0.25.1 names it for BF16, later ones name a list."""
-    (kind,) = found if isinstance(found, list) else [found]
-    return kind
+    """Return the class of a MoE backend: 0.25.1 names it for BF16, later ones name a list.
+
+    Raises:
+        UnsupportedError: a list of none or several.
+    """
+    if not isinstance(found, list):
+        return found
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"vLLM {installed_version()} has {len(found)} classes for one MoE backend "
+            f"({', '.join(kind.__name__ for kind in found)}), of which fp8rl cannot choose; "
+            f"{remedy()}."
+        )
+    return found[0]
 
 
 def known_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]:

@@ -60,10 +60,13 @@ def _diagnose() -> Diagnosis:
 
 
 def _probe(device: str, problems: list[str]) -> str:
-    """Run every probe for a device; add what fails to ``problems`` and return a summary."""
+    """Run every probe for a device and check every patch, and return a summary.
+
+    What fails is added to ``problems``.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # read by vLLM at import
     try:
-        from vllm_fp8rl.patches.probes import chosen, failures
+        from vllm_fp8rl.patches.probes import chosen, failures, patched
     except ImportError as error:
         problems.append(f"vLLM cannot be imported ({error}); reinstall it.")
         return "not run"
@@ -74,7 +77,7 @@ def _probe(device: str, problems: list[str]) -> str:
     found = failures(features)
     milliseconds = (time.perf_counter() - start) * 1e3
     problems += found
-    count = len(chosen(features))
+    count = len(chosen(features)) + len(patched(features))
     return f"{count - len(found)} of {count} passed, in {milliseconds:.1f} ms"
 
 

@@ -156,7 +156,7 @@ def _publish(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fil
     fill(getattr(layer, f"{role}_scale").data, value)
     fill(getattr(layer, f"_{role}_scale"), value)
     setattr(layer, f"_{role}_scale_float", value)
-    host = getattr(layer, f"_{role}_scale_cpu", None)  # vLLM 0.32, for k and v
+    host = getattr(layer, f"_{role}_scale_cpu", None)  # from vLLM 0.26 on, for k and v
     if host is not None:
         fill(host, value)
     for cached in ("bmm1_scale", "bmm2_scale"):  # FlashInfer caches products of the scales

@@ -25,7 +25,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -115,13 +115,15 @@ class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         if uses_fp8rl(vllm_config):
             # The kernel reads the decoded copy, so vLLM plans it for a cache that is not FP8.
             vllm_config = copy.copy(vllm_config)
             vllm_config.cache_config = copy.copy(vllm_config.cache_config)
             vllm_config.cache_config.cache_dtype = "auto"
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         self._fp8_layers = [
             layer
@@ -130,13 +132,8 @@ class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         ]
         self._scratch = Scratch()
 
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> CPUAttentionMetadata:
-        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+    def build(self, *args: Any, **kwargs: Any) -> CPUAttentionMetadata:
+        stock = super().build(*args, **kwargs)
         if not self._fp8_layers:
             return stock
         values = {f.name: getattr(stock, f.name) for f in fields(stock)}
@@ -186,7 +183,13 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
                 f"with a head size of {', '.join(map(str, sizes))}."
             )
 
-    def do_kv_cache_update(
+    def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
+        if self.stores_fp8:
+            self._store(*args, **kwargs)
+        else:
+            super().do_kv_cache_update(*args, **kwargs)
+
+    def _store(
         self,
         layer: Any,
         key: torch.Tensor,
@@ -195,9 +198,6 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Quantize ``key`` and ``value`` ``[tokens, kv_heads, head_size]`` into their slots."""
-        if not self.stores_fp8:
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-            return
         tokens = slot_mapping.numel()
         shape = (tokens, 2, self.num_kv_heads, self.head_size)
         pair = torch.empty(shape, dtype=torch.float32)
@@ -209,7 +209,11 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
             codes, slot_mapping = codes[~padding], slot_mapping[~padding]
         self._token_rows(kv_cache).index_copy_(0, slot_mapping.long(), codes)
 
-    def forward(
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attend = self._attend if self.stores_fp8 else super().forward
+        return attend(*args, **kwargs)
+
+    def _attend(
         self,
         layer: Any,
         query: torch.Tensor,
@@ -222,7 +226,7 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention of ``query`` ``[tokens, heads, head_size]`` over the decoded cache."""
-        if not self.stores_fp8 or attn_metadata is None:
+        if attn_metadata is None:
             return super().forward(
                 layer,
                 query,

@@ -58,11 +58,11 @@ class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any
     ) -> AttentionCGSupport:
         if _decodes(vllm_config):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec, *args, **kwargs)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return not _decodes(self.vllm_config) and super().use_cascade_attention(*args, **kwargs)
@@ -95,7 +95,11 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             and not self.batch_invariant_enabled  # splits depend on the batch size
         )
 
-    def forward(
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attend = self._attend if self.quantizes_queries else super().forward
+        return attend(*args, **kwargs)
+
+    def _attend(
         self,
         layer: Any,
         query: torch.Tensor,
@@ -108,7 +112,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention as upstream; ``query`` ``[tokens, heads, head_size]`` has 16 bits."""
-        if not self.quantizes_queries or attn_metadata is None:
+        if attn_metadata is None:
             return super().forward(
                 layer,
                 query,
@@ -122,7 +126,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             )
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FlashAttention does not quantize its output.")
-        keys, values = keys_and_values(kv_cache.view(FP8_DTYPE), self.head_size)
+        keys, values = keys_and_values(kv_cache.view(FP8_DTYPE), self.num_kv_heads, self.head_size)
         tokens = attn_metadata.num_actual_tokens
         if attn_metadata.max_query_len == 1:
             sequences = attn_metadata.seq_lens.shape[0]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,12 @@ from vllm_fp8rl.names import uses_fp8rl
 def reset_and_tell(reset: Callable[..., bool]) -> Callable[..., bool]:
     """Replace ``reset_prefix_cache`` by one that tells the workers when all has been emptied."""
 
-    def reset_prefix_cache(
-        core: Any, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        emptied = reset(core, reset_running_requests, reset_connector)
-        whole = reset_connector or core.vllm_config.kv_transfer_config is None
-        if emptied and whole and uses_fp8rl(core.vllm_config):
+    def reset_prefix_cache(core: Any, *args: Any, **kwargs: Any) -> bool:
+        emptied = reset(core, *args, **kwargs)
+        if not emptied or not uses_fp8rl(core.vllm_config):
+            return emptied
+        options = inspect.signature(reset).bind(core, *args, **kwargs).arguments
+        if options.get("reset_connector") or core.vllm_config.kv_transfer_config is None:
             from vllm_fp8rl.refit.worker import cache_emptied
 
             core.model_executor.collective_rpc(cache_emptied)

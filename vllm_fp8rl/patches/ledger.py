@@ -49,7 +49,8 @@ class Patch:
         class_name, _, name = self.target.partition(".")
         owner: Any = getattr(sys.modules[self.module], class_name, None)
         function = getattr(owner, name, None)
-        if function is None:
+        abstract = getattr(function, "__isabstractmethod__", False)  # a base class has it
+        if function is None or abstract:
             raise UnsupportedError(
                 f"vllm_fp8rl patches '{self.module}.{self.target}', which this vLLM does not have; "
                 f"{remedy()}."

@@ -148,10 +148,11 @@ def _untouched(model: torch.nn.Module, came: list[str], error: BaseException) ->
 def _with_all_of(model: torch.nn.Module, owed: set[str] | None) -> set[str] | None:
     """The owed tensors, and all that a model or a part of one needs; by their names in the whole.
 
-    None stands for everything, of which a part knows only its own.
+    None stands for everything, of which a part knows only its own. A part without a prefix does
+    not know the names of its tensors in the whole, so that everything must come.
     """
     inventory = Inventory.of(model)
-    if owed is None and inventory.prefix:
+    if inventory.prefix is None or (owed is None and inventory.prefix):
         return None
     return (owed or set()) | {
         inventory.prefix + name for name, entry in inventory.entries.items() if entry.required
@@ -161,11 +162,12 @@ def _with_all_of(model: torch.nn.Module, owed: set[str] | None) -> set[str] | No
 def _left(model: torch.nn.Module, came: Iterable[str], owed: set[str] | None) -> set[str] | None:
     """The tensors that must still come after these ones; None: all."""
     left = _with_all_of(model, None) if owed is None else set(owed)
-    if left is None:
-        return None
     inventory = Inventory.of(model)
+    prefix = inventory.prefix
+    if left is None or prefix is None:
+        return left
     for name in came:
         entry = inventory.entries.get(name)
         if entry is not None:
-            left -= {inventory.prefix + each for each in (name, *entry.covers)}
+            left -= {prefix + each for each in (name, *entry.covers)}
     return left

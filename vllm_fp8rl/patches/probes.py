@@ -20,7 +20,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl import compat
-from vllm_fp8rl.patches.ledger import ENGINE_CORE, WORKER
+from vllm_fp8rl.patches.ledger import ENGINE_CORE, GATES, WORKER, Patch
 
 _ALWAYS = "worker"
 
@@ -87,13 +87,11 @@ def failures(features: Collection[str]) -> list[str]:
         features: see :attr:`Probe.needs`. Modules of other features are not imported.
     """
     problems, release = [], compat.installed_version()
-    if _ALWAYS in features:
-        for patch in (*ENGINE_CORE, *WORKER):
-            if patch.module in sys.modules:
-                try:
-                    patch.check()
-                except UnsupportedError as error:
-                    problems.append(str(error))
+    for patch in patched(features):
+        try:
+            patch.check()
+        except UnsupportedError as error:
+            problems.append(str(error))
     for probe in chosen(features):
         reason = probe.lacks()
         if reason is not None:
@@ -117,6 +115,14 @@ def require(features: Collection[str]) -> None:
 def chosen(features: Collection[str]) -> list[Probe]:
     """Return the probes that concern an engine with certain features."""
     return [probe for probe in PROBES if set(probe.needs.split()) <= set(features)]
+
+
+def patched(features: Collection[str]) -> list[Patch]:
+    """Return the patches of such an engine whose modules this process has imported."""
+    patches = (*ENGINE_CORE, *WORKER) if _ALWAYS in features else ()
+    if "client" in features:
+        patches += GATES
+    return [patch for patch in patches if patch.module in sys.modules]
 
 
 def _has(target: Any, name: str) -> bool:
@@ -145,10 +151,14 @@ def _copies(default_weight_loader: Any) -> bool:
 def _makes_scales(set_default_quant_scales: Any) -> bool:
     layer = torch.nn.Module()
     set_default_quant_scales(layer, register_buffer=True)
-    buffers = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
-    floats = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
-    return all(layer.get_buffer(name).shape == () for name in buffers) and all(
-        isinstance(getattr(layer, name), float) for name in floats
+    buffers = {"_q_scale", "_k_scale", "_v_scale", "_prob_scale"}
+    floats = {f"{name}_float" for name in buffers}
+    hosts = {"_k_scale_cpu", "_v_scale_cpu"}  # from vLLM 0.26 on
+    found = {name for name in (*layer._buffers, *vars(layer)) if "scale" in name}
+    return (
+        found - hosts == buffers | floats  # a copy that is not known here would stay 1
+        and all(getattr(layer, name).shape == () for name in found - floats)
+        and all(isinstance(getattr(layer, name), float) for name in floats)
     )
 
 
@@ -167,6 +177,23 @@ def _tells_fp8(is_quantized_kv_cache: Any) -> bool:
 def _has_isa(cpu_attn: Any) -> bool:
     setter = getattr(cpu_attn.CPUAttentionMetadataBuilder, "_set_isa_to_layers", None)
     return setter is not None or _has(cpu_attn.CPUAttentionBackendImpl, "isa")
+
+
+def _names_cpu_classes(backend: Any) -> bool:
+    module = sys.modules[backend.__module__]
+    return (
+        backend.get_impl_cls() is module.CPUAttentionBackendImpl
+        and backend.get_builder_cls() is module.CPUAttentionMetadataBuilder
+        and len(backend.get_supported_head_sizes()) > 0  # the base class has none
+    )
+
+
+def _names_flash_classes(backend: Any) -> bool:
+    module = sys.modules[backend.__module__]
+    return (
+        backend.get_impl_cls() is module.FlashAttentionImpl
+        and backend.get_builder_cls() is module.FlashAttentionMetadataBuilder
+    )
 
 
 _LINEAR = "model_executor.layers.linear"
@@ -195,6 +222,11 @@ PROBES = (
         needs="client"),
     Probe(5, "v1.engine.llm_engine", "LLMEngine",
         attributes="engine_core model_executor output_processor abort_request", needs="client"),
+    Probe(5, "v1.engine.async_llm", "AsyncLLM", attributes="errored dead_error vllm_config",
+        needs="client"),
+    Probe(5, "config", "ParallelConfig",
+        attributes="data_parallel_size data_parallel_size_local data_parallel_external_lb "
+        "data_parallel_hybrid_lb worker_extension_cls", needs="client"),
     Probe(5, "v1.engine.output_processor", "OutputProcessor", attributes="request_states",
         needs="client"),
     Probe(6, "v1.attention.backend", "AttentionMetadataBuilder.__init__", positional=5),
@@ -288,8 +320,7 @@ PROBES = (
         keywords="M num_topk local_num_experts alignment expert_tokens_meta", needs=_GPU_EXPERTS),
     Probe(13, "utils.deep_gemm", "is_deep_gemm_e8m0_used", positional=0, needs=_GPU_EXPERTS),
     Probe(14, _CPU_ATTN, behaves=_has_isa, needs="cpu"),
-    Probe(14, _CPU_ATTN, "CPUAttentionBackend",
-        attributes="get_impl_cls get_builder_cls get_supported_head_sizes", needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionBackend", behaves=_names_cpu_classes, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.forward", positional=10, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.do_kv_cache_update", positional=6, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl",
@@ -305,8 +336,7 @@ PROBES = (
         "alibi_slopes sliding_window block_table softcap scheduler_metadata s_aux "
         "dynamic_causal", needs="cpu"),
     Probe(14, "_custom_ops", "cpu_attn_reshape_and_cache", positional=6, needs="cpu"),
-    Probe(14, _FLASH_ATTN, "FlashAttentionBackend", attributes="get_impl_cls get_builder_cls",
-        needs="cuda"),
+    Probe(14, _FLASH_ATTN, "FlashAttentionBackend", behaves=_names_flash_classes, needs="cuda"),
     Probe(14, _FLASH_ATTN, "FlashAttentionImpl.forward", positional=10, needs="cuda"),
     Probe(14, _FLASH_ATTN, "FlashAttentionImpl",
         attributes="head_size num_heads num_kv_heads scale alibi_slopes sliding_window "

@@ -80,10 +80,8 @@ class Fp8RLConfig(QuantizationConfig):
 
     def check_gates(self) -> None:
         """Raise UnsupportedError if this vLLM lacks what request gates and refits' clients use."""
-        from vllm_fp8rl.patches.ledger import GATES, install
         from vllm_fp8rl.patches.probes import require
 
-        install(GATES)  # they have no replacement: this only compares them
         require({"client"})
 
     def get_name(self) -> str:  # type: ignore[override]

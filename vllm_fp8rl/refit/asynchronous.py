@@ -256,10 +256,12 @@ class _AsyncWorkers:
                 f"worker_extension_cls='{worker.EXTENSION}', or put "
                 "vllm_fp8rl.refit.worker.RefitMixin into your own extension."
             )
-        cores = getattr(self._engine.engine_core, "core_engines", (None,))
-        if len(cores) > 1:
+        # With an external or a hybrid load balancer, an AsyncLLM has the cores of its node only.
+        local = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
+        cores = parallel.data_parallel_size_local if local else parallel.data_parallel_size
+        if cores > 1:
             raise UnsupportedError(
-                f"This AsyncLLM has {len(cores)} engine cores (data parallel), of which vLLM "
+                f"This AsyncLLM has {cores} engine cores (data parallel), of which vLLM "
                 "returns one answer only; start one AsyncLLM for each and refit them all."
             )
 

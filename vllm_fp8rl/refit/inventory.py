@@ -82,7 +82,8 @@ class Inventory:
         self.entries = dict(_entries(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
         self.prefix = _prefix(model)
-        """What precedes these names in the whole model; empty unless this is a part of it."""
+        """What precedes these names in the whole model: empty if this is all of it; None for a part
+        none of whose layers knows its whole name."""
         self.kv_scales = frozenset(required_kv_scales(model))
         """Names on the wire of the KV scales that generation needs."""
         self._scales = {
@@ -187,13 +188,19 @@ def require_one_stage() -> None:
         )
 
 
-def _prefix(model: torch.nn.Module) -> str:
+def _prefix(model: torch.nn.Module) -> str | None:
     """What precedes the paths of a part of a model, found by a layer that knows its whole name."""
     for path, module in model.named_modules():
-        whole = getattr(module, "layer_name", None)
-        if isinstance(whole, str) and whole.endswith(path):
-            return whole.removesuffix(path)
-    return ""
+        method = getattr(module, "quant_method", None)
+        for owner, attribute in ((module, "layer_name"), (method, "name")):
+            whole = getattr(owner, attribute, None)
+            if not isinstance(whole, str):
+                continue
+            if path and f".{whole}".endswith(f".{path}"):
+                return whole.removesuffix(path)
+            if not path and isinstance(module, VocabParallelEmbedding):
+                return f"{whole}."  # other layers have no names for their tensors without a parent
+    return None
 
 
 def _entries(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
@@ -269,7 +276,10 @@ def _linear(
         elif leaf == "bias":
             route = partial(_by_loader, parameter, _shard_ids(module)[index])
         shape = _shape(leaf, count, module.input_size)
-        yield f"{parent}.{part}.{leaf}", Entry(shape, name, kind, route, codes_fit=fits)
+        yield (
+            ".".join(filter(None, (parent, part, leaf))),
+            Entry(shape, name, kind, route, codes_fit=fits),
+        )
 
 
 def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:

@@ -261,6 +261,22 @@ def test_a_cache_that_is_not_fp8_is_stock(engine: Engine) -> None:
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("name", ["do_kv_cache_update", "forward"])
+def test_a_new_option_reaches_vllms_method_and_is_refused_for_an_fp8_cache(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    layer = Layer(config_of(engine), torch.float32, "auto")
+    given: list[object] = []
+    monkeypatch.setattr(
+        CPUAttentionBackendImpl, name, lambda impl, *args, new: given.append((*args, new))
+    )
+    getattr(layer.impl, name)("layer", "query", new="option")
+    assert given == [("layer", "query", "option")]
+    layer.impl.stores_fp8 = True
+    with pytest.raises(TypeError, match="'new'"):
+        getattr(layer.impl, name)("layer", "query", new="option")
+
+
 def test_an_engine_without_fp8rl_is_left_alone(engine: Engine) -> None:
     config = copy.copy(config_of(engine))
     config.quant_config = None

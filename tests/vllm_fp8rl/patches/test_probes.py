@@ -19,7 +19,7 @@ from support.engine import PROMPTS, Engine
 from vllm_fp8rl import compat
 from vllm_fp8rl.kernels import block_gemm
 from vllm_fp8rl.patches.ledger import LEDGER
-from vllm_fp8rl.patches.probes import PROBES, Probe, failures
+from vllm_fp8rl.patches.probes import PROBES, Probe, _makes_scales, failures
 from vllm_fp8rl.quantization.config import _probe
 
 NO_EXPERTS = {"worker", "client", "doctor", "compiled", "sleep", "transfer"}
@@ -105,6 +105,17 @@ def test_modules_attributes_and_behaviour(monkeypatch: pytest.MonkeyPatch) -> No
     assert "cannot be imported (ModuleNotFoundError" in str(Probe(1, "made_up.gone").lacks())
 
 
+def test_a_copy_of_a_kv_scale_that_is_not_known_is_noticed() -> None:
+    from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+    def with_another_copy(layer: torch.nn.Module, register_buffer: bool) -> None:
+        set_default_quant_scales(layer, register_buffer)
+        layer._k_scale_pinned = torch.tensor(1.0)
+
+    assert _makes_scales(set_default_quant_scales)
+    assert not _makes_scales(with_another_copy)
+
+
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
     """What is logged under vLLM's name for this package."""
@@ -168,7 +179,50 @@ def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch: pytest.Monk
     vllm_fp8rl.register()
     assert len(registered) == 1  # vLLM's own backend stays
     assert any("EngineCore.collective_rpc', which this" in text for text in failures({"worker"}))
+    monkeypatch.delattr("vllm.v1.engine.async_llm.AsyncLLM.encode")
+    (problem,) = failures({"client"})
+    assert "AsyncLLM.encode', which this vLLM does not have" in problem
     assert any("cpu_attn_reshape_and_cache', which is" in text for text in failures({"cpu"}))
+
+
+MISSING = (
+    "vllm.distributed.weight_transfer.WeightTransferEngineFactory",
+    "vllm.v1.attention.backends.registry.register_backend",
+    "vllm.v1.attention.backends.registry.AttentionBackendEnum.CPU_ATTN",
+)
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_an_error_with_an_untested_vllm_is_logged(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str], missing: str
+) -> None:
+    """A plain engine must start; a tested release is not supposed to lack anything."""
+    if missing.endswith("CPU_ATTN"):  # members of an enumeration cannot be removed
+        missing = missing.removesuffix(".CPU_ATTN")
+        monkeypatch.setattr(missing, SimpleNamespace())
+    else:
+        monkeypatch.delattr(missing)
+    quantizations: list[object] = []
+    registry = "vllm.model_executor.layers.quantization.register_quantization_config"
+    monkeypatch.setattr(registry, lambda name: quantizations.append)
+    with pytest.raises((ImportError, AttributeError)):
+        vllm_fp8rl.register()
+    assert not messages
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0")
+    vllm_fp8rl.register()
+    (warning,) = messages
+    assert warning.startswith("There is no quantization='fp8rl' with vLLM 0.99.0 (")
+    assert not quantizations
+
+
+@pytest.mark.parametrize("kind", ["CPUAttentionBackend", "FlashAttentionBackend"])
+def test_a_backend_with_other_classes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (probe,) = (probe for probe in PROBES if probe.target == kind)
+    assert probe.lacks() is None
+    monkeypatch.delattr(f"{probe.name}.get_builder_cls")  # the base class has an abstract one
+    assert probe.lacks() is not None
 
 
 def test_an_import_that_fails_is_logged(
@@ -190,13 +244,24 @@ def test_both_layouts_of_flash_attentions_cache(shape: tuple[int, ...]) -> None:
             cache[:, half] = data
         else:
             cache[..., half * 8 : half * 8 + 8] = data.transpose(1, 2)
-    found = compat.keys_and_values(cache, 8)
+    found = compat.keys_and_values(cache, 3, 8)
     assert torch.equal(found[0], keys) and torch.equal(found[1], values)
     assert all(part.untyped_storage().data_ptr() == cache.data_ptr() for part in found)
 
 
+@pytest.mark.parametrize(
+    "shape", [(6, 16, 3, 16), (6, 3, 2, 16, 8), (2, 6, 16, 3, 8), (6, 3, 16, 8), (6, 16, 48)]
+)
+def test_another_layout_of_flash_attentions_cache_is_refused(shape: tuple[int, ...]) -> None:
+    message = rf"vLLM \S+ has the shape {re.escape(str(shape))}, .* 3 KV heads of size 8; install"
+    with pytest.raises(UnsupportedError, match=message):
+        compat.keys_and_values(torch.empty(shape), 3, 8)
+
+
 def test_backends_are_a_class_or_a_list_of_one() -> None:
     assert compat.one_class(int) is compat.one_class([int]) is int
+    with pytest.raises(UnsupportedError, match=r"has 2 classes .*\(int, str\), .*; install one of"):
+        compat.one_class([int, str])
     assert compat.known_options(loader, expert=1, layer=2) == {"expert": 1}
 
 

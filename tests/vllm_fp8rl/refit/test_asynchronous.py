@@ -11,13 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import ParallelConfig
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
 from support.engine import LAYERS, PROMPTS, Engine, load_tensors
 from support.processes import run_script
 from vllm_fp8rl.quantization.config import Fp8RLConfig
-from vllm_fp8rl.refit.asynchronous import refit_async, refit_async_from_files
+from vllm_fp8rl.refit.asynchronous import (
+    _AsyncWorkers,
+    refit_async,
+    refit_async_from_files,
+)
 from vllm_fp8rl.refit.liveness import ended_by_death
 from vllm_fp8rl.refit.worker import EXTENSION
 
@@ -141,17 +146,36 @@ def test_calls_of_a_synchronous_engine_end_with_its_core():
 
 
 @pytest.mark.parametrize(
-    ("extension", "cores", "message"),
-    [("", 1, "takes calls by name only"), (EXTENSION, 2, "has 2 engine cores")],
+    ("extension", "parallel", "message"),
+    [
+        ("", {}, "takes calls by name only"),
+        (EXTENSION, {"data_parallel_size": 2}, "has 2 engine cores"),
+        (
+            EXTENSION,
+            {
+                "data_parallel_size": 4,
+                "data_parallel_size_local": 3,
+                "data_parallel_hybrid_lb": True,
+            },
+            "has 3 engine cores",
+        ),
+    ],
 )
-def test_engines_that_cannot_be_reached(extension, cores, message):
-    parallel = SimpleNamespace(worker_extension_cls=extension)
-    unreachable: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=parallel),
-        engine_core=SimpleNamespace(core_engines=[b""] * cores),
-    )
+def test_engines_that_cannot_be_reached(extension, parallel, message):
     with pytest.raises(UnsupportedError, match=message):
-        asyncio.run(refit_async(unreachable, [], expect_kv_scales=False))
+        asyncio.run(refit_async(engine_with(extension, **parallel), [], expect_kv_scales=False))
+
+
+def test_one_engine_core_of_several_behind_an_external_load_balancer_is_served():
+    parallel = {"data_parallel_size": 4, "data_parallel_external_lb": True}
+    assert _AsyncWorkers(engine_with(EXTENSION, **parallel)).session
+
+
+def engine_with(extension: str, **parallel: Any) -> Any:
+    config = ParallelConfig(worker_extension_cls=extension)
+    for name, value in parallel.items():
+        setattr(config, name, value)
+    return SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=config))
 
 
 def test_unknown_policy_for_requests_in_flight():
@@ -194,7 +218,7 @@ class EngineOfAConfig:
 
 @pytest.fixture
 def two() -> list[Any]:
-    parallel = SimpleNamespace(worker_extension_cls=EXTENSION)
+    parallel = ParallelConfig(worker_extension_cls=EXTENSION)
     config = SimpleNamespace(parallel_config=parallel, quant_config=Fp8RLConfig())
     return [EngineOfAConfig(config) for _ in range(2)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from fp8rl.errors import RefitError
 from support.engine import PROMPTS, SCALES
@@ -198,6 +199,29 @@ def test_a_part_does_not_open_a_model_whose_load_broke_off(engine, a, first):
         guard.require_ready()
     engine.model.load_weights([("lm_head.weight", a["lm_head.weight"])])
     assert not guard.closed
+
+
+@pytest.mark.parametrize("part", ["model.layers.0.mlp", "model.layers.0.mlp.down_proj", "lm_head"])
+def test_a_part_without_attention_does_not_open_a_model_of_which_all_is_owed(
+    engine, a, tokens, part
+):
+    """Only fp8rl's methods know the whole names there; a single linear layer's are not used."""
+    guard = state_of(engine.model).guard
+    guard.values.owed = None  # as after a reload_weights that broke off
+    guard.close("a test's load broke off")
+    own = [(n.removeprefix(f"{part}."), t) for n, t in a.items() if n.startswith(f"{part}.")]
+    assert own
+    AutoWeightsLoader(engine.model.get_submodule(part)).load_weights(own)
+    assert guard.closed and guard.values.owed is None
+    break_off(engine.model, a.items())
+    engine.model.load_weights([(n, t) for n, t in a.items() if not n.startswith(f"{part}.")])
+    assert guard.closed
+    if part.endswith("down_proj"):
+        engine.model.load_weights([(f"{part}.{name}", tensor) for name, tensor in own])
+    else:
+        AutoWeightsLoader(engine.model.get_submodule(part)).load_weights(own)
+    assert not guard.closed
+    assert serves(engine, tokens["a"])
 
 
 def test_the_rest_of_a_broken_load_does_not_open_a_model_whose_refit_broke_off(engine, a, b):
