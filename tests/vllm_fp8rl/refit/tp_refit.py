@@ -154,9 +154,10 @@ def main(root: Path) -> dict[str, object]:
         error_of(lambda: refit(llm, killing(), expect_kv_scales=False, batch_bytes=1)),
         error_of(lambda: engine.greedy(PROMPTS)),
     ]
-    llm.llm_engine.engine_core.shutdown()
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))  # noqa: T201
+    print(json.dumps(main(Path(sys.argv[1]))), flush=True)  # noqa: T201
+    # A shutdown may wait for ever for the sockets of the worker that was killed (vLLM 0.30.0).
+    os._exit(0)
