@@ -10,8 +10,8 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 
-SUPPORTED_VERSIONS = ("0.16.1", "0.20.0")
-"""A release, and the commit that Megatron-Bridge and NeMo RL pin (Megatron-LM 2a75ac1)."""
+SUPPORTED_VERSIONS = ("0.16.1", "0.16.0", "0.20.0")
+"""Releases, and the commit that Megatron-Bridge and NeMo RL pin (Megatron-LM 2a75ac1)."""
 
 OLDEST = (0, 16)
 """Before it ``TransformerConfig`` and ``Attention`` lack options that conversion and specs read."""
