@@ -205,6 +205,7 @@ def test_an_error_with_an_untested_vllm_is_logged(
     quantizations: list[object] = []
     registry = "vllm.model_executor.layers.quantization.register_quantization_config"
     monkeypatch.setattr(registry, lambda name: quantizations.append)
+    monkeypatch.setattr(compat, "installed_version", lambda: compat.TESTED[-1])
     with pytest.raises((ImportError, AttributeError)):
         vllm_fp8rl.register()
     assert not messages
