@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name, scale_names
+from fp8rl.numerics import quantize_block
 from vllm_fp8rl.testing.tiny import make_checkpoint as make_checkpoint
 
 # Where another test has imported torch already, the variable above comes too late, and an engine in
@@ -60,6 +61,17 @@ def keep_process_groups(engine: Any) -> None:
     finalizer = getattr(engine.llm.llm_engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
+
+
+def in_fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint with FP8 codes and scales for every projection."""
+    wire: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight"):
+            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
+        else:
+            wire[name] = tensor
+    return wire
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

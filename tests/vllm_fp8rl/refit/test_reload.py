@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.numerics import quantize_block
-from support.engine import PROMPTS, SCALES
+from support.engine import PROMPTS, SCALES, in_fp8
 from vllm_fp8rl.refit import RefitSession, drop_requests
 from vllm_fp8rl.state import state_of
 
@@ -73,12 +72,7 @@ def test_names_that_vllm_skips_or_maps_are_taken(engine, b, tokens):
 
 @pytest.mark.parametrize("scales_first", [False, True])
 def test_fp8_codes(engine, b, tokens, scales_first):
-    wire: dict[str, torch.Tensor] = {}
-    for name, tensor in b.items():
-        if name.endswith("proj.weight"):
-            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
-        else:
-            wire[name] = tensor
+    wire = in_fp8(b)
     reload(engine, sorted(wire.items(), reverse=scales_first))
     assert serves(engine, tokens["b"])
 

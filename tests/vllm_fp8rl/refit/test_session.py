@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from fp8rl import PluginManager, hookimpl
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.numerics import quantize_block
-from support.engine import LAYERS, PROMPTS, SCALES, Engine
+from support.engine import LAYERS, PROMPTS, SCALES, Engine, in_fp8
 from vllm_fp8rl.refit import RefitSession, refit
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -63,12 +63,7 @@ def test_live_codes_are_those_of_the_contract(engine, a):
 
 
 def test_fp8_wire_gives_the_same_tokens(engine, b, tokens):
-    wire: dict[str, torch.Tensor] = {}
-    for name, tensor in b.items():
-        if name.endswith("proj.weight"):
-            wire[name], wire[f"{name}_scale_inv"] = quantize_block(tensor)
-        else:
-            wire[name] = tensor
+    wire = in_fp8(b)
     refit(engine.llm, (wire | SCALES).items(), expect_kv_scales=True, batch_bytes=1)
     assert engine.greedy(PROMPTS) == tokens["b"]
 
