@@ -271,6 +271,9 @@ def test_grpo_snippets(capsys):
     expected = -ratio * kept * names["advantages"][:, None].double() / kept.sum()
     torch.testing.assert_close(names["current"].grad.double(), expected, rtol=1e-5, atol=1e-9)
 
+    exec(block("modes"), names)
+    assert (names["gspo"].loss_mode, names["cispo"].loss_mode) == ("gspo", "cispo")
+
 
 def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
     """An engine core in a process of its own decodes names and numbers, functions only on demand.
@@ -359,7 +362,7 @@ def test_recipe_example_is_valid_and_not_the_default():
 def test_nemo_rl_keys_are_read_where_they_stand(page):
     from nemo_rl_ext.config.guard import GuardConfig
 
-    (text,) = [text for text in fenced("yaml", PAGES[page]) if "loss_fn" in text]
+    (text,) = [text for text in fenced("yaml", PAGES[page]) if "policy:" in text]
     config = yaml.safe_load(text)
     assert Recipe.from_dict(config["fp8rl"]) != Recipe()
     places = (

@@ -237,9 +237,8 @@ def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:
             if value := loss.get(f"truncated_importance_sampling_{key}"):
                 merged.add(f"importance_sampling.{target}", float(value), path)
     if loss.get("sequence_level_importance_ratios"):
-        merged.add(
-            "importance_sampling.level", "sequence", f"{LOSS}.sequence_level_importance_ratios"
-        )
+        # Upstream's key is first of all GSPO's ratio, so the block may weigh in another way.
+        merged.data.setdefault("importance_sampling", {}).setdefault("level", "sequence")
 
 
 def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None]) -> None:

@@ -27,7 +27,8 @@ class CorrectedPGLossFn(ClippedPGLossFn):
 
     Every form of upstream's policy term (PPO clip, dual clip, GSPO, CISPO, on-policy) is linear in
     a non-negative factor of the advantage, so the weights go there and upstream's code runs
-    unchanged, with its own correction off; KL and metrics are untouched. Weights are the whole
+    unchanged, with its own correction off; KL, the loss on positive examples and metrics are
+    untouched. Weights are the whole
     batch's (:data:`nemo_rl_ext.driver.batch_correction.WEIGHTS`) where the loop carries them to the
     workers. Otherwise they are made here from the sequences at hand, which gives the same for every
     setting but ``self_normalize``.

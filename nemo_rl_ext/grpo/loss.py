@@ -1,4 +1,4 @@
-"""GRPO's clipped policy loss, corrected for the policy that sampled the tokens."""
+"""Clipped policy losses (GRPO, GSPO, CISPO), corrected for the policy that sampled the tokens."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fp8rl import PluginManager
 from fp8rl.errors import BatchError
 from fp8rl.recipe import ImportanceSampling
 from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
 from nemo_rl_ext.grpo.log_ratio import (
+    SATURATION,
     bounded_exp,
     bounded_k3,
     check_shapes,
     counted,
+    reduce_level,
     refuse,
     token_log_ratio,
 )
@@ -28,8 +30,14 @@ class GRPOConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    loss_mode: Literal["ppo", "gspo", "gspo_token", "cispo"] = "ppo"
+    """The policy term. ``ppo``: token ratios, clipped (PPO, GRPO, DAPO). ``gspo``: one ratio for
+    each sequence, the geometric mean of its tokens' (GSPO, arXiv 2507.18071). ``gspo_token``: the
+    same value, with the gradient and the advantage of each token (same paper). ``cispo``: logprobs
+    weighted by clipped, detached token ratios (MiniMax-M1, arXiv 2506.13585)."""
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """The ratio current / old gains nothing below ``1 - clip_low`` (PPO, arXiv 1707.06347)."""
+    """The ratio current / old gains nothing below ``1 - clip_low`` (PPO, arXiv 1707.06347). GSPO's
+    authors use 3e-4 here and 4e-4 for ``clip_high``; CISPO's no lower bound, which is 1."""
     clip_high: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 0.2
     """Nor above ``1 + clip_high``; DAPO (arXiv 2503.14476) sets it above ``clip_low``."""
     dual_clip: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = None
@@ -40,22 +48,47 @@ class GRPOConfig(BaseModel):
     loss_aggregation: Literal["token", "sequence"] = "token"
     """``token``: each token has one weight (DAPO, arXiv 2503.14476); with a constant
     ``normalizer`` it is Dr. GRPO (arXiv 2503.20783). ``sequence``: each sequence has one weight,
-    spread over its tokens (GRPO, arXiv 2402.03300)."""
+    spread over its tokens (GRPO, arXiv 2402.03300); GSPO needs it."""
+
+    @model_validator(mode="after")
+    def _compatible(self) -> GRPOConfig:
+        if self.loss_mode in ("gspo", "gspo_token") and self.loss_aggregation != "sequence":
+            raise ValueError(
+                f"loss_mode '{self.loss_mode}' clips whole sequences, so each must have one "
+                "weight; set loss_aggregation to 'sequence'"
+            )
+        if self.loss_mode == "cispo" and self.dual_clip is not None:
+            raise ValueError(
+                "loss_mode 'cispo' already bounds the weight of negative advantages by clip_high; "
+                "remove dual_clip"
+            )
+        return self
 
 
 class GRPOLoss:
-    """Clipped policy loss of GRPO with importance-sampling correction.
+    """Clipped policy loss of GRPO, GSPO or CISPO with importance-sampling correction.
 
     With ``r = current / old`` the trainer's own ratio, ``A`` the advantage, ``w`` the weight of
     old / rollout (detached) and ``x = log reference - log current``, a kept token contributes::
 
         w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coefficient * (e^x - 1 - x)
 
-    where with ``dual_clip = c`` a negative ``A`` contributes at most ``-A c`` before ``w``. The
-    loss is the sum over tokens divided by their number (``token``), or the sum over sequences of
-    their tokens' mean divided by the number of sequences (``sequence``); what rejection drops is
+    where with ``dual_clip = c`` a negative ``A`` contributes at most ``-A c`` before ``w``. By
+    ``loss_mode``, ``r`` is
+
+    - ``ppo``: the token's ratio;
+    - ``gspo``: the sequence's ratio ``s``, the geometric mean over its kept tokens;
+    - ``gspo_token``: ``detach(s) * current / detach(current)``;
+
+    and ``cispo`` replaces the ``max``, with the token's ratio, by
+    ``-A detach(clip(r, 1 - clip_low, 1 + clip_high)) log current``, so that clipped tokens go on
+    giving a gradient.
+
+    The loss is the sum over tokens divided by their number (``token``), or the sum over sequences
+    of their tokens' mean divided by the number of sequences (``sequence``); what rejection drops is
     in neither sum nor number. Ratios are float32, and log ratios are clamped to plus or minus
-    ``importance_sampling.log_ratio_clamp`` before ``exp``; outside they give no gradient.
+    ``importance_sampling.log_ratio_clamp`` before ``exp``; outside they give no gradient, but where
+    the ratio is detached.
 
     To split a batch into micro-batches of whole rows, correct it once and normalise by the whole
     batch, so that gradients add up to those of the whole batch::
@@ -133,7 +166,7 @@ class GRPOLoss:
             current_logprobs: ``[B, T]``, any float dtype, with gradient.
             old_logprobs: ``[B, T]``: the trainer's policy before this batch's first update.
             rollout_logprobs: ``[B, T]``: the policy that sampled.
-            advantages: ``[B]`` or ``[B, T]``.
+            advantages: ``[B]`` or ``[B, T]``; mode ``gspo`` takes one value for each sequence.
             mask: ``[B, T]``, nonzero where a token counts; other places may hold anything.
             reference_logprobs: ``[B, T]``; needed with a ``kl_coefficient`` above 0.
             correction: these rows of the whole batch's correction; by default it is made here.
@@ -142,17 +175,18 @@ class GRPOLoss:
         Returns:
             A float32 scalar, exactly 0 with zero gradients where no token is kept; and metrics:
             ``loss``, ``policy_loss`` (without KL), ``loss_tokens``, ``loss_sequences`` (kept);
-            over kept tokens ``ratio_mean``, ``ratio_min``, ``ratio_max`` of current / old,
-            ``clip_low_share``, ``clip_high_share``, ``dual_clip_share`` (the bound decided and
-            stopped the gradient), ``approx_kl`` (k3 of KL(old || current)), ``entropy_proxy``
+            over kept tokens ``ratio_mean``, ``ratio_min``, ``ratio_max`` of current / old (of the
+            sequence's ratio with GSPO), ``clip_low_share``, ``clip_high_share``,
+            ``dual_clip_share`` (the bound decided: it stopped the gradient, but for ``cispo``),
+            ``approx_kl`` (k3 of KL(old || current)), ``entropy_proxy``
             (mean of -current), ``advantage_mean`` and ``kl_reference`` (k3); all 0 where no token
             is kept. The metrics of the correction are added if it was made here.
 
         Raises:
             BatchError: wrong shapes, a NaN logprob or an advantage that is not finite and counts,
-                likewise a weight of a plugin's corrector, no reference for the KL term, an
-                impossible normalizer, a part of a batch that is self-normalised on its own, or a
-                loss beyond float32.
+                likewise a weight of a plugin's corrector, advantages that differ inside a sequence
+                in mode ``gspo``, no reference for the KL term, an impossible normalizer, a part of
+                a batch that is self-normalised on its own, or a loss beyond float32.
         """
         settings = self.importance_sampling
         check_shapes(
@@ -179,8 +213,11 @@ class GRPOLoss:
         log_ratio = token_log_ratio(
             current_logprobs, old_logprobs.detach(), keep, "current_logprobs - old_logprobs"
         )
-        ratio = bounded_exp(log_ratio, settings.log_ratio_clamp)
-        policy, clipped = self._policy_terms(ratio, advantage)
+        ratio = self._ratio(log_ratio, keep)
+        if self.config.loss_mode == "cispo":
+            policy, clipped = self._cispo_terms(ratio, advantage, counted(current_logprobs, keep))
+        else:
+            policy, clipped = self._policy_terms(ratio, advantage)
         policy_loss = self._aggregate(weights * policy, keep, normalizer)
         loss = policy_loss
         kl = self._reference_kl(current_logprobs, reference_logprobs, keep)
@@ -205,6 +242,26 @@ class GRPOLoss:
                 "importance_sampling.high."
             )
         return loss, metrics
+
+    def _ratio(self, log_ratio: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Ratio current / old that the loss clips, float32 ``[B, T]``."""
+        limit = self.importance_sampling.log_ratio_clamp
+        if self.config.loss_mode in ("ppo", "cispo"):
+            return bounded_exp(log_ratio, limit)
+        mean = reduce_level(log_ratio.clamp(-limit, limit), keep, "geometric")
+        if self.config.loss_mode == "gspo_token":
+            mean = mean.detach() + (log_ratio - log_ratio.detach())
+        return mean.exp()
+
+    def _cispo_terms(
+        self, ratio: torch.Tensor, advantage: torch.Tensor, current: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """As :meth:`_policy_terms`; ``current`` are the kept tokens' logprobs, float32."""
+        low, high = 1 - self.config.clip_low, 1 + self.config.clip_high
+        weight = ratio.detach().clamp(low, high)
+        # Minus infinity times an advantage of 0 would be NaN.
+        terms = -advantage * weight * current.clamp(min=-SATURATION)
+        return terms, {"clip_low_share": ratio < low, "clip_high_share": ratio > high}
 
     def _policy_terms(
         self, ratio: torch.Tensor, advantage: torch.Tensor
@@ -255,8 +312,7 @@ class GRPOLoss:
             terms = terms.sum(dim=1) / keep.sum(dim=1).clamp(min=1)
         return terms.sum() / (normalizer or 1)
 
-    @staticmethod
-    def _advantages(advantages: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    def _advantages(self, advantages: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         if advantages.shape == keep.shape[:1]:
             advantages = advantages[:, None].expand_as(keep)
         if advantages.shape != keep.shape:
@@ -266,6 +322,13 @@ class GRPOLoss:
             )
         advantages = counted(advantages.detach(), keep)
         refuse(~advantages.isfinite(), advantages, "advantages")
+        if self.config.loss_mode == "gspo":
+            first = advantages.gather(1, keep.int().argmax(dim=1, keepdim=True))
+            if ((advantages != first) & keep).any():
+                raise BatchError(
+                    "loss_mode 'gspo' needs one advantage for each sequence, and these differ "
+                    "inside a sequence; set loss_mode to 'gspo_token'."
+                )
         return advantages
 
 

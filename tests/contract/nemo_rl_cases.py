@@ -187,6 +187,55 @@ def test_the_loss_is_that_of_our_own_grpo(section: dict[str, Any]) -> None:
     assert set(upstream) | {"fp8rl_is_weight_mean"} == set(metrics)
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"level": "sequence", "mode": "clip", "low": 0.5, "high": 1.5, "self_normalize": True},
+        {"level": "geometric", "rejection": {"level": "token", "low": 0.9, "high": 1.1}},
+    ],
+)
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            {"sequence_level_importance_ratios": True, "token_level_loss": False},
+            {"loss_mode": "gspo", "loss_aggregation": "sequence"},
+        ),
+        ({"use_cispo": True}, {"loss_mode": "cispo"}),
+    ],
+)
+def test_upstreams_gspo_and_cispo_are_ours(
+    theirs: dict[str, Any], ours: dict[str, Any], section: dict[str, Any]
+) -> None:
+    """Two implementations agree, weighted and after rejection, on values and gradients."""
+    data, clean = batch(gap=0.2), batch(gap=0.2)
+    for b in (data, clean):  # GSPO has one advantage for each sequence
+        b["advantages"] = b["advantages"][:, :1].expand(ROWS, LENGTH).clone()
+    bounds = {"ratio_clip_min": 0.02, "ratio_clip_max": 0.03}
+    finder.run.correction = None
+    fn = make(section, **theirs, **bounds)
+    grpo.compute_and_apply_seq_logprob_error_masking(
+        train_data=data, rewards=torch.ones(ROWS), seq_logprob_error_threshold=None
+    )
+    logprobs, mine = current(data), current(clean)
+    value, _ = fn(logprobs, data, **totals(data))
+    value.backward()
+    config = GRPOConfig(clip_low=0.02, clip_high=0.03, **ours)
+    expected, metrics = GRPOLoss(config, fn.recipe.importance_sampling)(
+        mine,
+        clean["prev_logprobs"][:, 1:],
+        clean["generation_logprobs"][:, 1:],
+        clean["advantages"][:, 1:],
+        clean["token_mask"][:, 1:] * clean["sample_mask"][:, None],
+    )
+    expected.backward()
+    assert metrics["clip_low_share"] + metrics["clip_high_share"] > 0
+    torch.testing.assert_close(value, expected, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(logprobs.grad, mine.grad, rtol=2e-6, atol=1e-7)
+    finder.run.correction = None
+
+
 def test_truncated_weights_are_upstreams_tis() -> None:
     data = batch(gap=0.5)
     ours = make({"mode": "truncate", "high": 1.2}, reference_policy_kl_penalty=0.1)

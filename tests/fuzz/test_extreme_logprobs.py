@@ -89,7 +89,13 @@ correctors = st.builds(
     veto=st.none() | st.sampled_from((1e-4, 0.3)),
 )
 losses = st.builds(
-    GRPOConfig,
+    lambda loss_mode, dual_clip, loss_aggregation, **named: GRPOConfig(
+        loss_mode=loss_mode,
+        dual_clip=None if loss_mode == "cispo" else dual_clip,
+        loss_aggregation="sequence" if "gspo" in loss_mode else loss_aggregation,
+        **named,
+    ),
+    loss_mode=st.sampled_from(("ppo", "gspo", "gspo_token", "cispo")),
     clip_low=st.sampled_from((0.1, 0.2, 1.0)),
     clip_high=st.sampled_from((0.2, 5.0)),
     dual_clip=st.none() | st.sampled_from((1.5, 3.0)),
@@ -163,6 +169,8 @@ def loss_of(
     """
     limit = c.log_ratio_clamp
     moved = difference(b.logprobs["current"], b.logprobs["old"], kept)
+    if "gspo" in g.loss_mode:
+        moved = of_level(np.clip(moved, -limit, limit), kept, "geometric")
     for bound in (1 - g.clip_low, 1 + g.clip_high, g.dual_clip):
         if bound:
             no_tie(moved[kept], math.log(bound))
@@ -173,17 +181,22 @@ def loss_of(
     if g.dual_clip is not None:
         bounded = np.minimum(terms, -advantage * g.dual_clip)
         terms = np.where(advantage < 0, bounded, terms)
+    if g.loss_mode == "cispo":
+        current = np.maximum(np.where(kept, b.logprobs["current"], 0.0), -SATURATION)
+        terms = -advantage * clipped * current
     largest = np.abs(np.where(kept, -advantage * ratio, 0.0)).max()
     terms = weights * terms
     x = np.clip(difference(b.logprobs["reference"], b.logprobs["current"], kept), -limit, limit)
-    terms = np.where(kept, terms + g.kl_coefficient * (np.expm1(x) - x), 0.0)
+    k3 = np.where(kept, np.expm1(x) - x, 0.0)
+    terms = np.where(kept, terms + g.kl_coefficient * k3, 0.0)
     if g.loss_aggregation == "token":
         share = np.where(kept, 1 / max(kept.sum(), 1), 0.0)
     else:
         lengths, rows = kept.sum(axis=1, keepdims=True), kept.any(axis=1).sum()
         share = np.where(kept, 1 / np.maximum(lengths * rows, 1), 0.0)
-    largest = max(largest, np.abs(terms).sum())
-    return float((terms * share).sum()), float((np.abs(terms) * share).sum()), float(largest)
+    largest = max(largest, np.abs(terms).sum(), k3.sum())
+    size = np.abs(terms) + g.kl_coefficient * 2.0**-12 * np.abs(x)  # k3 loses digits near 0
+    return float((terms * share).sum()), float((size * share).sum()), float(largest)
 
 
 def tensors(b: Batch) -> dict[str, torch.Tensor]:

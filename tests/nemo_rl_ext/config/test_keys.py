@@ -135,6 +135,10 @@ def test_upstreams_keys_add_to_the_block() -> None:
             "loss.sequence_level_importance_ratios=true",
             {"importance_sampling": {"level": "sequence"}},
         ),
+        (
+            "loss.sequence_level_importance_ratios=true block.importance_sampling.level=token",
+            {"importance_sampling": {"level": "token"}},
+        ),
         ("megatron.pipeline_model_parallel_size=4", {}),
         ("vllm.expert_parallel_size=2", {}),  # every refit brings scales
         ("grpo.val_at_start=true", {}),
