@@ -21,6 +21,7 @@ from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
+from megatron_fp8rl.router_replay import check_router_replay
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
 from megatron_fp8rl.swiglu import Fp8SwigluMLP, can_fuse
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
@@ -443,6 +444,7 @@ def _check_config(config: Any) -> None:
                 f"config.{option}={value!r}: {refused[option]}; switch it off, or set "
                 "recipe.training to false."
             )
+    check_router_replay(config)
 
 
 def _warn_of_ragged_widths(plan: list[Site]) -> None:

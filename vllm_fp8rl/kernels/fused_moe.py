@@ -33,6 +33,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
     backend_to_kernel_cls as plain_backend_to_kernel_cls,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    QuantKey,
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
 )
@@ -136,10 +137,8 @@ def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> Configu
     if moe.moe_backend not in ("auto", *_BACKENDS):
         _refuse(moe.moe_backend)
     kind = one_class(plain_backend_to_kernel_cls(UnquantizedMoeBackend.TRITON))
-    supported, reason = kind.is_supported_config(
-        kind, moe, None, None, mk.FusedMoEActivationFormat.Standard
-    )
-    if not supported:
+    reason = _kernel_reason(kind, moe, None, None)
+    if reason is not None:
         raise UnsupportedError(f"No BF16 kernel takes these experts (triton: {reason}).")
     config = FusedMoEQuantConfig.make()
     kernel = make_unquantized_moe_kernel(
@@ -170,12 +169,20 @@ def _unsupported_reason(
         return "VLLM_MOE_USE_DEEP_GEMM is 0"
     if name == "deep_gemm" and find_nvcc(os.environ) is None:  # vLLM does not check it
         return NO_NVCC
+    return _kernel_reason(kernel, moe, kFp8Static128BlockSym, kFp8Dynamic128Sym)
+
+
+def _kernel_reason(
+    kernel: type[mk.FusedMoEExperts],
+    moe: FusedMoEConfig,
+    weights: QuantKey | None,
+    activations: QuantKey | None,
+) -> str | None:
+    """Return why a kernel does not take these experts, or None."""
+    if issubclass(kernel, mk.FusedMoEExpertsMonolithic):
+        return "it chooses the experts itself, which hides the routes that router replay needs"
     supported, reason = kernel.is_supported_config(
-        kernel,
-        moe,
-        kFp8Static128BlockSym,
-        kFp8Dynamic128Sym,
-        mk.FusedMoEActivationFormat.Standard,
+        kernel, moe, weights, activations, mk.FusedMoEActivationFormat.Standard
     )
     return None if supported else str(reason)
 

@@ -1,0 +1,210 @@
+"""Megatron's router replay in an FP8 model: who gets which tokens, gradients, metrics, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+from fp8rl.errors import UnsupportedError
+from megatron_fp8rl.router_replay import ReplayedRoutes
+from megatron_fp8rl.testing.models import build_gpt
+from support.megatron import LENGTH, convert_alone, losses, moe, tokens
+
+pytestmark = pytest.mark.usefixtures("mcore")
+
+EXPERTS, TOPK, LAYERS = 4, 2, 2
+CONFIG = moe(EXPERTS)
+
+
+@pytest.fixture(autouse=True)
+def no_routers_of_other_tests():
+    RouterReplay.clear_global_router_replay_instances()
+    yield
+    RouterReplay.clear_global_router_replay_instances()
+
+
+def _build(**options: Any) -> Any:
+    return build_gpt(CONFIG, moe_enable_routing_replay=True, **options)
+
+
+def _routes(rows: int = 2 * LENGTH, seed: int = 1) -> list[torch.Tensor]:
+    """Random experts, without repetition, for each MoE layer."""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.rand(rows, EXPERTS, generator=g).argsort(dim=1)[:, :TOPK] for _ in range(LAYERS)]
+
+
+def _replay(routes: list[torch.Tensor]) -> None:
+    RouterReplay.clear_global_indices()
+    RouterReplay.set_replay_data(routes)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+
+def _record(gpt: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    with torch.no_grad():
+        found = losses(gpt, tokens())
+    return found, RouterReplay.get_recorded_data()
+
+
+def _gradients(gpt: Any) -> dict[str, torch.Tensor]:
+    gpt.zero_grad()
+    losses(gpt, tokens()).mean().backward()
+    return {name: p.grad.clone() for name, p in gpt.named_parameters() if p.grad is not None}
+
+
+def test_own_routes_replayed_change_no_bit():
+    gpt = _build()
+    convert_alone(gpt)
+    expected, routes = _record(gpt)
+    RouterReplay.clear_global_router_replay_action()
+    gradients = _gradients(gpt)
+    _replay(routes)
+    assert torch.equal(losses(gpt, tokens()), expected)
+    again = _gradients(gpt)
+    assert gradients.keys() == again.keys()
+    assert all(torch.equal(again[name], g) for name, g in gradients.items())
+
+
+def test_fp8_experts_get_the_tokens_of_the_replayed_routes():
+    gpt = _build()
+    conversion = convert_alone(gpt)
+    rows = {row.name: row for row in conversion.policy.report()}
+    assert rows["model.layers.1.mlp.gate"].reason == "always: router"
+    own, _ = _record(gpt)
+    seen: dict[tuple[int, int], int] = {}
+    handles = []
+    for layer, block in enumerate(gpt.decoder.layers):
+        assert block.mlp.router.weight.dtype == torch.bfloat16
+        for expert, mlp in enumerate(block.mlp.experts.local_experts):
+            assert mlp.linear_fc1 in conversion.modules.values()
+
+            def count(module, args, key=(layer, expert)):
+                seen[key] = len(args[0])
+
+            handles.append(mlp.linear_fc1.register_forward_pre_hook(count))
+    routes = _routes()
+    _replay(routes)
+    replayed = losses(gpt, tokens())
+    for handle in handles:
+        handle.remove()
+    for layer, chosen in enumerate(routes):
+        for expert in range(EXPERTS):
+            assert seen.get((layer, expert), 0) == int((chosen == expert).sum())
+    assert not torch.equal(replayed, own)
+    replayed.mean().backward()
+    for layer, chosen in enumerate(routes):
+        gradient = gpt.decoder.layers[layer].mlp.router.weight.grad
+        assert gradient is not None and gradient.abs().sum() > 0
+        assert chosen.unique().numel() == EXPERTS
+
+
+@pytest.mark.parametrize("dtype", [None, "fp32", "fp64"])
+def test_replayed_experts_are_weighted_by_the_trainers_router(dtype: str | None):
+    """Replay changes which experts run; their weights are a softmax of the trainer's logits."""
+    gpt = _build(moe_router_dtype=dtype)
+    convert_alone(gpt)
+    routes = _routes()
+    _replay(routes)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for block in gpt.decoder.layers:
+        block.mlp.router.register_forward_hook(
+            lambda router, args, output: found.append((args[0], router.weight, *output))
+        )
+    with torch.no_grad():
+        losses(gpt, tokens())
+    assert len(found) == LAYERS
+    precise = torch.float64 if dtype == "fp64" else torch.float32
+    for chosen, (x, weight, probabilities, mapped) in zip(routes, found, strict=True):
+        wanted = torch.zeros_like(mapped).scatter(1, chosen, True)
+        assert torch.equal(mapped, wanted)
+        logits = x.flatten(0, 1).to(precise) @ weight.to(precise).T
+        expected = logits.masked_fill(~wanted, -torch.inf).softmax(-1)
+        tolerance = 1e-2 if dtype is None else 1e-5
+        torch.testing.assert_close(probabilities.to(precise), expected, rtol=0, atol=tolerance)
+
+
+def test_metrics_are_those_of_a_count_by_hand():
+    gpt = _build()
+    convert_alone(gpt)
+    _, own = _record(gpt)
+    routes = [chosen.clone() for chosen in own]
+    routes[0][3] = routes[0][3].flip(0)  # the same experts in another order
+    foreign = torch.tensor([e for e in range(EXPERTS) if e not in own[1][7].tolist()])
+    routes[1][7, 0] = foreign[0]  # one expert of another
+    routes[1][9] = torch.tensor([e for e in range(EXPERTS) if e not in own[1][9].tolist()])
+    counter = ReplayedRoutes(gpt)
+    assert counter.metrics() == {}
+    _replay(routes)
+    with torch.no_grad():
+        losses(gpt, tokens())
+    total = LAYERS * 2 * LENGTH
+    found = counter.metrics()
+    # Later layers follow the routes of earlier ones, and these alone differ: both are in the last.
+    assert found == {
+        "replayed_route_share": 1.0,
+        "replay_changed_route_share": pytest.approx(2 / total),
+        "replay_changed_expert_share": pytest.approx(3 / (total * TOPK)),
+    }
+    assert counter.metrics() == {}, "it starts anew"
+    RouterReplay.clear_global_router_replay_action()
+    with torch.no_grad():
+        losses(gpt, tokens())
+    assert counter.metrics() == {}, "nothing was replayed"
+
+
+def test_missing_routes_and_placeholders_are_not_counted_as_replayed():
+    counter = ReplayedRoutes(_build(), placeholder=range(TOPK))
+    own = torch.tensor([[2, 3]] * 6)
+    replayed = torch.tensor([[2, 3], [3, 2], [1, 0], [0, 1], [-1, -1], [2, 0]])
+    counter.add(replayed, own)
+    assert counter.metrics() == {
+        "replayed_route_share": 4 / 5,
+        "replay_changed_route_share": 2 / 4,
+        "replay_changed_expert_share": 3 / 8,
+    }
+
+
+def test_recomputed_activations_replay_too_and_are_counted_once():
+    """As NeMo RL does it: routes for the forward, and the same ones again for the recomputation."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    plain, again = _build(), _build(**full, recompute_num_layers=1)
+    gradients = []
+    for gpt in (plain, again):
+        RouterReplay.clear_global_router_replay_instances()
+        convert_alone(gpt)
+        counter = ReplayedRoutes(gpt)
+        routers = [block.mlp.router.router_replay for block in gpt.decoder.layers]
+        for router, routes in zip(routers, _routes(), strict=True):
+            router.clear_indices()
+            router.set_target_indices(routes)
+            router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        loss = losses(gpt, tokens()).mean()
+        for router in routers:
+            router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        loss.backward()
+        left = {len(router.replay_backward_list) for router in routers}
+        assert left == ({1} if gpt is plain else {0})
+        gradients.append({n: p.grad for n, p in gpt.named_parameters() if p.grad is not None})
+        assert counter.metrics()["replayed_route_share"] == 1.0
+    assert all(torch.equal(gradients[1][name], g) for name, g in gradients[0].items())
+
+
+def test_routers_that_would_ignore_the_routes_are_refused():
+    for options, match in (
+        ({"moe_router_fusion": True}, "moe_router_fusion=True: the fused kernel chooses"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn': it chooses the experts"),
+    ):
+        gpt = _build()
+        for name, value in options.items():
+            setattr(gpt.config, name, value)
+        with pytest.raises(UnsupportedError, match=match):
+            convert_alone(gpt)
+        with pytest.raises(UnsupportedError, match=match):
+            ReplayedRoutes(gpt)
+        gpt.config.moe_enable_routing_replay = False
+        convert_alone(gpt).close()
+    with pytest.raises(UnsupportedError, match="build it with moe_enable_routing_replay=True"):
+        ReplayedRoutes(build_gpt(CONFIG))
