@@ -7,7 +7,6 @@ them, so replay needs nothing of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,17 +50,17 @@ class ReplayedRoutes:
 
     Args:
         model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
-        placeholder: experts, in order, that stand for no route and are not counted, such as those
-            that NeMo RL gives to padding and to the last token of a sequence.
+        skip_placeholders: do not count tokens whose route is the first experts in their order,
+            0, 1, and so on: NeMo RL gives it to padding and to the last token of each sequence. (A
+            router chooses just these by chance once in a number that grows with top-k: 1e-16 for 8
+            of 128.)
 
     Raises:
         UnsupportedError: the model was built without ``moe_enable_routing_replay``, or its routers
             would ignore replayed routes.
     """
 
-    def __init__(
-        self, model_chunks: ModelChunks, *, placeholder: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, model_chunks: ModelChunks, *, skip_placeholders: bool = False) -> None:
         chunks = unwrap_chunks(model_chunks)
         config = chunks[0].config
         if not config.moe_enable_routing_replay:
@@ -70,7 +69,9 @@ class ReplayedRoutes:
             )
         check_router_replay(config)
         device = next(p.device for chunk in chunks for p in chunk.parameters())
-        self._placeholder = None if placeholder is None else torch.tensor(placeholder).to(device)
+        self._placeholder = None
+        if skip_placeholders:
+            self._placeholder = torch.arange(config.moe_router_topk, device=device)
         self._counts = torch.zeros(5, dtype=torch.int64, device=device)
         """Routes replayed, missing, changed; experts replayed, changed."""
         for chunk in chunks:

@@ -19,6 +19,9 @@ from nemo_rl_ext.config.keys import READERS, Sections, block_path, has_fp8_kv, n
 KV_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER")
 """Attention backends that ``vllm_fp8rl.quantization.kv_cache.check_backend`` knows."""
 
+MOE_BACKENDS = ("auto", "triton", "deep_gemm")
+"""Values of vLLM's ``moe_backend`` that ``vllm_fp8rl.kernels.fused_moe`` serves."""
+
 _CORRECTION = f"{LOSS}.{BLOCK}.importance_sampling"
 
 
@@ -66,6 +69,8 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
         _refuse_rollouts(sections)
     if has_fp8_kv(recipe):
         _refuse_fp8_kv(sections)
+    if sections.at("policy.router_replay").get("enabled"):
+        _refuse_hidden_routers(sections)
     if LOSS in sections.blocks:
         _refuse_split_batches(recipe, sections)
         _refuse_unseen_batches(recipe, sections)
@@ -131,6 +136,22 @@ def _refuse_fp8_kv(sections: Sections) -> None:
             f"'policy.generation.vllm_kwargs.attention_backend' is '{backend}', which is not known "
             f"to read the KV scales of each refit; choose one of {', '.join(KV_BACKENDS)}, or set "
             f"'{VLLM}.{BLOCK}.kv_cache.dtype' to auto."
+        )
+
+
+def _refuse_hidden_routers(sections: Sections) -> None:
+    """Refuse, for router replay, kernels that choose the experts themselves."""
+    backend = sections.at("policy.generation.vllm_kwargs").get("moe_backend")
+    if VLLM in sections.blocks and backend not in (None, *MOE_BACKENDS):
+        raise UnsupportedError(
+            f"'policy.generation.vllm_kwargs.moe_backend' is '{backend}', and 'policy."
+            "router_replay' needs kernels that leave the choice of experts to vLLM's router; choose "
+            f"one of {', '.join(MOE_BACKENDS)}."
+        )
+    if sections.at(f"{MEGATRON}.model_overrides").get("moe_router_fusion"):
+        raise UnsupportedError(
+            f"'{MEGATRON}.model_overrides.moe_router_fusion' is true, and the fused router would "
+            "ignore the routes of 'policy.router_replay'; set it to false."
         )
 
 

@@ -16,6 +16,7 @@ from nemo_rl_ext.names import LOGGER
 
 if TYPE_CHECKING:
     from megatron_fp8rl.observers import QKVObserver
+    from megatron_fp8rl.router_replay import ReplayedRoutes
 
 logger = logging.getLogger(LOGGER)
 
@@ -43,6 +44,7 @@ class Fp8Training:
     model: torch.nn.Module
     get_logprobs: Callable[..., Any]
     _qkv_observer: QKVObserver | None = None
+    _replayed_routes: ReplayedRoutes | None = None
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Upstream's constructor calls this function of its module, and has no way to pass hooks.
@@ -78,7 +80,29 @@ class Fp8Training:
         state = setup(policy, megatron, load_optimizer, **options)
         if sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
+        if replays_routes(policy):
+            from megatron_fp8rl.router_replay import ReplayedRoutes
+
+            self._replayed_routes = ReplayedRoutes(state.model, skip_placeholders=True)
         return state
+
+    def train(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Train as upstream does, and add the metrics of router replay."""
+        return self._with_replay(super().train(*args, **options))  # type: ignore[misc]
+
+    def finish_train_step(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Finish the single controller's step, and add the metrics of router replay."""
+        return self._with_replay(
+            super().finish_train_step(*args, **options)  # type: ignore[misc]
+        )
+
+    def _with_replay(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Add what replay changed since the last step, log-probability forwards included."""
+        if self._replayed_routes is None:
+            return result
+        metrics = self._replayed_routes.metrics()
+        named = {f"fp8rl_{name}": value for name, value in metrics.items()}
+        return {**result, "moe_metrics": {**result.get("moe_metrics", {}), **named}}
 
     def calibrate_qkv_fp8_scales(
         self,
@@ -160,6 +184,11 @@ def sends_kv_scales(policy: Mapping[str, Any]) -> bool:
     """Whether this trainer's rollouts have an FP8 KV cache of fp8rl."""
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     return "fp8rl" in vllm and str(vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
+
+
+def replays_routes(policy: Mapping[str, Any]) -> bool:
+    """Whether this policy's router replay (R3) is on."""
+    return bool((policy.get("router_replay") or {}).get("enabled"))
 
 
 def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:

@@ -156,7 +156,7 @@ def test_metrics_are_those_of_a_count_by_hand():
 
 
 def test_missing_routes_and_placeholders_are_not_counted_as_replayed():
-    counter = ReplayedRoutes(_build(), placeholder=range(TOPK))
+    counter = ReplayedRoutes(_build(), skip_placeholders=True)
     own = torch.tensor([[2, 3]] * 6)
     replayed = torch.tensor([[2, 3], [3, 2], [1, 0], [0, 1], [-1, -1], [2, 0]])
     counter.add(replayed, own)

@@ -142,6 +142,8 @@ def test_upstreams_keys_add_to_the_block() -> None:
         ("megatron.pipeline_model_parallel_size=4", {}),
         ("vllm.expert_parallel_size=2", {}),  # every refit brings scales
         ("grpo.val_at_start=true", {}),
+        ("policy.router_replay.enabled=true generation.vllm_kwargs.moe_backend=triton", {}),
+        ("policy.router_replay.enabled=false megatron.model_overrides.moe_router_fusion=true", {}),
         ("vllm.expert_parallel_size=2 loss.fp8rl_guard.fallback=stop", {}),
     ],
 )
@@ -231,6 +233,10 @@ generation.vllm_kwargs.kv_cache_dtype=fp8_e5m2
     'policy.generation.vllm_kwargs.kv_cache_dtype' is 'fp8_e5m2'
 generation.vllm_kwargs.attention_backend=FLASHMLA
     'policy.generation.vllm_kwargs.attention_backend' is 'FLASHMLA'
+policy.router_replay.enabled=true generation.vllm_kwargs.moe_backend=flashinfer_trtllm
+    'policy.generation.vllm_kwargs.moe_backend' is 'flashinfer_trtllm', and 'policy.router_replay'
+policy.router_replay.enabled=true megatron.model_overrides.moe_router_fusion=true
+    'policy.megatron_cfg.model_overrides.moe_router_fusion' is true
 block.importance_sampling.rejection.high=2 loss.force_on_policy_ratio=true
     'loss_fn.fp8rl.importance_sampling.rejection' needs the trainer's logprobs
 loss.force_on_policy_ratio=true loss.fp8rl_guard={}
