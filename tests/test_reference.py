@@ -30,6 +30,8 @@ def test_every_metric_has_a_meaning(tool):
     driver = (ROOT / "nemo_rl_ext" / "driver" / "batch_correction.py").read_text(encoding="utf-8")
     for name in tool.DRIVER:
         assert f'"{name}"' in driver
+    replay = (ROOT / "megatron_fp8rl" / "router_replay.py").read_text(encoding="utf-8")
+    assert set(re.findall(r'"(\w+_share)":', replay)) == set(tool.REPLAY)
 
 
 def test_every_environment_variable_has_a_meaning(tool):

@@ -60,6 +60,14 @@ LOSS = {
     "advantage_mean": "mean advantage",
     "kl_reference": "k3 estimate of KL(current, reference), with reference logprobs",
 }
+REPLAY = {
+    "replayed_route_share": "share of the routes that came from the rollout; a route is the set of "
+    "experts of one token in one layer",
+    "replay_changed_route_share": "share of the replayed routes where the trainer's own top-k is "
+    "another set of experts",
+    "replay_changed_expert_share": "share of the replayed experts that are not in the trainer's "
+    "own top-k",
+}
 DRIVER = {
     "guard_level": "level of the mismatch guard: 0 normal, 1 tight, 2 skip, 3 bf16",
     "guard_bf16_rollouts": "1 while rollouts run in BF16",
@@ -121,6 +129,12 @@ def reference() -> str:
             "### Mismatch guard of NeMo RL's driver",
             "",
             *_metrics(DRIVER),
+            "",
+            "### Router replay (`megatron_fp8rl.router_replay`)",
+            "",
+            "NeMo RL logs them with the prefix `moe/fp8rl_`.",
+            "",
+            *_metrics(REPLAY),
             "",
             "### Loss (`nemo_rl_ext.GRPOLoss`)",
             "",

@@ -145,8 +145,8 @@ def _refuse_hidden_routers(sections: Sections) -> None:
     if VLLM in sections.blocks and backend not in (None, *MOE_BACKENDS):
         raise UnsupportedError(
             f"'policy.generation.vllm_kwargs.moe_backend' is '{backend}', and 'policy."
-            "router_replay' needs kernels that leave the choice of experts to vLLM's router; choose "
-            f"one of {', '.join(MOE_BACKENDS)}."
+            "router_replay' needs kernels that leave the choice of experts to vLLM's router; "
+            f"choose one of {', '.join(MOE_BACKENDS)}."
         )
     if sections.at(f"{MEGATRON}.model_overrides").get("moe_router_fusion"):
         raise UnsupportedError(

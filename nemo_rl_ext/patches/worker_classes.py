@@ -91,6 +91,7 @@ UPSTREAM = (
         "self, *, data, micro_batch_size=..., percentile=..., margin=..., include_q=...",
         replaced=True,
     ),
+    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train", "self, data, loss_fn"),
 )
 
 

@@ -19,6 +19,7 @@ from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fp8rl import PluginManager, Recipe
@@ -29,6 +30,7 @@ from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, te_classes, weight_codes_hf
 from megatron_fp8rl.export import export_hf
+from megatron_fp8rl.router_replay import ReplayedRoutes
 from megatron_fp8rl.specs import layer_spec
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -255,6 +257,42 @@ def test_experts_without_grouped_kernels_are_refused_with_the_remedy():
     with pytest.raises(UnsupportedError, match=r"experts.*has no grouped products.*Install Deep"):
         convert(gpt, Recipe(), plugins=PluginManager(), gemm_backend="triton")
     assert [type(module) for module in gpt.modules()] == classes
+
+
+def test_grouped_experts_get_the_tokens_of_replayed_routes():
+    """Own routes change no bit; foreign ones give each expert the tokens that they say."""
+    experts, topk = 4, 2
+    RouterReplay.clear_global_router_replay_instances()
+    gpt = _gpt(experts, moe_enable_routing_replay=True)
+    _convert(gpt)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    own = _loss(gpt)
+    recorded = RouterReplay.get_recorded_data()
+    RouterReplay.set_replay_data(recorded)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    counter = ReplayedRoutes(gpt)
+    assert torch.equal(_loss(gpt), own)
+    assert counter.metrics()["replay_changed_expert_share"] == 0.0
+    foreign = [(chosen + 1) % experts for chosen in recorded]
+    RouterReplay.set_replay_data(foreign)
+    splits: list[Any] = []
+    handles = [
+        layer.mlp.experts.linear_fc1.register_forward_pre_hook(
+            lambda module, args: splits.append(args[1])
+        )
+        for layer in gpt.decoder.layers
+    ]
+    loss = _loss(gpt)
+    for handle in handles:
+        handle.remove()
+    for chosen, given in zip(foreign, splits, strict=True):
+        assert [int(n) for n in given] == [int((chosen == e).sum()) for e in range(experts)]
+        assert sum(map(int, given)) == BATCH * LENGTH * topk
+    assert loss != own
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in gpt.parameters() if p.grad is not None)
+    RouterReplay.clear_global_router_replay_action()
+    RouterReplay.clear_global_router_replay_instances()
 
 
 def test_a_loss_falls_as_with_transformer_engine():

@@ -34,6 +34,7 @@ from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from fp8rl.numerics import dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
 from support.gpu_engine import (
+    PROMPTS,
     SHAPE,
     GpuEngine,
     expected_logprobs,
@@ -207,6 +208,15 @@ def test_kernels_equal_float64_on_the_same_operands(delegated, experts, backend,
     assert other.median() > 2.5e-2
 
 
+@pytest.mark.parametrize("backend", ["triton", "deep_gemm"])
+def test_no_kernel_hides_the_router(delegated, experts: Experts, backend: str) -> None:
+    """A monolithic kernel takes logits and chooses the experts itself: nothing to replay."""
+    _, kernel = delegated.delegate_experts(experts.layer, moe_config(backend), RECIPE)
+    _, plain = delegated.delegate_plain_experts(experts.layer, moe_config("auto"))
+    assert not kernel.is_monolithic
+    assert not plain.is_monolithic
+
+
 def test_plain_kernel_equals_float64(delegated, experts: Experts) -> None:
     layer = SimpleNamespace(
         w13_weight=torch.stack(
@@ -309,6 +319,47 @@ def test_broken_streams_close_the_engine_until_the_next_refit(
         engine.greedy()
     give(engine, checkpoints["a"])
     assert engine.greedy() == tokens
+
+
+def test_routes_come_out_of_captured_graphs_and_follow_each_refit(
+    checkpoints: dict[str, Path],
+) -> None:
+    """Decode steps in graphs give the routes of the same tokens as one prompt, but for ties."""
+    from vllm import SamplingParams
+
+    engine = start_engine(checkpoints["a"], RECIPE, enable_return_routed_experts=True)
+
+    def routes(prompts: list[list[int]], tokens: int) -> list[tuple[list[int], torch.Tensor]]:
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found = []
+        for output in engine.llm.generate(inputs, sampling, use_tqdm=False):
+            whole = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            given = torch.from_numpy(output.outputs[0].routed_experts).long()
+            assert given.shape == (len(whole) - 1, 2, 2)
+            found.append((whole, given.sort(dim=-1).values))
+        return found
+
+    said = []
+    try:
+        for name in ("a", "b", "a"):
+            give(engine, checkpoints[name])
+            decoded = routes([prompt[:4] for prompt in PROMPTS[:16]], 24)
+            engine.llm.reset_prefix_cache()
+            again = routes([whole[:-1] for whole, _ in decoded], 1)
+            first = torch.cat([given for _, given in decoded])
+            second = torch.cat([given for _, given in again])
+            assert (first[..., 0] < first[..., 1]).all() and first.max() < EXPERTS
+            share = (first == second).all(dim=-1).float().mean().item()
+            log.info("%s: %.4f of the routes are those of a prompt", name, share)
+            assert share > 0.9
+            said.append(first)
+    finally:
+        engine.llm.llm_engine.engine_core.shutdown()
+    assert torch.equal(said[0], said[2])
+    assert (said[0] == said[1]).all(dim=-1).float().mean() < 0.5
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="expert parallel needs two GPUs")

@@ -13,7 +13,8 @@ class RouteRecorder:
 
     vLLM returns them with ``enable_return_routed_experts``, but from 0.31 on only by a model runner
     that needs Triton. This takes the place of its own capturer and is bound by its own function, so
-    it sees what vLLM would return. The engine must be eager, and run one request at a time.
+    it sees what vLLM would return. The engine must be eager. Tokens have no names here: run one
+    request at a time, or requests of one length that start together.
 
     Args:
         model: the engine's model.
