@@ -4,10 +4,10 @@
 
 For each seed a Qwen3-MoE is trained on arithmetic (the demo's problems, one after the other) and
 saved in BF16. Each variant is a recipe: an in-process vLLM engine with it samples with temperature
-1, and its routers are recorded; then Megatron-Core with the same recipe
-gives logprobs of the same tokens, once with its own routes and once with the replayed ones. Both
-engines compute in BF16, with attention and products as on any CPU. ``token_mult_prob_error`` is
-NeMo RL's metric, 1 is perfect; ``kl_k3`` estimates KL(rollout, trainer).
+1, and its routers are recorded; then Megatron-Core with the same recipe gives logprobs of the same
+tokens, once with its own routes and once with the replayed ones. Both engines compute in BF16.
+``token_mult_prob_error`` is NeMo RL's metric, 1 is perfect; ``kl_k3`` estimates KL(rollout,
+trainer).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def text(seed: int, rows: int, length: int) -> torch.Tensor:
 
 
 def train(folder: Path, seed: int, steps: int) -> float:
-    """Train in float32 and save in BF16; the last loss."""
+    """Train in float32, save in BF16 and return the last loss."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -102,7 +102,7 @@ def train(folder: Path, seed: int, steps: int) -> float:
 
 
 def roll_out(variant: str, seed: int, model: Path, out: Path) -> None:
-    """Sample with one engine; tokens, logprobs and routes to ``out``."""
+    """Sample with one engine and write tokens, logprobs and routes to ``out``."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     from vllm import LLM, SamplingParams
 

@@ -132,7 +132,7 @@ def reference() -> str:
             "",
             "### Router replay (`megatron_fp8rl.router_replay`)",
             "",
-            "NeMo RL logs them with the prefix `moe/fp8rl_`.",
+            "NeMo RL logs them with the prefix `moe/fp8rl/`.",
             "",
             *_metrics(REPLAY),
             "",

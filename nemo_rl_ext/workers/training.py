@@ -101,7 +101,7 @@ class Fp8Training:
         if self._replayed_routes is None:
             return result
         metrics = self._replayed_routes.metrics()
-        named = {f"fp8rl_{name}": value for name, value in metrics.items()}
+        named = {f"fp8rl/{name}": value for name, value in metrics.items()}
         return {**result, "moe_metrics": {**result.get("moe_metrics", {}), **named}}
 
     def calibrate_qkv_fp8_scales(

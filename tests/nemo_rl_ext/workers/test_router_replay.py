@@ -71,12 +71,12 @@ def test_a_step_reports_what_was_replayed() -> None:
     metrics = worker.train(tokens())["moe_metrics"]
     assert metrics.keys() == {
         "load_balancing_loss",
-        "fp8rl_replayed_route_share",
-        "fp8rl_replay_changed_route_share",
-        "fp8rl_replay_changed_expert_share",
+        "fp8rl/replayed_route_share",
+        "fp8rl/replay_changed_route_share",
+        "fp8rl/replay_changed_expert_share",
     }
-    assert metrics["fp8rl_replayed_route_share"] == 1.0
-    assert 0 < metrics["fp8rl_replay_changed_expert_share"] < 1
+    assert metrics["fp8rl/replayed_route_share"] == 1.0
+    assert 0 < metrics["fp8rl/replay_changed_expert_share"] < 1
     assert worker.finish_train_step() == {"loss": 1.0, "moe_metrics": {}}, "told once"
 
 
