@@ -453,6 +453,19 @@ def test_measured_tables_are_the_measurements():
     for row in refits["rows"]:
         extra = f"{row['extra_bytes_peak'] / 2**20:.1f} MiB | {row['extra_in_layers']:.2f}"
         assert f"| {row['seconds_median']:.2f} (" in text and extra in text
+    text = (pages / "mismatch.md").read_text(encoding="utf-8")
+    seeds = json.loads((results / "router_replay_cpu.json").read_text())["seeds"].values()
+    for variant in ("bf16", "fp8", "fp8-kv"):
+        found = [seed[variant] for seed in seeds]
+
+        def mean(routes, metric, found=found):
+            return sum(one[routes][metric] for one in found) / len(found)
+
+        changed = mean("routes", "replay_changed_route_share")
+        errors = [f"{mean(r, 'token_mult_prob_error'):.4f}" for r in ("own", "replayed")]
+        less = [1 - one["replayed"]["kl_k3"] / one["own"]["kl_k3"] for one in found]
+        assert f"| {changed:.1%} | {' | '.join(errors)} |" in text
+        assert f"| {', '.join(f'{share:.0%}' for share in less)} |" in text
 
 
 def test_names_of_ours_in_the_documents_are_in_the_code():
