@@ -168,16 +168,25 @@ def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
 
 
 def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[object] = []
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from vllm_fp8rl.attention.cpu import Fp8RLCpuBackend
+
+    registered: list[str] = []
+    probed: list[object] = []
     registry = "vllm.v1.attention.backends.registry.register_backend"
     monkeypatch.setattr(registry, lambda name, backend: registered.append(backend))
     monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0")
-    vllm_fp8rl.register()
-    assert registered == ["vllm_fp8rl.attention.cpu.Fp8RLCpuBackend"]
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_fp8rl.patches.probes.Probe.lacks", probed.append)
+        vllm_fp8rl.register()
+    assert not probed  # this process may have no engine
+    (path,) = registered
+    assert resolve_obj_by_qualname(path) is Fp8RLCpuBackend
     monkeypatch.delattr("vllm._custom_ops.cpu_attn_reshape_and_cache")
     monkeypatch.delattr("vllm.v1.engine.core.EngineCore.collective_rpc")
-    vllm_fp8rl.register()
-    assert len(registered) == 1  # vLLM's own backend stays
+    assert resolve_obj_by_qualname(path) is CPUAttentionBackend
     assert any("EngineCore.collective_rpc', which this" in text for text in failures({"worker"}))
     monkeypatch.delattr("vllm.v1.engine.async_llm.AsyncLLM.encode")
     (problem,) = failures({"client"})
