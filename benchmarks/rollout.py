@@ -162,17 +162,17 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
 
 def time_probes() -> list[float]:
     """Return a list that takes the seconds of each run of fp8rl's probes while an engine starts."""
-    from vllm_fp8rl.quantization import config
+    from vllm_fp8rl.patches import probes
 
     seconds: list[float] = []
-    require = config.require
+    require = probes.require
 
     def timed(features: Any) -> None:
         began = time.perf_counter()
         require(features)
         seconds.append(time.perf_counter() - began)
 
-    config.require = timed
+    probes.require = timed
     return seconds
 
 

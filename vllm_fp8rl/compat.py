@@ -187,13 +187,6 @@ def known_options(function: Callable[..., Any], **options: Any) -> dict[str, Any
     return {name: value for name, value in options.items() if name in known}
 
 
-def warms_up_providers() -> bool:
-    """Return whether vLLM warms DeepGEMM up for layers that name a provider (from 0.30 on)."""
-    from vllm.model_executor.kernels.linear import DeepGemmFp8BlockScaledMMKernel
-
-    return hasattr(DeepGemmFp8BlockScaledMMKernel, "get_deep_gemm_warmup_weights")
-
-
 class _ExpectedDtypes(logging.Filter):
     """Drop 0.32's warning that a BF16 tensor is loaded into an FP8 parameter."""
 

