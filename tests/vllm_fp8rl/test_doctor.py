@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import Diagnosis
 from fp8rl.numerics import FP8_DTYPE
+from fp8rl.sizes import Sizes
 from support.engine import Engine
 from vllm_fp8rl import compat, doctor, hooks
 from vllm_fp8rl.quantization.models import module_names
-from vllm_fp8rl.quantization.sizes import Sizes
 
 SHAPE = {
     "vocab_size": 1024,
