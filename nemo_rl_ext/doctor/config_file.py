@@ -66,13 +66,16 @@ def _with_parents(file: Path, children: tuple[Path, ...]) -> Any:
     if file.resolve() in children:
         raise RecipeError(f"'{file}' is a parent of itself; correct its 'defaults'.")
     config = OmegaConf.create(_read(file, children))
-    parents = config.pop("defaults", None)
-    if parents is None:
-        return config
+    parents = config.pop("defaults", None) or []
     if OmegaConf.is_config(parents):
         parents = OmegaConf.to_container(parents, resolve=True)
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list):
+        raise RecipeError(
+            f"'defaults' of '{file}' is {parents!r}; write the path of a YAML, or a list of them."
+        )
     base = OmegaConf.create({})
-    for parent in [parents] if isinstance(parents, str) else parents:
+    for parent in parents:
         path = file.parent / str(parent)
         base = _merge(base, _with_parents(path, (*children, file.resolve())))
     return _merge(base, config)
@@ -90,7 +93,8 @@ def _merge(base: Any, config: Any) -> Any:
     return OmegaConf.merge(base, config)
 
 
-def _read(file: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+def _read(file: Path, children: tuple[Path, ...]) -> str:
+    """Read the text of a YAML mapping, which OmegaConf parses once more by its own rules."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -106,4 +110,4 @@ def _read(file: Path, children: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(
             f"'{file}' holds a {type(data).__name__}, not a mapping of config keys; correct it."
         )
-    return data
+    return text

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import ConfigRequest, Diagnosis, Section
-from fp8rl.errors import Fp8RLError, OptionError, UnsupportedError
+from fp8rl.errors import Fp8RLError, OptionError, RecipeError, UnsupportedError
 from fp8rl.families import config_module_names, unsupported_reason
 from fp8rl.model_folder import folder_config
-from fp8rl.pinning import PinRow
 from fp8rl.precision_report import precision_section
 from nemo_rl_ext.config.drivers import (
     BLOCK,
@@ -38,7 +38,17 @@ from nemo_rl_ext.doctor.installation import (
 )
 from nemo_rl_ext.patches.upstream import KNOWN
 
-_BF16 = Recipe.from_dict({"rollout": False, "training": False, "kv_cache": {"dtype": "auto"}})
+_MAPPINGS = (
+    VLLM,
+    "policy.generation.vllm_kwargs",
+    "policy.generation.colocated.resources",
+    f"{MEGATRON}.fp8_cfg",
+    f"{MEGATRON}.optimizer",
+    LOSS,
+    "grpo.async_grpo",
+    "cluster",
+)
+"""Sections that are looked into here and in :mod:`nemo_rl_ext.config`."""
 
 
 def diagnose() -> Diagnosis:
@@ -47,7 +57,7 @@ def diagnose() -> Diagnosis:
     if package is None:
         problem = (
             "NeMo RL is not installed here; run this in the environment of its driver, or give "
-            "--config and --source with a checkout."
+            "--source with a checkout, and --config."
         )
         return Diagnosis(None, (KNOWN,), problems=(problem,))
     patches = compare_patches(package)
@@ -72,7 +82,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
     Raises:
         OptionError: the config, the checkout or the model's folder cannot be read, or the recipe
             has no place in the config.
-        RecipeError: the config is no YAML, or cannot be resolved.
+        RecipeError: the config is no YAML, cannot be resolved, or has a value for a section.
         UnsupportedError: there is no NeMo RL, or the config is for no driver of it.
         ModelError: the model's ``config.json`` has impossible numbers.
     """
@@ -85,6 +95,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
             f"'{request.file}' is a config of no driver that fp8rl knows: it has none of the "
             f"sections {known}; give the config of a run."
         )
+    _check_sections(config)
     given = [path for path, _, _, value in find(config) if value is not None]
     block = _block_for(config, driver, given, request)
     if block is not None:
@@ -102,17 +113,16 @@ def examine(request: ConfigRequest) -> Diagnosis:
     found: list[Section] = []
     try:
         keys = read(config, driver)
-        recipe = keys.recipe if keys is not None else _BF16
         if keys is not None:
             notes += keys.notes
-            notes += check_pins(recipe, keys.places[0], sections.policy, model)
+            notes += check_pins(keys.recipe, keys.places[0], sections.policy, model)
     except Fp8RLError as error:
         problems.append(str(error))
     else:
-        facts |= _decisions(recipe, keys, sections)
-        if keys is not None and keys.taken:
-            found.append(_upstream_keys(keys, sections))
-        found += _modules_and_memory(recipe, sections, model, request.gpu_memory, problems)
+        if keys is not None:
+            facts |= _decisions(keys, sections)
+            found += _upstream_keys(keys, sections)
+            found += _modules(keys.recipe, sections, model, request.gpu_memory, problems)
     found.append(_patch_section(patches))
     if notes:
         found.append(Section("notes", ("",), tuple((note,) for note in notes)))
@@ -121,12 +131,30 @@ def examine(request: ConfigRequest) -> Diagnosis:
     )
 
 
+def _check_sections(config: Mapping[str, Any]) -> None:
+    """Refuse a value in the place of a section, as NeMo RL's own check of its config does."""
+    for path in _MAPPINGS:
+        found: Any = config
+        parts = path.split(".")
+        for number, part in enumerate(parts, 1):
+            found = found.get(part) or {}
+            if not isinstance(found, Mapping):
+                raise RecipeError(
+                    f"'{'.'.join(parts[:number])}' is {_yaml(found)}, not a section with keys; "
+                    "correct the config."
+                )
+
+
 def _block_for(
     config: Mapping[str, Any], driver: Driver, given: list[str], request: ConfigRequest
 ) -> dict[str, Any] | None:
     """Return the block to look at where the config has none: --recipe, or what upstream's keys say.
 
-    None where the config has a block, or where nothing asks for FP8.
+    Returns:
+        None where the config has a block, or where no key asks for FP8.
+
+    Raises:
+        OptionError: --recipe would not be read.
     """
     if request.recipe is not None:
         if given:
@@ -186,35 +214,37 @@ def _keys_told(given: list[str], block: Mapping[str, Any] | None, sections: Sect
     if given:
         return ", ".join(given)
     if block is None:
-        return "none, and nothing runs in FP8"
+        return "none, so fp8rl does nothing in this run"
     places = ", ".join(map(block_path, sections.blocks))
     return (
-        f"none, so NeMo RL runs without fp8rl; what follows is for the block {json.dumps(block)} "
-        f"at {places}"
+        f"none, so fp8rl does nothing in this run; what follows is for {json.dumps(block)} as "
+        f"{places}"
     )
 
 
-def _decisions(recipe: Recipe, keys: Keys | None, sections: Sections) -> dict[str, str]:
+def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
     """Say in a line each what runs in FP8 and how the loss is corrected."""
+    recipe, guard = keys.recipe, keys.guard
     gpus = memory.gpus_of(sections)
-    megatron = sections.megatron.get("enabled")
     facts = {}
     if sections.generation:
         linears = "FP8 linear layers" if recipe.rollout else "BF16 linear layers"
         cache = "FP8" if has_fp8_kv(recipe) else "BF16"
-        facts["rollout"] = f"{linears}, {cache} KV cache; {_count(gpus.rollout)}"
+        backend = sections.generation.get("backend", "vllm")
+        facts["rollout"] = f"{linears}, {cache} KV cache; {backend} on {_count(gpus.rollout)}"
+    if has_fp8_kv(recipe) and sections.sends_kv_scales:
+        facts["KV scales"] = "from the trainer's own forwards, with every refit"
     linears = "FP8 linear layers" if recipe.training else "BF16"
-    trainer = "Megatron" if megatron else "DTensor"
-    shared = " that vLLM uses in turn" if gpus.shared and sections.generation else ""
-    facts["training"] = f"{linears}; {trainer} on {_count(gpus.training)}{shared}"
+    trainer = "Megatron" if sections.megatron.get("enabled") else "DTensor"
+    same = "the same " if gpus.shared and sections.generation else ""
+    turns = ", in turn" if same else ""
+    facts["training"] = f"{linears}; {trainer} on {same}{_count(gpus.training)}{turns}"
     if LOSS in sections.blocks:
-        correction = recipe.importance_sampling
-        low = "" if correction.low is None else f"{correction.low:g} to "
-        bounds = "" if correction.mode == "off" else f" {low}{correction.high:g}"
-        facts["correction"] = f"{correction.level} level, {correction.mode}{bounds}"
-    if keys is not None and LOSS in sections.driver.serves:
-        guard = keys.guard
-        facts["mismatch guard"] = "off" if guard is None else f"on, fallback: {guard.fallback}"
+        given = recipe.importance_sampling
+        low = "" if given.low is None else f", low {given.low:g}"
+        bounds = "" if given.mode == "off" else f"{low}, high {given.high:g}"
+        facts["importance sampling"] = f"level {given.level}, mode {given.mode}{bounds}"
+        facts["mismatch guard"] = "off" if guard is None else f"on, fallback {guard.fallback}"
     return facts
 
 
@@ -222,7 +252,8 @@ def _count(gpus: int) -> str:
     return f"{gpus} GPU{'' if gpus == 1 else 's'}"
 
 
-def _upstream_keys(keys: Keys, sections: Sections) -> Section:
+def _upstream_keys(keys: Keys, sections: Sections) -> list[Section]:
+    """Table of the keys that the recipe has taken over; no table where there are none."""
     rows = []
     for path, ours in dict.fromkeys(keys.taken):
         parent, _, key = path.rpartition(".")
@@ -231,9 +262,8 @@ def _upstream_keys(keys: Keys, sections: Sections) -> Section:
             value = value[part]
         became = f"{ours} takes its place" if isinstance(value, dict) else f"{ours}: {_yaml(value)}"
         rows.append((path, _yaml(sections.at(parent).get(key)), became))
-    return Section(
-        "NeMo RL's keys in the recipe", ("key", "value", "becomes in the recipe"), tuple(rows)
-    )
+    columns = ("key", "value", "becomes in the recipe")
+    return [Section("NeMo RL's keys in the recipe", columns, tuple(rows))] if rows else []
 
 
 def _yaml(value: Any) -> str:
@@ -241,7 +271,7 @@ def _yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _modules_and_memory(
+def _modules(
     recipe: Recipe,
     sections: Sections,
     model: Mapping[str, Any],
@@ -249,21 +279,20 @@ def _modules_and_memory(
     problems: list[str],
 ) -> list[Section]:
     """Tables of the model's modules and of a GPU's memory, as far as the model is known."""
+    in_fp8 = [name for name in ("rollout", "training") if getattr(recipe, name)]
     try:
         names = config_module_names(model)
     except KeyError:
         names = None
     if names is None or unsupported_reason(model, rollout=True, training=True) is not None:
-        return [_pins(recipe)] if recipe.rollout or recipe.training else []
+        return [_pins(recipe)] if in_fp8 else []
     rows = PluginManager().pin_policy(recipe.pins, names).report()
     found = []
-    if recipe.rollout or recipe.training:
-        where = "rollout and training"
-        if not (recipe.rollout and recipe.training):
-            where = "rollout" if recipe.rollout else "training"
-        found.append(precision_section(rows, f"precision of each module in {where}"))
+    if in_fp8:
+        title = f"precision of each module in {' and '.join(in_fp8)}"
+        found.append(precision_section(rows, title))
     if sections.generation.get("backend", "vllm") == "vllm" and sections.vllm:
-        served = rows if recipe.rollout else [_in_bf16(row) for row in rows]
+        served = rows if recipe.rollout else [replace(row, precision="bf16") for row in rows]
         rollout = memory.rollout_memory(sections, model, served, has_fp8_kv(recipe))
         if rollout.split_problem is not None:
             problems.append(f"'{VLLM}.tensor_parallel_size': {rollout.split_problem}")
@@ -275,10 +304,6 @@ def _modules_and_memory(
         if training is not None:
             found.append(memory.training_section(sections, training, recipe.training))
     return found
-
-
-def _in_bf16(row: PinRow) -> PinRow:
-    return PinRow(row.name, row.layer, row.kind, "bf16", row.reason)
 
 
 def _pins(recipe: Recipe) -> Section:

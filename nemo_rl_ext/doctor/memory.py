@@ -113,9 +113,8 @@ def rollout_section(
         cache, why = None, ""
     if cache is None:
         rows.append(("tokens in a GiB of cache", f"{GIB // need.kv_per_token:,}"))
-        rows.append(
-            ("room for the cache", f"{share:.0%} of a GPU less the weights; see --gpu-memory")
-        )
+        room = f"{share:.0%} of a GPU less the weights; --gpu-memory gives the number"
+        rows.append(("room for the cache", room))
     else:
         rows.append(("room for the cache", f"{gib(int(cache))} ({why})"))
         rows.append(("tokens that fit", f"{int(cache) // need.kv_per_token:,}"))

@@ -116,7 +116,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             assert config is not None  # the line above has checked it
             loaded = _load_recipe(recipe, plugins) if recipe is not None else None
             request = ConfigRequest(config, source, model, loaded, gpu_memory)
-            found = _examine_config(adapters, engine, request)
+            found = _examine_config(plugins.engine_adapters(), engine, request)
             console.print(_engine_table(str(engine), found))
             for section in found.sections:
                 console.print(_section_table(section))
