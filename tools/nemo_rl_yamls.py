@@ -102,8 +102,8 @@ def diagnoses(source: Path) -> Iterator[tuple[str, str, Diagnosis]]:
             model = next(model for model in MODELS if model in name)
             Path(folder, "config.json").write_text(json.dumps(MODELS[model]), encoding="utf-8")
             found = examine(ConfigRequest(file, source, Path(folder)))
-            path = file.relative_to(source / "examples" / "configs")
-            yield str(path), name, found
+            path = str(file.relative_to(source / "examples" / "configs"))
+            yield path.removeprefix("recipes/"), name, found
 
 
 def table(source: Path) -> str:

@@ -65,7 +65,7 @@ def _with_parents(file: Path, children: tuple[Path, ...]) -> Any:
 
     if file.resolve() in children:
         raise RecipeError(f"'{file}' is a parent of itself; correct its 'defaults'.")
-    config = OmegaConf.create(_read(file, children))
+    config: Any = OmegaConf.create(_read(file, children))
     parents = config.pop("defaults", None) or []
     if OmegaConf.is_config(parents):
         parents = OmegaConf.to_container(parents, resolve=True)
