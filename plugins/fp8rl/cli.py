@@ -111,9 +111,8 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         console = Console()
         problems = [str(error) for error in plugins.broken.values()]
         adapters = _chosen(plugins.engine_adapters(), engine)
-        if config is not None or source is not None or gpu_memory is not None:
-            _refuse_beside_config(config, layers, tp)
-            assert config is not None  # the line above has checked it
+        _check_config_options(config, source, gpu_memory, layers, tp)
+        if config is not None:
             loaded = _load_recipe(recipe, plugins) if recipe is not None else None
             request = ConfigRequest(config, source, model, loaded, gpu_memory)
             found = _examine_config(plugins.engine_adapters(), engine, request)
@@ -222,14 +221,20 @@ def _require_examiner(
         )
 
 
-def _refuse_beside_config(config: Path | None, layers: int | None, tp: int | None) -> None:
-    """Raise OptionError for options that make no sense with or without a config."""
-    if config is None:
+def _check_config_options(
+    config: Path | None,
+    source: Path | None,
+    gpu_memory: float | None,
+    layers: int | None,
+    tp: int | None,
+) -> None:
+    """Raise OptionError for an option that needs --config, or that does not go with it."""
+    if config is None and (source is not None or gpu_memory is not None):
         raise OptionError(
             "--source and --gpu-memory belong to --config; give it as well, e.g. 'fp8rl doctor "
             "nemo-rl --config X.yaml', or leave them out."
         )
-    if layers is not None or tp is not None:
+    if config is not None and (layers is not None or tp is not None):
         raise OptionError(
             "--layers and --tp do not go with --config, which has the parallel sizes and names the "
             "model; leave them out, and give --model where the model is not on this machine."
