@@ -115,7 +115,13 @@ def examine(request: ConfigRequest) -> Diagnosis:
         keys = read(config, driver)
         if keys is not None:
             notes += keys.notes
+        if keys is not None and model:
             notes += check_pins(keys.recipe, keys.places[0], sections.policy, model)
+        elif keys is not None:
+            notes.append(
+                "whether the model is served and the pins fit it was not looked at, because its "
+                "config.json is not here; the driver looks."
+            )
     except Fp8RLError as error:
         problems.append(str(error))
     else:
@@ -243,7 +249,11 @@ def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
         given = recipe.importance_sampling
         low = "" if given.low is None else f", low {given.low:g}"
         bounds = "" if given.mode == "off" else f"{low}, high {given.high:g}"
-        facts["importance sampling"] = f"level {given.level}, mode {given.mode}{bounds}"
+        rejection = "" if given.rejection is None else f"; rejection, level {given.rejection.level}"
+        veto = "" if given.token_veto is None else f"; token veto {given.token_veto:g}"
+        facts["importance sampling"] = (
+            f"level {given.level}, mode {given.mode}{bounds}{rejection}{veto}"
+        )
         facts["mismatch guard"] = "off" if guard is None else f"on, fallback {guard.fallback}"
     return facts
 

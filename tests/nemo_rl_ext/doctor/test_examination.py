@@ -98,7 +98,9 @@ def titles(diagnosis: Diagnosis) -> list[str]:
 
 
 def test_a_config_with_the_block(look: Any, source: Path) -> None:
-    found = look(config({"pins": {"first": 2}}, loss_fn__fp8rl_guard={"fallback": "stop"}))
+    drops = {"rejection": {"low": 0.9, "high": 1.1}, "token_veto": 1e-4}
+    block = {"pins": {"first": 2}, "importance_sampling": drops}
+    found = look(config(block, loss_fn__fp8rl_guard={"fallback": "stop"}))
     assert found.problems == ()
     assert found.installed == f"0.6.0rc1, in {source}"
     assert found.facts["config"] == "x.yaml, for examples/run_grpo.py"
@@ -109,7 +111,9 @@ def test_a_config_with_the_block(look: Any, source: Path) -> None:
     assert found.facts["rollout"] == "FP8 linear layers, FP8 KV cache; vllm on 8 GPUs"
     assert found.facts["KV scales"] == "from the trainer's own forwards, with every refit"
     assert found.facts["training"] == ("FP8 linear layers; Megatron on the same 8 GPUs, in turn")
-    assert found.facts["importance sampling"] == "level token, mode truncate, high 2"
+    assert found.facts["importance sampling"] == (
+        "level token, mode truncate, high 2; rejection, level geometric; token veto 0.0001"
+    )
     assert found.facts["mismatch guard"] == "on, fallback stop"
     assert rows(found, "NeMo RL's keys in the recipe") == {
         f"{VLLM}.precision": ("fp8", "rollout: true"),
@@ -254,7 +258,7 @@ def test_a_model_that_is_not_here_leaves_its_pins(
         "pins.kinds": ('["o_proj"]',),
         "always": ("lm_head, embed_tokens, norms, routers",),
     }
-    assert "pins are checked by the workers" in found.sections[-1].rows[0][0]
+    assert "config.json is not here; the driver looks" in found.sections[-1].rows[0][0]
     found = look(config({}, policy__model_name=str(tmp_path)), model=None)
     assert found.facts["model"] == str(tmp_path)
     assert "precision of each module in rollout and training" in titles(found)
