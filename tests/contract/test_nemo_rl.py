@@ -15,7 +15,8 @@ CONFIG = "recipes/llm/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
 
 
 @pytest.mark.parametrize(
-    "cases", ["nemo_rl_cases.py", "driver_cases.py", "vllm_cases.py", "worker_cases.py"]
+    "cases",
+    ["nemo_rl_cases.py", "driver_cases.py", "doctor_cases.py", "vllm_cases.py", "worker_cases.py"],
 )
 def test_on_the_real_modules(cases: str) -> None:
     command = [

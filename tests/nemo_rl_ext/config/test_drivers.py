@@ -12,7 +12,7 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, find, meant
+from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, driver_of, find, meant
 from nemo_rl_ext.config.keys import READERS
 from nemo_rl_ext.config.merge import prepare, read
 from nemo_rl_ext.patch_finder import PATCHES, PatchFinder
@@ -60,6 +60,16 @@ def mappings(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
     for key, inner in items:
         if isinstance(inner, dict | list):
             yield from mappings(inner, (*path, str(key)))
+
+
+def test_a_config_tells_its_driver_by_its_sections() -> None:
+    for driver in DRIVERS.values():
+        assert driver_of({"policy": {}, driver.section: {}}) is driver
+    assert driver_of({"grpo": {}, "async_rl": {}}) is DRIVERS["single_controller"]
+    assert driver_of({"grpo": {}, "async_rl": None}) is DRIVERS["grpo"]
+    both = {"distillation": {}, "teachers": []}
+    assert driver_of(both) is DRIVERS["xtoken_off_policy_distillation"]
+    assert driver_of({"policy": {}}) is None
 
 
 def made(driver: Driver, value: dict[str, Any]) -> Any:

@@ -372,6 +372,27 @@ def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
     prepare(MasterConfig(**config(off, model_name=str(tmp_path))), GRPO, lambda key: None)
 
 
+@pytest.mark.parametrize(
+    ("model", "refused_by"),
+    [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, ("rollout", "training")),
+        ({"model_type": "mixtral", "num_local_experts": 8}, ("rollout",)),
+    ],
+)
+def test_a_model_that_workers_would_refuse_is_refused_before_ray(
+    model: dict[str, Any], refused_by: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**model, "num_hidden_layers": 2}))
+    for name in ("rollout", "training"):
+        block = {"rollout": False, "training": False, name: True}
+        run = MasterConfig(**config(block, model_name=str(tmp_path)))
+        if name in refused_by:
+            with pytest.raises(UnsupportedError, match=r"vllm_cfg\.fp8rl' does not serve .* model"):
+                prepare(run, GRPO, lambda key: None)
+        else:
+            prepare(run, GRPO, lambda key: None)
+
+
 def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
