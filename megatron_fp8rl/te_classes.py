@@ -2,8 +2,8 @@
 
 Written for megatron-core 0.16.1 (extensions/transformer_engine.py) and TransformerEngine 2.12 to
 2.20 (pytorch/module/{linear,layernorm_linear,grouped_linear}.py). A module changes its class and
-nothing else: parameters, ``_extra_state``, hooks and names stay, so checkpoints of either class load into
-the other, and a pinned module keeps TransformerEngine's own forward.
+nothing else: parameters, ``_extra_state``, hooks and names stay, so checkpoints of either class
+load into the other, and a pinned module keeps TransformerEngine's own forward.
 
 What TransformerEngine does around its product is done here: the norm of a LayerNormLinear, the
 collective of a row-parallel layer, and a bias that is handed out instead of added.

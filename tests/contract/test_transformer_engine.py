@@ -39,8 +39,8 @@ KNOWN = {
 }
 """Options of the constructors that came after 2.12, with the values that were looked at."""
 OF_2_12 = {
-    "Linear": "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size "
-    "get_rng_state_tracker rng_tracker_name init_method bias return_bias params_dtype "
+    "Linear": "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group "
+    "tp_size get_rng_state_tracker rng_tracker_name init_method bias return_bias params_dtype "
     "parallel_mode parameters_split device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad "
     "ub_bulk_wgrad ub_name delay_wgrad_compute symmetric_ar_type save_original_input name",
     "LayerNormLinear": "in_features out_features eps sequence_parallel fuse_wgrad_accumulation "
