@@ -167,6 +167,7 @@ class GrpoRun:
             trained = self._train_on(
                 batch, old, advantages, correction, settings.learning_rate * ramp
             )
+        trained |= self._policy.clipped()
         self._refit()
         return {
             "step": step,
@@ -229,6 +230,7 @@ class GrpoRun:
             scales = self._kv_scales()
         with self._timed("refit"):
             self._rollout.refit(chain(self._policy.export(), scales.items()))
+        self._policy.refitted(scales)
 
     def _validate(self, step: int) -> float:
         problems = self._validation[: self._settings.validation_size]

@@ -106,12 +106,14 @@ class Pins(_Section):
 
 
 class KVCache(_Section):
-    """KV cache of the rollout engine and how its scales are made."""
+    """KV cache of the rollout engine, how its scales are made, and what the trainer makes of it."""
 
     dtype: Literal["fp8_e4m3", "auto"] = "fp8_e4m3"
     """``auto`` keeps the cache in the model's dtype."""
     margin: Annotated[float, Field(ge=1.0, le=16.0, allow_inf_nan=False)] = 1.05
     """Headroom for values the observers have not seen: ``scale = amax * margin / 448``."""
+    in_training: bool = True
+    """The trainer's attention sees K and V as the rollout's FP8 cache holds them."""
 
 
 class Rejection(_Section):

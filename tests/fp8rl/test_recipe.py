@@ -27,7 +27,7 @@ FULL = {
         "names": ["model.layers.*.mlp.down_proj"],
         "kinds": ["o_proj"],
     },
-    "kv_cache": {"dtype": "auto", "margin": 1.5},
+    "kv_cache": {"dtype": "auto", "margin": 1.5, "in_training": False},
     "importance_sampling": {
         "corrector": "is",
         "level": "sequence",
