@@ -9,7 +9,8 @@ and V are exchanged after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,6 +84,15 @@ class KVCacheInTraining:
     def clear(self) -> None:
         """Leave K and V as they are, until scales are set again."""
         self.in_service = False
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Leave K and V as they are inside the block, e.g. for observers of others."""
+        before, self.in_service = self.in_service, False
+        try:
+            yield
+        finally:
+            self.in_service = before
 
     def metrics(self, group: torch.distributed.ProcessGroup | None = None) -> dict[str, float]:
         """Return what was clipped since the last call; a collective that every rank must join.

@@ -134,6 +134,26 @@ def _refuse_fp8_kv(sections: Sections) -> None:
         )
 
 
+def refuse_in_training(block: Mapping[str, Any], where: str, sections: Sections) -> None:
+    """Refuse a block that asks for ``kv_cache.in_training`` where the engines' scales stay theirs.
+
+    Args:
+        block: the block as it is written; the default asks for nothing.
+        where: its path.
+        sections: sections of a config whose refits bring no KV scales.
+    """
+    if (block.get("kv_cache") or {}).get("in_training"):
+        remedy = (
+            "'grpo' or the single controller as driver"
+            if sections.megatron.get("enabled")
+            else f"'{MEGATRON}.enabled' true"
+        )
+        raise UnsupportedError(
+            f"'{where}.kv_cache.in_training' needs {remedy}: here each vLLM engine calibrates KV "
+            "scales of its own, which the trainer never learns; set it to false, or leave it out."
+        )
+
+
 def _refuse_split_batches(recipe: Recipe, sections: Sections) -> None:
     data_plane = sections.at("data_plane").get("enabled")
     if not data_plane and sections.driver.name != "single_controller":

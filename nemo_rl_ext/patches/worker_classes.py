@@ -91,6 +91,18 @@ UPSTREAM = (
         "self, *, data, micro_batch_size=..., percentile=..., margin=..., include_q=...",
         replaced=True,
     ),
+    Upstream(
+        _MEGATRON,
+        "MegatronPolicyWorkerImpl.stream_weights_via_ipc_zmq",
+        "self, *, buffer_size_bytes=..., kv_scales=...",
+    ),
+    Upstream(
+        _MEGATRON,
+        "MegatronPolicyWorkerImpl.broadcast_weights_for_collective",
+        "self, *, kv_scales=...",
+    ),
+    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train"),
+    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.finish_train_step"),
 )
 
 

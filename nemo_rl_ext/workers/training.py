@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,16 @@ from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
 
 if TYPE_CHECKING:
+    from megatron_fp8rl.kv_cache import KVCacheInTraining
     from megatron_fp8rl.observers import QKVObserver
 
 logger = logging.getLogger(LOGGER)
 
 KEY = "policy.megatron_cfg.fp8rl"
+ROLLOUT_KEY = "policy.generation.vllm_cfg.fp8rl"
+
+Scales = Mapping[str, float]
+"""KV scale by name."""
 
 
 class Fp8Training:
@@ -43,6 +49,7 @@ class Fp8Training:
     model: torch.nn.Module
     get_logprobs: Callable[..., Any]
     _qkv_observer: QKVObserver | None = None
+    _kv_cache: KVCacheInTraining | None = None
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Upstream's constructor calls this function of its module, and has no way to pass hooks.
@@ -63,21 +70,27 @@ class Fp8Training:
     ) -> Any:
         """Call upstream's ``setup_model_and_optimizer``; convert and observe a model that trains.
 
+        Its attention sees K and V as the rollouts' FP8 cache holds them, once a refit has sent
+        scales (``kv_cache.in_training``).
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
         """
         recipe = recipe_of(policy)
-        if recipe is None or not load_optimizer:
+        if not load_optimizer:
             return setup(policy, megatron, load_optimizer, **options)
-        if recipe.training:
+        if recipe is not None and recipe.training:
             from megatron_fp8rl.bridge import pre_wrap_hook
 
             hooks = options.get("additional_pre_wrap_hooks") or ()
             options["additional_pre_wrap_hooks"] = [*hooks, pre_wrap_hook(recipe)]
         state = setup(policy, megatron, load_optimizer, **options)
-        if sends_kv_scales(policy):
+        if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
+        if kv_cache_in_training(policy):
+            from megatron_fp8rl.kv_cache import KVCacheInTraining
+
+            self._kv_cache = KVCacheInTraining(state.model)
         return state
 
     def calibrate_qkv_fp8_scales(
@@ -109,9 +122,11 @@ class Fp8Training:
             return {"layers": {}}
         recipe = recipe_of(self.cfg)
         if recipe is None:
-            scales: dict[str, Any] = super().calibrate_qkv_fp8_scales(  # type: ignore[misc]
-                data=data, micro_batch_size=micro_batch_size, include_q=include_q, **options
-            )
+            cache = self._kv_cache
+            with cache.switched_off() if cache is not None else nullcontext():
+                scales: dict[str, Any] = super().calibrate_qkv_fp8_scales(  # type: ignore[misc]
+                    data=data, micro_batch_size=micro_batch_size, include_q=include_q, **options
+                )
             return scales
         observer = self._qkv_observer
         if observer is None:
@@ -144,6 +159,65 @@ class Fp8Training:
     def withdraw_kv_scales(self) -> None:
         """Send no KV scales any more: the guard's engines have a BF16 cache."""
         withdraw_kv_cache(self.cfg)
+        if self._kv_cache is not None:
+            self._kv_cache.close()
+            self._kv_cache = None
+
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int = 0, kv_scales: Scales | None = None, **options: Any
+    ) -> Any:
+        """Upstream's refit of engines on the same GPUs; its KV scales are in service from now on.
+
+        Args:
+            buffer_size_bytes: see upstream.
+            kv_scales: scale by name; none before the driver's first calibration.
+            options: see upstream.
+        """
+        result = super().stream_weights_via_ipc_zmq(  # type: ignore[misc]
+            buffer_size_bytes=buffer_size_bytes, kv_scales=kv_scales, **options
+        )
+        self._put_into_service(kv_scales)
+        return result
+
+    def broadcast_weights_for_collective(
+        self, kv_scales: Scales | None = None, **options: Any
+    ) -> Any:
+        """As :meth:`stream_weights_via_ipc_zmq`, for engines on other GPUs."""
+        result = super().broadcast_weights_for_collective(  # type: ignore[misc]
+            kv_scales=kv_scales, **options
+        )
+        self._put_into_service(kv_scales)
+        return result
+
+    def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Upstream's training of a batch, with the shares of clipped K and V in its metrics."""
+        return self._with_clipped(super().train(*args, **kwargs))  # type: ignore[misc]
+
+    def finish_train_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As :meth:`train`, for the single controller, whose step comes in pieces."""
+        return self._with_clipped(super().finish_train_step(*args, **kwargs))  # type: ignore[misc]
+
+    def _put_into_service(self, scales: Scales | None) -> None:
+        if self._kv_cache is None:
+            return
+        if scales:
+            self._kv_cache.set(scales)
+            return
+        self._kv_cache.clear()
+        logger.warning(
+            "fp8rl: this refit sent no KV scales (grpo.val_at_start), so each vLLM engine calibrates "
+            "its own, and until the next refit the trainer attends over K and V in its own dtype."
+        )
+
+    def _with_clipped(self, result: dict[str, Any]) -> dict[str, Any]:
+        if self._kv_cache is not None:
+            from megatron.core import parallel_state
+
+            # The driver adds up what the data-parallel ranks report; this is the same on all.
+            ranks = parallel_state.get_data_parallel_world_size()
+            for name, share in self._kv_cache.metrics().items():
+                result["all_mb_metrics"][f"fp8rl/{name}"] = [share / ranks]
+        return result
 
 
 def recipe_of(policy: Mapping[str, Any]) -> Recipe | None:
@@ -160,6 +234,14 @@ def sends_kv_scales(policy: Mapping[str, Any]) -> bool:
     """Whether this trainer's rollouts have an FP8 KV cache of fp8rl."""
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     return "fp8rl" in vllm and str(vllm.get("kv_cache_dtype", "auto")).startswith("fp8")
+
+
+def kv_cache_in_training(policy: Mapping[str, Any]) -> bool:
+    """Whether this trainer attends over K and V as its rollouts' FP8 cache holds them."""
+    if not sends_kv_scales(policy):
+        return False
+    block = policy["generation"]["vllm_cfg"]["fp8rl"]
+    return Recipe.from_dict(block, where=ROLLOUT_KEY).kv_cache.in_training
 
 
 def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:

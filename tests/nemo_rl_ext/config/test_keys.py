@@ -282,13 +282,27 @@ def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
     keys = read(value, GRPO)
     assert keys is not None
     assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
-    assert "vLLM calibrates them itself" in keys.notes[-1]
+    calibrates, attends = keys.notes[-2:]
+    assert "vLLM calibrates them itself" in calibrates
+    assert "attends over K and V in its own dtype" in attends and "pass them back" in attends
+    assert not keys.recipe.kv_cache.in_training
     run = MasterConfig(**value)
     prepare(run, GRPO, lambda key: None)
     announce_kv_cache(run.policy)
     generation = run.policy["generation"]
     assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
+
+
+def test_attention_over_the_rollouts_cache_is_refused_where_the_trainer_never_learns_the_scales():
+    block = {"kv_cache": {"in_training": True}}
+    with pytest.raises(UnsupportedError, match=r"in_training' needs .*megatron_cfg\.enabled' true"):
+        read(config(block, "megatron.enabled=false"), GRPO)
+    assert read(config(block), GRPO).recipe.kv_cache.in_training
+    # A run from the config that a checkpoint keeps, with all keys written out.
+    first = read(config({}, "megatron.enabled=false"), GRPO).recipe
+    again = read(config(first.to_dict(), "megatron.enabled=false"), GRPO)
+    assert again.recipe == first
 
 
 def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
