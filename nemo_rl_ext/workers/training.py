@@ -205,8 +205,8 @@ class Fp8Training:
             return
         self._kv_cache.clear()
         logger.warning(
-            "fp8rl: this refit sent no KV scales (grpo.val_at_start), so each vLLM engine calibrates "
-            "its own, and until the next refit the trainer attends over K and V in its own dtype."
+            "fp8rl: this refit sent no KV scales (grpo.val_at_start), so vLLM calibrates its own; "
+            "until the next one the trainer attends over K and V in its own dtype."
         )
 
     def _with_clipped(self, result: dict[str, Any]) -> dict[str, Any]:
