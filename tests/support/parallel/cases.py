@@ -28,8 +28,8 @@ from fp8rl.numerics import quantize_block
 from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.export.layout import plain_layout
-from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.cpu_shim import CpuShim
