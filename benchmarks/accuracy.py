@@ -4,7 +4,8 @@
 
 Runs ``fp8rl demo --compare bf16,fp8-rollout,fp8`` once a seed with the real engines, the two FP8
 precisions once more with a BF16 KV cache, which tells the linear layers' share of the mismatch from
-the cache's, and ``fp8`` with a trainer that attends over BF16 keys and values. Finished seeds are not run again. Writes ``benchmarks/results/accuracy_cpu.json``
+the cache's, and ``fp8`` with a trainer that attends over BF16 keys and values. Finished seeds are
+not run again. Writes ``benchmarks/results/accuracy_cpu.json``
 and the table of ``docs/measurements/accuracy.md``.
 """
 

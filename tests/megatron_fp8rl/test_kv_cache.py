@@ -10,11 +10,11 @@ from transformers import Qwen3Config
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
-from fp8rl.numerics import FP8_DTYPE
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
+from support.attention import causal_attention, fake_quantized
 
 LAYERS, HEADS, GROUPS, SIZE, LENGTH = 3, 4, 2, 64, 16
 CONFIG = Qwen3Config(
@@ -68,22 +68,6 @@ class Spy:
         return lambda module, args, out: self.out.update({number: out.detach()})
 
 
-def fake_quantized(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """float64 values that an E4M3 cache with this scale holds for ``x``."""
-    codes = (x.detach().float() / scale).clamp(-448, 448).to(FP8_DTYPE)
-    return codes.double() * scale
-
-
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64 over ``[s, b, heads, size]``."""
-    q, k, v = (x.detach().double().permute(1, 2, 0, 3) for x in (q, k, v))
-    k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
-    weights = q @ k.mT * SIZE**-0.5
-    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    out = weights.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-    return out.permute(2, 0, 1, 3).flatten(2)
-
-
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)])
 def test_attention_equals_a_float64_attention_over_what_the_cache_holds(mcore, dtype, limit):
     model = build_gpt(CONFIG, dtype=dtype)
@@ -97,8 +81,8 @@ def test_attention_equals_a_float64_attention_over_what_the_cache_holds(mcore, d
             fake_quantized(x, float(scales[scale_name(number, role)]))
             for x, role in ((k, "k"), (v, "v"))
         ]
-        assert relative_error(spy.out[number], attention(q, *held)) < limit
-        assert relative_error(spy.out[number], attention(q, k, v)) > 0.01
+        assert relative_error(spy.out[number], causal_attention(q, *held)) < limit
+        assert relative_error(spy.out[number], causal_attention(q, k, v)) > 0.01
         for x, expected in zip(spy.seen[number][1:], held, strict=True):
             assert torch.equal(x, expected.to(dtype))
 
