@@ -65,10 +65,10 @@ async def refit_async(
 
     The engine is paused meanwhile: requests that arrive wait, and start with the new weights and
     an empty prefix cache (with ``in_flight="continue"`` they may find prefixes there whose keys the
-    old weights have made). If the refit fails, or its task is cancelled, before the first write, the
-    engine goes on with the old weights. Afterwards it is closed until a later refit is complete:
-    it stays paused, requests that wait are aborted (but for ``keep`` and ``continue``) and new
-    ones are refused with a RefitError.
+    old weights have made). If the refit fails, or its task is cancelled, before the first write,
+    the engine goes on with the old weights. Afterwards it is closed until a later refit is
+    complete: it stays paused, requests that wait are aborted (but for ``keep`` and ``continue``)
+    and new ones are refused with a RefitError.
 
     Args:
         engine: engine with ``quantization="fp8rl"`` and a worker extension that has the steps.

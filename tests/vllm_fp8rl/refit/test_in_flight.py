@@ -45,16 +45,10 @@ def begin(engine: Engine, prompts: list[list[int]], tokens: int = LENGTH) -> Non
 
 
 def one_step(engine: Engine) -> list[Said]:
-    outputs = {output.request_id: output.outputs[0] for output in engine.llm.llm_engine.step()}
+    answers = {int(each.request_id): each.outputs[0] for each in engine.llm.llm_engine.step()}
     return [
-        Said(
-            list(outputs[name].token_ids),
-            [
-                at[token].logprob
-                for token, at in zip(outputs[name].token_ids, outputs[name].logprobs)
-            ],
-        )
-        for name in sorted(outputs, key=int)
+        Said(list(answer.token_ids), [next(iter(at.values())).logprob for at in answer.logprobs])
+        for _, answer in sorted(answers.items())
     ]
 
 
