@@ -37,11 +37,13 @@ UPSTREAM = (
         "Policy.calibrate_qkv_fp8_scales",
         "self, data, *, micro_batch_size=..., include_q=...",
     ),
+    Upstream(_MODULE, "Policy.data_parallel_size"),
+    Upstream("nemo_rl.distributed.batched_data_dict", "BatchedDataDict"),
 )
 
 
 def apply(module: ModuleType, finder: PatchFinder) -> None:
-    broadcast, calibrate = (resolve(module, upstream) for upstream in UPSTREAM)
+    broadcast, calibrate = (resolve(module, upstream) for upstream in UPSTREAM[:2])
 
     @functools.wraps(broadcast)
     def with_scales(*args: Any, **kwargs: Any) -> Any:
