@@ -82,11 +82,9 @@ def scales_change(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
         scales: see :func:`set_kv_scales`.
     """
     held = kv_scale_state(model)
-    given = ((parse_scale_name(name), checked_scale(name, scale)) for name, scale in scales.items())
-    return any(
-        parsed is not None and parsed[1] in _CACHED and held.get(parsed) != value
-        for parsed, value in given
-    )
+    given = {parse_scale_name(name): checked_scale(name, scale) for name, scale in scales.items()}
+    changed = {key for key, value in given.items() if key is not None and held.get(key) != value}
+    return any(role in _CACHED for _, role in changed)
 
 
 def forget_kv_scales(model: torch.nn.Module) -> None:
