@@ -35,7 +35,7 @@ def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
         ModelError: the config has numbers that no model can have.
         UnsupportedError: a multimodal model is to run in FP8.
     """
-    config = _model_config(policy)
+    config = model_config(policy)
     if (recipe.rollout or recipe.training) and any(key in config for key in _MEDIA):
         raise UnsupportedError(
             f"'{where}' does not serve '{policy['model_name']}', a multimodal model; remove the "
@@ -72,8 +72,8 @@ def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
         )
 
 
-def _model_config(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Empty where it cannot be read."""
+def model_config(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of a run's model with the run's overrides; empty if unreadable."""
     from transformers import PretrainedConfig
 
     try:

@@ -68,6 +68,18 @@ UPSTREAM = (
         replaced=True,
     ),
     Upstream(
+        f"{_VLLM}.vllm_worker_async",
+        "VllmAsyncGenerationWorkerImpl.update_weights_via_ipc_zmq_async",
+        "self",
+        replaced=True,
+    ),
+    Upstream(
+        f"{_VLLM}.vllm_worker_async",
+        "VllmAsyncGenerationWorkerImpl.update_weights_from_collective_async",
+        "self",
+        replaced=True,
+    ),
+    Upstream(
         f"{_VLLM}.vllm_backend",
         "VllmInternalWorkerExtension._weight_update_lifecycle",
         "self, transport",

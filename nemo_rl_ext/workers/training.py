@@ -6,12 +6,13 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp8rl import Recipe
-from fp8rl.kv_scales import scales_from_amax
+from fp8rl.kv_scales import next_scales
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
 
@@ -50,6 +51,8 @@ class Fp8Training:
     get_logprobs: Callable[..., Any]
     _qkv_observer: QKVObserver | None = None
     _kv_cache: KVCacheInTraining | None = None
+    _kv_scales: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """KV scales of the last calibration, which are in service after the refit that follows."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Upstream's constructor calls this function of its module, and has no way to pass hooks.
@@ -111,9 +114,11 @@ class Fp8Training:
                 largest magnitude and the recipe's ``kv_cache.margin`` take their places.
 
         Returns:
-            ``format``, ``percentile``, ``margin``, and ``layers``: scale by name. No layers after
-            :meth:`withdraw_kv_scales`, since the driver goes on asking. Upstream's own scales where
-            only the rollouts run by a recipe.
+            ``format``, ``percentile``, ``margin``, ``layers``: scale by name, and ``outgrown``:
+            names of scales that values of the step have left (see
+            :func:`fp8rl.kv_scales.next_scales`). No layers after :meth:`withdraw_kv_scales`, since
+            the driver goes on asking. Upstream's own scales where only the rollouts run by a
+            recipe.
 
         Raises:
             ScaleError: a layer saw no token, or a NaN.
@@ -141,12 +146,13 @@ class Fp8Training:
                 )
             amax = observer.amax()
         observer.reset()
-        found = scales_from_amax(amax, recipe.kv_cache.margin)
-        layers = {name: float(scale) for name, scale in found.items()}
+        self._kv_scales, outgrown = next_scales(self._kv_scales, amax, recipe.kv_cache)
+        layers = {name: float(scale) for name, scale in self._kv_scales.items()}
         ordered = sorted(layers.items(), key=lambda item: item[1])
         logger.info(
-            "fp8rl: KV scales from %s: %s",
+            "fp8rl: KV scales from %s (%d outgrown): %s",
             "a calibration forward" if forward else "the step's forwards",
+            len(outgrown),
             ", ".join(f"{name} {scale:.6g}" for name, scale in (ordered[0], ordered[-1])),
         )
         return {
@@ -154,6 +160,7 @@ class Fp8Training:
             "percentile": 100.0,
             "margin": recipe.kv_cache.margin,
             "layers": {n: s for n, s in layers.items() if include_q or not n.endswith("q_scale")},
+            "outgrown": list(outgrown),
         }
 
     def withdraw_kv_scales(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -261,6 +262,43 @@ def test_upstreams_calibration_sees_values_before_quantization(
     worker.calibrate_qkv_fp8_scales(data=0)
     assert torch.equal(seen[0], plain)
     assert not torch.equal(forward(worker.model, 1), plain)
+
+
+def scaled(model: torch.nn.Module, factor: float) -> None:
+    """Multiply the values of every attention layer; norms keep queries and keys as they are."""
+    with torch.no_grad():
+        for layer in model.decoder.layers:
+            layer.self_attention.linear_qkv.weight *= factor
+
+
+def test_scales_grow_with_the_values_and_never_shrink() -> None:
+    worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "grow"}}))
+    first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)
+    assert first["outgrown"] == []
+    assert all(math.frexp(scale)[0] == 0.5 for scale in first["layers"].values())
+    for factor in (1.0, 0.25, 4.0):
+        scaled(worker.model, factor)
+        forward(worker.model, 0)
+        assert worker.calibrate_qkv_fp8_scales(data=0, include_q=True) == first
+    scaled(worker.model, 64.0)
+    forward(worker.model, 0)
+    grown = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)
+    values = [name for name in first["layers"] if name.endswith("v_scale")]
+    assert grown["outgrown"] == values
+    for name, scale in grown["layers"].items():
+        assert scale == first["layers"][name] * (64.0 if name in values else 1.0)
+    assert worker.forwards == 1
+
+
+def test_scales_of_the_start_clip_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "start"}}))
+    first = worker.calibrate_qkv_fp8_scales(data=0)["layers"]
+    scaled(worker.model, 64.0)
+    forward(worker.model, 0)
+    found = worker.calibrate_qkv_fp8_scales(data=0)
+    assert found["layers"] == first
+    assert len(found["outgrown"]) == 3
+    assert "3 KV scales clip" in caplog.text
 
 
 def test_a_model_that_gives_nan_is_told() -> None:
