@@ -30,6 +30,9 @@ def test_every_metric_has_a_meaning(tool):
     driver = (ROOT / "nemo_rl_ext" / "driver" / "batch_correction.py").read_text(encoding="utf-8")
     for name in tool.DRIVER:
         assert f'"{name}"' in driver
+    kv_cache = (ROOT / "megatron_fp8rl" / "kv_cache.py").read_text(encoding="utf-8")
+    for name in tool.KV_CACHE:
+        assert f'"{name}"' in kv_cache
 
 
 def test_every_environment_variable_has_a_meaning(tool):

@@ -99,6 +99,14 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     recipe = Recipe.from_dict(merged.data, where=first)
     if has_fp8_kv(recipe) and not sections.sends_kv_scales:
         notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
+        if recipe.kv_cache.in_training:
+            checks.refuse_in_training(block, first, sections)
+            notes.append(
+                "the trainer attends over K and V in its own dtype (kv_cache.in_training false): "
+                "each engine has KV scales of its own, and NeMo RL does not pass them back."
+            )
+            kv_cache = recipe.kv_cache.model_copy(update={"in_training": False})
+            recipe = recipe.model_copy(update={"kv_cache": kv_cache})
     checks.refuse_unserved(recipe, sections)
     guard = None
     if sections.loss.get(GUARD) is not None:

@@ -239,12 +239,17 @@ def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
         backend = sections.generation.get("backend", "vllm")
         facts["rollout"] = f"{linears}, {cache} KV cache; {backend} on {_count(gpus.rollout)}"
     if has_fp8_kv(recipe) and sections.sends_kv_scales:
-        facts["KV scales"] = "from the trainer's own forwards, with every refit"
+        facts["KV scales"] = (
+            "from the trainer's own forwards, with every refit; recalibrate: "
+            f"{recipe.kv_cache.recalibrate}"
+        )
     linears = "FP8 linear layers" if recipe.training else "BF16"
     trainer = "Megatron" if sections.megatron.get("enabled") else "DTensor"
     same = "the same " if gpus.shared and sections.generation else ""
     turns = ", in turn" if same else ""
     facts["training"] = f"{linears}; {trainer} on {same}{_count(gpus.training)}{turns}"
+    if has_fp8_kv(recipe) and recipe.kv_cache.in_training:
+        facts["training"] += "; attends over K and V as the FP8 cache holds them"
     if LOSS in sections.blocks:
         given = recipe.importance_sampling
         low = "" if given.low is None else f", low {given.low:g}"

@@ -6,15 +6,19 @@ NeMo RL sends: ``model.layers.N.self_attn.k_scale``, ``.v_scale`` and ``.attn.q_
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 
 from fp8rl.errors import ScaleError
 from fp8rl.numerics import E4M3_MAX
+from fp8rl.recipe import KVCache
+
+logger = logging.getLogger(__name__)
 
 Role = Literal["q", "k", "v"]
 ROLES: tuple[Role, ...] = ("q", "k", "v")
@@ -70,6 +74,70 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     for name, scale in scales.items():
         check_scale(name, scale)
     return scales
+
+
+class NextScales(NamedTuple):
+    """Scales for the next refit, and how the latest batch fitted those in service."""
+
+    scales: dict[str, torch.Tensor]
+    """Name -> float32 ``[1]`` on the CPU."""
+    outgrown: tuple[str, ...]
+    """Names whose amax lies beyond the scale in service. With ``grow`` their scales have grown,
+    with ``start`` values are being clipped."""
+
+
+def next_scales(
+    current: Mapping[str, torch.Tensor | float], amax: torch.Tensor, kv_cache: KVCache
+) -> NextScales:
+    """Compute the scales for the next refit by the recipe's ``kv_cache.recalibrate``.
+
+    ``refit`` gives :func:`scales_from_amax` each time. ``grow`` and ``start`` keep a scale that is
+    in service, so that codes in the KV cache stay right. Their first scales are the smallest powers
+    of two at or above ``amax * margin / 448``, with which dequantized values are exact in BF16.
+    With ``grow`` a scale whose amax lies beyond it (``amax > 448 * scale``) is multiplied by the
+    smallest power of two that gives it the margin again; with ``start`` the log warns of it. All
+    ranks that pass equal arguments get equal scales.
+
+    Args:
+        current: scales in service, by name; empty before the first calibration.
+        amax: see :func:`scales_from_amax`.
+        kv_cache: section of the recipe.
+
+    Raises:
+        ScaleError: see :func:`scales_from_amax`; or a bad scale in service.
+    """
+    fresh = scales_from_amax(amax, kv_cache.margin)
+    seen = dict(zip(fresh, amax.detach().double().flatten().tolist(), strict=True))
+    held = {name: check_scale(name, current[name]) for name in fresh if name in current}
+    outgrown = tuple(name for name in held if seen[name] > E4M3_MAX * held[name])
+    if kv_cache.recalibrate == "refit":
+        return NextScales(fresh, outgrown)
+    if outgrown and kv_cache.recalibrate == "start":
+        worst = max(outgrown, key=lambda name: seen[name] / held[name])
+        logger.warning(
+            "fp8rl: %d KV scales clip; for '%s' the amax is %.3g, but its codes end at %.3g. Raise "
+            "kv_cache.margin, or set kv_cache.recalibrate to grow.",
+            len(outgrown),
+            worst,
+            seen[worst],
+            E4M3_MAX * held[worst],
+        )
+    scales = {}
+    for name in fresh:
+        scale, least = held.get(name), seen[name] * kv_cache.margin / E4M3_MAX
+        if scale is None:
+            scale = _power_of_two(least)
+        elif name in outgrown and kv_cache.recalibrate == "grow":
+            scale *= max(2.0, _power_of_two(least / scale))
+        check_scale(name, scale)
+        scales[name] = torch.tensor([scale], dtype=torch.float32)
+    return NextScales(scales, outgrown)
+
+
+def _power_of_two(least: float) -> float:
+    """Return the smallest power of two that is not below a positive number."""
+    mantissa, exponent = math.frexp(least)  # 0.5 <= mantissa < 1
+    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
 
 
 def check_scale(name: str, scale: torch.Tensor | float) -> float:

@@ -41,8 +41,9 @@ KNOWN = {
 OF_2_12 = {
     "Linear": "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group "
     "tp_size get_rng_state_tracker rng_tracker_name init_method bias return_bias params_dtype "
-    "parallel_mode parameters_split device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad "
-    "ub_bulk_wgrad ub_name delay_wgrad_compute symmetric_ar_type save_original_input name",
+    "parallel_mode parameters_split device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad "
+    "ub_bulk_dgrad ub_bulk_wgrad ub_name delay_wgrad_compute symmetric_ar_type "
+    "save_original_input name",
     "LayerNormLinear": "in_features out_features eps sequence_parallel fuse_wgrad_accumulation "
     "tp_group tp_size get_rng_state_tracker init_method bias normalization return_bias "
     "params_dtype parallel_mode return_layernorm_output return_layernorm_output_gathered "

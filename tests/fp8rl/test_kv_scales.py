@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import (
     ROLES,
     check_scale,
+    next_scales,
     parse_scale_name,
     scale_name,
     scale_names,
     scales_from_amax,
 )
+from fp8rl.recipe import KVCache
 
 K0 = "model.layers.0.self_attn.k_scale"
 BAD = [0.0, -0.0, -1.0, math.nan, math.inf, -math.inf, 1e-45, 1e-38, 1e-16, 1e16, 3e38]
@@ -126,3 +130,95 @@ def test_check_scale_casts_nothing(dtype):
 def test_check_scale_wants_one_element(shape):
     with pytest.raises(ScaleError, match="one value per tensor"):
         check_scale(K0, torch.ones(shape))
+
+
+MARGINS = st.sampled_from([1.0, 1.05, 1.5, 2.0, 4.0])
+AMAX = st.floats(2.0**-20, 2.0**20, width=32)
+
+
+def power_at_least(least: Fraction) -> Fraction:
+    """The smallest power of two that is not below a number, by search in exact numbers."""
+    power = Fraction(2) ** -60
+    while power < least:
+        power *= 2
+    return power
+
+
+def one_layer(*amax: float) -> torch.Tensor:
+    return torch.tensor([amax])
+
+
+@given(amax=AMAX, margin=MARGINS, kind=st.sampled_from(["grow", "start"]))
+def test_first_lasting_scales_are_the_next_powers_of_two(amax, margin, kind):
+    found = next_scales({}, one_layer(amax, amax, amax), KVCache(recalibrate=kind, margin=margin))
+    exact = power_at_least(Fraction(amax) * Fraction(margin) / 448)
+    assert found.outgrown == ()
+    for name, scale in found.scales.items():
+        assert (scale.shape, scale.dtype) == ((1,), torch.float32)
+        assert scale.item() == float(exact), name
+        assert amax * margin <= 448 * scale.item() * (1 + 1e-12)
+
+
+@given(first=AMAX, later=st.lists(AMAX, min_size=1, max_size=6), margin=MARGINS)
+def test_grow_keeps_a_scale_until_its_amax_leaves_it(first, later, margin):
+    settings = KVCache(recalibrate="grow", margin=margin)
+    scales = next_scales({}, one_layer(first, first, first), settings).scales
+    for amax in later:
+        before = {name: scale.item() for name, scale in scales.items()}
+        scales, outgrown = next_scales(scales, one_layer(first, amax, first), settings)
+        left = Fraction(amax) > 448 * Fraction(before[K0])
+        assert outgrown == ((K0,) if left else ())
+        expected = Fraction(before[K0])
+        if left:
+            expected *= power_at_least(Fraction(amax) * Fraction(margin) / 448 / expected)
+        assert scales[K0].item() == float(expected)
+        assert all(scales[name].item() == before[name] for name in before if name != K0)
+        assert amax <= 448 * scales[K0].item()
+
+
+def test_a_scale_that_is_no_power_of_two_grows_by_one():
+    held = dict.fromkeys(scale_names(1), 0.3)
+    found = next_scales(held, one_layer(1.0, 448.0, 135.0), KVCache(recalibrate="grow", margin=1))
+    assert found.outgrown == (K0, "model.layers.0.self_attn.v_scale")
+    wanted = [held[K0], 4 * 0.3, 2 * 0.3]
+    assert [s.item() for s in found.scales.values()] == pytest.approx(wanted, rel=1e-7)
+
+
+def test_refit_follows_every_batch():
+    amax = one_layer(1.0, 2.0, 3.0)
+    held = dict.fromkeys(scale_names(1), 1.0)
+    found = next_scales(held, amax, KVCache())
+    assert found.scales == scales_from_amax(amax, 1.05)
+
+
+def test_start_keeps_its_scales_and_says_what_they_clip(caplog):
+    settings = KVCache(recalibrate="start")
+    first = next_scales({}, one_layer(1.0, 1.0, 1.0), settings).scales
+    edge = 448 * first[K0].item()
+    assert edge >= 4.0  # the margin
+    with caplog.at_level(logging.WARNING):
+        assert next_scales(first, one_layer(1.0, edge, 1.0), settings) == (first, ())
+        assert not caplog.messages
+        found = next_scales(first, one_layer(1.0, 1.5 * edge, 1.0), settings)
+    assert found == (first, (K0,))
+    assert f"1 KV scales clip; for '{K0}'" in caplog.text
+
+
+def test_codes_times_a_lasting_scale_are_exact_in_bf16():
+    scale = next_scales({}, one_layer(1.0, 3.7, 1.0), KVCache(recalibrate="grow")).scales[K0]
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    values = codes[codes.isfinite()] * scale.double()
+    assert torch.equal(values.bfloat16().double(), values)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
+@pytest.mark.parametrize("kind", ["refit", "grow", "start"])
+def test_an_amax_that_is_none_changes_nothing_in_silence(bad, kind):
+    held = dict.fromkeys(scale_names(1), 1.0)
+    with pytest.raises(ScaleError, match=f"'{K0}'"):
+        next_scales(held, one_layer(1.0, bad, 1.0), KVCache(recalibrate=kind))
+
+
+def test_a_scale_in_service_that_is_none_is_told():
+    with pytest.raises(ScaleError, match=f"'{K0}' is nan"):
+        next_scales({K0: math.nan}, one_layer(1.0, 1.0, 1.0), KVCache(recalibrate="grow"))

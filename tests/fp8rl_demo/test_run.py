@@ -81,6 +81,7 @@ def test_a_line_a_step_with_everything_promised(straight: Path):
         assert set(line) >= {"reward", "accuracy", "loss", "mismatch", "seconds"}
         assert set(line["seconds"]) >= {"generate", "logprobs", "train", "calibrate", "refit"}
         assert 0.0 <= line["reward"] <= 1.0
+        assert 0.0 <= line["loss_metrics"]["k_clipped_share"] < 0.01
         # Both engines run the same codes; without the refit they would part at once.
         assert 1.0 <= line["mismatch"]["token_mult_prob_error"] < 1.2
     assert len({line["mismatch"]["kl_k3"] for line in lines}) == STEPS

@@ -253,7 +253,9 @@ def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
     value["loss_fn"] = {"kl_type": "mixed"}  # no correction to ask for
     keys = read(value, DRIVERS["distillation"])
     assert keys is not None
-    assert "vLLM calibrates them itself" in keys.notes[-1]  # its refits carry no KV scales
+    calibrates, attends = keys.notes[-2:]  # its refits carry no KV scales
+    assert "vLLM calibrates them itself" in calibrates and "kv_cache.in_training false" in attends
+    assert not keys.recipe.kv_cache.in_training
     prepared = made(DRIVERS["distillation"], value)
     vllm = prepared.policy["generation"]["vllm_kwargs"]
     assert (vllm["quantization"], vllm["kv_cache_dtype"]) == ("fp8rl", "fp8_e4m3")
@@ -273,7 +275,12 @@ def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
             ["policy.megatron_cfg"],
             r"rollout' has no effect: run_sft",
         ),
-        ("dpo", {"kv_cache": {"margin": 2.0}}, ["policy.megatron_cfg"], r"kv_cache' has no effect"),
+        (
+            "dpo",
+            {"kv_cache": {"margin": 2.0}},
+            ["policy.megatron_cfg"],
+            r"kv_cache' has no effect",
+        ),
         (
             "sft",
             {"importance_sampling": {"high": 3.0}},
@@ -332,7 +339,7 @@ OTHER: dict[str, Any] = {
         "names": ["model.layers.3.mlp.*"],
         "kinds": ["o_proj"],
     },
-    "kv_cache": {"margin": 1.5},
+    "kv_cache": {"margin": 1.5, "in_training": False},
     "importance_sampling": {
         "level": "geometric",
         "mode": "clip",

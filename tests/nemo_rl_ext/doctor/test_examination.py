@@ -109,8 +109,13 @@ def test_a_config_with_the_block(look: Any, source: Path) -> None:
         "policy.megatron_cfg.fp8rl"
     )
     assert found.facts["rollout"] == "FP8 linear layers, FP8 KV cache; vllm on 8 GPUs"
-    assert found.facts["KV scales"] == "from the trainer's own forwards, with every refit"
-    assert found.facts["training"] == ("FP8 linear layers; Megatron on the same 8 GPUs, in turn")
+    assert found.facts["KV scales"] == (
+        "from the trainer's own forwards, with every refit; recalibrate: refit"
+    )
+    assert found.facts["training"] == (
+        "FP8 linear layers; Megatron on the same 8 GPUs, in turn; attends over K and V as the FP8 "
+        "cache holds them"
+    )
     assert found.facts["importance sampling"] == (
         "level token, mode truncate, high 2; rejection, level geometric; token veto 0.0001"
     )
@@ -185,6 +190,8 @@ def test_a_dtensor_trainer_and_gpus_of_its_own(look: Any) -> None:
     assert [note for (note,) in (r[:1] for r in found.sections[-1].rows)] == [
         "the DTensor trainer runs in BF16; only the rollouts run in FP8.",
         "no KV scales are sent; vLLM calibrates them itself after each refit.",
+        "the trainer attends over K and V in its own dtype (kv_cache.in_training false): each "
+        "engine has KV scales of its own, and NeMo RL does not pass them back.",
     ]
     assert not [title for title in titles(found) if "in training" in title]
 
@@ -298,7 +305,7 @@ def test_the_installed_nemo_rl(
     monkeypatch.setattr(examination, "installed_package", lambda: source / "nemo_rl")
     found = diagnose()
     assert (found.installed, found.problems) == ("0.6.0rc1", ())
-    assert found.facts["patches"] == "8 of 8 fit"
+    assert found.facts["patches"] == "9 of 9 fit"
     assert look(config({}), source=None).problems == ()
 
 
