@@ -1,0 +1,368 @@
+"""What each place adds to the mismatch when only it differs between rollout engine and trainer.
+
+    python benchmarks/mismatch_places.py [--out FILE.json] [--folder FOLDER]
+
+A small Qwen3 is trained on bytes (``mismatch_model.py``). vLLM with fp8rl samples from it, with an
+FP8 KV cache; Megatron-Core with fp8rl scores the same tokens. ``mismatch_reference.py`` scores them
+too, with the rounding of either engine at each place, and tells what the whole is made of. Runs on
+a CPU or on one GPU with the same command. Metrics: ``fp8rl.mismatch``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from facts import versions
+from mismatch_model import text, train, windows
+from mismatch_reference import Reference, Ways
+
+from fp8rl import Recipe
+from fp8rl.mismatch import mismatch_metrics
+
+ROLLOUT = {
+    "cpu": Ways(),
+    # Inductor computes the norms of queries and keys, and their rotation, without rounding between.
+    "cuda": Ways(prompts="fp8", probabilities="flash", qk_norm_weight="once"),
+}
+TRAINER = {
+    # Megatron's local layers as they run on a CPU.
+    "cpu": Ways(
+        kv="bf16",
+        probabilities="local",
+        norm_input="bf16",
+        norm_weight="once",
+        qk_norm_weight="once",
+        rope="each",
+    ),
+    # The same with flash attention and the fused SwiGLU.
+    "cuda": Ways(
+        kv="bf16",
+        probabilities="flash",
+        norm_input="bf16",
+        norm_weight="once",
+        qk_norm_weight="once",
+        rope="each",
+        silu="once",
+    ),
+}
+CPU_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+OBSERVED = 32
+"""Sequences that KV scales are calibrated on."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=700, help="training steps of the model")
+    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=32, help="bytes of each prompt")
+    parser.add_argument("--tokens", type=int, default=96, help="bytes sampled after each prompt")
+    parser.add_argument("--folder", type=Path, help="keeps model and samples for another run")
+    parser.add_argument("--out", type=Path, default=Path("mismatch_places.json"))
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        sample(options)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        options.folder = options.folder or Path(temporary)
+        found = measure(options)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(table(found["places"]) + "\n\n" + table(found["engines"]) + "\n")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    recipe, folder = Recipe(), options.folder
+    length = options.prompt + options.tokens
+    model = folder / "model"
+    loss = None
+    if not (model / "config.json").is_file():
+        size, rows = ("gpu", 64) if device == "cuda" else ("cpu", 8)
+        for loss in train(  # noqa: B007
+            model, size, steps=options.steps, rows=rows, length=length, device=device
+        ):
+            pass
+    with trainer(model, recipe, device) as trainer_logprobs:
+        observed = windows(text(held_out=True), OBSERVED, length, 1).to(device)
+        scales = trainer_logprobs.scales(observed)
+        (folder / "scales.json").write_text(json.dumps(scales))
+        if not (folder / "samples.json").is_file():
+            command = [sys.executable, __file__, "--child", "--folder", str(folder)]
+            for name in ("sequences", "prompt", "tokens"):
+                command += [f"--{name}", str(getattr(options, name))]
+            environment = os.environ | (CPU_ENV if device == "cpu" else {})
+            subprocess.run(command, check=True, env=environment)
+        made = json.loads((folder / "samples.json").read_text())
+        tokens = torch.tensor(made["tokens"])
+        rollout, rescored = torch.tensor(made["logprobs"]), torch.tensor(made["rescored"])
+        first = options.prompt
+        whole = trainer_logprobs(tokens, first)
+        single = trainer_logprobs(tokens, first, rows=1)
+        cached = trainer_logprobs(tokens, first, kv_scales=scales)
+    reference = Reference(model, recipe, scales, device, options.prompt)
+    base, other = ROLLOUT[device], TRAINER[device]
+    as_rollout = reference.logprobs(tokens, base)
+    as_trainer = reference.logprobs(tokens, other)
+    places = {}
+    for name, ways in alone(base, other).items():
+        places[name] = compare(as_rollout, reference.logprobs(tokens, ways))
+    for name in differing(base, other):
+        without = other.but(**{name: getattr(base, name)})
+        places[f"all but {name}"] = compare(as_rollout, reference.logprobs(tokens, without))
+    places["all"] = compare(as_rollout, as_trainer)
+    pow2 = reference.logprobs(tokens, base.but(kv_scales="pow2"))
+    places["kv with scales as powers of two"] = compare(
+        pow2, reference.logprobs(tokens, base.but(kv="bf16"))
+    )
+    places["kv dequantized, scales as powers of two"] = compare(
+        pow2, reference.logprobs(tokens, base.but(kv="dequantized", kv_scales="pow2"))
+    )
+    places["all, output projection in float32 in both"] = compare(
+        reference.logprobs(tokens, base.but(logits="float32")),
+        reference.logprobs(tokens, other.but(logits="float32")),
+    )
+    engines = {
+        "vLLM and Megatron": compare(rollout, whole),
+        "vLLM and Megatron over dequantized K and V": compare(rollout, cached),
+        "vLLM, sampling and scoring": compare(rollout, rescored),
+        "Megatron, batches of one and of many": compare(whole, single),
+        "vLLM and the reference like vLLM": compare(rollout, as_rollout),
+        "vLLM scoring and the reference like vLLM": compare(rescored, as_rollout),
+        "Megatron and the reference like Megatron": compare(whole, as_trainer),
+    }
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "versions": versions(),
+        "options": {k: v for k, v in vars(options).items() if k not in ("folder", "out", "child")},
+        "loss": loss,
+        "rollout": asdict(base),
+        "trainer": asdict(other),
+        "places": places,
+        "engines": engines,
+    }
+
+
+def differing(base: Ways, other: Ways) -> list[str]:
+    """Return the places where two engines differ."""
+    return [f.name for f in fields(Ways) if getattr(base, f.name) != getattr(other, f.name)]
+
+
+def alone(base: Ways, other: Ways) -> dict[str, Ways]:
+    """Return the rollout's ways with one place changed, by a name for the table."""
+    changes = {name: {name: getattr(other, name)} for name in differing(base, other)}
+    for place, way in (
+        ("kv", "dequantized"),
+        ("prompts", "fp8" if base.prompts == "16bit" else "16bit"),
+        ("probabilities", "flash"),
+        ("rope", "float32"),
+        ("silu", "once"),
+        ("accumulation", "blocks"),
+        ("logits", "float32"),
+        ("linears", "bf16"),
+        ("kv_scales", "pow2"),
+    ):
+        if getattr(base, place) != way and changes.get(place) != {place: way}:
+            changes[f"{place}: {way}"] = {place: way}
+    return {name: base.but(**change) for name, change in changes.items()}
+
+
+def compare(rollout: torch.Tensor, trainer: torch.Tensor) -> dict[str, float]:
+    """Return KL (k3), probability error, and the share of logprobs that are equal to the bit."""
+    metrics = mismatch_metrics(rollout, trainer, torch.ones_like(rollout))
+    equal = (rollout == trainer).double().mean().item()
+    return {
+        "kl_k3": metrics.kl_k3,
+        "token_mult_prob_error": metrics.token_mult_prob_error,
+        "equal": equal,
+    }
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Return rows as a Markdown table."""
+    lines = ["| place | KL (k3) | probability error | equal to the bit |", "| --- | --- | --- | --- |"]
+    for name, row in rows.items():
+        lines.append(
+            f"| {name} | {row['kl_k3']:.1e} | {row['token_mult_prob_error']:.4f} "
+            f"| {row['equal']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def sample(options: argparse.Namespace) -> None:
+    """Sample with vLLM and score the samples with it; write both to the folder."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    from vllm_fp8rl import engine_args
+    from vllm_fp8rl.calibration import send_kv_scales
+
+    folder = options.folder
+    llm = LLM(
+        str(folder / "model"),
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=options.prompt + options.tokens + 1,
+        max_num_seqs=options.sequences,
+        kv_cache_memory_bytes=256 << 20,
+        gpu_memory_utilization=0.3,
+        enable_prefix_caching=False,
+        enforce_eager=not torch.cuda.is_available(),
+        seed=0,
+        **engine_args(Recipe()),
+    )
+    send_kv_scales(llm, json.loads((folder / "scales.json").read_text()))
+    prompts = windows(text(held_out=True), options.sequences, options.prompt, 2).tolist()
+    sampling = SamplingParams(
+        max_tokens=options.tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=3
+    )
+    inputs: Any = [{"prompt_token_ids": p} for p in prompts]
+    outputs = [o.outputs[0] for o in llm.generate(inputs, sampling, use_tqdm=False)]
+    tokens = [p + list(o.token_ids) for p, o in zip(prompts, outputs, strict=True)]
+    logprobs = [
+        [step[token].logprob for step, token in zip(o.logprobs, o.token_ids, strict=True)]
+        for o in outputs
+    ]
+    scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    scored = llm.generate([{"prompt_token_ids": t} for t in tokens], scoring, use_tqdm=False)
+    rescored = [
+        [
+            entry[token].logprob
+            for entry, token in zip(
+                o.prompt_logprobs[options.prompt :], row[options.prompt :], strict=True
+            )
+        ]
+        for o, row in zip(scored, tokens, strict=True)
+    ]
+    (folder / "samples.json").write_text(
+        json.dumps({"tokens": tokens, "logprobs": logprobs, "rescored": rescored})
+    )
+
+
+class Trainer:
+    """Logprobs of a Megatron-Core model with FP8 linears."""
+
+    def __init__(self, model: torch.nn.Module, device: str) -> None:
+        self.model, self.device = model, device
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        prompt: int,
+        *,
+        rows: int = 32,
+        kv_scales: dict[str, float] | None = None,
+    ) -> torch.Tensor:
+        """Return logprobs of the tokens after the prompt, float32 on the CPU.
+
+        Args:
+            tokens: int64 ``[B, T]``.
+            prompt: number of tokens that are not scored.
+            rows: sequences in one forward.
+            kv_scales: K and V are quantized and dequantized with these scales before attention.
+        """
+        hooks = []
+        if kv_scales is not None:
+            for number, layer in enumerate(self.model.decoder.layers):
+                hook = _through_the_cache(number, kv_scales)
+                core = layer.self_attention.core_attention
+                hooks.append(core.register_forward_pre_hook(hook))
+        parts = []
+        for batch in tokens.to(self.device).split(rows):
+            logits = self._logits(batch)[:, prompt - 1 : -1].float()
+            chosen = batch[:, prompt:, None]
+            parts.append(logits.log_softmax(-1).gather(-1, chosen).squeeze(-1).cpu())
+        for hook in hooks:
+            hook.remove()
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def scales(self, tokens: torch.Tensor) -> dict[str, float]:
+        """Return KV scales calibrated on tokens ``[B, T]``."""
+        from megatron_fp8rl.observers import QKVObserver
+
+        observer = QKVObserver([self.model])
+        self._logits(tokens)
+        found = observer.scales(margin=Recipe().kv_cache.margin)
+        observer.close()
+        return {name: float(scale) for name, scale in found.items()}
+
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return self.model(tokens, positions, None)
+
+
+def _through_the_cache(layer: int, scales: dict[str, float]) -> Any:
+    from fp8rl.kv_scales import scale_name
+    from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
+
+    def round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
+        codes = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
+        return (codes.float() * scale).to(x.dtype)
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        query, key, value, *others = args
+        key = round_trip(key, scales[scale_name(layer, "k")])
+        value = round_trip(value, scales[scale_name(layer, "v")])
+        return (query, key, value, *others)
+
+    return hook
+
+
+@contextmanager
+def trainer(path: Path, recipe: Recipe, device: str) -> Iterator[Trainer]:
+    """Build Megatron-Core with the weights of a checkpoint folder, converted by the recipe."""
+    from safetensors.torch import load_file
+
+    from megatron_fp8rl import convert
+    from megatron_fp8rl.export import load_hf
+
+    config = SimpleNamespace(**json.loads((path / "config.json").read_text()))
+    tensors = load_file(path / "model.safetensors")
+    if device == "cuda":
+        from megatron_common import build, single_process
+
+        with single_process():
+            model = build(config)
+            load_hf([model], tensors)
+            convert(model, recipe)
+            yield Trainer(model.eval(), device)
+        return
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
+    from megatron_fp8rl.testing.models import build_gpt
+
+    with CpuShim().active():
+        init_gloo()
+        parallel_state.initialize_model_parallel(1, 1)
+        model_parallel_cuda_manual_seed(1)
+        model = build_gpt(config)
+        load_hf([model], tensors)
+        convert(model, recipe)
+        yield Trainer(model.eval(), device)
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
