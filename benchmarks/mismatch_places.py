@@ -31,32 +31,44 @@ from mismatch_reference import Reference, Ways
 from fp8rl import Recipe
 from fp8rl.mismatch import mismatch_metrics
 
-ROLLOUT = {
-    "cpu": Ways(),
-    # Inductor computes the norms of queries and keys, and their rotation, without rounding between.
-    "cuda": Ways(prompts="fp8", probabilities="flash", qk_norm_weight="once"),
-}
-TRAINER = {
-    # Megatron's local layers as they run on a CPU.
-    "cpu": Ways(
-        kv="bf16",
-        probabilities="local",
-        norm_input="bf16",
-        norm_weight="once",
-        qk_norm_weight="once",
-        rope="each",
+ENGINES = {
+    # vLLM and Megatron's local layers, as they run on a CPU.
+    "CPU": (
+        Ways(),
+        Ways(
+            kv="bf16",
+            output="once",
+            probabilities="local",
+            norm_input="bf16",
+            norm_weight="once",
+            qk_norm_weight="once",
+            rope="each",
+        ),
     ),
-    # The same with flash attention and the fused SwiGLU.
-    "cuda": Ways(
-        kv="bf16",
-        probabilities="flash",
-        norm_input="bf16",
-        norm_weight="once",
-        qk_norm_weight="once",
-        rope="each",
-        silu="once",
+    # vLLM compiled by Inductor, which rounds nothing inside a kernel, with FlashAttention 3 and
+    # our decode attention; Megatron with TransformerEngine's norms, rotation and attention.
+    "GPU": (
+        Ways(
+            prompts="fp8",
+            probabilities="flash",
+            output="once",
+            qk_norm_weight="once",
+        ),
+        Ways(
+            kv="bf16",
+            output="once",
+            probabilities="flash",
+            norm_input="bf16",
+            norm_weight="once",
+            qk_norm_weight="once",
+            rope="float32",
+            silu="once",
+        ),
     ),
 }
+"""How rollout engine and trainer compute, from their sources; see docs/measurements/mismatch.md."""
+ORDER = ("probabilities", "prompts", "norm_input", "norm_weight", "qk_norm_weight", "silu", "rope")
+"""In which order places are made equal, after K and V."""
 CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -85,7 +97,10 @@ def main() -> None:
         options.folder = options.folder or Path(temporary)
         found = measure(options)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
-    sys.stdout.write(table(found["places"]) + "\n\n" + table(found["engines"]) + "\n")
+    for title, tables in {"": {"engines": found["engines"]}, **found["places"]}.items():
+        for name, rows in tables.items():
+            if name != "ways":
+                sys.stdout.write(f"\n{title} {name}\n\n{table(rows)}\n")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -118,34 +133,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         single = trainer_logprobs(tokens, first, rows=1)
         cached = trainer_logprobs(tokens, first, kv_scales=scales)
     reference = Reference(model, recipe, scales, device, options.prompt)
-    base, other = ROLLOUT[device], TRAINER[device]
-    as_rollout = reference.logprobs(tokens, base)
-    as_trainer = reference.logprobs(tokens, other)
-    places = {}
-    for name, ways in alone(base, other).items():
-        places[name] = compare(as_rollout, reference.logprobs(tokens, ways))
-    for name in differing(base, other):
-        without = other.but(**{name: getattr(base, name)})
-        places[f"all but {name}"] = compare(as_rollout, reference.logprobs(tokens, without))
-    places["all"] = compare(as_rollout, as_trainer)
-    pow2 = reference.logprobs(tokens, base.but(kv_scales="pow2"))
-    places["kv with scales as powers of two"] = compare(
-        pow2, reference.logprobs(tokens, base.but(kv="bf16"))
-    )
-    places["kv dequantized, scales as powers of two"] = compare(
-        pow2, reference.logprobs(tokens, base.but(kv="dequantized", kv_scales="pow2"))
-    )
-    places["all, output projection in float32 in both"] = compare(
-        reference.logprobs(tokens, base.but(logits="float32")),
-        reference.logprobs(tokens, other.but(logits="float32")),
-    )
+    name = "CPU" if device == "cpu" else "GPU"
+    base, other = ENGINES[name]
+    if device == "cuda":  # built without TransformerEngine, whose rotation is fused
+        other = other.but(rope="each")
+    as_rollout, as_trainer = (reference.logprobs(tokens, ways) for ways in (base, other))
     engines = {
         "vLLM and Megatron": compare(rollout, whole),
         "vLLM and Megatron over dequantized K and V": compare(rollout, cached),
         "vLLM, sampling and scoring": compare(rollout, rescored),
         "Megatron, batches of one and of many": compare(whole, single),
         "vLLM and the reference like vLLM": compare(rollout, as_rollout),
-        "vLLM scoring and the reference like vLLM": compare(rescored, as_rollout),
         "Megatron and the reference like Megatron": compare(whole, as_trainer),
     }
     return {
@@ -153,25 +151,33 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "versions": versions(),
         "options": {k: v for k, v in vars(options).items() if k not in ("folder", "out", "child")},
         "loss": loss,
-        "rollout": asdict(base),
-        "trainer": asdict(other),
-        "places": places,
         "engines": engines,
+        "places": {
+            name: places(reference, tokens, *ways) | {"ways": [asdict(each) for each in ways]}
+            for name, ways in ENGINES.items()
+        },
     }
 
 
-def differing(base: Ways, other: Ways) -> list[str]:
-    """Return the places where two engines differ."""
-    return [f.name for f in fields(Ways) if getattr(base, f.name) != getattr(other, f.name)]
+def places(
+    reference: Reference, tokens: torch.Tensor, base: Ways, other: Ways
+) -> dict[str, dict[str, Any]]:
+    """Measure, between two references, each place alone, all but it, and one after another."""
 
+    def kl(rollout: Ways, trainer: Ways) -> dict[str, float]:
+        return compare(reference.logprobs(tokens, rollout), reference.logprobs(tokens, trainer))
 
-def alone(base: Ways, other: Ways) -> dict[str, Ways]:
-    """Return the rollout's ways with one place changed, by a name for the table."""
-    changes = {name: {name: getattr(other, name)} for name in differing(base, other)}
+    alone, but = {}, {}
+    for place in differing(base, other):
+        changed = getattr(other, place)
+        alone[f"{place}: {getattr(base, place)} -> {changed}"] = kl(
+            base, base.but(**{place: changed})
+        )
+        but[place] = kl(base, other.but(**{place: getattr(base, place)}))
     for place, way in (
         ("kv", "dequantized"),
         ("prompts", "fp8" if base.prompts == "16bit" else "16bit"),
-        ("probabilities", "flash"),
+        ("probabilities", "float32" if base.probabilities == "flash" else "flash"),
         ("rope", "float32"),
         ("silu", "once"),
         ("accumulation", "blocks"),
@@ -179,9 +185,36 @@ def alone(base: Ways, other: Ways) -> dict[str, Ways]:
         ("linears", "bf16"),
         ("kv_scales", "pow2"),
     ):
-        if getattr(base, place) != way and changes.get(place) != {place: way}:
-            changes[f"{place}: {way}"] = {place: way}
-    return {name: base.but(**change) for name, change in changes.items()}
+        if way not in (getattr(base, place), getattr(other, place)):
+            changed = base.but(**{place: way})
+            alone[f"{place}: {getattr(base, place)} -> {way}"] = kl(base, changed)
+    pow2 = base.but(kv_scales="pow2")
+    alone["kv: codes -> bf16, scales as powers of two"] = kl(pow2, pow2.but(kv="bf16"))
+    alone["kv: codes -> dequantized, scales as powers of two"] = kl(
+        pow2, pow2.but(kv="dequantized")
+    )
+    now = other
+    steps = {"as they are": kl(base, other)}
+    for scales in ("fp32", "pow2"):
+        base = base.but(kv_scales=scales)
+        now = now.but(kv="dequantized", kv_scales=scales)
+        steps[f"K and V dequantized in the trainer, {scales} scales"] = kl(base, now)
+    now = now.but(output=base.output)
+    for place in ORDER:
+        if place in differing(base, now):
+            now = now.but(**{place: getattr(base, place)})
+            steps[place] = kl(base, now)
+    steps["and another order of sums in GEMMs"] = kl(base, now.but(accumulation="blocks"))
+    bf16 = {"linears": "bf16", "kv": "bf16"}
+    steps["both engines in BF16, as they are"] = kl(
+        base.but(**bf16, prompts="16bit"), other.but(**bf16)
+    )
+    return {"alone": alone, "all but": but, "one after another": steps}
+
+
+def differing(base: Ways, other: Ways) -> list[str]:
+    """Return the places where two engines differ."""
+    return [f.name for f in fields(Ways) if getattr(base, f.name) != getattr(other, f.name)]
 
 
 def compare(rollout: torch.Tensor, trainer: torch.Tensor) -> dict[str, float]:

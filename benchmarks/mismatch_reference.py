@@ -8,6 +8,7 @@ equal. Source of each way: ``docs/measurements/mismatch.md``.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,9 @@ class Ways:
     probabilities: Literal["flash", "float32", "local"] = "float32"
     """Attention's products: ``flash`` rounds unnormalized probabilities to BF16, ``float32`` rounds
     nothing, ``local`` (Megatron's unfused kernel) rounds scores and probabilities to BF16."""
+    output: Literal["twice", "once"] = "twice"
+    """Attention's output is rounded to BF16 before and after the product with V's scale, or after
+    it only. A power of two makes no difference."""
     norm_input: Literal["float32", "bf16"] = "float32"
     """A norm reads the sum of residual and branch before or after its rounding to BF16."""
     norm_weight: Literal["twice", "once"] = "twice"
@@ -195,22 +199,29 @@ class Reference:
         k = self._cached(k, layer, "k", ways).repeat_interleave(heads // kv_heads, 1)
         v = self._cached(v, layer, "v", ways).repeat_interleave(heads // kv_heads, 1)
         out = attend(q, k, v, ways.probabilities)
+        if ways.kv == "codes" and ways.output == "twice":
+            scale = self._scale(layer, "v", ways)
+            out = (out / scale).to(BF16).float() * scale
+        out = out.to(BF16)
         if ways.prompts == "fp8":
-            scale = q.float().abs().amax() / E4M3_MAX
-            codes = (q.float() / scale).to(FP8_DTYPE).float() * scale
-            out[:, :, : self.prompt] = attend(codes, k, v, "fp8")[:, :, : self.prompt]
+            scale = self._scale(layer, "q", ways)
+            codes = (q.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
+            of_prompts = attend(codes.float() * scale, k, v, "fp8").to(BF16)
+            out[:, :, : self.prompt] = of_prompts[:, :, : self.prompt]
         return self._linear(out.transpose(1, 2).flatten(2), f"{prefix}.o_proj", ways)
 
     def _cached(self, x: torch.Tensor, layer: int, role: Role, ways: Ways) -> torch.Tensor:
         """Return K or V as attention sees it, in float32."""
         if ways.kv == "bf16":
             return x.float()
-        scale = self.kv_scales[scale_name(layer, role)]
-        if ways.kv_scales == "pow2":
-            scale = float(2.0 ** torch.tensor(scale, dtype=torch.float64).log2().ceil())
+        scale = self._scale(layer, role, ways)
         codes = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
         values = codes.float() * scale
         return values if ways.kv == "codes" else values.to(BF16).float()
+
+    def _scale(self, layer: int, role: Role, ways: Ways) -> float:
+        scale = self.kv_scales[scale_name(layer, role)]
+        return 2.0 ** math.ceil(math.log2(scale)) if ways.kv_scales == "pow2" else scale
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, way: str) -> torch.Tensor:
@@ -231,7 +242,7 @@ def rotate(x: torch.Tensor, angles: torch.Tensor, way: str) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: str) -> torch.Tensor:
-    """Return causal attention ``[B, heads, T, size]`` in BF16, see :attr:`Ways.probabilities`.
+    """Return causal attention ``[B, heads, T, size]`` in float32, see :attr:`Ways.probabilities`.
 
     ``fp8`` rounds unnormalized probabilities, scaled to at most 256, to E4M3.
     """
@@ -241,14 +252,14 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: str) -> torch
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill_(hidden, float("-inf"))
     if way == "local":
-        return (scores.softmax(-1).to(BF16).float() @ v).to(BF16)
+        return scores.softmax(-1).to(BF16).float() @ v
     weights = (scores - scores.amax(-1, keepdim=True)).exp_()
     total = weights.sum(-1, keepdim=True)
     if way == "flash":
         weights = weights.to(BF16).float()
     elif way == "fp8":
         weights = (weights * 256).to(FP8_DTYPE).float() / 256
-    return ((weights @ v) / total).to(BF16)
+    return (weights @ v) / total
 
 
 def _add(residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
