@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +78,13 @@ CPU_ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+FLOORS = {
+    "all but K and V differ": {},
+    "with a BF16 KV cache": {"kv": "bf16"},
+    "with BF16 linears": {"linears": "bf16"},
+    "with both in BF16": {"linears": "bf16", "kv": "bf16"},
+}
+"""What amplifies the differences that are left when the trainer attends over the cache's values."""
 OBSERVED = 32
 """Sequences that KV scales are calibrated on."""
 
@@ -88,7 +97,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="bytes sampled after each prompt")
     parser.add_argument("--folder", type=Path, help="keeps model and samples for another run")
     parser.add_argument("--out", type=Path, default=Path("mismatch_places.json"))
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         sample(options)
@@ -115,35 +124,30 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             model, size, steps=options.steps, rows=rows, length=length, device=device
         ):
             pass
-    with trainer(model, recipe, device) as trainer_logprobs:
+    with trainer(model, recipe, device) as score:
         observed = windows(text(held_out=True), OBSERVED, length, 1).to(device)
-        scales = trainer_logprobs.scales(observed)
-        (folder / "scales.json").write_text(json.dumps(scales))
-        if not (folder / "samples.json").is_file():
-            command = [sys.executable, __file__, "--child", "--folder", str(folder)]
-            for name in ("sequences", "prompt", "tokens"):
-                command += [f"--{name}", str(getattr(options, name))]
-            environment = os.environ | (CPU_ENV if device == "cpu" else {})
-            subprocess.run(command, check=True, env=environment)
-        made = json.loads((folder / "samples.json").read_text())
-        tokens = torch.tensor(made["tokens"])
-        rollout, rescored = torch.tensor(made["logprobs"]), torch.tensor(made["rescored"])
-        first = options.prompt
-        whole = trainer_logprobs(tokens, first)
-        single = trainer_logprobs(tokens, first, rows=1)
-        cached = trainer_logprobs(tokens, first, kv_scales=scales)
+        scales = score.scales(observed)
+        made = rollout_of(options, "as_it_is", scales)
+        tokens, first = made["tokens"].long(), options.prompt
+        whole = score(tokens, first)
+        engines = {
+            "vLLM and Megatron": compare(made["logprobs"], whole),
+            "over dequantized K and V": compare(
+                made["logprobs"], score(tokens, first, kv_scales=scales)
+            ),
+            "vLLM, sampling and scoring": compare(made["logprobs"], made["rescored"]),
+            "Megatron, batches of one and of many": compare(whole, score(tokens, first, rows=1)),
+        }
+    if device == "cpu":
+        engines |= equal_engines(options, recipe, scales)
     reference = Reference(model, recipe, scales, device, options.prompt)
     name = "CPU" if device == "cpu" else "GPU"
     base, other = ENGINES[name]
     if device == "cuda":  # built without TransformerEngine, whose rotation is fused
         other = other.but(rope="each")
     as_rollout, as_trainer = (reference.logprobs(tokens, ways) for ways in (base, other))
-    engines = {
-        "vLLM and Megatron": compare(rollout, whole),
-        "vLLM and Megatron over dequantized K and V": compare(rollout, cached),
-        "vLLM, sampling and scoring": compare(rollout, rescored),
-        "Megatron, batches of one and of many": compare(whole, single),
-        "vLLM and the reference like vLLM": compare(rollout, as_rollout),
+    engines |= {
+        "vLLM and the reference like vLLM": compare(made["logprobs"], as_rollout),
         "Megatron and the reference like Megatron": compare(whole, as_trainer),
     }
     return {
@@ -159,13 +163,50 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def equal_engines(
+    options: argparse.Namespace, recipe: Recipe, scales: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    """Measure both engines with the options that make their places equal, on a CPU."""
+    from megatron_fp8rl.testing.attention import UnroundedAttention
+
+    first, rows = options.prompt, {}
+    powers = {name: 2.0 ** math.ceil(math.log2(scale)) for name, scale in scales.items()}
+    with trainer(options.folder / "model", recipe, "cpu", UnroundedAttention) as score:
+        for name, kv_scales in (("fp32", scales), ("pow2", powers)):
+            made = rollout_of(options, f"equal_{name}", kv_scales)
+            tokens = made["tokens"].long()
+            title = f"places made equal, {name} KV scales"
+            rows[title] = compare(made["logprobs"], score(tokens, first))
+            rows[f"{title}, over dequantized K and V"] = compare(
+                made["logprobs"], score(tokens, first, kv_scales=kv_scales)
+            )
+    return rows
+
+
+def rollout_of(
+    options: argparse.Namespace, name: str, scales: dict[str, float]
+) -> dict[str, torch.Tensor]:
+    """Return what :func:`sample` finds in a process of its own, or found in an earlier run."""
+    out = options.folder / f"{name}.json"
+    if not out.is_file():
+        (options.folder / "scales.json").write_text(json.dumps(scales))
+        command = [sys.executable, __file__, "--child", name, "--folder", str(options.folder)]
+        for option in ("sequences", "prompt", "tokens"):
+            command += [f"--{option}", str(getattr(options, option))]
+        environment = os.environ | ({} if torch.cuda.is_available() else CPU_ENV)
+        subprocess.run(command, check=True, env=environment)
+    return {key: torch.tensor(rows) for key, rows in json.loads(out.read_text()).items()}
+
+
 def places(
     reference: Reference, tokens: torch.Tensor, base: Ways, other: Ways
 ) -> dict[str, dict[str, Any]]:
     """Measure, between two references, each place alone, all but it, and one after another."""
 
+    logprobs = cache(partial(reference.logprobs, tokens))
+
     def kl(rollout: Ways, trainer: Ways) -> dict[str, float]:
-        return compare(reference.logprobs(tokens, rollout), reference.logprobs(tokens, trainer))
+        return compare(logprobs(rollout), logprobs(trainer))
 
     alone, but = {}, {}
     for place in differing(base, other):
@@ -205,11 +246,12 @@ def places(
             now = now.but(**{place: getattr(base, place)})
             steps[place] = kl(base, now)
     steps["and another order of sums in GEMMs"] = kl(base, now.but(accumulation="blocks"))
-    bf16 = {"linears": "bf16", "kv": "bf16"}
-    steps["both engines in BF16, as they are"] = kl(
-        base.but(**bf16, prompts="16bit"), other.but(**bf16)
-    )
-    return {"alone": alone, "all but": but, "one after another": steps}
+    floors = {}
+    for name, floor in FLOORS.items():
+        floors[name] = kl(
+            base.but(**floor), other.but(**({"kv": "dequantized", "kv_scales": "pow2"} | floor))
+        )
+    return {"alone": alone, "all but": but, "one after another": steps, "floors": floors}
 
 
 def differing(base: Ways, other: Ways) -> list[str]:
@@ -230,7 +272,10 @@ def compare(rollout: torch.Tensor, trainer: torch.Tensor) -> dict[str, float]:
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Return rows as a Markdown table."""
-    lines = ["| place | KL (k3) | probability error | equal to the bit |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| place | KL (k3) | probability error | equal to the bit |",
+        "| --- | --- | --- | --- |",
+    ]
     for name, row in rows.items():
         lines.append(
             f"| {name} | {row['kl_k3']:.1e} | {row['token_mult_prob_error']:.4f} "
@@ -248,6 +293,11 @@ def sample(options: argparse.Namespace) -> None:
     from vllm_fp8rl.calibration import send_kv_scales
 
     folder = options.folder
+    more: dict[str, Any] = {}
+    if options.child.startswith("equal"):
+        from vllm_fp8rl.testing.trainer_numerics import engine_options
+
+        more = engine_options()
     llm = LLM(
         str(folder / "model"),
         dtype="bfloat16",
@@ -259,6 +309,7 @@ def sample(options: argparse.Namespace) -> None:
         enable_prefix_caching=False,
         enforce_eager=not torch.cuda.is_available(),
         seed=0,
+        **more,
         **engine_args(Recipe()),
     )
     send_kv_scales(llm, json.loads((folder / "scales.json").read_text()))
@@ -284,7 +335,7 @@ def sample(options: argparse.Namespace) -> None:
         ]
         for o, row in zip(scored, tokens, strict=True)
     ]
-    (folder / "samples.json").write_text(
+    (folder / f"{options.child}.json").write_text(
         json.dumps({"tokens": tokens, "logprobs": logprobs, "rescored": rescored})
     )
 
@@ -361,7 +412,9 @@ def _through_the_cache(layer: int, scales: dict[str, float]) -> Any:
 
 
 @contextmanager
-def trainer(path: Path, recipe: Recipe, device: str) -> Iterator[Trainer]:
+def trainer(
+    path: Path, recipe: Recipe, device: str, core_attention: type | None = None
+) -> Iterator[Trainer]:
     """Build Megatron-Core with the weights of a checkpoint folder, converted by the recipe."""
     from safetensors.torch import load_file
 
@@ -389,12 +442,11 @@ def trainer(path: Path, recipe: Recipe, device: str) -> Iterator[Trainer]:
         init_gloo()
         parallel_state.initialize_model_parallel(1, 1)
         model_parallel_cuda_manual_seed(1)
-        model = build_gpt(config)
+        model = build_gpt(config, core_attention=core_attention)
         load_hf([model], tensors)
         convert(model, recipe)
         yield Trainer(model.eval(), device)
         parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

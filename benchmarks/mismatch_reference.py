@@ -1,4 +1,4 @@
-"""A Qwen3 in plain torch that rounds at each place as the rollout engine does, or as the trainer does.
+"""A Qwen3 in plain torch that rounds at each place as the rollout engine or the trainer does.
 
 :class:`Ways` has one field for each place; a value is the name of a way to compute there. All ways
 are the same function in real numbers. Weights are quantized as both engines do, so their codes are
@@ -156,7 +156,8 @@ class Reference:
         self, total: torch.Tensor, rounded: torch.Tensor, name: str, ways: Ways
     ) -> torch.Tensor:
         x = total if ways.norm_input == "float32" else rounded.float()
-        return rms_norm(x, self._plain[f"{name}.weight"], self.config.rms_norm_eps, ways.norm_weight)
+        weight = self._plain[f"{name}.weight"]
+        return rms_norm(x, weight, self.config.rms_norm_eps, ways.norm_weight)
 
     def _linear(self, x: torch.Tensor, name: str, ways: Ways) -> torch.Tensor:
         weight = self._fp8.get(name)
