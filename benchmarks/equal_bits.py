@@ -29,6 +29,8 @@ from facts import versions
 from fp8rl.gemm import GemmShape, builtin_backends
 from fp8rl.numerics import Quantized, quantize_block, quantize_group
 
+Tensors = dict[str, torch.Tensor]
+
 COUNTS = (1, 2, 3, 4, 8, 16, 32, 64, 100, 128, 256, 1024, 2048)
 """Numbers of rows that are compared with the largest."""
 
@@ -145,11 +147,10 @@ def kernels() -> dict[str, Any]:
     x, residual, weight = normal(rows, hidden), normal(rows, hidden), normal(hidden).abs()
     total = x.float() + residual.float()
     norms = {
-        f"{of}, rounded {way}": rms_norm(total if of == "float32 sum" else total.bfloat16().float(),
-                                         weight, 1e-6, way)
-        for of in ("float32 sum", "BF16 sum")
+        f"{name}, rounded {way}": rms_norm(read.float(), weight, 1e-6, way)
+        for name, read in (("float32 sum", total), ("BF16 sum", total.bfloat16()))
         for way in ("once", "twice")
-    }  # fmt: skip
+    }
 
     def among(result: torch.Tensor, formulas: dict[str, torch.Tensor]) -> dict[str, float]:
         return {name: different(result, formula) for name, formula in formulas.items()}
@@ -179,37 +180,62 @@ def kernels() -> dict[str, Any]:
     )
     q = normal(rows, heads, size)
     rotations = {way: rotate(q, angles[:, None], way) for way in ("once", "each", "float32")}
-    try:
-        from vllm import _custom_ops as ops
-        from vllm.platforms import current_platform
-
-        current_platform.import_kernels()
-        rotated, key = q.flatten(1).clone(), q.flatten(1).clone()
-        cache = torch.cat((angles.cos(), angles.sin()), -1).bfloat16()
-        ops.rotary_embedding(torch.arange(rows, device="cuda"), rotated, key, size, cache, True)
-        found["vLLM's rotary kernel"] = among(rotated.view_as(q), rotations)
-        out = torch.empty_like(x)
-        torch.ops._C.rms_norm(out, total.bfloat16(), weight, 1e-6)
-        found["vLLM's norm kernel"] = among(out, norms)
-        added, stored = x.clone(), residual.clone()
-        torch.ops._C.fused_add_rms_norm(added, stored, weight, 1e-6)
-        found["vLLM's norm kernel with residual"] = among(added, norms)
-    except ImportError as error:
-        found["vLLM"] = {"failed": str(error)}
-    try:
-        import transformer_engine.pytorch as te
-
-        norm = te.RMSNorm(hidden, eps=1e-6, params_dtype=torch.bfloat16, device="cuda")
-        norm.weight.data.copy_(weight)
-        found["TransformerEngine's norm"] = among(norm(total.bfloat16()).detach(), norms)
-        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
-
-        freqs = torch.cat((angles, angles), -1)[:, None, None]
-        fused = apply_rotary_pos_emb(q[:, None], freqs, tensor_format="sbhd", fused=True)
-        found["TransformerEngine's rotary kernel"] = among(fused[:, 0], rotations)
-    except ImportError as error:
-        found["TransformerEngine"] = {"failed": str(error)}
+    for library, check in (("vLLM", _of_vllm), ("TransformerEngine", _of_transformer_engine)):
+        try:
+            results = check(x, residual, weight, q, angles)
+        except Exception as error:  # not installed, or another signature
+            found[library] = {"failed": f"{type(error).__name__}: {error}"}
+            continue
+        for name, result in results.items():
+            of_norm = result.ndim == 2
+            found[f"{library}'s {name}"] = among(result, norms if of_norm else rotations)
     return found
+
+
+def _of_vllm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    q: torch.Tensor,
+    angles: torch.Tensor,
+) -> Tensors:
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    rotated, key = q.flatten(1).clone(), q.flatten(1).clone()
+    cache = torch.cat((angles.cos(), angles.sin()), -1).bfloat16()
+    positions = torch.arange(len(q), device="cuda")
+    ops.rotary_embedding(positions, rotated, key, q.shape[-1], cache, True)
+    normed = torch.empty_like(x)
+    torch.ops._C.rms_norm(normed, (x.float() + residual.float()).bfloat16(), weight, 1e-6)
+    added, stored = x.clone(), residual.clone()
+    torch.ops._C.fused_add_rms_norm(added, stored, weight, 1e-6)
+    return {
+        "rotary kernel": rotated.view_as(q),
+        "norm kernel": normed,
+        "norm kernel with residual": added,
+    }
+
+
+def _of_transformer_engine(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    q: torch.Tensor,
+    angles: torch.Tensor,
+) -> Tensors:
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    norm = te.RMSNorm(x.shape[-1], eps=1e-6, device="cuda").to(torch.bfloat16)
+    norm.weight.data.copy_(weight)
+    freqs = torch.cat((angles, angles), -1)[:, None, None]
+    fused = apply_rotary_pos_emb(q[:, None], freqs, tensor_format="sbhd", fused=True)
+    return {
+        "norm": norm((x.float() + residual.float()).bfloat16()).detach(),
+        "rotary kernel": fused[:, 0],
+    }
 
 
 def prompts(tokens: int = 8192, heads: int = 32, kv_heads: int = 8) -> dict[str, Any]:
@@ -220,6 +246,7 @@ def prompts(tokens: int = 8192, heads: int = 32, kv_heads: int = 8) -> dict[str,
         the relative error of each against float32 attention over the same codes.
     """
     from mismatch_reference import attend
+    from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     size, scale = 128, 2.0**-6
@@ -251,8 +278,9 @@ def prompts(tokens: int = 8192, heads: int = 32, kv_heads: int = 8) -> dict[str,
         descale = one.expand(batch, kv_heads)
 
         def in_fp8(common: Any = common, descale: Any = descale) -> torch.Tensor:
+            queries, _ = ops.scaled_fp8_quant(q.flatten(1), one)
             return flash_attn_varlen_func(
-                encode(q),
+                queries.view_as(q),
                 k_codes,
                 v_codes,
                 q_descale=descale,
