@@ -117,13 +117,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     recipe, folder = Recipe(), options.folder
     length = options.prompt + options.tokens
     model = folder / "model"
-    loss = None
     if not (model / "config.json").is_file():
         size, rows = ("gpu", 64) if device == "cuda" else ("cpu", 8)
-        for loss in train(  # noqa: B007
-            model, size, steps=options.steps, rows=rows, length=length, device=device
-        ):
-            pass
+        losses = list(
+            train(model, size, steps=options.steps, rows=rows, length=length, device=device)
+        )
+        (folder / "loss.json").write_text(json.dumps(losses[-1]))
     with trainer(model, recipe, device) as score:
         observed = windows(text(held_out=True), OBSERVED, length, 1).to(device)
         scales = score.scales(observed)
@@ -154,7 +153,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "versions": versions(),
         "options": {k: v for k, v in vars(options).items() if k not in ("folder", "out", "child")},
-        "loss": loss,
+        "loss": json.loads((folder / "loss.json").read_text()),
         "engines": engines,
         "places": {
             name: places(reference, tokens, *ways) | {"ways": [asdict(each) for each in ways]}
