@@ -148,6 +148,7 @@ def _build(settings: Settings) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
+    from megatron_fp8rl.testing.attention import UnroundedAttention
     from megatron_fp8rl.testing.cpu_shim import init_gloo
     from megatron_fp8rl.testing.models import build_gpt
 
@@ -155,7 +156,7 @@ def _build(settings: Settings) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(settings.seed)
-    model = build_gpt(hf_config(settings), seed=settings.seed)
+    model = build_gpt(hf_config(settings), seed=settings.seed, core_attention=UnroundedAttention)
     config = model.config
     config.finalize_model_grads_func = finalize
     wrapped = DistributedDataParallel(
