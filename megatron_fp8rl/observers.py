@@ -93,7 +93,7 @@ class QKVObserver:
         """Return KV-cache scales by name, the same on every rank; a collective like :meth:`amax`.
 
         Args:
-            margin: headroom, at least 1; ``scale = amax * margin / 448``.
+            margin: headroom, at least 1; see :func:`fp8rl.kv_scales.scales_from_amax`.
 
         Returns:
             name -> float32 ``[1]`` on the CPU, as :func:`fp8rl.kv_scales.scales_from_amax`.

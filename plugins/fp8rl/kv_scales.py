@@ -47,12 +47,14 @@ def scale_names(num_layers: int, roles: Iterable[Role] = ROLES) -> list[str]:
 
 
 def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tensor]:
-    """Scales of every layer, ``amax * margin / 448``.
+    """Scales of every layer: the smallest powers of two at or above ``amax * margin / 448``.
+
+    With a power of two every dequantized value is exact in BF16, so that a trainer can attend over
+    the very keys and values of the rollout. It costs no precision: E4M3 is a floating format.
 
     Args:
         amax: ``[num_layers, 3]``, the observers' amax of q, k and v for each global layer; a
-            percentile may stand in for the amax. A float64 tensor is multiplied in float64 and
-            rounded once, any other is multiplied in float32.
+            percentile may stand in for the amax.
         margin: headroom factor, at least 1.
 
     Returns:
@@ -64,8 +66,10 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     """
     if amax.ndim != 2 or amax.shape[1] != len(ROLES):
         raise ScaleError(f"amax must have shape [num_layers, 3], not {tuple(amax.shape)}.")
-    wide = amax.detach().to(torch.promote_types(amax.dtype, torch.float32))
-    table = (wide * (margin / E4M3_MAX)).float().cpu()  # the one device-to-host copy
+    least = amax.detach().cpu().double() * (margin / E4M3_MAX)  # the one device-to-host copy
+    mantissa, exponent = torch.frexp(least)  # 0.5 <= mantissa < 1
+    rounded = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
+    table = torch.where(torch.isfinite(least) & (least > 0), rounded, least).float()
     scales = {
         scale_name(layer, role): table[layer, column].reshape(1)
         for layer in range(table.shape[0])
@@ -92,11 +96,9 @@ def next_scales(
     """Compute the scales for the next refit by the recipe's ``kv_cache.recalibrate``.
 
     ``refit`` gives :func:`scales_from_amax` each time. ``grow`` and ``start`` keep a scale that is
-    in service, so that codes in the KV cache stay right. Their first scales are the smallest powers
-    of two at or above ``amax * margin / 448``, with which dequantized values are exact in BF16.
-    With ``grow`` a scale whose amax lies beyond it (``amax > 448 * scale``) is multiplied by the
-    smallest power of two that gives it the margin again; with ``start`` the log warns of it. All
-    ranks that pass equal arguments get equal scales.
+    in service, so that codes in the KV cache stay right. With ``grow`` a scale whose amax lies
+    beyond it (``amax > 448 * scale``) becomes that of the formula, a larger power of two; with
+    ``start`` the log warns of it. All ranks that pass equal arguments get equal scales.
 
     Args:
         current: scales in service, by name; empty before the first calibration.
@@ -122,22 +124,11 @@ def next_scales(
             seen[worst],
             E4M3_MAX * held[worst],
         )
-    scales = {}
-    for name in fresh:
-        scale, least = held.get(name), seen[name] * kv_cache.margin / E4M3_MAX
-        if scale is None:
-            scale = _power_of_two(least)
-        elif name in outgrown and kv_cache.recalibrate == "grow":
-            scale *= max(2.0, _power_of_two(least / scale))
-        check_scale(name, scale)
-        scales[name] = torch.tensor([scale], dtype=torch.float32)
+    kept = set(held) - (set(outgrown) if kv_cache.recalibrate == "grow" else set())
+    scales = {
+        name: torch.tensor([held[name]]) if name in kept else scale for name, scale in fresh.items()
+    }
     return NextScales(scales, outgrown)
-
-
-def _power_of_two(least: float) -> float:
-    """Return the smallest power of two that is not below a positive number."""
-    mantissa, exponent = math.frexp(least)  # 0.5 <= mantissa < 1
-    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
 
 
 def check_scale(name: str, scale: torch.Tensor | float) -> float:

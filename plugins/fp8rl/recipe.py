@@ -112,12 +112,11 @@ class KVCache(_Section):
     dtype: Literal["fp8_e4m3", "auto"] = "fp8_e4m3"
     """``auto`` keeps the cache in the model's dtype."""
     recalibrate: Recalibrate = "refit"
-    """``refit``: new scales with each refit; ``grow``: powers of two that only grow; ``start``:
-    powers of two that stay."""
+    """``refit``: new scales with each refit; ``grow``: scales that only grow; ``start``: scales
+    that stay."""
     margin: Annotated[float, Field(ge=1.0, le=16.0, allow_inf_nan=False)] = 1.05
-    """Headroom for values the observers have not seen: ``scale = amax * margin / 448``, with
-    ``grow`` and ``start`` rounded up to a power of two. 2 by default with ``grow``, 4 with
-    ``start``."""
+    """Headroom for values the observers have not seen: a scale is the smallest power of two at or
+    above ``amax * margin / 448``. 2 by default with ``grow``, 4 with ``start``."""
     in_training: bool = True
     """The trainer's attention sees K and V as the rollout's FP8 cache holds them."""
 
