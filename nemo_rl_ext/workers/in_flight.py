@@ -50,7 +50,7 @@ class RefitInFlight:
                 from vllm_fp8rl.refit.client import require_emptied
 
                 logger.info(
-                    "fp8rl: a KV scale has changed; requests in flight compute theirs anew."
+                    "fp8rl: a KV scale has changed; requests in flight compute their keys again."
                 )
                 emptied = await llm.reset_prefix_cache(
                     reset_running_requests=True, reset_connector=True
