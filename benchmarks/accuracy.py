@@ -2,9 +2,10 @@
 
     python benchmarks/accuracy.py [--seeds 0,1,2] [--steps 40] [--out out/accuracy]
 
-Runs ``fp8rl demo --compare bf16,fp8-rollout,fp8`` once a seed with the real engines, and the two
-FP8 precisions once more with a BF16 KV cache, which tells the linear layers' share of the mismatch
-from the cache's. Finished seeds are not run again. Writes ``benchmarks/results/accuracy_cpu.json``
+Runs ``fp8rl demo --compare bf16,fp8-rollout,fp8`` once a seed with the real engines, the two FP8
+precisions once more with a BF16 KV cache, which tells the linear layers' share of the mismatch from
+the cache's, and ``fp8`` with a trainer that attends over BF16 keys and values. Finished seeds are
+not run again. Writes ``benchmarks/results/accuracy_cpu.json``
 and the table of ``docs/measurements/accuracy.md``.
 """
 
@@ -18,11 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp8rl.recipe import KVCache
+from fp8rl.recipe import KVCache, Recipe
 from fp8rl_demo.settings import DEMO_RECIPE
 
 PRECISIONS = ("bf16", "fp8-rollout", "fp8")
 BF16_KV = " + BF16 KV cache"
+BF16_ATTENTION = " + BF16 K and V in training"
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "<!-- table: benchmarks/accuracy.py -->"
 
@@ -34,14 +36,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/accuracy"))
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    bf16_kv = json.dumps(
-        DEMO_RECIPE.model_copy(update={"kv_cache": KVCache(dtype="auto")}).to_dict()
-    )
     rows = []
     for seed in seeds:
-        rows += _run(args.out / f"seed-{seed}", PRECISIONS, seed, args.steps, None)
-        folder = args.out / f"seed-{seed}-bf16-kv"
-        rows += _run(folder, PRECISIONS[1:], seed, args.steps, bf16_kv)
+        for folder, precisions, suffix, kv_cache in (
+            (f"seed-{seed}", PRECISIONS, "", KVCache()),
+            (f"seed-{seed}-bf16-kv", PRECISIONS[1:], BF16_KV, KVCache(dtype="auto")),
+            (f"seed-{seed}-bf16-attention", ("fp8",), BF16_ATTENTION, KVCache(in_training=False)),
+        ):
+            recipe = DEMO_RECIPE.model_copy(update={"kv_cache": kv_cache})
+            rows += _run(args.out / folder, precisions, seed, args.steps, suffix, recipe)
     run = json.loads((args.out / f"seed-{seeds[0]}" / "fp8" / "run.json").read_text())
     result = {
         "command": f"python benchmarks/accuracy.py --seeds {args.seeds} --steps {args.steps}",
@@ -62,14 +65,13 @@ def main() -> None:
 
 
 def _run(
-    folder: Path, precisions: tuple[str, ...], seed: int, steps: int, recipe: str | None
+    folder: Path, precisions: tuple[str, ...], seed: int, steps: int, suffix: str, recipe: Recipe
 ) -> list[dict[str, Any]]:
     if not all(_steps_done(folder / p) >= steps for p in precisions):
         command = ["-m", "fp8rl", "demo", "--compare", ",".join(precisions)]
         command += ["--seed", str(seed), "--steps", str(steps), "--out", str(folder)]
-        command += ["--recipe", recipe] if recipe else []
+        command += ["--recipe", json.dumps(recipe.to_dict())]
         subprocess.run([sys.executable, *command], check=True)
-    suffix = BF16_KV if recipe else ""
     return [_summary(folder / p, p + suffix, seed) for p in precisions]
 
 

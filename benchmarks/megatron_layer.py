@@ -5,6 +5,7 @@
 A real megatron-core ``TransformerLayer`` of the local spec (no TransformerEngine), flash attention
 through torch on both sides: in BF16, and converted by ``megatron_fp8rl``. Weights are quantized in
 every pass. SwiGLU is computed by the kernels that quantize it, or "apart" as megatron compiles it.
+With "FP8 K and V" attention sees them as an FP8 KV cache holds them (``kv_cache.in_training``).
 Gradients go to ``.grad``, or with ``main_grad`` to a float32 buffer, as under DDP. ``--profile``
 adds the GPU time by kernel of one pass.
 """
@@ -23,7 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8rl import PluginManager, Recipe
+from fp8rl.kv_scales import scale_names
 from megatron_fp8rl import convert
+from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.linear import Fp8Linear
 
 GPU = torch.device("cuda")
@@ -31,6 +34,7 @@ LABELS = (
     "BF16",
     "fp8rl",
     "fp8rl, SwiGLU apart",
+    "fp8rl, FP8 K and V",
     "BF16, main_grad",
     "fp8rl, main_grad",
     "fp8rl, SwiGLU apart, main_grad",
@@ -82,6 +86,8 @@ def main() -> None:
                 convert(model, Recipe(), plugins=PluginManager(discover=False))
             if "apart" in label:
                 model.decoder.layers[0].mlp.give_back()
+            if "K and V" in label:
+                KVCacheInTraining(model).set(dict.fromkeys(scale_names(1), 0.02))
             call = Pass(model, options.tokens, options.sequence, "main_grad" in label)
             call()
             torch.cuda.synchronize()
@@ -107,6 +113,7 @@ def main() -> None:
             label: medians["BF16, main_grad" if "main_grad" in label else "BF16"] / ms
             for label, ms in medians.items()
         },
+        "cost_of_fp8_k_and_v": medians["fp8rl, FP8 K and V"] / medians["fp8rl"] - 1,
         "peak_bytes_of_a_pass": peaks,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
     python benchmarks/nemo_rl.py --source NEMO_RL --folder OUT [--trainer dtensor|megatron]
                                  [--variants bf16,upstream,fp8rl] [--steps 20] [--gpus 1]
-                                 [--single-controller] [--model HF_FOLDER] [--limit SECONDS]
-                                 [--graphs] [--write-only] [--curves FILE.svg]
+                                 [--single-controller | --in-flight] [--model HF_FOLDER]
+                                 [--limit SECONDS] [--graphs] [--write-only] [--curves FILE.svg]
                                  [--set KEY=VALUE]...
 
 Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
@@ -14,7 +14,9 @@ log, and those before the first step. ``fp8rl-bf16kv`` is a fourth variant, with
 BF16 KV cache, as upstream's FP8 path has it with a DTensor trainer. ``--gpus 2`` makes rollouts
 tensor-parallel and training data-parallel over two GPUs. ``--single-controller`` runs
 ``run_grpo_single_controller.py`` instead, with its YAML: the Megatron trainer on one of two GPUs,
-an asynchronous engine on the other, one optimizer step for all sequences of a step.
+an asynchronous engine on the other, one optimizer step for all sequences of a step. ``--in-flight``
+runs asynchronous GRPO on two GPUs in the same way, whose requests go on across refits. With either
+``fp8rl`` has KV scales that grow (``kv_cache.recalibrate``).
 ``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made (its
 exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
 driver; ``--curves`` draws the variants (``nemo_rl_curves.py``); each ``--set`` is an override that
@@ -176,6 +178,13 @@ def config(
         }
     if options.single_controller:
         single_controller(value, source)
+    if options.in_flight:
+        value["grpo"]["async_grpo"] = {"enabled": True, "in_flight_weight_updates": True}
+    if options.single_controller or options.in_flight:
+        value.get("fp8rl", {}).get("kv_cache", {})["recalibrate"] = "grow"
+        generation = value["policy"]["generation"]
+        generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
+        generation["vllm_cfg"] |= {"tensor_parallel_size": 1, "async_engine": True}
     return value
 
 
@@ -191,9 +200,6 @@ def single_controller(value: dict[str, Any], source: Path) -> None:
     }
     value["async_rl"] = {"min_groups_for_streaming_train": PROMPTS // 2}
     value["data_plane"] = {"enabled": True, "storage_capacity": 8 * PROMPTS * GENERATIONS}
-    generation = value["policy"]["generation"]
-    generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
-    generation["vllm_cfg"] |= {"tensor_parallel_size": 1, "async_engine": True}
 
 
 def summary(logs: Path, log: Path) -> dict[str, Any]:
@@ -248,7 +254,9 @@ def main() -> int:
     parser.add_argument("--variants", default=",".join(VARIANTS[:3]))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--single-controller", action="store_true")
+    loops = parser.add_mutually_exclusive_group()
+    loops.add_argument("--single-controller", action="store_true")
+    loops.add_argument("--in-flight", action="store_true")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
@@ -261,10 +269,10 @@ def main() -> int:
         parser.error(f"--variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     if options.gpus < 1 or BATCH % options.gpus:
         parser.error(f"--gpus {options.gpus} does not divide {BATCH} sequences")
-    if options.single_controller and (options.trainer != "megatron" or options.gpus != 2):
-        parser.error("--single-controller needs --trainer megatron --gpus 2")
-    if options.single_controller and "fp8rl" in variants:
-        parser.error("--single-controller: asynchronous engines run fp8rl-bf16kv, not fp8rl")
+    loop = "-single-controller" if options.single_controller else ""
+    loop = "-in-flight" if options.in_flight else loop
+    if loop and (options.trainer != "megatron" or options.gpus != 2):
+        parser.error(f"-{loop} needs --trainer megatron --gpus 2")
     driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -274,7 +282,7 @@ def main() -> int:
     runs = []
     for variant in variants:
         name = f"{options.trainer}-{variant}" + (f"-{options.gpus}" if options.gpus > 1 else "")
-        name += "-single-controller" if options.single_controller else ""
+        name += loop
         logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
         value = config(options, model, data, logs, variant)
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")

@@ -2,7 +2,8 @@
 
     python benchmarks/quantize.py [--out FILE.json]
 
-Shapes are the linear layers of Qwen3-8B (BF16). Each time is the median of single calls with a cold
+Shapes are the linear layers of Qwen3-8B (BF16), and its keys and values: K as a tensor of its own,
+V as a slice of the packed projection. Each time is the median of single calls with a cold
 L2 cache. Bandwidth counts one read of the input and one write of codes and scales, and is compared
 with that of a device-to-device copy measured in the same run.
 """
@@ -21,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from fp8rl.numerics import BLOCK, GROUP, Quantized, reference
+from fp8rl.numerics.triton import kv_cache as kv_cache_kernel
 from fp8rl.numerics.triton import quantize as triton_kernels
 
 WEIGHTS = {
@@ -80,6 +82,40 @@ def measure(case: tuple[str, str, tuple[int, int], str], repeats: int) -> list[d
     return rows
 
 
+def measure_kv(tokens: int, repeats: int) -> list[dict]:
+    """One row per implementation of K and V as an FP8 KV cache holds them."""
+    groups, ratio, head = 8, 4, 128
+    packed = torch.randn(tokens, 1, groups, (ratio + 2) * head, device="cuda").bfloat16()
+    k, v = packed[..., -2 * head : -head].contiguous(), packed[..., -head:]
+    scales = torch.tensor([0.012, 0.01], device="cuda")  # randn's amax, with a margin
+    counts = torch.zeros(2, dtype=torch.int64, device="cuda")
+    functions = {
+        "reference": reference.fake_quantize_kv,
+        "torch.compile": torch.compile(reference.fake_quantize_kv, dynamic=False),
+        "triton": kv_cache_kernel.fake_quantize_kv,
+    }
+    expected = reference.fake_quantize_kv(k.cpu(), v.cpu(), scales.cpu(), counts.cpu())
+    rows = []
+    for implementation, call in functions.items():
+        result = call(k, v, scales, counts)
+        moved = sum(2 * x.numel() * x.element_size() for x in (k, v))
+        ms = cold_ms(lambda call=call: call(k, v, scales, counts), repeats)
+        same = all(torch.equal(x.cpu(), y) for x, y in zip(result, expected, strict=True))
+        rows.append(
+            {
+                "operation": "fake_quantize_kv",
+                "name": f"K and V, {tokens} tokens",
+                "shape": [2, *k.shape],
+                "scale_format": "fp32",
+                "implementation": implementation,
+                "milliseconds": ms,
+                "gigabytes_per_second": moved / ms / 1e6,
+                "equal_to_cpu_reference": same,
+            }
+        )
+    return rows
+
+
 def main() -> None:
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -93,6 +129,7 @@ def main() -> None:
     for case in track(cases(), "Quantizing", console=Console(stderr=True)):
         rows += measure(case, options.repeats)
         torch.compiler.reset()
+    rows += measure_kv(8192, options.repeats)
     for row in rows:
         row["share_of_copy"] = row["gigabytes_per_second"] / copy
 

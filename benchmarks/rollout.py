@@ -160,6 +160,22 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
     }
 
 
+def time_probes() -> list[float]:
+    """Return a list that takes the seconds of each run of fp8rl's probes while an engine starts."""
+    from vllm_fp8rl.patches import probes
+
+    seconds: list[float] = []
+    require = probes.require
+
+    def timed(features: Any) -> None:
+        began = time.perf_counter()
+        require(features)
+        seconds.append(time.perf_counter() - began)
+
+    probes.require = timed
+    return seconds
+
+
 def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     """One engine, from start to the last refit."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -168,6 +184,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
 
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(QWEN3_8B | options.shape))
+    probes = time_probes() if variant.startswith("fp8rl") else []
     began = time.perf_counter()
     llm = LLM(
         str(folder),
@@ -181,6 +198,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         **engine_arguments(variant),
     )
     result: dict[str, Any] = {"variant": variant, "start_seconds": time.perf_counter() - began}
+    result["probe_seconds"] = sum(probes)
     result["gpu"] = torch.cuda.get_device_name()
     fp8rl = variant.startswith("fp8rl")
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()

@@ -14,7 +14,7 @@ import torch
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import CheckpointError
-from fp8rl.kv_scales import parse_scale_name
+from fp8rl.kv_scales import next_scales, parse_scale_name
 from fp8rl_demo import checkpoint
 from fp8rl_demo.batch import TokenBatch, make_batch
 from fp8rl_demo.events import EventWriter
@@ -69,6 +69,9 @@ class GrpoRun:
         self._train, self._validation = load_problems("train"), load_problems("validation")
         self._length = sequence_length(settings)
         self._seconds: dict[str, float] = {}
+        self._scales: dict[str, torch.Tensor] = {}
+        """KV scales in service."""
+        self._outgrown = 0
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -104,6 +107,7 @@ class GrpoRun:
         if found:
             self._policy.load_optimizer_state(state.trainer["optimizer"])
             self._policy.observer.load_state_dict(state.trainer["observer"])
+            self._scales = {n: t for n, t in state.model.items() if n not in weights}
         else:
             # Nothing has run before the first rollout, so it needs a calibration of its own.
             rows = self._train[:128]
@@ -167,6 +171,7 @@ class GrpoRun:
             trained = self._train_on(
                 batch, old, advantages, correction, settings.learning_rate * ramp
             )
+        trained |= self._policy.clipped()
         self._refit()
         return {
             "step": step,
@@ -177,6 +182,7 @@ class GrpoRun:
             "loss_metrics": {
                 **{k: v for k, v in correction.metrics.items() if k not in MISMATCH},
                 **trained,
+                "kv_scales_outgrown": float(self._outgrown),
             },
             "seconds": dict(self._seconds),
             "validation_accuracy": None,
@@ -219,16 +225,19 @@ class GrpoRun:
             norms.append(self._policy.step(data, loss, learning_rate)["grad_norm"])
         return {**merge_metrics(parts), "grad_norm": sum(norms) / len(norms)}
 
-    def _kv_scales(self) -> dict[str, torch.Tensor]:
+    def _calibrate(self) -> None:
         if self._recipe.kv_cache.dtype == "auto":
-            return {}
-        return self._policy.observer.scales(self._recipe.kv_cache.margin)
+            return
+        amax = self._policy.observer.amax()
+        self._scales, outgrown = next_scales(self._scales, amax, self._recipe.kv_cache)
+        self._outgrown = len(outgrown)
 
     def _refit(self) -> None:
         with self._timed("calibrate"):
-            scales = self._kv_scales()
+            self._calibrate()
         with self._timed("refit"):
-            self._rollout.refit(chain(self._policy.export(), scales.items()))
+            self._rollout.refit(chain(self._policy.export(), self._scales.items()))
+        self._policy.refitted(self._scales)
 
     def _validate(self, step: int) -> float:
         problems = self._validation[: self._settings.validation_size]
@@ -248,7 +257,7 @@ class GrpoRun:
             "observer": self._policy.observer.state_dict(),
         }
         # With the KV scales, vLLM can serve the folder as it is.
-        model = {**dict(self._policy.export()), **self._kv_scales()}
+        model = {**dict(self._policy.export()), **self._scales}
         checkpoint.save(self._folder, step, model, trainer, self.identity, model_folder)
 
     def _write_run_json(self) -> None:

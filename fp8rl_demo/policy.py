@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ class MegatronPolicy:
 
     Args:
         settings: sizes and hyperparameters.
-        recipe: ``training`` and ``pins`` decide which linear layers run in FP8.
+        recipe: ``training`` and ``pins`` decide which linear layers run in FP8, ``kv_cache``
+            whether attention sees K and V as the rollout's cache holds them.
     """
 
     def __init__(self, settings: Settings, recipe: Recipe) -> None:
         from megatron_fp8rl import convert
+        from megatron_fp8rl.kv_cache import KVCacheInTraining
         from megatron_fp8rl.observers import QKVObserver
         from megatron_fp8rl.testing.cpu_shim import CpuShim
 
@@ -35,6 +37,8 @@ class MegatronPolicy:
             self.model, self._wrapped, self.optimizer = _build(settings)
             self.conversion = convert(self.model, recipe)
             self.observer = QKVObserver([self.model])
+            in_training = recipe.kv_cache.dtype != "auto" and recipe.kv_cache.in_training
+            self._kv_cache = KVCacheInTraining([self.model]) if in_training else None
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
@@ -93,6 +97,15 @@ class MegatronPolicy:
             _, grad_norm, _ = self.optimizer.step()
         return {"loss": float(sum(losses)), "grad_norm": float(grad_norm)}
 
+    def refitted(self, kv_scales: Mapping[str, torch.Tensor]) -> None:
+        """Attend over K and V by the scales of the rollout that begins now."""
+        if self._kv_cache is not None:
+            self._kv_cache.set(kv_scales)
+
+    def clipped(self) -> dict[str, float]:
+        """Return the shares of K and V that were clipped since the last call."""
+        return self._kv_cache.metrics() if self._kv_cache is not None else {}
+
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters as HF-named BF16 tensors, as a refit takes them."""
         from megatron_fp8rl.export import export_hf
@@ -135,6 +148,7 @@ def _build(settings: Settings) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
+    from megatron_fp8rl.testing.attention import UnroundedAttention
     from megatron_fp8rl.testing.cpu_shim import init_gloo
     from megatron_fp8rl.testing.models import build_gpt
 
@@ -142,7 +156,7 @@ def _build(settings: Settings) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(settings.seed)
-    model = build_gpt(hf_config(settings), seed=settings.seed)
+    model = build_gpt(hf_config(settings), seed=settings.seed, core_attention=UnroundedAttention)
     config = model.config
     config.finalize_model_grads_func = finalize
     wrapped = DistributedDataParallel(

@@ -50,6 +50,7 @@ class VllmRollout:
         from vllm import LLM
 
         from vllm_fp8rl import engine_args
+        from vllm_fp8rl.testing.trainer_numerics import engine_options
 
         self._tokenizer = CharTokenizer()
         self._settings = settings
@@ -65,6 +66,7 @@ class VllmRollout:
             seed=settings.seed,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            **engine_options(),
             **engine_args(recipe),
         )
 

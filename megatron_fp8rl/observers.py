@@ -48,7 +48,7 @@ class QKVObserver:
                 "for the maximum."
             )
         chunks = unwrap_chunks(model_chunks)
-        attentions = dict(_core_attentions(chunks))
+        attentions = dict(core_attentions(chunks))
         self.enabled = enabled
         self.num_layers: int = chunks[0].config.num_layers
         device = next(p.device for chunk in chunks for p in chunk.parameters())
@@ -57,8 +57,9 @@ class QKVObserver:
             if percentile is None
             else PercentileTable(self.num_layers, device, percentile)
         )
+        # First in line: the trainer's own attention may see k and v after FP8 (kv_cache.py).
         self._handles = [
-            module.register_forward_pre_hook(self._hook(layer))
+            module.register_forward_pre_hook(self._hook(layer), prepend=True)
             for layer, module in attentions.items()
         ]
 
@@ -92,7 +93,7 @@ class QKVObserver:
         """Return KV-cache scales by name, the same on every rank; a collective like :meth:`amax`.
 
         Args:
-            margin: headroom, at least 1; ``scale = amax * margin / 448``.
+            margin: headroom, at least 1; see :func:`fp8rl.kv_scales.scales_from_amax`.
 
         Returns:
             name -> float32 ``[1]`` on the CPU, as :func:`fp8rl.kv_scales.scales_from_amax`.
@@ -156,7 +157,12 @@ class QKVObserver:
         return observe
 
 
-def _core_attentions(chunks: list[Any]) -> Iterator[tuple[int, torch.nn.Module]]:
+def core_attentions(chunks: list[Any]) -> Iterator[tuple[int, torch.nn.Module]]:
+    """Yield the global number and the ``core_attention`` of each decoder layer of this rank.
+
+    Raises:
+        UnsupportedError: multi-latent attention, or a layer without ``core_attention``.
+    """
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             number = layer.layer_number - 1

@@ -1,9 +1,9 @@
 """TransformerEngine's linear classes over FP8 operands of this package; needs TransformerEngine.
 
-Written for megatron-core 0.16.1 (extensions/transformer_engine.py) and TransformerEngine 2.12
-(pytorch/module/{linear,layernorm_linear,grouped_linear}.py). A module changes its class and nothing
-else: parameters, ``_extra_state``, hooks and names stay, so checkpoints of either class load into
-the other, and a pinned module keeps TransformerEngine's own forward.
+Written for megatron-core 0.16.1 (extensions/transformer_engine.py) and TransformerEngine 2.12 to
+2.20 (pytorch/module/{linear,layernorm_linear,grouped_linear}.py). A module changes its class and
+nothing else: parameters, ``_extra_state``, hooks and names stay, so checkpoints of either class
+load into the other, and a pinned module keeps TransformerEngine's own forward.
 
 What TransformerEngine does around its product is done here: the norm of a LayerNormLinear, the
 collective of a row-parallel layer, and a bias that is handed out instead of added.
@@ -44,6 +44,8 @@ _REFUSED = {
     "primary_weights_in_fp8": "its weights are stored in FP8, without the BF16 values",
     "fsdp_group": "FSDP is not served",
     "symmetric_ar_type": "symmetric-memory all-reduce is not served",
+    "single_grouped_weight": "experts have a weight each here",
+    "single_grouped_bias": "experts have a bias each here",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8rl import hookimpl
+from fp8rl.adapters import ConfigRequest, Diagnosis, EngineAdapter
 
 if TYPE_CHECKING:
     from nemo_rl_ext.grpo.importance_sampling import Corrector
@@ -16,3 +17,21 @@ def register_is_correctors() -> dict[str, Corrector]:
     from nemo_rl_ext.grpo.importance_sampling import correct_is
 
     return {"is": correct_is}
+
+
+@hookimpl
+def register_engine_adapters() -> list[EngineAdapter]:
+    """NeMo RL, for ``fp8rl doctor nemo-rl``; it is looked at without importing it."""
+    return [EngineAdapter("nemo-rl", _diagnose, examine_config=_examine_config)]
+
+
+def _diagnose() -> Diagnosis:
+    from nemo_rl_ext.doctor.examination import diagnose  # torch comes with the patches
+
+    return diagnose()
+
+
+def _examine_config(request: ConfigRequest) -> Diagnosis:
+    from nemo_rl_ext.doctor.examination import examine
+
+    return examine(request)

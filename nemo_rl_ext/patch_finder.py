@@ -32,7 +32,7 @@ PATCHES: dict[str, tuple[str, ...]] = {
     "nemo_rl.evals.eval": ("config",),
     "nemo_rl.models.generation.vllm.vllm_generation": ("worker_classes",),
     "nemo_rl.models.megatron.router_replay": ("kv_cache",),
-    "nemo_rl.models.policy.lm_policy": ("skip_step", "worker_classes"),
+    "nemo_rl.models.policy.lm_policy": ("skip_step", "worker_classes", "kv_scales"),
     "nemo_rl.models.policy.tq_policy": ("skip_step",),
     "nemo_rl.utils.config": ("start",),
     "nemo_rl.weight_sync.collective_weight_synchronizer": ("fallback",),

@@ -43,7 +43,12 @@ def test_medians_leave_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--variants", "bf16,fp8"], "fp8; there are bf16"), (["--gpus", 3], "does not divide 128")],
+    [
+        (["--variants", "bf16,fp8"], "fp8; there are bf16"),
+        (["--gpus", 3], "does not divide 128"),
+        (["--in-flight", "--gpus", 2], "--in-flight needs --trainer megatron --gpus 2"),
+        (["--in-flight", "--single-controller"], "not allowed with"),
+    ],
 )
 def test_what_cannot_be_run_is_refused(arguments: list[Any], message: str, tmp_path: Path) -> None:
     done = call("nemo_rl.py", "--source", tmp_path, "--folder", tmp_path / "out", *arguments)

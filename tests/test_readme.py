@@ -150,6 +150,8 @@ assert "model.layers.0.mlp.up_proj" in codes and not codes & pinned
 assert all(f"{name}.weight_scale_inv" in half for name in codes)
 assert "model.layers.0.self_attn.qkv_proj" in conversion.modules
 assert not pinned & set(conversion.modules)
+assert not torch.equal(model(tokens, positions, None), logits), "K and V are in FP8"
+cache.clear()
 conversion.invalidate()
 conversion.drop_codes()
 assert torch.equal(model(tokens, positions, None), logits)

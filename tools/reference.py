@@ -68,6 +68,10 @@ REPLAY = {
     "replay_changed_expert_share": "share of the replayed experts that are not in the trainer's "
     "own top-k",
 }
+KV_CACHE = {
+    "k_clipped_share": "share of the elements of K beyond 448 times their scale",
+    "v_clipped_share": "share of the elements of V beyond 448 times their scale",
+}
 DRIVER = {
     "guard_level": "level of the mismatch guard: 0 normal, 1 tight, 2 skip, 3 bf16",
     "guard_bf16_rollouts": "1 while rollouts run in BF16",
@@ -139,6 +143,12 @@ def reference() -> str:
             "### Loss (`nemo_rl_ext.GRPOLoss`)",
             "",
             *_metrics(LOSS),
+            "",
+            "### FP8 KV cache in training (`megatron_fp8rl.kv_cache`)",
+            "",
+            "The demo has them in `loss_metrics`, NeMo RL logs them with the prefix `fp8rl/`.",
+            "",
+            *_metrics(KV_CACHE),
             "",
             "## Commands",
             "",

@@ -14,8 +14,7 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 
-_CPU_BACKEND = "vllm_fp8rl.attention.cpu.Fp8RLCpuBackend"
-_GPU_BACKEND = "vllm_fp8rl.attention.flash.Fp8RLFlashBackend"
+_BACKENDS = "vllm_fp8rl.attention.backends"
 
 
 def register() -> None:
@@ -23,7 +22,8 @@ def register() -> None:
 
     It also registers attention backends in place of ``CPU_ATTN`` (vLLM's CPU platform uses no other
     name) and, on a GPU, of ``FLASH_ATTN``. They behave like vLLM's own unless an engine uses
-    ``fp8rl`` and an FP8 KV cache. vLLM imports them when they are used.
+    ``fp8rl`` and an FP8 KV cache. vLLM imports them when they are used, and only then do the probes
+    of a release run that was not tested.
 
     With a release that was not tested, an error here becomes a warning, so that engines without
     fp8rl start.
@@ -75,18 +75,12 @@ def _register_attention_backend() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_fp8rl.compat import untested
-    from vllm_fp8rl.patches.probes import failures
-
+    # Every engine of this process gets this backend, those without fp8rl too. vLLM imports it, and
+    # its probes run, when an engine chooses its attention.
     if current_platform.is_cpu():
-        device, name, backend = "cpu", AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.CPU_ATTN")
     elif current_platform.is_cuda():
-        device, name, backend = "cuda", AttentionBackendEnum.FLASH_ATTN, _GPU_BACKEND
-    else:
-        return
-    # Every engine of this process gets this backend, those without fp8rl too.
-    if untested(device) is None or not failures({device}):
-        register_backend(name, backend)
+        register_backend(AttentionBackendEnum.FLASH_ATTN, f"{_BACKENDS}.FLASH_ATTN")
 
 
 def _register_weight_transfer() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OLDEST = (0, 25, 1)
 """The first release that is served. A later one is served if every probe of
 :mod:`vllm_fp8rl.patches.probes` passes, and without a warning if it is tested."""
-TESTED = ("0.25.1", "0.26.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+TESTED = ("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """Releases whose CPU build ran the tests."""
 GPU_TESTED = ("0.25.1",)
 """Releases that ran the tests on a GPU."""
@@ -185,13 +185,6 @@ def known_options(function: Callable[..., Any], **options: Any) -> dict[str, Any
     """
     known = signature(function).parameters
     return {name: value for name, value in options.items() if name in known}
-
-
-def warms_up_providers() -> bool:
-    """Return whether vLLM warms DeepGEMM up for layers that name a provider (from 0.30 on)."""
-    from vllm.model_executor.kernels.linear import DeepGemmFp8BlockScaledMMKernel
-
-    return hasattr(DeepGemmFp8BlockScaledMMKernel, "get_deep_gemm_warmup_weights")
 
 
 class _ExpectedDtypes(logging.Filter):

@@ -28,16 +28,15 @@ from fp8rl.pinning import PinRow
 from fp8rl.precision_report import number_ranges
 from fp8rl.reading import explain
 from fp8rl.recipe import ModuleKind
+from fp8rl.sizes import GIB, Sizes, gib, mib
 from vllm_fp8rl.compat import TESTED, installed_version
 from vllm_fp8rl.kernels.choice import select_kernel
 from vllm_fp8rl.quantization.kv_cache import check_backend, check_kv_cache_dtype
 from vllm_fp8rl.quantization.models import check_widths
-from vllm_fp8rl.quantization.sizes import Sizes
 from vllm_fp8rl.refit.intake import BATCH_BYTES
 from vllm_fp8rl.state import RankState
 
 _LINEARS: tuple[ModuleKind, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts")
-_GIB = 1 << 30
 _NO_FP8_UNITS = "no FP8 units: a float32 product of dequantized codes"
 
 
@@ -198,17 +197,17 @@ def _memory(
     kv_itemsize = 1 if check_kv_cache_dtype(engine.cache_config.cache_dtype) else itemsize
     need = sizes.bytes(rows, itemsize, kv_itemsize)
     cells = [
-        ("FP8 weights", _gib(need.codes)),
-        ("their scales", _mib(need.scales)),
-        ("weights in the model's dtype", _gib(need.plain)),
+        ("FP8 weights", gib(need.codes)),
+        ("their scales", mib(need.scales)),
+        ("weights in the model's dtype", gib(need.plain)),
         ("KV cache", f"{need.kv_per_token:,} bytes a token"),
-        ("staging of a refit", f"a batch of tensors ({_mib(BATCH_BYTES)}) or the largest of them"),
+        ("staging of a refit", f"a batch of tensors ({mib(BATCH_BYTES)}) or the largest of them"),
     ]
     if torch.cuda.is_available():
         share = engine.cache_config.gpu_memory_utilization
         total = torch.cuda.get_device_properties(0).total_memory
         left = int(total * share) - need.weights
-        cells.append(("GPU", f"{_gib(total)}, of which vLLM takes {share:.0%}"))
+        cells.append(("GPU", f"{gib(total)}, of which vLLM takes {share:.0%}"))
         cells.append(
             (
                 "tokens that fit",
@@ -217,24 +216,16 @@ def _memory(
         )
         if left <= 0:
             problems.append(
-                f"The weights take {_gib(need.weights)} a rank, more than the {share:.0%} of "
-                f"{_gib(total)} that vLLM would use; raise the tensor parallel size."
+                f"The weights take {gib(need.weights)} a rank, more than the {share:.0%} of "
+                f"{gib(total)} that vLLM would use; raise the tensor parallel size."
             )
     else:
-        cells.append(("tokens in a GiB", f"{_GIB // need.kv_per_token:,}"))
+        cells.append(("tokens in a GiB", f"{GIB // need.kv_per_token:,}"))
     return Section(f"memory of a rank, tensor parallel size {ranks}", ("", ""), tuple(cells))
 
 
 def _numbers(layers: Iterable[int | None]) -> str:
     return number_ranges(layer for layer in layers if layer is not None) or "-"
-
-
-def _gib(count: int) -> str:
-    return f"{count / _GIB:.2f} GiB"
-
-
-def _mib(count: int) -> str:
-    return f"{count / (1 << 20):.1f} MiB"
 
 
 def _one_line(error: Exception) -> str:

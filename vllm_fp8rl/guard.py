@@ -71,7 +71,10 @@ class RefitGuard:
         self._lost: dict[str, torch.Tensor] = {}
         self._discarded: list[tuple[str, torch.Tensor]] = []
         self._ready = False
-        self._cache_used = False
+        self.scale_epoch = 0
+        """Number of the KV scales in service; a refit that changes a scale begins a new epoch."""
+        self._cache_epoch: int | None = None
+        """Epoch of the codes in the KV cache; None while it is empty."""
         self._outdated: str | None = None
         self._calibration: Literal["closed", "running"] | None = None
         self.values = PlainValues()
@@ -114,14 +117,24 @@ class RefitGuard:
         Args:
             what: description of what the cache may hold that no longer fits.
         """
-        if self._cache_used:
+        if self._cache_epoch is not None:
             self._outdated = what
             self.recheck()
 
+    def begin_scale_epoch(self) -> None:
+        """Note that a K or V scale changes: codes in the KV cache belong to an older epoch now."""
+        self.scale_epoch += 1
+        self.recheck()
+
     def cache_emptied(self) -> None:
         """Note that neither vLLM's prefix cache nor a request holds a KV block any more."""
-        self._cache_used, self._outdated = False, None
+        self._cache_epoch = self._outdated = None
         self.recheck()
+
+    @property
+    def cache_outdated(self) -> bool:
+        """Whether steps are refused until the KV cache is emptied, requests' blocks included."""
+        return self._outdated is not None or self._cache_epoch not in (None, self.scale_epoch)
 
     @property
     def calibrating(self) -> bool:
@@ -187,7 +200,7 @@ class RefitGuard:
         if self._ready or _is_dummy_run():
             return
         self.require_ready()
-        self._ready = self._cache_used = True
+        self._ready, self._cache_epoch = True, self.scale_epoch
 
     def require_ready(self) -> None:
         """Raise unless the model can run, as :meth:`check`; check every condition."""
@@ -198,10 +211,15 @@ class RefitGuard:
                 "KV scales are being calibrated, or a calibration broke off; calibrate again, send "
                 "KV scales, refit the engine, or call fp8rl_stop_observing_kv for the old scales."
             )
-        if self._outdated is not None:
+        if self.cache_outdated:
+            held = self._outdated or (
+                f"codes of older KV scales (epoch {self._cache_epoch}; those of epoch "
+                f"{self.scale_epoch} are in service)"
+            )
             raise RefitError(
-                f"The KV cache may hold {self._outdated}; call reset_prefix_cache, with "
-                "reset_connector=True where a KV connector is in use, until it answers True."
+                f"The KV cache may hold {held}; call reset_prefix_cache, with reset_connector=True "
+                "where a KV connector is in use and reset_running_requests=True where requests are "
+                "in flight, until it answers True."
             )
         self.require_awake()
         if self._asleep:

@@ -23,7 +23,8 @@ from vllm_fp8rl.storage.block_grid import WriteBatch
 Fill = Callable[[torch.Tensor, float], object]
 """Writes a number into a float32 tensor, perhaps later."""
 
-_OLDER_CODES = "codes of older KV scales"
+_CACHED: tuple[Role, ...] = ("k", "v")
+"""Roles whose codes lie in the KV cache; queries are quantized anew in each step."""
 
 
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> None:
@@ -62,8 +63,8 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
         return
     guard = state_of(model).guard
     guard.require_awake()
-    if any(own.values != values[index] for index, own in by_index.items()):
-        guard.outdate_cache(_OLDER_CODES)
+    if scales_change(model, scales):
+        guard.begin_scale_epoch()
     guard.restore()  # where what follows is interrupted, the next step does it
     # In one go: Ctrl-C interrupts no call of C, and a half of the scales is never left behind.
     deque(map(setattr, by_index.values(), repeat("values"), values.values()), maxlen=0)
@@ -71,6 +72,19 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
     for index, role in given:
         _publish(layers[index], role, by_index[index].in_use(role), batch.fill)
     batch.run()
+
+
+def scales_change(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | float]) -> bool:
+    """Whether a K or V scale differs from the one in service, so that cached codes would be wrong.
+
+    Args:
+        model: the live vLLM model of this rank.
+        scales: see :func:`set_kv_scales`.
+    """
+    held = kv_scale_state(model)
+    given = {parse_scale_name(name): checked_scale(name, scale) for name, scale in scales.items()}
+    changed = {key for key, value in given.items() if key is not None and held.get(key) != value}
+    return any(role in _CACHED for _, role in changed)
 
 
 def forget_kv_scales(model: torch.nn.Module) -> None:
@@ -177,8 +191,8 @@ def scale_loader(layer: torch.nn.Module, role: Role) -> Callable[..., None]:
         scales = _scales_of(owner)
         assert scales is not None
         value = checked_scale(scale_name(scales.index, role), loaded_weight)
-        if scales.values.get(role) != value:
-            owner.quant_method.state.guard.outdate_cache(_OLDER_CODES)
+        if role in _CACHED and scales.values.get(role) != value:
+            owner.quant_method.state.guard.begin_scale_epoch()
         scales.values[role] = value
         if scales.provisional is None:
             _publish(owner, role, value, fill)

@@ -33,6 +33,7 @@ def build_gpt(
     vp_stage: int | None = None,
     seed: int = 0,
     transformer_layer_spec: Any = None,
+    core_attention: type | None = None,
     **overrides: Any,
 ) -> GPTModel:
     """A Llama, Qwen2, Qwen3 or Qwen3-MoE with all parameters in ``dtype``.
@@ -50,6 +51,7 @@ def build_gpt(
         vp_stage: chunk number under virtual pipelining, else None.
         seed: seed of the initial weights; the caller's random state is left as it was.
         transformer_layer_spec: spec that takes the place of megatron's local one.
+        core_attention: class that takes the place of ``DotProductAttention`` in a dense model.
         **overrides: fields of ``TransformerConfig`` that differ from the defaults here, such as
             ``mtp_num_layers``.
 
@@ -59,6 +61,8 @@ def build_gpt(
     config = transformer_config(hf_config, dtype=dtype, **overrides)
     tensor_parallel = config.tensor_model_parallel_size
     spec = transformer_layer_spec or _local_spec(config, vp_stage)
+    if core_attention is not None:
+        spec.submodules.self_attention.submodules.core_attention = core_attention
     mtp_spec = None
     if config.mtp_num_layers and post_process:
         mtp_spec = get_gpt_mtp_block_spec(

@@ -68,7 +68,7 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     if recipe.rollout:
         _refuse_rollouts(sections)
     if has_fp8_kv(recipe):
-        _refuse_fp8_kv(sections)
+        _refuse_fp8_kv(recipe.kv_cache, sections)
     if sections.at("policy.router_replay").get("enabled"):
         _refuse_hidden_routers(sections)
     if LOSS in sections.blocks:
@@ -100,8 +100,12 @@ def _refuse_rollouts(sections: Sections) -> None:
         )
 
 
-def _refuse_fp8_kv(sections: Sections) -> None:
-    sent, vllm = sections.sends_kv_scales, sections.vllm
+def _refuse_fp8_kv(kv_cache: KVCache, sections: Sections) -> None:
+    sent, lasting = sections.sends_kv_scales, kv_cache.recalibrate != "refit"
+    asynchronous = sections.vllm.get("async_engine") or any(
+        sections.at(f"{loop}.async_{loop}").get("enabled") for loop in ("grpo", "ppo")
+    )
+    engine, key = f"'{VLLM}.async_engine'", f"'{VLLM}.{BLOCK}.kv_cache.recalibrate'"
     reason = None
     if (
         sent
@@ -112,12 +116,33 @@ def _refuse_fp8_kv(sections: Sections) -> None:
             f"'{MEGATRON}.{BLOCK}' where '{MEGATRON}.pipeline_model_parallel_size' is above 1: "
             "NeMo RL's own calibration numbers the layers of a stage from 0"
         )
-    elif sections.driver.name == "ppo":
-        reason = "a GRPO driver: PPO's guards are tied to 'precision: fp8'"
-    elif vllm.get("async_engine"):
-        reason = f"'{VLLM}.async_engine' false: asynchronous rollouts get no KV scales"
-    elif sections.at("grpo.async_grpo").get("enabled"):
-        reason = "'grpo.async_grpo.enabled' false: its refits send no KV scales"
+    elif asynchronous and not sent:
+        reason = (
+            f"{engine} false, or a GRPO driver with '{MEGATRON}.enabled' true: engines with "
+            "requests in flight cannot calibrate themselves"
+        )
+    elif asynchronous and not lasting:
+        reason = (
+            f"{key} grow or start, or {engine} false: new scales with each refit would outdate "
+            "what requests in flight have cached"
+        )
+    elif asynchronous and sections.at("policy.generation.colocated").get("enabled"):
+        reason = (
+            f"{engine} false, or 'policy.generation.colocated.enabled' false: asynchronous engines "
+            "get KV scales by NCCL broadcasts alone"
+        )
+    elif asynchronous and sections.shares_experts:
+        reason = (
+            f"{engine} false, or '{VLLM}.expert_parallel_size' up to "
+            f"'{VLLM}.tensor_parallel_size': engines that share experts cannot pause one by one"
+        )
+    elif lasting and not sent:
+        reason = f"{key} refit: engines that calibrate themselves do so after each refit"
+    elif lasting and MEGATRON not in sections.blocks:
+        reason = (
+            f"{key} refit, or '{MEGATRON}.{BLOCK}': NeMo RL's own calibration makes new scales "
+            "with each refit"
+        )
     elif sections.shares_experts and (not sent or sections.at("grpo").get("val_at_start")):
         who = "'grpo.val_at_start' false or " if sent else ""
         if sections.driver.sends_kv_scales and not sent:
@@ -152,6 +177,26 @@ def _refuse_hidden_routers(sections: Sections) -> None:
         raise UnsupportedError(
             f"'{MEGATRON}.model_overrides.moe_router_fusion' is true, and the fused router would "
             "ignore the routes of 'policy.router_replay'; set it to false."
+        )
+
+
+def refuse_in_training(block: Mapping[str, Any], where: str, sections: Sections) -> None:
+    """Refuse a block that asks for ``kv_cache.in_training`` where the engines' scales stay theirs.
+
+    Args:
+        block: the block as it is written; the default asks for nothing.
+        where: its path.
+        sections: sections of a config whose refits bring no KV scales.
+    """
+    if (block.get("kv_cache") or {}).get("in_training"):
+        remedy = (
+            "'grpo' or the single controller as driver"
+            if sections.megatron.get("enabled")
+            else f"'{MEGATRON}.enabled' true"
+        )
+        raise UnsupportedError(
+            f"'{where}.kv_cache.in_training' needs {remedy}: here each vLLM engine calibrates KV "
+            "scales of its own, which the trainer never learns; set it to false, or leave it out."
         )
 
 

@@ -38,6 +38,9 @@ class Driver:
     """Module that defines its ``MasterConfig``."""
     scripts: tuple[str, ...]
     """Paths below ``examples/``."""
+    section: str
+    """Top-level key that its configs have. A driver that comes later in :data:`DRIVERS` may be a
+    special case of one before it, whose key its configs have as well."""
     serves: tuple[str, ...] = ()
     """Sections whose ``fp8rl`` is read."""
     unsupported_reason: str = ""
@@ -69,6 +72,7 @@ _TABLE = (
             "run_grpo_sliding_puzzle.py",
             "nemo_gym/run_grpo_nemo_gym.py",
         ),
+        "grpo",
         _ALL,
         sends_kv_scales=True,
     ),
@@ -76,14 +80,23 @@ _TABLE = (
         "single_controller",
         f"{_ALGORITHMS}.single_controller_utils.config",
         ("run_grpo_single_controller.py",),
+        "async_rl",
         _ALL,
         sends_kv_scales=True,
     ),
-    Driver("ppo", f"{_ALGORITHMS}.ppo", ("run_ppo.py",), _ALL, "the value model stays in BF16"),
+    Driver(
+        "ppo",
+        f"{_ALGORITHMS}.ppo",
+        ("run_ppo.py",),
+        "ppo",
+        _ALL,
+        "the value model stays in BF16",
+    ),
     Driver(
         "distillation",
         f"{_ALGORITHMS}.distillation",
         ("run_distillation.py", "nemo_gym/run_distillation_nemo_gym.py"),
+        "distillation",
         (VLLM, MEGATRON),
         "the teacher stays in BF16, and the loss takes no logprobs of the rollouts",
     ),
@@ -91,14 +104,16 @@ _TABLE = (
         "sft",
         f"{_ALGORITHMS}.sft",
         ("run_sft.py", "run_vlm_sft.py"),
+        "sft",
         (MEGATRON,),
         _GENERATES_NOTHING,
     ),
-    Driver("dpo", f"{_ALGORITHMS}.dpo", ("run_dpo.py",), (MEGATRON,), _GENERATES_NOTHING),
+    Driver("dpo", f"{_ALGORITHMS}.dpo", ("run_dpo.py",), "dpo", (MEGATRON,), _GENERATES_NOTHING),
     Driver(
         "rm",
         f"{_ALGORITHMS}.rm",
         ("run_rm.py",),
+        "rm",
         (),
         "NeMo RL trains reward models with DTensor workers alone, which run in BF16",
     ),
@@ -106,6 +121,7 @@ _TABLE = (
         "xtoken_off_policy_distillation",
         f"{_ALGORITHMS}.xtoken_off_policy_distillation",
         ("run_xtoken_off_policy_distillation.py",),
+        "teachers",
         (),
         "it generates nothing, and NeMo RL trains it with DTensor workers alone, which run in BF16",
     ),
@@ -113,11 +129,18 @@ _TABLE = (
         "eval",
         "nemo_rl.evals.eval",
         ("run_eval.py",),
+        "eval",
         (),
         "it evaluates a checkpoint in the checkpoint's own precision",
     ),
 )
 DRIVERS = {driver.name: driver for driver in _TABLE}
+
+
+def driver_of(config: Mapping[str, Any]) -> Driver | None:
+    """Return the driver that a whole config is for, by its top-level keys; None if none fits."""
+    found = [driver for driver in _TABLE if config.get(driver.section) is not None]
+    return found[-1] if found else None
 
 
 def meant(key: Any) -> str | None:

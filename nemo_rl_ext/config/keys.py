@@ -40,6 +40,8 @@ class Keys:
     guard: GuardConfig | None
     notes: tuple[str, ...]
     """Sentences for the log."""
+    taken: tuple[tuple[str, str], ...] = ()
+    """Upstream's keys that the recipe has taken over: full path, key of the recipe."""
 
 
 class Sections:

@@ -18,7 +18,7 @@ from nemo_rl_ext.config import checks, drivers
 from nemo_rl_ext.config.drivers import ARGUMENTS, BLOCK, GUARD, LOSS, MEGATRON, QUANTIZATION, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import Keys, Sections, block_path, has_fp8_kv, trainer_sends_kv_scales
-from nemo_rl_ext.config.model_pins import check_pins
+from nemo_rl_ext.config.model_pins import check_pins, model_config
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
@@ -99,12 +99,20 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     recipe = Recipe.from_dict(merged.data, where=first)
     if has_fp8_kv(recipe) and not sections.sends_kv_scales:
         notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
+        if recipe.kv_cache.in_training:
+            checks.refuse_in_training(block, first, sections)
+            notes.append(
+                "the trainer attends over K and V in its own dtype (kv_cache.in_training false): "
+                "each engine has KV scales of its own, and NeMo RL does not pass them back."
+            )
+            kv_cache = recipe.kv_cache.model_copy(update={"in_training": False})
+            recipe = recipe.model_copy(update={"kv_cache": kv_cache})
     checks.refuse_unserved(recipe, sections)
     guard = None
     if sections.loss.get(GUARD) is not None:
         guard = GuardConfig.from_dict(sections.loss[GUARD], where=f"{LOSS}.{GUARD}")
         checks.refuse_fixed_engines(guard, recipe, sections)
-    return Keys(recipe, tuple(map(block_path, blocks)), guard, tuple(notes))
+    return Keys(recipe, tuple(map(block_path, blocks)), guard, tuple(notes), tuple(merged.taken))
 
 
 def _refuse_fp8_without_block(sections: Sections, section: str, key: str, value: Any) -> None:
@@ -123,6 +131,8 @@ class _Merge:
             k: dict(v) if isinstance(v, Mapping) else v for k, v in block.items()
         }
         self.path = path
+        self.taken: list[tuple[str, str]] = []
+        """Path of each key of upstream's that says something, and the key of ours that it sets."""
 
     def add(self, ours: str, value: Any, theirs: str) -> None:
         """Set ``ours`` (dotted) because ``theirs`` says so, unless the block says otherwise."""
@@ -136,8 +146,11 @@ class _Merge:
                 f"{target[key]!r}; remove one of them."
             )
         target[key] = value
+        self.taken.append((theirs, ours))
 
-    def extend_pins(self, key: str, value: Any) -> None:
+    def extend_pins(self, key: str, value: Any, theirs: str) -> None:
+        """Add to the pins of a kind because ``theirs`` says so."""
+        self.taken.append((theirs, f"pins.{key}"))
         pins = self.data.setdefault("pins", {})
         if isinstance(value, int):
             pins[key] = max(pins.get(key, 0), value)
@@ -191,9 +204,10 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
         if count and type(count) is not int:
             raise RecipeError(f"'{VLLM}.{key}' must be a number of layers, not {count!r}.")
         if count:
-            merged.extend_pins(pin, count)
-    if vllm.get("quantization_ignored_layer_kws"):
-        merged.extend_pins("names", [f"*{w}*" for w in vllm["quantization_ignored_layer_kws"]])
+            merged.extend_pins(pin, count, f"{VLLM}.{key}")
+    key = "quantization_ignored_layer_kws"
+    if vllm.get(key):
+        merged.extend_pins("names", [f"*{word}*" for word in vllm[key]], f"{VLLM}.{key}")
 
 
 def _training(merged: _Merge, megatron: Mapping[str, Any]) -> None:
@@ -213,14 +227,18 @@ def _training(merged: _Merge, megatron: Mapping[str, Any]) -> None:
                 f"'{MEGATRON}.model_overrides.{key}' switches Transformer Engine's FP8 on beside "
                 f"'{MEGATRON}.{BLOCK}'; remove one of them."
             )
-    for keys in (overrides, megatron):  # upstream reads the first, its YAMLs have the second too
+    # Upstream reads the first, its YAMLs have the second too.
+    for path, keys in ((f"{MEGATRON}.model_overrides", overrides), (MEGATRON, megatron)):
         if keys.get("first_last_layers_bf16"):
             # Megatron-Core's defaults of both numbers are 1.
-            merged.extend_pins("first", int(keys.get("num_layers_at_start_in_bf16", 1)))
-            merged.extend_pins("last", int(keys.get("num_layers_at_end_in_bf16", 1)))
+            for pin, key in (("first", "start"), ("last", "end")):
+                key = f"num_layers_at_{key}_in_bf16"
+                merged.extend_pins(pin, int(keys.get(key, 1)), f"{path}.{key}")
 
 
 def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:
+    if loss.get("use_importance_sampling_correction"):  # ours takes its place
+        merged.taken.append((f"{LOSS}.use_importance_sampling_correction", "importance_sampling"))
     kind = loss.get("truncated_importance_sampling_type")
     if kind is not None:
         theirs = f"{LOSS}.truncated_importance_sampling_type"
@@ -256,6 +274,7 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
 
     Raises:
         RecipeError: also for a pin that matches nothing of the model.
+        UnsupportedError: also for a model that cannot run in FP8.
         RecipeError, UnsupportedError: see :func:`read`; nothing has been changed then.
     """
     plain = config.model_dump()
@@ -263,7 +282,8 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
     if keys is None:
         return
     require(keys.places[0])
-    check_pins(keys.recipe, keys.places[0], config.policy)
+    model = model_config(config.policy)
+    notes = (*keys.notes, *check_pins(keys.recipe, keys.places[0], config.policy, model))
     recipe, block = keys.recipe, keys.recipe.to_dict()
     if f"{VLLM}.{BLOCK}" in keys.places:
         generation = config.policy["generation"]
@@ -296,7 +316,7 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
     if plain.get(BLOCK) is not None:
         setattr(config, BLOCK, block)  # the copies stay equal
     logger.info("fp8rl: recipe of this run: %s", block)
-    for note in keys.notes:
+    for note in notes:
         logger.warning("fp8rl: %s", note)
 
 

@@ -2,82 +2,92 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
-from fp8rl.families import config_module_names
+from fp8rl.families import config_module_names, unsupported_reason
 from nemo_rl_ext.config.drivers import MEGATRON
-from nemo_rl_ext.names import LOGGER
-
-logger = logging.getLogger(LOGGER)
-
-_MEDIA = ("vision_config", "audio_config", "thinker_config")
-"""Keys of the ``config.json`` of a model that takes more than text."""
 
 
-def check_pins(recipe: Recipe, where: str, policy: Mapping[str, Any]) -> None:
-    """Refuse a multimodal model, and pins that match nothing or half of a fused module.
+def check_pins(
+    recipe: Recipe, where: str, policy: Mapping[str, Any], model: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Refuse a model that is not served, and pins that match nothing or half of a fused module.
 
     Where the model's config cannot be read here, or its modules are unknown, the workers check.
-    A warning names what grouped experts in FP8 need, since the worker's environment cannot be
-    examined from here.
 
     Args:
         recipe: the run's recipe.
         where: full path of the key that holds it.
-        policy: NeMo RL's section, with ``model_name`` and perhaps ``hf_config_overrides``.
+        policy: NeMo RL's section, with ``model_name``.
+        model: values of the model's ``config.json`` (:func:`model_config`), or none of them.
+
+    Returns:
+        Sentences for the log. One names what grouped experts in FP8 need, since the worker's
+        environment cannot be examined from here.
 
     Raises:
         RecipeError: with the path of the pin.
         ModelError: the config has numbers that no model can have.
-        UnsupportedError: a multimodal model is to run in FP8.
+        UnsupportedError: the model cannot run in FP8.
     """
-    config = _model_config(policy)
-    if (recipe.rollout or recipe.training) and any(key in config for key in _MEDIA):
+    reason = unsupported_reason(model, rollout=recipe.rollout, training=recipe.training)
+    if reason is not None:
         raise UnsupportedError(
-            f"'{where}' does not serve '{policy['model_name']}', a multimodal model; remove the "
-            "block."
+            f"'{where}' does not serve '{policy.get('model_name')}', {reason}; remove the block."
         )
     try:
-        names = config_module_names(config)
+        names = config_module_names(model)
     except KeyError:
         names = None
     except ModelError as error:
-        raise ModelError(f"'{policy['model_name']}': {error}") from None
+        raise ModelError(f"'{policy.get('model_name')}': {error}") from None
+    notes = []
     grouped = (policy.get("megatron_cfg") or {}).get("moe_grouped_gemm")
     if names is None:
-        logger.warning(
-            "fp8rl: the modules of '%s' are not known here; pins are checked by the workers.",
-            policy.get("model_name"),
+        notes.append(
+            f"the modules of '{policy.get('model_name')}' are not known here; pins are checked by "
+            "the workers."
         )
         fp8_experts = bool(grouped) and "experts" not in recipe.pins.kinds
     else:
         try:
             pins = PluginManager().pin_policy(recipe.pins, names)
         except PinError as error:
-            raise RecipeError(f"{where}.{error} ('{policy['model_name']}')") from error
+            raise RecipeError(f"{where}.{error} ('{policy.get('model_name')}')") from error
         experts = (name for name in names if ".experts." in name)
         fp8_experts = any(pins.precision(name) == "fp8" for name in experts)
     # Megatron-Bridge groups the experts of Qwen3-MoE where the key is not set.
     if recipe.training and fp8_experts and grouped in (None, True):
-        logger.warning(
-            "fp8rl: grouped experts in FP8 need DeepGEMM in the trainer's environment, which NeMo "
-            "RL's own 'mcore' environment lacks; install it there, set '%s.moe_grouped_gemm' to "
-            "false, or add 'experts' to '%s.pins.kinds'.",
-            MEGATRON,
-            where,
+        notes.append(
+            "grouped experts in FP8 need DeepGEMM in the trainer's environment, which NeMo RL's "
+            f"own 'mcore' environment lacks; install it there, set '{MEGATRON}.moe_grouped_gemm' "
+            f"to false, or add 'experts' to '{where}.pins.kinds'."
         )
+    return tuple(notes)
 
 
-def _model_config(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Empty where it cannot be read."""
+def model_config(policy: Mapping[str, Any], *, offline: bool = False) -> dict[str, Any]:
+    """Read the ``config.json`` that ``policy.model_name`` names, with NeMo RL's overrides of it.
+
+    Args:
+        policy: NeMo RL's section.
+        offline: look in folders and in the Hugging Face cache alone.
+
+    Returns:
+        Its values; none where it cannot be read.
+    """
     from transformers import PretrainedConfig
 
     try:
-        data, _ = PretrainedConfig.get_config_dict(policy["model_name"])
+        data, _ = PretrainedConfig.get_config_dict(policy["model_name"], local_files_only=offline)
     except (OSError, KeyError):
         return {}
+    return with_overrides(data, policy)
+
+
+def with_overrides(data: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a ``config.json`` with ``policy.hf_config_overrides``."""
     return {**data, **(policy.get("hf_config_overrides") or {})}

@@ -40,6 +40,8 @@ class BatchCorrection:
     in_pieces: bool = False
     skips: bool = False
     """Whether the step of the last batch is left out, in every pass over it."""
+    outgrown: int | None = None
+    """KV scales that values of the last calibrated batch have left; None without calibrations."""
 
     def __post_init__(self) -> None:
         self._corrector = resolve_corrector(self.settings.corrector)
@@ -94,7 +96,7 @@ class BatchCorrection:
             self._pieces.append((rollout, trainer, counts, kept))
         if self.skips:
             kept = counts  # the loops cannot take an empty batch
-        metrics["step_skipped"] = float(self.skips)
+        metrics |= self._step_metrics()
         self._write(train_data, kept, result.weights)
         return _named(metrics)
 
@@ -119,7 +121,7 @@ class BatchCorrection:
                 metrics |= self._guard_metrics(self.guard, level)
                 dropped = float((whole.mask & ~kept).sum())
                 metrics["guard_rejected_share"] = dropped / max(float(whole.mask.sum()), 1.0)
-            metrics["step_skipped"] = float(self.skips)
+            metrics |= self._step_metrics()
         self._pieces.clear()
         skips, self.skips = self.skips, False
         return skips, _named(metrics)
@@ -131,6 +133,10 @@ class BatchCorrection:
             torch.cat([pad(part, (0, length - part.shape[1])) for part in parts])
             for parts in zip(*self._pieces, strict=True)
         ]
+
+    def _step_metrics(self) -> dict[str, float]:
+        metrics = {"step_skipped": float(self.skips)}
+        return metrics if self.outgrown is None else metrics | {"kv_scales_outgrown": self.outgrown}
 
     @staticmethod
     def _guard_metrics(guard: MismatchGuard, level: Level) -> dict[str, float]:

@@ -68,6 +68,18 @@ UPSTREAM = (
         replaced=True,
     ),
     Upstream(
+        f"{_VLLM}.vllm_worker_async",
+        "VllmAsyncGenerationWorkerImpl.update_weights_via_ipc_zmq_async",
+        "self",
+        replaced=True,
+    ),
+    Upstream(
+        f"{_VLLM}.vllm_worker_async",
+        "VllmAsyncGenerationWorkerImpl.update_weights_from_collective_async",
+        "self",
+        replaced=True,
+    ),
+    Upstream(
         f"{_VLLM}.vllm_backend",
         "VllmInternalWorkerExtension._weight_update_lifecycle",
         "self, transport",
@@ -91,7 +103,18 @@ UPSTREAM = (
         "self, *, data, micro_batch_size=..., percentile=..., margin=..., include_q=...",
         replaced=True,
     ),
-    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train", "self, data, loss_fn"),
+    Upstream(
+        _MEGATRON,
+        "MegatronPolicyWorkerImpl.stream_weights_via_ipc_zmq",
+        "self, *, buffer_size_bytes=..., kv_scales=...",
+    ),
+    Upstream(
+        _MEGATRON,
+        "MegatronPolicyWorkerImpl.broadcast_weights_for_collective",
+        "self, *, kv_scales=...",
+    ),
+    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train"),
+    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.finish_train_step"),
 )
 
 

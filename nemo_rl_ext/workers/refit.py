@@ -15,6 +15,13 @@ NOT_SENT = 1.0
 """What NeMo RL's Megatron worker sends for a KV scale that the driver does not have."""
 
 
+def kv_codes_outdated(model: torch.nn.Module) -> bool:
+    """Whether a model refuses to run until its KV cache, requests' blocks included, is emptied."""
+    from vllm_fp8rl.state import state_of
+
+    return state_of(model).guard.cache_outdated
+
+
 class StreamedRefit:
     """A refit session whose batches may come on different CUDA streams.
 

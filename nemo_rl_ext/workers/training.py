@@ -5,22 +5,29 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp8rl import Recipe
-from fp8rl.kv_scales import scales_from_amax
+from fp8rl.kv_scales import next_scales
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
 
 if TYPE_CHECKING:
+    from megatron_fp8rl.kv_cache import KVCacheInTraining
     from megatron_fp8rl.observers import QKVObserver
     from megatron_fp8rl.router_replay import ReplayedRoutes
 
 logger = logging.getLogger(LOGGER)
 
 KEY = "policy.megatron_cfg.fp8rl"
+ROLLOUT_KEY = "policy.generation.vllm_cfg.fp8rl"
+
+Scales = Mapping[str, float]
+"""KV scale by name."""
 
 
 class Fp8Training:
@@ -45,6 +52,9 @@ class Fp8Training:
     get_logprobs: Callable[..., Any]
     _qkv_observer: QKVObserver | None = None
     _replayed_routes: ReplayedRoutes | None = None
+    _kv_cache: KVCacheInTraining | None = None
+    _kv_scales: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """KV scales of the last calibration, which are in service after the refit that follows."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Upstream's constructor calls this function of its module, and has no way to pass hooks.
@@ -65,44 +75,32 @@ class Fp8Training:
     ) -> Any:
         """Call upstream's ``setup_model_and_optimizer``; convert and observe a model that trains.
 
+        Its attention sees K and V as the rollouts' FP8 cache holds them, once a refit has sent
+        scales (``kv_cache.in_training``).
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
         """
         recipe = recipe_of(policy)
-        if recipe is None or not load_optimizer:
+        if not load_optimizer:
             return setup(policy, megatron, load_optimizer, **options)
-        if recipe.training:
+        if recipe is not None and recipe.training:
             from megatron_fp8rl.bridge import pre_wrap_hook
 
             hooks = options.get("additional_pre_wrap_hooks") or ()
             options["additional_pre_wrap_hooks"] = [*hooks, pre_wrap_hook(recipe)]
         state = setup(policy, megatron, load_optimizer, **options)
-        if sends_kv_scales(policy):
+        if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
+        if kv_cache_in_training(policy):
+            from megatron_fp8rl.kv_cache import KVCacheInTraining
+
+            self._kv_cache = KVCacheInTraining(state.model)
         if replays_routes(policy):
             from megatron_fp8rl.router_replay import ReplayedRoutes
 
             self._replayed_routes = ReplayedRoutes(state.model, skip_placeholders=True)
         return state
-
-    def train(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Train as upstream does, and add the metrics of router replay."""
-        return self._with_replay(super().train(*args, **options))  # type: ignore[misc]
-
-    def finish_train_step(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Finish the single controller's step, and add the metrics of router replay."""
-        return self._with_replay(
-            super().finish_train_step(*args, **options)  # type: ignore[misc]
-        )
-
-    def _with_replay(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Add what replay changed since the last step, log-probability forwards included."""
-        if self._replayed_routes is None:
-            return result
-        metrics = self._replayed_routes.metrics()
-        named = {f"fp8rl/{name}": value for name, value in metrics.items()}
-        return {**result, "moe_metrics": {**result.get("moe_metrics", {}), **named}}
 
     def calibrate_qkv_fp8_scales(
         self,
@@ -122,9 +120,11 @@ class Fp8Training:
                 largest magnitude and the recipe's ``kv_cache.margin`` take their places.
 
         Returns:
-            ``format``, ``percentile``, ``margin``, and ``layers``: scale by name. No layers after
-            :meth:`withdraw_kv_scales`, since the driver goes on asking. Upstream's own scales where
-            only the rollouts run by a recipe.
+            ``format``, ``percentile``, ``margin``, ``layers``: scale by name, and ``outgrown``:
+            names of scales that values of the step have left (see
+            :func:`fp8rl.kv_scales.next_scales`). No layers after :meth:`withdraw_kv_scales`, since
+            the driver goes on asking. Upstream's own scales where only the rollouts run by a
+            recipe.
 
         Raises:
             ScaleError: a layer saw no token, or a NaN.
@@ -133,9 +133,11 @@ class Fp8Training:
             return {"layers": {}}
         recipe = recipe_of(self.cfg)
         if recipe is None:
-            scales: dict[str, Any] = super().calibrate_qkv_fp8_scales(  # type: ignore[misc]
-                data=data, micro_batch_size=micro_batch_size, include_q=include_q, **options
-            )
+            cache = self._kv_cache
+            with cache.switched_off() if cache is not None else nullcontext():
+                scales: dict[str, Any] = super().calibrate_qkv_fp8_scales(  # type: ignore[misc]
+                    data=data, micro_batch_size=micro_batch_size, include_q=include_q, **options
+                )
             return scales
         observer = self._qkv_observer
         if observer is None:
@@ -150,12 +152,13 @@ class Fp8Training:
                 )
             amax = observer.amax()
         observer.reset()
-        found = scales_from_amax(amax, recipe.kv_cache.margin)
-        layers = {name: float(scale) for name, scale in found.items()}
+        self._kv_scales, outgrown = next_scales(self._kv_scales, amax, recipe.kv_cache)
+        layers = {name: float(scale) for name, scale in self._kv_scales.items()}
         ordered = sorted(layers.items(), key=lambda item: item[1])
         logger.info(
-            "fp8rl: KV scales from %s: %s",
+            "fp8rl: KV scales from %s (%d outgrown): %s",
             "a calibration forward" if forward else "the step's forwards",
+            len(outgrown),
             ", ".join(f"{name} {scale:.6g}" for name, scale in (ordered[0], ordered[-1])),
         )
         return {
@@ -163,11 +166,81 @@ class Fp8Training:
             "percentile": 100.0,
             "margin": recipe.kv_cache.margin,
             "layers": {n: s for n, s in layers.items() if include_q or not n.endswith("q_scale")},
+            "outgrown": list(outgrown),
         }
 
     def withdraw_kv_scales(self) -> None:
         """Send no KV scales any more: the guard's engines have a BF16 cache."""
         withdraw_kv_cache(self.cfg)
+        if self._kv_cache is not None:
+            self._kv_cache.close()
+            self._kv_cache = None
+
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int = 0, kv_scales: Scales | None = None, **options: Any
+    ) -> Any:
+        """Upstream's refit of engines on the same GPUs; its KV scales are in service from now on.
+
+        Args:
+            buffer_size_bytes: see upstream.
+            kv_scales: scale by name; none before the driver's first calibration.
+            options: see upstream.
+        """
+        result = super().stream_weights_via_ipc_zmq(  # type: ignore[misc]
+            buffer_size_bytes=buffer_size_bytes, kv_scales=kv_scales, **options
+        )
+        self._put_into_service(kv_scales)
+        return result
+
+    def broadcast_weights_for_collective(
+        self, kv_scales: Scales | None = None, **options: Any
+    ) -> Any:
+        """As :meth:`stream_weights_via_ipc_zmq`, for engines on other GPUs."""
+        result = super().broadcast_weights_for_collective(  # type: ignore[misc]
+            kv_scales=kv_scales, **options
+        )
+        self._put_into_service(kv_scales)
+        return result
+
+    def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Upstream's training of a batch; its metrics tell of clipped K and V and of replay."""
+        result = super().train(*args, **kwargs)  # type: ignore[misc]
+        return self._with_replay(self._with_clipped(result))
+
+    def finish_train_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As :meth:`train`, for the single controller, whose step comes in pieces."""
+        result = super().finish_train_step(*args, **kwargs)  # type: ignore[misc]
+        return self._with_replay(self._with_clipped(result))
+
+    def _with_replay(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Add what replay changed since the last step, log-probability forwards included."""
+        if self._replayed_routes is None:
+            return result
+        metrics = self._replayed_routes.metrics()
+        named = {f"fp8rl/{name}": value for name, value in metrics.items()}
+        return {**result, "moe_metrics": {**result.get("moe_metrics", {}), **named}}
+
+    def _put_into_service(self, scales: Scales | None) -> None:
+        if self._kv_cache is None:
+            return
+        if scales:
+            self._kv_cache.set(scales)
+            return
+        self._kv_cache.clear()
+        logger.warning(
+            "fp8rl: this refit sent no KV scales (grpo.val_at_start), so vLLM calibrates its own; "
+            "until the next one the trainer attends over K and V in its own dtype."
+        )
+
+    def _with_clipped(self, result: dict[str, Any]) -> dict[str, Any]:
+        if self._kv_cache is not None:
+            from megatron.core import parallel_state
+
+            # The driver adds up what the data-parallel ranks report; this is the same on all.
+            ranks = parallel_state.get_data_parallel_world_size()
+            for name, share in self._kv_cache.metrics().items():
+                result["all_mb_metrics"][f"fp8rl/{name}"] = [share / ranks]
+        return result
 
 
 def recipe_of(policy: Mapping[str, Any]) -> Recipe | None:
@@ -189,6 +262,14 @@ def sends_kv_scales(policy: Mapping[str, Any]) -> bool:
 def replays_routes(policy: Mapping[str, Any]) -> bool:
     """Whether this policy's router replay (R3) is on."""
     return bool((policy.get("router_replay") or {}).get("enabled"))
+
+
+def kv_cache_in_training(policy: Mapping[str, Any]) -> bool:
+    """Whether this trainer attends over K and V as its rollouts' FP8 cache holds them."""
+    if not sends_kv_scales(policy):
+        return False
+    block = policy["generation"]["vllm_cfg"]["fp8rl"]
+    return Recipe.from_dict(block, where=ROLLOUT_KEY).kv_cache.in_training
 
 
 def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
+from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.rollout_engine import RestartableEngine
 
 
@@ -19,7 +20,9 @@ class Fp8VllmGenerationWorkerImpl(RestartableEngine, VllmGenerationWorkerImpl):
     """Upstream's synchronous worker."""
 
 
-class Fp8VllmAsyncGenerationWorkerImpl(RestartableEngine, VllmAsyncGenerationWorkerImpl):
+class Fp8VllmAsyncGenerationWorkerImpl(
+    RefitInFlight, RestartableEngine, VllmAsyncGenerationWorkerImpl
+):
     """Upstream's asynchronous worker."""
 
 

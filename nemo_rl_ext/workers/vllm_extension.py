@@ -13,7 +13,7 @@ import torch
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
 from fp8rl.errors import RefitError
-from nemo_rl_ext.workers.refit import StreamedRefit
+from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated
 
 
 class Fp8VllmWorkerExtension(VllmInternalWorkerExtension):
@@ -40,6 +40,10 @@ class Fp8VllmWorkerExtension(VllmInternalWorkerExtension):
                 yield finish
         finally:
             self._fp8rl_refit = None
+
+    def kv_codes_outdated(self) -> bool:
+        """Answer whether the engine refuses to run until requests compute their keys again."""
+        return kv_codes_outdated(self.model_runner.model)
 
     def _load_hf_weights(self, policy_weights: list[tuple[str, torch.Tensor]]) -> None:
         if self._fp8rl_refit is None:

@@ -38,6 +38,21 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
+class ConfigRequest:
+    """A config that ``fp8rl doctor ENGINE --config`` is asked about."""
+
+    file: Path
+    source: Path | None = None
+    """Source checkout of the engine, instead of the installed one."""
+    model: Path | None = None
+    """Folder of a Hugging Face model, instead of the one that the config names."""
+    recipe: Recipe | None = None
+    """Recipe for a config that has none."""
+    gpu_memory: float | None = None
+    """Memory of a GPU, in GiB."""
+
+
+@dataclass(frozen=True)
 class EngineAdapter:
     """An engine and how to look at it without starting it."""
 
@@ -47,3 +62,6 @@ class EngineAdapter:
     examine: Callable[[Path, Recipe, int], Diagnosis] | None = None
     """Describe what the engine would do with a model (a folder with a ``config.json``), a recipe
     and a tensor parallel size, as ``sections`` and ``problems``. It may import the engine."""
+    examine_config: Callable[[ConfigRequest], Diagnosis] | None = None
+    """Describe what a run with a config of the engine would do, without starting it. What stops
+    the run is in ``problems``; a ``Fp8RLError`` says why nothing can be told."""

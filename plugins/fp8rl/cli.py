@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fp8rl import PluginManager, Recipe, __version__
-from fp8rl.adapters import Diagnosis, EngineAdapter, Section
+from fp8rl.adapters import ConfigRequest, Diagnosis, EngineAdapter, Section
 from fp8rl.errors import Fp8RLError, OptionError, PluginError, UnsupportedError
 from fp8rl.families import dense_module_names
 from fp8rl.hookspecs import PROJECT
@@ -91,14 +91,36 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             int | None,
             typer.Option("--tp", min=1, help="Tensor parallel size, for ENGINE with --model."),
         ] = None,
+        config: Annotated[
+            Path | None, typer.Option(help="Config of a run, for ENGINE: a YAML of NeMo RL.")
+        ] = None,
+        source: Annotated[
+            Path | None,
+            typer.Option(help="Checkout of ENGINE, for --config where it is not installed."),
+        ] = None,
+        gpu_memory: Annotated[
+            float | None, typer.Option(min=1, help="Memory of a GPU in GiB, for --config.")
+        ] = None,
     ) -> None:
         """Check the engines on this machine, and what a recipe pins; exit 1 on problems.
 
         With ENGINE and --model also what that engine would do with the model, as far as it tells.
+        With ENGINE and --config what a run with that config would do: exit 0 if it runs, 1 if it is
+        refused, 2 if that cannot be told. --recipe stands in for a block that the config lacks.
         """
         console = Console()
         problems = [str(error) for error in plugins.broken.values()]
         adapters = _chosen(plugins.engine_adapters(), engine)
+        _check_config_options(config, source, gpu_memory, layers, tp)
+        if config is not None:
+            loaded = _load_recipe(recipe, plugins) if recipe is not None else None
+            request = ConfigRequest(config, source, model, loaded, gpu_memory)
+            found = _examine_config(plugins.engine_adapters(), engine, request)
+            console.print(_engine_table(str(engine), found))
+            for section in found.sections:
+                console.print(_section_table(section))
+            _print_problems(console, [*problems, *found.problems])
+            return
         if tp is not None:
             _require_examiner(adapters, engine, model)
         names = _module_names(layers, model)
@@ -121,10 +143,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
                 console.print(policy.summary(), markup=False, soft_wrap=True)
             else:
                 console.print("The recipe is valid; its pins need --layers or --model.")
-        for problem in problems:
-            console.print(f"Problem: {problem}", style="red", markup=False, soft_wrap=True)
-        if problems:
-            raise typer.Exit(1)
+        _print_problems(console, problems)
 
     @app.command("recipe")
     def show_recipe(
@@ -200,6 +219,54 @@ def _require_examiner(
             f"looks at models ({', '.join(able) or f'{engine} does not'}), e.g. 'fp8rl doctor vllm "
             "--model DIR --tp 2', or leave it out."
         )
+
+
+def _check_config_options(
+    config: Path | None,
+    source: Path | None,
+    gpu_memory: float | None,
+    layers: int | None,
+    tp: int | None,
+) -> None:
+    """Raise OptionError for an option that needs --config, or that does not go with it."""
+    if config is None and (source is not None or gpu_memory is not None):
+        raise OptionError(
+            "--source and --gpu-memory belong to --config; give it as well, e.g. 'fp8rl doctor "
+            "nemo-rl --config X.yaml', or leave them out."
+        )
+    if config is not None and (layers is not None or tp is not None):
+        raise OptionError(
+            "--layers and --tp do not go with --config, which has the parallel sizes and names the "
+            "model; leave them out, and give --model where the model is not on this machine."
+        )
+
+
+def _examine_config(
+    adapters: list[EngineAdapter], engine: str | None, request: ConfigRequest
+) -> Diagnosis:
+    able = {a.name: a.examine_config for a in adapters if a.examine_config is not None}
+    if engine is None or engine not in able:
+        raise OptionError(
+            f"--config needs an engine that looks at configs ({', '.join(able) or 'none does'}), "
+            "e.g. 'fp8rl doctor nemo-rl --config X.yaml'."
+        )
+    try:
+        return able[engine](request)
+    except Fp8RLError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{engine}: its look at the config failed: {type(error).__name__}: {error}; run again "
+            "with 'fp8rl --debug' to see where."
+        ) from error
+
+
+def _print_problems(console: Console, problems: list[str]) -> None:
+    """Print one line for each problem, and end with exit code 1 if there are any."""
+    for problem in problems:
+        console.print(f"Problem: {problem}", style="red", markup=False, soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
 
 
 def _guarded(look: Callable[[], Diagnosis], what: str) -> Diagnosis:

@@ -12,6 +12,12 @@ from typing import Any
 
 from fp8rl.errors import ModelError
 
+MOE_MODELS = ("qwen3_moe",)
+"""``model_type`` of the MoE models whose module names are known here."""
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a ``config.json`` that give the number of experts."""
+_MEDIA = ("vision_config", "audio_config", "thinker_config")
+"""Keys of the ``config.json`` of a model that takes more than text."""
 _MOST = 10_000
 """Largest number of layers or experts; a larger one is a mistake in a config."""
 
@@ -88,7 +94,7 @@ def config_module_names(config: Mapping[str, Any]) -> list[str] | None:
             f"The model's text_config is {reprlib.repr(config)}; correct it to an object."
         )
     layers = range(check_count("num_hidden_layers", config["num_hidden_layers"]))
-    if config.get("model_type") == "qwen3_moe":
+    if config.get("model_type") in MOE_MODELS:
         key = "num_local_experts" if "num_local_experts" in config else "num_experts"
         experts = check_count(key, config[key])  # transformers 5 writes the first
         check_count("decoder_sparse_step", config.get("decoder_sparse_step", 1))
@@ -109,6 +115,26 @@ def has_experts(config: Mapping[str, Any], layer: int) -> bool:
         layer not in (config.get("mlp_only_layers") or ())
         and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
     )
+
+
+def unsupported_reason(config: Mapping[str, Any], *, rollout: bool, training: bool) -> str | None:
+    """Say why a model cannot run in FP8, by its ``config.json``; None if nothing speaks against it.
+
+    Args:
+        config: values of the ``config.json``; an empty one speaks against nothing.
+        rollout: the rollout engine is to run it in FP8.
+        training: the trainer is to run it in FP8.
+    """
+    if not (rollout or training):
+        return None
+    if any(key in config for key in _MEDIA):
+        return "a multimodal model"
+    if config.get("kv_lora_rank"):
+        return "a model with multi-latent attention ('kv_lora_rank')"
+    key = next((key for key in EXPERT_KEYS if config.get(key)), None)
+    if rollout and key is not None and config.get("model_type") not in MOE_MODELS:
+        return f"an MoE model ('{key}') other than {', '.join(MOE_MODELS)}"
+    return None
 
 
 def check_count(key: str, value: Any, most: int = _MOST) -> int:

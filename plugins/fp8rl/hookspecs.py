@@ -39,6 +39,8 @@ class RefitReport:
     """Bytes on the wire."""
     seconds: float
     """Duration of the refit."""
+    scale_epoch: int = 0
+    """Number of the engine's KV scales: larger than after the last refit if a scale has changed."""
 
 
 @hookspec

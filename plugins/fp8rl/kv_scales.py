@@ -6,15 +6,19 @@ NeMo RL sends: ``model.layers.N.self_attn.k_scale``, ``.v_scale`` and ``.attn.q_
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 
 from fp8rl.errors import ScaleError
 from fp8rl.numerics import E4M3_MAX
+from fp8rl.recipe import KVCache
+
+logger = logging.getLogger(__name__)
 
 Role = Literal["q", "k", "v"]
 ROLES: tuple[Role, ...] = ("q", "k", "v")
@@ -43,12 +47,14 @@ def scale_names(num_layers: int, roles: Iterable[Role] = ROLES) -> list[str]:
 
 
 def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tensor]:
-    """Scales of every layer, ``amax * margin / 448``.
+    """Scales of every layer: the smallest powers of two at or above ``amax * margin / 448``.
+
+    With a power of two every dequantized value is exact in BF16, so that a trainer can attend over
+    the very keys and values of the rollout. It costs no precision: E4M3 is a floating format.
 
     Args:
         amax: ``[num_layers, 3]``, the observers' amax of q, k and v for each global layer; a
-            percentile may stand in for the amax. A float64 tensor is multiplied in float64 and
-            rounded once, any other is multiplied in float32.
+            percentile may stand in for the amax.
         margin: headroom factor, at least 1.
 
     Returns:
@@ -60,8 +66,10 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     """
     if amax.ndim != 2 or amax.shape[1] != len(ROLES):
         raise ScaleError(f"amax must have shape [num_layers, 3], not {tuple(amax.shape)}.")
-    wide = amax.detach().to(torch.promote_types(amax.dtype, torch.float32))
-    table = (wide * (margin / E4M3_MAX)).float().cpu()  # the one device-to-host copy
+    least = amax.detach().cpu().double() * (margin / E4M3_MAX)  # the one device-to-host copy
+    mantissa, exponent = torch.frexp(least)  # 0.5 <= mantissa < 1
+    rounded = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
+    table = torch.where(torch.isfinite(least) & (least > 0), rounded, least).float()
     scales = {
         scale_name(layer, role): table[layer, column].reshape(1)
         for layer in range(table.shape[0])
@@ -70,6 +78,57 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     for name, scale in scales.items():
         check_scale(name, scale)
     return scales
+
+
+class NextScales(NamedTuple):
+    """Scales for the next refit, and how the latest batch fitted those in service."""
+
+    scales: dict[str, torch.Tensor]
+    """Name -> float32 ``[1]`` on the CPU."""
+    outgrown: tuple[str, ...]
+    """Names whose amax lies beyond the scale in service. With ``grow`` their scales have grown,
+    with ``start`` values are being clipped."""
+
+
+def next_scales(
+    current: Mapping[str, torch.Tensor | float], amax: torch.Tensor, kv_cache: KVCache
+) -> NextScales:
+    """Compute the scales for the next refit by the recipe's ``kv_cache.recalibrate``.
+
+    ``refit`` gives :func:`scales_from_amax` each time. ``grow`` and ``start`` keep a scale that is
+    in service, so that codes in the KV cache stay right. With ``grow`` a scale whose amax lies
+    beyond it (``amax > 448 * scale``) becomes that of the formula, a larger power of two; with
+    ``start`` the log warns of it. All ranks that pass equal arguments get equal scales.
+
+    Args:
+        current: scales in service, by name; empty before the first calibration.
+        amax: see :func:`scales_from_amax`.
+        kv_cache: section of the recipe.
+
+    Raises:
+        ScaleError: see :func:`scales_from_amax`; or a bad scale in service.
+    """
+    fresh = scales_from_amax(amax, kv_cache.margin)
+    seen = dict(zip(fresh, amax.detach().double().flatten().tolist(), strict=True))
+    held = {name: check_scale(name, current[name]) for name in fresh if name in current}
+    outgrown = tuple(name for name in held if seen[name] > E4M3_MAX * held[name])
+    if kv_cache.recalibrate == "refit":
+        return NextScales(fresh, outgrown)
+    if outgrown and kv_cache.recalibrate == "start":
+        worst = max(outgrown, key=lambda name: seen[name] / held[name])
+        logger.warning(
+            "fp8rl: %d KV scales clip; for '%s' the amax is %.3g, but its codes end at %.3g. Raise "
+            "kv_cache.margin, or set kv_cache.recalibrate to grow.",
+            len(outgrown),
+            worst,
+            seen[worst],
+            E4M3_MAX * held[worst],
+        )
+    kept = set(held) - (set(outgrown) if kv_cache.recalibrate == "grow" else set())
+    scales = {
+        name: torch.tensor([held[name]]) if name in kept else scale for name, scale in fresh.items()
+    }
+    return NextScales(scales, outgrown)
 
 
 def check_scale(name: str, scale: torch.Tensor | float) -> float:

@@ -1,4 +1,4 @@
-"""Module names of a model, read from a folder in Hugging Face's format."""
+"""Config and module names of a model, read from a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ def folder_module_names(folder: Path) -> list[str]:
         else:
             return _names_of_config(folder / "config.json")
     except OSError as error:
-        raise ModelError(
-            f"'{error.filename or folder}' cannot be read ({error.strerror or error}); point "
-            "--model at the folder of a Hugging Face model."
-        ) from None
+        raise _unreadable(folder, error) from None
     modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
     if not modules:
         raise ModelError(f"'{folder}' holds no weight; download the model again.")
@@ -66,6 +63,25 @@ def _tensors_of_file(file: Path) -> list[str]:
         raise ModelError(
             f"'{file}' is no whole safetensors file ({error}); download the model again."
         ) from None
+
+
+def folder_config(folder: Path) -> dict[str, Any]:
+    """Values of a model's ``config.json``.
+
+    Raises:
+        ModelError: the file is missing, cannot be read, or is no JSON object.
+    """
+    try:
+        return _read_object(folder / "config.json")
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Path, error: OSError) -> ModelError:
+    return ModelError(
+        f"'{error.filename or folder}' cannot be read ({error.strerror or error}); point "
+        "--model at the folder of a Hugging Face model."
+    )
 
 
 def _names_of_config(config: Path) -> list[str]:

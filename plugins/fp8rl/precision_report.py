@@ -56,10 +56,10 @@ def precision_text(rows: Iterable[PinRow]) -> str:
     return "\n".join(lines)
 
 
-def precision_section(rows: Iterable[PinRow]) -> Section:
+def precision_section(rows: Iterable[PinRow], title: str = "precision of each module") -> Section:
     """:func:`precision_lines` as a table."""
     return Section(
-        "precision of each module",
+        title,
         ("layers", "FP8", "BF16 (why)"),
         tuple((line.layers or "outside", *line[1:]) for line in precision_lines(rows)),
     )

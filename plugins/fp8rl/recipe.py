@@ -29,6 +29,7 @@ _OF_OTHERS = "FP8_RECIPE"
 """Not a misspelling of ``FP8RL_RECIPE``: launch scripts keep TransformerEngine's recipe there."""
 
 ScaleFormat = Literal["fp32", "pow2"]
+Recalibrate = Literal["refit", "grow", "start"]
 ModuleKind = Literal[
     "qkv_proj",
     "o_proj",
@@ -106,12 +107,28 @@ class Pins(_Section):
 
 
 class KVCache(_Section):
-    """KV cache of the rollout engine and how its scales are made."""
+    """KV cache of the rollout engine, how its scales are made, and what the trainer makes of it."""
 
     dtype: Literal["fp8_e4m3", "auto"] = "fp8_e4m3"
     """``auto`` keeps the cache in the model's dtype."""
+    recalibrate: Recalibrate = "refit"
+    """``refit``: new scales with each refit; ``grow``: scales that only grow; ``start``: scales
+    that stay."""
     margin: Annotated[float, Field(ge=1.0, le=16.0, allow_inf_nan=False)] = 1.05
-    """Headroom for values the observers have not seen: ``scale = amax * margin / 448``."""
+    """Headroom for values the observers have not seen: a scale is the smallest power of two at or
+    above ``amax * margin / 448``. 2 by default with ``grow``, 4 with ``start``."""
+    in_training: bool = True
+    """The trainer's attention sees K and V as the rollout's FP8 cache holds them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _margin_of_lasting_scales(cls, data: Any) -> Any:
+        """Give scales that outlive a refit more headroom, unless a margin is set."""
+        if not isinstance(data, Mapping) or "margin" in data:
+            return data
+        margins = {"grow": 2.0, "start": 4.0}
+        kind = data.get("recalibrate")
+        return {**data, "margin": margins[kind]} if kind in ("grow", "start") else data
 
 
 class Rejection(_Section):

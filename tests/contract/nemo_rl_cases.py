@@ -18,9 +18,12 @@ pytest.importorskip("nemo_rl.algorithms.grpo", exc_type=ImportError)
 
 from nemo_rl.algorithms import grpo, loss
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+from nemo_rl.algorithms.single_controller_utils import config as single_controller_config
 from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils import config as nemo_config
 from nemo_rl.weight_sync.factory import create_weight_synchronizer
 from omegaconf import OmegaConf
@@ -529,6 +532,81 @@ def test_ray_can_pickle_the_actor_whose_module_has_our_function() -> None:
 def test_kv_scales_have_upstreams_names() -> None:
     theirs = {name for layer in range(3) for name in get_vllm_qkv_scale_names(layer).values()}
     assert theirs == set(scale_names(3))
+
+
+# --- KV scales of asynchronous engines ---
+
+
+class WorkerGroup:
+    """Stands for the Megatron workers: says what it was given."""
+
+    def __init__(self) -> None:
+        self.shards: Any = None
+
+    def run_all_workers_sharded_data(self, method: str, data: Any, **kwargs: Any) -> Any:
+        assert method == "calibrate_qkv_fp8_scales"
+        assert kwargs["common_kwargs"]["include_q"]
+        self.shards = data
+
+    def get_all_worker_results(self, futures: Any) -> Any:
+        return [{"layers": {"model.layers.0.self_attn.k_scale": 0.5}, "outgrown": []}]
+
+    def run_all_workers_single_data(self, method: str, **kwargs: Any) -> Any:
+        return method, kwargs["kv_scales"]
+
+
+@pytest.mark.parametrize("batching", ["plain", "sequence_packing", "dynamic_batching"])
+def test_asynchronous_engines_get_scales_and_upstream_shards_the_first_batch(
+    batching: str, tmp_path: Path
+) -> None:
+    from transformers import Qwen3Config
+
+    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    value = master_config("grpo_math_1B.yaml", [], None).policy
+    value["model_name"] = str(tmp_path)
+    value["generation"]["vllm_cfg"] |= {"fp8rl": {}, "async_engine": True, "kv_cache_dtype": "fp8"}
+    policy = object.__new__(Policy)
+    policy.cfg, policy.debug_payload_metrics = value, False
+    policy.sharding_annotations = NamedSharding(
+        layout=torch.arange(2).reshape(1, 2, 1, 1).numpy(),
+        names=["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"],
+    )
+    policy.use_sequence_packing = batching == "sequence_packing"
+    policy.use_dynamic_batches = batching == "dynamic_batching"
+    keys = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+    policy.sequence_packing_args = {
+        **keys,
+        "algorithm": value["sequence_packing"]["algorithm"],
+        "sequence_length_pad_multiple": value["make_sequence_length_divisible_by"],
+    }
+    policy.dynamic_batching_args = {**keys, "sequence_length_round": 64}
+    policy.worker_group = WorkerGroup()
+    method, scales = policy.broadcast_weights_for_collective(buffer_size_bytes=1)
+    assert method == "broadcast_weights_for_collective"
+    assert scales == {"model.layers.0.self_attn.k_scale": 0.5}
+    assert [shard.size for shard in policy.worker_group.shards] == [4, 4]
+
+
+@pytest.mark.parametrize("loop", ["--in-flight", "--single-controller"])
+def test_the_benchmarks_asynchronous_configs_are_accepted(loop: str, tmp_path: Path) -> None:
+    from transformers import Qwen3Config
+
+    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    command = [
+        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only", loop),
+        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--model", tmp_path / "model"),
+        *("--variants", "bf16,fp8rl,fp8rl-bf16kv", "--trainer", "megatron", "--gpus", 2),
+    ]
+    subprocess.run([str(part) for part in command], check=True)
+    nemo_config.register_omegaconf_resolvers()
+    made = {"--in-flight": grpo.MasterConfig}.get(loop, single_controller_config.MasterConfig)
+    for variant, dtype in (("bf16", "auto"), ("fp8rl", "fp8"), ("fp8rl-bf16kv", "auto")):
+        file = tmp_path / f"megatron-{variant}-2-{loop[2:]}.yaml"
+        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
+        config = made(**loaded)
+        announce_kv_cache(config.policy)
+        assert config.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == dtype
+        assert config.policy["generation"]["colocated"]["enabled"] is False
 
 
 # --- recipes ---

@@ -19,6 +19,7 @@ CONFIG = "recipes/llm/grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
     [
         "nemo_rl_cases.py",
         "driver_cases.py",
+        "doctor_cases.py",
         "vllm_cases.py",
         "worker_cases.py",
         "replay_cases.py",

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ast
-import importlib
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_ext.config.drivers import DRIVERS
-from nemo_rl_ext.patch_finder import PATCHES
+from nemo_rl_ext.doctor.installation import relied_on
 from nemo_rl_ext.patches.upstream import Upstream, compare_source
 from support.sources import ROOT, parameters, source
 
-NAMES = sorted({patch for patches in PATCHES.values() for patch in patches})
 RELIED_ON = [
     pytest.param(upstream, id=f"{patch}-{upstream.name}-{upstream.module.rpartition('.')[2]}")
-    for patch in NAMES
-    for upstream in importlib.import_module(f"nemo_rl_ext.patches.{patch}").UPSTREAM
+    for patch, upstream in relied_on()
 ]
 
 

@@ -15,6 +15,7 @@ from support.engine import SETTINGS, Engine, load_tensors, make_checkpoint
 pytest.importorskip("nemo_rl.models.generation.vllm.vllm_worker", exc_type=ImportError)
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
+from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 from ray import cloudpickle
 from vllm import SamplingParams
 
@@ -22,7 +23,12 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name
 from nemo_rl_ext.names import LOGGER
-from nemo_rl_ext.workers.vllm import Fp8VllmGenerationWorker, Fp8VllmGenerationWorkerImpl
+from nemo_rl_ext.workers.in_flight import RefitInFlight
+from nemo_rl_ext.workers.vllm import (
+    Fp8VllmAsyncGenerationWorkerImpl,
+    Fp8VllmGenerationWorker,
+    Fp8VllmGenerationWorkerImpl,
+)
 from nemo_rl_ext.workers.vllm_extension import Fp8VllmWorkerExtension
 from support.nemo_rl import extension
 from vllm_fp8rl.kv_scales import kv_scale_state, missing_kv_scales
@@ -159,6 +165,14 @@ def test_generation_is_as_with_the_same_scales_from_a_trainer(worker: Any, folde
 def test_the_engines_workers_get_our_extension() -> None:
     named = Fp8VllmGenerationWorkerImpl.worker_extension.rpartition(".")
     assert named[::2] == (Fp8VllmWorkerExtension.__module__, Fp8VllmWorkerExtension.__name__)
+
+
+@pytest.mark.parametrize("transport", ["via_ipc_zmq", "from_collective"])
+def test_refits_of_asynchronous_workers_pause_the_engine(transport: str) -> None:
+    name = f"update_weights_{transport}_async"
+    ours = Fp8VllmAsyncGenerationWorkerImpl
+    owners = [cls for cls in ours.__mro__ if name in vars(cls)]
+    assert owners == [RefitInFlight, VllmAsyncGenerationWorkerImpl]
 
 
 def test_ray_pickles_the_actors_class_with_bases_by_name(worker: Any) -> None:

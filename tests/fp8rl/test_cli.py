@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import fp8rl
 from fp8rl import PluginManager, Recipe, cli, hookimpl
-from fp8rl.adapters import Diagnosis, EngineAdapter, Section
-from fp8rl.errors import OptionError, PinError, RecipeError, UnsupportedError
+from fp8rl.adapters import ConfigRequest, Diagnosis, EngineAdapter, Section
+from fp8rl.errors import OptionError, PinError, PluginError, RecipeError, UnsupportedError
 from support.processes import run_code
 
 GOOD = Diagnosis("1.2.3", ("1.2.3", "1.3"), {"device": "cpu [really]"})
@@ -232,6 +232,36 @@ def test_doctor_shows_what_an_engine_would_do_with_a_model(tmp_path):
     result = run(plugins, "doctor", "alpha", *model)
     assert result.exit_code == 1
     assert "alpha: its look at the model failed: ZeroDivisionError" in result.stdout
+
+
+def test_doctor_shows_what_an_engine_would_do_with_a_config(tmp_path):
+    asked = []
+
+    def examine_config(request):
+        asked.append(request)
+        section = Section("keys", ("key", "becomes"), (("a", "[b]"),))
+        return Diagnosis("1.2.3", (), {"rollout": "FP8"}, sections=(section,))
+
+    plugins = engines()
+    good = EngineAdapter("alpha", lambda: SICK, examine_config=examine_config)
+    plugins.engine_adapters = lambda: [good, EngineAdapter("beta", lambda: GOOD)]
+    file, source, model = (tmp_path / name for name in ("x.yaml", "source", "model"))
+    more = ("--source", str(source), "--model", str(model), "--gpu-memory", "80")
+    given = ("--config", str(file), *more, "--recipe", '{"pins": {"last": 1}}')
+    result = run(plugins, "doctor", "alpha", *given)
+    assert result.exit_code == 0, result.output
+    recipe = Recipe.from_dict({"pins": {"last": 1}})
+    assert asked == [ConfigRequest(file, source, model, recipe, 80.0)]
+    for part in ("rollout", "FP8", "becomes", "[b]"):
+        assert part in result.stdout
+    result = run(plugins, "doctor", "beta", "--config", str(file))
+    assert isinstance(result.exception, OptionError)
+    assert "--config needs an engine that looks at configs (alpha)" in str(result.exception)
+
+    good = EngineAdapter("alpha", lambda: GOOD, examine_config=lambda request: 1 / 0)
+    result = run(plugins, "doctor", "alpha", "--config", str(file))
+    assert isinstance(result.exception, PluginError)  # exit code 2: nothing can be told
+    assert "alpha: its look at the config failed: ZeroDivisionError" in str(result.exception)
 
 
 def test_doctor_with_an_unknown_engine():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import (
     ROLES,
     check_scale,
+    next_scales,
     parse_scale_name,
     scale_name,
     scale_names,
     scales_from_amax,
 )
+from fp8rl.recipe import KVCache
 
 K0 = "model.layers.0.self_attn.k_scale"
 BAD = [0.0, -0.0, -1.0, math.nan, math.inf, -math.inf, 1e-45, 1e-38, 1e-16, 1e16, 3e38]
@@ -52,28 +56,25 @@ def test_other_names_are_no_scales(name):
     assert parse_scale_name(name) is None
 
 
-def test_scale_is_amax_times_margin_over_448():
-    amax = torch.tensor([[1.0, 2.0, 4.0], [448.0, 0.5, 100.0]])
-    scales = scales_from_amax(amax, margin=1.25)
+def test_scales_are_named_and_shaped():
+    scales = scales_from_amax(torch.tensor([[1.0, 2.0, 4.0], [448.0, 0.5, 100.0]]), margin=1.0)
     assert list(scales) == scale_names(2)
-    for (name, scale), value in zip(scales.items(), amax.flatten().tolist(), strict=True):
-        assert scale.shape == (1,)
-        assert scale.dtype == torch.float32
-        assert scale.item() == pytest.approx(value * 1.25 / 448, rel=1e-6), name
+    assert {(scale.shape, scale.dtype) for scale in scales.values()} == {((1,), torch.float32)}
+    assert [scale.item() for scale in scales.values()] == [2**-8, 2**-7, 2**-6, 1.0, 2**-9, 0.25]
 
 
 POSITIVE = st.floats(2.0**-20, 2.0**20, width=32)
 
 
-@given(POSITIVE, st.floats(1.0, 16.0))
-def test_the_dtype_of_amax_says_how_the_product_is_rounded(value, margin):
-    """Observers of trainers keep float32 tensors, an engine's calibration has Python numbers."""
-    for dtype, expected in (
-        (torch.float32, torch.tensor(value) * (margin / 448.0)),
-        (torch.float64, torch.tensor(value * (margin / 448.0), dtype=torch.float32)),
-    ):
-        scales = scales_from_amax(torch.full((1, 3), value, dtype=dtype), margin)
-        assert all(scale.item() == expected.item() for scale in scales.values())
+@given(POSITIVE, st.floats(1.0, 16.0), st.sampled_from([torch.float32, torch.float64]))
+def test_a_scale_is_the_smallest_power_of_two_that_holds_the_amax(value, margin, dtype):
+    scale = scales_from_amax(torch.full((1, 3), value, dtype=dtype), margin)[K0].item()
+    # The factor is rounded to float64, so the bounds may miss by some of its ulps.
+    least = Fraction(value) * Fraction(margin) / 448
+    assert (
+        least * (1 - Fraction(1, 2**51)) <= Fraction(scale) < 2 * least * (1 + Fraction(1, 2**51))
+    )
+    assert math.frexp(scale)[0] == 0.5
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -126,3 +127,94 @@ def test_check_scale_casts_nothing(dtype):
 def test_check_scale_wants_one_element(shape):
     with pytest.raises(ScaleError, match="one value per tensor"):
         check_scale(K0, torch.ones(shape))
+
+
+MARGINS = st.sampled_from([1.0, 1.05, 1.5, 2.0, 4.0])
+AMAX = st.floats(2.0**-20, 2.0**20, width=32)
+
+
+def power_at_least(least: Fraction) -> Fraction:
+    """The smallest power of two that is not below a number, by search in exact numbers."""
+    power = Fraction(2) ** -60
+    while power < least:
+        power *= 2
+    return power
+
+
+def one_layer(*amax: float) -> torch.Tensor:
+    return torch.tensor([amax])
+
+
+@given(amax=AMAX, margin=MARGINS, kind=st.sampled_from(["grow", "start"]))
+def test_first_lasting_scales_are_the_next_powers_of_two(amax, margin, kind):
+    found = next_scales({}, one_layer(amax, amax, amax), KVCache(recalibrate=kind, margin=margin))
+    exact = power_at_least(Fraction(amax) * Fraction(margin) / 448)
+    assert found.outgrown == ()
+    for name, scale in found.scales.items():
+        assert (scale.shape, scale.dtype) == ((1,), torch.float32)
+        assert scale.item() == float(exact), name
+        assert amax * margin <= 448 * scale.item() * (1 + 1e-12)
+
+
+@given(first=AMAX, later=st.lists(AMAX, min_size=1, max_size=6), margin=MARGINS)
+def test_grow_keeps_a_scale_until_its_amax_leaves_it(first, later, margin):
+    settings = KVCache(recalibrate="grow", margin=margin)
+    scales = next_scales({}, one_layer(first, first, first), settings).scales
+    for amax in later:
+        before = {name: scale.item() for name, scale in scales.items()}
+        scales, outgrown = next_scales(scales, one_layer(first, amax, first), settings)
+        left = Fraction(amax) > 448 * Fraction(before[K0])
+        assert outgrown == ((K0,) if left else ())
+        expected = Fraction(before[K0])
+        if left:
+            expected *= power_at_least(Fraction(amax) * Fraction(margin) / 448 / expected)
+        assert scales[K0].item() == float(expected)
+        assert all(scales[name].item() == before[name] for name in before if name != K0)
+        assert amax <= 448 * scales[K0].item()
+
+
+def test_a_scale_that_is_no_power_of_two_stays_until_it_grows():
+    held = dict.fromkeys(scale_names(1), 0.3)
+    found = next_scales(held, one_layer(1.0, 448.0, 135.0), KVCache(recalibrate="grow", margin=1))
+    assert found.outgrown == (K0, "model.layers.0.self_attn.v_scale")
+    assert [s.item() for s in found.scales.values()] == pytest.approx([0.3, 1.0, 0.5], rel=1e-7)
+
+
+def test_refit_follows_every_batch():
+    amax = one_layer(1.0, 2.0, 3.0)
+    held = dict.fromkeys(scale_names(1), 1.0)
+    found = next_scales(held, amax, KVCache())
+    assert found.scales == scales_from_amax(amax, 1.05)
+
+
+def test_start_keeps_its_scales_and_says_what_they_clip(caplog):
+    settings = KVCache(recalibrate="start")
+    first = next_scales({}, one_layer(1.0, 1.0, 1.0), settings).scales
+    edge = 448 * first[K0].item()
+    assert edge >= 4.0  # the margin
+    with caplog.at_level(logging.WARNING):
+        assert next_scales(first, one_layer(1.0, edge, 1.0), settings) == (first, ())
+        assert not caplog.messages
+        found = next_scales(first, one_layer(1.0, 1.5 * edge, 1.0), settings)
+    assert found == (first, (K0,))
+    assert f"1 KV scales clip; for '{K0}'" in caplog.text
+
+
+def test_codes_times_a_lasting_scale_are_exact_in_bf16():
+    scale = next_scales({}, one_layer(1.0, 3.7, 1.0), KVCache(recalibrate="grow")).scales[K0]
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    values = codes[codes.isfinite()] * scale.double()
+    assert torch.equal(values.bfloat16().double(), values)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
+@pytest.mark.parametrize("kind", ["refit", "grow", "start"])
+def test_an_amax_that_is_none_changes_nothing_in_silence(bad, kind):
+    held = dict.fromkeys(scale_names(1), 1.0)
+    with pytest.raises(ScaleError, match=f"'{K0}'"):
+        next_scales(held, one_layer(1.0, bad, 1.0), KVCache(recalibrate=kind))
+
+
+def test_a_scale_in_service_that_is_none_is_told():
+    with pytest.raises(ScaleError, match=f"'{K0}' is nan"):
+        next_scales({K0: math.nan}, one_layer(1.0, 1.0, 1.0), KVCache(recalibrate="grow"))

@@ -27,7 +27,12 @@ FULL = {
         "names": ["model.layers.*.mlp.down_proj"],
         "kinds": ["o_proj"],
     },
-    "kv_cache": {"dtype": "auto", "margin": 1.5},
+    "kv_cache": {
+        "dtype": "auto",
+        "recalibrate": "grow",
+        "margin": 1.5,
+        "in_training": False,
+    },
     "importance_sampling": {
         "corrector": "is",
         "level": "sequence",
@@ -147,6 +152,7 @@ def test_all_mistakes_are_told_at_once():
         ({"pins": {"last": 1.5}}, "recipe.pins.last"),
         ({"pins": {"kinds": ["mlp"]}}, "recipe.pins.kinds.0"),
         ({"kv_cache": {"dtype": "fp8_e5m2"}}, "recipe.kv_cache.dtype"),
+        ({"kv_cache": {"recalibrate": "never"}}, "recipe.kv_cache.recalibrate"),
         ({"kv_cache": {"margin": 0.5}}, "recipe.kv_cache.margin"),
         ({"kv_cache": {"margin": float("nan")}}, "recipe.kv_cache.margin"),
         ({"importance_sampling": {"mode": "drop"}}, "recipe.importance_sampling.mode"),
@@ -416,3 +422,12 @@ def test_merged_pins_are_the_union(a, b):
 
 def test_mode_off_needs_no_bounds():
     assert ImportanceSampling(mode="off").low is None
+
+
+@pytest.mark.parametrize(("kind", "margin"), [("refit", 1.05), ("grow", 2.0), ("start", 4.0)])
+def test_scales_that_last_have_more_headroom(kind, margin):
+    recipe = Recipe.from_dict({"kv_cache": {"recalibrate": kind}})
+    assert recipe.kv_cache.margin == margin
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    given = Recipe.from_dict({"kv_cache": {"recalibrate": kind, "margin": 1.5}})
+    assert given.kv_cache.margin == 1.5

@@ -5,6 +5,7 @@ Needs megatron-core 0.16.1 and TransformerEngine 2.12.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,20 +19,28 @@ pytest.importorskip("megatron.core")
 from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import DeepGemmBackend, GroupedShape
+from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, te_classes, weight_codes_hf
 from megatron_fp8rl.export import export_hf
+from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.router_replay import ReplayedRoutes
 from megatron_fp8rl.specs import layer_spec
+from megatron_fp8rl.testing.launch import launch
+from support.attention import causal_attention, fake_quantized
+from support.processes import environment
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -236,6 +245,70 @@ def test_a_spec_builds_transformer_engines_layers(monkeypatch):
     assert type(first.mlp.linear_fc1) is te_extension.TELayerNormColumnParallelLinear
     assert type(second.mlp.linear_fc1) is te_classes.Fp8TELayerNormColumnParallelLinear
     assert torch.isfinite(_loss(gpt))
+
+
+def test_attention_sees_keys_and_values_as_an_fp8_cache_holds_them():
+    """Batches and packed sequences, against float64 over what the cache holds."""
+    gpt = _gpt()
+    observer = QKVObserver(gpt)
+    with torch.no_grad():
+        _loss(gpt)
+    scales = {name: float(scale) for name, scale in observer.scales(1.0).items()}
+    raw: dict[int, tuple] = {}
+    outputs: dict[int, torch.Tensor] = {}
+    for number, layer in enumerate(gpt.decoder.layers):
+        core = layer.self_attention.core_attention
+        core.register_forward_pre_hook(
+            lambda module, args, number=number: raw.update({number: args[:3]}), prepend=True
+        )
+        core.register_forward_hook(
+            lambda module, args, out, number=number: outputs.update({number: out.detach()})
+        )
+    cache = KVCacheInTraining(gpt)
+    cache.set(scales)
+    _loss(gpt).backward()
+    assert all(p.grad.isfinite().all() for p in gpt.parameters() if p.grad is not None)
+
+    def held(layer: int, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        pairs = ((k, "k"), (v, "v"))
+        return [fake_quantized(x, scales[scale_name(layer, role)]) for x, role in pairs]
+
+    for number, (q, k, v) in raw.items():
+        expected = causal_attention(q, *held(number, k, v))
+        assert relative_error(outputs[number].float(), expected) < 6e-3
+        assert relative_error(outputs[number].float(), causal_attention(q, k, v)) > 0.01
+
+    q, k, v = (x[:, :1].detach() for x in raw[0])
+    starts = torch.tensor([0, 48, LENGTH], dtype=torch.int32, device="cuda")
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=LENGTH - 48,
+        max_seqlen_kv=LENGTH - 48,
+    )
+    core = gpt.decoder.layers[0].self_attention.core_attention
+    found = core(
+        *(x[:, 0].contiguous() for x in (q, k, v)),
+        None,
+        attn_mask_type=AttnMaskType.causal,
+        packed_seq_params=packed,
+    )
+    k, v = held(0, k, v)
+    parts = [causal_attention(q[part], k[part], v[part]) for part in (slice(48), slice(48, None))]
+    expected = torch.cat(parts)[:, 0]
+    assert relative_error(found.float().reshape(expected.shape), expected) < 6e-3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_context_parallel_attention_sees_them_too(tmp_path):
+    script = Path(__file__).with_name("context_parallel_cases.py")
+    launch(script, 2, [str(tmp_path)], timeout=200, env=environment())
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for result in results:
+        assert result["error"] < 6e-3 < 0.01 < result["without"]
+        assert result["gradients"]
+        assert result["clipped"] == results[0]["clipped"] and all(result["clipped"].values())
 
 
 def test_what_is_not_served_is_named():

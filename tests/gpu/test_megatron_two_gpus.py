@@ -174,6 +174,11 @@ def test_kv_scales_equal_one_gpu(ranks, name, kind):
 
 
 @each_topology
+def test_clipped_keys_and_values_are_counted_over_all_ranks(ranks, name):
+    checks.check_clipped(ranks.of(name), single(ranks, name))
+
+
+@each_topology
 def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
     checks.check_nan(ranks.of(name))
 

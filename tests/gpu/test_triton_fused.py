@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8rl.numerics import GROUP, reference
+from fp8rl.numerics import GROUP, quantize_swiglu, reference
 from fp8rl.recipe import ScaleFormat
 
 if not torch.cuda.is_available():
@@ -66,8 +66,11 @@ def test_silu_and_mul(shape, form):
     x = torch.cat([inputs(rows, columns), inputs(rows, columns, 1)], 1)
     codes, scales = fused.quantize_rows(x, form, silu_and_mul=True)
     gate, up = x.double().split(columns, 1)
-    y = (torch.nn.functional.silu(gate).bfloat16().double() * up).bfloat16()
-    near(codes, scales, y, form)
+    near(codes, scales, (torch.nn.functional.silu(gate) * up).bfloat16(), form)
+    trainer = quantize_swiglu(x, form, columnwise=False).rowwise
+    assert trainer is not None
+    assert torch.equal(codes.view(torch.uint8), trainer.codes.view(torch.uint8))
+    assert torch.equal(scales.t()[:rows], trainer.scale_inv)
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -83,9 +86,9 @@ def test_rms_norm(shape, form, add):
         assert total is None
     else:
         assert torch.equal(total, (x.float() + residual.float()).bfloat16())
+    exact = exact.bfloat16().double()  # a trainer's norm reads the sum in BF16
     normed = exact * torch.rsqrt(exact.pow(2).mean(1, keepdim=True) + 1e-6)
-    y = (normed.bfloat16().double() * weight.double()).bfloat16()
-    near(codes, scales, y, form)
+    near(codes, scales, (normed * weight.double()).bfloat16(), form)
 
 
 def test_no_rows_at_all():

@@ -93,6 +93,11 @@ def test_kv_scales_equal_one_process(single, ranks, name, kind):
 
 
 @each_topology
+def test_clipped_keys_and_values_are_counted_over_all_ranks(single, ranks, name):
+    checks.check_clipped(ranks.of(name), single_run(single, name))
+
+
+@each_topology
 def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
     checks.check_nan(ranks.of(name))
 

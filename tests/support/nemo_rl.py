@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -19,6 +21,42 @@ class MasterConfig(BaseModel, extra="allow"):
 
     policy: dict[str, Any]
     loss_fn: Section
+
+
+def write_checkout(folder: Path) -> Path:
+    """Write a checkout of NeMo RL that has what our patches rely on, and nothing else.
+
+    It stands in for the real one (``NEMO_RL_SRC``) in tests that are to be quick.
+    """
+    from nemo_rl_ext.doctor.installation import relied_on
+
+    modules: dict[str, dict[str, Any]] = {}
+    for _, upstream in relied_on():
+        members = modules.setdefault(upstream.module, {})
+        *classes, name = upstream.name.split(".")
+        for each in classes:
+            if not isinstance(members.get(each), dict):
+                members[each] = {}
+            members = members[each]
+        members.setdefault(name, upstream.parameters)
+    for module, members in modules.items():
+        file = folder.joinpath(*module.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(_definitions(members, "")), encoding="utf-8")
+    version = 'MAJOR = 0\nMINOR = 6\nPATCH = 0\nPRE_RELEASE = "rc1"\n'
+    (folder / "nemo_rl" / "package_info.py").write_text(version, encoding="utf-8")
+    return folder
+
+
+def _definitions(members: dict[str, Any], indent: str) -> Iterator[str]:
+    for name, value in members.items():
+        if isinstance(value, dict):
+            yield f"{indent}class {name}:"
+            yield from _definitions(value, indent + "    ")
+        elif value is None:
+            yield f"{indent}{name} = None"
+        else:
+            yield f"{indent}def {name}({value}): ..."
 
 
 class Closing:

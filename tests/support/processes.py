@@ -82,6 +82,10 @@ def run_script(
 
 
 def answer(done: subprocess.CompletedProcess[str]) -> Any:
-    """The JSON of the last line of output; fails with what a process that failed wrote."""
+    """The last JSON of the output; fails with what a process that failed wrote.
+
+    vLLM may log a line more to stdout while its processes end.
+    """
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("{", "["))]
+    return json.loads(lines[-1])

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import Diagnosis
 from fp8rl.numerics import FP8_DTYPE
+from fp8rl.sizes import Sizes, gib, mib
 from support.engine import Engine
 from vllm_fp8rl import compat, doctor, hooks
 from vllm_fp8rl.quantization.models import module_names
-from vllm_fp8rl.quantization.sizes import Sizes
 
 SHAPE = {
     "vocab_size": 1024,
@@ -81,8 +81,8 @@ def test_what_it_says_is_what_an_engine_does(engine: Engine, checkpoints: dict[s
     codes = sum(p.nbytes for p in parameters.values() if p.dtype == FP8_DTYPE)
     scales = sum(p.nbytes for n, p in parameters.items() if n.endswith("weight_scale_inv"))
     memory = table(found, "memory of a rank")
-    assert memory["FP8 weights"] == (doctor._gib(codes),)
-    assert memory["their scales"] == (doctor._mib(scales),)
+    assert memory["FP8 weights"] == (gib(codes),)
+    assert memory["their scales"] == (mib(scales),)
     assert memory["KV cache"] == (f"{2 * 2 * 2 * 128:,} bytes a token",)
 
 

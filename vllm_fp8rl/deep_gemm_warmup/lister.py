@@ -1,12 +1,13 @@
 """Ask DeepGEMM which kernels a weight needs, without compiling or running any.
 
-Only DeepGEMM's C++ heuristics know the kernels. A fake nvcc (``DG_JIT_NVCC_COMPILER``) writes empty
-files, a scratch folder stands in for the cache (``DG_JIT_CACHE_DIR``), and a GEMM is called for
-each number of rows at which the choice can change. Each call leaves the source of its kernel in the
-scratch folder and then fails to load the empty file. The tensors lie on the CPU and are never read.
+Only DeepGEMM's C++ heuristics know the kernels. A fake nvcc (``DG_JIT_NVCC_COMPILER``) writes files
+of no meaning, a scratch folder stands in for the cache (``DG_JIT_CACHE_DIR``), and a GEMM is called
+for each number of rows at which the choice can change. Each call leaves the source of its kernel in
+the scratch folder and then fails to load such a file. The tensors have no memory.
 
-Written against DeepGEMM 2.5.0 (vendored by vLLM 0.25.1): ``csrc/jit/compiler.hpp`` and
-``csrc/jit_kernels/heuristics``.
+Written against DeepGEMM 2.5.0 (vendored by vLLM 0.25.1 and 0.26.0; ``csrc/jit/compiler.hpp`` and
+``csrc/jit_kernels/heuristics``) and 2.8.0 (vLLM 0.32.0), whose compiler is DeepJIT
+(``include/deep_jit/cache/disk.hpp``, ``backend/cuda/backend.hpp``).
 """
 
 from __future__ import annotations
@@ -14,28 +15,38 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
 
+if TYPE_CHECKING:
+    import torch
+
 _BLOCK = 128
+_ADDRESS = 1 << 12
+"""Of every tensor: aligned as DeepGEMM requires, and never read."""
 _FAKE_NVCC = """#!/bin/sh
 for argument in "$@"; do
   if [ "$argument" = --version ]; then exec "{nvcc}" "$@"; fi
 done
 for argument in "$@"; do
-  if [ "$previous" = -o ]; then : > "$argument"; output="$argument"; fi
+  case "$previous" in -o | --output-file) echo none > "$argument"; output="$argument" ;; esac
   previous="$argument"
 done
 printf '%s\\n' "$@" > "$output.arguments"
 """
 _ARGUMENTS = "kernel.cubin.arguments"
-_DISASSEMBLY = ("DG_JIT_DUMP_ASM", "DG_JIT_DUMP_PTX", "DG_JIT_DUMP_SASS")
-"""Variables with which DeepGEMM disassembles a compiled kernel; the empty files have nothing."""
+_DISASSEMBLY = tuple(
+    f"{of}_JIT_DUMP_{what}" for of in ("DG", "DJ") for what in ("ASM", "PTX", "SASS")
+)
+"""Variables with which DeepGEMM disassembles a compiled kernel, which the fake files are not."""
+_CACHED = ("kernel.cubin", _ARGUMENTS)
+"""What the real compiler makes, and what the fake one notes; other files are of the cache entry."""
 
 
 class KernelLister:
@@ -74,9 +85,9 @@ class KernelLister:
             for rows in rows_to_try(shape, full=self._full):
                 try:
                     gemm(rows)
-                except RuntimeError as error:  # the empty file cannot be loaded, or an assertion
+                except RuntimeError as error:  # the fake file cannot be loaded, or an assertion
                     refusal = error
-        fresh = {path.name for path in self._found.glob("kernel.*")} - self._listed
+        fresh = {path.parent.name for path in self._found.glob(f"*/{_ARGUMENTS}")} - self._listed
         if not fresh:
             raise RuntimeError(f"DeepGEMM has no kernel for {shape}: {refusal}")
         self._listed |= fresh
@@ -99,42 +110,70 @@ def rows_to_try(shape: Shape, *, full: bool) -> Iterator[int]:
         yield from (rows for rows in steps if rows < shape.rows)
 
 
+def copy_entry(listed: Path, folder: Path) -> None:
+    """Copy a listed kernel's entry of the cache, without the compiled kernel, to a new folder.
+
+    It has the source, and from DeepGEMM 2.8 on also the mark that makes the entry valid.
+    """
+    shutil.copytree(listed, folder, ignore=shutil.ignore_patterns(*_CACHED))
+
+
 def compiler_flags(listed: Path) -> list[str]:
     """Return what DeepGEMM gave to nvcc for a listed kernel, beside the source and the output."""
     arguments = iter((listed / _ARGUMENTS).read_text().splitlines()[1:])  # after the source
     flags = []
     for argument in arguments:
-        if argument == "-o":
+        if argument in ("-o", "--output-file"):
             next(arguments)
-        elif argument != "-cubin":
+        elif argument not in ("-cubin", "--cubin"):
             flags.append(argument)
     return flags
 
 
 def _gemm(deep_gemm: Any, shape: Shape) -> Callable[[int], None]:
-    """Return a GEMM as :mod:`vllm_fp8rl` calls it, over memory that is never read."""
+    """Return a GEMM as :mod:`vllm_fp8rl` calls it, over tensors without memory."""
     import torch
 
-    n, k, most, groups = shape
+    n, k, _, groups = shape
     ahead = (groups,) if groups else ()
-    weight = torch.empty((*ahead, n, k), dtype=torch.float8_e4m3fn)
-    scales = torch.empty((*ahead, -(-n // _BLOCK), -(-k // _BLOCK)))
-    x = torch.empty((most, k), dtype=torch.float8_e4m3fn)
-    out = torch.empty((most, n), dtype=torch.bfloat16)
-    experts = torch.empty(most, dtype=torch.int32)
+    weight = _tensor(torch.float8_e4m3fn, *ahead, n, k)
+    scales = _tensor(torch.float32, *ahead, -(-n // _BLOCK), -(-k // _BLOCK))
 
     def call(rows: int) -> None:
+        x = _tensor(torch.float8_e4m3fn, rows, k)
         # The activations' scales are column-major, padded to vectors of 16 bytes.
-        x_scales = torch.empty((-(-k // _BLOCK), -(-rows // 4) * 4)).t()[:rows]
-        operands = ((x[:rows], x_scales), (weight, scales), out[:rows])
+        by_group = _tensor(torch.float32, rows, -(-k // _BLOCK), stride=(1, -(-rows // 4) * 4))
+        operands = ((x, by_group), (weight, scales), _tensor(torch.bfloat16, rows, n))
         if groups:
             deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-                *operands, experts[:rows], disable_ue8m0_cast=True
+                *operands, _tensor(torch.int32, rows), disable_ue8m0_cast=True
             )
         else:
             deep_gemm.fp8_gemm_nt(*operands, disable_ue8m0_cast=True)
 
     return call
+
+
+def _tensor(dtype: torch.dtype, *shape: int, stride: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return a tensor without memory on the GPU, as DeepGEMM requires from 2.8 on.
+
+    A torch that is built for CPUs gives one on the CPU.
+    """
+    import torch
+
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    if stride is not None:
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if torch.version.cuda is None:
+        return torch.empty_like(meta, device="cpu")
+    gpu = torch.device("cuda", 0)
+    described = {"size": meta.shape, "stride": meta.stride(), "dtype": dtype, "device": gpu}
+    storage = torch._C._construct_storage_from_data_pointer(
+        _ADDRESS, gpu, meta.untyped_storage().nbytes()
+    )
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(
+        described | {"storage_offset": 0}, storage
+    )
 
 
 def _load_package(folder: Path) -> Any:
@@ -154,7 +193,8 @@ def _load_package(folder: Path) -> Any:
 def _gpu_context() -> Iterator[None]:
     """Hold the CUDA context that DeepGEMM needs to describe tensors, for as short as possible.
 
-    A context takes some hundred MiB, and an engine measures what memory other processes use.
+    A context takes some hundred MiB, and an engine measures what memory other processes use. It is
+    reset, because DeepGEMM 2.8 also holds it.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -171,3 +211,4 @@ def _gpu_context() -> Iterator[None]:
     finally:
         cuda.cuCtxSetCurrent(None)
         cuda.cuDevicePrimaryCtxRelease_v2(device)
+        cuda.cuDevicePrimaryCtxReset_v2(device)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
-from vllm_fp8rl.deep_gemm_warmup.lister import KernelLister, compiler_flags
+from vllm_fp8rl.deep_gemm_warmup.lister import KernelLister, compiler_flags, copy_entry
 
 
 def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
@@ -67,10 +67,9 @@ def compile_kernel(job: Job, listed: Path) -> bool:
     if job.has(listed.name):
         return False
     folder = Path(job.cache) / "tmp" / f"fp8rl-{uuid.uuid4().hex}"
-    folder.mkdir(parents=True)
     try:
+        copy_entry(listed, folder)
         source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
-        shutil.copyfile(listed / "kernel.cu", source)
         command = [job.nvcc, str(source), "-cubin", "-o", str(cubin), *compiler_flags(listed)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:

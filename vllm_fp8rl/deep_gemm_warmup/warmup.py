@@ -21,6 +21,7 @@ from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = logging.getLogger("vllm.fp8rl")
+_SETTINGS = ("DG_JIT_", "DJ_JIT_")
 
 
 def find_job() -> Job | None:
@@ -48,13 +49,15 @@ def find_job() -> Job | None:
         device = torch.cuda.current_device()
         gpu = torch.cuda.get_device_properties(device)
         return Job(
-            cache=cache,
+            cache=cache.split(":")[0],  # more folders are only read, from DeepGEMM 2.8 on
             package=str(Path(package.__file__).parent),
             nvcc=str(nvcc),
             gpu=f"{gpu.name}, {gpu.multi_processor_count} SMs",
             device=device,
             full=envs.VLLM_DEEP_GEMM_WARMUP == "full",
-            settings={k: v for k, v in sorted(os.environ.items()) if k.startswith("DG_JIT_")},
+            settings={
+                k: v for k, v in sorted(os.environ.items()) if k[:7] in ("DG_JIT_", "DJ_JIT_")
+            },
         )
     return None
 

@@ -35,7 +35,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import unsupported_reason, warms_up_providers
+from vllm_fp8rl.compat import unsupported_reason
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
@@ -81,12 +81,7 @@ class DelegatedKernel:
 
     def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
         """Have DeepGEMM's kernels for a layer's ``weight`` ``[N, K]`` compiled ahead of use."""
-        if self.backend != "deep_gemm":
-            return
-        if warms_up_providers():
-            layer.deep_gemm_warmup_provider = self._kernel
-            layer.weight_block_size = list(BLOCK)
-        else:
+        if self.backend == "deep_gemm":
             warmup.add(*layer.weight.shape)
 
 

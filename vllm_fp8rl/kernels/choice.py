@@ -13,6 +13,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
+from fp8rl.gemm.reference import multiply_rows
 from fp8rl.numerics import Quantized, dequantize_block, dequantize_group, quantize_group
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
@@ -57,7 +58,7 @@ class CpuKernel:
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
         rows = quantize_group(x.reshape(-1, x.shape[-1]), scale_format=self._format)
-        y = dequantize_group(*rows) @ self._dequantized(weight).t()
+        y = multiply_rows(dequantize_group(*rows), self._dequantized(weight))
         return y.to(x.dtype).view(*x.shape[:-1], weight.codes.shape[0])
 
     def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:

@@ -42,7 +42,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import BLOCK, GROUP
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import known_options, one_class, warms_up_providers
+from vllm_fp8rl.compat import known_options, one_class
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 from vllm_fp8rl.kernels.block_gemm import require_served_gpu
@@ -105,11 +105,8 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
 def warm_up_experts(
     kernel: mk.FusedMoEKernel, layer: RoutedExperts, moe: FusedMoEConfig, warmup: KernelWarmup
 ) -> None:
-    """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM.
-
-    From 0.30 on it is left to vLLM, which compiles them before the first step.
-    """
-    if warms_up_providers() or not isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
+    """Have DeepGEMM's kernels for a layer's experts compiled ahead, if its kernel uses DeepGEMM."""
+    if not isinstance(kernel.fused_experts, TritonOrDeepGemmExperts):
         return
     # Rows as vLLM's own warm-up counts them: the tokens of all data-parallel ranks, padded.
     rows, _ = compute_aligned_M_and_alignment(

@@ -3,7 +3,7 @@
 vLLM has such passes for its own quantization kernels
 (``vllm/compilation/passes/fusion/{rms,act}_quant_fusion.py``). This one uses vLLM's public setting
 for other passes, ``post_grad_custom_post_pass`` in ``inductor_compile_config``. Where no pattern
-matches, the two kernels run separately, with the same result.
+matches, the two kernels run separately, with the same result up to rounding.
 """
 
 from __future__ import annotations

@@ -376,10 +376,10 @@ PROBES = (
     # Set on vLLM's objects
     Probe(23, "model_executor.layers.attention", "Attention.get_attn_backend",
         attributes="attn_backend"),
-    Probe(29, "config", "CompilationConfig", attributes="inductor_compile_config"),
-    Probe(30, "config", "VllmConfig", attributes="additional_config"),
-    Probe(31, "config", "ModelConfig", attributes="sleep_mode_backend enable_sleep_mode"),
-    Probe(32, "config", "ModelConfig", attributes="model model_weights revision"),
+    Probe(28, "config", "CompilationConfig", attributes="inductor_compile_config"),
+    Probe(29, "config", "VllmConfig", attributes="additional_config"),
+    Probe(30, "config", "ModelConfig", attributes="sleep_mode_backend enable_sleep_mode"),
+    Probe(31, "config", "ModelConfig", attributes="model model_weights revision"),
 )
 # fmt: on
 """In the order of the rows. Where a row has no probe of its own, docs/upgrading.md says why."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.families import check_count, dense_module_names, has_experts, moe_module_names
+from fp8rl.families import (
+    EXPERT_KEYS,
+    MOE_MODELS,
+    check_count,
+    dense_module_names,
+    has_experts,
+    moe_module_names,
+)
 from vllm_fp8rl.names import NAME
 
-MOE_MODELS = ("qwen3_moe",)
-"""``model_type`` of the MoE models whose module names are known here."""
 _WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -20,12 +25,11 @@ _WIDTHS = (
     "vocab_size",
 )
 _WIDEST = 2**31 - 1
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def is_moe(hf_config: Any) -> bool:
     """Return whether a transformers config is that of a MoE model."""
-    return any(getattr(hf_config, key, None) for key in _EXPERT_KEYS)
+    return any(getattr(hf_config, key, None) for key in EXPERT_KEYS)
 
 
 def is_moe_layer(hf_config: Any, layer: int) -> bool:
@@ -57,7 +61,7 @@ def check_architecture(hf_config: Any, top_config: Any) -> None:
     if hf_config is not top_config:
         why = "a multimodal model"
     elif is_moe(hf_config) and kind not in MOE_MODELS:
-        key = next(key for key in _EXPERT_KEYS if getattr(hf_config, key, None))
+        key = next(key for key in EXPERT_KEYS if getattr(hf_config, key, None))
         why = f"another MoE model ({key})"
     else:
         return

@@ -38,12 +38,18 @@ from vllm_fp8rl.refit.session import Tensors
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-InFlight = Literal["drain", "abort", "keep"]
+InFlight = Literal["drain", "abort", "keep", "continue"]
 """What happens to requests in flight: ``drain`` lets them end; ``abort`` aborts; ``keep`` stops
 them, and they go on with the new weights after the tokens that they have, whose keys and values are
-computed again."""
+computed again; ``continue`` is ``keep`` with the keys and values that the old weights have made,
+unless the refit changes a KV scale: then those are computed again too."""
 
-_PAUSE_MODES: dict[InFlight, str] = {"drain": "wait", "abort": "abort", "keep": "keep"}
+_PAUSE_MODES: dict[InFlight, str] = {
+    "drain": "wait",
+    "abort": "abort",
+    "keep": "keep",
+    "continue": "keep",
+}
 
 
 async def refit_async(
@@ -58,10 +64,11 @@ async def refit_async(
     """Put new weights, and KV scales if announced, into a live ``AsyncLLM``.
 
     The engine is paused meanwhile: requests that arrive wait, and start with the new weights and
-    an empty prefix cache. If the refit fails, or its task is cancelled, before the first write, the
-    engine goes on with the old weights. Afterwards it is closed until a later refit is complete:
-    it stays paused, requests that wait are aborted (but for ``in_flight="keep"``) and new ones are
-    refused with a RefitError.
+    an empty prefix cache (with ``in_flight="continue"`` they may find prefixes there whose keys the
+    old weights have made). If the refit fails, or its task is cancelled, before the first write,
+    the engine goes on with the old weights. Afterwards it is closed until a later refit is
+    complete: it stays paused, requests that wait are aborted (but for ``keep`` and ``continue``)
+    and new ones are refused with a RefitError.
 
     Args:
         engine: engine with ``quantization="fp8rl"`` and a worker extension that has the steps.
@@ -118,14 +125,14 @@ async def _run(
     workers = _AsyncWorkers(engine)
     gate = _AsyncGate(engine)
     manager = PluginManager() if plugins is None else plugins
+    keep_keys = in_flight == "continue"
     started = time.perf_counter()
     await gate.close(workers)
     try:
-        await while_alive(
-            engine, engine.pause_generation(mode=_PAUSE_MODES[in_flight], clear_cache=True)
-        )
+        pause = engine.pause_generation(mode=_PAUSE_MODES[in_flight], clear_cache=not keep_keys)
+        await while_alive(engine, pause)
         session = workers.session
-        steps = refit_steps(session, expect_kv_scales, transfer(session))
+        steps = refit_steps(session, expect_kv_scales, transfer(session), keep_keys=keep_keys)
         counts = await _run_steps(engine, workers, steps)
     except BaseException as error:
         # Shielded: the task may be cancelled again, and half of this must not be left out.
@@ -160,7 +167,7 @@ async def _give_up(
             await gate.open()
             return
     gate.refuse(HALF_UPDATED)
-    if in_flight != "keep":
+    if in_flight not in ("keep", "continue"):
         with contextlib.suppress(Exception):
             await gate.abort_waiting()
 

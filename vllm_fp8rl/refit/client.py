@@ -296,13 +296,16 @@ def announce(report: RefitReport, plugins: PluginManager) -> None:
         logger.exception("A plugin's refit_finished failed; the refit itself is complete.")
 
 
-def refit_steps(session: str, expect_kv_scales: bool, transfer: Steps) -> Steps:
+def refit_steps(
+    session: str, expect_kv_scales: bool, transfer: Steps, *, keep_keys: bool = False
+) -> Steps:
     """Describe a refit.
 
     Args:
         session: name of the session.
         expect_kv_scales: see :class:`~vllm_fp8rl.refit.session.RefitSession`.
         transfer: the steps that bring the tensors.
+        keep_keys: keep the KV cache unless a KV scale changes.
 
     Returns:
         The report of the first rank, as a dict.
@@ -310,8 +313,9 @@ def refit_steps(session: str, expect_kv_scales: bool, transfer: Steps) -> Steps:
     yield Call("fp8rl_refit_begin", (session, expect_kv_scales))
     yield from transfer
     # Not before: a forward between the pause of an AsyncLLM and the first write may fill it again.
-    yield EMPTY_CACHE
-    reports = yield Call("fp8rl_refit_finish", (session,))
+    if not keep_keys or any((yield Call("fp8rl_refit_changes_scales", (session,)))):
+        yield EMPTY_CACHE
+    reports = yield Call("fp8rl_refit_finish", (session, keep_keys))
     return reports[0]
 
 

@@ -24,7 +24,7 @@ from fp8rl.numerics import FP8_DTYPE, parts, start_finite_check
 from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.kv_observer import stop_observing
-from vllm_fp8rl.kv_scales import set_kv_scales
+from vllm_fp8rl.kv_scales import scales_change, set_kv_scales
 from vllm_fp8rl.refit.intake import came_twice, scalars_on_host, steady
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, check_scales
@@ -191,9 +191,15 @@ class RefitSession:
             tensors=len(self._dtypes),
             received_bytes=self._bytes,
             seconds=time.perf_counter() - self._started,
+            scale_epoch=self._guard.scale_epoch,
         )
         self._guard.values.forget()
         self._guard.open()
+
+    @property
+    def changes_scales(self) -> bool:
+        """Whether a K or V scale that has come differs from the one in service."""
+        return scales_change(self.model, self._kv_scales)
 
     def abandon(self, reason: str) -> None:
         """Give up. If nothing was written all stays as it was, else the model refuses to run.

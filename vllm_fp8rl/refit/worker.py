@@ -134,16 +134,27 @@ class RefitMixin:
             opened.load(batch)
 
     @_step
-    def fp8rl_refit_finish(self, session: str) -> dict[str, Any]:
+    def fp8rl_refit_changes_scales(self, session: str) -> bool:
+        """Answer whether codes in the KV cache would be wrong after this refit."""
+        return _open_session(self, session).changes_scales
+
+    @_step
+    def fp8rl_refit_finish(self, session: str, keep_keys: bool = False) -> dict[str, Any]:
         """Verify that the refit is complete and let the model run; return the report as a dict.
 
-        Unless the KV cache was emptied meanwhile, the model waits until it is: it may hold keys of
-        the old weights.
+        Unless the KV cache was emptied meanwhile, the model waits until it is, if a K or V scale
+        has changed.
+
+        Args:
+            session: name of the session.
+            keep_keys: let requests go on with keys and values of the old weights; otherwise the
+                model waits for an empty KV cache in any case.
         """
         opened = _open_session(self, session)
         opened.__exit__(None, None, None)
         assert opened.report is not None
-        _guard(self).outdate_cache("keys of older weights")
+        if not keep_keys:
+            _guard(self).outdate_cache("keys of older weights")
         return asdict(opened.report)
 
     @_step

@@ -9,6 +9,7 @@ of a float32 sometimes flips an FP8 code, and the flip spreads.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ def observed_kv_scales(
     *,
     device: str = "cpu",
 ) -> dict[str, float]:
-    """Return scales from the largest |K| and |V| of the prompts, with the recipe's margin."""
+    """Return scales for the largest |K| and |V| of the prompts, with the recipe's margin."""
     model = load_reference(path, recipe, device=device).model
     roles: tuple[Role, ...] = ("k", "v")
     amax = {(layer, role): 0.0 for layer in range(model.config.num_hidden_layers) for role in roles}
@@ -177,7 +178,7 @@ def observed_kv_scales(
                 amax[layer, role] = max(amax[layer, role], tensor.abs().max().item())
     factor = recipe.kv_cache.margin / E4M3_MAX
     return {
-        scale_name(layer, role): torch.tensor(value * factor, dtype=torch.float32).item()
+        scale_name(layer, role): 2.0 ** math.ceil(math.log2(value * factor))
         for (layer, role), value in amax.items()
     }
 

@@ -16,6 +16,24 @@ from fp8rl.numerics import (
 )
 from fp8rl.recipe import ScaleFormat
 
+_FEWEST = 4
+"""MKL multiplies fewer rows than this with kernels that add in another order."""
+
+
+def multiply_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ w.T``, in which a row does not depend on the number of rows beside it.
+
+    So a decode step and a training step compute the same bits, where MKL multiplies.
+
+    Args:
+        x: float32 ``[M, K]``.
+        w: float32 ``[N, K]``.
+    """
+    missing = _FEWEST - len(x)
+    if missing <= 0:
+        return x @ w.t()
+    return (torch.nn.functional.pad(x, (0, 0, 0, missing)) @ w.t())[: len(x)]
+
 
 class ReferenceBackend:
     """The CPU's backend. It multiplies the experts of a module one after the other."""
@@ -28,7 +46,7 @@ class ReferenceBackend:
         return None
 
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        return (dequantize_group(*x) @ dequantize_block(*w).t()).to(dtype)
+        return multiply_rows(dequantize_group(*x), dequantize_block(*w)).to(dtype)
 
     def dgrad(self, grad: Quantized, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
         w = dequantize_block(w_t.codes.t(), w_t.scale_inv.t())

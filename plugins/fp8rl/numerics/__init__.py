@@ -25,6 +25,7 @@ Triton kernels on a GPU. Both give the same codes and scales, bit for bit.
 ``triton/activations``  SiLU and product, or RMS norm, with the quantization of the result
 ``triton/swiglu``       SwiGLU and its gradient with the quantization of the result, both dimensions
 ``triton/amax``         running amaxes and histograms of q, k and v in one launch
+``triton/kv_cache``     K and V as an FP8 KV cache holds them, in one launch
 ======================= ==========================================================================
 """
 
@@ -32,6 +33,7 @@ from fp8rl.numerics.amax import amax_into, count_amax
 from fp8rl.numerics.dispatch import (
     dequantize_block,
     dequantize_group,
+    fake_quantize_kv,
     quantize_block,
     quantize_blocks,
     quantize_group,
@@ -76,6 +78,7 @@ __all__ = [
     "count_amax",
     "dequantize_block",
     "dequantize_group",
+    "fake_quantize_kv",
     "mark_inf",
     "on_device",
     "parts",

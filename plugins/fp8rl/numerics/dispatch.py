@@ -382,3 +382,41 @@ def dequantize_group(
     check_codes(codes, ndim=None)
     check_scale_shape(scale_inv, (*codes.shape[:-1], cdiv(codes.shape[-1], group)))
     return reference.dequantize_group(codes, scale_inv, group, dtype)
+
+
+def fake_quantize_kv(
+    k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, clipped: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round K and V to the values that attention over an FP8 KV cache computes with.
+
+    The codes are those that vLLM writes into its cache: ``x / scale`` in float32, saturated to 448
+    and rounded to E4M3. The result is ``code * scale``, computed in float32 and rounded once to the
+    dtype of ``x``. For bfloat16 that is exact where the scale is a power of two, and otherwise
+    differs by at most 2**-8 of the value: attention kernels multiply the codes themselves and apply
+    the scale to the product.
+
+    On a GPU one launch reads and writes both once, without synchronizing. Rows that are equally far
+    apart, as in a slice of a packed QKV projection, are read in place.
+
+    Args:
+        k: ``[.., head size]``, bfloat16, float16 or float32, any strides.
+        v: as ``k``; the shape may differ.
+        scales: float32 ``[2]`` on their device, the scales of ``k`` and ``v``, contiguous.
+        clipped: int64 ``[2]`` on their device, contiguous; the numbers of values of ``k`` and ``v``
+            beyond 448 times their scale are added to it. NaN stays NaN and is not counted.
+
+    Returns:
+        Both as new contiguous tensors, without autograd.
+
+    Raises:
+        UnsupportedError: wrong dtype or rank, or ``scales`` or ``clipped`` that do not fit.
+    """
+    for x in (k, v):
+        check_source(x, ndim=None, scale_format="fp32")
+    for name, x, dtype in (("scales", scales, torch.float32), ("clipped", clipped, torch.int64)):
+        if x.dtype != dtype or x.shape != (2,) or not x.is_contiguous():
+            raise UnsupportedError(
+                f"'{name}' of K and V must be contiguous {dtype} of shape (2,), not {x.dtype} of "
+                f"{tuple(x.shape)}."
+            )
+    return implementation(k, "kv_cache").fake_quantize_kv(k.detach(), v.detach(), scales, clipped)

@@ -243,6 +243,19 @@ def dequantize_group(
     return _decode(codes).mul_(factors).to(dtype)
 
 
+def fake_quantize_kv(
+    k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, clipped: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`fp8rl.numerics.fake_quantize_kv`."""
+    made = []
+    for x, scale, cell in zip((k, v), scales, clipped, strict=True):
+        scaled = x.contiguous().float() / scale
+        cell.add_((scaled.abs() > E4M3_MAX).sum())
+        codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
+        made.append(_decode(codes).mul_(scale).to(x.dtype))
+    return made[0], made[1]
+
+
 def amax_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """See :func:`fp8rl.numerics.amax_into`."""
     for cell, x in zip(out, tensors, strict=True):

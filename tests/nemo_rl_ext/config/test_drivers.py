@@ -12,7 +12,7 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, find, meant
+from nemo_rl_ext.config.drivers import DRIVERS, Driver, check_places, driver_of, find, meant
 from nemo_rl_ext.config.keys import READERS
 from nemo_rl_ext.config.merge import prepare, read
 from nemo_rl_ext.patch_finder import PATCHES, PatchFinder
@@ -60,6 +60,16 @@ def mappings(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
     for key, inner in items:
         if isinstance(inner, dict | list):
             yield from mappings(inner, (*path, str(key)))
+
+
+def test_a_config_tells_its_driver_by_its_sections() -> None:
+    for driver in DRIVERS.values():
+        assert driver_of({"policy": {}, driver.section: {}}) is driver
+    assert driver_of({"grpo": {}, "async_rl": {}}) is DRIVERS["single_controller"]
+    assert driver_of({"grpo": {}, "async_rl": None}) is DRIVERS["grpo"]
+    both = {"distillation": {}, "teachers": []}
+    assert driver_of(both) is DRIVERS["xtoken_off_policy_distillation"]
+    assert driver_of({"policy": {}}) is None
 
 
 def made(driver: Driver, value: dict[str, Any]) -> Any:
@@ -243,7 +253,9 @@ def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
     value["loss_fn"] = {"kl_type": "mixed"}  # no correction to ask for
     keys = read(value, DRIVERS["distillation"])
     assert keys is not None
-    assert "vLLM calibrates them itself" in keys.notes[-1]  # its refits carry no KV scales
+    calibrates, attends = keys.notes[-2:]  # its refits carry no KV scales
+    assert "vLLM calibrates them itself" in calibrates and "kv_cache.in_training false" in attends
+    assert not keys.recipe.kv_cache.in_training
     prepared = made(DRIVERS["distillation"], value)
     vllm = prepared.policy["generation"]["vllm_kwargs"]
     assert (vllm["quantization"], vllm["kv_cache_dtype"]) == ("fp8rl", "fp8_e4m3")
@@ -263,7 +275,12 @@ def test_distillation_rolls_out_and_trains_its_student_in_fp8() -> None:
             ["policy.megatron_cfg"],
             r"rollout' has no effect: run_sft",
         ),
-        ("dpo", {"kv_cache": {"margin": 2.0}}, ["policy.megatron_cfg"], r"kv_cache' has no effect"),
+        (
+            "dpo",
+            {"kv_cache": {"margin": 2.0}},
+            ["policy.megatron_cfg"],
+            r"kv_cache' has no effect",
+        ),
         (
             "sft",
             {"importance_sampling": {"high": 3.0}},
@@ -322,7 +339,7 @@ OTHER: dict[str, Any] = {
         "names": ["model.layers.3.mlp.*"],
         "kinds": ["o_proj"],
     },
-    "kv_cache": {"margin": 1.5},
+    "kv_cache": {"margin": 1.5, "in_training": False},
     "importance_sampling": {
         "level": "geometric",
         "mode": "clip",

@@ -219,10 +219,20 @@ grpo.val_at_start=true vllm.expert_parallel_size=2
     'grpo.val_at_start' false or 'policy.generation.vllm_cfg.expert_parallel_size'
 block.kv_cache.dtype=auto vllm.pipeline_parallel_size=2
     'policy.generation.vllm_cfg.pipeline_parallel_size' is 2
+megatron.enabled=false vllm.async_engine=true block.kv_cache.recalibrate=grow
+    or a GRPO driver with 'policy.megatron_cfg.enabled' true
 vllm.async_engine=true
-    'policy.generation.vllm_cfg.async_engine' false
+    'policy.generation.vllm_cfg.fp8rl.kv_cache.recalibrate' grow or start, or
 grpo.async_grpo.enabled=true
-    'grpo.async_grpo.enabled'
+    'policy.generation.vllm_cfg.fp8rl.kv_cache.recalibrate' grow or start, or
+block.kv_cache.recalibrate=grow vllm.async_engine=true generation.colocated.enabled=true
+    'policy.generation.colocated.enabled' false
+block.kv_cache.recalibrate=start vllm.async_engine=true vllm.expert_parallel_size=2
+    engines that share experts cannot pause one by one
+megatron.enabled=false block.kv_cache.recalibrate=grow
+    'policy.generation.vllm_cfg.fp8rl.kv_cache.recalibrate' refit: engines that calibrate
+block.kv_cache.recalibrate=grow ~megatron.fp8rl
+    'policy.generation.vllm_cfg.fp8rl.kv_cache.recalibrate' refit, or 'policy.megatron_cfg.fp8rl'
 block.importance_sampling.self_normalize=true data_plane.enabled=true
     'loss_fn.fp8rl.importance_sampling.self_normalize' needs 'data_plane.enabled' false
 block.importance_sampling.rejection={"level":"token","high":2} data_plane.enabled=true
@@ -271,13 +281,35 @@ def test_a_wrong_config_is_refused_by_its_path(
     assert message in str(raised.value)
 
 
-def test_ppo_has_no_fp8_cache() -> None:
+def test_engines_of_ppo_calibrate_themselves() -> None:
     for megatron in ("true", "false"):
-        with pytest.raises(UnsupportedError, match="a GRPO driver"):
-            read(config({}, f"megatron.enabled={megatron}"), DRIVERS["ppo"])
-    keys = read(config({"kv_cache": {"dtype": "auto"}}), DRIVERS["ppo"])
-    assert keys is not None
-    assert keys.recipe.rollout
+        keys = read(config({}, f"megatron.enabled={megatron}"), DRIVERS["ppo"])
+        assert keys is not None
+        assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
+        assert "vLLM calibrates them itself" in keys.notes[-2]
+    for asynchronous in ("vllm.async_engine=true", "ppo.async_ppo.enabled=true"):
+        with pytest.raises(UnsupportedError, match="cannot calibrate themselves"):
+            read(config({}, f"{asynchronous} block.kv_cache.recalibrate=grow"), DRIVERS["ppo"])
+
+
+@pytest.mark.parametrize("kind", ["grow", "start"])
+@pytest.mark.parametrize(
+    ("driver", "overrides"),
+    [
+        ("grpo", ""),
+        ("grpo", "vllm.async_engine=true grpo.async_grpo.enabled=true"),
+        ("grpo", "vllm.async_engine=true grpo.async_grpo.in_flight_weight_updates=true"),
+        ("single_controller", "vllm.async_engine=true"),
+    ],
+)
+def test_scales_that_last_allow_asynchronous_rollouts(
+    kind: str, driver: str, overrides: str
+) -> None:
+    run = MasterConfig(**config({"kv_cache": {"recalibrate": kind}}, overrides))
+    prepare(run, DRIVERS[driver], lambda key: None)
+    announce_kv_cache(run.policy)
+    assert run.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == "fp8"
+    assert run.policy["generation"]["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
 
 
 def test_dtensor_trainers_run_in_bf16_and_say_so() -> None:
@@ -292,13 +324,27 @@ def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
     keys = read(value, GRPO)
     assert keys is not None
     assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
-    assert "vLLM calibrates them itself" in keys.notes[-1]
+    calibrates, attends = keys.notes[-2:]
+    assert "vLLM calibrates them itself" in calibrates
+    assert "attends over K and V in its own dtype" in attends and "pass them back" in attends
+    assert not keys.recipe.kv_cache.in_training
     run = MasterConfig(**value)
     prepare(run, GRPO, lambda key: None)
     announce_kv_cache(run.policy)
     generation = run.policy["generation"]
     assert generation["vllm_kwargs"]["kv_cache_dtype"] == "fp8_e4m3"
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
+
+
+def test_attention_over_the_rollouts_cache_is_refused_where_the_trainer_never_learns_the_scales():
+    block = {"kv_cache": {"in_training": True}}
+    with pytest.raises(UnsupportedError, match=r"in_training' needs .*megatron_cfg\.enabled' true"):
+        read(config(block, "megatron.enabled=false"), GRPO)
+    assert read(config(block), GRPO).recipe.kv_cache.in_training
+    # A run from the config that a checkpoint keeps, with all keys written out.
+    first = read(config({}, "megatron.enabled=false"), GRPO).recipe
+    again = read(config(first.to_dict(), "megatron.enabled=false"), GRPO)
+    assert again.recipe == first
 
 
 def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
@@ -380,6 +426,27 @@ def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
         prepare(MasterConfig(**value), GRPO, lambda key: None)
     off = {"rollout": False, "training": False}
     prepare(MasterConfig(**config(off, model_name=str(tmp_path))), GRPO, lambda key: None)
+
+
+@pytest.mark.parametrize(
+    ("model", "refused_by"),
+    [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, ("rollout", "training")),
+        ({"model_type": "mixtral", "num_local_experts": 8}, ("rollout",)),
+    ],
+)
+def test_a_model_that_workers_would_refuse_is_refused_before_ray(
+    model: dict[str, Any], refused_by: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**model, "num_hidden_layers": 2}))
+    for name in ("rollout", "training"):
+        block = {"rollout": False, "training": False, name: True}
+        run = MasterConfig(**config(block, model_name=str(tmp_path)))
+        if name in refused_by:
+            with pytest.raises(UnsupportedError, match=r"vllm_cfg\.fp8rl' does not serve .* model"):
+                prepare(run, GRPO, lambda key: None)
+        else:
+            prepare(run, GRPO, lambda key: None)
 
 
 def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(

@@ -47,6 +47,17 @@ def test_weights_are_those_of_the_whole_batch_at_upstreams_positions() -> None:
     assert metrics["fp8rl/step_skipped"] == 0
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_scales_that_were_outgrown_are_counted(in_pieces: bool) -> None:
+    run = BatchCorrection(ImportanceSampling(), in_pieces=in_pieces)
+    for outgrown in (None, 0, 3):
+        run.outgrown = outgrown
+        metrics = run.correct(batch([0.1]))
+        if in_pieces:
+            _, metrics = run.end_step()
+        assert metrics.get("fp8rl/kv_scales_outgrown") == outgrown
+
+
 def test_rejected_sequences_leave_the_sample_mask_and_tokens_the_token_mask() -> None:
     data = batch([0.0, 1.0])
     BatchCorrection(ImportanceSampling(rejection=Rejection(level="geometric", high=2.0))).correct(

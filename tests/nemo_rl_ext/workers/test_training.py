@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -97,6 +98,27 @@ class MegatronPolicyWorkerImpl:
         self.forwards += 1
         forward(self.model, data)
 
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int = 0, kv_scales: dict[str, float] | None = None
+    ) -> tuple[int, Any]:
+        return buffer_size_bytes, kv_scales
+
+    def broadcast_weights_for_collective(
+        self,
+        kv_scales: dict[str, float] | None = None,
+        *,
+        buffer_size_bytes: int | None = None,
+        num_buffers: int | None = None,
+    ) -> tuple[int | None, Any]:
+        return num_buffers, kv_scales
+
+    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False) -> dict[str, Any]:
+        forward(self.model, data)
+        return {"all_mb_metrics": {"loss": [0.5]}}
+
+    def finish_train_step(self) -> dict[str, Any]:
+        return {"all_mb_metrics": {}}
+
 
 def policy(block: dict[str, Any] | None) -> dict[str, Any]:
     vllm: dict[str, Any] = {"kv_cache_dtype": "fp8"}
@@ -172,6 +194,111 @@ def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
 
     worker.withdraw_kv_scales()
     assert worker.calibrate_qkv_fp8_scales(data=0) == {"layers": {}}
+
+
+def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Worker(policy({"training": False}))
+    plain = forward(worker.model, 1)
+    first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"]
+    assert torch.equal(forward(worker.model, 1), plain), "scales that no engine has yet"
+    assert worker.stream_weights_via_ipc_zmq(buffer_size_bytes=7, kv_scales=first) == (7, first)
+    quantized = forward(worker.model, 1)
+    assert not torch.equal(quantized, plain)
+
+    second = worker.calibrate_qkv_fp8_scales(data=0)["layers"]
+    assert second != first
+    assert torch.equal(forward(worker.model, 1), quantized), "those of the next refit do not count"
+    small = {name: scale / 4 for name, scale in first.items()}
+    assert worker.broadcast_weights_for_collective(
+        kv_scales=small, buffer_size_bytes=None, num_buffers=3
+    ) == (3, small)
+    clipping = forward(worker.model, 1)
+    assert not torch.equal(clipping, quantized)
+
+    metrics = worker.train(2, loss_fn=None)["all_mb_metrics"]
+    assert metrics["loss"] == [0.5]
+    assert 0 < metrics["fp8rl/k_clipped_share"][0] < 1 > metrics["fp8rl/v_clipped_share"][0] > 0
+    assert worker.finish_train_step()["all_mb_metrics"] == {}, "nothing has run since"
+
+    # grpo.val_at_start: each engine calibrates itself, and nobody knows its scales.
+    worker.broadcast_weights_for_collective(kv_scales=None)
+    assert "sent no KV scales" in caplog.text
+    assert torch.equal(forward(worker.model, 1), plain)
+    worker.broadcast_weights_for_collective(kv_scales=first)
+    assert torch.equal(forward(worker.model, 1), quantized)
+    worker.withdraw_kv_scales()
+    worker.broadcast_weights_for_collective(kv_scales={})
+    assert torch.equal(forward(worker.model, 1), plain), "the engines' cache is in BF16"
+
+
+def test_attention_is_upstreams_where_the_recipe_or_the_cache_says_so() -> None:
+    assert Worker(policy({"training": False, "kv_cache": {"in_training": False}}))._kv_cache is None
+    assert Worker(policy(None))._kv_cache is None
+    assert Worker(policy({}), init_optimizer=False)._kv_cache is None
+    auto = policy({"training": False})
+    auto["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
+    assert Worker(auto)._kv_cache is None
+
+
+def test_upstreams_calibration_sees_values_before_quantization(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where only the rollouts are fp8rl's: amaxes of quantized values could never grow."""
+    only_rollouts = policy({})
+    del only_rollouts["megatron_cfg"]["fp8rl"]
+    worker = Worker(only_rollouts)
+    assert worker._kv_cache is not None and worker._qkv_observer is None
+    plain = forward(worker.model, 1)
+    worker.broadcast_weights_for_collective(kv_scales=dict.fromkeys(scale_names(3), 1e-4))
+    assert not torch.equal(forward(worker.model, 1), plain)
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        MegatronPolicyWorkerImpl,
+        "calibrate_qkv_fp8_scales",
+        lambda self, **options: seen.append(forward(self.model, 1)),
+    )
+    worker.calibrate_qkv_fp8_scales(data=0)
+    assert torch.equal(seen[0], plain)
+    assert not torch.equal(forward(worker.model, 1), plain)
+
+
+def scaled(model: torch.nn.Module, factor: float) -> None:
+    """Multiply the values of every attention layer; norms keep queries and keys as they are."""
+    with torch.no_grad():
+        for layer in model.decoder.layers:
+            layer.self_attention.linear_qkv.weight *= factor
+
+
+def test_scales_grow_with_the_values_and_never_shrink() -> None:
+    worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "grow"}}))
+    first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)
+    assert first["outgrown"] == []
+    assert all(math.frexp(scale)[0] == 0.5 for scale in first["layers"].values())
+    for factor in (1.0, 0.25, 4.0):
+        scaled(worker.model, factor)
+        forward(worker.model, 0)
+        assert worker.calibrate_qkv_fp8_scales(data=0, include_q=True) == first
+    scaled(worker.model, 64.0)
+    forward(worker.model, 0)
+    grown = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)
+    values = [name for name in first["layers"] if name.endswith("v_scale")]
+    assert grown["outgrown"] == values
+    for name, scale in grown["layers"].items():
+        assert scale == first["layers"][name] * (64.0 if name in values else 1.0)
+    assert worker.forwards == 1
+
+
+def test_scales_of_the_start_clip_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "start"}}))
+    first = worker.calibrate_qkv_fp8_scales(data=0)["layers"]
+    scaled(worker.model, 64.0)
+    forward(worker.model, 0)
+    found = worker.calibrate_qkv_fp8_scales(data=0)
+    assert found["layers"] == first
+    assert len(found["outgrown"]) == 3
+    assert "3 KV scales clip" in caplog.text
 
 
 def test_a_model_that_gives_nan_is_told() -> None:

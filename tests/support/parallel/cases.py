@@ -28,6 +28,7 @@ from fp8rl.numerics import quantize_block
 from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, load_hf
 from megatron_fp8rl.export.layout import plain_layout
+from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
@@ -61,6 +62,7 @@ def train(
     assert run.conversion is not None
     observer = QKVObserver(run.model, enabled=False)
     percentiles = QKVObserver(run.model, enabled=False, percentile=90.0)
+    cache = KVCacheInTraining(run.model)
     result: dict[str, Any] = {
         "exported": _exported(run),
         "modules": sorted(run.conversion.modules),
@@ -73,6 +75,7 @@ def train(
         if step == 0:
             result["scales"] = observer.scales(margin=1.0)
             result["percentiles"] = percentiles.scales(margin=1.0)
+            cache.set({name: scale * 0.75 for name, scale in result["scales"].items()})
         if loss is not None:
             result["losses"].append(loss)
         run.update()
@@ -80,6 +83,7 @@ def train(
             for module in run.conversion.modules.values():
                 weight_codes_hf(module)
         result["trained"] = _exported(run)  # a refit after every step
+    result["clipped"] = cache.metrics()
     result["codes"] = {"fp32": _code_mismatches(run.conversion, result["trained"], "fp32")}
     run.conversion.close()
     again = run.convert(weights={"scale_format": "pow2"})

@@ -185,6 +185,16 @@ def check_kv_scales(
             torch.testing.assert_close(scale, expected[scale_name], rtol=tolerance, atol=0.0)
 
 
+def check_clipped(both: list[dict], single: dict) -> None:
+    """Attention over FP8 K and V from the second step on; every rank is told the same."""
+    for rank in both:
+        assert rank["clipped"] == both[0]["clipped"]
+        assert set(rank["clipped"]) == {"k_clipped_share", "v_clipped_share"}
+        for key, share in rank["clipped"].items():
+            assert share > 0
+            assert share == pytest.approx(single["clipped"][key], rel=0.1)
+
+
 def check_nan(both: list[dict]) -> None:
     for rank in both:
         assert rank["nan"].startswith("KV scale 'model.layers.2.self_attn.k_scale' is nan")

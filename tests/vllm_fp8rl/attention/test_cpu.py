@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import fake_quantize_kv
 from support.engine import Engine
 
 pytest.importorskip("vllm")
@@ -179,6 +180,21 @@ def test_equals_the_float64_formula_for_any_batch(layer: Layer, data: st.DataObj
     lengths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=5))
     new = [min(n, data.draw(st.integers(1, 9))) for n in lengths]
     run_and_check(layer, lengths, new, seed=data.draw(st.integers(0, 99)))
+
+
+def test_the_trainer_rounds_k_and_v_to_what_the_cache_holds(engine: Engine) -> None:
+    """`kv_cache.in_training`: from equal K and V both attend over equal values, to the bit."""
+    layer = Layer(config_of(engine), torch.bfloat16, "fp8_e4m3")
+    generator = torch.Generator().manual_seed(0)
+    pair = torch.randn(2, 96, KV_HEADS, HEAD_SIZE, generator=generator).mul(4).bfloat16()
+    layer.impl.do_kv_cache_update(layer.scales, *pair, layer.cache, torch.arange(96))
+    rows = layer.cache.view(BLOCKS * BLOCK, 2, KV_HEADS, HEAD_SIZE)[:96].view(E4M3)
+    clipped = torch.zeros(2, dtype=torch.int64)
+    found = fake_quantize_kv(*pair, torch.tensor([K_SCALE, V_SCALE]), clipped)
+    for half, scale in enumerate((K_SCALE, V_SCALE)):
+        held = rows[:, half].float() * torch.tensor(scale)
+        assert torch.equal(found[half], held.bfloat16())
+        assert clipped[half] == (pair[half].float().abs() > 448 * torch.tensor(scale)).sum() > 0
 
 
 def test_cache_holds_one_byte_a_value_and_the_codes_of_the_formula(engine: Engine) -> None:

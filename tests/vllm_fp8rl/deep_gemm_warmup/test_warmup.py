@@ -28,7 +28,8 @@ from vllm_fp8rl.deep_gemm_warmup.nvcc import find_nvcc
 from vllm_fp8rl.deep_gemm_warmup.warmup import find_job
 
 # As csrc/jit/compiler.hpp and kernel_runtime.hpp of DeepGEMM 2.5 do: the name hashes the source,
-# the compiler's version and the flags; a kernel is loaded as soon as it has been made.
+# the compiler's version and the flags; a kernel is loaded as soon as it has been made. DEEP_JIT
+# tells what is different in 2.8.
 PACKAGE = """
 import hashlib, os, pathlib, subprocess, uuid
 
@@ -57,26 +58,40 @@ def build(name, code):
         subprocess.run(command, shell=True, check=True)
         made.parent.mkdir(exist_ok=True)
         folder.rename(made)
-    if not (made / "kernel.cubin").read_text():
+    if (made / "kernel.cubin").read_text() != "cubin\\n":
         raise RuntimeError("CUDA driver error: invalid image")
 """
+DEEP_JIT = {
+    'f"kernel.{name}.{digest}"': 'f"{name}.{digest}"',
+    "made.exists()": '(made / ".committed").exists()',
+    "kernel.cu -cubin -o": "kernel.cu --cubin --output-file",
+    "        made.parent": (
+        '        assert (folder / "kernel.cubin").stat().st_size\n'
+        '        (folder / ".committed").touch()\n'
+        "        made.parent"
+    ),
+}
 NVCC = """#!/bin/sh
 if [ "$1" = --version ]; then echo "release 13.0"; exit; fi
 echo "$@" >> "$(dirname "$0")/log"
 if [ -e "$(dirname "$0")/broken" ]; then echo "no such header" >&2; exit 1; fi
 sleep 0.05
-while [ "$1" != -o ]; do shift; done
+while [ "$1" != -o ] && [ "$1" != --output-file ]; do shift; done
 echo cubin > "$2"
 """
 LINEAR = [Shape(256, 128, 1024), Shape(512, 256, 1024)]
 """Three kernels each, by PACKAGE's heuristics."""
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
+@pytest.fixture(params=["2.5", "2.8"])
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
     package = tmp_path / "deep_gemm"
     package.mkdir()
-    (package / "__init__.py").write_text(PACKAGE)
+    code = PACKAGE
+    for old, new in DEEP_JIT.items() if request.param == "2.8" else ():
+        assert old in code
+        code = code.replace(old, new)
+    (package / "__init__.py").write_text(code)
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(NVCC)
@@ -91,7 +106,7 @@ def compiled(job: Job) -> list[str]:
 
 
 def kernels(job: Job) -> list[Path]:
-    return list(Path(job.cache).glob("cache/kernel.*"))
+    return list(Path(job.cache).glob("cache/*"))
 
 
 def run_program(job: Job, shapes: list[Shape]) -> dict[str, Any]:
@@ -129,7 +144,7 @@ def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None
     assert all(line.endswith(f"/kernel.cubin -O3 -I{job.package}") for line in compiled(job))
     assert all(job.is_compiled(shape) for shape in LINEAR)
     files = {file.name for path in kernels(job) for file in path.iterdir()}
-    assert files == {"kernel.cu", "kernel.cubin"}
+    assert files - {".committed"} == {"kernel.cu", "kernel.cubin"}
     meet(job, LINEAR[0], 1, 16, 17, 256, 257, 1024)
     assert len(compiled(job)) == 6
 

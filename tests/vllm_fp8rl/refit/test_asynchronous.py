@@ -75,6 +75,18 @@ def test_keep_goes_on_with_the_new_weights(found):
     assert rest_is_of_the_new_weights is True
 
 
+def test_continue_goes_on_with_the_codes_it_has(found, truth):
+    tokens, reason, _ = found["continued"]
+    assert (tokens, reason) == (truth["long_a"], "length")
+
+
+def test_continue_computes_keys_again_where_a_scale_has_grown(found):
+    epoch, old_tokens, rest_is_of_the_new_weights = found["grown"]
+    assert epoch == found["continued"][-1] + 1
+    assert 5 <= old_tokens < LENGTH
+    assert rest_is_of_the_new_weights is True
+
+
 def test_requests_that_come_meanwhile_wait_for_the_new_weights(found, truth):
     assert found["waited"] == truth["a"][0]
 

@@ -1,7 +1,10 @@
-"""Weights that change under a request in flight: the next token of the naive way is wrong.
+"""Weights and KV scales that change under requests in flight.
 
-What has been generated lies in the KV cache as keys and values of the old weights. ``refit_async``
-makes them anew (test_asynchronous.py); ``refit`` takes an idle engine only (test_interrupts.py).
+What has been generated lies in the KV cache as keys and values of the old weights, in codes of the
+scales of that time. As long as no scale changes, requests can go on with them; with new scales the
+codes stand for other values. ``refit_async`` (test_asynchronous.py) and the workers of NeMo RL
+(tests/nemo_rl_ext/workers/test_rollout_engine.py) do by themselves what is done by hand here;
+``refit`` takes an idle engine only (test_interrupts.py).
 """
 
 from __future__ import annotations
@@ -9,39 +12,126 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.engine import SCALES, Engine
+from fp8rl.errors import RefitError
+from support.engine import KV_SCALE, SCALES, Engine
+from support.in_flight import (
+    LENGTH,
+    PROMPTS,
+    Said,
+    begin,
+    ended,
+    in_flight,
+    last,
+    one_step,
+    preemptions,
+    put,
+    recompute,
+)
+from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.state import state_of
 
-PROMPTS = [[(11 * i * j) % 500 + 5 for i in range(60)] for j in range(1, 9)]
+GROWN = {name: scale * 4 for name, scale in SCALES.items()}
+Weights = dict[str, torch.Tensor]
 pytestmark = pytest.mark.usefixtures("restored")
 
 
-def begun(engine: Engine, prompts: list[list[int]], tokens: int) -> dict[str, list[int]]:
-    """Requests in flight: the first tokens of each, by its number in the engine."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
-    for number, prompt in enumerate(prompts):
-        engine.llm.llm_engine.add_request(f"{number}", {"prompt_token_ids": prompt}, sampling)
-    said: dict[str, list[int]] = {}
-    while len(said) < len(prompts) or min(map(len, said.values())) < tokens:
-        said |= one_step(engine)
-    return said
-
-
-def one_step(engine: Engine) -> dict[str, list[int]]:
-    outputs = engine.llm.llm_engine.step()
-    return {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+def next_logprobs(engine: Engine, tensors: Weights, said: list[Said]) -> torch.Tensor:
+    """Logprobs of the next tokens, of an engine that has never had other weights or scales."""
+    drop_requests(engine.llm)
+    refit(engine.llm, tensors.items(), expect_kv_scales=True)
+    begin(engine, [p + each.tokens for p, each in zip(PROMPTS, said, strict=True)], 1)
+    return last(one_step(engine))
 
 
 def test_the_next_token_over_old_keys_is_not_that_of_the_new_weights(
-    engine: Engine, b: dict[str, torch.Tensor]
+    engine: Engine, b: Weights
 ) -> None:
-    said = begun(engine, PROMPTS, 4)
+    said = in_flight(engine)
     engine.model.load_weights((b | SCALES).items())  # the naive way
-    naive = {name: tokens[len(said[name])] for name, tokens in one_step(engine).items()}
+    naive = [each.tokens[-1] for each in one_step(engine)]
     drop_requests(engine.llm)
     refit(engine.llm, (b | SCALES).items(), expect_kv_scales=True)
-    right = engine.greedy([p + said[f"{n}"] for n, p in enumerate(PROMPTS)], 1)
-    wrong = [n for n in range(len(PROMPTS)) if naive[f"{n}"] != right[n][0]]
+    right = engine.greedy([p + each.tokens for p, each in zip(PROMPTS, said, strict=True)], 1)
+    wrong = [n for n in range(len(PROMPTS)) if naive[n] != right[n][0]]
     assert len(wrong) >= len(PROMPTS) // 2
+
+
+def test_requests_go_on_where_no_scale_has_changed(engine: Engine, a: Weights) -> None:
+    in_flight(engine)
+    undisturbed = ended(engine)
+    said = in_flight(engine)
+    epoch = state_of(engine.model).guard.scale_epoch
+    put(engine, a | SCALES)
+    assert state_of(engine.model).guard.scale_epoch == epoch
+    assert preemptions(engine) == 0
+    rest = ended(engine)
+    assert rest == undisturbed
+    assert len(rest[0].tokens) == LENGTH > len(said[0].tokens)
+
+
+def test_old_codes_are_read_as_they_were_written_after_new_weights(
+    engine: Engine, a: Weights, b: Weights
+) -> None:
+    in_flight(engine)
+    engine.model.load_weights(b.items())  # weights alone: attention is left as it was
+    over_old_codes = ended(engine)
+    refit(engine.llm, (a | SCALES).items(), expect_kv_scales=True)
+    in_flight(engine)
+    put(engine, b | SCALES)
+    assert ended(engine) == over_old_codes
+
+
+def test_where_a_scale_grows_requests_compute_their_keys_again(engine: Engine, b: Weights) -> None:
+    said = in_flight(engine)
+    guard = state_of(engine.model).guard
+    epoch = guard.scale_epoch
+    put(engine, b | GROWN)
+    assert (guard.scale_epoch, guard.cache_outdated) == (epoch + 1, True)
+    recompute(engine)
+    assert preemptions(engine) == 1
+    assert not guard.cache_outdated
+    found = last(one_step(engine))
+    assert torch.allclose(found, next_logprobs(engine, b | GROWN, said), rtol=0, atol=1e-5)
+
+
+def test_one_scale_of_one_layer_is_enough(engine: Engine, a: Weights) -> None:
+    in_flight(engine)
+    one = dict(SCALES)
+    one["model.layers.1.self_attn.v_scale"] = torch.tensor([2 * KV_SCALE])
+    put(engine, a | one)
+    assert state_of(engine.model).guard.cache_outdated
+
+
+def test_scales_of_queries_leave_cached_codes_as_they_are(engine: Engine, a: Weights) -> None:
+    said = in_flight(engine)
+    put(engine, a | SCALES | {"model.layers.1.self_attn.attn.q_scale": torch.tensor([0.5])})
+    assert len(one_step(engine)[0].tokens) == len(said[0].tokens) + 1
+
+
+def test_old_codes_with_new_scales_are_wrong_and_refused(
+    engine: Engine, a: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights stay, so that nothing but the scales is different."""
+    said = in_flight(engine)
+    with monkeypatch.context() as without_the_guard:
+        without_the_guard.setattr(RefitGuard, "begin_scale_epoch", lambda guard: None)
+        put(engine, a | GROWN)
+        naive = last(one_step(engine))
+    right = next_logprobs(engine, a | GROWN, said)
+    wrong = (naive - right).abs()
+
+    refit(engine.llm, (a | SCALES).items(), expect_kv_scales=True)
+    assert in_flight(engine) == said
+    put(engine, a | GROWN)
+    with pytest.raises(RefitError, match=r"older KV scales \(epoch \d+; .*reset_running_requests"):
+        one_step(engine)
+    drop_requests(engine.llm)
+
+    refit(engine.llm, (a | SCALES).items(), expect_kv_scales=True)
+    assert in_flight(engine) == said
+    put(engine, a | GROWN)
+    recompute(engine)
+    recomputed = (last(one_step(engine)) - right).abs()
+    assert recomputed.max() < 1e-5
+    assert wrong.mean() > 0.05, "the naive way would have sufficed"

@@ -1,9 +1,10 @@
 """Triton kernels that compute an activation and quantize it at once: SiLU and product, or RMS norm.
 
-They read and write memory once instead of twice. Every intermediate is rounded to the activations'
-dtype where the separate operations round it, so that codes and scales equal those of
-:func:`fp8rl.numerics.quantize_group` on the separate result, up to the last bit of ``exp`` and of
-the norm's sum.
+They read and write memory once instead of twice. The activation is computed in float32 and rounded
+once to its dtype, as by torch's and TransformerEngine's norms and by :mod:`fp8rl.numerics.triton.
+swiglu` in the trainer: a value that only one engine rounds in between would flip codes. Codes and
+scales equal those of :func:`fp8rl.numerics.quantize_group` on the separate result, up to the last
+bit of ``exp`` and of the norm's sum.
 
 The scales of one group lie side by side in memory, which block-scaled GEMMs read in place. TMA
 needs a multiple of 16 bytes between groups, so that rows are padded to a multiple of four.
@@ -17,7 +18,12 @@ import triton.language as tl
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP
-from fp8rl.numerics.triton.quantize import encode_magnitude, quantization_scales
+from fp8rl.numerics.triton.quantize import (
+    encode_magnitude,
+    has_native_cast,
+    quantization_scales,
+)
+from fp8rl.numerics.triton.swiglu import swiglu
 from fp8rl.recipe import ScaleFormat
 
 _FEW_ROWS = 512  # up to this many, tiles are small, to occupy every multiprocessor
@@ -48,6 +54,7 @@ def _rows_kernel(
     GROUP: tl.constexpr,
     SILU: tl.constexpr,
     POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     group = tl.program_id(1)
@@ -56,10 +63,8 @@ def _rows_kernel(
     at = x_ptr + row[:, None] * stride_row + column[None, :]
     x = tl.load(at, inside[:, None], other=0.0)
     if SILU:
-        gate = x.to(tl.float32)
-        gate = (gate / (1.0 + tl.exp(-gate))).to(x.dtype)
         up = tl.load(at + columns, inside[:, None], other=0.0)
-        x = (gate.to(tl.float32) * up.to(tl.float32)).to(x.dtype)
+        x = swiglu(x.to(tl.float32), up.to(tl.float32), NATIVE).to(x.dtype)
     codes, scale_inv = _quantize_groups(x.to(tl.float32), POW2)
     tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, inside[:, None])
     tl.store(scale_ptr + group * stride_scale + row, scale_inv, inside)
@@ -90,11 +95,12 @@ def _norm_kernel(
     x = loaded.to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + row * columns + column, inside, other=0.0).to(tl.float32)
-        tl.store(sum_ptr + row * columns + column, x.to(loaded.dtype), inside)
+        total = x.to(loaded.dtype)
+        tl.store(sum_ptr + row * columns + column, total, inside)
+        x = total.to(tl.float32)
     variance = tl.sum(tl.sum(x * x, 1), 0) / columns
-    y = (x * tl.rsqrt(variance + epsilon)).to(loaded.dtype)
-    weight = tl.load(weight_ptr + column, inside, other=0.0)
-    y = (y.to(tl.float32) * weight.to(tl.float32)).to(loaded.dtype)
+    weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
+    y = (x * tl.rsqrt(variance + epsilon) * weight).to(loaded.dtype)
     codes, scale_inv = _quantize_groups(y.to(tl.float32), POW2)
     tl.store(codes_ptr + row * columns + column, codes, inside)
     tl.store(scale_ptr + group * stride_scale + row, scale_inv, group * GROUP < columns)
@@ -150,6 +156,7 @@ def quantize_rows(
             GROUP=GROUP,
             SILU=silu_and_mul,
             POW2=scale_format == "pow2",
+            NATIVE=has_native_cast(x.device),
             num_warps=1 if rows <= _FEW_ROWS else 4,
         )
     return codes, scales
@@ -162,7 +169,7 @@ def rms_norm_quantize(
     epsilon: float,
     scale_format: ScaleFormat,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize ``rms_norm(x + residual) * weight`` in 1x128 groups.
+    """Quantize ``rms_norm(x + residual) * weight`` in 1x128 groups; the norm reads the rounded sum.
 
     Args:
         x: ``[M, K]``, bfloat16 or float16, rows contiguous.

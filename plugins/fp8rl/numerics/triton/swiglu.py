@@ -85,15 +85,16 @@ def _tile_pointers(x_ptr, tile_row, tile_col, stride):
 
 
 @triton.jit
-def _swiglu(gate, up, NATIVE: tl.constexpr):
+def swiglu(gate, up, NATIVE: tl.constexpr):
+    """``silu(gate) * up`` in float32."""
     return gate * _sigmoid(gate, NATIVE) * up
 
 
 @triton.jit
 def _swiglu_pair(gate, up, NATIVE: tl.constexpr):
     return _pair(
-        _swiglu(_first(gate), _first(up), NATIVE),
-        _swiglu(_second(gate), _second(up), NATIVE),
+        swiglu(_first(gate), _first(up), NATIVE),
+        swiglu(_second(gate), _second(up), NATIVE),
         NATIVE,
     )
 

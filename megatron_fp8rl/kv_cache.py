@@ -1,0 +1,155 @@
+"""The trainer's attention over K and V as the rollout's FP8 cache holds them.
+
+The rollout attends over E4M3 keys and values, the trainer over BF16 ones: the largest part of the
+mismatch of two engines in FP8. A pre-hook on ``core_attention`` quantizes and dequantizes K and V
+by the scales that the engines had when they sampled the batch. It sees them after QK norm and
+rotary embedding, as the cache does; recomputation calls it again, and under context parallelism K
+and V are exchanged after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8rl.errors import ScaleError, UnsupportedError
+from fp8rl.kv_scales import check_scale, scale_name
+from fp8rl.numerics import fake_quantize_kv
+from megatron_fp8rl.export import ModelChunks, unwrap_chunks
+from megatron_fp8rl.observers import core_attentions
+
+
+class KVCacheInTraining:
+    """Quantize and dequantize K and V of every decoder layer, by scales that are set from outside.
+
+    Gradients pass straight through, also those of clipped values. Until :meth:`set` is called, and
+    after :meth:`clear`, attention is as upstream's. Observers of the same model
+    (:class:`~megatron_fp8rl.observers.QKVObserver`) go on seeing the values before quantization.
+
+    Args:
+        model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
+
+    Raises:
+        UnsupportedError: multi-latent attention, whose cache holds latents, or a layer without
+            ``core_attention``.
+    """
+
+    def __init__(self, model_chunks: ModelChunks) -> None:
+        chunks = unwrap_chunks(model_chunks)
+        attentions = dict(core_attentions(chunks))
+        device = next(p.device for chunk in chunks for p in chunk.parameters())
+        self.in_service = False
+        """Whether scales are set."""
+        self._layers = tuple(attentions)
+        self._scales = torch.ones(len(attentions), 2, device=device)
+        self._clipped = torch.zeros(len(attentions), 2, dtype=torch.int64, device=device)
+        self._seen = [0, 0]
+        cells = zip(attentions.items(), self._scales, self._clipped, strict=True)
+        self._handles = [
+            module.register_forward_pre_hook(self._hook(layer, scales, clipped))
+            for (layer, module), scales, clipped in cells
+        ]
+
+    def set(self, scales: Mapping[str, Tensor | float]) -> None:
+        """Use these scales from now on; call it when a refit with them has ended.
+
+        They must stay until the last backward pass over rollouts of that refit is done:
+        recomputed activations would differ from the first ones.
+
+        Args:
+            scales: name on the wire -> scale, as ``QKVObserver.scales`` returns and a refit sends
+                them; those of q and of layers on other ranks are left out.
+
+        Raises:
+            ScaleError: a scale is missing, or 0, negative or not finite; nothing has changed then.
+        """
+        table = []
+        for layer in self._layers:
+            names = [scale_name(layer, "k"), scale_name(layer, "v")]
+            missing = [name for name in names if name not in scales]
+            if missing:
+                raise ScaleError(
+                    f"'{missing[0]}' is missing, so the trainer cannot attend over the K and V of "
+                    "the rollouts; give all scales of the refit, or set kv_cache.in_training to "
+                    "false."
+                )
+            table.append([check_scale(name, scales[name]) for name in names])
+        self._scales.copy_(torch.tensor(table, dtype=torch.float32).view_as(self._scales))
+        self.in_service = True
+
+    def clear(self) -> None:
+        """Leave K and V as they are, until scales are set again."""
+        self.in_service = False
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Leave K and V as they are inside the block, e.g. for observers of others."""
+        before, self.in_service = self.in_service, False
+        try:
+            yield
+        finally:
+            self.in_service = before
+
+    def metrics(self, group: torch.distributed.ProcessGroup | None = None) -> dict[str, float]:
+        """Return what was clipped since the last call; a collective that every rank must join.
+
+        Args:
+            group: process group with the ranks of this model; the world by default.
+
+        Returns:
+            ``k_clipped_share`` and ``v_clipped_share``: values beyond 448 times their scale, as a
+            share of all that forwards of all layers and ranks have seen; recomputed ones count
+            twice. Empty where nothing was quantized.
+        """
+        seen = torch.tensor(self._seen, dtype=torch.int64, device=self._clipped.device)
+        counts = torch.stack((self._clipped.sum(0), seen))
+        self._clipped.zero_()
+        self._seen = [0, 0]
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(counts, group=group)
+        clipped, total = counts.tolist()
+        if not all(total):
+            return {}
+        return {"k_clipped_share": clipped[0] / total[0], "v_clipped_share": clipped[1] / total[1]}
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, layer: int, scales: Tensor, clipped: Tensor) -> Any:
+        def quantize(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if not self.in_service:
+                return None
+            if len(args) < 3:
+                raise UnsupportedError(
+                    f"core_attention of layer {layer} was called with {len(args)} positional "
+                    "arguments, so its k and v cannot be quantized; set kv_cache.in_training to "
+                    "false."
+                )
+            query, key, value, *others = args
+            self._seen[0] += key.numel()
+            self._seen[1] += value.numel()
+            key, value = _StraightThrough.apply(key, value, scales, clipped)
+            return (query, key, value, *others)
+
+        return quantize
+
+
+class _StraightThrough(torch.autograd.Function):
+    """``fake_quantize_kv`` with the gradient of the identity (Bengio et al., 2013)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, scales: Tensor, clipped: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return fake_quantize_kv(key, value, scales, clipped)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*grads, None, None)

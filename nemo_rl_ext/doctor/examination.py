@@ -1,0 +1,347 @@
+"""Tell what a config will do, by the functions with which NeMo RL's driver reads and checks it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.adapters import ConfigRequest, Diagnosis, Section
+from fp8rl.errors import Fp8RLError, OptionError, RecipeError, UnsupportedError
+from fp8rl.families import config_module_names, unsupported_reason
+from fp8rl.model_folder import folder_config
+from fp8rl.precision_report import precision_section
+from nemo_rl_ext.config.drivers import (
+    BLOCK,
+    DRIVERS,
+    LOSS,
+    MEGATRON,
+    VLLM,
+    Driver,
+    driver_of,
+    find,
+)
+from nemo_rl_ext.config.keys import Keys, Sections, block_path, has_fp8_kv
+from nemo_rl_ext.config.merge import read
+from nemo_rl_ext.config.model_pins import check_pins, model_config, with_overrides
+from nemo_rl_ext.doctor import memory
+from nemo_rl_ext.doctor.config_file import load_config
+from nemo_rl_ext.doctor.installation import (
+    Patch,
+    compare_patches,
+    find_package,
+    installed_package,
+    version,
+)
+from nemo_rl_ext.patches.upstream import KNOWN
+
+_MAPPINGS = (
+    VLLM,
+    "policy.generation.vllm_kwargs",
+    "policy.generation.colocated.resources",
+    f"{MEGATRON}.fp8_cfg",
+    f"{MEGATRON}.optimizer",
+    LOSS,
+    "grpo.async_grpo",
+    "cluster",
+)
+"""Sections that are looked into here and in :mod:`nemo_rl_ext.config`."""
+
+
+def diagnose() -> Diagnosis:
+    """Describe the installed NeMo RL, and which patches fit it."""
+    package = installed_package()
+    if package is None:
+        problem = (
+            "NeMo RL is not installed here; run this in the environment of its driver, or give "
+            "--source with a checkout, and --config."
+        )
+        return Diagnosis(None, (KNOWN,), problems=(problem,))
+    patches = compare_patches(package)
+    fit = sum(not patch.misfits for patch in patches)
+    return Diagnosis(
+        version(package),
+        (KNOWN,),
+        {
+            "patches": f"{fit} of {len(patches)} fit",
+            "config": "not looked at; give --config X.yaml",
+        },
+        tuple(_misfits(patches)),
+    )
+
+
+def examine(request: ConfigRequest) -> Diagnosis:
+    """Describe what NeMo RL would do with a config.
+
+    Returns:
+        A section per topic. What the driver would refuse is in ``problems``.
+
+    Raises:
+        OptionError: the config, the checkout or the model's folder cannot be read, or the recipe
+            has no place in the config.
+        RecipeError: the config is no YAML, cannot be resolved, or has a value for a section.
+        UnsupportedError: there is no NeMo RL, or the config is for no driver of it.
+        ModelError: the model's ``config.json`` has impossible numbers.
+    """
+    package = find_package(request.source)
+    config = load_config(request.file)
+    driver = driver_of(config)
+    if driver is None:
+        known = ", ".join(driver.section for driver in DRIVERS.values())
+        raise UnsupportedError(
+            f"'{request.file}' is a config of no driver that fp8rl knows: it has none of the "
+            f"sections {known}; give the config of a run."
+        )
+    _check_sections(config)
+    given = [path for path, _, _, value in find(config) if value is not None]
+    block = _block_for(config, driver, given, request)
+    if block is not None:
+        config = _with_block(config, driver, block)
+    sections = Sections(config, driver)
+    model, origin = _model(request, sections.policy)
+    patches = compare_patches(package)
+    problems = _misfits(patches) if given or block is not None else []
+    facts = {
+        "config": f"{request.file.name}, for examples/{driver.scripts[0]}",
+        "model": origin,
+        "fp8rl keys": _keys_told(given, block, sections),
+    }
+    notes: list[str] = []
+    found: list[Section] = []
+    try:
+        keys = read(config, driver)
+        if keys is not None:
+            notes += keys.notes
+        if keys is not None and model:
+            notes += check_pins(keys.recipe, keys.places[0], sections.policy, model)
+        elif keys is not None:
+            notes.append(
+                "whether the model is served and the pins fit it was not looked at, because its "
+                "config.json is not here; the driver looks."
+            )
+    except Fp8RLError as error:
+        problems.append(str(error))
+    else:
+        if keys is not None:
+            facts |= _decisions(keys, sections)
+            found += _upstream_keys(keys, sections)
+            found += _modules(keys.recipe, sections, model, request.gpu_memory, problems)
+    found.append(_patch_section(patches))
+    if notes:
+        found.append(Section("notes", ("",), tuple((note,) for note in notes)))
+    return Diagnosis(
+        f"{version(package)}, in {package.parent}", (KNOWN,), facts, tuple(problems), tuple(found)
+    )
+
+
+def _check_sections(config: Mapping[str, Any]) -> None:
+    """Refuse a value in the place of a section, as NeMo RL's own check of its config does."""
+    for path in _MAPPINGS:
+        found: Any = config
+        parts = path.split(".")
+        for number, part in enumerate(parts, 1):
+            found = found.get(part) or {}
+            if not isinstance(found, Mapping):
+                raise RecipeError(
+                    f"'{'.'.join(parts[:number])}' is {_yaml(found)}, not a section with keys; "
+                    "correct the config."
+                )
+
+
+def _block_for(
+    config: Mapping[str, Any], driver: Driver, given: list[str], request: ConfigRequest
+) -> dict[str, Any] | None:
+    """Return the block to look at where the config has none: --recipe, or what upstream's keys say.
+
+    Returns:
+        None where the config has a block, or where no key asks for FP8.
+
+    Raises:
+        OptionError: --recipe would not be read.
+    """
+    if request.recipe is not None:
+        if given:
+            raise OptionError(
+                f"'{request.file}' has a recipe at '{given[0]}', so --recipe would not be read; "
+                "leave it out."
+            )
+        if not driver.serves:
+            raise OptionError(
+                f"examples/{driver.scripts[0]} has no use for --recipe "
+                f"({driver.unsupported_reason}); leave it out."
+            )
+        return request.recipe.model_dump(mode="json", exclude_unset=True)
+    sections = Sections(config, driver)
+    block = {
+        "rollout": sections.vllm.get("precision") == "fp8",
+        "training": bool(
+            sections.megatron.get("enabled") and sections.at(f"{MEGATRON}.fp8_cfg").get("enabled")
+        ),
+    }
+    if given or not driver.serves or not any(block.values()):
+        return None
+    fp8_kv = sections.vllm.get("kv_cache_dtype") in ("fp8", "fp8_e4m3")
+    return {**block, "kv_cache": {"dtype": "fp8_e4m3" if fp8_kv else "auto"}}
+
+
+def _with_block(
+    config: Mapping[str, Any], driver: Driver, block: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Copy a config, with the block in each of its sections that the driver reads."""
+    changed = copy.deepcopy(dict(config))
+    for path in driver.serves:
+        section: Any = changed
+        for part in path.split("."):
+            section = section.get(part) or {}
+        if section:
+            section[BLOCK] = dict(block)
+    return changed
+
+
+def _model(request: ConfigRequest, policy: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the values of the model's ``config.json``, if it is here, and say where it is from."""
+    name = policy.get("model_name")
+    if request.model is not None:
+        values = with_overrides(folder_config(request.model), policy)
+        return values, f"{name}, by the config.json in {request.model}"
+    try:
+        values = model_config(policy, offline=True)
+    except ImportError:  # transformers, which reads it
+        values = {}
+    if values:
+        return values, str(name)
+    return {}, f"{name}; its config.json is not on this machine, give its folder with --model"
+
+
+def _keys_told(given: list[str], block: Mapping[str, Any] | None, sections: Sections) -> str:
+    if given:
+        return ", ".join(given)
+    if block is None:
+        return "none, so fp8rl does nothing in this run"
+    places = ", ".join(map(block_path, sections.blocks))
+    return (
+        f"none, so fp8rl does nothing in this run; what follows is for {json.dumps(block)} as "
+        f"{places}"
+    )
+
+
+def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
+    """Say in a line each what runs in FP8 and how the loss is corrected."""
+    recipe, guard = keys.recipe, keys.guard
+    gpus = memory.gpus_of(sections)
+    facts = {}
+    if sections.generation:
+        linears = "FP8 linear layers" if recipe.rollout else "BF16 linear layers"
+        cache = "FP8" if has_fp8_kv(recipe) else "BF16"
+        backend = sections.generation.get("backend", "vllm")
+        facts["rollout"] = f"{linears}, {cache} KV cache; {backend} on {_count(gpus.rollout)}"
+    if has_fp8_kv(recipe) and sections.sends_kv_scales:
+        facts["KV scales"] = (
+            "from the trainer's own forwards, with every refit; recalibrate: "
+            f"{recipe.kv_cache.recalibrate}"
+        )
+    linears = "FP8 linear layers" if recipe.training else "BF16"
+    trainer = "Megatron" if sections.megatron.get("enabled") else "DTensor"
+    same = "the same " if gpus.shared and sections.generation else ""
+    turns = ", in turn" if same else ""
+    facts["training"] = f"{linears}; {trainer} on {same}{_count(gpus.training)}{turns}"
+    if has_fp8_kv(recipe) and recipe.kv_cache.in_training:
+        facts["training"] += "; attends over K and V as the FP8 cache holds them"
+    if LOSS in sections.blocks:
+        given = recipe.importance_sampling
+        low = "" if given.low is None else f", low {given.low:g}"
+        bounds = "" if given.mode == "off" else f"{low}, high {given.high:g}"
+        rejection = "" if given.rejection is None else f"; rejection, level {given.rejection.level}"
+        veto = "" if given.token_veto is None else f"; token veto {given.token_veto:g}"
+        facts["importance sampling"] = (
+            f"level {given.level}, mode {given.mode}{bounds}{rejection}{veto}"
+        )
+        facts["mismatch guard"] = "off" if guard is None else f"on, fallback {guard.fallback}"
+    return facts
+
+
+def _count(gpus: int) -> str:
+    return f"{gpus} GPU{'' if gpus == 1 else 's'}"
+
+
+def _upstream_keys(keys: Keys, sections: Sections) -> list[Section]:
+    """Table of the keys that the recipe has taken over; no table where there are none."""
+    rows = []
+    for path, ours in dict.fromkeys(keys.taken):
+        parent, _, key = path.rpartition(".")
+        value: Any = keys.recipe.to_dict()
+        for part in ours.split("."):
+            value = value[part]
+        became = f"{ours} takes its place" if isinstance(value, dict) else f"{ours}: {_yaml(value)}"
+        rows.append((path, _yaml(sections.at(parent).get(key)), became))
+    columns = ("key", "value", "becomes in the recipe")
+    return [Section("NeMo RL's keys in the recipe", columns, tuple(rows))] if rows else []
+
+
+def _yaml(value: Any) -> str:
+    """Write a value as it stands in a YAML."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _modules(
+    recipe: Recipe,
+    sections: Sections,
+    model: Mapping[str, Any],
+    gpu_memory: float | None,
+    problems: list[str],
+) -> list[Section]:
+    """Tables of the model's modules and of a GPU's memory, as far as the model is known."""
+    in_fp8 = [name for name in ("rollout", "training") if getattr(recipe, name)]
+    try:
+        names = config_module_names(model)
+    except KeyError:
+        names = None
+    if names is None or unsupported_reason(model, rollout=True, training=True) is not None:
+        return [_pins(recipe)] if in_fp8 else []
+    rows = PluginManager().pin_policy(recipe.pins, names).report()
+    found = []
+    if in_fp8:
+        title = f"precision of each module in {' and '.join(in_fp8)}"
+        found.append(precision_section(rows, title))
+    if sections.generation.get("backend", "vllm") == "vllm" and sections.vllm:
+        served = rows if recipe.rollout else [replace(row, precision="bf16") for row in rows]
+        rollout = memory.rollout_memory(sections, model, served, has_fp8_kv(recipe))
+        if rollout.split_problem is not None:
+            problems.append(f"'{VLLM}.tensor_parallel_size': {rollout.split_problem}")
+        else:
+            found.append(memory.rollout_section(sections, rollout, gpu_memory, problems))
+    if sections.megatron.get("enabled"):
+        gpus = memory.gpus_of(sections).training
+        training = memory.training_memory(sections, model, rows, gpus)
+        if training is not None:
+            found.append(memory.training_section(sections, training, recipe.training))
+    return found
+
+
+def _pins(recipe: Recipe) -> Section:
+    """The pins as they are written, where the modules of the model are not known."""
+    pins = recipe.pins.model_dump(mode="json", exclude_defaults=True)
+    rows = [(f"pins.{key}", _yaml(value)) for key, value in pins.items()]
+    always = ("always", "lm_head, embed_tokens, norms, routers")
+    return Section("kept in BF16", ("", ""), (*rows, always))
+
+
+def _patch_section(patches: list[Patch]) -> Section:
+    rows = (
+        (patch.name, patch.purpose, "does not fit" if patch.misfits else "fits")
+        for patch in patches
+    )
+    return Section("patches of this NeMo RL", ("patch", "what it changes", "state"), tuple(rows))
+
+
+def _misfits(patches: list[Patch]) -> list[str]:
+    """One sentence for each patch that does not fit."""
+    return [
+        f"Patch '{patch.name}' does not fit this NeMo RL: {patch.misfits[0]} Install the NeMo RL "
+        f"that docs/nemo_rl.md names ({len(patch.misfits)} of {patch.internals} internals differ)."
+        for patch in patches
+        if patch.misfits
+    ]

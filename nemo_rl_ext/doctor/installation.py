@@ -1,0 +1,110 @@
+"""Which NeMo RL is here, and which of fp8rl's patches fit it, by its source alone."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8rl.errors import OptionError, UnsupportedError
+from nemo_rl_ext.patch_finder import PATCHES
+from nemo_rl_ext.patches.upstream import Upstream, compare_source
+
+_VERSION_FILE = "package_info.py"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch of ours, compared with a NeMo RL."""
+
+    name: str
+    purpose: str
+    """First line of its module."""
+    internals: int
+    """Number of functions and classes that it relies on."""
+    misfits: tuple[str, ...]
+    """One sentence for each internal that does not fit."""
+
+
+def installed_package() -> Path | None:
+    """Return the folder of the installed ``nemo_rl``, without importing it."""
+    spec = importlib.util.find_spec("nemo_rl")
+    places = spec.submodule_search_locations if spec is not None else None
+    return Path(next(iter(places))) if places else None
+
+
+def find_package(source: Path | None) -> Path:
+    """Return the folder of ``nemo_rl`` in a checkout, or of the installed one.
+
+    Raises:
+        OptionError: the folder is no checkout of NeMo RL.
+        UnsupportedError: no checkout is given, and NeMo RL is not installed.
+    """
+    if source is not None:
+        package = source / "nemo_rl"
+        if not (package / _VERSION_FILE).is_file():
+            raise OptionError(
+                f"--source '{source}' is no checkout of NeMo RL: '{package / _VERSION_FILE}' does "
+                "not exist; give the folder that holds 'nemo_rl'."
+            )
+        return package
+    found = installed_package()
+    if found is None:
+        raise UnsupportedError(
+            "NeMo RL is not installed here; run this in the environment of its driver, or give "
+            "--source with a checkout of it."
+        )
+    return found
+
+
+def version(package: Path) -> str:
+    """Return the version that a ``nemo_rl`` folder states, e.g. ``0.6.0``."""
+    file = package / _VERSION_FILE
+    if not file.is_file():
+        return "of an unknown version"
+    values = {
+        target.id: node.value.value
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    numbers = ".".join(str(values.get(part, "?")) for part in ("MAJOR", "MINOR", "PATCH"))
+    suffix = values.get("PRE_RELEASE")
+    return numbers + (suffix if isinstance(suffix, str) else "")
+
+
+def relied_on() -> Iterator[tuple[str, Upstream]]:
+    """Yield the name of each patch with each internal of NeMo RL that it relies on."""
+    for name in sorted({patch for patches in PATCHES.values() for patch in patches}):
+        for upstream in importlib.import_module(f"nemo_rl_ext.patches.{name}").UPSTREAM:
+            yield name, upstream
+
+
+def compare_patches(package: Path) -> list[Patch]:
+    """Compare every patch with the source of a ``nemo_rl`` folder; nothing is imported from it."""
+    misfits: dict[str, list[str | None]] = {}
+    for name, upstream in relied_on():
+        try:
+            compare_source(str(package), upstream)
+        except (UnsupportedError, SyntaxError) as error:
+            misfits.setdefault(name, []).append(str(error))
+        else:
+            misfits.setdefault(name, []).append(None)
+    return [
+        Patch(
+            name,
+            _purpose(name),
+            len(compared),
+            tuple(misfit for misfit in compared if misfit is not None),
+        )
+        for name, compared in misfits.items()
+    ]
+
+
+def _purpose(patch: str) -> str:
+    document = importlib.import_module(f"nemo_rl_ext.patches.{patch}").__doc__ or ""
+    return document.partition("\n")[0].replace("``", "").rstrip(".")

@@ -1,0 +1,53 @@
+"""``fp8rl doctor nemo-rl`` on every config of a checkout that asks for FP8; nothing is imported."""
+
+from __future__ import annotations
+
+import re
+
+import nemo_rl_yamls
+import pytest
+
+from fp8rl.adapters import ConfigRequest
+from nemo_rl_ext.config.drivers import driver_of
+from nemo_rl_ext.doctor.config_file import load_config
+from nemo_rl_ext.doctor.examination import examine
+from support.sources import source
+
+
+def test_the_page_has_what_the_doctor_says_of_upstreams_fp8_configs() -> None:
+    text = nemo_rl_yamls.PAGE.read_text(encoding="utf-8")
+    found = nemo_rl_yamls.page(text, source("NEMO_RL_SRC"))
+    assert found == text, "run tools/nemo_rl_yamls.py"
+    assert found.count("| runs |") + found.count("| refused (") == 19
+
+
+def test_a_config_with_the_block_says_the_same_as_one_for_which_it_is_supposed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of our recipes, and the config of upstream's that it is made from."""
+    root = source("NEMO_RL_SRC")
+    configs = root / "examples" / "configs"
+    monkeypatch.setenv("NEMO_RL_CONFIGS", str(configs))
+    name = "grpo-llama3.1-8b-instruct-2n8g-megatron-fp8-e2e.yaml"
+    upstream = examine(ConfigRequest(configs / "recipes" / "llm" / name, root))
+    ours = nemo_rl_yamls.PAGE.parents[1] / "recipes" / "llama3.1-8b-fp8-2n8g.yaml"
+    found = examine(ConfigRequest(ours, root))
+    for key in ("rollout", "training", "importance sampling", "mismatch guard"):
+        assert found.facts[key] == upstream.facts[key]
+    assert found.sections == upstream.sections
+    assert found.problems == upstream.problems == ()
+
+
+def test_the_driver_of_a_config_is_the_one_that_upstream_runs_it_with() -> None:
+    root = source("NEMO_RL_SRC")
+    configs = {file.stem: file for file in (root / "examples" / "configs").rglob("*.yaml")}
+    known: dict[str, str] = {}
+    for script in sorted((root / "tests" / "test_suites").rglob("*.sh")):
+        run = re.search(r"examples/((?:nemo_gym/)?run_\w+\.py)", script.read_text("utf-8"))
+        if run is not None and script.stem in configs:
+            known.setdefault(run[1], script.stem)  # one of each: a config takes a second to read
+    assert len(known) > 6
+    for script_name, config in known.items():
+        driver = driver_of(load_config(configs[config]))
+        assert driver is not None
+        assert script_name in driver.scripts, config

@@ -1,0 +1,96 @@
+"""K and V as an FP8 cache holds them, against a table of all E4M3 values in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import FP8_DTYPE, fake_quantize_kv
+
+_HALF = torch.arange(127, dtype=torch.uint8).view(FP8_DTYPE).double().numpy()
+GRID = np.concatenate([-_HALF[:0:-1], _HALF])  # -448 to 448; the middle is 0
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def truth(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, int]:
+    """The nearest values ``code * scale`` to ``x``, ties to the even code, and those clipped."""
+    scaled = (x.float().numpy() / np.float32(scale)).astype(np.float64)
+    above = np.searchsorted(GRID, scaled).clip(1, len(GRID) - 1)
+    low, high = GRID[above - 1], GRID[above]
+    even = np.where((above - 127) % 2 == 0, low, high)  # low's code is above - 127, with its sign
+    nearest = np.where(scaled - low < high - scaled, low, high)
+    nearest = np.where(scaled - low == high - scaled, even, nearest)
+    nearest = np.where(np.abs(scaled) >= 448, np.sign(scaled) * 448, nearest)
+    back = torch.from_numpy((nearest * np.float64(np.float32(scale))).astype(np.float32))
+    return back.to(x.dtype), int((np.abs(scaled) > 448).sum())
+
+
+def run(k: torch.Tensor, v: torch.Tensor, scales: tuple[float, float]):
+    clipped = torch.tensor([3, 5])
+    found = fake_quantize_kv(k, v, torch.tensor(scales), clipped)
+    return found, (clipped - torch.tensor([3, 5])).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_nearest_values_of_the_table(dtype):
+    g = torch.Generator().manual_seed(0)
+    k = (torch.randn(40, 2, 3, 16, generator=g) * torch.randn(40, 2, 3, 1, generator=g).exp()).to(
+        dtype
+    )
+    v = torch.randn(17, 8, generator=g).to(dtype)
+    found, clipped = run(k, v, (0.011, 0.0017))
+    for x, source, scale, count in zip(found, (k, v), (0.011, 0.0017), clipped, strict=True):
+        expected, expected_count = truth(source, scale)
+        assert torch.equal(x, expected) and x.dtype == dtype and x.is_contiguous()
+        assert count == expected_count > 0
+
+
+@given(st.floats(2.0**-50, 2.0**50, width=32), st.floats(-600, 600, width=32))
+@settings(max_examples=200, deadline=None)
+def test_any_scale(scale, times):
+    x = torch.tensor([[times * scale, times / 7 * scale, times / 1e5 * scale]])
+    found, clipped = run(x, x.bfloat16(), (scale, scale))
+    for got, source, count in zip(found, (x, x.bfloat16()), clipped, strict=True):
+        expected, expected_count = truth(source, scale)
+        assert torch.equal(got, expected) and count == expected_count
+
+
+def test_power_of_two_scales_are_exact_and_a_second_time_changes_nothing():
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (once, _), _ = run(x, x, (2.0**-6, 2.0**-6))
+    codes = once.double() * 2**6
+    assert np.isin(codes.numpy(), GRID).all()
+    (twice, _), clipped = run(once, once, (2.0**-6, 2.0**-6))
+    assert torch.equal(once, twice) and clipped == [0, 0]
+
+
+def test_slices_of_a_packed_projection_and_what_is_not_finite():
+    packed = torch.randn(5, 2, 4, 3, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    k, v = packed[..., 1, :], packed[..., 2, :]
+    found, _ = run(k, v, (0.02, 0.03))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(found, run(k.contiguous(), v.contiguous(), (0.02, 0.03))[0], strict=True)
+    )
+    bad = torch.tensor([[torch.inf, -torch.inf, torch.nan, -0.0]])
+    (x, _), clipped = run(bad, bad, (0.5, 0.5))
+    assert x[0, :2].tolist() == [224.0, -224.0] and x[0, 2].isnan() and clipped == [2, 2]
+    assert torch.signbit(x[0, 3])
+
+
+def test_what_does_not_fit_is_refused():
+    x, counts = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(UnsupportedError, match="Cannot quantize a tensor of dtype"):
+        fake_quantize_kv(x, x.double(), torch.ones(2), counts)
+    for scales, clipped in (
+        (torch.ones(2).double(), counts),
+        (torch.ones(1), counts),
+        (torch.ones(2), counts.int()),
+        (torch.ones(2), torch.zeros(4, dtype=torch.int64)[::2]),
+    ):
+        with pytest.raises(UnsupportedError, match="of K and V must be contiguous"):
+            fake_quantize_kv(x, x, scales, clipped)

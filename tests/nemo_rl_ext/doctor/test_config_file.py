@@ -1,0 +1,93 @@
+"""A YAML of NeMo RL as its drivers read it; tests/contract compares with their own loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8rl.errors import Fp8RLError, OptionError, RecipeError, UnsupportedError
+from nemo_rl_ext.doctor.config_file import load_config
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    """Write files by name and read ``x.yaml``."""
+
+    def load(**texts: str) -> dict[str, Any]:
+        for name, text in texts.items():
+            (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+        return load_config(tmp_path / "x.yaml")
+
+    return load
+
+
+def test_children_lie_over_their_parents_and_the_last_parent_over_the_first(load: Any) -> None:
+    assert load(
+        a="defaults: b.yaml\none: 1\nsection: {keep: 1, change: 1}",
+        b="zero: 0\none: 0",
+        c="section: {change: 2, one: '${one}'}",
+        x="defaults: [a.yaml, c.yaml]\none: 4\nmore: {keep: '${section.keep}'}",
+    ) == {
+        "zero": 0,
+        "one": 4,
+        "section": {"keep": 1, "change": 2, "one": 4},
+        "more": {"keep": 1},
+    }
+
+
+def test_a_section_can_replace_its_parents(load: Any) -> None:
+    made = load(a="s: {one: 1}", x="defaults: a.yaml\ns: {_override_: true, two: 2}")
+    assert made == {"s": {"two": 2}}
+
+
+def test_interpolations_compute_as_in_nemo_rl(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOLDER", ".")
+    text = "sum: ${add:1,2}\nproduct: ${mul:${sum},4}\nratio: ${div:6,4}\nlargest: ${max:1,9}"
+    made = load(
+        a=text, x="defaults: ${oc.env:FOLDER}/a.yaml\nrate: 1e-5\nlater: ???\nday: 2026-11-23"
+    )
+    computed = {"sum": 3, "product": 12, "ratio": 1.5, "largest": 9}
+    assert made == {**computed, "rate": 1e-5, "later": "???", "day": "2026-11-23"}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("a: [", RecipeError, r"x\.yaml' is not valid YAML at line 1"),
+        ("a: 1\na: 2", RecipeError, r"x\.yaml'\.a' is given twice"),
+        ("- 1", RecipeError, r"x\.yaml' holds a list, not a mapping of config keys; correct it"),
+        ("", RecipeError, r"holds a NoneType, not a mapping"),
+        (
+            "defaults: none.yaml",
+            OptionError,
+            r"none\.yaml' cannot be read \(No such file .*x\.yaml",
+        ),
+        ("defaults: x.yaml", RecipeError, r"x\.yaml' is a parent of itself; correct"),
+        ("a: {b: '${none.c}'}", RecipeError, r"cannot be resolved at 'a\.b': Interpolation key"),
+        ("a: ${oc.env:NO_SUCH_NAME}", RecipeError, r"variable 'NO_SUCH_NAME' not found"),
+        ("a: ${unknown:1}", RecipeError, r"cannot be resolved at 'a': Unsupported interpolation"),
+        ("a: ${div:1,0}", RecipeError, r"cannot be resolved at 'a': ZeroDivisionError"),
+        ("a: ${", RecipeError, r"cannot be resolved"),
+        ("defaults: 3\na: 1", RecipeError, r"'defaults' of .*x\.yaml' is 3"),
+        ("defaults: {a: 1}\na: 1", RecipeError, r"'defaults' of .*x\.yaml' is"),
+    ],
+)
+def test_what_cannot_be_read(text: str, error: type[Fp8RLError], message: str, load: Any) -> None:
+    with pytest.raises(error, match=message) as raised:
+        load(x=text)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"none\.yaml' cannot be read .* path of a YAML"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(OptionError, match=r"Is a directory"):
+        load_config(tmp_path)
+
+
+def test_omegaconf_is_asked_for_by_name(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "omegaconf", None)
+    with pytest.raises(UnsupportedError, match=r"OmegaConf, .* install fp8rl\[nemo-rl\]"):
+        load(x="a: 1")

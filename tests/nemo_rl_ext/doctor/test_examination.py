@@ -1,0 +1,395 @@
+"""``fp8rl doctor nemo-rl``; the checkout is a stand-in (tests/contract has the real one)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fp8rl import PluginManager, cli
+from fp8rl.adapters import ConfigRequest, Diagnosis
+from fp8rl.recipe import Recipe
+from nemo_rl_ext.doctor import examination, installation
+from nemo_rl_ext.doctor.examination import diagnose, examine
+from support.nemo_rl import write_checkout
+
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+VLLM, MEGATRON = "policy.generation.vllm_cfg", "policy.megatron_cfg"
+PLACES = (f"{VLLM}.fp8rl", f"{MEGATRON}.fp8rl", "loss_fn.fp8rl")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def config(block: dict[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
+    """A Megatron GRPO config with upstream's FP8; overrides are dotted paths with ``__``."""
+    value: dict[str, Any] = {
+        "grpo": {"val_at_start": False},
+        "loss_fn": {"use_importance_sampling_correction": True},
+        "policy": {
+            "model_name": "some/model",
+            "precision": "bfloat16",
+            "generation": {
+                "backend": "vllm",
+                "vllm_cfg": {
+                    "precision": "fp8",
+                    "kv_cache_dtype": "auto",
+                    "tensor_parallel_size": 2,
+                    "num_last_layers_in_bf16": 1,
+                    "gpu_memory_utilization": 0.5,
+                },
+            },
+            "megatron_cfg": {"enabled": True, "fp8_cfg": {"enabled": True}},
+        },
+        "cluster": {"num_nodes": 1, "gpus_per_node": 8},
+    }
+    changes: dict[str, Any] = {k.replace("__", "."): v for k, v in overrides.items()}
+    for path in PLACES if block is not None else ():
+        changes[path] = block
+    for path, new in changes.items():
+        *parents, key = path.split(".")
+        section = value
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[key] = new
+    return value
+
+
+@pytest.fixture
+def look(tmp_path: Path, source: Path, model: Path) -> Any:
+    """Examine a config as a file; the diagnosis."""
+
+    def look(value: dict[str, Any], **request: Any) -> Diagnosis:
+        file = tmp_path / "x.yaml"
+        file.write_text(yaml.safe_dump(value), encoding="utf-8")
+        return examine(ConfigRequest(file, **{"source": source, "model": model, **request}))
+
+    return look
+
+
+def rows(diagnosis: Diagnosis, title: str) -> dict[str, tuple[str, ...]]:
+    (section,) = (s for s in diagnosis.sections if s.title.startswith(title))
+    return {row[0]: row[1:] for row in section.rows}
+
+
+def titles(diagnosis: Diagnosis) -> list[str]:
+    return [section.title for section in diagnosis.sections]
+
+
+def test_a_config_with_the_block(look: Any, source: Path) -> None:
+    drops = {"rejection": {"low": 0.9, "high": 1.1}, "token_veto": 1e-4}
+    block = {"pins": {"first": 2}, "importance_sampling": drops}
+    found = look(config(block, loss_fn__fp8rl_guard={"fallback": "stop"}))
+    assert found.problems == ()
+    assert found.installed == f"0.6.0rc1, in {source}"
+    assert found.facts["config"] == "x.yaml, for examples/run_grpo.py"
+    assert found.facts["fp8rl keys"] == (
+        "loss_fn.fp8rl, loss_fn.fp8rl_guard, policy.generation.vllm_cfg.fp8rl, "
+        "policy.megatron_cfg.fp8rl"
+    )
+    assert found.facts["rollout"] == "FP8 linear layers, FP8 KV cache; vllm on 8 GPUs"
+    assert found.facts["KV scales"] == (
+        "from the trainer's own forwards, with every refit; recalibrate: refit"
+    )
+    assert found.facts["training"] == (
+        "FP8 linear layers; Megatron on the same 8 GPUs, in turn; attends over K and V as the FP8 "
+        "cache holds them"
+    )
+    assert found.facts["importance sampling"] == (
+        "level token, mode truncate, high 2; rejection, level geometric; token veto 0.0001"
+    )
+    assert found.facts["mismatch guard"] == "on, fallback stop"
+    assert rows(found, "NeMo RL's keys in the recipe") == {
+        f"{VLLM}.precision": ("fp8", "rollout: true"),
+        f"{VLLM}.num_last_layers_in_bf16": ("1", "pins.last: 1"),
+        f"{MEGATRON}.fp8_cfg.enabled": ("true", "training: true"),
+        "loss_fn.use_importance_sampling_correction": (
+            "true",
+            "importance_sampling takes its place",
+        ),
+    }
+    layers = rows(found, "precision of each module in rollout and training")
+    assert layers["2"] == ("qkv_proj, o_proj, gate_up_proj, down_proj", "")
+    assert layers["0-1"][0] == layers["3"][0] == ""
+    assert "(last: 1)" in layers["3"][1]
+    assert titles(found)[2:4] == [
+        "memory of a GPU in rollout: vLLM, TP 2",
+        "memory of a GPU in training: Megatron, TP 1, PP 1",
+    ]
+    assert {row[-1] for row in rows(found, "patches").values()} == {"fits"}
+
+
+def test_without_keys_it_supposes_a_block_that_asks_for_the_same(look: Any) -> None:
+    found = look(config(), gpu_memory=1.0)
+    assert found.problems == ()
+    said = found.facts["fp8rl keys"]
+    assert said.startswith("none, so fp8rl does nothing in this run; what follows is for ")
+    assert '{"rollout": true, "training": true, "kv_cache": {"dtype": "auto"}}' in said
+    assert said.endswith(f"as {', '.join(PLACES)}")
+    assert found.facts["rollout"].startswith("FP8 linear layers, BF16 KV cache")
+    assert rows(found, "memory of a GPU in rollout")["tokens that fit"]
+    rollouts = {f"{MEGATRON}.fp8_cfg".replace(".", "__"): {"enabled": False}}
+    cache = {f"{VLLM}.kv_cache_dtype".replace(".", "__"): "fp8"}
+    found = look(config(**rollouts, **cache))
+    assert (
+        '{"rollout": true, "training": false, "kv_cache": {"dtype": "fp8_e4m3"}}'
+        in (found.facts["fp8rl keys"])
+    )
+    assert "precision of each module in rollout" in titles(found)
+    assert found.facts["training"].startswith("BF16; Megatron")
+
+
+def test_a_bf16_config_runs_as_ever(look: Any) -> None:
+    value = config()
+    value["policy"]["generation"]["vllm_cfg"]["precision"] = "bfloat16"
+    value["policy"]["megatron_cfg"]["fp8_cfg"]["enabled"] = False
+    found = look(value)
+    assert found.problems == ()
+    assert found.facts["fp8rl keys"] == "none, so fp8rl does nothing in this run"
+    assert titles(found) == ["patches of this NeMo RL"]
+    found = look(value, recipe=Recipe.from_dict({"pins": {"layers": [0]}}))
+    assert '{"pins": {"layers": [0]}} as policy' in found.facts["fp8rl keys"]
+    assert found.facts["rollout"].startswith("FP8 linear layers, FP8 KV cache")
+    assert rows(found, "precision of each module in rollout and training")["0"][0] == ""
+
+
+def test_a_dtensor_trainer_and_gpus_of_its_own(look: Any) -> None:
+    value = config({"kv_cache": {"dtype": "fp8_e4m3"}})
+    value["policy"]["megatron_cfg"] = {"enabled": False}
+    del value["loss_fn"]["fp8rl"]
+    value["policy"]["generation"]["colocated"] = {
+        "enabled": False,
+        "resources": {"num_nodes": 1, "gpus_per_node": 2},
+    }
+    found = look(value)
+    assert found.problems == ()
+    assert found.facts["rollout"].endswith("vllm on 2 GPUs")
+    assert found.facts["training"] == "BF16; DTensor on 6 GPUs"
+    assert "KV scales" not in found.facts and "importance sampling" not in found.facts
+    assert [note for (note,) in (r[:1] for r in found.sections[-1].rows)] == [
+        "the DTensor trainer runs in BF16; only the rollouts run in FP8.",
+        "no KV scales are sent; vLLM calibrates them itself after each refit.",
+        "the trainer attends over K and V in its own dtype (kv_cache.in_training false): each "
+        "engine has KV scales of its own, and NeMo RL does not pass them back.",
+    ]
+    assert not [title for title in titles(found) if "in training" in title]
+
+
+def test_drivers_that_generate_nothing_or_serve_nothing(look: Any) -> None:
+    value = config()
+    value["sft"] = value.pop("grpo")
+    del value["policy"]["generation"], value["loss_fn"]
+    found = look(value)
+    assert found.facts["config"].endswith("examples/run_sft.py")
+    assert "rollout" not in found.facts
+    assert found.facts["training"] == "FP8 linear layers; Megatron on 8 GPUs"
+    assert not [title for title in titles(found) if "rollout" in title]
+    value["rm"] = value.pop("sft")
+    found = look(value)
+    assert found.problems == ()
+    assert found.facts["fp8rl keys"] == "none, so fp8rl does nothing in this run"
+
+
+@pytest.mark.parametrize(
+    ("block", "overrides", "message"),
+    [
+        ({"pins": {"layers": [9]}}, {}, f"{VLLM}.fp8rl.pins.layers: 9 matches nothing"),
+        ({"pin": {}}, {}, "unknown key 'policy.generation.vllm_cfg.fp8rl.pin'"),
+        ({}, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is another number format"),
+        ({}, {f"{VLLM}.pipeline_parallel_size": 2}, "but FP8 rollouts are served with 1"),
+        ({}, {f"{VLLM}.tensor_parallel_size": 3}, "tensor_parallel_size': tensor parallel size 3"),
+        ({}, {"data.fp8rl": {}}, "'data.fp8rl' has no effect in run_grpo.py"),
+        (None, {"policy.fp8_rl": {}}, "'policy.fp8_rl' is no key of NeMo RL or fp8rl; write"),
+        (None, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is another number format"),
+    ],
+)
+def test_what_the_driver_refuses_is_a_problem(
+    block: dict[str, Any] | None, overrides: dict[str, Any], message: str, look: Any
+) -> None:
+    (problem,) = look(config(block, **overrides)).problems
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"vision_config": {}, "text_config": MODEL}, "a multimodal model"),
+        ({**MODEL, "kv_lora_rank": 512}, "a model with multi-latent attention ('kv_lora_rank')"),
+        (
+            {**MODEL, "model_type": "mixtral", "num_local_experts": 8},
+            "an MoE model ('num_local_experts') other than qwen3_moe",
+        ),
+    ],
+)
+def test_models_that_are_not_served(
+    values: dict[str, Any], message: str, look: Any, model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(values))
+    (problem,) = look(config({})).problems
+    assert f"does not serve 'some/model', {message}" in problem
+    found = look(config({"rollout": False, "training": False}, **{f"{VLLM}.precision": "bfloat16"}))
+    assert "memory" not in " ".join(titles(found))
+
+
+def test_a_model_that_is_not_here_leaves_its_pins(
+    look: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = look(config({"pins": {"kinds": ["o_proj"]}}), model=None)
+    assert found.problems == ()
+    assert found.facts["model"] == (
+        "some/model; its config.json is not on this machine, give its folder with --model"
+    )
+    assert rows(found, "kept in BF16") == {
+        "pins.last": ("1",),
+        "pins.kinds": ('["o_proj"]',),
+        "always": ("lm_head, embed_tokens, norms, routers",),
+    }
+    assert "config.json is not here; the driver looks" in found.sections[-1].rows[0][0]
+    found = look(config({}, policy__model_name=str(tmp_path)), model=None)
+    assert found.facts["model"] == str(tmp_path)
+    assert "precision of each module in rollout and training" in titles(found)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "give its folder" in look(config({}), model=None).facts["model"]
+
+
+def test_overrides_of_the_models_config_count(look: Any) -> None:
+    found = look(config({}, policy__hf_config_overrides={"num_hidden_layers": 2}))
+    assert "0" in rows(found, "precision") and "1" in rows(found, "precision")
+
+
+def test_a_patch_that_does_not_fit(look: Any, tmp_path: Path) -> None:
+    changed = write_checkout(tmp_path / "changed")
+    file = changed / "nemo_rl" / "models" / "policy" / "lm_policy.py"
+    text = file.read_text(encoding="utf-8")
+    assert text.count("def train(self") == 1
+    file.write_text(text.replace("def train(self", "def train_all(self"), encoding="utf-8")
+    found = look(config({}), source=changed)
+    (problem,) = found.problems
+    assert problem.startswith(
+        "Patch 'skip_step' does not fit this NeMo RL: nemo_rl.models.policy.lm_policy.Policy.train "
+        "does not exist"
+    )
+    states = {name: row[-1] for name, row in rows(found, "patches").items()}
+    assert [name for name, state in states.items() if state != "fits"] == ["skip_step"]
+    bf16 = config(**{f"{VLLM}.precision": "bfloat16", f"{MEGATRON}.fp8_cfg": {}})
+    assert look(bf16, source=changed).problems == ()  # a run without our keys is not changed
+    file.write_text("def (", encoding="utf-8")
+    assert "skip_step" in look(config({}), source=changed).problems[-2]
+
+
+def test_the_installed_nemo_rl(
+    source: Path, monkeypatch: pytest.MonkeyPatch, look: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(installation, "installed_package", lambda: source / "nemo_rl")
+    monkeypatch.setattr(examination, "installed_package", lambda: source / "nemo_rl")
+    found = diagnose()
+    assert (found.installed, found.problems) == ("0.6.0rc1", ())
+    assert found.facts["patches"] == "9 of 9 fit"
+    assert look(config({}), source=None).problems == ()
+
+
+# --- the command line ---
+
+
+def command(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["fp8rl", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0), *capsys.readouterr()
+
+
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, source: Path, model: Path
+) -> None:
+    monkeypatch.setattr(installation, "installed_package", lambda: None)
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(config({})))
+    (tmp_path / "refused.yaml").write_text(yaml.safe_dump(config({}, data__fp8rl={})))
+    (tmp_path / "bad.yaml").write_text("a: [")
+    (tmp_path / "other.yaml").write_text("policy: {}")
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump({"grpo": {}, "policy": [1]}))
+    (tmp_path / "odd.yaml").write_text(
+        yaml.safe_dump(config({}, **{f"{VLLM}.tensor_parallel_size": "two"}))
+    )
+    here = ("--source", str(source), "--model", str(model))
+
+    def doctor(*arguments: str) -> tuple[int, str, str]:
+        return command(monkeypatch, capsys, "doctor", *arguments)
+
+    def nemo(name: str, *more: str) -> tuple[int, str, str]:
+        return doctor("nemo-rl", "--config", str(tmp_path / name), *more)
+
+    code, out, err = nemo("good.yaml", *here, "--gpu-memory", "80")
+    assert (code, err) == (0, "")
+    assert "tokens that fit" in out and "0-2" in out
+    code, out, _ = nemo("refused.yaml", *here)
+    assert code == 1
+    assert "Problem: 'data.fp8rl' has no effect in run_grpo.py" in out
+    for told, message in (
+        (nemo("none.yaml", *here), "none.yaml' cannot be read"),
+        (nemo("bad.yaml", *here), "is not valid YAML"),
+        (nemo("other.yaml", *here), "has none of the sections grpo, async_rl, ppo"),
+        (nemo("wrong.yaml", *here), "'policy' is [1], not a section with keys"),
+        (nemo("odd.yaml", *here), "its look at the config failed: TypeError"),
+        (nemo("good.yaml", "--source", str(tmp_path)), "is no checkout of NeMo RL"),
+        (nemo("good.yaml"), "NeMo RL is not installed here; run this in the environment"),
+        (nemo("good.yaml", *here, "--recipe", "{}"), "so --recipe would not be read; leave it"),
+        (nemo("good.yaml", *here, "--tp", "2"), "--layers and --tp do not go with --config"),
+        (
+            nemo("good.yaml", "--source", str(source), "--model", str(tmp_path / "none")),
+            "point --model at the folder of a Hugging Face model",
+        ),
+        (doctor("nemo-rl", "--source", str(source)), "belong to --config; give it as well"),
+        (doctor("--config", str(tmp_path / "good.yaml")), "--config needs an engine that looks"),
+        (
+            doctor("vllm", "--config", str(tmp_path / "good.yaml")),
+            "--config needs an engine that looks at configs (nemo-rl)",
+        ),
+    ):
+        assert told[:2] == (2, "")
+        assert told[2].startswith("Error: ") and told[2].count("\n") == 1
+        assert message in told[2]
+
+
+def test_no_engine_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, source: Path
+) -> None:
+    """Ray and NeMo RL are not needed; here they are not even there."""
+    for name in ("ray", "nemo_rl"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(config({})))
+    code, _, _ = command(
+        monkeypatch,
+        capsys,
+        *("doctor", "nemo-rl", "--config", str(tmp_path / "x.yaml"), "--source", str(source)),
+    )
+    assert code == 0
+
+
+def test_the_adapter_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "installed_package", lambda: None)
+    (adapter,) = (a for a in PluginManager().engine_adapters() if a.name == "nemo-rl")
+    found = adapter.diagnose()
+    assert found.installed is None
+    assert "--source" in found.problems[0]

@@ -1,0 +1,206 @@
+"""Memory of a GPU, against parameters counted by transformers and numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from fp8rl import PluginManager
+from fp8rl.adapters import Section
+from fp8rl.errors import ModelError
+from fp8rl.families import config_module_names
+from fp8rl.pinning import PinRow
+from fp8rl.recipe import Pins
+from fp8rl.sizes import GIB, Sizes
+from nemo_rl_ext.config.drivers import DRIVERS
+from nemo_rl_ext.config.keys import Sections
+from nemo_rl_ext.doctor import memory
+
+SHAPE = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+DENSE: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False, **SHAPE}
+MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 128}
+
+
+def rows_of(model: dict[str, Any], **pins: Any) -> list[PinRow]:
+    return PluginManager().pin_policy(Pins(**pins), config_module_names(model) or []).report()
+
+
+def parameters(model: dict[str, Any]) -> int:
+    kind: Any = Qwen3MoeConfig if "num_experts" in model else Qwen3Config
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(kind(**model))
+    return sum(parameter.numel() for parameter in made.parameters())
+
+
+def run(megatron: dict[str, Any] | None = None, **vllm: Any) -> Sections:
+    policy = {
+        "precision": "bfloat16",
+        "megatron_cfg": {"enabled": True, **(megatron or {})},
+        "generation": {"vllm_cfg": vllm},
+    }
+    cluster = {"num_nodes": 2, "gpus_per_node": 8}
+    return Sections({"policy": policy, "cluster": cluster}, DRIVERS["grpo"])
+
+
+def table(section: Section) -> dict[str, str]:
+    return {row[0]: row[1] for row in section.rows}
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE, {**DENSE, "tie_word_embeddings": True}])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_stages_of_one_rank_hold_the_whole_model(model: dict[str, Any], stages: int) -> None:
+    sizes = Sizes.from_dict(model, 1, expert_ranks=1)
+    tied = model["tie_word_embeddings"]
+    ends = {"num_layers_in_first_pipeline_stage": 1} if stages == 3 else {}
+    parts = list(memory._stages(rows_of(model), ends, stages, tied))
+    assert len(parts) == stages
+    copy = 1024 * 256 if tied and stages > 1 else 0
+    assert sum(map(sizes.elements, parts)) == parameters(model) + copy
+    if stages == 3:
+        numbers = [sorted({row.layer for row in part if row.layer is not None}) for part in parts]
+        assert numbers == [[0], [1, 2, 3], [4, 5]]
+
+
+def test_experts_are_spread_whole_or_split() -> None:
+    rows = rows_of(MOE)
+    whole = Sizes.from_dict(MOE, 1).bytes(rows, 2, 2)
+    experts = 6 * 8 * 3 * 128 * 256
+    spread = Sizes.from_dict(MOE, 1, expert_ranks=4).bytes(rows, 2, 2)
+    assert whole.codes - spread.codes == experts * 3 // 4
+    assert spread.plain == whole.plain
+    split = Sizes.from_dict(MOE, 4).bytes(rows, 2, 2)
+    assert split.codes == whole.codes // 4
+
+
+def test_config_json_with_another_name_or_without_a_number() -> None:
+    renamed = {**MOE, "num_local_experts": 8}
+    del renamed["num_experts"]
+    assert Sizes.from_dict({"text_config": renamed}, 1).elements(rows_of(MOE)) == parameters(MOE)
+    for key, value in (("hidden_size", None), ("vocab_size", "many"), ("head_dim", -1)):
+        with pytest.raises(ModelError, match=key):
+            Sizes.from_dict({**DENSE, key: value}, 1)
+    with pytest.raises(ModelError, match=r"config\.json has no key 'intermediate_size'; correct"):
+        Sizes.from_dict({k: v for k, v in DENSE.items() if k != "intermediate_size"}, 1)
+
+
+def test_rollouts() -> None:
+    rows = rows_of(DENSE, first=1)
+    sections = run(tensor_parallel_size=2, gpu_memory_utilization=0.5)
+    found = memory.rollout_memory(sections, DENSE, rows, fp8_kv=True)
+    assert found.weights.codes == 5 * (256 * 64 * (8 + 4 + 4 + 8) + 3 * 256 * 384) // 2
+    assert (found.weights.kv_per_token, found.bf16_kv_per_token) == (6 * 2 * 2 * 64, 6 * 4 * 2 * 64)
+    problems: list[str] = []
+    shown = table(memory.rollout_section(sections, found, None, problems))
+    assert shown["KV cache, bytes a token"] == "1,536 in FP8; 3,072 in BF16"
+    assert shown["tokens in a GiB of cache"] == f"{GIB // 1536:,}"
+    assert shown["room for the cache"].startswith("50% of a GPU less the weights")
+    shown = table(memory.rollout_section(sections, found, 2.0, problems))
+    assert shown["tokens that fit"] == f"{(GIB - found.weights.weights) // 1536:,}"
+    assert not problems
+    shown = table(memory.rollout_section(sections, found, 0.001, problems))
+    assert shown["tokens that fit"] == "0"
+    assert "more than the 50% of 0.001 GiB that vLLM may use; raise 'policy" in problems[0]
+
+
+def test_a_cache_of_a_given_size_needs_no_size_of_the_gpu() -> None:
+    sections = run()
+    sections.generation["vllm_kwargs"] = {"kv_cache_memory_bytes": 3 * 6144 * 10}  # type: ignore[index]
+    found = memory.rollout_memory(sections, DENSE, rows_of(DENSE), fp8_kv=False)
+    shown = table(memory.rollout_section(sections, found, None, []))
+    assert found.weights.kv_per_token == found.bf16_kv_per_token == 6144
+    assert shown["tokens that fit"] == "30"
+    assert shown["KV cache, bytes a token"] == "6,144"
+
+
+@pytest.mark.parametrize(
+    ("settings", "gradient", "state", "copies"),
+    [
+        ({}, 2, 12, 1),
+        ({"optimizer": {"use_distributed_optimizer": True}}, 2, 12, 16),
+        ({"distributed_data_parallel_config": {"grad_reduce_in_fp32": True}}, 4, 12, 1),
+        (
+            {
+                "optimizer": {
+                    "use_precision_aware_optimizer": True,
+                    "use_distributed_optimizer": True,
+                }
+            },
+            2,
+            10,
+            16,
+        ),
+        (
+            {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}},
+            2,
+            6,
+            1,
+        ),
+    ],
+)
+def test_training(settings: dict[str, Any], gradient: int, state: int, copies: int) -> None:
+    found = memory.training_memory(run(settings), DENSE, rows_of(DENSE), 16)
+    assert found is not None
+    count = parameters(DENSE)
+    assert found == memory.Training(2 * count, gradient * count, state * count // copies)
+    assert found.total == found.weights + found.gradients + found.optimizer
+
+
+def test_training_of_experts_in_stages() -> None:
+    """Experts have other replicas than the rest."""
+    parallel = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+        "optimizer": {"use_distributed_optimizer": True},
+    }
+    found = memory.training_memory(run(parallel), MOE, rows_of(MOE), 16)
+    assert found is not None
+    experts = 3 * 8 * 3 * 128 * 256 // 4
+    norms = 3 * (2 * 256 + 2 * 64) + 3 * 8 * 256  # and routers; no rank has less of them
+    dense = 3 * 256 * 64 * (8 + 4 + 4 + 8) // 2 + norms + 1024 * 256 // 2 + 256
+    assert found.weights == 2 * (dense + experts)
+    assert found.optimizer == 12 * dense // 4 + 12 * experts // 2
+    title = memory.training_section(run(parallel), found, fp8=True).title
+    assert title == ("memory of a GPU in training: Megatron, TP 2, PP 2, EP 4 (the largest stage)")
+
+
+def test_what_is_not_counted() -> None:
+    for settings in ({"optimizer": {"optimizer": "sgd"}}, {"peft": {"enabled": True}}):
+        assert memory.training_memory(run(settings), DENSE, rows_of(DENSE), 16) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "colocated", "expected"),
+    [
+        (2, None, memory.GPUs(16, 16, shared=True)),
+        (2, {"enabled": True}, memory.GPUs(16, 16, shared=True)),
+        (
+            4,
+            {"enabled": False, "resources": {"num_nodes": 1, "gpus_per_node": 8}},
+            memory.GPUs(8, 24, shared=False),
+        ),
+        (
+            1,
+            {"enabled": False, "resources": {"num_nodes": None, "gpus_per_node": 2}},
+            memory.GPUs(2, 6, shared=False),
+        ),
+    ],
+)
+def test_gpus(nodes: int, colocated: dict[str, Any] | None, expected: memory.GPUs) -> None:
+    config = {
+        "policy": {"generation": {"backend": "vllm", "colocated": colocated}},
+        "cluster": {"num_nodes": nodes, "gpus_per_node": 8},
+    }
+    assert memory.gpus_of(Sections(config, DRIVERS["grpo"])) == expected
