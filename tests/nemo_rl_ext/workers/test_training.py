@@ -180,6 +180,9 @@ def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
     assert worker.forwards == 1  # nothing had been seen
     assert set(first) == set(scale_names(3))
 
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
     forward(model, 1)
     second = worker.calibrate_qkv_fp8_scales(data=0)["layers"]
     assert worker.forwards == 1

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from fp8rl.errors import CheckpointError, ScaleError
 from fp8rl.gemm import BackendChoice, builtin_backends
+from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
 from megatron_fp8rl import weight_codes_hf
 from megatron_fp8rl.export import export_hf, load_hf
@@ -73,9 +74,10 @@ def train(
         with observer.observing(step == 0), percentiles.observing(step == 0):
             loss = run.forward_backward(step)
         if step == 0:
-            result["scales"] = observer.scales(margin=1.0)
-            result["percentiles"] = percentiles.scales(margin=1.0)
-            cache.set({name: scale * 0.75 for name, scale in result["scales"].items()})
+            result["amax"] = _by_name(observer)  # as scales they would be rounded
+            result["percentiles"] = _by_name(percentiles)
+            scales = observer.scales(margin=1.0)
+            cache.set({name: scale / 4 for name, scale in scales.items()})  # clips
         if loss is not None:
             result["losses"].append(loss)
         run.update()
@@ -90,6 +92,10 @@ def train(
     result["codes"]["pow2"] = _code_mismatches(again, result["trained"], "pow2")
     result["nan"] = _nan_on_the_last_rank(observer)
     return result
+
+
+def _by_name(observer: QKVObserver) -> dict[str, torch.Tensor]:
+    return dict(zip(scale_names(LAYERS), observer.amax().cpu().flatten(), strict=True))
 
 
 def _exported(run: Run) -> dict[str, torch.Tensor]:

@@ -163,14 +163,14 @@ def check_kv_scales(
     name: str, both: list[dict], single: dict, kind: str, exact: str | None
 ) -> None:
     """Args:
-    kind: "scales" or "percentiles".
-    exact: part of the names of scales that are the same to the bit; None for none.
+    kind: "amax" or "percentiles".
+    exact: part of the names of those that are the same to the bit; None for none.
     """
     topology = topology_of(name)
     expected = single[kind]
     assert len(expected) == 3 * LAYERS
     if kind == "percentiles":  # counted over the tokens and heads of all ranks
-        largest = single["scales"]
+        largest = single["amax"]
         assert sum(expected[key] < largest[key] for key in expected) > len(expected) // 2
     for rank in both:
         assert set(rank[kind]) == set(expected)
