@@ -85,7 +85,7 @@ def test_a_line_a_step_with_everything_promised(straight: Path):
         # Both engines round alike; without the refit they would part at once.
         assert 1.0 <= line["mismatch"]["token_mult_prob_error"] < 1.01
         assert line["mismatch"]["kl_k3"] < 1e-4
-    assert len({line["loss"] for line in lines}) == STEPS
+    assert len({line["loss_metrics"]["ppl_rollout"] for line in lines}) == STEPS
 
 
 def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(tmp_path: Path):
