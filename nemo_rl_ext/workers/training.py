@@ -175,6 +175,9 @@ class Fp8Training:
         if self._kv_cache is not None:
             self._kv_cache.close()
             self._kv_cache = None
+        if self._qkv_observer is not None:
+            self._qkv_observer.close()
+            self._qkv_observer = None
 
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int = 0, kv_scales: Scales | None = None, **options: Any

@@ -197,6 +197,7 @@ def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
 
     worker.withdraw_kv_scales()
     assert worker.calibrate_qkv_fp8_scales(data=0) == {"layers": {}}
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
