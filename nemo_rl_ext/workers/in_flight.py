@@ -20,6 +20,8 @@ class RefitInFlight:
     """
 
     llm: Any
+    _to_resume = False
+    """Whether this class has paused the engine, which stays paused after a refit that failed."""
 
     async def update_weights_via_ipc_zmq_async(self) -> bool:
         """Refit through CUDA IPC."""
@@ -32,31 +34,44 @@ class RefitInFlight:
     async def _between_steps(self, update: Callable[[], Awaitable[bool]]) -> bool:
         """Refit while the engine pauses, and make requests start over if a KV scale has changed.
 
+        The engine goes on after a refit that succeeded, and after one that failed before the first
+        write. Otherwise it stays paused until a refit succeeds: a step of an engine that refuses to
+        run would end its core, and hide the first error.
+
         Args:
             update: upstream's method, which answers whether the refit has succeeded.
 
         Raises:
-            RefitError: the KV cache could not be emptied; the engine refuses to run.
+            RefitError: the KV cache could not be emptied; the engine stays paused.
         """
         llm = self.llm
         if llm is None or "fp8" not in str(llm.vllm_config.cache_config.cache_dtype):
             return await update()
-        paused = await llm.is_paused()
-        if not paused:
+        if not await llm.is_paused():
             await llm.pause_generation(mode="keep", clear_cache=False)
-        try:
-            done = await update()
-            if done and any(await llm.collective_rpc("kv_codes_outdated")):
-                from vllm_fp8rl.refit.client import require_emptied
+            self._to_resume = True
+        done = await update()
+        if done and any(await llm.collective_rpc("kv_codes_outdated")):
+            from vllm_fp8rl.refit.client import require_emptied
 
-                logger.info(
-                    "fp8rl: a KV scale has changed; requests in flight compute their keys again."
-                )
-                emptied = await llm.reset_prefix_cache(
-                    reset_running_requests=True, reset_connector=True
-                )
-                require_emptied(emptied, "codes of older KV scales")
-        finally:
-            if not paused:
-                await llm.resume_generation()
+            logger.info(
+                "fp8rl: a KV scale has changed; requests in flight compute their keys again."
+            )
+            emptied = await llm.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=True
+            )
+            require_emptied(emptied, "codes of older KV scales")
+        if not done and not await self._may_run():
+            logger.error("fp8rl: the refit failed; the engine stays paused until one succeeds.")
+        elif self._to_resume:
+            await llm.resume_generation()
+            self._to_resume = False
         return done
+
+    async def _may_run(self) -> bool:
+        """Answer whether the engine can serve as before; an engine that is lost cannot."""
+        try:
+            return all(await self.llm.collective_rpc("may_run"))
+        except Exception:
+            logger.exception("fp8rl: the engine does not answer after a refit that failed.")
+            return False

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import torch
 
+from fp8rl.errors import Fp8RLError
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
@@ -20,6 +21,18 @@ def kv_codes_outdated(model: torch.nn.Module) -> bool:
     from vllm_fp8rl.state import state_of
 
     return state_of(model).guard.cache_outdated
+
+
+def may_run(model: torch.nn.Module) -> bool:
+    """Whether the next step of a model would not be refused."""
+    from vllm_fp8rl.state import state_of
+
+    try:
+        state_of(model).guard.require_ready()
+    except Fp8RLError as error:
+        logger.error("fp8rl: %s", error)
+        return False
+    return True
 
 
 class StreamedRefit:

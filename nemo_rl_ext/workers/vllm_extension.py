@@ -13,7 +13,7 @@ import torch
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
 from fp8rl.errors import RefitError
-from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated
+from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated, may_run
 
 
 class Fp8VllmWorkerExtension(VllmInternalWorkerExtension):
@@ -44,6 +44,10 @@ class Fp8VllmWorkerExtension(VllmInternalWorkerExtension):
     def kv_codes_outdated(self) -> bool:
         """Answer whether the engine refuses to run until requests compute their keys again."""
         return kv_codes_outdated(self.model_runner.model)
+
+    def may_run(self) -> bool:
+        """Answer whether the next step of the engine would not be refused."""
+        return may_run(self.model_runner.model)
 
     def _load_hf_weights(self, policy_weights: list[tuple[str, torch.Tensor]]) -> None:
         if self._fp8rl_refit is None:

@@ -104,7 +104,7 @@ def test_the_extension_adds_no_name_that_vllms_workers_have() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     added = set(dir(Fp8VllmWorkerExtension)) - set(dir(VllmInternalWorkerExtension))
-    assert added == {"_fp8rl_refit", "kv_codes_outdated"}
+    assert added == {"_fp8rl_refit", "kv_codes_outdated", "may_run"}
     assert not any(hasattr(Worker, name) for name in added)
 
 

@@ -19,7 +19,7 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.workers.in_flight import RefitInFlight
-from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated
+from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated, may_run
 from nemo_rl_ext.workers.rollout_engine import RestartableEngine
 from support.engine import KV_SCALE, LAYERS, SETTINGS, load_tensors
 
@@ -33,13 +33,27 @@ class Extension:
     def load(self, path: str, scale: float) -> bool:
         import torch
 
-        model = self.model_runner.model  # type: ignore[attr-defined]
         names = scale_names(LAYERS, ("k", "v"))
-        with StreamedRefit(model, fp8_kv=True) as refit:
+        with self.refit() as refit:
             refit.load(list(load_tensors(Path(path)).items()))
             refit.load([(name, torch.tensor([scale])) for name in names])
             refit.finish()
         return True
+
+    def load_part(self, path: str, tensors: int) -> bool:
+        """Break off after some tensors, as upstream's method does: with an answer, no error."""
+        import contextlib
+
+        with contextlib.suppress(RuntimeError), self.refit() as refit:
+            refit.load(list(load_tensors(Path(path)).items())[:tensors])
+            raise RuntimeError("the sender is gone")
+        return False
+
+    def refit(self) -> StreamedRefit:
+        return StreamedRefit(self.model_runner.model, fp8_kv=True)  # type: ignore[attr-defined]
+
+    def may_run(self) -> bool:
+        return may_run(self.model_runner.model)  # type: ignore[attr-defined]
 
     def kv_codes_outdated(self) -> bool:
         return kv_codes_outdated(self.model_runner.model)  # type: ignore[attr-defined]
@@ -52,7 +66,8 @@ class Upstream:
         self.cfg = {"vllm_cfg": {"async_engine": True}}
         self.llm: Any = None
         self.requests = 0
-        self.next = ("", 0.0)
+        self.method = "load"
+        self.next: tuple[str, float] = ("", 0.0)
 
     async def generate(self, prompt: list[int], tokens: int, begun: Any = None) -> list[int]:
         from vllm import SamplingParams
@@ -74,7 +89,7 @@ class Upstream:
         return await self.update_weights_from_collective_async()
 
     async def update_weights_from_collective_async(self) -> bool:
-        return all(await self.llm.collective_rpc("load", args=self.next))
+        return all(await self.llm.collective_rpc(self.method, args=self.next))
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -122,6 +137,14 @@ async def main(root: Path) -> dict[str, Any]:
     found["still_paused"] = await worker.llm.is_paused()
     await worker.llm.resume_generation()
     found["a_again"] = await worker.generate(LONG, LENGTH)
+
+    worker.method = "load_part"
+    task = await started()
+    found["unchanged"] = [await refit("b", 0), await task]
+    task = await started()
+    found["broken_off"] = [await refit("b", 3), await worker.llm.is_paused(), task.done()]
+    worker.method = "load"
+    found["mended"] = [await refit("a", KV_SCALE), await worker.llm.is_paused(), await task]
 
     # The naive way: upstream's method alone.
     task = await started()
