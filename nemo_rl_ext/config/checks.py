@@ -16,6 +16,9 @@ from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import READERS, Sections, block_path, has_fp8_kv, needs_our_trainer
 
+CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+"""Options of Megatron-Core, of several versions, that capture forwards in CUDA graphs."""
+
 KV_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER")
 """Attention backends that ``vllm_fp8rl.quantization.kv_cache.check_backend`` knows."""
 
@@ -40,7 +43,9 @@ def refuse_unread_settings(
             )
     for key, readers in READERS.items():
         value = getattr(given, key)
-        asks = key in block and value != type(value)() and value != KVCache(dtype="auto")
+        asks = key in block and value != type(value)()
+        if key == "kv_cache" and not has_fp8_kv(given):  # see below
+            asks = False
         if not asks or acting & set(readers):
             continue
         missing = [path for path in readers if path in driver.serves]
@@ -55,6 +60,29 @@ def refuse_unread_settings(
                 f"{driver.scripts[0]} has no use for it ({driver.unsupported_reason}); remove it"
             )
         raise RecipeError(f"'{where}.{key}' has no effect: {reason}.")
+    _refuse_unread_kv_settings(block, given, where, sections)
+
+
+def _refuse_unread_kv_settings(
+    block: Mapping[str, Any], given: Recipe, where: str, sections: Sections
+) -> None:
+    """Refuse how scales are made and used where no cache has any.
+
+    A config that a checkpoint keeps has every key, so what is so anyway may be written.
+    """
+    if given.kv_cache.dtype == "auto":
+        reason = f"'{where}.kv_cache.dtype' is auto; set it to fp8_e4m3, or remove the key"
+    elif not given.rollout:
+        reason = f"'{where}.rollout' is false; set it to true, or remove the key"
+    elif VLLM not in sections.blocks:
+        reason = "no rollouts run by this block; remove the key"
+    else:
+        return
+    unread = KVCache(in_training=False)
+    for key in ("recalibrate", "margin", "in_training"):
+        written = key in (block.get("kv_cache") or {})
+        if written and getattr(given.kv_cache, key) != getattr(unread, key):
+            raise RecipeError(f"'{where}.kv_cache.{key}' has no effect: {reason}.")
 
 
 def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
@@ -69,6 +97,8 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
         _refuse_rollouts(sections)
     if has_fp8_kv(recipe):
         _refuse_fp8_kv(recipe.kv_cache, sections)
+        if recipe.kv_cache.in_training:
+            _refuse_captured_attention(sections)
     if sections.at("policy.router_replay").get("enabled"):
         _refuse_hidden_routers(sections)
     if LOSS in sections.blocks:
@@ -162,6 +192,19 @@ def _refuse_fp8_kv(kv_cache: KVCache, sections: Sections) -> None:
             f"to read the KV scales of each refit; choose one of {', '.join(KV_BACKENDS)}, or set "
             f"'{VLLM}.{BLOCK}.kv_cache.dtype' to auto."
         )
+
+
+def _refuse_captured_attention(sections: Sections) -> None:
+    """Refuse CUDA graphs of a trainer that attends over K and V of the rollouts' cache."""
+    for section in (MEGATRON, f"{MEGATRON}.model_overrides"):
+        for key in CUDA_GRAPHS:
+            value = sections.at(section).get(key)
+            if value and value != "none":
+                raise UnsupportedError(
+                    f"'{section}.{key}' is {value!r}, but a replayed graph would go on without the "
+                    f"K and V of the rollouts' FP8 cache; remove it, or set "
+                    f"'{VLLM}.{BLOCK}.kv_cache.in_training' to false."
+                )
 
 
 def _refuse_hidden_routers(sections: Sections) -> None:

@@ -97,7 +97,9 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     if LOSS in blocks:
         _loss(merged, sections.loss)
     recipe = Recipe.from_dict(merged.data, where=first)
-    if has_fp8_kv(recipe) and not sections.sends_kv_scales:
+    if not has_fp8_kv(recipe):
+        recipe = _without_kv_in_training(recipe)
+    elif not sections.sends_kv_scales:
         notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
         if recipe.kv_cache.in_training:
             checks.refuse_in_training(block, first, sections)
@@ -105,14 +107,18 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
                 "the trainer attends over K and V in its own dtype (kv_cache.in_training false): "
                 "each engine has KV scales of its own, and NeMo RL does not pass them back."
             )
-            kv_cache = recipe.kv_cache.model_copy(update={"in_training": False})
-            recipe = recipe.model_copy(update={"kv_cache": kv_cache})
+            recipe = _without_kv_in_training(recipe)
     checks.refuse_unserved(recipe, sections)
     guard = None
     if sections.loss.get(GUARD) is not None:
         guard = GuardConfig.from_dict(sections.loss[GUARD], where=f"{LOSS}.{GUARD}")
         checks.refuse_fixed_engines(guard, recipe, sections)
     return Keys(recipe, tuple(map(block_path, blocks)), guard, tuple(notes), tuple(merged.taken))
+
+
+def _without_kv_in_training(recipe: Recipe) -> Recipe:
+    kv_cache = recipe.kv_cache.model_copy(update={"in_training": False})
+    return recipe.model_copy(update={"kv_cache": kv_cache})
 
 
 def _refuse_fp8_without_block(sections: Sections, section: str, key: str, value: Any) -> None:

@@ -234,7 +234,9 @@ def test_upstreams_setup_hands_the_recipe_to_workers_that_train(
     (given,) = made.value.args
     assert given["init_optimizer"], "a model without one stays in BF16"
     sent = cloudpickle.loads(cloudpickle.dumps(given["config"]))
-    assert recipe_of(sent) == Recipe.from_dict({"pins": {"first": 1}, "rollout": False})
+    assert recipe_of(sent) == Recipe.from_dict(
+        {"pins": {"first": 1}, "rollout": False, "kv_cache": {"in_training": False}}
+    )
 
 
 # --- settings that upstream takes and does not forward (NeMo RL#4126) ---

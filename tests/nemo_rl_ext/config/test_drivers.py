@@ -242,7 +242,9 @@ def test_supervised_training_runs_in_fp8(name: str) -> None:
     prepared = made(DRIVERS[name], value)
     megatron = prepared.policy["megatron_cfg"]
     recipe = training.recipe_of(prepared.policy)
-    assert recipe == Recipe.from_dict({"pins": {"layers": [3]}, "rollout": False})
+    assert recipe == Recipe.from_dict(
+        {"pins": {"layers": [3]}, "rollout": False, "kv_cache": {"in_training": False}}
+    )
     assert megatron["fp8_cfg"]["enabled"] is False, "not Transformer Engine's beside ours"
     assert not training.sends_kv_scales(prepared.policy)
 

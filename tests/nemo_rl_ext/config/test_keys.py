@@ -142,6 +142,11 @@ def test_upstreams_keys_add_to_the_block() -> None:
         ("megatron.pipeline_model_parallel_size=4", {}),
         ("vllm.expert_parallel_size=2", {}),  # every refit brings scales
         ("grpo.val_at_start=true", {}),
+        ("megatron.cuda_graph_impl=none", {}),
+        (
+            "block.training=false megatron.cuda_graph_impl=local block.kv_cache.in_training=false",
+            {"training": False, "kv_cache": {"in_training": False}},
+        ),
         ("policy.router_replay.enabled=true generation.vllm_kwargs.moe_backend=triton", {}),
         ("policy.router_replay.enabled=false megatron.model_overrides.moe_router_fusion=true", {}),
         ("vllm.expert_parallel_size=2 loss.fp8rl_guard.fallback=stop", {}),
@@ -187,6 +192,18 @@ loss.fp8rl_guard.tighten=2
     'loss_fn.fp8rl_guard.tighten'
 fp8rl_guard={}
     'fp8rl_guard' has no effect
+block.kv_cache.dtype=auto block.kv_cache.recalibrate=grow
+    kv_cache.recalibrate' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is auto
+block.kv_cache.dtype=auto block.kv_cache.margin=2.0
+    'policy.generation.vllm_cfg.fp8rl.kv_cache.margin' has no effect
+block.kv_cache.dtype=auto block.kv_cache.in_training=true
+    'policy.generation.vllm_cfg.fp8rl.kv_cache.in_training' has no effect
+block.rollout=false block.kv_cache.in_training=true
+    kv_cache.in_training' has no effect: 'policy.generation.vllm_cfg.fp8rl.rollout' is false; set
+block.rollout=false block.kv_cache.recalibrate=grow
+    'policy.generation.vllm_cfg.fp8rl.kv_cache.recalibrate' has no effect
+block.kv_cache.in_training=true ~vllm.fp8rl
+    kv_cache.in_training' has no effect: no rollouts run by this block; remove the key
 """
 NOT_SERVED = """
 megatron.fp8_cfg.enabled=true megatron.fp8_cfg.fp8=hybrid
@@ -259,6 +276,10 @@ vllm.expert_parallel_size=2 loss.fp8rl_guard.fallback=bf16
     'loss_fn.fp8rl_guard.fallback' bf16 needs 'policy.generation.vllm_cfg.expert_parallel_size'
 ~megatron.fp8rl megatron.pipeline_model_parallel_size=2
     needs 'policy.megatron_cfg.fp8rl' where
+block.training=false megatron.cuda_graph_impl=local
+    'policy.megatron_cfg.cuda_graph_impl' is 'local', but a replayed graph
+block.training=false megatron.model_overrides.enable_cuda_graph=true
+    'policy.megatron_cfg.model_overrides.enable_cuda_graph' is True, but
 """
 
 
@@ -345,6 +366,15 @@ def test_attention_over_the_rollouts_cache_is_refused_where_the_trainer_never_le
     first = read(config({}, "megatron.enabled=false"), GRPO).recipe
     again = read(config(first.to_dict(), "megatron.enabled=false"), GRPO)
     assert again.recipe == first
+
+
+@pytest.mark.parametrize(
+    "overrides", ["block.kv_cache.dtype=auto", "block.rollout=false", "~vllm.fp8rl"]
+)
+def test_a_block_with_every_key_is_read_again(overrides: str) -> None:
+    first = recipe({}, overrides)
+    assert not first.kv_cache.in_training, "no cache is in FP8"
+    assert recipe(first.to_dict(), overrides if overrides.startswith("~") else "") == first
 
 
 def test_workers_get_the_merged_recipe_and_upstreams_fp8_is_off() -> None:
