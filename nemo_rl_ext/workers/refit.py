@@ -13,7 +13,8 @@ from nemo_rl_ext.names import LOGGER
 logger = logging.getLogger(LOGGER)
 
 NOT_SENT = 1.0
-"""What NeMo RL's Megatron worker sends for a KV scale that the driver does not have."""
+"""What NeMo RL's Megatron worker sends for a KV scale that the driver does not have. Our trainers
+never give it for all K and V (:func:`nemo_rl_ext.workers.training.unlike_placeholders`)."""
 
 
 def kv_codes_outdated(model: torch.nn.Module) -> bool:

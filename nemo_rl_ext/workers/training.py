@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl import Recipe
-from fp8rl.kv_scales import next_scales
+from fp8rl.kv_scales import next_scales, power_of_two_scales, scale_name
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
+from nemo_rl_ext.workers.refit import NOT_SENT
 
 if TYPE_CHECKING:
     from megatron_fp8rl.kv_cache import KVCacheInTraining
@@ -53,7 +54,7 @@ class Fp8Training:
     _qkv_observer: QKVObserver | None = None
     _replayed_routes: ReplayedRoutes | None = None
     _kv_cache: KVCacheInTraining | None = None
-    _kv_scales: Mapping[str, torch.Tensor] = MappingProxyType({})
+    _kv_scales: Scales = MappingProxyType({})
     """KV scales of the last calibration, which are in service after the refit that follows."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,8 +124,8 @@ class Fp8Training:
             ``format``, ``percentile``, ``margin``, ``layers``: scale by name, and ``outgrown``:
             names of scales that values of the step have left (see
             :func:`fp8rl.kv_scales.next_scales`). No layers after :meth:`withdraw_kv_scales`, since
-            the driver goes on asking. Upstream's own scales where only the rollouts run by a
-            recipe.
+            the driver goes on asking. Where only the rollouts run by a recipe, upstream's own
+            scales, rounded up to powers of two.
 
         Raises:
             ScaleError: a layer saw no token, or a NaN.
@@ -135,10 +136,12 @@ class Fp8Training:
         if recipe is None:
             cache = self._kv_cache
             with cache.switched_off() if cache is not None else nullcontext():
-                scales: dict[str, Any] = super().calibrate_qkv_fp8_scales(  # type: ignore[misc]
+                found: dict[str, Any] = super().calibrate_qkv_fp8_scales(  # type: ignore[misc]
                     data=data, micro_batch_size=micro_batch_size, include_q=include_q, **options
                 )
-            return scales
+            if not sends_kv_scales(self.cfg):
+                return found
+            return {**found, "layers": unlike_placeholders(power_of_two_scales(found["layers"]))}
         observer = self._qkv_observer
         if observer is None:
             observer = self._qkv_observer = _observe(self.model)
@@ -152,8 +155,9 @@ class Fp8Training:
                 )
             amax = observer.amax()
         observer.reset()
-        self._kv_scales, outgrown = next_scales(self._kv_scales, amax, recipe.kv_cache)
-        layers = {name: float(scale) for name, scale in self._kv_scales.items()}
+        scales, outgrown = next_scales(self._kv_scales, amax, recipe.kv_cache)
+        layers = unlike_placeholders({name: float(scale) for name, scale in scales.items()})
+        self._kv_scales = layers
         ordered = sorted(layers.items(), key=lambda item: item[1])
         logger.info(
             "fp8rl: KV scales from %s (%d outgrown): %s",
@@ -279,6 +283,17 @@ def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:
     """Whether the guard has replaced this trainer's engines by some with a BF16 cache."""
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     return "fp8rl" in vllm and not sends_kv_scales(policy)
+
+
+def unlike_placeholders(scales: Scales) -> dict[str, float]:
+    """Double one scale where the engines would take all of them for scales that were not sent.
+
+    NeMo RL sends 1.0 for a missing scale. A scale that is larger than needed clips nothing.
+    """
+    cached = {scale for name, scale in scales.items() if not name.endswith("q_scale")}
+    if cached == {NOT_SENT}:
+        return {**scales, scale_name(0, "k"): 2 * NOT_SENT}
+    return dict(scales)
 
 
 def _observe(model: torch.nn.Module) -> QKVObserver:

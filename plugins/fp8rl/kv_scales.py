@@ -67,9 +67,7 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     if amax.ndim != 2 or amax.shape[1] != len(ROLES):
         raise ScaleError(f"amax must have shape [num_layers, 3], not {tuple(amax.shape)}.")
     least = amax.detach().cpu().double() * (margin / E4M3_MAX)  # the one device-to-host copy
-    mantissa, exponent = torch.frexp(least)  # 0.5 <= mantissa < 1
-    rounded = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
-    table = torch.where(torch.isfinite(least) & (least > 0), rounded, least).float()
+    table = _power_of_two_above(least).float()
     scales = {
         scale_name(layer, role): table[layer, column].reshape(1)
         for layer in range(table.shape[0])
@@ -78,6 +76,27 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     for name, scale in scales.items():
         check_scale(name, scale)
     return scales
+
+
+def power_of_two_scales(scales: Mapping[str, float]) -> dict[str, float]:
+    """Round scales of others up to powers of two, for the reason of :func:`scales_from_amax`.
+
+    Args:
+        scales: name -> scale.
+
+    Raises:
+        ScaleError: see :func:`check_scale`.
+    """
+    values = [check_scale(name, scale) for name, scale in scales.items()]
+    rounded = _power_of_two_above(torch.tensor(values, dtype=torch.float64)).tolist()
+    return dict(zip(scales, rounded, strict=True))
+
+
+def _power_of_two_above(least: torch.Tensor) -> torch.Tensor:
+    """The smallest powers of two at or above float64 values; 0, negative and infinite ones stay."""
+    mantissa, exponent = torch.frexp(least)  # 0.5 <= mantissa < 1
+    rounded = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
+    return torch.where(torch.isfinite(least) & (least > 0), rounded, least)
 
 
 class NextScales(NamedTuple):

@@ -17,6 +17,7 @@ from fp8rl.kv_scales import (
     check_scale,
     next_scales,
     parse_scale_name,
+    power_of_two_scales,
     scale_name,
     scale_names,
     scales_from_amax,
@@ -171,6 +172,14 @@ def test_grow_keeps_a_scale_until_its_amax_leaves_it(first, later, margin):
         assert scales[K0].item() == float(expected)
         assert all(scales[name].item() == before[name] for name in before if name != K0)
         assert amax <= 448 * scales[K0].item()
+
+
+def test_scales_of_others_are_rounded_up_to_powers_of_two():
+    given = {"a": 0.25, "b": 0.2500001, "c": 3.0, "d": 1}
+    assert power_of_two_scales(given) == {"a": 0.25, "b": 0.5, "c": 4.0, "d": 1.0}
+    assert power_of_two_scales({}) == {}
+    with pytest.raises(ScaleError, match="'a' is nan"):
+        power_of_two_scales({"a": math.nan})
 
 
 def test_a_scale_that_is_no_power_of_two_stays_until_it_grows():

@@ -258,14 +258,30 @@ def test_upstreams_calibration_sees_values_before_quantization(
     worker.broadcast_weights_for_collective(kv_scales=dict.fromkeys(scale_names(3), 1e-4))
     assert not torch.equal(forward(worker.model, 1), plain)
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        MegatronPolicyWorkerImpl,
-        "calibrate_qkv_fp8_scales",
-        lambda self, **options: seen.append(forward(self.model, 1)),
-    )
-    worker.calibrate_qkv_fp8_scales(data=0)
+
+    def calibrate(self: Any, **options: Any) -> dict[str, Any]:
+        seen.append(forward(self.model, 1))
+        return {"format": "fp8", "layers": {"a": 0.3, "b": 0.25, "c": 2.1}}
+
+    monkeypatch.setattr(MegatronPolicyWorkerImpl, "calibrate_qkv_fp8_scales", calibrate)
+    found = worker.calibrate_qkv_fp8_scales(data=0)
+    # Powers of two, whose products with codes BF16 holds; never below what upstream has found.
+    assert found == {"format": "fp8", "layers": {"a": 0.5, "b": 0.25, "c": 4.0}}
     assert torch.equal(seen[0], plain)
     assert not torch.equal(forward(worker.model, 1), plain)
+
+
+@pytest.mark.parametrize("include_q", [False, True])
+def test_scales_of_one_are_told_from_those_that_nemo_rl_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, include_q: bool
+) -> None:
+    """Naively engines would take them for placeholders, and refuse to run."""
+    monkeypatch.setattr(QKVObserver, "amax", lambda self: torch.tensor([[7.0, 400.0, 400.0]] * 3))
+    worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "grow", "margin": 1.0}}))
+    for _ in range(2):  # a scale in service stays
+        layers = worker.calibrate_qkv_fp8_scales(data=0, include_q=include_q)["layers"]
+        cached = [layers[name] for name in scale_names(3, ("k", "v"))]
+        assert cached == [2.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def scaled(model: torch.nn.Module, factor: float) -> None:
