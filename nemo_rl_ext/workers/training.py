@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,9 @@ logger = logging.getLogger(LOGGER)
 KEY = "policy.megatron_cfg.fp8rl"
 ROLLOUT_KEY = "policy.generation.vllm_cfg.fp8rl"
 
+SCALES_FILE = "fp8rl_kv_scales.json"
+"""File of KV scales in the folder of a checkpoint's weights."""
+
 Scales = Mapping[str, float]
 """KV scale by name."""
 
@@ -40,6 +45,9 @@ class Fp8Training:
 
     Args:
         config: section ``policy``; ``megatron_cfg.fp8rl`` has the recipe.
+        args: see upstream.
+        kwargs: see upstream; ``weights_path`` is the folder of the checkpoint to resume from, whose
+            KV scales go on.
 
     Raises:
         RecipeError: the block is bad; the message has the full path of every key.
@@ -55,9 +63,11 @@ class Fp8Training:
     _replayed_routes: ReplayedRoutes | None = None
     _kv_cache: KVCacheInTraining | None = None
     _kv_scales: Scales = MappingProxyType({})
-    """KV scales of the last calibration, which are in service after the refit that follows."""
+    """KV scales of the last calibration, which are in service after the refit that follows; those
+    of the checkpoint in a run that is resumed."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        self._kv_scales = _saved_scales(kwargs.get("weights_path"))
         # Upstream's constructor calls this function of its module, and has no way to pass hooks.
         setup = self.upstream_module.setup_model_and_optimizer
         self.upstream_module.setup_model_and_optimizer = functools.partial(self._set_up, setup)
@@ -209,6 +219,13 @@ class Fp8Training:
         self._put_into_service(kv_scales)
         return result
 
+    def save_checkpoint(self, weights_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's checkpoint, and beside it the KV scales that a resumed run goes on with."""
+        result = super().save_checkpoint(weights_path, *args, **kwargs)  # type: ignore[misc]
+        if self._kv_scales and torch.distributed.get_rank() == 0:
+            Path(weights_path, SCALES_FILE).write_text(json.dumps(dict(self._kv_scales)))
+        return result
+
     def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Upstream's training of a batch; its metrics tell of clipped K and V and of replay."""
         result = super().train(*args, **kwargs)  # type: ignore[misc]
@@ -294,6 +311,14 @@ def unlike_placeholders(scales: Scales) -> dict[str, float]:
     if cached == {NOT_SENT}:
         return {**scales, scale_name(0, "k"): 2 * NOT_SENT}
     return dict(scales)
+
+
+def _saved_scales(weights_path: str | None) -> Scales:
+    """KV scales of the checkpoint to resume from; empty if there is none, or it has none."""
+    if weights_path is None or not Path(weights_path, SCALES_FILE).exists():
+        return {}
+    found: Scales = json.loads(Path(weights_path, SCALES_FILE).read_text())
+    return found
 
 
 def _observe(model: torch.nn.Module) -> QKVObserver:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,7 +71,13 @@ upstream = SimpleNamespace(setup_model_and_optimizer=upstream_setup)
 
 
 class MegatronPolicyWorkerImpl:
-    def __init__(self, config: dict[str, Any], init_optimizer: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        init_optimizer: bool = True,
+        weights_path: str | None = None,
+        **options: Any,
+    ) -> None:
         self.cfg, self.forwards = config, 0
         self.model = upstream.setup_model_and_optimizer(
             config,
@@ -111,6 +118,11 @@ class MegatronPolicyWorkerImpl:
         num_buffers: int | None = None,
     ) -> tuple[int | None, Any]:
         return num_buffers, kv_scales
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, **options: Any
+    ) -> None:
+        Path(weights_path).mkdir()
 
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False) -> dict[str, Any]:
         forward(self.model, data)
@@ -319,6 +331,25 @@ def test_scales_of_the_start_clip_with_a_warning(caplog: pytest.LogCaptureFixtur
     assert found["layers"] == first
     assert len(found["outgrown"]) == 3
     assert "3 KV scales clip" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["grow", "start"])
+def test_scales_that_last_outlive_the_run(kind: str, tmp_path: Path) -> None:
+    """Naively a resumed run calibrates anew: scales of `start` change, those of `grow` shrink."""
+    config = policy({"training": False, "kv_cache": {"recalibrate": kind}})
+    worker = Worker(config)
+    first = worker.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"]
+    weights = str(tmp_path / "weights")
+    worker.save_checkpoint(weights_path=weights, tokenizer_path=None)
+
+    resumed = Worker(config, weights_path=weights)
+    scaled(resumed.model, 1 / 64)
+    again = resumed.calibrate_qkv_fp8_scales(data=0, include_q=True)
+    assert (again["layers"], again["outgrown"]) == (first, [])
+
+    other = Worker(config, weights_path=str(tmp_path))  # a checkpoint without scales
+    scaled(other.model, 1 / 64)
+    assert other.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"] != first
 
 
 def test_a_model_that_gives_nan_is_told() -> None:
