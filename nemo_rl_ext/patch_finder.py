@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -49,6 +49,8 @@ class RunState:
 
     correction: BatchCorrection | None = None
     """Corrects whole batches; made together with the loss."""
+    kv_scales: Mapping[str, float] | None = None
+    """KV scales of the last refit of asynchronous engines."""
     unread_config: Any = None
     """The config that was loaded, until a class that knows our keys has been made of one."""
 

@@ -97,8 +97,12 @@ UPSTREAM = (
         "setup_model_and_optimizer",
         "policy_cfg, megatron_cfg, load_optimizer, *, additional_pre_wrap_hooks=...",
     ),
-    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.__init__", "self, config, *, weights_path=..."),
-    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.save_checkpoint", "self, weights_path"),
+    Upstream(
+        _MEGATRON,
+        "MegatronPolicyWorkerImpl.__init__",
+        "self, config, *, tokenizer, weights_path=..., worker_sharding_annotations",
+    ),
+    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.save_checkpoint", "self, *, weights_path"),
     Upstream(
         _MEGATRON,
         "MegatronPolicyWorkerImpl.calibrate_qkv_fp8_scales",

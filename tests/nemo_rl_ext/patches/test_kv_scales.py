@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fp8rl.errors import ModelError
+from nemo_rl_ext.patch_finder import PatchFinder
 from nemo_rl_ext.patches import kv_scales
 from vllm_fp8rl.testing.tiny import make_checkpoint
 
@@ -50,7 +51,8 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     monkeypatch.setitem(sys.modules, batches.__name__, batches)
     module: Any = ModuleType("nemo_rl.models.policy.lm_policy")
     module.Policy = type("Policy", (Policy,), dict(vars(Policy)))
-    finder: Any = SimpleNamespace(run=SimpleNamespace(correction=SimpleNamespace(outgrown=None)))
+    finder = PatchFinder()
+    finder.run.correction = SimpleNamespace(outgrown=None)  # type: ignore[assignment]
     kv_scales.apply(module, finder)
     yield module.Policy, finder.run.correction
 
@@ -82,6 +84,18 @@ def test_scales_that_were_given_stay(patched: Any, model: Path) -> None:
     assert policy.broadcast_weights_for_collective({"b": 1.0})[0] == {"b": 1.0}
     assert policy.broadcast_weights_for_collective(kv_scales={"b": 1.0})[0] == {"b": 1.0}
     assert policy.calls == []
+
+
+def test_the_log_tells_of_scales_that_grew_under_queued_batches(
+    patched: Any, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = patched[0](config(model))
+    first = {"a.q_scale": 1.0, "a.k_scale": 1.0, "b.k_scale": 0.5, "b.v_scale": 0.5}
+    for scales in (first, first, {**first, "a.q_scale": 2.0}):
+        policy.broadcast_weights_for_collective(scales)
+    assert caplog.text == ""
+    policy.broadcast_weights_for_collective({**first, "a.k_scale": 2.0, "b.v_scale": 1.0})
+    assert "2 KV scales grew; batches that are still queued" in caplog.text
 
 
 @pytest.mark.parametrize(
