@@ -19,6 +19,7 @@ from torch import Tensor
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import check_scale, scale_name
 from fp8rl.numerics import fake_quantize_kv
+from megatron_fp8rl.compat import check_no_cuda_graphs
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 from megatron_fp8rl.observers import core_attentions
 
@@ -34,12 +35,17 @@ class KVCacheInTraining:
         model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
 
     Raises:
-        UnsupportedError: multi-latent attention, whose cache holds latents, or a layer without
-            ``core_attention``.
+        UnsupportedError: multi-latent attention, whose cache holds latents, a layer without
+            ``core_attention``, or a model in CUDA graphs.
     """
 
     def __init__(self, model_chunks: ModelChunks) -> None:
         chunks = unwrap_chunks(model_chunks)
+        check_no_cuda_graphs(
+            chunks[0].config,
+            "a replayed graph would quantize K and V, or not, as when it was captured",
+            "set kv_cache.in_training to false",
+        )
         attentions = dict(core_attentions(chunks))
         device = next(p.device for chunk in chunks for p in chunk.parameters())
         self.in_service = False

@@ -232,3 +232,23 @@ def test_what_cannot_be_quantized_is_refused(model):
     model.config.multi_latent_attention = True  # 0.16.1 cannot build MLA without TE
     with pytest.raises(UnsupportedError, match="multi-latent attention"):
         KVCacheInTraining(model)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+        ("cuda_graph_impl", "local"),
+        ("cuda_graph_impl", "transformer_engine"),
+    ],
+)
+def test_a_model_in_cuda_graphs_is_refused(model, option, value):
+    """Whether scales are set is decided in Python, which a replayed graph does not run."""
+    setattr(model.config, option, value)
+    with pytest.raises(
+        UnsupportedError, match=rf"config\.{option}={value!r}.*in_training to false"
+    ):
+        KVCacheInTraining(model)
+    setattr(model.config, option, "none" if option == "cuda_graph_impl" else False)
+    KVCacheInTraining(model)
