@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class KVCacheInTraining:
 
     Raises:
         UnsupportedError: multi-latent attention, whose cache holds latents, a layer without
-            ``core_attention``, or a model in CUDA graphs.
+            ``core_attention``, a model in CUDA graphs, or one that has a ``KVCacheInTraining``
+            already.
     """
 
     def __init__(self, model_chunks: ModelChunks) -> None:
@@ -47,6 +49,7 @@ class KVCacheInTraining:
             "set kv_cache.in_training to false",
         )
         attentions = dict(core_attentions(chunks))
+        _check_not_quantized(attentions)
         device = next(p.device for chunk in chunks for p in chunk.parameters())
         self.in_service = False
         """Whether scales are set."""
@@ -56,7 +59,7 @@ class KVCacheInTraining:
         self._seen = [0, 0]
         cells = zip(attentions.items(), self._scales, self._clipped, strict=True)
         self._handles = [
-            module.register_forward_pre_hook(self._hook(layer, scales, clipped))
+            module.register_forward_pre_hook(_QuantizeKV(self, layer, scales, clipped))
             for (layer, module), scales, clipped in cells
         ]
 
@@ -128,23 +131,42 @@ class KVCacheInTraining:
             handle.remove()
         self._handles.clear()
 
-    def _hook(self, layer: int, scales: Tensor, clipped: Tensor) -> Any:
-        def quantize(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if not self.in_service:
-                return None
-            if len(args) < 3:
-                raise UnsupportedError(
-                    f"core_attention of layer {layer} was called with {len(args)} positional "
-                    "arguments, so its k and v cannot be quantized; set kv_cache.in_training to "
-                    "false."
-                )
-            query, key, value, *others = args
-            self._seen[0] += key.numel()
-            self._seen[1] += value.numel()
-            key, value = _StraightThrough.apply(key, value, scales, clipped)
-            return (query, key, value, *others)
+    def _count(self, key: Tensor, value: Tensor) -> None:
+        self._seen[0] += key.numel()
+        self._seen[1] += value.numel()
 
-        return quantize
+
+@dataclass(frozen=True, eq=False)
+class _QuantizeKV:
+    """The pre-hook on the ``core_attention`` of one layer."""
+
+    cache: KVCacheInTraining
+    layer: int
+    scales: Tensor
+    clipped: Tensor
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not self.cache.in_service:
+            return None
+        if len(args) < 3:
+            raise UnsupportedError(
+                f"core_attention of layer {self.layer} was called with {len(args)} positional "
+                "arguments, so its k and v cannot be quantized; set kv_cache.in_training to false."
+            )
+        query, key, value, *others = args
+        self.cache._count(key, value)
+        key, value = _StraightThrough.apply(key, value, self.scales, self.clipped)
+        return (query, key, value, *others)
+
+
+def _check_not_quantized(attentions: Mapping[int, torch.nn.Module]) -> None:
+    """Refuse a second quantization: its codes would be those of already rounded values."""
+    for layer, module in attentions.items():
+        if any(isinstance(hook, _QuantizeKV) for hook in module._forward_pre_hooks.values()):
+            raise UnsupportedError(
+                f"core_attention of layer {layer} already belongs to a KVCacheInTraining, and two "
+                "would quantize K and V twice; use that one, or call its close() first."
+            )
 
 
 class _StraightThrough(torch.autograd.Function):

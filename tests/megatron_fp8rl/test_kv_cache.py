@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.kv_cache import KVCacheInTraining, _QuantizeKV
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention, fake_quantized
@@ -198,7 +198,7 @@ def test_packed_sequences_and_slices_of_them_are_the_same_values(model):
     """Elementwise: so context parallelism may exchange K and V after the hook."""
     cache = KVCacheInTraining(model)
     cache.set(scales_of(model))
-    hook = cache._hook(0, cache._scales[0], cache._clipped[0])
+    hook = _QuantizeKV(cache, 0, cache._scales[0], cache._clipped[0])
     packed = torch.randn(30, GROUPS, 4 * SIZE, generator=torch.Generator().manual_seed(0))
     k, v = packed[..., 2 * SIZE : 3 * SIZE], packed[..., 3 * SIZE :]
     q = torch.randn(30, HEADS, SIZE)
@@ -252,3 +252,15 @@ def test_a_model_in_cuda_graphs_is_refused(model, option, value):
         KVCacheInTraining(model)
     setattr(model.config, option, "none" if option == "cuda_graph_impl" else False)
     KVCacheInTraining(model)
+
+
+def test_a_second_one_of_the_same_model_is_refused_until_the_first_is_closed(model):
+    first = KVCacheInTraining(model)
+    with pytest.raises(UnsupportedError, match=r"layer 0 already belongs to a .* close\(\) first"):
+        KVCacheInTraining([model])
+    first.close()
+    second = KVCacheInTraining(model)
+    spy = Spy(model)
+    second.set(scales_of(model))
+    run(model)
+    assert all(not torch.equal(spy.raw[n][1], spy.seen[n][1]) for n in range(LAYERS))
