@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.errors import ScaleError, UnsupportedError
-from fp8rl.kv_scales import check_scale, scale_name
+from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import fake_quantize_kv
 from megatron_fp8rl.compat import check_no_cuda_graphs
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
@@ -71,22 +71,25 @@ class KVCacheInTraining:
 
         Args:
             scales: name on the wire -> scale, as ``QKVObserver.scales`` returns and a refit sends
-                them; those of q and of layers on other ranks are left out.
+                them, in either form of :func:`fp8rl.kv_scales.parse_scale_name`; those of q and of
+                layers on other ranks are left out.
 
         Raises:
-            ScaleError: a scale is missing, or 0, negative or not finite; nothing has changed then.
+            ScaleError: a scale is missing, came twice, or is 0, negative or not finite; nothing has
+                changed then.
         """
+        given = _by_canonical_name(scales)
         table = []
         for layer in self._layers:
             names = [scale_name(layer, "k"), scale_name(layer, "v")]
-            missing = [name for name in names if name not in scales]
+            missing = [name for name in names if name not in given]
             if missing:
                 raise ScaleError(
                     f"'{missing[0]}' is missing, so the trainer cannot attend over the K and V of "
                     "the rollouts; give all scales of the refit, or set kv_cache.in_training to "
                     "false."
                 )
-            table.append([check_scale(name, scales[name]) for name in names])
+            table.append([check_scale(name, given[name]) for name in names])
         self._scales.copy_(torch.tensor(table, dtype=torch.float32).view_as(self._scales))
         self.in_service = True
 
@@ -157,6 +160,22 @@ class _QuantizeKV:
         self.cache._count(key, value)
         key, value = _StraightThrough.apply(key, value, self.scales, self.clipped)
         return (query, key, value, *others)
+
+
+def _by_canonical_name(scales: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """Return the scales by the names of ``scale_name``; entries with other names are left out."""
+    found: dict[str, Tensor | float] = {}
+    for name, scale in scales.items():
+        parsed = parse_scale_name(name)
+        if parsed is None:
+            continue
+        canonical = scale_name(*parsed)
+        if canonical in found:
+            raise ScaleError(
+                f"KV scale '{canonical}' came twice, in two spellings; give each scale once."
+            )
+        found[canonical] = scale
+    return found
 
 
 def _check_not_quantized(attentions: Mapping[int, torch.nn.Module]) -> None:

@@ -264,3 +264,24 @@ def test_a_second_one_of_the_same_model_is_refused_until_the_first_is_closed(mod
     second.set(scales_of(model))
     run(model)
     assert all(not torch.equal(spy.raw[n][1], spy.seen[n][1]) for n in range(LAYERS))
+
+
+def test_scales_may_have_the_names_of_vllms_parameters(model):
+    scales = scales_of(model)
+    other = {
+        name.replace("self_attn.k_", "self_attn.attn.k_").replace(
+            "self_attn.v_", "self_attn.attn.v_"
+        ): scale
+        for name, scale in scales.items()
+    }
+    assert len(set(other) - set(scales)) == 2 * LAYERS
+    cache = KVCacheInTraining(model)
+    cache.set(scales)
+    expected = cache._scales.clone()
+    cache.set(dict.fromkeys(scales, 1.0))
+    cache.set(other)
+    assert torch.equal(cache._scales, expected)
+    twice = "model.layers.1.self_attn.attn.v_scale"
+    with pytest.raises(ScaleError, match=f"'{scale_name(1, 'v')}' came twice"):
+        cache.set(scales | {twice: 1.0})
+    assert torch.equal(cache._scales, expected)
