@@ -71,6 +71,25 @@ def check_forward_impl() -> None:
         )
 
 
+def check_no_cuda_graphs(config: Any, reason: str, remedy: str) -> None:
+    """Refuse a model that megatron-core would run in CUDA graphs.
+
+    Args:
+        config: ``TransformerConfig`` of the model.
+        reason: what a replayed graph would do wrong, for the error.
+        remedy: what to do instead of switching graphs off.
+
+    Raises:
+        UnsupportedError: an option of the config asks for CUDA graphs.
+    """
+    for option in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        value = getattr(config, option, None)
+        if value and value != "none":
+            raise UnsupportedError(
+                f"config.{option}={value!r}: {reason}; switch it off, or {remedy}."
+            )
+
+
 def has_transformer_engine() -> bool:
     """Tell whether megatron-core found TransformerEngine, so that its TE classes exist."""
     from megatron.core.extensions import transformer_engine

@@ -431,19 +431,17 @@ def _check_config(config: Any) -> None:
         "multi_latent_attention": "multi-latent attention is not served yet",
         "heterogeneous_block_specs": "its layers differ in shape, the names of pins do not tell",
         "moe_latent_size": "latent projections around the experts are not served",
-        "enable_cuda_graph": "a replayed graph would go on with the codes of old weights",
-        "external_cuda_graph": "a replayed graph would go on with the codes of old weights",
-        "cuda_graph_impl": "a replayed graph would go on with the codes of old weights",
     }
-    found = {option: getattr(config, option, None) for option in refused}
-    if found["cuda_graph_impl"] == "none":
-        found["cuda_graph_impl"] = None
-    for option, value in found.items():
+    remedy = "set recipe.training to false"
+    for option, reason in refused.items():
+        value = getattr(config, option, None)
         if value:
             raise UnsupportedError(
-                f"config.{option}={value!r}: {refused[option]}; switch it off, or set "
-                "recipe.training to false."
+                f"config.{option}={value!r}: {reason}; switch it off, or {remedy}."
             )
+    compat.check_no_cuda_graphs(
+        config, "a replayed graph would go on with the codes of old weights", remedy
+    )
     check_router_replay(config)
 
 

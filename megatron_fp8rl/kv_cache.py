@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8rl.errors import ScaleError, UnsupportedError
-from fp8rl.kv_scales import check_scale, scale_name
+from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import fake_quantize_kv
+from megatron_fp8rl.compat import check_no_cuda_graphs
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 from megatron_fp8rl.observers import core_attentions
 
@@ -34,13 +36,20 @@ class KVCacheInTraining:
         model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
 
     Raises:
-        UnsupportedError: multi-latent attention, whose cache holds latents, or a layer without
-            ``core_attention``.
+        UnsupportedError: multi-latent attention, whose cache holds latents, a layer without
+            ``core_attention``, a model in CUDA graphs, or one that has a ``KVCacheInTraining``
+            already.
     """
 
     def __init__(self, model_chunks: ModelChunks) -> None:
         chunks = unwrap_chunks(model_chunks)
+        check_no_cuda_graphs(
+            chunks[0].config,
+            "a replayed graph would quantize K and V, or not, as when it was captured",
+            "set kv_cache.in_training to false",
+        )
         attentions = dict(core_attentions(chunks))
+        _check_not_quantized(attentions)
         device = next(p.device for chunk in chunks for p in chunk.parameters())
         self.in_service = False
         """Whether scales are set."""
@@ -50,7 +59,7 @@ class KVCacheInTraining:
         self._seen = [0, 0]
         cells = zip(attentions.items(), self._scales, self._clipped, strict=True)
         self._handles = [
-            module.register_forward_pre_hook(self._hook(layer, scales, clipped))
+            module.register_forward_pre_hook(_QuantizeKV(self, layer, scales, clipped))
             for (layer, module), scales, clipped in cells
         ]
 
@@ -62,22 +71,25 @@ class KVCacheInTraining:
 
         Args:
             scales: name on the wire -> scale, as ``QKVObserver.scales`` returns and a refit sends
-                them; those of q and of layers on other ranks are left out.
+                them, in either form of :func:`fp8rl.kv_scales.parse_scale_name`; those of q and of
+                layers on other ranks are left out.
 
         Raises:
-            ScaleError: a scale is missing, or 0, negative or not finite; nothing has changed then.
+            ScaleError: a scale is missing, came twice, or is 0, negative or not finite; nothing has
+                changed then.
         """
+        given = _by_canonical_name(scales)
         table = []
         for layer in self._layers:
             names = [scale_name(layer, "k"), scale_name(layer, "v")]
-            missing = [name for name in names if name not in scales]
+            missing = [name for name in names if name not in given]
             if missing:
                 raise ScaleError(
                     f"'{missing[0]}' is missing, so the trainer cannot attend over the K and V of "
                     "the rollouts; give all scales of the refit, or set kv_cache.in_training to "
                     "false."
                 )
-            table.append([check_scale(name, scales[name]) for name in names])
+            table.append([check_scale(name, given[name]) for name in names])
         self._scales.copy_(torch.tensor(table, dtype=torch.float32).view_as(self._scales))
         self.in_service = True
 
@@ -122,23 +134,58 @@ class KVCacheInTraining:
             handle.remove()
         self._handles.clear()
 
-    def _hook(self, layer: int, scales: Tensor, clipped: Tensor) -> Any:
-        def quantize(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if not self.in_service:
-                return None
-            if len(args) < 3:
-                raise UnsupportedError(
-                    f"core_attention of layer {layer} was called with {len(args)} positional "
-                    "arguments, so its k and v cannot be quantized; set kv_cache.in_training to "
-                    "false."
-                )
-            query, key, value, *others = args
-            self._seen[0] += key.numel()
-            self._seen[1] += value.numel()
-            key, value = _StraightThrough.apply(key, value, scales, clipped)
-            return (query, key, value, *others)
+    def _count(self, key: Tensor, value: Tensor) -> None:
+        self._seen[0] += key.numel()
+        self._seen[1] += value.numel()
 
-        return quantize
+
+@dataclass(frozen=True, eq=False)
+class _QuantizeKV:
+    """The pre-hook on the ``core_attention`` of one layer."""
+
+    cache: KVCacheInTraining
+    layer: int
+    scales: Tensor
+    clipped: Tensor
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not self.cache.in_service:
+            return None
+        if len(args) < 3:
+            raise UnsupportedError(
+                f"core_attention of layer {self.layer} was called with {len(args)} positional "
+                "arguments, so its k and v cannot be quantized; set kv_cache.in_training to false."
+            )
+        query, key, value, *others = args
+        self.cache._count(key, value)
+        key, value = _StraightThrough.apply(key, value, self.scales, self.clipped)
+        return (query, key, value, *others)
+
+
+def _by_canonical_name(scales: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """Return the scales by the names of ``scale_name``; entries with other names are left out."""
+    found: dict[str, Tensor | float] = {}
+    for name, scale in scales.items():
+        parsed = parse_scale_name(name)
+        if parsed is None:
+            continue
+        canonical = scale_name(*parsed)
+        if canonical in found:
+            raise ScaleError(
+                f"KV scale '{canonical}' came twice, in two spellings; give each scale once."
+            )
+        found[canonical] = scale
+    return found
+
+
+def _check_not_quantized(attentions: Mapping[int, torch.nn.Module]) -> None:
+    """Refuse a second quantization: its codes would be those of already rounded values."""
+    for layer, module in attentions.items():
+        if any(isinstance(hook, _QuantizeKV) for hook in module._forward_pre_hooks.values()):
+            raise UnsupportedError(
+                f"core_attention of layer {layer} already belongs to a KVCacheInTraining, and two "
+                "would quantize K and V twice; use that one, or call its close() first."
+            )
 
 
 class _StraightThrough(torch.autograd.Function):

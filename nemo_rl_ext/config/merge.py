@@ -213,6 +213,8 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
             merged.extend_pins(pin, count, f"{VLLM}.{key}")
     key = "quantization_ignored_layer_kws"
     if vllm.get(key):
+        if not isinstance(vllm[key], list | tuple):
+            raise RecipeError(f"'{VLLM}.{key}' must be a list of words, not {vllm[key]!r}.")
         merged.extend_pins("names", [f"*{word}*" for word in vllm[key]], f"{VLLM}.{key}")
 
 
@@ -239,7 +241,10 @@ def _training(merged: _Merge, megatron: Mapping[str, Any]) -> None:
             # Megatron-Core's defaults of both numbers are 1.
             for pin, key in (("first", "start"), ("last", "end")):
                 key = f"num_layers_at_{key}_in_bf16"
-                merged.extend_pins(pin, int(keys.get(key, 1)), f"{path}.{key}")
+                count = keys.get(key, 1)
+                if type(count) is not int:
+                    raise RecipeError(f"'{path}.{key}' must be a number of layers, not {count!r}.")
+                merged.extend_pins(pin, count, f"{path}.{key}")
 
 
 def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:

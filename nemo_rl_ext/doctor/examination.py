@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -44,11 +45,40 @@ _MAPPINGS = (
     "policy.generation.colocated.resources",
     f"{MEGATRON}.fp8_cfg",
     f"{MEGATRON}.optimizer",
+    f"{MEGATRON}.distributed_data_parallel_config",
+    f"{MEGATRON}.model_overrides",
+    f"{MEGATRON}.peft",
+    "policy.hf_config_overrides",
     LOSS,
     "grpo.async_grpo",
+    "ppo.async_ppo",
+    "async_rl.generation_fleet_health",
+    "data_plane",
     "cluster",
 )
 """Sections that are looked into here and in :mod:`nemo_rl_ext.config`."""
+_COUNTS = (
+    f"{VLLM}.tensor_parallel_size",
+    f"{VLLM}.pipeline_parallel_size",
+    f"{VLLM}.expert_parallel_size",
+    f"{MEGATRON}.tensor_model_parallel_size",
+    f"{MEGATRON}.pipeline_model_parallel_size",
+    f"{MEGATRON}.context_parallel_size",
+    f"{MEGATRON}.expert_model_parallel_size",
+    f"{MEGATRON}.expert_tensor_parallel_size",
+    "cluster.num_nodes",
+    "cluster.gpus_per_node",
+)
+"""Keys with a positive integer; a missing one counts as 1."""
+_COUNTS_OR_NULL = (
+    f"{MEGATRON}.num_layers_in_first_pipeline_stage",
+    f"{MEGATRON}.num_layers_in_last_pipeline_stage",
+    "policy.generation.colocated.resources.num_nodes",
+    "policy.generation.colocated.resources.gpus_per_node",
+    "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
+)
+_SHARES = (f"{VLLM}.gpu_memory_utilization", f"{MEGATRON}.optimizer.optimizer_offload_fraction")
+"""Keys with a number from 0 to 1."""
 
 
 def diagnose() -> Diagnosis:
@@ -82,7 +112,8 @@ def examine(request: ConfigRequest) -> Diagnosis:
     Raises:
         OptionError: the config, the checkout or the model's folder cannot be read, or the recipe
             has no place in the config.
-        RecipeError: the config is no YAML, cannot be resolved, or has a value for a section.
+        RecipeError: the config is no YAML, cannot be resolved, or has a value for a section or
+            no number where one is needed.
         UnsupportedError: there is no NeMo RL, or the config is for no driver of it.
         ModelError: the model's ``config.json`` has impossible numbers.
     """
@@ -96,6 +127,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
             f"sections {known}; give the config of a run."
         )
     _check_sections(config)
+    _check_numbers(Sections(config, driver))
     given = [path for path, _, _, value in find(config) if value is not None]
     block = _block_for(config, driver, given, request)
     if block is not None:
@@ -127,6 +159,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
     else:
         if keys is not None:
             facts |= _decisions(keys, sections)
+            problems += _layout_problems(sections)
             found += _upstream_keys(keys, sections)
             found += _modules(keys.recipe, sections, model, request.gpu_memory, problems)
     found.append(_patch_section(patches))
@@ -149,6 +182,26 @@ def _check_sections(config: Mapping[str, Any]) -> None:
                     f"'{'.'.join(parts[:number])}' is {_yaml(found)}, not a section with keys; "
                     "correct the config."
                 )
+
+
+def _check_numbers(sections: Sections) -> None:
+    """Refuse a value that is no number where one is needed, as NeMo RL's own check does."""
+    for paths, wanted, fits in (
+        (_COUNTS, "a positive integer", _is_count),
+        (_COUNTS_OR_NULL, "a positive integer or null", lambda x: x is None or _is_count(x)),
+        (_SHARES, "a number from 0 to 1", lambda x: type(x) in (int, float) and 0 <= x <= 1),
+    ):
+        for path in paths:
+            parent, _, key = path.rpartition(".")
+            section = sections.at(parent)
+            if key in section and not fits(section[key]):
+                raise RecipeError(
+                    f"'{path}' is {_yaml(section[key])}, not {wanted}; correct the config."
+                )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _block_for(
@@ -204,6 +257,8 @@ def _with_block(
 def _model(request: ConfigRequest, policy: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the values of the model's ``config.json``, if it is here, and say where it is from."""
     name = policy.get("model_name")
+    if not isinstance(name, str | None):
+        raise RecipeError(f"'policy.model_name' is {_yaml(name)}, not a name; correct the config.")
     if request.model is not None:
         values = with_overrides(folder_config(request.model), policy)
         return values, f"{name}, by the config.json in {request.model}"
@@ -263,6 +318,31 @@ def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
     return facts
 
 
+def _layout_problems(sections: Sections) -> list[str]:
+    """One sentence for each engine whose parallel sizes need more GPUs than it has.
+
+    NeMo RL asserts the same once Ray has started. That a size divides the GPUs is left to it: nodes
+    that it gives to reward models and teachers are not known here.
+    """
+    gpus = memory.gpus_of(sections)
+    layouts: list[tuple[int, str, tuple[str, ...]]] = []
+    if sections.generation.get("backend", "vllm") == "vllm" and sections.vllm:
+        layouts.append((gpus.rollout, "rollouts", _COUNTS[:2]))
+    if sections.megatron.get("enabled"):
+        layouts.append((gpus.training, "training", _COUNTS[3:6]))
+    problems = []
+    for count, use, paths in layouts:
+        places = (path.rpartition(".") for path in paths)
+        size = math.prod(sections.at(section).get(key, 1) for section, _, key in places)
+        if count < size:
+            product = " times ".join(map(repr, paths))
+            problems.append(
+                f"{product} is {size}, but {_count(count)} serve {use}; lower them, or correct "
+                "'cluster' and 'policy.generation.colocated'."
+            )
+    return problems
+
+
 def _count(gpus: int) -> str:
     return f"{gpus} GPU{'' if gpus == 1 else 's'}"
 
@@ -315,6 +395,14 @@ def _modules(
             found.append(memory.rollout_section(sections, rollout, gpu_memory, problems))
     if sections.megatron.get("enabled"):
         gpus = memory.gpus_of(sections).training
+        layers = sum(row.kind == "o_proj" for row in rows)
+        stages = sections.megatron.get("pipeline_model_parallel_size", 1)
+        if stages > layers:
+            problems.append(
+                f"'{MEGATRON}.pipeline_model_parallel_size' is {stages}, more than the model's "
+                f"{layers} layers; lower it."
+            )
+            return found
         training = memory.training_memory(sections, model, rows, gpus)
         if training is not None:
             found.append(memory.training_section(sections, training, recipe.training))

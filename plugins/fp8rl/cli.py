@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -228,11 +229,15 @@ def _check_config_options(
     layers: int | None,
     tp: int | None,
 ) -> None:
-    """Raise OptionError for an option that needs --config, or that does not go with it."""
+    """Raise OptionError for an option without --config, beside it, or without a finite value."""
     if config is None and (source is not None or gpu_memory is not None):
         raise OptionError(
             "--source and --gpu-memory belong to --config; give it as well, e.g. 'fp8rl doctor "
             "nemo-rl --config X.yaml', or leave them out."
+        )
+    if gpu_memory is not None and not math.isfinite(gpu_memory):
+        raise OptionError(
+            f"--gpu-memory is {gpu_memory}; give the memory of a GPU in GiB, e.g. 80."
         )
     if config is not None and (layers is not None or tp is not None):
         raise OptionError(

@@ -29,7 +29,7 @@ STEPS = {
     "fp8rl_refit_place": 0,
     "fp8rl_refit_load_batch": 2,
     "fp8rl_refit_load_files": 2,
-    "fp8rl_refit_changes_scales": 1,
+    "fp8rl_refit_outdates_cache": 1,
     "fp8rl_refit_finish": 1,
     "fp8rl_refit_abort": 2,
     "fp8rl_refit_check": 0,

@@ -84,7 +84,7 @@ def test_every_code_every_tie_and_what_saturates(dtype):
     else:
         x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     x = torch.cat((x, -x))
-    for scale in (1.0, 2.0**-7, 0.0131, 3.7):
+    for scale in (1.0, 2.0**-7, 0.0131, 3.7, 256.0):
         check(x.to(DEVICE), (x * scale).to(DEVICE), (scale, scale))
 
 

@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.kv_cache import KVCacheInTraining, _QuantizeKV
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention, fake_quantized
@@ -198,7 +198,7 @@ def test_packed_sequences_and_slices_of_them_are_the_same_values(model):
     """Elementwise: so context parallelism may exchange K and V after the hook."""
     cache = KVCacheInTraining(model)
     cache.set(scales_of(model))
-    hook = cache._hook(0, cache._scales[0], cache._clipped[0])
+    hook = _QuantizeKV(cache, 0, cache._scales[0], cache._clipped[0])
     packed = torch.randn(30, GROUPS, 4 * SIZE, generator=torch.Generator().manual_seed(0))
     k, v = packed[..., 2 * SIZE : 3 * SIZE], packed[..., 3 * SIZE :]
     q = torch.randn(30, HEADS, SIZE)
@@ -232,3 +232,56 @@ def test_what_cannot_be_quantized_is_refused(model):
     model.config.multi_latent_attention = True  # 0.16.1 cannot build MLA without TE
     with pytest.raises(UnsupportedError, match="multi-latent attention"):
         KVCacheInTraining(model)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("enable_cuda_graph", True),
+        ("external_cuda_graph", True),
+        ("cuda_graph_impl", "local"),
+        ("cuda_graph_impl", "transformer_engine"),
+    ],
+)
+def test_a_model_in_cuda_graphs_is_refused(model, option, value):
+    """Whether scales are set is decided in Python, which a replayed graph does not run."""
+    setattr(model.config, option, value)
+    with pytest.raises(
+        UnsupportedError, match=rf"config\.{option}={value!r}.*in_training to false"
+    ):
+        KVCacheInTraining(model)
+    setattr(model.config, option, "none" if option == "cuda_graph_impl" else False)
+    KVCacheInTraining(model)
+
+
+def test_a_second_one_of_the_same_model_is_refused_until_the_first_is_closed(model):
+    first = KVCacheInTraining(model)
+    with pytest.raises(UnsupportedError, match=r"layer 0 already belongs to a .* close\(\) first"):
+        KVCacheInTraining([model])
+    first.close()
+    second = KVCacheInTraining(model)
+    spy = Spy(model)
+    second.set(scales_of(model))
+    run(model)
+    assert all(not torch.equal(spy.raw[n][1], spy.seen[n][1]) for n in range(LAYERS))
+
+
+def test_scales_may_have_the_names_of_vllms_parameters(model):
+    scales = scales_of(model)
+    other = {
+        name.replace("self_attn.k_", "self_attn.attn.k_").replace(
+            "self_attn.v_", "self_attn.attn.v_"
+        ): scale
+        for name, scale in scales.items()
+    }
+    assert len(set(other) - set(scales)) == 2 * LAYERS
+    cache = KVCacheInTraining(model)
+    cache.set(scales)
+    expected = cache._scales.clone()
+    cache.set(dict.fromkeys(scales, 1.0))
+    cache.set(other)
+    assert torch.equal(cache._scales, expected)
+    twice = "model.layers.1.self_attn.attn.v_scale"
+    with pytest.raises(ScaleError, match=f"'{scale_name(1, 'v')}' came twice"):
+        cache.set(scales | {twice: 1.0})
+    assert torch.equal(cache._scales, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 from vllm_fp8rl.compat import untested
@@ -19,15 +20,18 @@ def __getattr__(name: str) -> Any:
             from vllm_fp8rl.attention.cpu import Fp8RLCpuBackend
 
             return Fp8RLCpuBackend
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        return CPUAttentionBackend
+        return _own(name)
     if name == "FLASH_ATTN":
         if untested("cuda") is None or not failures({"cuda"}):
             from vllm_fp8rl.attention.flash import Fp8RLFlashBackend
 
             return Fp8RLFlashBackend
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
-        return FlashAttentionBackend
+        return _own(name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def _own(name: str) -> Any:
+    """Return vLLM's own class, whose path is the value of the registry's member."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return resolve_name(AttentionBackendEnum[name].value)

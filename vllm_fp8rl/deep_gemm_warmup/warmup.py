@@ -55,9 +55,7 @@ def find_job() -> Job | None:
             gpu=f"{gpu.name}, {gpu.multi_processor_count} SMs",
             device=device,
             full=envs.VLLM_DEEP_GEMM_WARMUP == "full",
-            settings={
-                k: v for k, v in sorted(os.environ.items()) if k[:7] in ("DG_JIT_", "DJ_JIT_")
-            },
+            settings={k: v for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS)},
         )
     return None
 
@@ -116,7 +114,12 @@ class KernelWarmup:
         if self._job is None or self._job.is_compiled(shape):
             return
         if self._process is None:
-            self._start(self._job)
+            try:
+                self._start(self._job)
+            except OSError as error:  # no memory for a process, or no room for its log
+                _warn(f"their process cannot be started ({error})")
+                self._job = None
+                return
         self._send(json.dumps(shape))
 
     def _start(self, job: Job) -> None:

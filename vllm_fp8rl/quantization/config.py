@@ -41,7 +41,7 @@ from vllm_fp8rl.refit.client import Changes
 from vllm_fp8rl.state import RankState
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
 # Under vLLM's name, so that its log level and format apply in every worker.
@@ -247,7 +247,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     if engine.device_config.device_type == "cpu" and is_moe(hf_config):
         require_cpu_router()
     _check_weight_transfer(engine.weight_transfer_config)
-    _check_kv_cache(recipe, engine.cache_config.cache_dtype, engine.model_config.dtype)
+    _check_kv_cache(recipe, engine.cache_config, engine.model_config.dtype)
     check_scale_source(engine.cache_config)
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
@@ -327,8 +327,8 @@ def _check_weight_transfer(chosen: WeightTransferConfig | None) -> None:
     )
 
 
-def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype) -> None:
-    wanted = recipe.kv_cache.dtype
+def _check_kv_cache(recipe: Recipe, cache: CacheConfig, model_dtype: torch.dtype) -> None:
+    wanted, engine_dtype = recipe.kv_cache.dtype, cache.cache_dtype
     actual = _KV_NAMES.get(engine_dtype, engine_dtype)
     if actual == str(model_dtype).removeprefix("torch."):
         actual = "auto"
@@ -337,6 +337,12 @@ def _check_kv_cache(recipe: Recipe, engine_dtype: str, model_dtype: torch.dtype)
             f"The recipe has kv_cache.dtype '{wanted}', but the engine was started with "
             f"kv_cache_dtype '{engine_dtype}'; make them equal, e.g. with "
             "LLM(..., **vllm_fp8rl.engine_args(recipe))."
+        )
+    if wanted != "auto" and cache.kv_cache_dtype_skip_layers:
+        raise UnsupportedError(
+            f"kv_cache_dtype_skip_layers={cache.kv_cache_dtype_skip_layers} keeps layers out of "
+            "the FP8 KV cache, but trainers send KV scales of every layer, and attend over FP8 K "
+            "and V in every layer; leave it empty, or set kv_cache.dtype to 'auto'."
         )
 
 

@@ -305,7 +305,7 @@ def refit_steps(
         session: name of the session.
         expect_kv_scales: see :class:`~vllm_fp8rl.refit.session.RefitSession`.
         transfer: the steps that bring the tensors.
-        keep_keys: keep the KV cache unless a KV scale changes.
+        keep_keys: keep the KV cache unless a KV scale changes or has changed since it was emptied.
 
     Returns:
         The report of the first rank, as a dict.
@@ -313,7 +313,7 @@ def refit_steps(
     yield Call("fp8rl_refit_begin", (session, expect_kv_scales))
     yield from transfer
     # Not before: a forward between the pause of an AsyncLLM and the first write may fill it again.
-    if not keep_keys or any((yield Call("fp8rl_refit_changes_scales", (session,)))):
+    if not keep_keys or any((yield Call("fp8rl_refit_outdates_cache", (session,)))):
         yield EMPTY_CACHE
     reports = yield Call("fp8rl_refit_finish", (session, keep_keys))
     return reports[0]

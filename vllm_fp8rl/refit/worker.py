@@ -134,9 +134,9 @@ class RefitMixin:
             opened.load(batch)
 
     @_step
-    def fp8rl_refit_changes_scales(self, session: str) -> bool:
-        """Answer whether codes in the KV cache would be wrong after this refit."""
-        return _open_session(self, session).changes_scales
+    def fp8rl_refit_outdates_cache(self, session: str) -> bool:
+        """Answer whether codes in the KV cache are wrong already or would be after this refit."""
+        return _open_session(self, session).changes_scales or _guard(self).cache_outdated
 
     @_step
     def fp8rl_refit_finish(self, session: str, keep_keys: bool = False) -> dict[str, Any]:

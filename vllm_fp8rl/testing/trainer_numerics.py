@@ -1,8 +1,9 @@
 """Engine options with which vLLM on a CPU rounds as a trainer does, through vLLM's public options.
 
-vLLM's norms round to BF16 before and after the product with their weight and read the unrounded sum
-of residual and branch; torch's ``rms_norm``, which Megatron's local layers call, rounds once and
-reads the rounded sum. vLLM's rotary kernel rounds once, Megatron's rotation rounds every product.
+vLLM's norms on a CPU round to BF16 before and after the product with their weight and read the
+unrounded sum of residual and branch; torch's ``rms_norm``, which Megatron's local layers call,
+rounds once and reads the rounded sum. vLLM's rotary kernel rounds once, Megatron's rotation rounds
+every product.
 Such a difference in the last bit of a BF16 value flips FP8 codes, and the flips spread through all
 layers (docs/measurements/mismatch.md).
 """

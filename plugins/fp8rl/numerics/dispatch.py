@@ -389,11 +389,15 @@ def fake_quantize_kv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round K and V to the values that attention over an FP8 KV cache computes with.
 
-    The codes are those that vLLM writes into its cache: ``x / scale`` in float32, saturated to 448
-    and rounded to E4M3. The result is ``code * scale``, computed in float32 and rounded once to the
-    dtype of ``x``. For bfloat16 that is exact where the scale is a power of two, and otherwise
-    differs by at most 2**-8 of the value: attention kernels multiply the codes themselves and apply
-    the scale to the product.
+    The codes are ``x / scale`` in float32, saturated to 448 and rounded to E4M3, as vLLM's CUDA
+    kernel writes them into its cache. The cache writer of vLLM's Triton attention divides
+    approximately (``div.full``), which gives the same for powers of two, as all scales of
+    :func:`fp8rl.kv_scales.scales_from_amax` are; with others a code next to a tie may differ.
+
+    The result is ``code * scale``, computed in float32, rounded once to the dtype of ``x`` and
+    limited to its largest finite number, which float16 can exceed. For bfloat16 that is exact where
+    the scale is a power of two, and otherwise differs by at most 2**-8 of the value: attention
+    kernels multiply the codes themselves and apply the scale to the product.
 
     On a GPU one launch reads and writes both once, without synchronizing. Rows that are equally far
     apart, as in a slice of a packed QKV projection, are read in place.

@@ -252,7 +252,8 @@ def fake_quantize_kv(
         scaled = x.contiguous().float() / scale
         cell.add_((scaled.abs() > E4M3_MAX).sum())
         codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
-        made.append(_decode(codes).mul_(scale).to(x.dtype))
+        largest = torch.finfo(x.dtype).max  # float16 would round 256 * 256 to infinity
+        made.append(_decode(codes).mul_(scale).clamp_(-largest, largest).to(x.dtype))
     return made[0], made[1]
 
 

@@ -68,6 +68,14 @@ def test_power_of_two_scales_are_exact_and_a_second_time_changes_nothing():
     assert torch.equal(once, twice) and clipped == [0, 0]
 
 
+def test_float16_stays_finite_where_the_nearest_code_is_beyond_its_range():
+    x = torch.tensor([[65504.0, -65504.0, 60000.0, torch.nan]], dtype=torch.float16)
+    found, clipped = run(x, x.float(), (256.0, 256.0))
+    assert found[0][0, :3].tolist() == [65504.0, -65504.0, 61440.0] and found[0][0, 3].isnan()
+    assert found[1][0, :3].tolist() == [65536.0, -65536.0, 61440.0]
+    assert clipped == [0, 0]
+
+
 def test_slices_of_a_packed_projection_and_what_is_not_finite():
     packed = torch.randn(5, 2, 4, 3, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
     k, v = packed[..., 1, :], packed[..., 2, :]

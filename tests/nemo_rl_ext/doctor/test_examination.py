@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import yaml
 
 from fp8rl import PluginManager, cli
 from fp8rl.adapters import ConfigRequest, Diagnosis
+from fp8rl.errors import RecipeError
 from fp8rl.recipe import Recipe
 from nemo_rl_ext.doctor import examination, installation
 from nemo_rl_ext.doctor.examination import diagnose, examine
@@ -351,7 +354,8 @@ def test_exit_codes(
         (nemo("bad.yaml", *here), "is not valid YAML"),
         (nemo("other.yaml", *here), "has none of the sections grpo, async_rl, ppo"),
         (nemo("wrong.yaml", *here), "'policy' is [1], not a section with keys"),
-        (nemo("odd.yaml", *here), "its look at the config failed: TypeError"),
+        (nemo("odd.yaml", *here), f"'{VLLM}.tensor_parallel_size' is two, not a positive integer"),
+        (nemo("good.yaml", *here, "--gpu-memory", "inf"), "--gpu-memory is inf; give the memory"),
         (nemo("good.yaml", "--source", str(tmp_path)), "is no checkout of NeMo RL"),
         (nemo("good.yaml"), "NeMo RL is not installed here; run this in the environment"),
         (nemo("good.yaml", *here, "--recipe", "{}"), "so --recipe would not be read; leave it"),
@@ -393,3 +397,47 @@ def test_the_adapter_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     found = adapter.diagnose()
     assert found.installed is None
     assert "--source" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "wanted"),
+    [
+        (f"{VLLM}.pipeline_parallel_size", None, "a positive integer"),
+        (f"{MEGATRON}.expert_model_parallel_size", 0, "a positive integer"),
+        ("cluster.num_nodes", 1.5, "a positive integer"),
+        (f"{MEGATRON}.num_layers_in_last_pipeline_stage", [1], "a positive integer or null"),
+        (f"{VLLM}.gpu_memory_utilization", math.nan, "a number from 0 to 1"),
+        ("policy.model_name", [1], "a name"),
+        (f"{MEGATRON}.peft", True, "a section with keys"),
+        (f"{MEGATRON}.model_overrides", "x", "a section with keys"),
+    ],
+)
+def test_a_value_that_nothing_can_be_computed_with_is_named(
+    look: Any, path: str, value: Any, wanted: str
+) -> None:
+    with pytest.raises(RecipeError, match=rf"^'{re.escape(path)}' is .*, not {wanted}; correct"):
+        look(config({}, **{path.replace(".", "__"): value}))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (f"{VLLM}.tensor_parallel_size", 16, "is 16, but 8 GPUs serve rollouts; lower them"),
+        (f"{MEGATRON}.context_parallel_size", 16, "is 16, but 8 GPUs serve training"),
+        (f"{MEGATRON}.pipeline_model_parallel_size", 8, "is 8, more than the model's 4 layers"),
+        (
+            "policy.generation.colocated",
+            {"enabled": False, "resources": {"gpus_per_node": 8}},
+            "is 1, but 0 GPUs serve training",
+        ),
+        (f"{VLLM}.quantization_ignored_layer_kws", 3, "must be a list of words, not 3"),
+        (
+            f"{MEGATRON}.model_overrides",
+            {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": "x"},
+            "num_layers_at_end_in_bf16' must be a number of layers, not 'x'",
+        ),
+    ],
+)
+def test_sizes_with_which_no_run_starts(look: Any, path: str, value: Any, problem: str) -> None:
+    found = look(config({"kv_cache": {"dtype": "auto"}}, **{path.replace(".", "__"): value}))
+    assert any(problem in text for text in found.problems)

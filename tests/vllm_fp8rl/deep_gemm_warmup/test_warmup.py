@@ -194,6 +194,21 @@ def test_a_failure_is_a_warning_and_leaves_no_kernel(
     assert not list(Path(job.cache).glob("tmp/*"))
 
 
+def test_no_process_is_a_warning(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*args: object, **kwargs: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    warmup = KernelWarmup(1024, lambda: job)
+    with caplog.at_level(logging.WARNING, "vllm.fp8rl"):
+        warmup.add(256, 512)
+        warmup.add(512, 256)
+    assert warmup.join(0)
+    assert len(caplog.records) == 1 and "cannot be started (Cannot allocate" in caplog.text
+
+
 def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm").propagate = True
     monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "skip", raising=False)

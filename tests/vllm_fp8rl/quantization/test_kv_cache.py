@@ -215,3 +215,11 @@ def test_scales_that_vllm_would_make_of_the_first_batch_are_refused() -> None:
     check_scale_source(SimpleNamespace(calculate_kv_scales=False))
     with pytest.raises(UnsupportedError, match=r"calculate_kv_scales.*calibrate_kv_scales"):
         check_scale_source(SimpleNamespace(calculate_kv_scales=True))
+
+
+@pytest.mark.parametrize("skipped", ["1", "sliding_window"])
+def test_layers_that_vllm_would_keep_out_of_the_fp8_cache_are_refused(
+    other_engine: Callable[..., Engine], checkpoints: dict[str, Path], skipped: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=rf"skip_layers=\['{skipped}'\].* leave it empty"):
+        other_engine(checkpoints["a"], Recipe(), kv_cache_dtype_skip_layers=[skipped])

@@ -101,7 +101,7 @@ async def until_paused(engine: Any) -> None:
 async def cases(engine: Any, root: Path) -> dict[str, object]:
     a, b = (load_tensors(root / name) for name in "ab")
     client = Client(engine)
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
 
     async def give(tensors: dict[str, torch.Tensor], **options: Any) -> Any:
         return await refit_async(engine, tensors.items(), expect_kv_scales=False, **options)
@@ -143,6 +143,17 @@ async def cases(engine: Any, root: Path) -> dict[str, object]:
         engine, (b | grown).items(), expect_kv_scales=True, in_flight="continue"
     )
     found["grown"] = [other.scale_epoch, *await split_of((await task)[0], client, found["long_a"])]
+    await refit_async(engine, (b | SCALES).items(), expect_kv_scales=True)
+
+    # The cache is outdated before the refit, which brings the scales that are in service.
+    found["outdated"] = [await client.greedy()]
+    for step, scales, sent in (
+        ("fp8rl_observe_kv", {}, SCALES),  # a calibration that nobody ends
+        ("fp8rl_set_kv_scales", {name: float(scale) for name, scale in grown.items()}, grown),
+    ):
+        await engine.collective_rpc(step, args=(scales,))
+        await refit_async(engine, (b | sent).items(), expect_kv_scales=True, in_flight="continue")
+        found["outdated"].append(await client.greedy())
     await refit_async(engine, (b | SCALES).items(), expect_kv_scales=True)
 
     # b -> a, with a request and a second refit that come meanwhile.

@@ -87,6 +87,12 @@ def test_continue_computes_keys_again_where_a_scale_has_grown(found):
     assert rest_is_of_the_new_weights is True
 
 
+def test_continue_empties_a_cache_that_was_outdated_before(found, truth):
+    before, after_a_calibration, with_grown_scales = found["outdated"]
+    assert before == after_a_calibration == truth["b"]
+    assert [len(tokens) for tokens in with_grown_scales] == [len(tokens) for tokens in before]
+
+
 def test_requests_that_come_meanwhile_wait_for_the_new_weights(found, truth):
     assert found["waited"] == truth["a"][0]
 

@@ -56,7 +56,10 @@ def _tile(
     count = tl.sum((tl.abs(scaled) > 448.0).to(tl.int32))
     if count > 0:
         tl.atomic_add(clipped_ptr, count.to(tl.int64), sem="relaxed")
-    y = (_round_to_e4m3(scaled) * scale).to(x.dtype)
+    y = _round_to_e4m3(scaled) * scale
+    if x.dtype == tl.float16:
+        y = tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))  # NaN stays
+    y = y.to(x.dtype)
     tl.store(out_ptr + first * width + row[:, None] * width + col[None, :], y, inside)
 
 
