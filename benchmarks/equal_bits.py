@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from itertools import combinations
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from facts import versions
+from profiles import cold_ms
 
 from fp8rl.gemm import GemmShape, builtin_backends
 from fp8rl.numerics import Quantized, quantize_block, quantize_group
@@ -306,28 +306,13 @@ def prompts(tokens: int = 8192, heads: int = 32, kv_heads: int = 8) -> dict[str,
             q1, k1, v1 = (x[:, :1].transpose(0, 1)[None] for x in one_head)
             exact = attend(q1.bfloat16(), k1, v1, "float32")[0, 0]
         for name, call in (("fp8", in_fp8), ("dequantized", dequantized), ("bf16", plain)):
-            row = {"ms": milliseconds(call)}
+            row = {"ms": cold_ms(call, 20)}
             if exact is not None:
                 error = call()[:length, 0].float() - exact
                 row["error"] = (error.norm() / exact.norm()).item()
             rows[name] = row
         found[str(length)] = rows
     return found
-
-
-def milliseconds(call: Callable[[], object], rounds: int = 20) -> float:
-    """Return the median time of one call on the GPU."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 if __name__ == "__main__":
