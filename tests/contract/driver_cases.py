@@ -167,7 +167,8 @@ def test_every_script_that_serves_prepares_its_workers_config(
     config = next(f.f_locals["config"] for f in reversed(frames) if "config" in f.f_locals)
     policy = cloudpickle.loads(cloudpickle.dumps(config.policy))  # as Ray sends it
     rollouts = "policy.generation.vllm_cfg" in driver.serves
-    assert recipe_of(policy) == Recipe.from_dict({**BLOCK, "rollout": rollouts})
+    kv_cache = {"dtype": "auto", "in_training": False}  # no cache is in FP8
+    assert recipe_of(policy) == Recipe.from_dict({"kv_cache": kv_cache, "rollout": rollouts})
     assert not policy["megatron_cfg"]["fp8_cfg"]["enabled"]
     if rollouts:
         assert policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
