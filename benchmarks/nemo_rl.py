@@ -181,7 +181,8 @@ def config(
     if options.in_flight:
         value["grpo"]["async_grpo"] = {"enabled": True, "in_flight_weight_updates": True}
     if options.single_controller or options.in_flight:
-        value.get("fp8rl", {}).get("kv_cache", {})["recalibrate"] = "grow"
+        if variant == "fp8rl":
+            value["fp8rl"]["kv_cache"]["recalibrate"] = "grow"
         generation = value["policy"]["generation"]
         generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
         generation["vllm_cfg"] |= {"tensor_parallel_size": 1, "async_engine": True}
