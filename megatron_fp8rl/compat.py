@@ -13,6 +13,9 @@ from fp8rl.errors import UnsupportedError
 SUPPORTED_VERSIONS = ("0.16.1", "0.16.0", "0.20.0")
 """Releases, and the commit that Megatron-Bridge and NeMo RL pin (Megatron-LM 2a75ac1)."""
 
+CUDA_GRAPHS = ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl")
+"""Options of ``TransformerConfig``, of several versions, that capture forwards in CUDA graphs."""
+
 OLDEST = (0, 16)
 """Before it ``TransformerConfig`` and ``Attention`` lack options that conversion and specs read."""
 
@@ -82,7 +85,7 @@ def check_no_cuda_graphs(config: Any, reason: str, remedy: str) -> None:
     Raises:
         UnsupportedError: an option of the config asks for CUDA graphs.
     """
-    for option in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+    for option in CUDA_GRAPHS:
         value = getattr(config, option, None)
         if value and value != "none":
             raise UnsupportedError(

@@ -16,9 +16,6 @@ from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import READERS, Sections, block_path, has_fp8_kv, needs_our_trainer
 
-CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
-"""Options of Megatron-Core, of several versions, that capture forwards in CUDA graphs."""
-
 KV_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER")
 """Attention backends that ``vllm_fp8rl.quantization.kv_cache.check_backend`` knows."""
 
@@ -196,6 +193,8 @@ def _refuse_fp8_kv(kv_cache: KVCache, sections: Sections) -> None:
 
 def _refuse_captured_attention(sections: Sections) -> None:
     """Refuse CUDA graphs of a trainer that attends over K and V of the rollouts' cache."""
+    from megatron_fp8rl.compat import CUDA_GRAPHS
+
     for section in (MEGATRON, f"{MEGATRON}.model_overrides"):
         for key in CUDA_GRAPHS:
             value = sections.at(section).get(key)
