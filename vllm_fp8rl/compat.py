@@ -21,7 +21,7 @@ OLDEST = (0, 25, 1)
 :mod:`vllm_fp8rl.patches.probes` passes, and without a warning if it is tested."""
 TESTED = ("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """Releases whose CPU build ran the tests."""
-GPU_TESTED = ("0.25.1",)
+GPU_TESTED = ("0.25.1", "0.26.0", "0.32.0")
 """Releases that ran the tests on a GPU."""
 GPU_CAPABILITIES = ((8, 9), (9, 0))
 """Compute capabilities whose kernels read scales as they are stored here. Later ones, from

@@ -207,7 +207,7 @@ def _swap_alone(layer: Any, kind: str) -> None:
     from megatron_fp8rl.sites import Site
 
     layout = plain_layout("o_proj", 768)
-    site = Site(("model.layers.0.self_attn.o_proj",), kind, layer, layout, {"o_proj": 512})
+    site = Site(("model.layers.0.self_attn.o_proj",), kind, layer, layout)
     setup = prepare(_config(), Recipe(), gemm_backend="triton")
     _check(site, setup.backends)
     _swap(site, setup)
@@ -327,7 +327,7 @@ def test_what_is_not_served_is_named():
 def test_experts_without_grouped_kernels_are_refused_with_the_remedy():
     gpt = _gpt(4)
     classes = [type(module) for module in gpt.modules()]
-    with pytest.raises(UnsupportedError, match=r"experts.*has no grouped products.*Install Deep"):
+    with pytest.raises(UnsupportedError, match=r"experts.*has no grouped products.*moe_grouped_gemm=False"):
         convert(gpt, Recipe(), plugins=PluginManager(), gemm_backend="triton")
     assert [type(module) for module in gpt.modules()] == classes
 
