@@ -13,7 +13,7 @@ import yaml
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext.config.checks import KV_BACKENDS
+from nemo_rl_ext.config.checks import KV_BACKENDS, MOE_BACKENDS
 from nemo_rl_ext.config.drivers import DRIVER, DRIVERS, MAX_AGE
 from nemo_rl_ext.config.merge import (
     announce_kv_cache,
@@ -557,6 +557,12 @@ def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
 
     for name in KV_BACKENDS:
         check_backend(name, CompilationConfig(cudagraph_mode="NONE"))
+
+
+def test_the_moe_backends_are_those_the_engine_plugin_serves() -> None:
+    from vllm_fp8rl.kernels import fused_moe
+
+    assert set(MOE_BACKENDS) == {"auto", *fused_moe._BACKENDS}
 
 
 def test_what_bf16_engines_are_started_with() -> None:
