@@ -331,6 +331,17 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
         logger.warning("fp8rl: %s", note)
 
 
+def queues_batches(config: Any, driver: drivers.Driver) -> bool:
+    """Whether a loop may train batches that were sampled before the latest refit.
+
+    Args:
+        config: a ``MasterConfig``.
+        driver: whose config it is.
+    """
+    asynchronous = driver.name == "single_controller"
+    return asynchronous or _max_age(config.model_dump(), driver.name) > 0
+
+
 def announce_kv_cache(policy: Mapping[str, Any]) -> None:
     """Let the driver and the policy workers send KV scales, where the recipe has an FP8 cache.
 

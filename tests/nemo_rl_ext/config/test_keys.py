@@ -18,6 +18,7 @@ from nemo_rl_ext.config.drivers import DRIVER, DRIVERS, MAX_AGE
 from nemo_rl_ext.config.merge import (
     announce_kv_cache,
     prepare,
+    queues_batches,
     read,
     rollouts_in_bf16,
     withdraw_kv_cache,
@@ -361,6 +362,11 @@ def test_attention_over_the_rollouts_cache_is_refused_where_the_trainer_never_le
     block = {"kv_cache": {"in_training": True}}
     with pytest.raises(UnsupportedError, match=r"in_training' needs .*megatron_cfg\.enabled' true"):
         read(config(block, "megatron.enabled=false"), GRPO)
+    with pytest.raises(UnsupportedError, match=r"in_training' needs 'grpo' or the single contro"):
+        read(config(block), DRIVERS["ppo"])  # its loop asks the trainer for no scales
+    left_off = read(config({}), DRIVERS["ppo"])
+    assert not left_off.recipe.kv_cache.in_training
+    assert "attends over K and V in its own dtype" in left_off.notes[-1]
     assert read(config(block), GRPO).recipe.kv_cache.in_training
     # A run from the config that a checkpoint keeps, with all keys written out.
     first = read(config({}, "megatron.enabled=false"), GRPO).recipe
@@ -624,6 +630,8 @@ def test_the_guard_knows_how_old_sequences_may_be(
     prepare(made, DRIVERS[driver], lambda key: None)
     assert getattr(made.loss_fn, MAX_AGE) == expected
     assert getattr(made.loss_fn, DRIVER) == driver  # a single controller's steps come in pieces
+    waits = expected > 0 or driver == "single_controller"
+    assert queues_batches(made, DRIVERS[driver]) == waits
 
 
 @pytest.mark.parametrize(

@@ -419,6 +419,23 @@ def test_a_value_that_nothing_can_be_computed_with_is_named(
         look(config({}, **{path.replace(".", "__"): value}))
 
 
+def test_numbers_in_quotes_are_converted_where_nemo_rl_does(look: Any) -> None:
+    plain, block = config({}), {"tensor_model_parallel_size": 2, "context_parallel_size": 1}
+    plain["policy"]["megatron_cfg"] |= block
+    quoted = json.loads(json.dumps(plain))
+    quoted["policy"]["megatron_cfg"] |= {key: str(value) for key, value in block.items()}
+    quoted["cluster"] = {"num_nodes": "1", "gpus_per_node": "8"}
+    assert look(quoted) == look(plain)
+    for path, value, wanted in (
+        (f"{VLLM}.tensor_parallel_size", "2", "a positive integer"),
+        (f"{VLLM}.gpu_memory_utilization", "0.5", "a number from 0 to 1"),
+        ("env.reward_model.resources.num_nodes", "1", "a positive integer or null"),
+    ):
+        message = rf"^'{re.escape(path)}' is the text '{value}', not {wanted}, and NeMo RL does not"
+        with pytest.raises(RecipeError, match=message):
+            look(config({}, **{path: value}))
+
+
 @pytest.mark.parametrize(
     ("path", "value", "problem"),
     [
