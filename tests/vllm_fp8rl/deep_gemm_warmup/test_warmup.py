@@ -18,11 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import envs
 
-from vllm_fp8rl.deep_gemm_warmup import KernelWarmup, program
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup, program, warmup
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
 from vllm_fp8rl.deep_gemm_warmup.lister import rows_to_try
 from vllm_fp8rl.deep_gemm_warmup.nvcc import find_nvcc
@@ -257,6 +258,10 @@ def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(__file__="deep_gemm/x.py"))
     assert find_job() is None
     assert "there is no nvcc; install" in caplog.text
+    monkeypatch.setattr(warmup, "find_nvcc", lambda environ: Path("nvcc"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert find_job() is None
+    assert "kernels would run when they are listed" in caplog.text
 
 
 @given(st.integers(1, 3000))
