@@ -121,7 +121,7 @@ def unsupported_reason(
     if found > GPU_CAPABILITIES[0]:
         why = "its kernels were not looked at"
     if found in PACKING_CAPABILITIES:
-        why = "they have never run on Blackwell, and start there with allow_untested_gpu: true alone"
+        why = "they have never run on Blackwell, and need allow_untested_gpu: true there"
     shown = ".".join(map(str, found))
     return f"FP8 layers are served on compute capability {served}, not on {shown}: {why}"
 

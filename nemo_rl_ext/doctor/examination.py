@@ -195,12 +195,12 @@ def _check_sections(config: Mapping[str, Any]) -> None:
 
 def _read_numbers(sections: Sections) -> None:
     """Convert numbers in quotes where NeMo RL's config classes do, and refuse what is no number."""
-    for paths, wanted, kind in (
-        (_COUNTS, "a positive integer", PositiveInt),
-        (_COUNTS_OR_NULL, "a positive integer or null", PositiveInt | None),
-        (_SHARES, "a number from 0 to 1", Annotated[float, Field(ge=0, le=1)]),
-    ):
-        number = TypeAdapter(kind)
+    kinds: tuple[tuple[tuple[str, ...], str, TypeAdapter[Any]], ...] = (
+        (_COUNTS, "a positive integer", TypeAdapter(PositiveInt)),
+        (_COUNTS_OR_NULL, "a positive integer or null", TypeAdapter(PositiveInt | None)),
+        (_SHARES, "a number from 0 to 1", TypeAdapter(Annotated[float, Field(ge=0, le=1)])),
+    )
+    for paths, wanted, number in kinds:
         for path in paths:
             parent, _, key = path.rpartition(".")
             section: Any = sections.at(parent)

@@ -219,12 +219,12 @@ def test_drivers_that_generate_nothing_or_serve_nothing(look: Any) -> None:
     [
         ({"pins": {"layers": [9]}}, {}, f"{VLLM}.fp8rl.pins.layers: 9 matches nothing"),
         ({"pin": {}}, {}, "unknown key 'policy.generation.vllm_cfg.fp8rl.pin'"),
-        ({}, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is another number format"),
+        ({}, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is true, which asks for MXFP8"),
         ({}, {f"{VLLM}.pipeline_parallel_size": 2}, "but FP8 rollouts are served with 1"),
         ({}, {f"{VLLM}.tensor_parallel_size": 3}, "tensor_parallel_size': tensor parallel size 3"),
         ({}, {"data.fp8rl": {}}, "'data.fp8rl' has no effect in run_grpo.py"),
         (None, {"policy.fp8_rl": {}}, "'policy.fp8_rl' is no key of NeMo RL or fp8rl; write"),
-        (None, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is another number format"),
+        (None, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is true, which asks for MXFP8"),
     ],
 )
 def test_what_the_driver_refuses_is_a_problem(

@@ -124,7 +124,7 @@ def test_it_starts_with_the_key_alone_and_says_that_it_has_never_run(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(block_gemm.logger, "warning_once", said.append)
-    with pytest.raises(UnsupportedError, match="start there with allow_untested_gpu: true alone"):
+    with pytest.raises(UnsupportedError, match="need allow_untested_gpu: true there"):
         block_gemm.require_served_gpu(Recipe())
     assert said == []
     for capability in ((10, 0), (10, 3)):

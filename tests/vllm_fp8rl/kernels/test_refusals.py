@@ -52,7 +52,10 @@ def test_kernels_that_repack_weights(config: VllmConfig, backend: str) -> None:
     ("capability", "why"),
     [
         ((8, 0), "not on 8.0: it has no FP8 units"),
-        ((10, 0), "not on 10.0: they have never run on Blackwell, and start there with allow_unt"),
+        (
+            (10, 0),
+            "not on 10.0: they have never run on Blackwell, and need allow_untested_gpu: true",
+        ),
         ((12, 0), "not on 12.0: its kernels were not looked at"),
         (None, "not on an unknown one"),
     ],
