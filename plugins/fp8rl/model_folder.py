@@ -9,6 +9,11 @@ from typing import Any
 from fp8rl.errors import ModelError, UnsupportedError
 from fp8rl.families import config_module_names
 
+INDEX = "model.safetensors.index.json"
+"""File that says which file of a model has which tensor."""
+RECIPE_FILE = "fp8rl_recipe.json"
+"""File in which a checkpoint names the recipe of its run."""
+
 
 def folder_module_names(folder: Path) -> list[str]:
     """Global names of the modules with weights, in the order of their layers.
@@ -20,25 +25,35 @@ def folder_module_names(folder: Path) -> list[str]:
         ModelError: a file is missing, cannot be read, or is not whole.
         UnsupportedError: an MoE model of an unknown family, without weights.
     """
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    try:
-        if index.is_file():
-            tensors = _tensors_of_index(index)
-        elif single.is_file():
-            tensors = _tensors_of_file(single)
-        else:
+    tensors = folder_tensors(folder)
+    if not tensors:
+        try:
             return _names_of_config(folder / "config.json")
-    except OSError as error:
-        raise _unreadable(folder, error) from None
+        except OSError as error:
+            raise _unreadable(folder, error) from None
     modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
     if not modules:
         raise ModelError(f"'{folder}' holds no weight; download the model again.")
     return sorted(modules, key=_numeric_order)
 
 
-def _tensors_of_index(index: Path) -> list[str]:
-    """Names of the tensors that the index of a model in several files lists."""
+def folder_tensors(folder: Path) -> dict[str, Path]:
+    """Names of the stored tensors, with the safetensors file of each; empty without such files.
+
+    Raises:
+        ModelError: a file is missing, cannot be read, or is not whole.
+    """
+    index, single = folder / INDEX, folder / "model.safetensors"
+    try:
+        if index.is_file():
+            return _tensors_of_index(index)
+        return dict.fromkeys(_tensors_of_file(single), single) if single.is_file() else {}
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _tensors_of_index(index: Path) -> dict[str, Path]:
+    """Tensors that the index of a model in several files lists, with their files."""
     table = _read_object(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
         raise ModelError(
@@ -49,7 +64,7 @@ def _tensors_of_index(index: Path) -> list[str]:
             raise ModelError(
                 f"'{index}' names '{file}', which is not there; download the model again."
             )
-    return list(table)
+    return {tensor: index.parent / file for tensor, file in table.items()}
 
 
 def _tensors_of_file(file: Path) -> list[str]:
