@@ -107,7 +107,7 @@ def _stored_scales(folder: Path) -> dict[str, float]:
     from safetensors import safe_open
 
     scales = {}
-    for name, file in folder_tensors(folder).items():
+    for name, file in (folder_tensors(folder) or {}).items():
         if parse_scale_name(name) is not None:
             with safe_open(file, framework="pt") as stored:
                 scales[name] = float(stored.get_tensor(name))

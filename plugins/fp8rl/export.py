@@ -116,7 +116,7 @@ def plan_export(
         PinError: a pin that matches nothing or splits a fused module.
         OptionError: a recipe that leaves everything in BF16.
     """
-    _require_model(checkpoint)
+    stored = _stored_model(checkpoint)
     if not recipe.rollout:
         raise OptionError(
             "The recipe has rollout: false, which leaves every weight in BF16; give the recipe of "
@@ -136,7 +136,6 @@ def plan_export(
         )
     names = folder_module_names(checkpoint)
     policy = (plugins or PluginManager(discover=False)).pin_policy(recipe.pins, names)
-    stored = folder_tensors(checkpoint)
     files: dict[Path, list[str]] = {}
     for name, file in stored.items():
         files.setdefault(file, [])
@@ -206,7 +205,7 @@ def left_alone(policy: PinPolicy) -> list[str]:
     a name.
     """
     rows = {row.name: row for row in policy.report()}
-    found = {}
+    found: dict[str, None] = {}  # a set in order
     for name, row in rows.items():
         if row.precision == "fp8" or row.kind in _NO_LINEAR:
             continue
@@ -288,8 +287,8 @@ def _kv_scales(
     return scales
 
 
-def _require_model(folder: Path) -> None:
-    """Refuse what is not the folder of a model with safetensors, and say how to make one.
+def _stored_model(folder: Path) -> dict[str, Path]:
+    """Tensors of a model's folder, with their files. What is no such folder is refused.
 
     Raises:
         ModelError: nothing of the kind is there.
@@ -298,8 +297,8 @@ def _require_model(folder: Path) -> None:
     if not folder.is_dir():
         raise ModelError(f"'{folder}' is no folder; give the folder of a Hugging Face model.")
     stored = folder_tensors(folder)
-    if stored and (folder / "config.json").is_file():
-        return
+    if stored is not None and (folder / "config.json").is_file():
+        return stored
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedError(
             f"'{folder}' is a LoRA adapter without its base; merge both into one BF16 model first, "
@@ -324,7 +323,7 @@ def _require_model(folder: Path) -> None:
             f"'{folder}' has its weights in files of torch.save; write them as safetensors first, "
             "with save_pretrained of transformers."
         )
-    lacking = "config.json" if stored else "model.safetensors"
+    lacking = "model.safetensors" if stored is None else "config.json"
     raise ModelError(
         f"'{folder}' has no {lacking}; give the folder of a Hugging Face model in BF16."
     )

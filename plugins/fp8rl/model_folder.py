@@ -26,7 +26,7 @@ def folder_module_names(folder: Path) -> list[str]:
         UnsupportedError: an MoE model of an unknown family, without weights.
     """
     tensors = folder_tensors(folder)
-    if not tensors:
+    if tensors is None:
         try:
             return _names_of_config(folder / "config.json")
         except OSError as error:
@@ -37,8 +37,8 @@ def folder_module_names(folder: Path) -> list[str]:
     return sorted(modules, key=_numeric_order)
 
 
-def folder_tensors(folder: Path) -> dict[str, Path]:
-    """Names of the stored tensors, with the safetensors file of each; empty without such files.
+def folder_tensors(folder: Path) -> dict[str, Path] | None:
+    """Names of the stored tensors, with the safetensors file of each; None without such files.
 
     Raises:
         ModelError: a file is missing, cannot be read, or is not whole.
@@ -47,7 +47,7 @@ def folder_tensors(folder: Path) -> dict[str, Path]:
     try:
         if index.is_file():
             return _tensors_of_index(index)
-        return dict.fromkeys(_tensors_of_file(single), single) if single.is_file() else {}
+        return dict.fromkeys(_tensors_of_file(single), single) if single.is_file() else None
     except OSError as error:
         raise _unreadable(folder, error) from None
 
