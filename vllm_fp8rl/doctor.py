@@ -85,7 +85,7 @@ def _engine_config(model: Path, recipe: Recipe) -> VllmConfig:
 def _sections(
     engine: VllmConfig, state: RankState, ranks: int, problems: list[str]
 ) -> list[Section]:
-    config = engine.model_config.hf_text_config
+    config = engine.model_config.hf_config
     sizes = Sizes(config, ranks)
     unsplit = sizes.split_problem()
     if unsplit is not None:

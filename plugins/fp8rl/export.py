@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,24 @@ from safetensors.torch import save_file
 
 from fp8rl._manager import PluginManager
 from fp8rl.errors import ModelError, OptionError, ScaleError, UnsupportedError
-from fp8rl.families import unsupported_reason
-from fp8rl.kv_scales import ROLES, check_scale, parse_scale_name, scale_name
+from fp8rl.families import (
+    FUSED,
+    Experts,
+    block_of,
+    family_of,
+    language_config,
+    module_names,
+    unsupported_reason,
+)
+from fp8rl.kv_scales import ROLES, Role, check_scale, scale_name
 from fp8rl.model_folder import (
     INDEX,
     RECIPE_FILE,
     folder_config,
-    folder_module_names,
     folder_tensors,
 )
 from fp8rl.numerics import BLOCK, all_finite, quantize_block
-from fp8rl.pinning import FUSED, PinPolicy, layer_of
+from fp8rl.pinning import PinPolicy
 from fp8rl.recipe import Recipe
 
 SHARD_BYTES = 2 * 2**30
@@ -40,8 +49,9 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 """Suffixes of files with weights, which are not copied."""
 _LEFT_OUT = ("config.json", INDEX, "pytorch_model.bin.index.json", "state.json", "SHA256SUMS")
 """Other files that are not copied: they describe the source's own files."""
-_NO_LINEAR = ("norm", "embed_tokens")
+_NO_LINEAR = ("norm", "embed_tokens", "conv1d")
 """Kinds of modules that no engine would quantize, listed or not."""
+_SCALE = re.compile(r"(.*\.layers\.(\d+)\.self_attn)\.(?:attn\.)?([qkv])_scale")
 _TO_HF = "examples/converters/convert_{}_to_hf.py of NeMo RL"
 
 
@@ -59,6 +69,8 @@ class Export:
     """Precision of each module."""
     files: Mapping[Path, Sequence[str]]
     """Names of the tensors to read from each file, without KV scales."""
+    beside: Sequence[str]
+    """Stored modules that are not part of the policy, such as draft layers: they stay in BF16."""
     kv_scales: Mapping[str, float]
     """KV scales by the names that stock engines read."""
 
@@ -67,10 +79,26 @@ class Export:
         """Number of tensors to read."""
         return sum(map(len, self.files.values()))
 
-    def in_fp8(self, tensor: str) -> bool:
-        """Whether a stored tensor becomes FP8."""
-        module = tensor.removesuffix(".weight")
-        return module != tensor and self.policy.precision(module) == "fp8"
+    def parts(self, tensor: str) -> list[str]:
+        """The FP8 weights that a stored tensor holds; empty if it stays as it is.
+
+        A tensor of all experts of a layer holds those of each expert, gate before up.
+        """
+        return self._parts.get(tensor, [])
+
+    @cached_property
+    def _parts(self) -> dict[str, list[str]]:
+        experts = _experts(self.config)
+        found: dict[str, list[str]] = {}
+        for row in self.policy.report():
+            if row.precision == "fp8":
+                found[f"{row.name}.weight"] = [f"{row.name}.weight"]
+                container = _experts_of(row.name)
+                if experts and container:
+                    leaf = row.name.rpartition(".")[2]
+                    fused = experts.fused[leaf == experts.leaves[-1]]
+                    found.setdefault(f"{container}.{fused}", []).append(f"{row.name}.weight")
+        return found
 
     def quantization_config(self) -> dict[str, Any]:
         """The ``quantization_config``: keys of vLLM, SGLang and transformers, and the recipe.
@@ -79,7 +107,7 @@ class Export:
         the first that is there; transformers the second. An engine with ``quantization="fp8rl"``
         takes the recipe from here.
         """
-        alone = left_alone(self.policy)
+        alone = [*left_alone(self.policy), *self.beside]
         formats = {self.recipe.weights.scale_format, self.recipe.activations.scale_format}
         return {
             "quant_method": "fp8",
@@ -130,23 +158,25 @@ def plan_export(
         )
     reason = unsupported_reason(config, rollout=True, training=False)
     if reason is not None:
-        raise UnsupportedError(
-            f"'{checkpoint}' is {reason}, which fp8rl does not serve; give a dense Llama/Qwen3-"
-            "style or Qwen3-MoE-style model."
-        )
-    names = folder_module_names(checkpoint)
+        raise UnsupportedError(f"'{checkpoint}' is {reason}; give a model that FP8 rollouts serve.")
+    try:
+        names = module_names(config)
+    except KeyError as error:
+        raise ModelError(
+            f"'{checkpoint / 'config.json'}' has no key {error}; download the model again."
+        ) from None
     policy = (plugins or PluginManager(discover=False)).pin_policy(recipe.pins, names)
+    _check_experts(policy)
     files: dict[Path, list[str]] = {}
     for name, file in stored.items():
         files.setdefault(file, [])
-        if parse_scale_name(name) is None:
+        if _SCALE.fullmatch(name) is None:
             files[file].append(name)
-    export = Export(
-        checkpoint, config, recipe, policy, files, _kv_scales(stored, kv_scales, names, recipe)
-    )
-    _check_experts(policy)
-    for file, tensors in files.items():
-        _check_tensors(export, file, tensors)
+    modules = {name.removesuffix(".weight") for name in stored if name.endswith(".weight")}
+    beside = sorted(modules - set(names))
+    scales = _kv_scales(stored, kv_scales, config, names, recipe)
+    export = Export(checkpoint, config, recipe, policy, files, beside, scales)
+    _check_tensors(export)
     return export
 
 
@@ -221,8 +251,8 @@ def left_alone(policy: PinPolicy) -> list[str]:
     return list(found | {"lm_head": None})  # a tied one has no tensor
 
 
-def read_kv_scales(file: Path) -> dict[str, float]:
-    """Read KV scales from a JSON object or a safetensors file, by name.
+def read_kv_scales(file: Path) -> dict[tuple[int, Role], float]:
+    """Read KV scales from a JSON object or a safetensors file, by layer and role.
 
     Raises:
         ScaleError: the file cannot be read, has another name in it, or a bad value.
@@ -243,22 +273,26 @@ def read_kv_scales(file: Path) -> dict[str, float]:
     return _named_scales(found)
 
 
-def _named_scales(found: Mapping[str, Any]) -> dict[str, float]:
-    """Check scales and give them the names that stock engines read (queries without ``.attn``)."""
+def _named_scales(found: Mapping[str, Any]) -> dict[tuple[int, Role], float]:
+    """Check scales and order them by layer and role."""
+    roles = {str(role): role for role in ROLES}
     scales = {}
     for name, value in found.items():
-        place = parse_scale_name(name)
-        if place is None:
+        match = _SCALE.fullmatch(name)
+        if match is None:
             raise ScaleError(f"'{name}' is no KV scale; names look like '{scale_name(0, 'k')}'.")
         if not isinstance(value, float | torch.Tensor):
             raise ScaleError(f"KV scale '{name}' is {value!r}; write a number such as 0.0625.")
-        layer, role = place
-        scales[f"model.layers.{layer}.self_attn.{role}_scale"] = check_scale(name, value)
+        scales[int(match[2]), roles[match[3]]] = check_scale(name, value)
     return scales
 
 
 def _kv_scales(
-    stored: Mapping[str, Path], given: Path | None, names: Sequence[str], recipe: Recipe
+    stored: Mapping[str, Path],
+    given: Path | None,
+    config: Mapping[str, Any],
+    names: Sequence[str],
+    recipe: Recipe,
 ) -> dict[str, float]:
     """Scales of the given file, or else of the checkpoint; complete if the recipe needs them."""
     if given is not None:
@@ -266,25 +300,38 @@ def _kv_scales(
     else:
         tensors = {}
         for name, file in stored.items():
-            if parse_scale_name(name) is not None:
+            if _SCALE.fullmatch(name) is not None:
                 with _opened(file) as source:
                     tensors[name] = source.get_tensor(name)
         scales = _named_scales(tensors)
-    layers = {layer_of(name) for name in names if ".self_attn." in name} - {None}
-    known = {f"model.layers.{layer}.self_attn.{role}_scale" for layer in layers for role in ROLES}
-    unknown = next((name for name in scales if name not in known), None)
+    family, text = family_of(config), language_config(config)
+    assert family is not None  # or it would have been refused
+    prefix = f"{family.wrapper if text is not config else 'model.'}layers."
+    layers = [
+        layer
+        for layer in range(text["num_hidden_layers"])
+        if block_of(family, text, layer).kv == "heads"
+    ]
+    known = {
+        (layer, role): f"{prefix}{layer}.self_attn.{role}_scale"
+        for layer in layers
+        for role in ROLES
+    }
+    unknown = next((place for place in scales if place not in known), None)
     if unknown is not None:
-        raise ScaleError(f"KV scale '{unknown}' belongs to no layer of the model; remove it.")
-    if recipe.kv_cache.dtype == "auto":
-        return scales
-    for name in sorted(known):
-        if name not in scales and not name.endswith("q_scale"):
-            raise ScaleError(
-                f"The recipe has kv_cache.dtype '{recipe.kv_cache.dtype}', but there is no KV "
-                f"scale '{name}'; give a file of vllm_fp8rl.calibration.calibrate_kv_scales with "
-                "--kv-scales, or set kv_cache.dtype to auto."
-            )
-    return scales
+        raise ScaleError(
+            f"KV scale '{scale_name(*unknown)}' belongs to no layer of the model with a KV cache "
+            "of keys and values; remove it."
+        )
+    if recipe.kv_cache.dtype != "auto":
+        for (layer, role), name in known.items():
+            if role != "q" and (layer, role) not in scales:
+                raise ScaleError(
+                    f"The recipe has kv_cache.dtype '{recipe.kv_cache.dtype}', but there is no KV "
+                    f"scale '{name}'; give a file of vllm_fp8rl.calibration.calibrate_kv_scales "
+                    "with --kv-scales, or set kv_cache.dtype to auto."
+                )
+    return {name: scales[place] for place, name in known.items() if place in scales}
 
 
 def _stored_model(folder: Path) -> dict[str, Path]:
@@ -338,26 +385,58 @@ def _is_megatron(folder: Path) -> bool:
     )
 
 
-def _check_tensors(export: Export, file: Path, names: Sequence[str]) -> None:
-    """Refuse weights that stock engines do not serve in block FP8, by their shapes and dtypes."""
-    with _opened(file) as source:
-        stored = set(source.keys())
-        for name in names:
-            if name not in stored:
-                raise ModelError(
-                    f"'{file}' lacks '{name}', which '{INDEX}' says is in it; download the model "
-                    "again."
-                )
-            if not export.in_fp8(name):
-                continue
-            about = source.get_slice(name)
-            shape, dtype = about.get_shape(), about.get_dtype()
-            if dtype not in ("BF16", "F16", "F32"):
-                raise UnsupportedError(
-                    f"'{name}' has dtype {dtype}; FP8 is made of BF16 weights, so give the BF16 "
-                    "model."
-                )
-            _check_shape(name, shape)
+def _check_tensors(export: Export) -> None:
+    """Refuse weights that are missing, or that stock engines do not serve in block FP8."""
+    found: set[str] = set()
+    for file, names in export.files.items():
+        with _opened(file) as source:
+            stored = set(source.keys())
+            for name in names:
+                if name not in stored:
+                    raise ModelError(
+                        f"'{file}' lacks '{name}', which '{INDEX}' says is in it; download the "
+                        "model again."
+                    )
+                parts = export.parts(name)
+                if not parts:
+                    continue
+                about = source.get_slice(name)
+                shape, dtype = about.get_shape(), about.get_dtype()
+                if dtype not in ("BF16", "F16", "F32"):
+                    raise UnsupportedError(
+                        f"'{name}' has dtype {dtype}; FP8 is made of BF16 weights, so give the "
+                        "BF16 model."
+                    )
+                for part, matrix in _matrices(name, parts, shape):
+                    _check_shape(part, matrix)
+                found.update(parts)
+    wanted = (f"{row.name}.weight" for row in export.policy.report() if row.precision == "fp8")
+    missing = next((name for name in wanted if name not in found), None)
+    if missing is not None:
+        raise ModelError(
+            f"'{export.checkpoint}' has no tensor '{missing}', which its config.json says it has; "
+            "download the model again."
+        )
+
+
+def _matrices(
+    name: str, parts: Sequence[str], shape: Sequence[int]
+) -> list[tuple[str, Sequence[int]]]:
+    """The weights in a stored tensor with their shapes.
+
+    Raises:
+        UnsupportedError: a tensor of all experts that cannot be split into these weights.
+    """
+    if parts == [name]:
+        return [(name, shape)]
+    count = shape[0] if len(shape) == 3 else 0
+    if not count or len(parts) % count or shape[1] % (each := len(parts) // count):
+        raise UnsupportedError(
+            f"'{name}' has shape {list(shape)}, which does not hold {len(parts)} weights of "
+            "experts; correct the number of experts in config.json, or write the experts one by "
+            "one with an earlier transformers."
+        )
+    return [(part, (shape[1] // each, shape[2])) for part in parts]
 
 
 def _check_experts(policy: PinPolicy) -> None:
@@ -386,12 +465,18 @@ def _check_shape(name: str, shape: Sequence[int]) -> None:
             f"'{name}' has {columns} columns, no multiple of {BLOCK[1]}, which the FP8 kernels of "
             "stock engines need; pin it to BF16 with pins.names."
         )
-    if fused is not None and rows % BLOCK[0]:
+    last = fused is not None and leaf == FUSED[fused][-1]  # it may end in a part of a block
+    if fused is not None and not last and rows % BLOCK[0]:
         raise UnsupportedError(
             f"'{name}' has {rows} rows, no multiple of {BLOCK[0]}, and engines fuse it into "
             f"'{fused}', where its blocks would not fit; pin all of {', '.join(FUSED[fused])} to "
             f"BF16 with pins.kinds: {fused}."
         )
+
+
+def _experts(config: Mapping[str, Any]) -> Experts | None:
+    family = family_of(config)
+    return family.experts if family is not None else None
 
 
 def _experts_of(name: str) -> str | None:
@@ -459,13 +544,18 @@ def _tensors(
                         f"'{name}' in '{file}' has NaN or infinite values; give a checkpoint from "
                         "before the training diverged."
                     )
-                if export.in_fp8(name):
+                parts = export.parts(name)
+                rows = (
+                    [rows for _, (rows, _) in _matrices(name, parts, tensor.shape)] if parts else []
+                )
+                matrices = tensor.reshape(-1, tensor.shape[-1]).split(rows) if parts else ()
+                for part, matrix in zip(parts, matrices, strict=True):
                     codes, scale_inv = quantize_block(
-                        tensor.to(device), BLOCK, export.recipe.weights.scale_format
+                        matrix.to(device), BLOCK, export.recipe.weights.scale_format
                     )
-                    yield name, codes.cpu()
-                    yield f"{name}_scale_inv", scale_inv.cpu()
-                else:
+                    yield part, codes.cpu()
+                    yield f"{part}_scale_inv", scale_inv.cpu()
+                if not parts:
                     yield name, tensor
                 progress(name)
     for name, scale in export.kv_scales.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.errors import ModelError, UnsupportedError
-from fp8rl.families import config_module_names
+from fp8rl.families import module_names
 
 INDEX = "model.safetensors.index.json"
 """File that says which file of a model has which tensor."""
@@ -103,20 +103,17 @@ def _names_of_config(config: Path) -> list[str]:
     """Names that follow from a model's config."""
     values = _read_object(config)
     try:
-        names = config_module_names(values)
+        return module_names(values)
     except KeyError as error:
         raise ModelError(
-            f"'{config}' has no key {error}; give a Llama/Qwen3-style model, or a folder with "
-            "safetensors."
+            f"'{config}' has no key {error}; correct it, or give a folder with safetensors."
+        ) from None
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"'{config.parent}' has no weights to take its module names from. {error}"
         ) from None
     except ModelError as error:
         raise ModelError(f"'{config}': {error}") from None
-    if names is None:
-        raise UnsupportedError(
-            f"'{config.parent}' is an MoE model of an unknown family without weights to take its "
-            "module names from; point --model at a folder with safetensors."
-        )
-    return names
 
 
 def _read_object(file: Path) -> dict[str, Any]:

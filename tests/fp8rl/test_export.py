@@ -23,7 +23,7 @@ from fp8rl.errors import (
     UnsupportedError,
 )
 from fp8rl.export import plan_export, write_export
-from fp8rl.families import dense_module_names, moe_module_names
+from fp8rl.families import dense_module_names, module_names
 from fp8rl.model_folder import RECIPE_FILE, folder_tensors
 from fp8rl.recipe import KVCache, Pins
 from support.processes import run_code
@@ -41,6 +41,7 @@ CONFIG = {
     "hidden_size": 256,
     "vocab_size": 32,
 }
+MOE = {"model_type": "qwen3_moe", "num_experts": 3, "num_hidden_layers": 2}
 ROWS = {"q_proj": 512, "k_proj": 256, "v_proj": 256, "gate_proj": 384, "up_proj": 384}
 
 
@@ -174,6 +175,40 @@ def test_codes_do_not_depend_on_the_files(tmp_path):
     assert all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
 
 
+def test_tensors_of_all_experts_are_split(tmp_path):
+    """transformers 5 may hold the experts of a layer in two tensors; engines load them by one."""
+    single = weights(module_names(MOE))
+    fused = {name: tensor for name, tensor in single.items() if ".experts." not in name}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = [
+            [
+                single[f"{prefix}.{n}.{leaf}.weight"]
+                for leaf in ("gate_proj", "up_proj", "down_proj")
+            ]
+            for n in range(3)
+        ]
+        fused[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([g, u]) for g, u, _ in parts])
+        fused[f"{prefix}.down_proj"] = torch.stack([down for _, _, down in parts])
+    exported(model(tmp_path / "in", single, **MOE), tmp_path / "one")
+    exported(model(tmp_path / "fused", fused, **MOE), tmp_path / "all")
+    one, together = read(tmp_path / "one"), read(tmp_path / "all")
+    assert one.keys() == together.keys()
+    assert all(torch.equal(one[n].view(torch.uint8), together[n].view(torch.uint8)) for n in one)
+    wrong = model(tmp_path / "wrong", fused, **MOE | {"num_experts": 4})
+    refused(wrong, UnsupportedError, "experts.* has shape .*, which does not hold")
+
+
+def test_layers_beside_the_model_stay_in_bf16(tmp_path):
+    """Draft layers of multi-token prediction: no rollout of fp8rl runs them."""
+    draft = "model.layers.2.mlp.down_proj"
+    tensors = weights(dense_module_names(2)) | {f"{draft}.weight": torch.ones(256, 384).bfloat16()}
+    last = NO_KV.model_copy(update={"pins": Pins(last=1)})
+    found = exported(model(tmp_path / "in", tensors), tmp_path / "out", last)
+    assert {draft, "model.layers.1.mlp.down_proj"} < set(found["ignored_layers"])
+    assert read(tmp_path / "out")[f"{draft}.weight"].dtype == torch.bfloat16
+
+
 def test_tokenizer_comes_along_and_other_weights_do_not(dense, tmp_path):
     for name in ("pytorch_model.bin", "consolidated.pth", ".gitattributes", RECIPE_FILE):
         (dense / name).write_text("{}")
@@ -292,18 +327,17 @@ def test_every_engine_finds_the_same_modules_in_bf16(tmp_path, pins, matches):
     """Releases of SGLang compare whole names, parts between dots, or any part (is_layer_skipped of
     python/sglang/srt/layers/quantization/utils.py, commit 006d0961 and later), transformers the
     start (should_convert_module). With 12 layers a short name must not match a longer number."""
-    names = moe_module_names(3, [layer % 2 == 0 for layer in range(12)])
-    checkpoint = model(
-        tmp_path / "in", weights(names), model_type="qwen3_moe", num_experts=3, num_hidden_layers=12
-    )
+    config = MOE | {"num_hidden_layers": 12, "mlp_only_layers": [*range(0, 12, 2)]}
+    names = module_names(config)
+    checkpoint = model(tmp_path / "in", weights(names), **config)
     plan = plan_export(checkpoint, NO_KV.model_copy(update={"pins": pins}))
     method, block, ignored = sglang_config(plan.quantization_config())
     assert (method, block) == ("fp8", [128, 128])
     for name in names:
         leaf = name.split(".")[-1]
-        if leaf in ("embed_tokens", "norm") or leaf.endswith("layernorm"):
+        if leaf == "embed_tokens" or leaf.endswith("norm"):
             continue
-        fp8 = plan.in_fp8(f"{name}.weight")
+        fp8 = bool(plan.parts(f"{name}.weight"))
         if ".experts." in name:
             assert matches(name.partition(".experts.")[0] + ".experts", ignored) != fp8
             continue
@@ -317,7 +351,7 @@ def test_both_spellings_and_the_recipe(dense, tmp_path):
     recipe = NO_KV.model_copy(update={"pins": Pins(names=("*.1.mlp.down_proj",))})
     found = exported(dense, tmp_path / "out", recipe)
     assert found["ignored_layers"] == found["modules_to_not_convert"]
-    assert found["ignored_layers"] == ["lm_head", "model.layers.1.mlp.down_proj"]
+    assert set(found["ignored_layers"]) == {"lm_head", "model.layers.1.mlp.down_proj"}
     assert Recipe.from_dict(found["recipe"]) == recipe
     assert "scale_fmt" not in found
 
@@ -384,9 +418,9 @@ def test_the_folder_of_a_run_names_its_newest_checkpoint(tmp_path):
     ("config", "match"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantized already"),
-        ({"kv_lora_rank": 512}, "multi-latent attention"),
+        ({"kv_lora_rank": 512}, "multi-latent attention.*give a model that FP8 rollouts serve"),
         ({"vision_config": {}}, "a multimodal model"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "an MoE model"),
+        ({"model_type": "x", "num_local_experts": 8}, "an MoE model"),
     ],
 )
 def test_models_that_are_not_served(tmp_path, config, match):
@@ -399,7 +433,6 @@ def test_models_that_are_not_served(tmp_path, config, match):
     ("rows", "hidden", "match"),
     [
         ({"k_proj": 192}, 256, "k_proj.weight' has 192 rows, .*'qkv_proj'.*pins.kinds: qkv_proj"),
-        ({"up_proj": 320}, 256, "up_proj.weight' has 320 rows, .*'gate_up_proj'"),
         (
             {"gate_proj": 320, "up_proj": 320},
             256,
@@ -411,6 +444,15 @@ def test_models_that_are_not_served(tmp_path, config, match):
 def test_sizes_that_stock_engines_do_not_serve(tmp_path, rows, hidden, match):
     checkpoint = model(tmp_path / "in", weights(dense_module_names(2), hidden, **rows))
     refused(checkpoint, UnsupportedError, match)
+
+
+def test_a_weight_that_is_missing(tmp_path):
+    tensors = weights(dense_module_names(2))
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    match = "has no tensor 'model.layers.1.self_attn.o_proj.weight', which its config.json says"
+    refused(model(tmp_path / "in", tensors), ModelError, match)
+    (tmp_path / "in" / "config.json").write_text("{}")
+    refused(tmp_path / "in", ModelError, "config.json' has no key 'num_hidden_layers'")
 
 
 def test_a_pin_mends_a_size(tmp_path):
@@ -436,8 +478,7 @@ def test_other_dtypes_and_shapes(tmp_path):
 
 
 def test_pins_of_some_experts_or_of_nothing(tmp_path, dense):
-    names = moe_module_names(3, [True, True])
-    moe = model(tmp_path / "in", weights(names), model_type="qwen3_moe", num_experts=3)
+    moe = model(tmp_path / "in", weights(module_names(MOE)), **MOE)
     some = NO_KV.model_copy(update={"pins": Pins(names=("*.0.mlp.experts.1.*",))})
     refused(moe, UnsupportedError, "part of 'model.layers.0.mlp.experts' in BF16", some)
     refused(dense, PinError, "layers: 7", NO_KV.model_copy(update={"pins": Pins(layers=(7,))}))

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
+from fp8rl.families import module_names
 from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
@@ -35,7 +36,6 @@ from vllm_fp8rl.quantization.models import (
     check_sizes,
     check_widths,
     is_moe,
-    module_names,
 )
 from vllm_fp8rl.refit.client import Changes
 from vllm_fp8rl.state import RankState
@@ -237,7 +237,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config
-    check_architecture(hf_config, engine.model_config.hf_config)
+    check_architecture(engine.model_config.hf_config)
     check_sizes(hf_config)
     check_widths(
         hf_config,
@@ -252,7 +252,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
         set_activation_scales(recipe, experts=is_moe(hf_config))
-    policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))
+    policy = PluginManager().pin_policy(recipe.pins, module_names(engine.model_config.hf_config))
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
     return RankState(

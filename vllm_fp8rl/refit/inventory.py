@@ -27,9 +27,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.families import FUSED as FUSED_MODULES
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
 from fp8rl.numerics import BLOCK, cdiv
-from fp8rl.pinning import FUSED as FUSED_MODULES
 from vllm_fp8rl.kv_scales import fp8_layers, required_kv_scales
 from vllm_fp8rl.refit.intake import Named
 from vllm_fp8rl.state import state_of

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from fp8rl import PinPolicy, Recipe
+from fp8rl.families import module_names
 from fp8rl.kv_scales import Role, parse_scale_name, scale_name
 from fp8rl.numerics import (
     BLOCK,
@@ -32,7 +33,6 @@ from fp8rl.numerics import (
 )
 from fp8rl.numerics.reference import quantize_block, quantize_group  # no kernel, on a GPU too
 from fp8rl.recipe import ScaleFormat
-from vllm_fp8rl.quantization.models import module_names
 
 Attention = Literal["eager", "sdpa"]
 FLIPPED = 1e-4
