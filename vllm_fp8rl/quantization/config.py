@@ -247,6 +247,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     if engine.device_config.device_type == "cpu" and is_moe(hf_config):
         require_cpu_router()
     _check_weight_transfer(engine.weight_transfer_config)
+    _check_adapters(engine)
     _check_kv_cache(recipe, engine.cache_config, engine.model_config.dtype)
     check_scale_source(engine.cache_config)
     check_connector(engine.kv_transfer_config)
@@ -325,6 +326,14 @@ def _check_weight_transfer(chosen: WeightTransferConfig | None) -> None:
         f"one, or writes BF16 into FP8 storage; with quantization='{NAME}' set it to one of "
         f"{sorted(WEIGHT_TRANSFER_BACKENDS)} (the trainer's side of 'fp8rl_nccl' is vLLM's 'nccl')."
     )
+
+
+def _check_adapters(engine: VllmConfig) -> None:
+    if engine.lora_config is not None and engine.load_config.load_format == "dummy":
+        raise UnsupportedError(
+            "enable_lora needs the weights of a checkpoint, because weights cannot be refitted "
+            "under adapters; set load_format to 'auto', or start the engine without enable_lora."
+        )
 
 
 def _check_kv_cache(recipe: Recipe, cache: CacheConfig, model_dtype: torch.dtype) -> None:

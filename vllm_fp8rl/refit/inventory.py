@@ -75,9 +75,13 @@ class Inventory:
 
     Args:
         model: the live vLLM model of this rank.
+
+    Raises:
+        UnsupportedError: the engine serves LoRA adapters.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        _refuse_adapters(model)
         self._model = weakref.ref(model)
         self.entries = dict(_entries(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
@@ -178,6 +182,16 @@ class Inventory:
             parsed = parse_scale_name(name)
             entry = None if parsed is None else self._scales.get(parsed)
         return entry
+
+
+def _refuse_adapters(model: torch.nn.Module) -> None:
+    """Refuse a model whose layers vLLM has wrapped for adapters: its loaders do not find them."""
+    if any(path.endswith(".base_layer") for path, _ in model.named_modules()):
+        raise UnsupportedError(
+            "The engine was started with enable_lora: its base weights stay as they are, and only "
+            "adapters are exchanged (lora_request of generate); start it without enable_lora to "
+            "refit weights."
+        )
 
 
 def require_one_stage() -> None:

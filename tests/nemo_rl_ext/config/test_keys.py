@@ -225,6 +225,10 @@ policy.quant_cfg=NVFP4_DEFAULT_CFG
     'policy.quant_cfg' selects a Megatron worker
 policy.quant_cfg=NVFP4_DEFAULT_CFG ~megatron.fp8rl
     'policy.quant_cfg' selects a Megatron worker
+megatron.peft.enabled=true megatron.peft.dim=8
+    'policy.megatron_cfg.peft.enabled' is true, but FP8 training does not serve LoRA
+generation.vllm_kwargs.enable_lora=true
+    'policy.generation.vllm_kwargs.enable_lora' is true, but NeMo RL sends merged
 generation.refit_transport=nccl_reshard
     'policy.generation.refit_transport' is 'nccl_reshard'
 loss.truncated_importance_sampling_type=seq-mask-tis
