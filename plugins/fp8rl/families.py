@@ -14,7 +14,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fp8rl.errors import ModelError, UnsupportedError
 from fp8rl.recipe import ModuleKind
@@ -25,8 +25,7 @@ _MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of the config of a model that takes more than text."""
 
 
-@dataclass(frozen=True)
-class Module:
+class Module(NamedTuple):
     """A module with a weight."""
 
     name: str
@@ -42,8 +41,7 @@ class Module:
     """Why the module stays in BF16 unless ``pins.fp8`` names it; empty: it runs in FP8."""
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A tensor that is no module's weight and travels as it is."""
 
     name: str
@@ -449,7 +447,7 @@ def modules_of(config: Any) -> list[Module]:
         )
     for layer in layers:
         modules += [
-            replace(module, name=f"{prefix}layers.{layer}.{module.name}")
+            module._replace(name=f"{prefix}layers.{layer}.{module.name}")
             for module in layer_modules(family, text, layer)
         ]
     modules.append(Module(f"{prefix}norm", "norm", ("hidden",)))
