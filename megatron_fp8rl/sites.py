@@ -20,6 +20,7 @@ from fp8rl import PinPolicy
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.families import (
     DEEPSEEK_EXPERTS,
+    EXPERTS,
     LLAMA,
     QWEN3,
     SHARED_EXPERT,
@@ -128,7 +129,7 @@ def _experts_of(config: Any) -> Experts | None:
     if config.num_moe_experts is None:
         return None
     if config.moe_shared_expert_intermediate_size is None:
-        return Experts()
+        return EXPERTS
     return SHARED_EXPERT if config.moe_shared_expert_gate else DEEPSEEK_EXPERTS
 
 
@@ -137,7 +138,7 @@ def _hf_values(config: Any) -> dict[str, Any]:
     count = config.num_moe_experts
     types = ["sparse" if is_moe else "dense" for is_moe in _moe_layers(config)]
     return {
-        **dict.fromkeys((*Experts.count, *DEEPSEEK_EXPERTS.count), count),
+        **dict.fromkeys((*EXPERTS.count, *DEEPSEEK_EXPERTS.count), count),
         "n_shared_experts": 1,
         "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
         "mlp_layer_types": types,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fp8rl.errors import ModelError, UnsupportedError
 from fp8rl.recipe import ModuleKind
@@ -25,8 +25,7 @@ _MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of the config of a model that takes more than text."""
 
 
-@dataclass(frozen=True)
-class Module:
+class Module(NamedTuple):
     """A module with a weight."""
 
     name: str
@@ -42,8 +41,7 @@ class Module:
     """Why the module stays in BF16 unless ``pins.fp8`` names it; empty: it runs in FP8."""
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A tensor that is no module's weight and travels as it is."""
 
     name: str
@@ -62,9 +60,8 @@ class Block:
     kv: Literal["heads", "latent", "none"] = "heads"
     """What the layer caches per token: ``heads``: K and V, which an FP8 cache scales; ``latent``:
     one latent of all heads, without scales; ``none``."""
-    derived: tuple[str, ...] = ()
-    """What the rollout engine derives from weights, and a refit has to make anew, by the module
-    that it derives from."""
+    derived: Mapping[str, str] = field(default_factory=dict)
+    """What the rollout engine derives from a weight, and a refit has to make anew, by module."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ LATENT_ATTENTION = Block(
         Module("self_attn.o_proj", "o_proj", ("hidden", "mla_o"), "attention_bias"),
     ),
     kv="latent",
-    derived=("self_attn.kv_b_proj",),  # W_UK_T and W_UV of vLLM's MLAAttention
+    derived={"self_attn.kv_b_proj": "`W_UK_T` and `W_UV` of vLLM's `MLAAttention`"},
 )
 _NARROW = "a few rows for each head, too narrow for blocks of 128"
 GATED_DELTA_NET = Block(
@@ -192,8 +189,9 @@ GATED_DELTA_NET = Block(
         Parameter("linear_attn.dt_bias", ("gdn_heads",)),
     ),
     kv="none",
-    derived=("linear_attn.conv1d",),  # vLLM packs its weight on a CPU
+    derived={"linear_attn.conv1d": "the packed weight on a CPU"},
 )
+EXPERTS = Experts()
 DEEPSEEK_EXPERTS = Experts(
     count=("n_routed_experts",),
     shared="shared_experts",
@@ -222,7 +220,7 @@ LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
 """Also stands for dense models of unknown type, which mostly have these names."""
 QWEN2 = Family("Qwen2", ("qwen2",), _attention(qkv_bias="always", o_bias=""))
 QWEN3 = Family("Qwen3", ("qwen3",), _attention(norms=_HEAD_NORMS))
-QWEN3_MOE = Family("Qwen3-MoE", ("qwen3_moe",), _attention(norms=_HEAD_NORMS), experts=Experts())
+QWEN3_MOE = Family("Qwen3-MoE", ("qwen3_moe",), _attention(norms=_HEAD_NORMS), experts=EXPERTS)
 QWEN2_MOE = Family(
     "Qwen2-MoE",
     ("qwen2_moe",),
@@ -305,6 +303,22 @@ FUSED: dict[str, tuple[str, ...]] = {
 """Modules that an engine holds in one, by the name that vLLM gives it."""
 
 
+WIDTH_KEYS: dict[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size",),
+    "vocab": ("vocab_size",),
+    "head": ("num_attention_heads",),
+    "mlp": ("intermediate_size",),
+    "q_lora": ("q_lora_rank",),
+    "kv_a": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "gdn_qkv": (
+        *("linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+    ),
+}
+"""Keys of the config from which widths in :attr:`Module.shape` are computed; ``expert`` has the key
+:attr:`Experts.width`. The other widths follow from these."""
+
+
 def _mlp(block: str, leaves: tuple[str, ...], width: str, bias: str = "") -> Iterator[Module]:
     kind: ModuleKind
     for leaf in leaves:
@@ -369,32 +383,55 @@ def family_of(config: Any) -> Family | None:
         attention that its family does not have.
     """
     text = language_config(config)
-    kind = value_of(text, "model_type")
-    found = next((family for family in FAMILIES if kind in family.model_types), LLAMA)
+    found = _entry(text) or LLAMA
     latent = bool(value_of(text, "kv_lora_rank")) == (found.attention.kv == "latent")
     counts = (value_of(text, key) for key in _keys(text) if "experts" in key)
     dense = found.experts is not None or not any(isinstance(n, int) and n for n in counts)
     return found if latent and dense else None
 
 
-def modules_of(config: Any, family: Family | None = None) -> list[Module]:
+def known_family(config: Any) -> Family:
+    """Return :func:`family_of` a model.
+
+    Raises:
+        UnsupportedError: the family is not known.
+    """
+    family = family_of(config)
+    if family is None:
+        kind = value_of(language_config(config), "model_type", "this model")
+        known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
+        raise UnsupportedError(
+            f"The modules of '{kind}' are not known (known: {known}, and dense models with "
+            "Llama's names); add an entry to fp8rl/families.py (docs/extending.md), or run it "
+            "without FP8."
+        )
+    return family
+
+
+def known_type(config: Any) -> bool:
+    """Tell whether the table has the ``model_type`` of a config's language model."""
+    return _entry(language_config(config)) is not None
+
+
+def _entry(text: Any) -> Family | None:
+    kind = value_of(text, "model_type")
+    return next((family for family in FAMILIES if kind in family.model_types), None)
+
+
+def modules_of(config: Any) -> list[Module]:
     """Return the modules with weights of a whole model under their global names, in order.
 
     Each tower of a multimodal model is one module without a shape.
 
     Args:
         config: the model's config, that of a multimodal wrapper included.
-        family: the model's family; None: :func:`family_of` finds it.
 
     Raises:
         KeyError: the config lacks a number that the names follow from.
         ModelError: the config has a value that no model has.
         UnsupportedError: the family is not known.
     """
-    family = family or family_of(config)
-    if family is None:
-        raise UnsupportedError(unknown_family(config))
-    text = language_config(config)
+    family, text = known_family(config), language_config(config)
     wrapped = text is not config and bool(family.wrapper)
     prefix = family.wrapper if wrapped else "model."
     modules = [Module(tower, "tower", ()) for tower in family.towers if wrapped]
@@ -409,7 +446,7 @@ def modules_of(config: Any, family: Family | None = None) -> list[Module]:
         )
     for layer in layers:
         modules += [
-            replace(module, name=f"{prefix}layers.{layer}.{module.name}")
+            module._replace(name=f"{prefix}layers.{layer}.{module.name}")
             for module in layer_modules(family, text, layer)
         ]
     modules.append(Module(f"{prefix}norm", "norm", ("hidden",)))
@@ -427,7 +464,7 @@ def dense_module_names(num_layers: int) -> list[str]:
     Raises:
         ModelError: ``num_layers`` is no integer from 1 to 10,000.
     """
-    return [module.name for module in modules_of({"num_hidden_layers": num_layers}, LLAMA)]
+    return module_names({"num_hidden_layers": num_layers})
 
 
 def layer_modules(family: Family, config: Any, layer: int) -> Iterator[Module]:
@@ -539,16 +576,6 @@ def default_reason(name: str) -> str:
 def tower_of(name: str) -> str | None:
     """Return the name of the tower that a module is part of; None outside the towers."""
     return next((tower for tower in _TOWERS if f"{name}.".startswith(f"{tower}.")), None)
-
-
-def unknown_family(config: Any) -> str:
-    """Say that a model's family is not known, and the remedy."""
-    kind = value_of(language_config(config), "model_type", "this model")
-    known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
-    return (
-        f"The modules of '{kind}' are not known (known: {known}, and dense models with Llama's "
-        "names); add an entry to fp8rl/families.py (docs/extending.md), or run it without FP8."
-    )
 
 
 def unsupported_reason(config: Any, *, rollout: bool, training: bool) -> str | None:

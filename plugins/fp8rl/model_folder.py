@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.errors import ModelError, UnsupportedError
-from fp8rl.families import module_names
+from fp8rl.families import known_type, module_names
 
 INDEX = "model.safetensors.index.json"
 """File that says which file of a model has which tensor."""
@@ -18,8 +18,8 @@ RECIPE_FILE = "fp8rl_recipe.json"
 def folder_module_names(folder: Path) -> list[str]:
     """Global names of the modules with weights, in the order of their layers.
 
-    They are those of the stored tensors where the folder has safetensors, else those that follow
-    from its ``config.json``.
+    They follow from its ``config.json`` where the table of families knows the model. Of another
+    model they are those of the stored tensors; without any, it counts as Llama.
 
     Raises:
         ModelError: a file is missing, cannot be read, or is not whole.
@@ -31,6 +31,9 @@ def folder_module_names(folder: Path) -> list[str]:
             return _names_of_config(folder / "config.json")
         except OSError as error:
             raise _unreadable(folder, error) from None
+    config = folder / "config.json"
+    if config.is_file() and known_type(_read_object(config)):
+        return _names_of_config(config)
     modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
     if not modules:
         raise ModelError(f"'{folder}' holds no weight; download the model again.")

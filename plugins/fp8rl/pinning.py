@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NoReturn
 
 from fp8rl.errors import PinError
 from fp8rl.families import FUSED, default_reason, dense_module_names, kind_of, tower_of
@@ -47,7 +47,7 @@ class PinRow:
     kind: ModuleKind
     precision: Precision
     reason: str
-    """The pin that keeps the module in BF16, e.g. ``layers: -1``; empty for FP8."""
+    """The pin or default that keeps the module in BF16, e.g. ``layers: -1``; empty for FP8."""
 
 
 class PinPolicy:
@@ -91,9 +91,9 @@ class PinPolicy:
         Raises:
             PinError: the model has no module of that name.
         """
-        name = tower_of(name) or name
-        if name in self._rows:
-            return self._rows[name]
+        for known in (name, tower_of(name)):
+            if known in self._rows:
+                return self._rows[known]
         prefix, _, leaf = name.rpartition(".")
         for part in FUSED.get(leaf, ())[:1]:
             unfused = f"{prefix}.{part}" if prefix else part
@@ -198,7 +198,16 @@ class PinPolicy:
                 differing = [r for r in group if r is not None and r.precision != row.precision]
                 if differing:
                     pinned = row if row.precision == "bf16" else differing[0]
-                    raise PinError(
-                        f"pins.{pinned.reason} pins '{pinned.name}' but not all parts of the fused "
-                        f"'{prefix}{fused}'; pin all of {', '.join(parts)} or use kinds: {fused}."
-                    )
+                    self._refuse_part(pinned, f"{prefix}{fused}", parts)
+
+    def _refuse_part(self, pinned: PinRow, fused: str, parts: Sequence[str]) -> NoReturn:
+        kind, names = pinned.kind, ", ".join(parts)
+        if default_reason(pinned.name):
+            raise PinError(
+                f"pins.fp8 leaves '{pinned.name}' in BF16 but not all parts of the fused "
+                f"'{fused}'; name all of {names} in pins.fp8, or none."
+            )
+        raise PinError(
+            f"pins.{pinned.reason} pins '{pinned.name}' but not all parts of the fused '{fused}'; "
+            f"pin all of {names} or use kinds: {kind}."
+        )

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8rl.errors import ModelError, UnsupportedError
+from fp8rl.errors import ModelError
 from fp8rl.families import (
     FUSED,
+    WIDTH_KEYS,
     Module,
     check_count,
     expert_count,
-    family_of,
+    known_family,
     language_config,
     layer_parameters,
     modules_of,
-    unknown_family,
     value_of,
 )
 from fp8rl.gemm import GemmShape
@@ -27,16 +27,7 @@ from fp8rl.recipe import ModuleKind
 
 GIB = 1 << 30
 _VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary (vocab_parallel_embedding.py)
-_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-_NEEDED_BY: dict[str, tuple[str, ...]] = {
-    "mlp": ("intermediate_size",),
-    "kv_a": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    "gdn_qkv": (
-        *("linear_num_key_heads", "linear_num_value_heads"),
-        *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
-    ),
-}
-"""Keys that a module's width is computed from."""
+_NEEDED = ("num_hidden_layers", "num_attention_heads")
 _WIDEST = 2**31 - 1
 
 
@@ -70,10 +61,7 @@ class Sizes:
     """
 
     def __init__(self, config: Any, ranks: int, *, expert_ranks: int | None = None) -> None:
-        family = family_of(config)
-        if family is None:
-            raise UnsupportedError(unknown_family(config))
-        self._family, self._whole, self._ranks = family, config, ranks
+        self._family, self._whole, self._ranks = known_family(config), config, ranks
         self._config = text = language_config(config)
         self._expert_ranks = expert_ranks
         heads = value_of(text, "num_attention_heads")
@@ -82,7 +70,10 @@ class Sizes:
         self.heads = heads // ranks
         self.kv_heads = max(1, kv_heads // ranks)
         """KV heads of one rank; with more ranks than heads, several ranks hold the same head."""
-        self._modules = {module.name: module for module in modules_of(config, family)}
+        key = "tie_word_embeddings"
+        self.tied = bool(value_of(config, key, value_of(text, key, False)))
+        """The output layer is the embedding."""
+        self._modules = {module.name: module for module in modules_of(config)}
         self._widths = self._rank_widths()
 
     @classmethod
@@ -94,11 +85,11 @@ class Sizes:
         Raises:
             ModelError: a key that the sizes follow from is missing or no positive integer.
         """
-        family, text = family_of(config), language_config(config)
+        family, text = known_family(config), language_config(config)
         needed = list(_NEEDED)
-        if family is not None and value_of(text, "num_hidden_layers") is not None:
-            used = {width for module in modules_of(config, family) for width in module.shape}
-            needed += [key for width, keys in _NEEDED_BY.items() if width in used for key in keys]
+        if value_of(text, "num_hidden_layers") is not None:
+            used = {width for module in modules_of(config) for width in module.shape}
+            needed += [key for width, keys in WIDTH_KEYS.items() if width in used for key in keys]
             if family.experts and "expert" in used:
                 needed.append(family.experts.width)
         given = [key for key in ("num_key_value_heads", "head_dim") if text.get(key) is not None]
@@ -195,15 +186,11 @@ class Sizes:
 
     def _shape(self, module: Module) -> tuple[int, ...]:
         """Return the shape of a module's weight on one rank; a tied output layer has no rows."""
-        if module.kind == "lm_head" and value_of(self._whole, "tie_word_embeddings", self._tied):
+        if module.kind == "lm_head" and self.tied:
             return 0, self._widths["hidden"]
         if module.kind == "tower":
             return (_tower_elements(value_of(self._whole, "vision_config")) // self._ranks,)
         return tuple(self._widths[width] for width in module.shape)
-
-    @property
-    def _tied(self) -> bool:
-        return bool(value_of(self._config, "tie_word_embeddings"))
 
     def _rank_widths(self) -> dict[str, int]:
         """Compute the widths that :attr:`fp8rl.families.Module.shape` names, for one rank."""

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.core_model_loading import revert_weight_conversion
 
 from fp8rl import PinPolicy, families
+from fp8rl.errors import ModelError, PinError, UnsupportedError
 from fp8rl.families import FAMILIES, FUSED, family_of, kind_of, module_names, modules_of
 from fp8rl.recipe import Pins
 from fp8rl.sizes import Sizes
@@ -171,3 +172,123 @@ def test_a_model_type_is_in_one_entry() -> None:
     assert len(set(types)) == len(types)
     parts = [part for names in FUSED.values() for part in names]
     assert len(set(parts)) == len(parts)
+
+
+def moonlight(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 2,
+        "kv_lora_rank": 512,
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        **changes,
+    }
+
+
+QWEN3_5 = {
+    "model_type": "qwen3_5",
+    "vision_config": {},
+    "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
+}
+
+
+def test_what_is_in_bf16_by_default_and_how_a_recipe_changes_it() -> None:
+    names = module_names(moonlight(q_lora_rank=128))
+    name = "model.layers.1.self_attn.kv_b_proj"
+    policy = PinPolicy(Pins(), names)
+    assert policy.row(name).reason.startswith("default: decode multiplies it with activations")
+    assert policy.precision("model.layers.1.self_attn.fused_qkv_a_proj") == "fp8"
+    assert "kv_b_proj" in policy.summary()
+    assert PinPolicy(Pins(fp8=("*.kv_b_proj",)), names).precision(name) == "fp8"
+    both = PinPolicy(Pins(fp8=("*.kv_b_proj",), last=1), names)
+    assert both.row(name).reason == "last: 1"
+    upstream = PinPolicy(Pins(names=("*a_proj*", "*b_proj*")), names)
+    assert (
+        upstream.bf16_linears() == PinPolicy(Pins(kinds=("a_proj", "b_proj")), names).bf16_linears()
+    )
+    with pytest.raises(
+        PinError, match=r"pins.fp8: \*.o_proj matches no module .* are kv_b_proj in"
+    ):
+        PinPolicy(Pins(fp8=("*.o_proj",)), names)
+    with pytest.raises(PinError, match=r"not all parts of the fused '.*fused_qkv_a_proj'; pin all"):
+        PinPolicy(Pins(names=("*.q_a_proj",)), names)
+
+
+def test_a_hybrid_under_a_wrapper() -> None:
+    names = module_names(QWEN3_5)
+    assert names[:2] == ["model.visual", "model.language_model.embed_tokens"]
+    assert [n for n in names if "q_proj" in n] == ["model.language_model.layers.3.self_attn.q_proj"]
+    policy = PinPolicy(Pins(first=1, names=("*visual*",)), names)
+    assert policy.row("model.visual.blocks.3.attn.qkv").reason == "always: tower"
+    prefix = "model.language_model.layers.1.linear_attn"
+    assert policy.precision(f"{prefix}.in_proj_qkvz") == "fp8"
+    assert policy.precision(f"{prefix}.in_proj_ba") == "bf16"
+    assert policy.row(f"{prefix}.conv1d").reason == "always: conv1d"
+    with pytest.raises(PinError, match=r"pins.fp8 leaves '.*in_proj_a' in BF16 but not all parts"):
+        PinPolicy(Pins(fp8=("*.in_proj_b",)), names)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({}, None),
+        ({"model_type": "new_dense", "num_hidden_layers": 2}, None),
+        ({"model_type": "new", "num_experts": 8}, "an MoE model ('new') of an unknown family"),
+        ({"model_type": "qwen3", "num_experts": 8}, "an MoE model ('qwen3') of an unknown family"),
+        (
+            {"model_type": "new", "kv_lora_rank": 512},
+            "a model with multi-latent attention ('new') of an unknown family",
+        ),
+        (
+            {"model_type": "new_vl", "vision_config": {}, "text_config": {"model_type": "new"}},
+            "a multimodal model ('new') of an unknown family",
+        ),
+    ],
+)
+def test_models_of_unknown_families(config: dict[str, Any], reason: str | None) -> None:
+    assert families.unsupported_reason(config, rollout=True, training=True) == reason
+    assert families.unsupported_reason(config, rollout=False, training=False) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("side", ["rollout", "training"])
+def test_what_a_side_does_not_serve_is_named(family: families.Family, side: str) -> None:
+    """An engine serves a family from the moment that nothing of it is missing."""
+    kind = family.model_types[0]
+    text = {"model_type": kind, "kv_lora_rank": 512 if family.attention.kv == "latent" else None}
+    for config in (text, {"text_config": text, "vision_config": {}}):
+        wanted = {"rollout": False, "training": False, side: True}
+        found = families.unsupported_reason(config, **wanted)
+        missing = family.missing.get(side)
+        if config is not text and not family.wrapper:
+            assert found == f"a multimodal model ('{kind}') of an unknown family"
+        elif missing is None:
+            assert found is None
+        else:
+            assert (
+                found
+                == f"a {family.name} model ('{kind}'): FP8 {side} does not serve {missing} yet"
+            )
+
+
+def test_configs_that_no_model_has() -> None:
+    with pytest.raises(UnsupportedError, match=r"'new' are not known .* add an entry to fp8rl/fam"):
+        module_names({"model_type": "new", "num_experts": 8, "num_hidden_layers": 1})
+    with pytest.raises(KeyError, match="n_routed_experts"):
+        module_names({"model_type": "deepseek_v3", "kv_lora_rank": 1, "num_hidden_layers": 1})
+    with pytest.raises(ModelError, match="moe_layer_freq is 0; correct it"):
+        module_names(moonlight(moe_layer_freq=0))
+    assert not any("experts" in name for name in module_names(moonlight(n_routed_experts=None)))
+
+
+def test_latents_are_cached_once_and_linear_attention_not_at_all() -> None:
+    for case, expected in (
+        ("Moonlight", 256 + 16),
+        ("Qwen3.5 text", 2 * 2 * 64),
+        ("Llama", 4 * 256),
+    ):
+        config, _, _ = built(case)
+        rows = PinPolicy(Pins(), module_names(config)).report()
+        layers = 4 if case == "Moonlight" else 1
+        assert Sizes(config, 1).bytes(rows, 2, 1).kv_per_token == layers * expected, case

@@ -237,7 +237,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config
-    check_architecture(engine.model_config.hf_config)
+    family = check_architecture(engine.model_config.hf_config)
     check_sizes(hf_config)
     check_widths(
         hf_config,
@@ -259,6 +259,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     return RankState(
         recipe,
         policy,
+        family,
         dummy=engine.load_config.load_format == "dummy",
         layers=engine.compilation_config.static_forward_context,
         moe=is_moe(hf_config),

@@ -6,24 +6,21 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.families import (
+    WIDTH_KEYS,
+    Family,
     check_count,
     expert_count,
     family_of,
     has_experts,
+    known_family,
     language_config,
-    unknown_family,
     unsupported_reason,
 )
 from vllm_fp8rl.names import NAME
 
 _WIDTHS = (
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
+    *(key for keys in WIDTH_KEYS.values() for key in keys),
+    *("moe_intermediate_size", "num_key_value_heads", "head_dim"),
 )
 _WIDEST = 2**31 - 1
 
@@ -34,8 +31,8 @@ def is_moe(hf_config: Any) -> bool:
     return family is None or expert_count(family, language_config(hf_config)) > 0
 
 
-def check_architecture(hf_config: Any) -> None:
-    """Refuse a model whose modules are not known, or that this engine does not serve yet.
+def check_architecture(hf_config: Any) -> Family:
+    """Return a model's family, and refuse one that is not known or not served yet.
 
     Args:
         hf_config: config of the whole model.
@@ -49,6 +46,7 @@ def check_architecture(hf_config: Any) -> None:
             f"quantization='{NAME}' does not serve {reason}; start it without, or add what is "
             "missing (docs/extending.md)."
         )
+    return known_family(hf_config)
 
 
 def check_sizes(hf_config: Any) -> None:
@@ -69,9 +67,7 @@ def check_widths(hf_config: Any, ranks: int, *, expert_parallel: bool) -> None:
     Raises:
         UnsupportedError: names the intermediate size of MLPs, or of experts.
     """
-    family = family_of(hf_config)
-    if family is None:
-        raise UnsupportedError(unknown_family(hf_config))
+    family = known_family(hf_config)
     config = language_config(hf_config)
     experts = [has_experts(family, config, layer) for layer in range(config.num_hidden_layers)]
     widths = {}

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapMan
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
-from fp8rl.families import module_names
+from fp8rl.families import QWEN3_MOE, module_names
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
 from support.engine import PROMPTS as SHORT
@@ -380,7 +380,7 @@ def config(**changes) -> SimpleNamespace:
 def resolved(**pins) -> RankState:
     recipe = Recipe(pins=Pins(**pins))
     policy = PinPolicy(recipe.pins, module_names(config()))
-    return RankState(recipe, policy, True, {}, True, None, None)
+    return RankState(recipe, policy, QWEN3_MOE, True, {}, True, None, None)
 
 
 def test_names_follow_the_config() -> None:
