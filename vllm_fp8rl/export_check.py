@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 
 from fp8rl import Recipe
 from fp8rl.adapters import Diagnosis
+from fp8rl.errors import UnsupportedError
+from fp8rl.families import language_config
 from fp8rl.kv_scales import parse_scale_name
 from fp8rl.model_folder import folder_config, folder_tensors
 from vllm_fp8rl import engine_args
@@ -40,7 +43,7 @@ def check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
     Returns:
         What was compared, mean and largest difference as facts, and a problem if they differ.
     """
-    vocabulary = folder_config(checkpoint)["vocab_size"]
+    vocabulary = language_config(folder_config(checkpoint))["vocab_size"]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (_SEQUENCES, _LENGTH), generator=generator)
     engines = installed_version() is not None and not built_for_cpus() and torch.cuda.is_available()
@@ -72,8 +75,13 @@ def check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
 def _of_transformers(
     checkpoint: Path, out: Path, recipe: Recipe, tokens: torch.Tensor
 ) -> list[torch.Tensor]:
-    from vllm_fp8rl.testing.hf_reference import load_exported, load_reference
-
+    try:
+        from vllm_fp8rl.testing.hf_reference import load_exported, load_reference
+    except ImportError as error:
+        raise UnsupportedError(
+            f"--check needs transformers where there is no vLLM for a GPU ({error}); install it, "
+            "or leave --check out."
+        ) from None
     exported = load_exported(out, recipe)
     scales = exported.kv_scales
     theirs = exported.teacher_forced_logprobs(tokens)
@@ -89,17 +97,38 @@ def _of_engines(
 ) -> list[torch.Tensor]:
     scales = _stored_scales(out) if recipe.kv_cache.dtype != "auto" else {}
     # With its default vLLM rounds the scales of weights to powers of two on its own.
-    stock = {"VLLM_USE_DEEP_GEMM_E8M0": str(int(recipe.weights.scale_format == "pow2"))}
-    jobs: list[tuple[Path, dict[str, Any], dict[str, float], dict[str, str]]] = [
-        (out, {"kv_cache_dtype": "fp8" if scales else "auto"}, {}, stock),
-        (checkpoint, engine_args(recipe), scales, {}),
-    ]
+    powers = {"VLLM_USE_DEEP_GEMM_E8M0": str(int(recipe.weights.scale_format == "pow2"))}
+    stock = EngineJob(out, {"kv_cache_dtype": "fp8" if scales else "auto"}, environment=powers)
+    return run_engines([stock, EngineJob(checkpoint, engine_args(recipe), scales)], tokens)
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """An engine to start."""
+
+    folder: Path
+    arguments: Mapping[str, Any]
+    """Arguments of ``vllm.LLM``."""
+    kv_scales: Mapping[str, float] = field(default_factory=dict)
+    """KV scales to send to it; only an engine with fp8rl takes any."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables to set before vLLM is imported."""
+
+
+def run_engines(jobs: Sequence[EngineJob], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Return each engine's logprobs of all tokens but the first of each prompt.
+
+    The engines run one after the other, each in a process of its own, whose end frees its GPU
+    memory.
+
+    Args:
+        jobs: engines to start.
+        tokens: prompts of one length.
+    """
     found = []
-    for folder, arguments, to_send, environment in jobs:
-        # A process each: an engine gives its GPU memory back when its process ends.
+    for job in jobs:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            job = pool.submit(_logprobs, folder, arguments, to_send, environment, tokens)
-            found.append(torch.tensor(job.result()))
+            found.append(torch.tensor(pool.submit(_logprobs, job, tokens).result()))
     return found
 
 
@@ -114,31 +143,29 @@ def _stored_scales(folder: Path) -> dict[str, float]:
     return scales
 
 
-def _logprobs(
-    folder: Path,
-    arguments: Mapping[str, Any],
-    scales: Mapping[str, float],
-    environment: Mapping[str, str],
-    tokens: Sequence[Sequence[int]],
-) -> list[list[float]]:
-    """Logprobs of each prompt's tokens but the first, of an engine that this process starts."""
-    os.environ.update(environment)
+def _logprobs(job: EngineJob, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+    os.environ.update(
+        job.environment, VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    )  # the engine in this process
     from vllm import LLM, SamplingParams
 
     from vllm_fp8rl.calibration import send_kv_scales
 
     llm = LLM(
-        model=str(folder),
+        model=str(job.folder),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=2 * _LENGTH,
-        **arguments,
+        **job.arguments,
     )
-    if scales:
-        send_kv_scales(llm, scales)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     prompts: Any = [{"prompt_token_ids": list(prompt)} for prompt in tokens]
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    try:
+        if job.kv_scales:
+            send_kv_scales(llm, job.kv_scales)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
     return [
         [
             entry[token].logprob

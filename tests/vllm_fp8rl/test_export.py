@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.export import plan_export, write_export
 from fp8rl.numerics import dequantize_block
@@ -16,7 +17,7 @@ from fp8rl.recipe import Pins
 from support.engine import LAYERS, PROMPTS, make_checkpoint, same_bits, start_engine
 from support.teacher_forced import vllm_logprobs
 from vllm_fp8rl.calibration import send_kv_scales
-from vllm_fp8rl.export_check import check_export
+from vllm_fp8rl.export_check import EngineJob, check_export, run_engines
 from vllm_fp8rl.testing.hf_reference import gap, load_exported, load_reference
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
@@ -117,6 +118,17 @@ def test_check_finds_equal_logprobs_and_a_wrong_scale(tmp_path, kind, experts_on
     save_file(tensors, file)
     (problem,) = check_export(checkpoint, out, RECIPE).problems
     assert "export again with the recipe of the rollouts" in problem
+
+
+def test_check_runs_engines_in_processes_of_their_own(checkpoints, out, monkeypatch):
+    """As on a GPU, but with fp8rl on both sides: the folder's own KV scales, and those sent."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    arguments = vllm_fp8rl.engine_args(RECIPE)
+    jobs = [EngineJob(out, arguments), EngineJob(checkpoints["a"], arguments, SCALES)]
+    tokens = torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(2)).tolist()
+    exported, source = run_engines(jobs, tokens)
+    assert exported.shape == (2, 63)
+    assert torch.equal(exported, source)
 
 
 def test_dequantized_weights_are_those_of_the_reference_in_float64(checkpoints, out):
