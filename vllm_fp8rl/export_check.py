@@ -20,8 +20,8 @@ import torch
 from fp8rl import Recipe
 from fp8rl.adapters import Diagnosis
 from fp8rl.errors import UnsupportedError
+from fp8rl.export import wire_scale_name
 from fp8rl.families import language_config
-from fp8rl.kv_scales import parse_scale_name
 from fp8rl.model_folder import folder_config, folder_tensors
 from vllm_fp8rl import engine_args
 from vllm_fp8rl.compat import TESTED, built_for_cpus, installed_version
@@ -137,9 +137,9 @@ def _stored_scales(folder: Path) -> dict[str, float]:
 
     scales = {}
     for name, file in (folder_tensors(folder) or {}).items():
-        if parse_scale_name(name) is not None:
+        if (wire := wire_scale_name(name)) is not None:
             with safe_open(file, framework="pt") as stored:
-                scales[name] = float(stored.get_tensor(name))
+                scales[wire] = float(stored.get_tensor(name))
     return scales
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,12 +33,7 @@ from fp8rl.families import (
     unsupported_reason,
 )
 from fp8rl.kv_scales import ROLES, Role, check_scale, scale_name
-from fp8rl.model_folder import (
-    INDEX,
-    RECIPE_FILE,
-    folder_config,
-    folder_tensors,
-)
+from fp8rl.model_folder import INDEX, RECIPE_FILE, folder_config, folder_tensors
 from fp8rl.numerics import BLOCK, all_finite, quantize_block
 from fp8rl.pinning import PinPolicy
 from fp8rl.recipe import Recipe
@@ -49,9 +44,11 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 """Suffixes of files with weights, which are not copied."""
 _LEFT_OUT = ("config.json", INDEX, "pytorch_model.bin.index.json", "state.json", "SHA256SUMS")
 """Other files that are not copied: they describe the source's own files."""
-_NO_LINEAR = ("norm", "embed_tokens", "conv1d")
+_NO_LINEAR = ("norm", "embed_tokens")
 """Kinds of modules that no engine would quantize, listed or not."""
 _SCALE = re.compile(r"(.*\.layers\.(\d+)\.self_attn)\.(?:attn\.)?([qkv])_scale")
+"""Names of KV scales in a checkpoint, under a wrapper too."""
+_ROLES: dict[str, Role] = {str(role): role for role in ROLES}
 _TO_HF = "examples/converters/convert_{}_to_hf.py of NeMo RL"
 
 
@@ -151,7 +148,7 @@ def plan_export(
             "an FP8 rollout with --recipe."
         )
     config = folder_config(checkpoint)
-    if "quantization_config" in config:
+    if "quantization_config" in config or "quantization_config" in language_config(config):
         raise UnsupportedError(
             f"'{checkpoint}' is quantized already ('quantization_config' in its config.json); give "
             "the BF16 model that it was made from."
@@ -251,6 +248,12 @@ def left_alone(policy: PinPolicy) -> list[str]:
     return list(found | {"lm_head": None})  # a tied one has no tensor
 
 
+def wire_scale_name(stored: str) -> str | None:
+    """Return the name on the wire of a KV scale as a checkpoint stores it; None for other tensors."""
+    match = _SCALE.fullmatch(stored)
+    return scale_name(int(match[2]), _ROLES[match[3]]) if match else None
+
+
 def read_kv_scales(file: Path) -> dict[tuple[int, Role], float]:
     """Read KV scales from a JSON object or a safetensors file, by layer and role.
 
@@ -275,7 +278,6 @@ def read_kv_scales(file: Path) -> dict[tuple[int, Role], float]:
 
 def _named_scales(found: Mapping[str, Any]) -> dict[tuple[int, Role], float]:
     """Check scales and order them by layer and role."""
-    roles = {str(role): role for role in ROLES}
     scales = {}
     for name, value in found.items():
         match = _SCALE.fullmatch(name)
@@ -283,7 +285,7 @@ def _named_scales(found: Mapping[str, Any]) -> dict[tuple[int, Role], float]:
             raise ScaleError(f"'{name}' is no KV scale; names look like '{scale_name(0, 'k')}'.")
         if not isinstance(value, float | torch.Tensor):
             raise ScaleError(f"KV scale '{name}' is {value!r}; write a number such as 0.0625.")
-        scales[int(match[2]), roles[match[3]]] = check_scale(name, value)
+        scales[int(match[2]), _ROLES[match[3]]] = check_scale(name, value)
     return scales
 
 
@@ -307,11 +309,13 @@ def _kv_scales(
     family, text = family_of(config), language_config(config)
     assert family is not None  # or it would have been refused
     prefix = f"{family.wrapper if text is not config else 'model.'}layers."
-    layers = [
-        layer
-        for layer in range(text["num_hidden_layers"])
-        if block_of(family, text, layer).kv == "heads"
-    ]
+    caches = [block_of(family, text, n).kv for n in range(text["num_hidden_layers"])]
+    layers = [layer for layer, kind in enumerate(caches) if kind == "heads"]
+    if "latent" in caches and recipe.kv_cache.dtype != "auto":
+        raise UnsupportedError(
+            f"The recipe has kv_cache.dtype '{recipe.kv_cache.dtype}', but the model caches "
+            "latents, which have no KV scales; set kv_cache.dtype to auto."
+        )
     known = {
         (layer, role): f"{prefix}{layer}.self_attn.{role}_scale"
         for layer in layers
@@ -545,21 +549,27 @@ def _tensors(
                         "before the training diverged."
                     )
                 parts = export.parts(name)
-                rows = (
-                    [rows for _, (rows, _) in _matrices(name, parts, tensor.shape)] if parts else []
-                )
-                matrices = tensor.reshape(-1, tensor.shape[-1]).split(rows) if parts else ()
-                for part, matrix in zip(parts, matrices, strict=True):
+                if not parts:
+                    yield name, tensor
+                for part, matrix in _split(name, parts, tensor):
                     codes, scale_inv = quantize_block(
                         matrix.to(device), BLOCK, export.recipe.weights.scale_format
                     )
                     yield part, codes.cpu()
                     yield f"{part}_scale_inv", scale_inv.cpu()
-                if not parts:
-                    yield name, tensor
                 progress(name)
     for name, scale in export.kv_scales.items():
         yield name, torch.tensor([scale], dtype=torch.float32)
+
+
+def _split(
+    name: str, parts: Sequence[str], tensor: torch.Tensor
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The weights in a stored tensor; none if it has no ``parts``."""
+    if not parts:
+        return ()
+    rows = [rows for _, (rows, _) in _matrices(name, parts, tensor.shape)]
+    return zip(parts, tensor.reshape(-1, tensor.shape[-1]).split(rows), strict=True)
 
 
 def _write_config(export: Export, folder: Path) -> None:

@@ -278,6 +278,45 @@ def test_unreadable_kv_scales(dense, tmp_path):
             plan_export(dense, Recipe(), kv_scales=tmp_path / name)
 
 
+def test_a_cache_of_latents_has_no_scales(tmp_path, monkeypatch):
+    monkeypatch.setattr("fp8rl.export.unsupported_reason", lambda *config, **sides: None)
+    config = {"model_type": "deepseek_v3", "kv_lora_rank": 256, "n_routed_experts": None}
+    checkpoint = model(tmp_path / "in", weights(module_names(CONFIG | config)), **config)
+    refused(checkpoint, UnsupportedError, "caches latents.*kv_cache.dtype to auto", Recipe())
+    found = exported(checkpoint, tmp_path / "out")
+    assert "model.layers.0.self_attn.kv_b_proj" in found["ignored_layers"]
+
+
+def test_a_language_model_under_a_wrapper(tmp_path, monkeypatch):
+    """Its names, those of KV scales too, have the wrapper's prefix; towers and the narrow parts of
+    linear attention stay in BF16, and linear attention has no KV scales."""
+    monkeypatch.setattr("fp8rl.export.unsupported_reason", lambda *config, **sides: None)
+    text = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "vocab_size": 32}
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
+    tower = "model.visual.blocks.0.attn.qkv"
+    names = [tower, *(name for name in module_names(config) if name != "model.visual")]
+    checkpoint = model(tmp_path / "in", weights(names), **config)
+    file = scale_file(tmp_path, {f"model.layers.3.self_attn.{r}_scale": 0.5 for r in "kv"})
+    found = exported(checkpoint, tmp_path / "out", Recipe(), kv_scales=file)
+    tensors, prefix = read(tmp_path / "out"), "model.language_model.layers"
+    assert {name for name in tensors if name.endswith(("k_scale", "v_scale"))} == {
+        f"{prefix}.3.self_attn.{role}_scale" for role in "kv"
+    }
+    ignored = set(found["ignored_layers"])
+    assert {tower, "lm_head"} < ignored
+    for leaf in ("in_proj_a", "in_proj_b", "in_proj_ba"):
+        assert f"{prefix}.0.linear_attn.{leaf}" in ignored
+    for name in (f"{prefix}.0.linear_attn.in_proj_qkv", f"{prefix}.3.self_attn.q_proj"):
+        assert name not in ignored
+        assert tensors[f"{name}.weight"].dtype == torch.float8_e4m3fn
+    refused(
+        checkpoint,
+        ScaleError,
+        r"no KV scale 'model.language_model.layers.3.self_attn.k_scale'",
+        Recipe(),
+    )
+
+
 # quantization_config
 
 

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from fp8rl import PinPolicy, Recipe
+from fp8rl.export import wire_scale_name
 from fp8rl.families import module_names
-from fp8rl.kv_scales import Role, parse_scale_name, scale_name
+from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import (
     BLOCK,
     E4M3_MAX,
@@ -162,7 +163,7 @@ def load_exported(
         for name, tensor in load_file(file).items()
     }
     kv_scales = {
-        name: stored.pop(name).item() for name in list(stored) if parse_scale_name(name) is not None
+        wire: stored.pop(name).item() for name in list(stored) if (wire := wire_scale_name(name))
     }
     fp8 = {name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")}
     for name in fp8:
