@@ -249,7 +249,7 @@ def left_alone(policy: PinPolicy) -> list[str]:
 
 
 def wire_scale_name(stored: str) -> str | None:
-    """Return the name on the wire of a KV scale as a checkpoint stores it; None for other tensors."""
+    """Return the name on the wire of a KV scale in a checkpoint; None for other tensors."""
     match = _SCALE.fullmatch(stored)
     return scale_name(int(match[2]), _ROLES[match[3]]) if match else None
 
