@@ -18,11 +18,17 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedModel,
+)
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.export import wire_scale_name
-from fp8rl.families import module_names
+from fp8rl.families import language_config, module_names
 from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import (
     BLOCK,
@@ -170,8 +176,10 @@ def load_exported(
         stored[name] = dequantize_block(stored[name], stored.pop(f"{name}_scale_inv"))
     config = AutoConfig.from_pretrained(path)
     del config.quantization_config  # transformers would need a GPU for it
+    wrapped = language_config(config) is not config
+    auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
+        kind = type(auto.from_config(config))
     model: PreTrainedModel = kind.from_pretrained(
         None, config=config, state_dict=stored, dtype=torch.float32, attn_implementation=attention
     )
