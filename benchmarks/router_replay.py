@@ -5,7 +5,9 @@
 For each seed a Qwen3-MoE is trained on arithmetic (the demo's problems, one after the other) and
 saved in BF16. Each variant is a recipe: an in-process vLLM engine with it samples with temperature
 1, and its routers are recorded; then Megatron-Core with the same recipe gives logprobs of the same
-tokens, once with its own routes and once with the replayed ones. Both engines compute in BF16.
+tokens, once with its own routes and once with the replayed ones. Both engines compute in BF16. The
+tokens of an FP8 KV cache are scored twice: over the trainer's own keys and values, and over them as
+the cache holds them (``kv_cache.in_training``).
 ``token_mult_prob_error`` is NeMo RL's metric, 1 is perfect; ``kl_k3`` estimates KL(rollout,
 trainer).
 """
@@ -125,11 +127,12 @@ def roll_out(variant: str, seed: int, model: Path, out: Path) -> None:
     inputs: list[Any] = [
         {"prompt_token_ids": row} for row in text(7 + seed, SEQUENCES, PROMPT_TOKENS).tolist()
     ]
+    kv_scales = {}
     if variant == "fp8-kv":
         from vllm_fp8rl.calibration import calibrate_kv_scales
 
         whole = text(9 + seed, 16, PROMPT_TOKENS + TOKENS).tolist()
-        calibrate_kv_scales(llm, [{"prompt_token_ids": row} for row in whole])
+        kv_scales = calibrate_kv_scales(llm, [{"prompt_token_ids": row} for row in whole])
     worker: Any = llm.llm_engine.model_executor.driver_worker.worker
     recorder = RouteRecorder(worker.model_runner.model)
     sampling = SamplingParams(
@@ -151,6 +154,7 @@ def roll_out(variant: str, seed: int, model: Path, out: Path) -> None:
             ),
             "logprobs": torch.tensor(logprobs),
             "routes": torch.cat([prompts, steps.transpose(0, 1)], dim=1),
+            "kv_scales": kv_scales,
         },
         out,
     )
@@ -169,6 +173,7 @@ def score(variant: str, model: Path, rollout: Path, out: Path) -> None:
     from fp8rl.mismatch import mismatch_metrics
     from megatron_fp8rl import convert
     from megatron_fp8rl.export import load_hf
+    from megatron_fp8rl.kv_cache import KVCacheInTraining
     from megatron_fp8rl.router_replay import ReplayedRoutes
     from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
     from megatron_fp8rl.testing.models import build_gpt
@@ -191,19 +196,24 @@ def score(variant: str, model: Path, rollout: Path, out: Path) -> None:
             found = torch.log_softmax(gpt(inputs, positions, None).float(), -1)
             return found.gather(-1, targets[..., None])[:, PROMPT_TOKENS - 1 :, 0]
 
-        own = logprobs()
+        def compare() -> dict[str, Any]:
+            RouterReplay.clear_global_router_replay_action()
+            own = logprobs()
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            replayed = logprobs()
+            mask = torch.ones_like(own)
+            return {
+                "own": mismatch_metrics(made["logprobs"], own, mask).to_dict(),
+                "replayed": mismatch_metrics(made["logprobs"], replayed, mask).to_dict(),
+                "routes": counter.metrics(),
+            }
+
         layers = routes.transpose(0, 1).flatten(0, 1).unbind(1)  # Megatron has the sequence first
         RouterReplay.set_replay_data([layer.contiguous() for layer in layers])
-        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        replayed = logprobs()
-        shares = counter.metrics()
-    mask = torch.ones_like(own)
-    found = {
-        "what": VARIANTS[variant][0],
-        "own": mismatch_metrics(made["logprobs"], own, mask).to_dict(),
-        "replayed": mismatch_metrics(made["logprobs"], replayed, mask).to_dict(),
-        "routes": shares,
-    }
+        found = {"what": VARIANTS[variant][0]} | compare()
+        if made["kv_scales"]:
+            KVCacheInTraining(gpt).set(made["kv_scales"])
+            found["in_training"] = compare()
     out.write_text(json.dumps(found))
 
 

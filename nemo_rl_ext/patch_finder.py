@@ -51,6 +51,8 @@ class RunState:
     """Corrects whole batches; made together with the loss."""
     kv_scales: Mapping[str, float] | None = None
     """KV scales of the last refit of asynchronous engines."""
+    queues_batches: bool = True
+    """Whether batches may wait for their training across a refit; true where it is not known."""
     unread_config: Any = None
     """The config that was loaded, until a class that knows our keys has been made of one."""
 

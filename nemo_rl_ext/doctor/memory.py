@@ -33,15 +33,61 @@ class GPUs:
 
 
 def gpus_of(sections: Sections) -> GPUs:
-    """Count the GPUs as NeMo RL's drivers do."""
+    """Count the GPUs as NeMo RL's drivers do, which first give some to reward models and teachers.
+
+    Source: ``setup`` in ``nemo_rl/algorithms/grpo.py`` and ``ppo.py``.
+    """
     cluster = sections.at("cluster")
     nodes, each = int(cluster.get("num_nodes") or 1), int(cluster.get("gpus_per_node") or 1)
+    policy = max(nodes * each - _given_away(sections, nodes, each), 0)
     colocated = sections.at("policy.generation.colocated")
     if not sections.generation or colocated.get("enabled", True):
-        return GPUs(nodes * each, nodes * each, shared=True)
+        return GPUs(policy, policy, shared=True)
     resources = sections.at("policy.generation.colocated.resources")
     rollout = int(resources.get("num_nodes") or 1) * int(resources.get("gpus_per_node") or each)
-    return GPUs(rollout, max(nodes * each - rollout, 0), shared=False)
+    return GPUs(rollout, max(policy - rollout, 0), shared=False)
+
+
+def _given_away(sections: Sections, nodes: int, each: int) -> int:
+    """Count the GPUs of a reward model and of teachers: whole nodes, except of a single one."""
+    driver, found = sections.driver.name, 0
+    if driver in ("grpo", "ppo") and "reward_model" in _environments(sections.at("data")):
+        resources = sections.at("env.reward_model.resources")
+        found += (
+            int(resources.get("gpus_per_node") or 0)
+            if nodes == 1
+            else int(resources.get("num_nodes") or 0) * each
+        )
+    if driver == "grpo":
+        found += _teacher_nodes(sections.at("on_policy_distillation")) * each
+    return found
+
+
+def _environments(data: Mapping[str, Any]) -> set[Any]:
+    """Names of the environments that the data sets of a run use."""
+    found = set()
+    for given in (data.get(key) for key in ("train", "validation", "default")):
+        for entry in given if isinstance(given, list) else [given]:
+            if isinstance(entry, Mapping):
+                found.add(entry.get("env_name"))
+    return found
+
+
+def _teacher_nodes(distillation: Mapping[str, Any]) -> int:
+    """Count the nodes of the teachers that have GPUs of their own; aliases may share a teacher."""
+    settings = distillation.get("non_colocated_teachers") or {}
+    if not distillation.get("enabled") or not settings.get("enabled"):
+        return 0
+    share = distillation.get("deduplicate_shared_teacher_checkpoints", True)
+    default, overrides = settings.get("default_teacher_cfg"), settings.get("teacher_overrides")
+    nodes, seen = 0, set()
+    for alias, model in (distillation.get("teacher_model_by_agent_name") or {}).items():
+        if share and model in seen:
+            continue
+        seen.add(model)
+        teacher = {**(default or {}), **((overrides or {}).get(alias) or {})}
+        nodes += int(teacher.get("num_nodes", 1))
+    return nodes
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
         asked = check_places(data, driver)  # of all that is given, whatever the class keeps
         construct(self, **data)
         if asked:
-            from nemo_rl_ext.config.merge import prepare
+            from nemo_rl_ext.config.merge import prepare, queues_batches
 
             prepare(self, driver, finder.require)
+            finder.run.queues_batches = queues_batches(self, driver)
 
     master_config.__init__ = __init__

@@ -6,8 +6,9 @@ How: wraps ``Policy.broadcast_weights_for_collective``: where the engines are as
 FP8 cache and were given no scales, it asks the trainer with upstream's own
 ``calibrate_qkv_fp8_scales``. Our worker answers from the step's forwards; before the first of them
 it runs the batch that comes with the call, whose tokens are random. The second method is wrapped
-too, so that the metrics tell how many scales the values of a batch have left. The log tells of
-scales that grew: the trainer attends by the new ones over batches sampled with the old ones.
+too, so that the metrics tell how many scales the values of a batch have left. Where batches wait in
+a queue, the log tells of scales that grew: the trainer attends by the new ones over batches sampled
+with the old ones.
 Upstream: ``nemo_rl/models/policy/lm_policy.py``, ``nemo_rl/distributed/batched_data_dict.py``.
 Until: these loops send KV scales.
 """
@@ -59,7 +60,8 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
                 batch = random_batch(policy.cfg, policy.data_parallel_size)
                 found = policy.calibrate_qkv_fp8_scales(batch, micro_batch_size=1, include_q=True)
                 given.arguments["kv_scales"] = found["layers"]
-            _warn_of_growth(finder.run.kv_scales or {}, given.arguments["kv_scales"])
+            if finder.run.queues_batches:
+                _warn_of_growth(finder.run.kv_scales or {}, given.arguments["kv_scales"])
             finder.run.kv_scales = dict(given.arguments["kv_scales"])
         return broadcast(*given.args, **given.kwargs)
 

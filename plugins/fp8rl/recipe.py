@@ -216,6 +216,19 @@ class Recipe(_Section):
     """KV cache of the rollout engine."""
     importance_sampling: ImportanceSampling = ImportanceSampling()
     """Correction of the loss for the gap between rollout and trainer."""
+    allow_untested_gpu: bool = False
+    """FP8 rollouts start on a Blackwell GPU too, on which they have never run."""
+
+    @model_validator(mode="after")
+    def _as_published_for_blackwell(self) -> Recipe:
+        formats = (self.weights.scale_format, self.activations.scale_format)
+        if self.allow_untested_gpu and (self.training or formats != ("pow2", "pow2")):
+            raise ValueError(
+                "allow_untested_gpu needs training: false, and weights.scale_format and "
+                "activations.scale_format pow2: of Blackwell only FP8 rollouts with such scales "
+                "are known"
+            )
+        return self
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "recipe") -> Recipe:

@@ -45,6 +45,7 @@ FULL = {
         "rejection": {"level": "geometric", "low": 0.9, "high": 1.1},
         "token_veto": 1e-4,
     },
+    "allow_untested_gpu": True,
 }
 
 
@@ -171,6 +172,15 @@ def test_all_mistakes_are_told_at_once():
         (
             {"importance_sampling": {"rejection": {"low": 2, "high": 1}}},
             r"rejection\.low=2\.0 must be below rejection\.high=1\.0",
+        ),
+        ({"allow_untested_gpu": True}, "allow_untested_gpu needs training: false, and weights.sc"),
+        (
+            {
+                "allow_untested_gpu": True,
+                "training": False,
+                "weights": {"scale_format": "pow2"},
+            },
+            "weights.scale_format and activations.scale_format pow2",
         ),
         ([1, 2], "recipe must be a mapping of recipe keys, not list"),
         (None, "recipe must be a mapping of recipe keys, not NoneType"),

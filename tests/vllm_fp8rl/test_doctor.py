@@ -186,7 +186,7 @@ def test_problems_are_sentences_with_a_remedy(
             (10, 0),
             "0.25.1",
             "/cuda/bin/nvcc",
-            ["B200: FP8 layers are served on compute capability 8.9 and 9.0, not on 10.0: from Bl"],
+            ["B200: FP8 layers are served on compute capability 8.9 and 9.0, not on 10.0: th"],
         ),
         ((9, 0), "0.24.0", None, ["there is no nvcc; install", "0.24.0 is too old"]),
     ],

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
 from typing import Any
 
 from vllm_fp8rl.compat import untested
 from vllm_fp8rl.patches.probes import failures
+
+_OURS = {
+    "CPU_ATTN": ("cpu", "vllm_fp8rl.attention.cpu.Fp8RLCpuBackend"),
+    "FLASH_ATTN": ("cuda", "vllm_fp8rl.attention.flash.Fp8RLFlashBackend"),
+}
+"""Name of a backend -> device whose probes it needs, path of the class."""
 
 
 def __getattr__(name: str) -> Any:
     """Return fp8rl's class, or vLLM's own if a release that was not tested fails a probe.
 
     vLLM imports a backend when an engine chooses its attention, so that no other process runs the
-    probes. An engine with ``quantization="fp8rl"`` raises for the same probe.
+    probes. The choice is written into vLLM's registry, where the next layer finds it. An engine
+    with ``quantization="fp8rl"`` raises for the same probe.
     """
-    if name == "CPU_ATTN":
-        if untested("cpu") is None or not failures({"cpu"}):
-            from vllm_fp8rl.attention.cpu import Fp8RLCpuBackend
+    if name not in _OURS:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-            return Fp8RLCpuBackend
-        return _own(name)
-    if name == "FLASH_ATTN":
-        if untested("cuda") is None or not failures({"cuda"}):
-            from vllm_fp8rl.attention.flash import Fp8RLFlashBackend
-
-            return Fp8RLFlashBackend
-        return _own(name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-
-
-def _own(name: str) -> Any:
-    """Return vLLM's own class, whose path is the value of the registry's member."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    return resolve_name(AttentionBackendEnum[name].value)
+    device, path = _OURS[name]
+    backend = AttentionBackendEnum[name]
+    if untested(device) is None or not failures({device}):
+        register_backend(backend, path)
+    else:
+        backend.clear_override()
+    return backend.get_class()

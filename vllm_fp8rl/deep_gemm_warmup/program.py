@@ -11,49 +11,77 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO
 
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
 from vllm_fp8rl.deep_gemm_warmup.lister import KernelLister, compiler_flags, copy_entry
 
+NVCC_SECONDS = 300
+"""Longest time for one kernel, which takes about 2 s on an idle core."""
+
 
 def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
     """Compile the kernels of shapes as they arrive and return the number compiled.
 
-    One process works on a cache at a time. Ranks mostly need the same kernels: those that wait find
-    them compiled.
+    One process compiles into a cache at a time. Ranks mostly need the same kernels: those that wait
+    find them compiled. No process holds the lock while it waits for its engine to build a layer.
 
     Raises:
         RuntimeError: nvcc or DeepGEMM failed.
     """
     cores = len(os.sched_getaffinity(0))
-    started: list[tuple[Shape, dict[str, Future[bool]]]] = []
-    with (
-        _locked(Path(job.cache) / "fp8rl"),
-        tempfile.TemporaryDirectory() as scratch,
-        ThreadPoolExecutor(cores) as pool,
-    ):
-        lister: KernelLister | None = None
-        for shape in shapes:
-            if job.is_compiled(shape):
-                continue
-            lister = lister or KernelLister(job, Path(scratch))
-            listed = lister.kernels(shape)
-            futures = {path.name: pool.submit(compile_kernel, job, path) for path in listed}
-            started.append((shape, futures))
-        compiled = 0
-        for shape, futures in started:
-            compiled += sum(future.result() for future in futures.values())
-            _write_record(job.record(shape), list(futures))
-        return compiled
+    compiled = 0
+    lister: KernelLister | None = None
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(cores) as pool:
+        try:
+            for batch in _batches(shapes):
+                with _locked(Path(job.cache) / "fp8rl"):
+                    started: list[tuple[Shape, dict[str, Future[bool]]]] = []
+                    for shape in batch:
+                        if job.is_compiled(shape):
+                            continue
+                        lister = lister or KernelLister(job, Path(scratch))
+                        listed = lister.kernels(shape)
+                        kernels = {at.name: pool.submit(compile_kernel, job, at) for at in listed}
+                        started.append((shape, kernels))
+                    for shape, kernels in started:
+                        compiled += sum(kernel.result() for kernel in kernels.values())
+                        _write_record(job.record(shape), list(kernels))
+        finally:  # after an error the others are of no use
+            pool.shutdown(cancel_futures=True)
+    return compiled
+
+
+def _batches(shapes: Iterable[Shape]) -> Iterator[list[Shape]]:
+    """Yield the shapes that have arrived since the last batch, and wait where none has."""
+    arrived: SimpleQueue[Shape | None] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            for shape in shapes:
+                arrived.put(shape)
+        finally:
+            arrived.put(None)
+
+    threading.Thread(target=read).start()
+    more = True
+    while more:
+        batch = [arrived.get()]
+        while not arrived.empty():
+            batch.append(arrived.get())
+        more = batch[-1] is not None
+        yield [shape for shape in batch if shape is not None]
 
 
 def compile_kernel(job: Job, listed: Path) -> bool:
@@ -62,7 +90,7 @@ def compile_kernel(job: Job, listed: Path) -> bool:
     Its folder appears by one rename, as DeepGEMM's own do.
 
     Raises:
-        RuntimeError: nvcc failed.
+        RuntimeError: nvcc failed, or took longer than :data:`NVCC_SECONDS`.
     """
     if job.has(listed.name):
         return False
@@ -71,9 +99,7 @@ def compile_kernel(job: Job, listed: Path) -> bool:
         copy_entry(listed, folder)
         source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
         command = [job.nvcc, str(source), "-cubin", "-o", str(cubin), *compiler_flags(listed)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{job.nvcc} failed on {listed.name}: {done.stderr.strip()[-500:]}")
+        _run_compiler(command, folder, listed.name)
         target = Path(job.cache) / "cache" / listed.name
         target.parent.mkdir(exist_ok=True)
         try:
@@ -84,6 +110,27 @@ def compile_kernel(job: Job, listed: Path) -> bool:
         return True
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_compiler(command: list[str], folder: Path, kernel: str) -> None:
+    """Run nvcc in a process group of its own, so that a time-out ends what it has started too."""
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as nvcc:
+        try:
+            _, errors = nvcc.communicate(timeout=NVCC_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(nvcc.pid, signal.SIGKILL)
+            raise RuntimeError(
+                f"{command[0]} did not finish {kernel} within {NVCC_SECONDS} s"
+            ) from None
+    if nvcc.returncode:
+        raise RuntimeError(f"{command[0]} failed on {kernel}: {errors.strip()[-500:]}")
 
 
 @contextmanager

@@ -45,6 +45,8 @@ def find_job() -> Job | None:
         _warn("vLLM has not imported deep_gemm")
     elif nvcc is None:
         _warn(NO_NVCC)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        _warn("DeepGEMM packs scales on this GPU, so kernels would run when they are listed")
     else:
         device = torch.cuda.current_device()
         gpu = torch.cuda.get_device_properties(device)

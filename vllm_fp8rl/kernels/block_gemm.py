@@ -5,7 +5,8 @@ here: on the GPUs served, it would only replace parameters (which ends refits in
 ``VLLM_USE_DEEP_GEMM_E8M0`` (its default), quantize the weights again with scales that are powers of
 two. DeepGEMM, CUTLASS and Triton all read codes ``[N, K]`` and float32 scales ``[N/128, K/128]``
 (``vllm/model_executor/kernels/linear/scaled_mm``), as :mod:`vllm_fp8rl.storage.block_grid` writes
-them.
+them. On Blackwell DeepGEMM packs the exponents of such scales in each call, so that a refit in
+place is seen there too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.compat import unsupported_reason
+from vllm_fp8rl.compat import PACKING_CAPABILITIES, unsupported_reason
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
@@ -62,8 +63,10 @@ class DelegatedKernel:
         self.backend = backend
         self._kernel = _KERNELS[backend](config)
         self._pow2 = recipe.activations.scale_format == "pow2"
+        self._row_major = backend == "triton"
         if backend == "deep_gemm":
-            self._kernel.use_deep_gemm_e8m0 = False
+            # Elsewhere DeepGEMM would round scales that are no powers of two.
+            self._kernel.use_deep_gemm_e8m0 = self._row_major = packs_scales()
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
         """Return ``x @ weight.T``."""
@@ -72,7 +75,7 @@ class DelegatedKernel:
         scale_inv = by_group.t()[: rows.shape[0]]
         if self.backend == "cutlass":  # takes no padding
             scale_inv = scale_inv.t().contiguous().t()
-        elif self.backend == "triton":  # reads the scales of a row side by side
+        elif self._row_major:  # the scales of a row lie side by side
             scale_inv = scale_inv.contiguous()
         y = self._kernel.apply_block_scaled_mm(
             A=codes, B=weight.codes, As=scale_inv, Bs=weight.scale_inv
@@ -96,7 +99,7 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
     Raises:
         UnsupportedError: the GPU, the backend or the shape is not served.
     """
-    require_served_gpu()
+    require_served_gpu(recipe)
     if shape.in_features % GROUP:
         raise UnsupportedError(
             f"vLLM's kernels need input features in multiples of {GROUP} on this rank, not "
@@ -139,12 +142,28 @@ def layer_config(shape: GemmShape, dtype: torch.dtype) -> FP8ScaledMMLinearLayer
     )
 
 
-def require_served_gpu() -> None:
-    """Raise UnsupportedError if the kernels of this GPU are not served."""
+def require_served_gpu(recipe: Recipe) -> None:
+    """Raise UnsupportedError if the kernels of this GPU are not served.
+
+    Args:
+        recipe: whether a GPU may be one on which nothing has run.
+    """
     capability = current_platform.get_device_capability()
-    reason = unsupported_reason(capability, rocm=current_platform.is_rocm())
+    reason = unsupported_reason(
+        capability, rocm=current_platform.is_rocm(), allow_untested=recipe.allow_untested_gpu
+    )
     if reason is not None:
         raise UnsupportedError(f"{reason}; use recipe.rollout=false here.")
+    if packs_scales():
+        logger.warning_once(
+            "fp8rl has never run on a Blackwell GPU: allow_untested_gpu starts FP8 layers that are "
+            "written after the sources of vLLM's kernels, so compare logprobs with BF16 rollouts."
+        )
+
+
+def packs_scales() -> bool:
+    """Whether DeepGEMM takes scales on this GPU as packed exponents."""
+    return tuple(current_platform.get_device_capability() or ()) in PACKING_CAPABILITIES
 
 
 def _choose(

@@ -70,7 +70,7 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
         UnsupportedError: the GPU, the backend or the shape is not served, or vLLM
             would not use the recipe's format of activation scales in this process.
     """
-    require_served_gpu()
+    require_served_gpu(recipe)
     if moe.hidden_dim % GROUP:
         raise UnsupportedError(
             f"vLLM's FP8 experts need a hidden size in multiples of {GROUP}, not "

@@ -13,6 +13,8 @@ FP8_DTYPE = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = (128, 128)
 GROUP = 128
+MX_GROUP = 32
+"""Elements of MXFP8 that share a scale."""
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_FORMATS = get_args(ScaleFormat)
 

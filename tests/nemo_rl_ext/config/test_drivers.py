@@ -352,7 +352,9 @@ OTHER: dict[str, Any] = {
         "rejection": {"level": "sequence", "low": 0.8, "high": 1.2},
         "token_veto": 1e-4,
     },
+    "allow_untested_gpu": True,
 }
+POW2 = {"scale_format": "pow2"}
 
 
 def test_every_key_has_a_reader_and_another_value_here() -> None:
@@ -372,6 +374,8 @@ def test_each_key_of_a_recipe_reaches_who_acts_on_it(driver: Driver, key: str) -
         return
     block = {"kv_cache": {"dtype": "auto"}} if key != "kv_cache" and driver.name == "ppo" else {}
     block[key] = OTHER[key]
+    if key == "allow_untested_gpu":
+        block |= {"training": False, "weights": POW2, "activations": POW2}
     wanted = Recipe.from_dict(block)
     try:
         prepared = made(driver, config(block, *driver.serves))

@@ -13,11 +13,12 @@ import yaml
 
 from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, RecipeError, UnsupportedError
-from nemo_rl_ext.config.checks import KV_BACKENDS
+from nemo_rl_ext.config.checks import KV_BACKENDS, MOE_BACKENDS
 from nemo_rl_ext.config.drivers import DRIVER, DRIVERS, MAX_AGE
 from nemo_rl_ext.config.merge import (
     announce_kv_cache,
     prepare,
+    queues_batches,
     read,
     rollouts_in_bf16,
     withdraw_kv_cache,
@@ -366,6 +367,11 @@ def test_attention_over_the_rollouts_cache_is_refused_where_the_trainer_never_le
     block = {"kv_cache": {"in_training": True}}
     with pytest.raises(UnsupportedError, match=r"in_training' needs .*megatron_cfg\.enabled' true"):
         read(config(block, "megatron.enabled=false"), GRPO)
+    with pytest.raises(UnsupportedError, match=r"in_training' needs 'grpo' or the single contro"):
+        read(config(block), DRIVERS["ppo"])  # its loop asks the trainer for no scales
+    left_off = read(config({}), DRIVERS["ppo"])
+    assert not left_off.recipe.kv_cache.in_training
+    assert "attends over K and V in its own dtype" in left_off.notes[-1]
     assert read(config(block), GRPO).recipe.kv_cache.in_training
     # A run from the config that a checkpoint keeps, with all keys written out.
     first = read(config({}, "megatron.enabled=false"), GRPO).recipe
@@ -564,6 +570,12 @@ def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
         check_backend(name, CompilationConfig(cudagraph_mode="NONE"))
 
 
+def test_the_moe_backends_are_those_the_engine_plugin_serves() -> None:
+    from vllm_fp8rl.kernels import fused_moe
+
+    assert set(MOE_BACKENDS) == {"auto", *fused_moe._BACKENDS}
+
+
 def test_what_bf16_engines_are_started_with() -> None:
     """The merged recipe stays but for its rollouts; nothing else of the arguments changes."""
     block = Recipe.from_dict({"pins": {"layers": [1]}}).to_dict()
@@ -623,6 +635,8 @@ def test_the_guard_knows_how_old_sequences_may_be(
     prepare(made, DRIVERS[driver], lambda key: None)
     assert getattr(made.loss_fn, MAX_AGE) == expected
     assert getattr(made.loss_fn, DRIVER) == driver  # a single controller's steps come in pieces
+    waits = expected > 0 or driver == "single_controller"
+    assert queues_batches(made, DRIVERS[driver]) == waits
 
 
 @pytest.mark.parametrize(

@@ -219,12 +219,12 @@ def test_drivers_that_generate_nothing_or_serve_nothing(look: Any) -> None:
     [
         ({"pins": {"layers": [9]}}, {}, f"{VLLM}.fp8rl.pins.layers: 9 matches nothing"),
         ({"pin": {}}, {}, "unknown key 'policy.generation.vllm_cfg.fp8rl.pin'"),
-        ({}, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is another number format"),
+        ({}, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is true, which asks for MXFP8"),
         ({}, {f"{VLLM}.pipeline_parallel_size": 2}, "but FP8 rollouts are served with 1"),
         ({}, {f"{VLLM}.tensor_parallel_size": 3}, "tensor_parallel_size': tensor parallel size 3"),
         ({}, {"data.fp8rl": {}}, "'data.fp8rl' has no effect in run_grpo.py"),
         (None, {"policy.fp8_rl": {}}, "'policy.fp8_rl' is no key of NeMo RL or fp8rl; write"),
-        (None, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is another number format"),
+        (None, {f"{VLLM}.is_mx": True}, f"'{VLLM}.is_mx' is true, which asks for MXFP8"),
     ],
 )
 def test_what_the_driver_refuses_is_a_problem(
@@ -417,6 +417,23 @@ def test_a_value_that_nothing_can_be_computed_with_is_named(
 ) -> None:
     with pytest.raises(RecipeError, match=rf"^'{re.escape(path)}' is .*, not {wanted}; correct"):
         look(config({}, **{path.replace(".", "__"): value}))
+
+
+def test_numbers_in_quotes_are_converted_where_nemo_rl_does(look: Any) -> None:
+    plain, block = config({}), {"tensor_model_parallel_size": 2, "context_parallel_size": 1}
+    plain["policy"]["megatron_cfg"] |= block
+    quoted = json.loads(json.dumps(plain))
+    quoted["policy"]["megatron_cfg"] |= {key: str(value) for key, value in block.items()}
+    quoted["cluster"] = {"num_nodes": "1", "gpus_per_node": "8"}
+    assert look(quoted) == look(plain)
+    for path, value, wanted in (
+        (f"{VLLM}.tensor_parallel_size", "2", "a positive integer"),
+        (f"{VLLM}.gpu_memory_utilization", "0.5", "a number from 0 to 1"),
+        ("env.reward_model.resources.num_nodes", "1", "a positive integer or null"),
+    ):
+        message = rf"^'{re.escape(path)}' is the text '{value}', not {wanted}, and NeMo RL does not"
+        with pytest.raises(RecipeError, match=message):
+            look(config({}, **{path: value}))
 
 
 @pytest.mark.parametrize(

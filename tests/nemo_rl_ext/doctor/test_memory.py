@@ -204,3 +204,53 @@ def test_gpus(nodes: int, colocated: dict[str, Any] | None, expected: memory.GPU
         "cluster": {"num_nodes": nodes, "gpus_per_node": 8},
     }
     assert memory.gpus_of(Sections(config, DRIVERS["grpo"])) == expected
+
+
+TEACHERS = {
+    "enabled": True,
+    "teacher_model_by_agent_name": {"math": "big", "code": "big", "chat": "other"},
+    "non_colocated_teachers": {
+        "enabled": True,
+        "default_teacher_cfg": {"num_nodes": 2},
+        "teacher_overrides": {"math": {"num_nodes": 3}, "code": {"num_nodes": 4}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("driver", "nodes", "settings", "left"),
+    [
+        ("grpo", 1, {}, 8),
+        ("grpo", 1, {"data": {"default": {"env_name": "reward_model"}}}, 6),
+        ("ppo", 4, {"data": {"train": [{"env_name": "math"}, {"env_name": "reward_model"}]}}, 24),
+        ("distillation", 4, {"data": {"default": {"env_name": "reward_model"}}}, 32),
+        ("grpo", 8, {"on_policy_distillation": TEACHERS}, 24),
+        (
+            "grpo",
+            16,
+            {
+                "on_policy_distillation": {
+                    **TEACHERS,
+                    "deduplicate_shared_teacher_checkpoints": False,
+                }
+            },
+            56,
+        ),
+        ("grpo", 8, {"on_policy_distillation": {**TEACHERS, "enabled": False}}, 64),
+        ("single_controller", 8, {"on_policy_distillation": TEACHERS}, 64),
+    ],
+)
+def test_gpus_of_reward_models_and_teachers_are_not_the_runs(
+    driver: str, nodes: int, settings: dict[str, Any], left: int
+) -> None:
+    config = {
+        "policy": {"generation": {"backend": "vllm"}},
+        "env": {"reward_model": {"resources": {"num_nodes": 1, "gpus_per_node": 2}}},
+        "cluster": {"num_nodes": nodes, "gpus_per_node": 8},
+        **settings,
+    }
+    assert memory.gpus_of(Sections(config, DRIVERS[driver])) == memory.GPUs(left, left, shared=True)
+    apart = {"enabled": False, "resources": {"num_nodes": 1, "gpus_per_node": 4}}
+    config["policy"] = {"generation": {"backend": "vllm", "colocated": apart}}
+    found = memory.gpus_of(Sections(config, DRIVERS[driver]))
+    assert found == memory.GPUs(4, left - 4, shared=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fp8rl.errors import ModelError
-from nemo_rl_ext.patch_finder import PatchFinder
+from nemo_rl_ext.patch_finder import PatchFinder, RunState
 from nemo_rl_ext.patches import kv_scales
 from vllm_fp8rl.testing.tiny import make_checkpoint
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, RunState]]:
     batches = ModuleType("nemo_rl.distributed.batched_data_dict")
     batches.BatchedDataDict = dict  # type: ignore[attr-defined]
     for name in ("nemo_rl", "nemo_rl.distributed"):
@@ -54,7 +54,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     finder = PatchFinder()
     finder.run.correction = SimpleNamespace(outgrown=None)  # type: ignore[assignment]
     kv_scales.apply(module, finder)
-    yield module.Policy, finder.run.correction
+    yield module.Policy, finder.run
 
 
 def config(model: Path, **vllm: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def config(model: Path, **vllm: Any) -> dict[str, Any]:
 
 
 def test_asynchronous_engines_get_scales_with_every_refit(patched: Any, model: Path) -> None:
-    policy_class, correction = patched
+    policy_class, run = patched
     policy = policy_class(config(model))
     assert policy.broadcast_weights_for_collective(num_buffers=3) == ({"a": 0.5}, 3)
     ((batch, options),) = policy.calls
@@ -76,7 +76,7 @@ def test_asynchronous_engines_get_scales_with_every_refit(patched: Any, model: P
     assert batch["input_ids"].shape == (2 * kv_scales.SEQUENCES, 96)
     assert 0 <= int(batch["input_ids"].min()) < 64 < int(batch["input_ids"].max()) < 512
     assert batch["input_lengths"].tolist() == [96] * 8
-    assert correction.outgrown == 1
+    assert run.correction is not None and run.correction.outgrown == 1
 
 
 def test_scales_that_were_given_stay(patched: Any, model: Path) -> None:
@@ -89,13 +89,18 @@ def test_scales_that_were_given_stay(patched: Any, model: Path) -> None:
 def test_the_log_tells_of_scales_that_grew_under_queued_batches(
     patched: Any, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = patched[0](config(model))
+    policy_class, run = patched
+    policy = policy_class(config(model))
     first = {"a.q_scale": 1.0, "a.k_scale": 1.0, "b.k_scale": 0.5, "b.v_scale": 0.5}
     for scales in (first, first, {**first, "a.q_scale": 2.0}):
         policy.broadcast_weights_for_collective(scales)
     assert caplog.text == ""
     policy.broadcast_weights_for_collective({**first, "a.k_scale": 2.0, "b.v_scale": 1.0})
     assert "2 KV scales grew; batches that are still queued" in caplog.text
+    caplog.clear()
+    run.queues_batches = False  # synchronous GRPO with asynchronous engines
+    policy.broadcast_weights_for_collective({**first, "a.k_scale": 4.0})
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

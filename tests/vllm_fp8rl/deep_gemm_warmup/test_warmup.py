@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import envs
 
-from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
+from vllm_fp8rl.deep_gemm_warmup import KernelWarmup, program, warmup
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
 from vllm_fp8rl.deep_gemm_warmup.lister import rows_to_try
 from vllm_fp8rl.deep_gemm_warmup.nvcc import find_nvcc
@@ -149,6 +151,38 @@ def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None
     assert len(compiled(job)) == 6
 
 
+def test_a_process_that_waits_for_its_engine_keeps_nobody_from_compiling(job: Job) -> None:
+    command = [sys.executable, "-m", "vllm_fp8rl.deep_gemm_warmup.program"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as loading:
+        assert loading.stdin is not None and loading.stdout is not None
+        loading.stdin.write(f"{json.dumps(asdict(job))}\n{json.dumps(LINEAR[0])}\n")
+        loading.stdin.flush()
+        deadline = time.monotonic() + 60
+        while not job.is_compiled(LINEAR[0]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert run_program(job, LINEAR) == {"compiled": 3, "error": None}
+        loading.stdin.write(f"{json.dumps(LINEAR[1])}\n")
+        loading.stdin.close()
+        assert json.loads(loading.stdout.read()) == {"compiled": 3, "error": None}
+
+
+def test_a_compiler_that_hangs_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "NVCC_SECONDS", 1)
+    command = ["sh", "-c", "sleep 50 & echo $! > child; wait"]
+    with pytest.raises(RuntimeError, match=r"^sh did not finish kernel\.gemm within 1 s$"):
+        program._run_compiler(command, tmp_path, "kernel.gemm")
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    deadline = time.monotonic() + 10
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_experts_and_what_the_cache_has(job: Job) -> None:
     experts = Shape(256, 128, 512, groups=4)
     meet(job, LINEAR[0], 1)
@@ -224,6 +258,10 @@ def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(__file__="deep_gemm/x.py"))
     assert find_job() is None
     assert "there is no nvcc; install" in caplog.text
+    monkeypatch.setattr(warmup, "find_nvcc", lambda environ: Path("nvcc"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert find_job() is None
+    assert "kernels would run when they are listed" in caplog.text
 
 
 @given(st.integers(1, 3000))

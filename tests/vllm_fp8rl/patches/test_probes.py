@@ -167,30 +167,40 @@ def test_an_untested_vllm_with_an_unrelated_change_runs_and_warns_once(
 
 
 def test_registering_leaves_engines_without_fp8rl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_fp8rl.attention.cpu import Fp8RLCpuBackend
 
-    registered: list[str] = []
     probed: list[object] = []
-    registry = "vllm.v1.attention.backends.registry.register_backend"
-    monkeypatch.setattr(registry, lambda name, backend: registered.append(backend))
+
+    def get_class() -> tuple[type, int]:
+        """The class, and the number of probes that were run for it."""
+        probed.clear()
+        return AttentionBackendEnum.CPU_ATTN.get_class(), len(probed)
+
+    lacks = Probe.lacks
+    monkeypatch.setattr(Probe, "lacks", lambda probe: probed.append(probe) or lacks(probe))
     monkeypatch.setattr(compat, "installed_version", lambda: "0.99.0")
-    with monkeypatch.context() as patch:
-        patch.setattr("vllm_fp8rl.patches.probes.Probe.lacks", probed.append)
-        vllm_fp8rl.register()
+    vllm_fp8rl.register()
     assert not probed  # this process may have no engine
-    (path,) = registered
-    assert resolve_obj_by_qualname(path) is Fp8RLCpuBackend
-    monkeypatch.delattr("vllm._custom_ops.cpu_attn_reshape_and_cache")
+    found, count = get_class()
+    assert found is Fp8RLCpuBackend and count
+    assert get_class() == (Fp8RLCpuBackend, 0)  # the next layer
+    with monkeypatch.context() as patch:
+        patch.delattr("vllm._custom_ops.cpu_attn_reshape_and_cache")
+        vllm_fp8rl.register()
+        found, count = get_class()
+        assert found is CPUAttentionBackend and count
+        assert get_class() == (CPUAttentionBackend, 0)
+        assert any("cpu_attn_reshape_and_cache', which is" in text for text in failures({"cpu"}))
+    vllm_fp8rl.register()
+    assert get_class()[0] is Fp8RLCpuBackend
     monkeypatch.delattr("vllm.v1.engine.core.EngineCore.collective_rpc")
-    assert resolve_obj_by_qualname(path) is CPUAttentionBackend
     assert any("EngineCore.collective_rpc', which this" in text for text in failures({"worker"}))
     monkeypatch.delattr("vllm.v1.engine.async_llm.AsyncLLM.encode")
     (problem,) = failures({"client"})
     assert "AsyncLLM.encode', which this vLLM does not have" in problem
-    assert any("cpu_attn_reshape_and_cache', which is" in text for text in failures({"cpu"}))
 
 
 MISSING = (
