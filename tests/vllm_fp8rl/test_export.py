@@ -14,7 +14,14 @@ from fp8rl import Recipe
 from fp8rl.export import plan_export, write_export
 from fp8rl.numerics import dequantize_block
 from fp8rl.recipe import Pins
-from support.engine import LAYERS, PROMPTS, make_checkpoint, same_bits, start_engine
+from support.engine import (
+    LAYERS,
+    PROMPTS,
+    keep_process_groups,
+    make_checkpoint,
+    same_bits,
+    start_engine,
+)
 from support.teacher_forced import vllm_logprobs
 from vllm_fp8rl.calibration import send_kv_scales
 from vllm_fp8rl.export_check import EngineJob, check_export, run_engines
@@ -75,6 +82,7 @@ def test_stock_vllm_loads_it(engine, out, monkeypatch):
     monkeypatch.setattr(Kernel, "apply_weights", product)
     arguments = {"quantization": None, "additional_config": {}, "dtype": "bfloat16"}
     stock = start_engine(out, RECIPE, kv_cache_dtype="fp8", **arguments)
+    keep_process_groups(stock)
     assert type(stock.llm.llm_engine.vllm_config.quant_config).__name__ == "Fp8Config"
     stored, live = read(out), stock.state()
     fused = {
