@@ -92,7 +92,7 @@ class Reference:
         device: str,
         prompt: int,
     ) -> None:
-        from vllm_fp8rl.quantization.models import module_names
+        from fp8rl.families import module_names
 
         config = _Config(json.loads((path / "config.json").read_text()))
         self.config, self.recipe, self.device, self.prompt = config, recipe, device, prompt

@@ -15,6 +15,7 @@ import torch
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import CheckpointError
 from fp8rl.kv_scales import next_scales, parse_scale_name
+from fp8rl.model_folder import RECIPE_FILE
 from fp8rl_demo import checkpoint
 from fp8rl_demo.batch import TokenBatch, make_batch
 from fp8rl_demo.events import EventWriter
@@ -100,6 +101,8 @@ class GrpoRun:
         start = state.step if found else 0
         model_folder = self._folder / "model"
         write_model_folder(self._settings, model_folder)
+        recipe = json.dumps(self._recipe.to_dict())  # for fp8rl export of a checkpoint
+        (model_folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
         self._keep_lines_before(start)
         self._policy = MegatronPolicy(self._settings, self._recipe)
         weights = {n: t for n, t in state.model.items() if parse_scale_name(n) is None}

@@ -241,6 +241,7 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
         As :func:`convert`; nothing has been changed then.
     """
     roots = list(roots)
+    _refuse_adapters(roots)
     plan = [site for root in roots for site in sites(root) if site.runs_in_fp8(setup.policy)]
     _by_name((site.name, site.module) for site in plan)
     for site in plan:
@@ -258,6 +259,18 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
                 module.give_back()
         raise
     _warn_of_ragged_widths(plan)
+
+
+def _refuse_adapters(roots: Iterable[torch.nn.Module]) -> None:
+    """Refuse linears that Megatron-Bridge has wrapped for LoRA (peft/adapter_wrapper.py)."""
+    for root in roots:
+        for path, module in root.named_modules():
+            if hasattr(module, "to_wrap") and hasattr(module, "adapter"):
+                raise UnsupportedError(
+                    f"'{path}' is a {type(module).__name__}: FP8 training does not serve LoRA, "
+                    "whose adapters read the output of a norm that FP8 linears keep inside; set "
+                    "training to false in the recipe, or train without adapters."
+                )
 
 
 def describe(setup: Setup) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from fp8rl import PinPolicy
 from fp8rl.errors import PinError, UnsupportedError
-from fp8rl.families import layer_module_names
+from fp8rl.families import (
+    DEEPSEEK_EXPERTS,
+    EXPERTS,
+    LLAMA,
+    QWEN3,
+    SHARED_EXPERT,
+    Experts,
+    Family,
+    layer_modules,
+)
 from megatron_fp8rl import compat
 from megatron_fp8rl.export.layout import (
     ROW_PARALLEL,
@@ -94,16 +103,10 @@ def module_names(config: Any) -> list[str]:
     Args:
         config: the ``TransformerConfig`` of a GPTModel.
     """
-    shared = None
-    if config.moe_shared_expert_intermediate_size is not None:
-        shared = shared_expert_name(config)
+    family, values = family_of_gpt(config), _hf_values(config)
     inner = [
-        layer_module_names(
-            gated=config.gated_linear_unit,
-            num_experts=config.num_moe_experts if is_moe else None,
-            shared_expert=shared,
-        )
-        for is_moe in _moe_layers(config)
+        [module.name for module in layer_modules(family, values, number)]
+        for number in range(config.num_layers)
     ]
     names = ["model.embed_tokens"]
     for number, leaves in enumerate(inner):
@@ -113,6 +116,33 @@ def module_names(config: Any) -> list[str]:
         names.append(_joint_name(config, f"mtp.layers.{number}"))
         names += [f"mtp.layers.{number}.{leaf}" for leaf in inner[-1]]
     return names
+
+
+def family_of_gpt(config: Any) -> Family:
+    """Make up the family of a GPTModel from the table's blocks, by the switches of its config."""
+    dense = QWEN3 if config.qk_layernorm else LLAMA
+    mlp = LLAMA.mlp if config.gated_linear_unit else LLAMA.mlp[1:]
+    return replace(dense, mlp=mlp, experts=_experts_of(config))
+
+
+def _experts_of(config: Any) -> Experts | None:
+    if config.num_moe_experts is None:
+        return None
+    if config.moe_shared_expert_intermediate_size is None:
+        return EXPERTS
+    return SHARED_EXPERT if config.moe_shared_expert_gate else DEEPSEEK_EXPERTS
+
+
+def _hf_values(config: Any) -> dict[str, Any]:
+    """Give the keys of a ``config.json`` that the names follow from."""
+    count = config.num_moe_experts
+    types = ["sparse" if is_moe else "dense" for is_moe in _moe_layers(config)]
+    return {
+        **dict.fromkeys((*EXPERTS.count, *DEEPSEEK_EXPERTS.count), count),
+        "n_shared_experts": 1,
+        "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        "mlp_layer_types": types,
+    }
 
 
 def sites(chunk: torch.nn.Module) -> Iterator[Site]:

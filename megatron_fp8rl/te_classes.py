@@ -122,6 +122,11 @@ class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallel
     upstream_class = TELayerNormColumnParallelLinear
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.return_layernorm_output:  # Megatron-Bridge sets it where it adds an adapter later
+            raise UnsupportedError(
+                f"'{self.fp8_state.name}' has return_layernorm_output on: FP8 training does not "
+                "serve LoRA; set training to false in the recipe, or train without adapters."
+            )
         return super().forward(_normalize(self, x))
 
 

@@ -8,6 +8,9 @@ from fp8rl import hookimpl
 from fp8rl.adapters import ConfigRequest, Diagnosis, EngineAdapter
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fp8rl import Recipe
     from nemo_rl_ext.grpo.importance_sampling import Corrector
 
 
@@ -22,7 +25,11 @@ def register_is_correctors() -> dict[str, Corrector]:
 @hookimpl
 def register_engine_adapters() -> list[EngineAdapter]:
     """NeMo RL, for ``fp8rl doctor nemo-rl``; it is looked at without importing it."""
-    return [EngineAdapter("nemo-rl", _diagnose, examine_config=_examine_config)]
+    return [
+        EngineAdapter(
+            "nemo-rl", _diagnose, examine_config=_examine_config, recipe_of=_rollout_recipe
+        )
+    ]
 
 
 def _diagnose() -> Diagnosis:
@@ -35,3 +42,9 @@ def _examine_config(request: ConfigRequest) -> Diagnosis:
     from nemo_rl_ext.doctor.examination import examine
 
     return examine(request)
+
+
+def _rollout_recipe(config: Path) -> Recipe:
+    from nemo_rl_ext.doctor.config_file import rollout_recipe
+
+    return rollout_recipe(config)

@@ -23,6 +23,7 @@ from transformers import Qwen3MoeConfig
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError
+from fp8rl.families import module_names as rollout_names
 from fp8rl.recipe import Pins
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
@@ -30,7 +31,6 @@ from megatron_fp8rl.sites import module_names as trainer_names
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
 from megatron_fp8rl.testing.launch import launch
 from megatron_fp8rl.testing.models import build_gpt, transformer_config
-from vllm_fp8rl.quantization.models import module_names as rollout_names
 from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertLayout, empty_stacks, stack_of
 
 SCRIPT = Path(__file__).with_name("cross_engine_cases.py")

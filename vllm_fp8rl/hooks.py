@@ -28,7 +28,7 @@ from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
 
 @hookimpl
 def register_engine_adapters() -> list[EngineAdapter]:
-    return [EngineAdapter("vllm", _diagnose, _examine)]
+    return [EngineAdapter("vllm", _diagnose, _examine, check_export=_check_export)]
 
 
 def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
@@ -37,6 +37,12 @@ def _examine(model: Path, recipe: Recipe, ranks: int) -> Diagnosis:
     from vllm_fp8rl.doctor import examine
 
     return examine(model, recipe, ranks)
+
+
+def _check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
+    from vllm_fp8rl.export_check import check_export
+
+    return check_export(checkpoint, out, recipe)
 
 
 def _diagnose() -> Diagnosis:

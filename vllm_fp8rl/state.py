@@ -14,6 +14,7 @@ import torch
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
+from fp8rl.families import Family
 from fp8rl.kv_scales import ROLES, Role, scale_name
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.names import NAME
@@ -59,6 +60,8 @@ class RankState:
 
     recipe: Recipe
     policy: PinPolicy
+    family: Family
+    """The model's entry in the table of families."""
     dummy: bool
     """The engine loads no checkpoint."""
     layers: dict[str, Any]
@@ -77,14 +80,15 @@ class RankState:
         """Return ``fp8`` or ``bf16`` for a linear module.
 
         Raises:
-            UnsupportedError: a linear layer that no dense Llama/Qwen3-style model has.
+            UnsupportedError: a linear layer that the table of families does not have.
         """
         try:
             pinned = self.policy.precision(name)
         except PinError:
             raise UnsupportedError(
-                f"'{name}' is no layer of a Llama/Qwen3-style model, which is what "
-                f"quantization='{NAME}' serves; start this model without it."
+                f"'{name}' is no layer of a {self.family.name} model, as which this model runs; "
+                "add it to fp8rl/families.py (docs/extending.md), or start this model without "
+                f"quantization='{NAME}'."
             ) from None
         return pinned if self.recipe.rollout else "bf16"
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fp8rl import PinPolicy
 from fp8rl.errors import UnsupportedError
+from fp8rl.families import FUSED, kind_of
 from fp8rl.numerics import BLOCK, mark_inf, quantize_block
-from fp8rl.pinning import FUSED, kind_of
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.export.layout import ROW_PARALLEL
 from megatron_fp8rl.export.mapping import (

@@ -90,6 +90,7 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
             "'policy.quant_cfg' selects a Megatron worker of another number format in place of "
             "fp8rl's; remove it, or the fp8rl block."
         )
+    _refuse_adapters(recipe, sections)
     if recipe.rollout:
         _refuse_rollouts(sections)
     if has_fp8_kv(recipe):
@@ -101,6 +102,25 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     if LOSS in sections.blocks:
         _refuse_split_batches(recipe, sections)
         _refuse_unseen_batches(recipe, sections)
+
+
+def _refuse_adapters(recipe: Recipe, sections: Sections) -> None:
+    """Refuse LoRA where it would part the codes of trainer and rollouts.
+
+    NeMo RL merges adapters into the weights that it sends. Rollouts in FP8 serve that, with a
+    trainer in BF16.
+    """
+    if recipe.training and sections.at(f"{MEGATRON}.peft").get("enabled"):
+        raise UnsupportedError(
+            f"'{MEGATRON}.peft.enabled' is true, but FP8 training does not serve LoRA: rollouts "
+            "get merged weights, whose FP8 codes are not those of the trainer's base weights; set "
+            f"'{MEGATRON}.{BLOCK}.training' to false, or train without adapters."
+        )
+    if recipe.rollout and sections.at("policy.generation.vllm_kwargs").get("enable_lora"):
+        raise UnsupportedError(
+            "'policy.generation.vllm_kwargs.enable_lora' is true, but NeMo RL sends merged "
+            "weights, which cannot be refitted under adapters; remove it."
+        )
 
 
 def _refuse_rollouts(sections: Sections) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
-from fp8rl.families import config_module_names, unsupported_reason
+from fp8rl.families import family_of, module_names, unsupported_reason
 from nemo_rl_ext.config.drivers import MEGATRON
 
 
@@ -39,7 +39,7 @@ def check_pins(
             f"'{where}' does not serve '{policy.get('model_name')}', {reason}; remove the block."
         )
     try:
-        names = config_module_names(model)
+        names = module_names(model) if family_of(model) else None
     except KeyError:
         names = None
     except ModelError as error:

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import ConfigRequest, Diagnosis, Section
 from fp8rl.errors import Fp8RLError, OptionError, RecipeError, UnsupportedError
-from fp8rl.families import config_module_names, unsupported_reason
+from fp8rl.families import family_of, module_names, unsupported_reason
 from fp8rl.model_folder import folder_config
 from fp8rl.precision_report import precision_section
 from nemo_rl_ext.config.drivers import (
@@ -393,7 +393,7 @@ def _modules(
     """Tables of the model's modules and of a GPU's memory, as far as the model is known."""
     in_fp8 = [name for name in ("rollout", "training") if getattr(recipe, name)]
     try:
-        names = config_module_names(model)
+        names = module_names(model) if family_of(model) else None
     except KeyError:
         names = None
     if names is None or unsupported_reason(model, rollout=True, training=True) is not None:

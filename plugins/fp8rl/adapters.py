@@ -65,3 +65,8 @@ class EngineAdapter:
     examine_config: Callable[[ConfigRequest], Diagnosis] | None = None
     """Describe what a run with a config of the engine would do, without starting it. What stops
     the run is in ``problems``; a ``Fp8RLError`` says why nothing can be told."""
+    recipe_of: Callable[[Path], Recipe] | None = None
+    """Read the recipe of the rollouts from a config of the engine."""
+    check_export: Callable[[Path, Path, Recipe], Diagnosis] | None = None
+    """Compare an exported folder (the second one) with the checkpoint that it was made from: say
+    in ``facts`` what was compared, and in ``problems`` what differs. It may start the engine."""

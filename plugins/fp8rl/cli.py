@@ -13,6 +13,7 @@ import typer
 import yaml
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from fp8rl import PluginManager, Recipe, __version__
@@ -20,8 +21,9 @@ from fp8rl.adapters import ConfigRequest, Diagnosis, EngineAdapter, Section
 from fp8rl.errors import Fp8RLError, OptionError, PluginError, UnsupportedError
 from fp8rl.families import dense_module_names
 from fp8rl.hookspecs import PROJECT
-from fp8rl.model_folder import folder_module_names
+from fp8rl.model_folder import RECIPE_FILE, folder_module_names
 from fp8rl.precision_report import precision_section
+from fp8rl.recipe import RECIPE_ENV
 
 DEBUG_ENV = "FP8RL_DEBUG"
 
@@ -158,8 +160,79 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         text = yaml.safe_dump(loaded.to_dict(), sort_keys=False)
         Console().print(text, markup=False, soft_wrap=True, end="")
 
+    @app.command("export")
+    def export(
+        checkpoint: Annotated[
+            Path, typer.Argument(help="Folder of a BF16 model with safetensors.")
+        ],
+        out: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
+        recipe: Annotated[
+            str | None, typer.Option(help="Recipe file or JSON of the rollouts.")
+        ] = None,
+        config: Annotated[
+            Path | None, typer.Option(help="YAML of NeMo RL with that recipe, instead of --recipe.")
+        ] = None,
+        kv_scales: Annotated[
+            Path | None, typer.Option(help="JSON or safetensors file of KV scales by name.")
+        ] = None,
+        device: Annotated[str, typer.Option(help="Device that quantizes: cpu or cuda.")] = "cpu",
+        check: Annotated[
+            bool, typer.Option("--check", help="Compare logprobs of OUT and CHECKPOINT at the end.")
+        ] = False,
+    ) -> None:
+        """Write a block-FP8 checkpoint that stock vLLM, SGLang and transformers load.
+
+        Without --recipe and --config the recipe is CHECKPOINT's fp8rl_recipe.json, else
+        FP8RL_RECIPE, else the default. KV scales come from the checkpoint or from --kv-scales.
+        Exit 1 if --check finds a difference.
+        """
+        from fp8rl.export import plan_export, write_export  # here, because it imports torch
+
+        if check:
+            checkers = [a for a in plugins.engine_adapters() if a.check_export is not None]
+            if not checkers:
+                raise OptionError("--check needs vllm_fp8rl, which is not installed; leave it out.")
+        console = Console()
+        origin, loaded = _recipe_to_export(checkpoint, recipe, config, plugins)
+        plan = plan_export(checkpoint, loaded, kv_scales=kv_scales, plugins=plugins)
+        console.print(f"Recipe: {origin}", markup=False, soft_wrap=True)
+        console.print(plan.policy.summary(), markup=False, soft_wrap=True)
+        with Progress(
+            *Progress.get_default_columns(), MofNCompleteColumn(), console=console
+        ) as bar:
+            task = bar.add_task("tensors", total=plan.tensors)
+            write_export(plan, out, device=device, progress=lambda tensor: bar.advance(task))
+        scales = f"with {len(plan.kv_scales)}" if plan.kv_scales else "without"
+        console.print(f"'{out}' is written, {scales} KV scales.", markup=False, soft_wrap=True)
+        if check:
+            problems: list[str] = []
+            for adapter in checkers:
+                assert adapter.check_export is not None
+                found = adapter.check_export(checkpoint, out, loaded)
+                console.print(_engine_table(adapter.name, found))
+                problems += found.problems
+            _print_problems(console, problems)
+
     _add_plugin_commands(app, plugins)
     return app
+
+
+def _recipe_to_export(
+    checkpoint: Path, recipe: str | None, config: Path | None, plugins: PluginManager
+) -> tuple[str, Recipe]:
+    """The recipe of an export, and where it comes from."""
+    if recipe is not None and config is not None:
+        raise OptionError("Give --recipe or --config, not both.")
+    if config is not None:
+        for adapter in plugins.engine_adapters():
+            if adapter.recipe_of is not None:
+                return str(config), adapter.recipe_of(config)
+        raise OptionError("--config needs nemo_rl_ext, which is not installed; give --recipe.")
+    beside = checkpoint / RECIPE_FILE
+    if recipe is None and beside.is_file():
+        recipe = str(beside)
+    origin = recipe or os.environ.get(RECIPE_ENV) or "default"
+    return origin, _load_recipe(recipe, plugins)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,144 +1,611 @@
-"""Module names of the model families that fp8rl knows: dense Llama/Qwen3-style and Qwen3-MoE-style.
+"""The table of model families: which modules a model has, and how each of them is treated.
 
-Names are those of Hugging Face checkpoints, without ``.weight``, for the whole model. Pins are
-resolved against them (:mod:`fp8rl.pinning`).
+Everything that depends on the kind of a model is data here: names and kinds of modules, what stays
+in BF16 and why, keys of the config, the prefix under a vision wrapper, tensors beside the linear
+layers, and what a refit has to make anew. vLLM's side, Megatron's side and NeMo RL's side read this
+one table. Names are those of Hugging Face checkpoints, without ``.weight``.
+
+A config is the mapping of a ``config.json`` or a transformers config; :func:`family_of` finds the
+family of either.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
-from fp8rl.errors import ModelError
+from fp8rl.errors import ModelError, UnsupportedError
+from fp8rl.recipe import ModuleKind
 
-MOE_MODELS = ("qwen3_moe",)
-"""``model_type`` of the MoE models whose module names are known here."""
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of a ``config.json`` that give the number of experts."""
-_MEDIA = ("vision_config", "audio_config", "thinker_config")
-"""Keys of the ``config.json`` of a model that takes more than text."""
 _MOST = 10_000
 """Largest number of layers or experts; a larger one is a mistake in a config."""
+_MEDIA = ("vision_config", "audio_config", "thinker_config")
+"""Keys of the config of a model that takes more than text."""
 
 
-def dense_module_names(num_layers: int) -> list[str]:
-    """HF names of the modules with weights of a dense Llama/Qwen3-style model, in order.
+class Module(NamedTuple):
+    """A module with a weight."""
 
-    Raises:
-        ModelError: ``num_layers`` is no integer from 1 to 10,000.
-    """
-    check_count("num_hidden_layers", num_layers)
-    inner = layer_module_names()
-    layers = [f"model.layers.{i}.{name}" for i in range(num_layers) for name in inner]
-    return ["model.embed_tokens", *layers, "model.norm", "lm_head"]
+    name: str
+    """Name within the decoder layer, e.g. ``self_attn.q_proj``."""
+    kind: ModuleKind
+    shape: tuple[str, ...]
+    """Widths of the weight by name, rows first; :mod:`fp8rl.sizes` computes them."""
+    bias: str = ""
+    """Key of the config that gives the module a bias; ``always``, or none."""
+    when: str = ""
+    """Key of the config without which the module is missing; ``!key`` for the opposite."""
+    bf16: str = ""
+    """Why the module stays in BF16 unless ``pins.fp8`` names it; empty: it runs in FP8."""
 
 
-def moe_module_names(num_experts: int, layers: Sequence[bool]) -> list[str]:
-    """HF names of the modules with weights of a Qwen3-MoE-style model, in order.
+class Parameter(NamedTuple):
+    """A tensor that is no module's weight and travels as it is."""
+
+    name: str
+    """Name within the decoder layer, e.g. ``mlp.gate.e_score_correction_bias``."""
+    shape: tuple[str, ...]
+    float32: bool = False
+    """The engines keep it in float32, whatever the model's dtype is."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The token mixer of a decoder layer: attention of some kind, or linear attention."""
+
+    modules: tuple[Module, ...]
+    parameters: tuple[Parameter, ...] = ()
+    kv: Literal["heads", "latent", "none"] = "heads"
+    """What the layer caches per token: ``heads``: K and V, which an FP8 cache scales; ``latent``:
+    one latent of all heads, without scales; ``none``."""
+    derived: Mapping[str, str] = field(default_factory=dict)
+    """What the rollout engine derives from a weight, and a refit has to make anew, by module."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a decoder layer, and what is beside them."""
+
+    count: tuple[str, ...] = ("num_local_experts", "num_experts")
+    """Keys of the number of experts; the first that is set counts."""
+    width: str = "moe_intermediate_size"
+    """Key of the intermediate size of an expert."""
+    block: str = "mlp"
+    """Name of the block within the layer; experts are ``{block}.experts.N``."""
+    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of gate, up and down in an expert."""
+    fused: tuple[str, str] = ("gate_up_proj", "down_proj")
+    """Names of the tensors of all experts in one, beneath ``{block}.experts``."""
+    shared: str = ""
+    """Name of the expert that all tokens visit; empty: there is none."""
+    shared_width: str = ""
+    """Key of the shared expert's intermediate size."""
+    shared_count: str = ""
+    """Key of the number of shared experts, which are one MLP of so many times ``width``."""
+    shared_gate: str = ""
+    """Name of the gate of the shared expert; empty: it has none."""
+    bias: str = ""
+    """Name of the bias by which the router chooses (float32); empty: it has none."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share names of modules and the way in which engines run them."""
+
+    name: str
+    """Name for messages."""
+    model_types: tuple[str, ...]
+    """``model_type`` of the language model's config."""
+    attention: Block
+    linear_attention: Block | None = None
+    """Block of the layers that the config's ``layer_types`` call ``linear_attention``."""
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Names of the linears of a dense MLP, the last one down."""
+    mlp_bias: str = ""
+    """Key of the config that gives the MLP's linears a bias."""
+    experts: Experts | None = None
+    wrapper: str = ""
+    """Prefix of the language model's modules inside a multimodal model, in the place of
+    ``model.``; empty: the family has no such models."""
+    towers: tuple[str, ...] = ()
+    """Names of the modules of a multimodal model beside the language model: always in BF16."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """What ``rollout`` and ``training`` do not serve yet; a side that is not named serves it."""
+
+
+def _attention(
+    *,
+    qkv_bias: str = "attention_bias",
+    o_bias: str = "attention_bias",
+    norms: tuple[str, str] | None = None,
+    norms_when: str = "",
+    queries: str = "q",
+) -> Block:
+    """Attention with grouped queries.
 
     Args:
-        num_experts: number of experts of a layer that has experts.
-        layers: whether each decoder layer has experts.
-
-    Raises:
-        ModelError: the number of layers or experts is out of range.
+        qkv_bias: key of the config that gives q, k and v a bias.
+        o_bias: the same for the output projection.
+        norms: widths of the norms of queries and keys; None: there are none.
+        norms_when: key of the config without which these norms are missing.
+        queries: width of ``q_proj``.
     """
-    check_count("num_hidden_layers", len(layers))
-    check_count("num_experts", num_experts)
-    check_count("number of experts in all layers", max(1, num_experts * sum(layers)), 100 * _MOST)
-    names = [
-        f"model.layers.{layer}.{name}"
-        for layer, sparse in enumerate(layers)
-        for name in layer_module_names(num_experts=num_experts if sparse else None)
+    q, k = norms or ("", "")
+    modules = [
+        Module("self_attn.q_proj", "qkv_proj", (queries, "hidden"), qkv_bias),
+        Module("self_attn.k_proj", "qkv_proj", ("kv", "hidden"), qkv_bias),
+        Module("self_attn.v_proj", "qkv_proj", ("kv", "hidden"), qkv_bias),
+        Module("self_attn.o_proj", "o_proj", ("hidden", "q"), o_bias),
     ]
-    return ["model.embed_tokens", *names, "model.norm", "lm_head"]
+    if norms:
+        modules += [
+            Module("self_attn.q_norm", "norm", (q,), when=norms_when),
+            Module("self_attn.k_norm", "norm", (k,), when=norms_when),
+        ]
+    return Block(tuple(modules))
 
 
-def layer_module_names(
-    *, gated: bool = True, num_experts: int | None = None, shared_expert: str | None = None
-) -> list[str]:
-    """HF names of one decoder layer's modules, within the layer and in order.
+_HEAD_NORMS = ("head", "head")
+LATENT_ATTENTION = Block(
+    modules=(
+        Module("self_attn.q_proj", "qkv_proj", ("mla_q", "hidden"), when="!q_lora_rank"),
+        Module(
+            "self_attn.q_a_proj",
+            "a_proj",
+            ("q_lora", "hidden"),
+            "attention_bias",
+            when="q_lora_rank",
+        ),
+        Module("self_attn.q_a_layernorm", "norm", ("q_lora",), when="q_lora_rank"),
+        Module("self_attn.q_b_proj", "b_proj", ("mla_q", "q_lora"), when="q_lora_rank"),
+        Module("self_attn.kv_a_proj_with_mqa", "a_proj", ("kv_a", "hidden"), "attention_bias"),
+        Module("self_attn.kv_a_layernorm", "norm", ("kv_lora",)),
+        Module(
+            "self_attn.kv_b_proj",
+            "b_proj",
+            ("mla_kv", "kv_lora"),
+            bf16="decode multiplies it with activations that are not quantized",
+        ),
+        Module("self_attn.o_proj", "o_proj", ("hidden", "mla_o"), "attention_bias"),
+    ),
+    kv="latent",
+    derived={"self_attn.kv_b_proj": "`W_UK_T` and `W_UV` of vLLM's `MLAAttention`"},
+)
+_NARROW = "a few rows for each head, too narrow for blocks of 128"
+GATED_DELTA_NET = Block(
+    modules=(
+        Module("linear_attn.in_proj_qkv", "in_proj_qkvz", ("gdn_qkv", "hidden")),
+        Module("linear_attn.in_proj_z", "in_proj_qkvz", ("gdn_v", "hidden")),
+        Module("linear_attn.in_proj_b", "in_proj_ba", ("gdn_heads", "hidden"), bf16=_NARROW),
+        Module("linear_attn.in_proj_a", "in_proj_ba", ("gdn_heads", "hidden"), bf16=_NARROW),
+        Module("linear_attn.conv1d", "conv1d", ("gdn_qkv", "one", "gdn_kernel")),
+        Module("linear_attn.norm", "norm", ("gdn_head",)),
+        Module("linear_attn.out_proj", "out_proj", ("hidden", "gdn_v")),
+    ),
+    parameters=(
+        Parameter("linear_attn.A_log", ("gdn_heads",), float32=True),
+        Parameter("linear_attn.dt_bias", ("gdn_heads",)),
+    ),
+    kv="none",
+    derived={"linear_attn.conv1d": "the packed weight on a CPU"},
+)
+EXPERTS = Experts()
+DEEPSEEK_EXPERTS = Experts(
+    count=("n_routed_experts",),
+    shared="shared_experts",
+    shared_count="n_shared_experts",
+    bias="gate.e_score_correction_bias",
+)
+SHARED_EXPERT = Experts(
+    shared="shared_expert",
+    shared_width="shared_expert_intermediate_size",
+    shared_gate="shared_expert_gate",
+)
+SPARSE_BLOCK = Experts(
+    count=("num_local_experts",),
+    width="intermediate_size",
+    block="block_sparse_moe",
+    leaves=("w1", "w3", "w2"),
+)
+_WRAPPER, _VISION = "model.language_model.", ("model.visual",)
 
-    Args:
-        gated: the MLP has a gate projection.
-        num_experts: number of experts (Qwen3-MoE's names); None for a dense MLP.
-        shared_expert: name of the expert that all tokens visit, if the layer has one.
+
+def _both(what: str) -> dict[str, str]:
+    return {"rollout": what, "training": what}
+
+
+LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
+"""Also stands for dense models of unknown type, which mostly have these names."""
+QWEN2 = Family("Qwen2", ("qwen2",), _attention(qkv_bias="always", o_bias=""))
+QWEN3 = Family("Qwen3", ("qwen3",), _attention(norms=_HEAD_NORMS))
+QWEN3_MOE = Family("Qwen3-MoE", ("qwen3_moe",), _attention(norms=_HEAD_NORMS), experts=EXPERTS)
+QWEN2_MOE = Family(
+    "Qwen2-MoE",
+    ("qwen2_moe",),
+    _attention(qkv_bias="qkv_bias", o_bias=""),
+    experts=SHARED_EXPERT,
+    missing={"rollout": "a shared expert"},
+)
+MIXTRAL = Family(
+    "Mixtral",
+    ("mixtral",),
+    _attention(qkv_bias="", o_bias=""),
+    experts=SPARSE_BLOCK,
+    missing={"rollout": "experts named w1, w2 and w3"},
+)
+DEEPSEEK_V2 = Family(
+    "DeepSeek-V2",
+    ("deepseek_v2",),
+    LATENT_ATTENTION,
+    experts=replace(DEEPSEEK_EXPERTS, bias=""),
+    missing=_both("multi-latent attention"),
+)
+DEEPSEEK_V3 = Family(
+    "DeepSeek-V3",
+    ("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+    LATENT_ATTENTION,
+    experts=DEEPSEEK_EXPERTS,
+    missing=_both("multi-latent attention"),
+)
+"""Moonlight, Kimi-K2 and GLM-4.7-Flash too."""
+GLM4_MOE = Family(
+    "GLM-4.5",
+    ("glm4_moe",),
+    _attention(o_bias="", norms=_HEAD_NORMS, norms_when="use_qk_norm"),
+    experts=DEEPSEEK_EXPERTS,
+    missing={"rollout": "a shared expert"},
+)
+"""GLM-4.6 and GLM-4.7 too."""
+MINIMAX_M2 = Family(
+    "MiniMax-M2",
+    ("minimax_m2",),
+    _attention(qkv_bias="", o_bias="", norms=("q", "kv")),
+    experts=replace(SPARSE_BLOCK, bias="e_score_correction_bias"),
+    missing={"rollout": "experts named w1, w2 and w3"},
+)
+QWEN3_5 = Family(
+    "Qwen3.5",
+    ("qwen3_5_text",),
+    _attention(norms=_HEAD_NORMS, queries="q_and_gate"),
+    GATED_DELTA_NET,
+    wrapper=_WRAPPER,
+    towers=_VISION,
+    missing=_both("a gated delta net"),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5, name="Qwen3.5-MoE", model_types=("qwen3_5_moe_text",), experts=SHARED_EXPERT
+)
+QWEN3_VL = Family(
+    "Qwen3-VL",
+    ("qwen3_vl_text",),
+    _attention(norms=_HEAD_NORMS),
+    wrapper=_WRAPPER,
+    towers=_VISION,
+    missing=_both("a model under a vision wrapper"),
+)
+FAMILIES = (
+    *(LLAMA, QWEN2, QWEN3),
+    *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, MINIMAX_M2, GLM4_MOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3),
+    *(QWEN3_5, QWEN3_5_MOE, QWEN3_VL),
+)
+"""The table; a new family is one more entry."""
+
+FUSED: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+"""Modules that an engine holds in one, by the name that vLLM gives it."""
+
+
+WIDTH_KEYS: dict[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size",),
+    "vocab": ("vocab_size",),
+    "head": ("num_attention_heads",),
+    "mlp": ("intermediate_size",),
+    "q_lora": ("q_lora_rank",),
+    "kv_a": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "gdn_qkv": (
+        *("linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+    ),
+}
+"""Keys of the config from which widths in :attr:`Module.shape` are computed; ``expert`` has the key
+:attr:`Experts.width`. The other widths follow from these."""
+
+
+def _mlp(block: str, leaves: tuple[str, ...], width: str, bias: str = "") -> Iterator[Module]:
+    kind: ModuleKind
+    for leaf in leaves:
+        down = leaf == leaves[-1]
+        kind = "experts" if width == "expert" else "down_proj" if down else "gate_up_proj"
+        yield Module(
+            f"{block}.{leaf}", kind, ("hidden", width) if down else (width, "hidden"), bias
+        )
+
+
+def _leaves() -> Iterator[tuple[str, Module]]:
+    """Yield the modules of all families by the last part of their names."""
+    for family in FAMILIES:
+        for block in filter(None, (family.attention, family.linear_attention)):
+            for module in block.modules:
+                yield module.name.rpartition(".")[2], module
+        for module in _mlp("mlp", family.mlp, "mlp"):
+            yield module.name.rpartition(".")[2], module
+
+
+_KINDS: dict[str, ModuleKind] = {leaf: module.kind for leaf, module in _leaves()}
+_KINDS |= {fused: _KINDS[parts[0]] for fused, parts in FUSED.items()}
+_KINDS |= {"embed_tokens": "embed_tokens", "lm_head": "lm_head"}
+_DEFAULTS = {leaf: module.bf16 for leaf, module in _leaves() if module.bf16}
+_TOWERS = tuple(dict.fromkeys(tower for family in FAMILIES for tower in family.towers))
+
+
+def value_of(config: Any, key: str, default: Any = None) -> Any:
+    """Return the value of a key of a config; ``default`` where it is missing or null."""
+    found = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+    return default if found is None else found
+
+
+def _keys(config: Any) -> Collection[str]:
+    return config if isinstance(config, Mapping) else vars(config)
+
+
+def _needed(config: Any, key: str) -> Any:
+    """Return the value of a key, null included, and raise KeyError where it is missing."""
+    return config[key] if isinstance(config, Mapping) else getattr(config, key)
+
+
+def language_config(config: Any) -> Any:
+    """Return the language model's part of a config, which is all of it for a text model.
+
+    Raises:
+        ModelError: the config has a ``text_config`` that is no config.
     """
-    mlp = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
-    blocks = ["mlp"]
-    if num_experts is not None:
-        blocks = [f"mlp.experts.{number}" for number in range(num_experts)]
-        blocks += [f"mlp.{shared_expert}"] if shared_expert else []
-    names = ["input_layernorm", *(f"self_attn.{part}_proj" for part in "qkvo")]
-    names.append("post_attention_layernorm")
-    if num_experts is not None:
-        names.append("mlp.gate")
-        names += ["mlp.shared_expert_gate"] if shared_expert == "shared_expert" else []
-    return names + [f"{block}.{part}" for block in blocks for part in mlp]
+    text = value_of(config, "text_config") or config
+    if isinstance(text, str | int | float | list):
+        raise ModelError(
+            f"The model's text_config is {reprlib.repr(text)}; correct it to an object."
+        )
+    return text
 
 
-def config_module_names(config: Mapping[str, Any]) -> list[str] | None:
-    """HF names of the modules with weights, in order, as far as a ``config.json`` tells.
+def family_of(config: Any) -> Family | None:
+    """Return the family of a model by the ``model_type`` of its language model.
 
     Returns:
-        The names; None for an MoE model other than Qwen3-MoE.
+        :data:`LLAMA` for a dense model of another type; None for one with experts or multi-latent
+        attention that its family does not have.
+    """
+    text = language_config(config)
+    found = _entry(text) or LLAMA
+    latent = bool(value_of(text, "kv_lora_rank")) == (found.attention.kv == "latent")
+    counts = (value_of(text, key) for key in _keys(text) if "experts" in key)
+    dense = found.experts is not None or not any(isinstance(n, int) and n for n in counts)
+    return found if latent and dense else None
+
+
+def known_family(config: Any) -> Family:
+    """Return :func:`family_of` a model.
+
+    Raises:
+        UnsupportedError: the family is not known.
+    """
+    family = family_of(config)
+    if family is None:
+        kind = value_of(language_config(config), "model_type", "this model")
+        known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
+        raise UnsupportedError(
+            f"The modules of '{kind}' are not known (known: {known}, and dense models with "
+            "Llama's names); add an entry to fp8rl/families.py (docs/extending.md), or run it "
+            "without FP8."
+        )
+    return family
+
+
+def known_type(config: Any) -> bool:
+    """Tell whether the table has the ``model_type`` of a config's language model."""
+    return _entry(language_config(config)) is not None
+
+
+def _entry(text: Any) -> Family | None:
+    kind = value_of(text, "model_type")
+    return next((family for family in FAMILIES if kind in family.model_types), None)
+
+
+def modules_of(config: Any) -> list[Module]:
+    """Return the modules with weights of a whole model under their global names, in order.
+
+    Each tower of a multimodal model is one module without a shape.
+
+    Args:
+        config: the model's config, that of a multimodal wrapper included.
 
     Raises:
         KeyError: the config lacks a number that the names follow from.
         ModelError: the config has a value that no model has.
+        UnsupportedError: the family is not known.
     """
-    config = config.get("text_config") or config
-    if not isinstance(config, Mapping):
-        raise ModelError(
-            f"The model's text_config is {reprlib.repr(config)}; correct it to an object."
+    family, text = known_family(config), language_config(config)
+    wrapped = text is not config and bool(family.wrapper)
+    prefix = family.wrapper if wrapped else "model."
+    modules = [Module(tower, "tower", ()) for tower in family.towers if wrapped]
+    modules.append(Module(f"{prefix}embed_tokens", "embed_tokens", ("vocab", "hidden")))
+    layers = range(check_count("num_hidden_layers", _needed(text, "num_hidden_layers")))
+    if family.experts and not any(key in _keys(text) for key in family.experts.count):
+        raise KeyError(family.experts.count[-1])
+    sparse = sum(has_experts(family, text, layer) for layer in layers)
+    if sparse:
+        check_count(
+            "number of experts in all layers", sparse * expert_count(family, text), 100 * _MOST
         )
-    layers = range(check_count("num_hidden_layers", config["num_hidden_layers"]))
-    if config.get("model_type") in MOE_MODELS:
-        key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-        experts = check_count(key, config[key])  # transformers 5 writes the first
-        check_count("decoder_sparse_step", config.get("decoder_sparse_step", 1))
-        dense = config.get("mlp_only_layers")
-        if not isinstance(dense, list | tuple | None):
-            raise ModelError(
-                f"The model's mlp_only_layers is {reprlib.repr(dense)}; correct it to a list."
-            )
-        return moe_module_names(experts, [has_experts(config, layer) for layer in layers])
-    if any("experts" in key for key in config):
-        return None
-    return dense_module_names(len(layers))
+    for layer in layers:
+        modules += [
+            module._replace(name=f"{prefix}layers.{layer}.{module.name}")
+            for module in layer_modules(family, text, layer)
+        ]
+    modules.append(Module(f"{prefix}norm", "norm", ("hidden",)))
+    return [*modules, Module("lm_head", "lm_head", ("vocab", "hidden"))]
 
 
-def has_experts(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether a decoder layer of a Qwen3-MoE model has experts, by the keys of its config."""
+def module_names(config: Any) -> list[str]:
+    """Return the global names of :func:`modules_of`, and raise its errors."""
+    return [module.name for module in modules_of(config)]
+
+
+def dense_module_names(num_layers: int) -> list[str]:
+    """Return the global names of the modules of a dense Llama-style model, in order.
+
+    Raises:
+        ModelError: ``num_layers`` is no integer from 1 to 10,000.
+    """
+    return module_names({"num_hidden_layers": num_layers})
+
+
+def layer_modules(family: Family, config: Any, layer: int) -> Iterator[Module]:
+    """Yield the modules of a decoder layer, with names within the layer and in order.
+
+    Args:
+        family: the model's family.
+        config: the language model's config.
+        layer: global number of the layer.
+    """
+    yield Module("input_layernorm", "norm", ("hidden",))
+    for module in block_of(family, config, layer).modules:
+        wanted = not module.when.startswith("!")
+        if not module.when or bool(value_of(config, module.when.lstrip("!"))) == wanted:
+            yield module
+    yield Module("post_attention_layernorm", "norm", ("hidden",))
+    experts = family.experts
+    if experts is None or not has_experts(family, config, layer):
+        yield from _mlp("mlp", family.mlp, "mlp", family.mlp_bias)
+        return
+    yield Module(f"{experts.block}.gate", "router", ("experts", "hidden"))
+    if experts.shared_gate:
+        yield Module(f"{experts.block}.{experts.shared_gate}", "router", ("one", "hidden"))
+    leaves = experts.leaves if family.mlp[0] == "gate_proj" else experts.leaves[1:]
+    for number in range(expert_count(family, config)):
+        yield from _mlp(f"{experts.block}.experts.{number}", leaves, "expert")
+    if experts.shared and _has_shared(experts, config):
+        yield from _mlp(f"{experts.block}.{experts.shared}", family.mlp, "shared")
+
+
+def layer_parameters(family: Family, config: Any, layer: int) -> Iterator[Parameter]:
+    """Yield the tensors of a decoder layer that are no module's weight or bias, in the same way."""
+    yield from block_of(family, config, layer).parameters
+    experts = family.experts
+    if experts is not None and experts.bias and has_experts(family, config, layer):
+        yield Parameter(f"{experts.block}.{experts.bias}", ("experts",), float32=True)
+
+
+def block_of(family: Family, config: Any, layer: int) -> Block:
+    """Return the token mixer of a decoder layer."""
+    if family.linear_attention is None:
+        return family.attention
+    types = value_of(config, "layer_types")
+    if types is not None:
+        linear = types[layer] == "linear_attention"
+    else:
+        linear = (layer + 1) % value_of(config, "full_attention_interval", 4) != 0
+    return family.linear_attention if linear else family.attention
+
+
+def has_experts(family: Family, config: Any, layer: int) -> bool:
+    """Tell whether a decoder layer has experts, by the keys of the language model's config."""
+    if expert_count(family, config) == 0:
+        return False
+    types = value_of(config, "mlp_layer_types")
+    if types is not None:
+        return bool(types[layer] == "sparse")
+    dense = value_of(config, "mlp_only_layers", ())
+    if not isinstance(dense, list | tuple):
+        raise ModelError(
+            f"The model's mlp_only_layers is {reprlib.repr(dense)}; correct it to a list."
+        )
+    step = check_count("decoder_sparse_step", value_of(config, "decoder_sparse_step", 1))
+    every = check_count("moe_layer_freq", value_of(config, "moe_layer_freq", 1))
     return (
-        layer not in (config.get("mlp_only_layers") or ())
-        and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+        layer not in dense
+        and (layer + 1) % step == 0
+        and layer >= value_of(config, "first_k_dense_replace", 0)
+        and layer % every == 0
     )
 
 
-def unsupported_reason(config: Mapping[str, Any], *, rollout: bool, training: bool) -> str | None:
-    """Say why a model cannot run in FP8, by its ``config.json``; None if nothing speaks against it.
+def expert_count(family: Family, config: Any) -> int:
+    """Return the number of experts of a layer that has experts; 0 for a dense family.
+
+    Raises:
+        ModelError: the config has a number that no model has.
+    """
+    for key in family.experts.count if family.experts else ():
+        if (count := value_of(config, key)) is not None:
+            return check_count(key, count)
+    return 0
+
+
+def _has_shared(experts: Experts, config: Any) -> bool:
+    return bool(value_of(config, experts.shared_width or experts.shared_count))
+
+
+def kind_of(name: str) -> ModuleKind:
+    """Return the kind of a module, from its global HF name; an unknown linear is ``linear``."""
+    parts = name.split(".")
+    leaf = parts[-1]
+    if tower_of(name):
+        return "tower"
+    if "experts" in parts:
+        return "experts"
+    if leaf in ("gate", "router", "shared_expert_gate"):
+        return "router"
+    if leaf.endswith(("norm", "layernorm")):
+        return "norm"
+    return _KINDS.get(leaf, "linear")
+
+
+def default_reason(name: str) -> str:
+    """Return why a module stays in BF16 unless ``pins.fp8`` names it; empty: it runs in FP8."""
+    return _DEFAULTS.get(name.rpartition(".")[2], "")
+
+
+def tower_of(name: str) -> str | None:
+    """Return the name of the tower that a module is part of; None outside the towers."""
+    return next((tower for tower in _TOWERS if f"{name}.".startswith(f"{tower}.")), None)
+
+
+def unsupported_reason(config: Any, *, rollout: bool, training: bool) -> str | None:
+    """Say why a model cannot run in FP8, by its config; None if nothing speaks against it.
 
     Args:
-        config: values of the ``config.json``; an empty one speaks against nothing.
+        config: the config; an empty one speaks against nothing.
         rollout: the rollout engine is to run it in FP8.
         training: the trainer is to run it in FP8.
     """
     if not (rollout or training):
         return None
-    if any(key in config for key in _MEDIA):
-        return "a multimodal model"
-    if config.get("kv_lora_rank"):
-        return "a model with multi-latent attention ('kv_lora_rank')"
-    key = next((key for key in EXPERT_KEYS if config.get(key)), None)
-    if rollout and key is not None and config.get("model_type") not in MOE_MODELS:
-        return f"an MoE model ('{key}') other than {', '.join(MOE_MODELS)}"
+    family, text = family_of(config), language_config(config)
+    kind = value_of(text, "model_type", "of unknown type")
+    media = text is not config or any(value_of(config, key) is not None for key in _MEDIA)
+    if media and not (family and family.wrapper):
+        return f"a multimodal model ('{kind}') of an unknown family"
+    if family is None:
+        if value_of(text, "kv_lora_rank"):
+            return f"a model with multi-latent attention ('{kind}') of an unknown family"
+        return f"an MoE model ('{kind}') of an unknown family" if rollout else None
+    for side, wanted in (("rollout", rollout), ("training", training)):
+        if wanted and side in family.missing:
+            what = family.missing[side]
+            return f"a {family.name} model ('{kind}'): FP8 {side} does not serve {what} yet"
     return None
 
 
 def check_count(key: str, value: Any, most: int = _MOST) -> int:
-    """The value of a key of a ``config.json`` that counts layers or experts, or gives a width.
+    """Return the value of a key of a config that counts layers or experts, or gives a width.
 
     Raises:
         ModelError: the value is no integer from 1 to ``most``.

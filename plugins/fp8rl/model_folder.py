@@ -7,38 +7,56 @@ from pathlib import Path
 from typing import Any
 
 from fp8rl.errors import ModelError, UnsupportedError
-from fp8rl.families import config_module_names
+from fp8rl.families import known_type, module_names
+
+INDEX = "model.safetensors.index.json"
+"""File that says which file of a model has which tensor."""
+RECIPE_FILE = "fp8rl_recipe.json"
+"""File in which a checkpoint names the recipe of its run."""
 
 
 def folder_module_names(folder: Path) -> list[str]:
     """Global names of the modules with weights, in the order of their layers.
 
-    They are those of the stored tensors where the folder has safetensors, else those that follow
-    from its ``config.json``.
+    They follow from its ``config.json`` where the table of families knows the model. Of another
+    model they are those of the stored tensors; without any, it counts as Llama.
 
     Raises:
         ModelError: a file is missing, cannot be read, or is not whole.
         UnsupportedError: an MoE model of an unknown family, without weights.
     """
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    try:
-        if index.is_file():
-            tensors = _tensors_of_index(index)
-        elif single.is_file():
-            tensors = _tensors_of_file(single)
-        else:
+    tensors = folder_tensors(folder)
+    if tensors is None:
+        try:
             return _names_of_config(folder / "config.json")
-    except OSError as error:
-        raise _unreadable(folder, error) from None
+        except OSError as error:
+            raise _unreadable(folder, error) from None
+    config = folder / "config.json"
+    if config.is_file() and known_type(_read_object(config)):
+        return _names_of_config(config)
     modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
     if not modules:
         raise ModelError(f"'{folder}' holds no weight; download the model again.")
     return sorted(modules, key=_numeric_order)
 
 
-def _tensors_of_index(index: Path) -> list[str]:
-    """Names of the tensors that the index of a model in several files lists."""
+def folder_tensors(folder: Path) -> dict[str, Path] | None:
+    """Names of the stored tensors, with the safetensors file of each; None without such files.
+
+    Raises:
+        ModelError: a file is missing, cannot be read, or is not whole.
+    """
+    index, single = folder / INDEX, folder / "model.safetensors"
+    try:
+        if index.is_file():
+            return _tensors_of_index(index)
+        return dict.fromkeys(_tensors_of_file(single), single) if single.is_file() else None
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _tensors_of_index(index: Path) -> dict[str, Path]:
+    """Tensors that the index of a model in several files lists, with their files."""
     table = _read_object(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
         raise ModelError(
@@ -49,7 +67,7 @@ def _tensors_of_index(index: Path) -> list[str]:
             raise ModelError(
                 f"'{index}' names '{file}', which is not there; download the model again."
             )
-    return list(table)
+    return {tensor: index.parent / file for tensor, file in table.items()}
 
 
 def _tensors_of_file(file: Path) -> list[str]:
@@ -88,20 +106,17 @@ def _names_of_config(config: Path) -> list[str]:
     """Names that follow from a model's config."""
     values = _read_object(config)
     try:
-        names = config_module_names(values)
+        return module_names(values)
     except KeyError as error:
         raise ModelError(
-            f"'{config}' has no key {error}; give a Llama/Qwen3-style model, or a folder with "
-            "safetensors."
+            f"'{config}' has no key {error}; correct it, or give a folder with safetensors."
+        ) from None
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"'{config.parent}' has no weights to take its module names from. {error}"
         ) from None
     except ModelError as error:
         raise ModelError(f"'{config}': {error}") from None
-    if names is None:
-        raise UnsupportedError(
-            f"'{config.parent}' is an MoE model of an unknown family without weights to take its "
-            "module names from; point --model at a folder with safetensors."
-        )
-    return names
 
 
 def _read_object(file: Path) -> dict[str, Any]:

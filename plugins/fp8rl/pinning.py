@@ -13,27 +13,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NoReturn
 
 from fp8rl.errors import PinError
-from fp8rl.families import dense_module_names
+from fp8rl.families import FUSED, default_reason, dense_module_names, kind_of, tower_of
 from fp8rl.recipe import ModuleKind, Pins
 
 Precision = Literal["fp8", "bf16"]
 
-ALWAYS_BF16: frozenset[ModuleKind] = frozenset({"lm_head", "embed_tokens", "norm", "router"})
-FUSED: dict[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-_KIND_OF_LEAF: dict[str, ModuleKind] = {
-    **dict.fromkeys(("qkv_proj", *FUSED["qkv_proj"]), "qkv_proj"),
-    **dict.fromkeys(("gate_up_proj", *FUSED["gate_up_proj"]), "gate_up_proj"),
-    "o_proj": "o_proj",
-    "down_proj": "down_proj",
-    "lm_head": "lm_head",
-    "embed_tokens": "embed_tokens",
-}
+ALWAYS_BF16: frozenset[ModuleKind] = frozenset(
+    {"lm_head", "embed_tokens", "norm", "router", "conv1d", "tower"}
+)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -48,19 +38,6 @@ def layer_of(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def kind_of(name: str) -> ModuleKind:
-    """The kind of a module, from its HF name; an unknown linear layer is ``linear``."""
-    parts = name.split(".")
-    leaf = parts[-1]
-    if "experts" in parts:
-        return "experts"
-    if leaf in ("gate", "router", "shared_expert_gate"):
-        return "router"
-    if leaf.endswith(("norm", "layernorm")):
-        return "norm"
-    return _KIND_OF_LEAF.get(leaf, "linear")
-
-
 @dataclass(frozen=True)
 class PinRow:
     """The precision of one module."""
@@ -70,7 +47,7 @@ class PinRow:
     kind: ModuleKind
     precision: Precision
     reason: str
-    """The pin that keeps the module in BF16, e.g. ``layers: -1``; empty for FP8."""
+    """The pin or default that keeps the module in BF16, e.g. ``layers: -1``; empty for FP8."""
 
 
 class PinPolicy:
@@ -91,6 +68,7 @@ class PinPolicy:
         layers = sorted({n for n in map(layer_of, names) if n is not None})
         self.num_layers = layers[-1] + 1 if layers else 0
         self._matched = self._match(pins, names)
+        self._fp8 = self._unpinned(pins, names)
         self._rows = {name: self._resolve(name) for name in names}
         self._check_fused()
 
@@ -113,8 +91,9 @@ class PinPolicy:
         Raises:
             PinError: the model has no module of that name.
         """
-        if name in self._rows:
-            return self._rows[name]
+        for known in (name, tower_of(name)):
+            if known in self._rows:
+                return self._rows[known]
         prefix, _, leaf = name.rpartition(".")
         for part in FUSED.get(leaf, ())[:1]:
             unfused = f"{prefix}.{part}" if prefix else part
@@ -186,11 +165,26 @@ class PinPolicy:
                 )
         return matched
 
+    def _unpinned(self, pins: Pins, names: Sequence[str]) -> set[str]:
+        """The modules that ``pins.fp8`` takes out of the family's defaults."""
+        defaults = {name for name in names if default_reason(name)}
+        found = {glob: {n for n in defaults if fnmatchcase(n, glob)} for glob in pins.fp8}
+        for glob, matched in found.items():
+            if not matched:
+                raise PinError(
+                    f"pins.fp8: {glob} matches no module that is in BF16 by default; these are "
+                    f"{', '.join(sorted({n.rpartition('.')[2] for n in defaults})) or 'none'} in "
+                    "this model."
+                )
+        return set().union(*found.values())
+
     def _resolve(self, name: str) -> PinRow:
         layer, kind = layer_of(name), kind_of(name)
         if kind in ALWAYS_BF16:
             return PinRow(name, layer, kind, "bf16", f"always: {kind}")
         reason = next((pin for pin, found in self._matched.items() if name in found), "")
+        if not reason and (why := default_reason(name)) and name not in self._fp8:
+            reason = f"default: {why}"
         return PinRow(name, layer, kind, "bf16" if reason else "fp8", reason)
 
     def _check_fused(self) -> None:
@@ -204,7 +198,16 @@ class PinPolicy:
                 differing = [r for r in group if r is not None and r.precision != row.precision]
                 if differing:
                     pinned = row if row.precision == "bf16" else differing[0]
-                    raise PinError(
-                        f"pins.{pinned.reason} pins '{pinned.name}' but not all parts of the fused "
-                        f"'{prefix}{fused}'; pin all of {', '.join(parts)} or use kinds: {fused}."
-                    )
+                    self._refuse_part(pinned, f"{prefix}{fused}", parts)
+
+    def _refuse_part(self, pinned: PinRow, fused: str, parts: Sequence[str]) -> NoReturn:
+        kind, names = pinned.kind, ", ".join(parts)
+        if default_reason(pinned.name):
+            raise PinError(
+                f"pins.fp8 leaves '{pinned.name}' in BF16 but not all parts of the fused "
+                f"'{fused}'; name all of {names} in pins.fp8, or none."
+            )
+        raise PinError(
+            f"pins.{pinned.reason} pins '{pinned.name}' but not all parts of the fused '{fused}'; "
+            f"pin all of {names} or use kinds: {kind}."
+        )

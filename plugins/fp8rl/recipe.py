@@ -40,6 +40,13 @@ ModuleKind = Literal[
     "lm_head",
     "embed_tokens",
     "norm",
+    "a_proj",
+    "b_proj",
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "out_proj",
+    "conv1d",
+    "tower",
     "linear",
 ]
 # YAML 1.1 reads a bare `off` as false.
@@ -94,6 +101,9 @@ class Pins(_Section):
     """Globs on the global HF module name, e.g. ``model.layers.*.mlp.down_proj``."""
     kinds: Annotated[tuple[ModuleKind, ...], _List] = ()
     """Kinds of modules."""
+    fp8: Annotated[tuple[str, ...], _List] = ()
+    """Globs of modules that the model's family keeps in BF16 by default and that run in FP8 here,
+    e.g. ``*.kv_b_proj``."""
 
     def merged(self, other: Pins) -> Pins:
         """The union of two sets of pins."""
@@ -103,6 +113,7 @@ class Pins(_Section):
             last=max(self.last, other.last),
             names=tuple(dict.fromkeys(self.names + other.names)),
             kinds=tuple(dict.fromkeys(self.kinds + other.kinds)),
+            fp8=tuple(dict.fromkeys(self.fp8 + other.fp8)),
         )
 
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from fp8rl.errors import ModelError
-from fp8rl.families import check_count
+from fp8rl.families import (
+    FUSED,
+    WIDTH_KEYS,
+    Module,
+    check_count,
+    expert_count,
+    known_family,
+    language_config,
+    layer_parameters,
+    modules_of,
+    value_of,
+)
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, cdiv
-from fp8rl.pinning import FUSED, PinRow, kind_of
+from fp8rl.pinning import PinRow
 from fp8rl.recipe import ModuleKind
 
 GIB = 1 << 30
 _VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary (vocab_parallel_embedding.py)
-_NEEDED = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-)
+_NEEDED = ("num_hidden_layers", "num_attention_heads")
 _WIDEST = 2**31 - 1
 
 
@@ -42,26 +47,34 @@ class Bytes:
 
 
 class Sizes:
-    """Sizes of a dense Llama/Qwen3-style or Qwen3-MoE model, split over parallel ranks.
+    """Sizes of a model of a known family (:mod:`fp8rl.families`), split over parallel ranks.
 
     Args:
-        config: transformers config of the language model, or an object with the same attributes
-            (:meth:`from_dict`).
+        config: transformers config of the whole model, or an object or mapping with the same
+            keys; :meth:`from_dict` checks it first.
         ranks: tensor parallel size.
         expert_ranks: number of ranks over which the experts of a layer are spread as a whole
             (expert parallel). None: each rank has a part of every expert (tensor parallel).
+
+    Raises:
+        UnsupportedError: the family is not known.
     """
 
     def __init__(self, config: Any, ranks: int, *, expert_ranks: int | None = None) -> None:
-        self._config = config
-        self._ranks = ranks
+        self._family, self._whole, self._ranks = known_family(config), config, ranks
+        self._config = text = language_config(config)
         self._expert_ranks = expert_ranks
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads = value_of(text, "num_attention_heads")
+        kv_heads = value_of(text, "num_key_value_heads", heads)
+        self.head_size: int = value_of(text, "head_dim") or value_of(text, "hidden_size") // heads
         self.heads = heads // ranks
         self.kv_heads = max(1, kv_heads // ranks)
         """KV heads of one rank; with more ranks than heads, several ranks hold the same head."""
+        key = "tie_word_embeddings"
+        self.tied = bool(value_of(config, key, value_of(text, key, False)))
+        """The output layer is the embedding."""
+        self._modules = {module.name: module for module in modules_of(config)}
+        self._widths = self._rank_widths()
 
     @classmethod
     def from_dict(
@@ -72,21 +85,24 @@ class Sizes:
         Raises:
             ModelError: a key that the sizes follow from is missing or no positive integer.
         """
-        values = {"model_type": "", **(config.get("text_config") or config)}
-        if "num_local_experts" in values:  # transformers 5 writes this name
-            values["num_experts"] = values["num_local_experts"]
-        moe = ("moe_intermediate_size",) if values.get("num_experts") else ()
-        given = [key for key in ("num_key_value_heads", "head_dim") if values.get(key) is not None]
-        for key in (*_NEEDED, *moe, *given):
-            if key not in values:
+        family, text = known_family(config), language_config(config)
+        needed = list(_NEEDED)
+        if value_of(text, "num_hidden_layers") is not None:
+            used = {width for module in modules_of(config) for width in module.shape}
+            needed += [key for width, keys in WIDTH_KEYS.items() if width in used for key in keys]
+            if family.experts and "expert" in used:
+                needed.append(family.experts.width)
+        given = [key for key in ("num_key_value_heads", "head_dim") if text.get(key) is not None]
+        for key in (*needed, *given):
+            if key not in text:
                 raise ModelError(f"The model's config.json has no key '{key}'; correct it.")
-            check_count(key, values[key], _WIDEST)
-        return cls(SimpleNamespace(**values), ranks, expert_ranks=expert_ranks)
+            check_count(key, text[key], _WIDEST)
+        return cls(config, ranks, expert_ranks=expert_ranks)
 
     def split_problem(self) -> str | None:
         """Why attention cannot be split over so many ranks, as vLLM would say at its start."""
-        heads = self._config.num_attention_heads
-        kv_heads = getattr(self._config, "num_key_value_heads", None) or heads
+        heads = value_of(self._config, "num_attention_heads")
+        kv_heads = value_of(self._config, "num_key_value_heads", heads)
         if heads % self._ranks:
             name, count = "num_attention_heads", heads
         elif max(kv_heads, self._ranks) % min(kv_heads, self._ranks):
@@ -99,9 +115,16 @@ class Sizes:
         )
 
     def linear(self, kind: ModuleKind) -> GemmShape:
-        """Return the shape of the fused linear layer of a kind, as vLLM runs it on one rank."""
-        shapes = [self._shape(leaf) for leaf in FUSED.get(kind, (kind,))]
-        return GemmShape(0, sum(rows for rows, _ in shapes), shapes[0][1])
+        """Return the shape of the first linear layer of a kind, as vLLM runs it on one rank.
+
+        Parts that vLLM fuses are one linear layer.
+        """
+        name, first = next(item for item in self._modules.items() if item[1].kind == kind)
+        prefix, _, leaf = name.rpartition(".")
+        parts = next((parts for parts in FUSED.values() if leaf in parts), (leaf,))
+        held = [self._modules.get(f"{prefix}.{part}") for part in parts]
+        rows = sum(self._shape(module)[0] for module in held if module is not None)
+        return GemmShape(0, rows, self._shape(first)[1])
 
     def bytes(self, rows: Sequence[PinRow], itemsize: int, kv_itemsize: int) -> Bytes:
         """Return the bytes of one rank.
@@ -112,56 +135,127 @@ class Sizes:
             kv_itemsize: bytes of an element in the KV cache.
         """
         fp8 = [row for row in rows if row.precision == "fp8"]
-        codes = self._sum(fp8, lambda out, columns: out * columns)
-        scales = 4 * self._sum(
-            fp8, lambda out, columns: cdiv(out, BLOCK[0]) * cdiv(columns, BLOCK[1])
-        )
-        kv = 2 * self.kv_heads * self.head_size * kv_itemsize * _layers(rows)
-        return Bytes(codes, scales, (self.elements(rows) - codes) * itemsize, kv)
+        codes = self._sum(fp8, math.prod)
+        scales = 4 * self._sum(fp8, lambda shape: math.prod(map(cdiv, shape, BLOCK)))
+        plain = (self.elements(rows) - codes) * itemsize
+        plain += (4 - itemsize) * self._parameters(rows, float32=True)
+        widths, latent = self._widths, self._family.attention.kv == "latent"
+        each = widths["kv_a"] if latent else 2 * self.kv_heads * self.head_size
+        layers = sum(row.kind == "o_proj" for row in rows)  # linear attention caches no tokens
+        return Bytes(codes, scales, plain, each * kv_itemsize * layers)
 
     def elements(self, rows: Sequence[PinRow]) -> int:
         """Return the number of parameters on one rank that has these modules."""
-        matrices = self._sum(rows, lambda out, columns: out * columns)
-        return matrices + self._small() * _layers(rows)
+        weights = self._sum(rows, math.prod)
+        biases = self._sum([row for row in rows if self._biased(row.name)], lambda shape: shape[0])
+        return weights + biases + self._parameters(rows)
 
-    def _sum(self, rows: Sequence[PinRow], count: Callable[[int, int], int]) -> int:
-        """Add up ``count(rows, columns)`` over the weights that one rank holds."""
+    def _sum(self, rows: Sequence[PinRow], count: Callable[[tuple[int, ...]], int]) -> int:
+        """Add up ``count(shape)`` over the weights that one rank holds."""
         total = experts = 0
         for row in rows:
-            held = count(*self._shape(row.name))
+            held = count(self._shape(self._modules[row.name]))
             if row.kind == "experts":
                 experts += held
             else:
                 total += held
         return total + experts // (self._expert_ranks or 1)
 
-    def _shape(self, name: str) -> tuple[int, int]:
-        """Return the shape of a module's weight on one rank; a tied output layer has no rows."""
-        config, leaf, kind = self._config, name.rpartition(".")[2], kind_of(name)
-        hidden = config.hidden_size
-        if kind == "norm":
-            return 1, hidden
-        if kind == "router":
-            return config.num_experts, hidden
-        if kind in ("embed_tokens", "lm_head"):
-            if kind == "lm_head" and getattr(config, "tie_word_embeddings", False):
-                return 0, hidden
-            return cdiv(config.vocab_size, _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // self._ranks, hidden
-        if kind in ("qkv_proj", "o_proj"):
-            width = self.head_size * (self.kv_heads if leaf in ("k_proj", "v_proj") else self.heads)
-        elif kind == "experts":
-            width = config.moe_intermediate_size // (1 if self._expert_ranks else self._ranks)
-        else:
-            width = config.intermediate_size // self._ranks
-        return (hidden, width) if leaf in ("o_proj", "down_proj") else (width, hidden)
+    def _parameters(self, rows: Sequence[PinRow], *, float32: bool = False) -> int:
+        """Count the elements of the tensors beside the modules in the layers of these rows.
 
-    def _small(self) -> int:
-        """Return the elements of a layer's norms of queries and keys, and of its biases."""
-        config = self._config
-        each = 2 * self.head_size if config.model_type in ("qwen3", "qwen3_moe") else 0
-        if getattr(config, "attention_bias", False) or config.model_type == "qwen2":
-            each += (self.heads + 2 * self.kv_heads) * self.head_size
-        return each
+        Args:
+            rows: a layer counts where its first norm is among them.
+            float32: only those that stay in float32.
+        """
+        layers = [
+            row.layer
+            for row in rows
+            if row.layer is not None and row.name.endswith(".input_layernorm")
+        ]
+        return sum(
+            math.prod(self._widths[width] for width in parameter.shape)
+            for layer in layers
+            for parameter in layer_parameters(self._family, self._config, layer)
+            if parameter.float32 or not float32
+        )
+
+    def _biased(self, name: str) -> bool:
+        key = self._modules[name].bias
+        return key == "always" or bool(key and value_of(self._config, key))
+
+    def _shape(self, module: Module) -> tuple[int, ...]:
+        """Return the shape of a module's weight on one rank; a tied output layer has no rows."""
+        if module.kind == "lm_head" and self.tied:
+            return 0, self._widths["hidden"]
+        if module.kind == "tower":
+            return (_tower_elements(value_of(self._whole, "vision_config")) // self._ranks,)
+        return tuple(self._widths[width] for width in module.shape)
+
+    def _rank_widths(self) -> dict[str, int]:
+        """Compute the widths that :attr:`fp8rl.families.Module.shape` names, for one rank."""
+        ranks, experts = self._ranks, self._family.experts
+
+        def get(key: str) -> int:
+            return int(value_of(self._config, key, 0))
+
+        expert = get(experts.width) if experts else 0
+        shared = 0
+        if experts:
+            count = get(experts.shared_count) if experts.shared_count else 0
+            shared = count * expert or (get(experts.shared_width) if experts.shared_width else 0)
+        nope, rope, value = (
+            get("qk_nope_head_dim"),
+            get("qk_rope_head_dim"),
+            get("v_head_dim"),
+        )
+        gdn_k = get("linear_num_key_heads") * get("linear_key_head_dim")
+        gdn_v = get("linear_num_value_heads") * get("linear_value_head_dim")
+        return {
+            "one": 1,
+            "hidden": get("hidden_size"),
+            "vocab": cdiv(get("vocab_size"), _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // ranks,
+            "head": self.head_size,
+            "q": self.heads * self.head_size,
+            "q_and_gate": 2 * self.heads * self.head_size,
+            "kv": self.kv_heads * self.head_size,
+            "mlp": get("intermediate_size") // ranks,
+            "experts": expert_count(self._family, self._config),
+            "expert": expert // (1 if self._expert_ranks else ranks),
+            "shared": shared // ranks,
+            "q_lora": get("q_lora_rank"),
+            "kv_lora": get("kv_lora_rank"),
+            "kv_a": get("kv_lora_rank") + rope,
+            "mla_q": self.heads * (nope + rope),
+            "mla_kv": self.heads * (nope + value),
+            "mla_o": self.heads * value,
+            "gdn_qkv": (2 * gdn_k + gdn_v) // ranks,
+            "gdn_v": gdn_v // ranks,
+            "gdn_heads": get("linear_num_value_heads") // ranks,
+            "gdn_head": get("linear_value_head_dim"),
+            "gdn_kernel": get("linear_conv_kernel_dim"),
+        }
+
+
+def _tower_elements(vision: Any) -> int:
+    """Count the parameters of a Qwen3-VL-style vision tower."""
+
+    def get(key: str, default: int = 0) -> int:
+        return int(value_of(vision, key, default))
+
+    hidden, middle, out = get("hidden_size"), get("intermediate_size"), get("out_hidden_size")
+    patch = get("in_channels") * get("temporal_patch_size") * get("patch_size") ** 2
+    merged = hidden * get("spatial_merge_size") ** 2
+    merger = merged * merged + merged + out * merged + out
+    block = 4 * hidden * hidden + 2 * middle * hidden + 9 * hidden + middle
+    deep = len(value_of(vision, "deepstack_visual_indexes", ()))
+    return (
+        (patch + 1) * hidden
+        + get("num_position_embeddings") * hidden
+        + get("depth") * block
+        + (merger + 2 * hidden)
+        + deep * (merger + 2 * merged)
+    )
 
 
 def gib(count: int) -> str:
@@ -172,8 +266,3 @@ def gib(count: int) -> str:
 def mib(count: int) -> str:
     """Write a number of bytes in MiB, e.g. ``0.5 MiB``."""
     return f"{count / (1 << 20):.1f} MiB"
-
-
-def _layers(rows: Sequence[PinRow]) -> int:
-    """Return the number of decoder layers that have attention."""
-    return sum(row.kind == "o_proj" for row in rows)

@@ -372,7 +372,7 @@ def row(*offsets: int) -> dict:
         (CONFIG, "9" * 5000, "config.json' is not valid JSON (Exceeds the limit"),
         (CONFIG, [1, 2], "config.json' holds a list, not a JSON object; correct it."),
         (CONFIG, None, "config.json' holds a NoneType, not a JSON object"),
-        (CONFIG, {}, "config.json' has no key 'num_hidden_layers'; give a Llama/Qwen3-style"),
+        (CONFIG, {}, "config.json' has no key 'num_hidden_layers'; correct it"),
         (CONFIG, {"text_config": {"a": 1}}, "config.json' has no key 'num_hidden_layers'"),
         (CONFIG, {"text_config": [1]}, "config.json': The model's text_config is [1]; correct it"),
         *(
@@ -395,7 +395,7 @@ def row(*offsets: int) -> dict:
         (
             CONFIG,
             {"num_hidden_layers": 2, "num_experts": 8},
-            "an MoE model of an unknown family without",
+            "has no weights to take its module names from",
         ),
         (CONFIG, MIXTURE | {"num_experts": 0}, "num_experts is 0; correct it"),
         (
@@ -409,7 +409,7 @@ def row(*offsets: int) -> dict:
         (
             CONFIG,
             {**MIXTURE, "num_experts": 2, "model_type": "x"},
-            "an MoE model of an unknown family without",
+            "has no weights to take its module names from",
         ),
         (INDEX, "{", "index.json' is not valid JSON"),
         (INDEX, [], "index.json' holds a list"),

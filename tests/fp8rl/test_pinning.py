@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import PinError
-from fp8rl.families import dense_module_names
-from fp8rl.pinning import PinPolicy, kind_of, layer_of
+from fp8rl.families import dense_module_names, kind_of
+from fp8rl.pinning import PinPolicy, layer_of
 from fp8rl.recipe import Pins
 
 LAYERS = 6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8rl.families import dense_module_names, moe_module_names
+from fp8rl.families import dense_module_names, module_names
 from fp8rl.pinning import PinPolicy
 from fp8rl.precision_report import number_ranges, precision_section, precision_text
 from fp8rl.recipe import Pins
@@ -28,7 +28,12 @@ def test_layers_that_are_treated_alike_share_a_line():
 
 def test_a_part_of_the_experts_is_counted():
     pins = Pins(names=("*.experts.1.*",))
-    text = precision_text(PinPolicy(pins, moe_module_names(3, [True])).report())
+    text = precision_text(
+        PinPolicy(
+            pins,
+            module_names({"model_type": "qwen3_moe", "num_experts": 3, "num_hidden_layers": 1}),
+        ).report()
+    )
     assert "FP8 qkv_proj, o_proj, experts [6 of 9]; BF16 router (always: router)" in text
     assert "experts [3 of 9] (names: *.experts.1.*)" in text
 

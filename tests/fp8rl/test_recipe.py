@@ -26,6 +26,7 @@ FULL = {
         "last": 2,
         "names": ["model.layers.*.mlp.down_proj"],
         "kinds": ["o_proj"],
+        "fp8": ["*.kv_b_proj"],
     },
     "kv_cache": {
         "dtype": "auto",
@@ -422,7 +423,7 @@ pins = st.builds(
 @given(a=pins, b=pins)
 def test_merged_pins_are_the_union(a, b):
     merged = a.merged(b)
-    for key in ("layers", "names", "kinds"):
+    for key in ("layers", "names", "kinds", "fp8"):
         found = getattr(merged, key)
         assert set(found) == set(getattr(a, key)) | set(getattr(b, key))
         assert len(found) == len(set(found))

@@ -99,6 +99,21 @@ def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(tmp_
         assert line["mismatch"]["kl_k3"] < 1e-6, line["mismatch"]
 
 
+def test_a_checkpoint_is_exported_with_its_recipe_and_its_kv_scales(straight: Path, tmp_path: Path):
+    last = checkpoint.latest(straight / "fp8")
+    command = [sys.executable, "-m", "fp8rl", "export", str(last), str(tmp_path / "out"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "with 6 KV scales" in done.stdout
+    assert "mean 0.00e+00" in done.stdout
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.1.mlp.down_proj" in config["ignored_layers"]
+    run = json.loads((straight / "fp8" / "run.json").read_text())
+    assert config["recipe"] == run["recipe"]
+    assert (tmp_path / "out" / "tokenizer.json").is_file() == (last / "tokenizer.json").is_file()
+    assert not (tmp_path / "out" / "trainer").exists()
+
+
 def test_the_report_and_the_run_description_are_there(straight: Path):
     report = (straight / "report.html").read_text()
     assert "<svg" in report or "data:image/png" in report

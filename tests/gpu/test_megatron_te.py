@@ -198,6 +198,10 @@ def test_one_layer_against_transformer_engine(kind, bias):
     _swap_alone(layer, kind)
     for ours, expected in zip(run(), theirs, strict=True):
         assert 1e-4 < relative_error(ours.float(), expected.float()) < 0.08
+    if kind == "layernorm":
+        layer.return_layernorm_output = True  # as Megatron-Bridge does to give it an adapter
+        with pytest.raises(UnsupportedError, match="does not serve LoRA"):
+            layer(x)
 
 
 def _swap_alone(layer: Any, kind: str) -> None:
@@ -327,8 +331,9 @@ def test_what_is_not_served_is_named():
 def test_experts_without_grouped_kernels_are_refused_with_the_remedy():
     gpt = _gpt(4)
     classes = [type(module) for module in gpt.modules()]
-    remedy = r"experts.*has no grouped products.*moe_grouped_gemm=False"
-    with pytest.raises(UnsupportedError, match=remedy):
+    with pytest.raises(
+        UnsupportedError, match=r"experts.*has no grouped products.*moe_grouped_gemm=False"
+    ):
         convert(gpt, Recipe(), plugins=PluginManager(), gemm_backend="triton")
     assert [type(module) for module in gpt.modules()] == classes
 

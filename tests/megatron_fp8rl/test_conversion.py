@@ -249,9 +249,26 @@ def _fsdp(gpt: Any) -> None:
     gpt.decoder.layers[1].mlp.linear_fc2.weight.__fsdp_param__ = True
 
 
+class LoRALinear(torch.nn.Module):
+    """Has the attributes of Megatron-Bridge's class, which needs TransformerEngine."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.to_wrap, self.adapter, self.weight = linear, torch.nn.Linear(1, 1), linear.weight
+
+
+def _adapted(gpt: Any) -> None:
+    mlp = gpt.decoder.layers[1].mlp
+    mlp.linear_fc1 = LoRALinear(mlp.linear_fc1)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            _adapted,
+            r"layers\.1\.mlp\.linear_fc1' is a LoRALinear: FP8 training does not serve LoRA",
+        ),
         (_break(fp8="e4m3"), r"config\.fp8='e4m3'"),
         (_break(enable_autocast=True), "enable_autocast"),
         (_break(tp_comm_overlap=True), "tp_comm_overlap=True: user buffers"),

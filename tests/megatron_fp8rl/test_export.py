@@ -21,7 +21,7 @@ from transformers import (
 
 from fp8rl import PinPolicy
 from fp8rl.errors import CheckpointError, UnsupportedError
-from fp8rl.families import moe_module_names
+from fp8rl.families import module_names
 from fp8rl.numerics import dequantize_block, quantize_block
 from fp8rl.recipe import Pins
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
@@ -393,7 +393,8 @@ def test_fp8_wire_sends_codes_that_the_rollout_takes_as_they_are(shape, ranks, w
 
 def test_experts_travel_as_codes_where_no_rank_cuts_a_block():
     """An expert's matrices have a grid each in the rollout (768 rows over 4 ranks are 192)."""
-    policy = PinPolicy(Pins(), moe_module_names(1, [True]))
+    moe = {"model_type": "qwen3_moe", "num_experts": 1, "num_hidden_layers": 1}
+    policy = PinPolicy(Pins(), module_names(moe))
     names = [f"model.layers.0.mlp.experts.0.{x}_proj.weight" for x in ("gate", "up", "down")]
     for width, ranks, codes in ((768, 1, True), (768, 4, False), (192, 1, True), (768, 2, True)):
         shapes = [(width, 128), (width, 128), (128, width)]

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.adapters import Diagnosis
+from fp8rl.families import module_names
 from fp8rl.numerics import FP8_DTYPE
 from fp8rl.sizes import Sizes, gib, mib
 from support.engine import Engine
 from vllm_fp8rl import compat, doctor, hooks
-from vllm_fp8rl.quantization.models import module_names
 
 SHAPE = {
     "vocab_size": 1024,

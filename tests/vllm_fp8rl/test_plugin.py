@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 import vllm_fp8rl
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, UnsupportedError
-from fp8rl.families import dense_module_names
+from fp8rl.families import dense_module_names, module_names
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.numerics import quantize_block, quantize_group
 from vllm_fp8rl import compat
@@ -96,7 +96,7 @@ def test_width_that_cannot_be_split():
 def test_a_model_without_layers_has_no_module_names(count):
     """Older transformers take such a config, and a policy of no module pins nothing."""
     with pytest.raises(ModelError, match=f"num_hidden_layers is {count}; correct it"):
-        models.module_names(SimpleNamespace(num_hidden_layers=count))
+        module_names(SimpleNamespace(num_hidden_layers=count))
 
 
 def test_resolved_table_names_pins_and_groups_equal_layers(engine):

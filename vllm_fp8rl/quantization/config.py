@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
+from fp8rl.families import module_names
 from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
@@ -35,7 +36,6 @@ from vllm_fp8rl.quantization.models import (
     check_sizes,
     check_widths,
     is_moe,
-    module_names,
 )
 from vllm_fp8rl.refit.client import Changes
 from vllm_fp8rl.state import RankState
@@ -237,7 +237,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     recipe = read_recipe(engine.additional_config, of_model)
     hf_config = engine.model_config.hf_text_config
     parallel = engine.parallel_config
-    check_architecture(hf_config, engine.model_config.hf_config)
+    family = check_architecture(engine.model_config.hf_config)
     check_sizes(hf_config)
     check_widths(
         hf_config,
@@ -247,17 +247,19 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     if engine.device_config.device_type == "cpu" and is_moe(hf_config):
         require_cpu_router()
     _check_weight_transfer(engine.weight_transfer_config)
+    _check_adapters(engine)
     _check_kv_cache(recipe, engine.cache_config, engine.model_config.dtype)
     check_scale_source(engine.cache_config)
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
         set_activation_scales(recipe, experts=is_moe(hf_config))
-    policy = PluginManager().pin_policy(recipe.pins, module_names(hf_config))
+    policy = PluginManager().pin_policy(recipe.pins, module_names(engine.model_config.hf_config))
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
     return RankState(
         recipe,
         policy,
+        family,
         dummy=engine.load_config.load_format == "dummy",
         layers=engine.compilation_config.static_forward_context,
         moe=is_moe(hf_config),
@@ -325,6 +327,14 @@ def _check_weight_transfer(chosen: WeightTransferConfig | None) -> None:
         f"one, or writes BF16 into FP8 storage; with quantization='{NAME}' set it to one of "
         f"{sorted(WEIGHT_TRANSFER_BACKENDS)} (the trainer's side of 'fp8rl_nccl' is vLLM's 'nccl')."
     )
+
+
+def _check_adapters(engine: VllmConfig) -> None:
+    if engine.lora_config is not None and engine.load_config.load_format == "dummy":
+        raise UnsupportedError(
+            "enable_lora needs the weights of a checkpoint, because weights cannot be refitted "
+            "under adapters; set load_format to 'auto', or start the engine without enable_lora."
+        )
 
 
 def _check_kv_cache(recipe: Recipe, cache: CacheConfig, model_dtype: torch.dtype) -> None:

@@ -52,7 +52,7 @@ def _loader_of(layer: torch.nn.Module, loader: Callable[..., None], name: str) -
         return _replicated_loader
     raise UnsupportedError(
         f"'{name}' is a {type(layer).__name__}, which loads its weight in a way that fp8rl does "
-        "not know; pin it to BF16 in another engine or use a dense Llama/Qwen3-style model."
+        "not know; start this model without quantization='fp8rl'."
     )
 
 

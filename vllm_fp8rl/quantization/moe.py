@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from fp8rl.errors import CheckpointError, UnsupportedError
+from fp8rl.families import EXPERTS
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from vllm_fp8rl.kernels.choice import select_kernel
@@ -46,8 +47,8 @@ class _ExpertsMethod(FusedMoEMethodBase):
         name: module name of the layer, e.g. ``model.layers.0.mlp.experts``.
 
     Raises:
-        UnsupportedError: experts that are not Qwen3-MoE's, or a communication pattern that needs
-            them in another layout.
+        UnsupportedError: experts of another form, e.g. with biases, or a communication pattern
+            that needs them in another layout.
     """
 
     supports_pre_processed_weights = False
@@ -125,6 +126,7 @@ class _ExpertsMethod(FusedMoEMethodBase):
             padded=padded,
             tp_rank=self.moe.tp_rank,
             tp_size=self.moe.tp_size,
+            names=self.state.family.experts or EXPERTS,
         )
 
     def _incomplete(self) -> CheckpointError:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8rl.errors import RefitError
-from fp8rl.pinning import kind_of
+from fp8rl.families import kind_of
 
 Named = tuple[str, torch.Tensor]
 

@@ -27,14 +27,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.families import FUSED
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
 from fp8rl.numerics import BLOCK, cdiv
-from fp8rl.pinning import FUSED as FUSED_MODULES
 from vllm_fp8rl.kv_scales import fp8_layers, required_kv_scales
 from vllm_fp8rl.refit.intake import Named
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch
-from vllm_fp8rl.storage.experts import FUSED, MATRICES, ExpertGrids, load_fused, scales_of, stack_of
+from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, load_fused, scales_of, stack_of
 from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Weight, ShardedParameter
 
 Kind = Literal["codes", "scales", "plain", "fused"]
@@ -75,9 +75,13 @@ class Inventory:
 
     Args:
         model: the live vLLM model of this rank.
+
+    Raises:
+        UnsupportedError: the engine serves LoRA adapters.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        _refuse_adapters(model)
         self._model = weakref.ref(model)
         self.entries = dict(_entries(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
@@ -180,6 +184,16 @@ class Inventory:
         return entry
 
 
+def _refuse_adapters(model: torch.nn.Module) -> None:
+    """Refuse a model whose layers vLLM has wrapped for adapters: its loaders do not find them."""
+    if any(path.endswith(".base_layer") for path, _ in model.named_modules()):
+        raise UnsupportedError(
+            "The engine was started with enable_lora: its base weights stay as they are, and only "
+            "adapters are exchanged (lora_request of generate); start it without enable_lora to "
+            "refit weights."
+        )
+
+
 def require_one_stage() -> None:
     """Raise UnsupportedError on a pipeline-parallel engine, whose ranks hold parts of the model."""
     if get_pp_group().world_size > 1:
@@ -257,8 +271,8 @@ def _linear(
     kind: Kind = "plain"
     if isinstance(parameter, Fp8Parameter):
         kind = "codes" if isinstance(parameter, Fp8Weight) else "scales"
-    # Qwen3-MoE's own table has gate_up_proj only where the config names the layers without experts.
-    parts = fused.get(module_leaf) or FUSED_MODULES.get(module_leaf) or [module_leaf]
+    # vLLM's own table of a class may lack gate_up_proj where no layer of the config is dense.
+    parts = fused.get(module_leaf) or FUSED.get(module_leaf) or [module_leaf]
     rows = _rows(module)
     if len(parts) != len(rows):  # fused in the checkpoint too, with blocks of its own
         shape = _shape(leaf, sum(rows), module.input_size)
@@ -300,7 +314,7 @@ def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:
                 route = partial(experts.load_scales, expert, matrix) if local else _leave_out
                 entry = Entry(scales, stack, "scales", route, local=local, codes_fit=fits)
                 yield f"{name}_scale_inv", entry
-    for leaf, matrices in FUSED.items():
+    for leaf, matrices in layout.fused.items():
         rows, columns = layout.shard(matrices[0]).full
         shape = (layout.total, len(matrices) * rows, columns)
         names = tuple(layout.hf_name(e, matrix) for matrix in matrices for e in range(layout.total))

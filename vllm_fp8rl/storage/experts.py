@@ -16,16 +16,15 @@ from typing import Any, Literal
 import torch
 
 from fp8rl.errors import RefitError
+from fp8rl.families import EXPERTS, Experts
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
 from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, WriteBatch, narrow
 from vllm_fp8rl.storage.parameters import check_plain_dtype
 
 Matrix = Literal["w1", "w3", "w2"]
-MATRICES: dict[Matrix, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""vLLM's name of an expert's matrix -> its HF name."""
-FUSED: dict[str, tuple[Matrix, ...]] = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-"""HF's tensors of all experts at once, ``[experts, rows, columns]`` -> what they hold."""
+MATRICES: tuple[Matrix, ...] = ("w1", "w3", "w2")
+"""vLLM's names of an expert's matrices: gate, up, down."""
 
 Storage = Callable[[str], torch.Tensor]
 """Returns the layer's live tensor of a parameter name; called at each write, because an engine may
@@ -59,6 +58,13 @@ class ExpertLayout:
     """The same, rounded up as it is allocated."""
     tp_rank: int
     tp_size: int
+    names: Experts = EXPERTS
+    """HF names of the matrices of this model's family."""
+
+    @property
+    def fused(self) -> dict[str, tuple[Matrix, ...]]:
+        """HF's tensors of all experts at once, ``[experts, rows, columns]``: what they hold."""
+        return dict(zip(self.names.fused, (("w1", "w3"), ("w2",)), strict=True))
 
     def shard(self, matrix: Matrix) -> Shard:
         """Where this rank's part of a matrix lies in the HF tensor."""
@@ -78,7 +84,11 @@ class ExpertLayout:
 
     def hf_name(self, expert: int, matrix: Matrix) -> str:
         """HF name of a matrix of an expert, by its global number."""
-        return f"{self.name}.{expert}.{MATRICES[matrix]}.weight"
+        return f"{self.module_name(expert, matrix)}.weight"
+
+    def module_name(self, expert: int, matrix: Matrix) -> str:
+        """The same without ``.weight``."""
+        return f"{self.name}.{expert}.{self.names.leaves[MATRICES.index(matrix)]}"
 
     def rows_of(
         self, stack: torch.Tensor, local: int, matrix: Matrix, block: int = 1
@@ -135,7 +145,7 @@ class ExpertGrids:
         self._storage = storage
         self._grids = {
             (expert, matrix): BlockGrid(
-                f"{layout.name}.{expert}.{MATRICES[matrix]}",
+                layout.module_name(expert, matrix),
                 partial(self._live, local, matrix),
                 [layout.shard(matrix).rows],
                 layout.columns(matrix),
@@ -250,23 +260,24 @@ def load_fused(
 
     Args:
         experts: what writes the matrices of one layer.
-        leaf: a key of ``FUSED``.
+        leaf: a key of :attr:`ExpertLayout.fused`.
         tensor: ``[experts, rows, columns]``; the experts of other ranks are skipped.
         batch: collects quantizations for later.
 
     Raises:
         RefitError: another shape; nothing has been written.
     """
-    rows, columns = experts.layout.shard(FUSED[leaf][0]).full
-    expected = (experts.layout.total, len(FUSED[leaf]) * rows, columns)
+    matrices = experts.layout.fused[leaf]
+    rows, columns = experts.layout.shard(matrices[0]).full
+    expected = (experts.layout.total, len(matrices) * rows, columns)
     if tensor.shape != expected:
         raise RefitError(
             f"'{experts.layout.name}.{leaf}' takes a tensor of shape {expected}, but got "
             f"{tuple(tensor.shape)}; send the matrices of all experts."
         )
-    parts = tensor.chunk(len(FUSED[leaf]), dim=1)
+    parts = tensor.chunk(len(matrices), dim=1)
     for expert in experts.layout.local:
-        for matrix, part in zip(FUSED[leaf], parts, strict=True):
+        for matrix, part in zip(matrices, parts, strict=True):
             experts.load(expert, matrix, part[expert], batch)
 
 

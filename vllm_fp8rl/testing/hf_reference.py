@@ -13,12 +13,22 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedModel,
+)
 
 from fp8rl import PinPolicy, Recipe
+from fp8rl.export import wire_scale_name
+from fp8rl.families import language_config, module_names
 from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import (
     BLOCK,
@@ -30,7 +40,6 @@ from fp8rl.numerics import (
 )
 from fp8rl.numerics.reference import quantize_block, quantize_group  # no kernel, on a GPU too
 from fp8rl.recipe import ScaleFormat
-from vllm_fp8rl.quantization.models import module_names
 
 Attention = Literal["eager", "sdpa"]
 FLIPPED = 1e-4
@@ -141,6 +150,48 @@ def load_reference(
     return Reference(model, kv_scales)
 
 
+def load_exported(
+    path: str | os.PathLike[str], recipe: Recipe, *, attention: Attention = "eager"
+) -> Reference:
+    """Load a block-FP8 checkpoint by its files alone, in float32 on the CPU.
+
+    Modules with stored scales run in FP8, whatever the pins of the recipe.
+
+    Args:
+        path: folder with E4M3 weights and their ``weight_scale_inv``; KV scales of it are applied.
+        recipe: formats of activations.
+        attention: attention implementation of transformers.
+    """
+    folder = Path(path)
+    stored = {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    kv_scales = {
+        wire: stored.pop(name).item() for name in list(stored) if (wire := wire_scale_name(name))
+    }
+    fp8 = {name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")}
+    for name in fp8:
+        stored[name] = dequantize_block(stored[name], stored.pop(f"{name}_scale_inv"))
+    config = AutoConfig.from_pretrained(path)
+    del config.quantization_config  # transformers would need a GPU for it
+    wrapped = language_config(config) is not config
+    auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    with torch.device("meta"):
+        kind = type(auto.from_config(config))
+    model: PreTrainedModel = kind.from_pretrained(
+        None, config=config, state_dict=stored, dtype=torch.float32, attn_implementation=attention
+    )
+    model.eval()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and f"{name}.weight" in fp8:
+            _fake_quantize_inputs(module, recipe)
+        elif hasattr(module, "gate_up_proj") and f"{name}.0.gate_proj.weight" in fp8:
+            model.set_submodule(name, _FakeQuantExperts(module, recipe, quantize_weights=False))
+    return Reference(model, kv_scales or None)
+
+
 def noise_floor(
     path: str | os.PathLike[str],
     recipe: Recipe,
@@ -205,8 +256,12 @@ def _fake_quantize_tensor(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
     codes, scale_inv = quantize_block(linear.weight.data, BLOCK, recipe.weights.scale_format)
+    linear.weight.data = dequantize_block(codes, scale_inv, dtype=linear.weight.dtype)
+    _fake_quantize_inputs(linear, recipe)
+
+
+def _fake_quantize_inputs(linear: torch.nn.Linear, recipe: Recipe) -> None:
     dtype = linear.weight.dtype
-    linear.weight.data = dequantize_block(codes, scale_inv, dtype=dtype)
     group_format: ScaleFormat = recipe.activations.scale_format
 
     def fake_quantize_input(
@@ -225,12 +280,14 @@ class _FakeQuantExperts(torch.nn.Module):
     up. In earlier releases experts are ordinary linear layers.
     """
 
-    def __init__(self, experts: Any, recipe: Recipe) -> None:
+    def __init__(self, experts: Any, recipe: Recipe, *, quantize_weights: bool = True) -> None:
         super().__init__()
         self._act = experts.act_fn
         self._format: ScaleFormat = recipe.activations.scale_format
 
         def fake_quantized(matrix: torch.Tensor) -> torch.Tensor:
+            if not quantize_weights:
+                return matrix
             codes, scale_inv = quantize_block(matrix, BLOCK, recipe.weights.scale_format)
             return dequantize_block(codes, scale_inv, dtype=matrix.dtype)
 

@@ -116,6 +116,7 @@ def test_upstreams_keys_add_to_the_block() -> None:
         "last": 2,
         "names": ("*a_proj*",),
         "kinds": (),
+        "fp8": (),
     }
     assert (got.weights.scale_format, got.activations.scale_format) == ("pow2", "pow2")
     correction = got.importance_sampling
@@ -225,6 +226,10 @@ policy.quant_cfg=NVFP4_DEFAULT_CFG
     'policy.quant_cfg' selects a Megatron worker
 policy.quant_cfg=NVFP4_DEFAULT_CFG ~megatron.fp8rl
     'policy.quant_cfg' selects a Megatron worker
+megatron.peft.enabled=true megatron.peft.dim=8
+    'policy.megatron_cfg.peft.enabled' is true, but FP8 training does not serve LoRA
+generation.vllm_kwargs.enable_lora=true
+    'policy.generation.vllm_kwargs.enable_lora' is true, but NeMo RL sends merged
 generation.refit_transport=nccl_reshard
     'policy.generation.refit_transport' is 'nccl_reshard'
 loss.truncated_importance_sampling_type=seq-mask-tis
@@ -458,7 +463,7 @@ def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
     text = {"model_type": "qwen2_5_vl", "text_config": {"num_hidden_layers": 2}}
     (tmp_path / "config.json").write_text(json.dumps(text | {"vision_config": {}}))
     value = config({}, model_name=str(tmp_path))
-    with pytest.raises(UnsupportedError, match="a multimodal model; remove the block"):
+    with pytest.raises(UnsupportedError, match=r"a multimodal model .* remove the block"):
         prepare(MasterConfig(**value), GRPO, lambda key: None)
     off = {"rollout": False, "training": False}
     prepare(MasterConfig(**config(off, model_name=str(tmp_path))), GRPO, lambda key: None)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from fp8rl import PluginManager
 from fp8rl.adapters import Section
 from fp8rl.errors import ModelError
-from fp8rl.families import config_module_names
+from fp8rl.families import module_names
 from fp8rl.pinning import PinRow
 from fp8rl.recipe import Pins
 from fp8rl.sizes import GIB, Sizes
@@ -33,7 +33,7 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_s
 
 
 def rows_of(model: dict[str, Any], **pins: Any) -> list[PinRow]:
-    return PluginManager().pin_policy(Pins(**pins), config_module_names(model) or []).report()
+    return PluginManager().pin_policy(Pins(**pins), module_names(model)).report()
 
 
 def parameters(model: dict[str, Any]) -> int:

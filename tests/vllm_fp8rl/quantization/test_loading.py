@@ -421,7 +421,7 @@ def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path, missin
         ({"pins": {"names": ["model.layers.*.mlp.dawn_proj"]}}, {}, PinError, "dawn_proj"),
         ({}, {"kv_cache_dtype": "auto"}, RecipeError, r"dtype 'fp8_e4m3'.*kv_cache_dtype 'auto'"),
         ({}, {"kv_cache_dtype": "fp8_e5m2"}, RecipeError, "kv_cache_dtype 'fp8_e5m2'"),
-        ({}, {"hf_overrides": {"num_experts": 8}}, UnsupportedError, "another MoE model"),
+        ({}, {"hf_overrides": {"num_experts": 8}}, UnsupportedError, "an MoE model"),
         ({}, {"hf_overrides": {"head_dim": 40}}, UnsupportedError, "Head size 40 has no attention"),
     ],
 )

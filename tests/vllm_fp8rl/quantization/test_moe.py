@@ -26,12 +26,13 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapMan
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, RefitError, UnsupportedError
+from fp8rl.families import QWEN3_MOE, module_names
 from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, quantize_group
 from fp8rl.recipe import KVCache, Pins
 from support.engine import PROMPTS as SHORT
 from support.engine import Engine, load_tensors
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
-from vllm_fp8rl.quantization.models import check_architecture, check_widths, module_names
+from vllm_fp8rl.quantization.models import check_architecture, check_widths
 from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import RankState, state_of
@@ -379,7 +380,7 @@ def config(**changes) -> SimpleNamespace:
 def resolved(**pins) -> RankState:
     recipe = Recipe(pins=Pins(**pins))
     policy = PinPolicy(recipe.pins, module_names(config()))
-    return RankState(recipe, policy, True, {}, True, None, None)
+    return RankState(recipe, policy, QWEN3_MOE, True, {}, True, None, None)
 
 
 def test_names_follow_the_config() -> None:
@@ -399,9 +400,9 @@ def test_pins_of_experts_are_all_or_none() -> None:
 
 
 def test_models_and_ranks_that_are_not_served() -> None:
-    other = config(model_type="mixtral")
-    with pytest.raises(UnsupportedError, match=r"mixtral is another MoE model"):
-        check_architecture(other, other)
+    other = config(model_type="mixtral", num_local_experts=3)
+    with pytest.raises(UnsupportedError, match=r"a Mixtral model .'mixtral'.: FP8 rollout"):
+        check_architecture(other)
     check_widths(config(), 4, expert_parallel=False)
     check_widths(config(moe_intermediate_size=97), 4, expert_parallel=True)
     with pytest.raises(UnsupportedError, match=r"moe_intermediate_size=97.*size=4"):

@@ -1,0 +1,294 @@
+"""Every entry of the table against a tiny model that transformers builds without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.core_model_loading import revert_weight_conversion
+
+from fp8rl import PinPolicy, families
+from fp8rl.errors import ModelError, PinError, UnsupportedError
+from fp8rl.families import FAMILIES, FUSED, family_of, kind_of, module_names, modules_of
+from fp8rl.recipe import Pins
+from fp8rl.sizes import Sizes
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MOE = {"moe_intermediate_size": 128, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 64}
+LATENT = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 3,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+HYBRID = {
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+SHARED = {**MOE, "shared_expert_intermediate_size": 192}
+VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "depth": 2,
+    "num_heads": 4,
+    "out_hidden_size": 256,
+    "num_position_embeddings": 16,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Llama, biased and tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {"head_dim": 64}),
+    "Qwen3-MoE": ("qwen3_moe", {**MOE, "mlp_only_layers": [1]}),
+    "Qwen2-MoE": ("qwen2_moe", {**SHARED, "decoder_sparse_step": 2}),
+    "Mixtral": ("mixtral", {"num_local_experts": 3, "head_dim": 64}),
+    "MiniMax-M2": ("minimax_m2", {"num_local_experts": 3, "head_dim": 64}),
+    "GLM-4.5": (
+        "glm4_moe",
+        {**LATENT, "head_dim": 64, "first_k_dense_replace": 1, "kv_lora_rank": None},
+    ),
+    "GLM-4.5 with norms": (
+        "glm4_moe",
+        {**LATENT, "kv_lora_rank": None, "head_dim": 64, "use_qk_norm": True},
+    ),
+    "DeepSeek-V2": ("deepseek_v2", {**LATENT, "first_k_dense_replace": 1}),
+    "DeepSeek-V3": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 2}),
+    "Moonlight": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 1, "q_lora_rank": None}),
+    "GLM-4.7-Flash": (
+        "glm4_moe_lite",
+        {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    ),
+    "Qwen3.5 text": ("qwen3_5_text", HYBRID),
+    "Qwen3.5-MoE text": ("qwen3_5_moe_text", {**HYBRID, **SHARED}),
+    "Qwen3.5": ("qwen3_5", HYBRID),
+    "Qwen3.5-MoE": ("qwen3_5_moe", {**HYBRID, **SHARED}),
+    "Qwen3-VL": ("qwen3_vl", {"head_dim": 64}),
+}
+
+
+def built(case: str) -> tuple[Any, dict[str, torch.Tensor], int]:
+    """The config, the tensors of a checkpoint by name, and the number of parameters."""
+    kind, changes = CASES[case]
+    wrapped = hasattr(AutoConfig.for_model(kind), "vision_config")
+    if wrapped:
+        values: dict[str, Any] = {"text_config": SHAPE | changes, "vision_config": VISION}
+    else:
+        values = SHAPE | changes
+    config = AutoConfig.for_model(kind, **values)
+    auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    tensors = revert_weight_conversion(model, model.state_dict())
+    # A bias that chooses experts is a buffer in transformers, and a tensor of the checkpoint.
+    shared = {id(p): p.numel() for p in model.parameters()}
+    buffers = {n: t for n, t in model.state_dict().items() if n.endswith("correction_bias")}
+    return config, tensors, sum(shared.values()) + sum(t.numel() for t in buffers.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_kinds_and_sizes_are_those_of_transformers(case: str) -> None:
+    config, tensors, count = built(case)
+    family = family_of(config)
+    assert family is not None
+
+    modules = {module.name: module for module in modules_of(config)}
+    assert [*modules] == module_names(config) == module_names(config.to_dict())
+    inside = {n for n in tensors if not any(n.startswith(f"{t}.") for t in family.towers)}
+    weights = {n.removesuffix(".weight") for n in inside if n.endswith(".weight")}
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    if tied:
+        weights.add("lm_head")
+    assert set(modules) - set(family.towers) == weights
+    assert bool(set(modules) & set(family.towers)) == (len(inside) < len(tensors))
+
+    text = families.language_config(config)
+    biases = {
+        n for n, m in modules.items() if m.bias and (m.bias == "always" or getattr(text, m.bias))
+    }
+    assert {f"{name}.bias" for name in biases} == {n for n in inside if n.endswith(".bias")}
+    prefix = family.wrapper if text is not config else "model."
+    beside = {
+        f"{prefix}layers.{layer}.{parameter.name}": parameter
+        for layer in range(text.num_hidden_layers)
+        for parameter in families.layer_parameters(family, text, layer)
+    }
+    assert set(beside) == {n for n in inside if not n.endswith((".weight", ".bias"))}
+
+    sizes = Sizes(config, 1)
+    for name, module in modules.items():
+        assert module.kind == kind_of(name)
+        if module.kind != "tower" and (name != "lm_head" or not tied):
+            assert sizes._shape(module) == tuple(tensors[f"{name}.weight"].shape), name
+    rows = PinPolicy(Pins(), modules).report()
+    assert sizes.elements(rows) == count
+    codes = sizes.bytes(rows, 2, 2).codes
+    assert codes == sum(
+        tensors[f"{row.name}.weight"].numel() for row in rows if row.precision == "fp8"
+    )
+    for row in rows:
+        if row.precision == "fp8":
+            assert tensors[f"{row.name}.weight"].ndim == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_entry_has_a_case_and_agrees_with_the_others(family: families.Family) -> None:
+    kinds = {AutoConfig.for_model(kind).get_text_config().model_type for kind, _ in CASES.values()}
+    assert kinds & set(family.model_types)
+    assert set(family.missing) <= {"rollout", "training"}
+    for block in filter(None, (family.attention, family.linear_attention)):
+        names = {module.name for module in block.modules}
+        assert set(block.derived) <= names
+        for module in block.modules:
+            assert kind_of(f"model.layers.0.{module.name}") == module.kind
+            assert families.default_reason(module.name) == module.bf16
+
+
+def test_a_model_type_is_in_one_entry() -> None:
+    types = [kind for family in FAMILIES for kind in family.model_types]
+    assert len(set(types)) == len(types)
+    parts = [part for names in FUSED.values() for part in names]
+    assert len(set(parts)) == len(parts)
+
+
+def moonlight(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 2,
+        "kv_lora_rank": 512,
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        **changes,
+    }
+
+
+QWEN3_5 = {
+    "model_type": "qwen3_5",
+    "vision_config": {},
+    "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
+}
+
+
+def test_what_is_in_bf16_by_default_and_how_a_recipe_changes_it() -> None:
+    names = module_names(moonlight(q_lora_rank=128))
+    name = "model.layers.1.self_attn.kv_b_proj"
+    policy = PinPolicy(Pins(), names)
+    assert policy.row(name).reason.startswith("default: decode multiplies it with activations")
+    assert policy.precision("model.layers.1.self_attn.fused_qkv_a_proj") == "fp8"
+    assert "kv_b_proj" in policy.summary()
+    assert PinPolicy(Pins(fp8=("*.kv_b_proj",)), names).precision(name) == "fp8"
+    both = PinPolicy(Pins(fp8=("*.kv_b_proj",), last=1), names)
+    assert both.row(name).reason == "last: 1"
+    upstream = PinPolicy(Pins(names=("*a_proj*", "*b_proj*")), names)
+    assert (
+        upstream.bf16_linears() == PinPolicy(Pins(kinds=("a_proj", "b_proj")), names).bf16_linears()
+    )
+    with pytest.raises(
+        PinError, match=r"pins.fp8: \*.o_proj matches no module .* are kv_b_proj in"
+    ):
+        PinPolicy(Pins(fp8=("*.o_proj",)), names)
+    with pytest.raises(PinError, match=r"not all parts of the fused '.*fused_qkv_a_proj'; pin all"):
+        PinPolicy(Pins(names=("*.q_a_proj",)), names)
+
+
+def test_a_hybrid_under_a_wrapper() -> None:
+    names = module_names(QWEN3_5)
+    assert names[:2] == ["model.visual", "model.language_model.embed_tokens"]
+    assert [n for n in names if "q_proj" in n] == ["model.language_model.layers.3.self_attn.q_proj"]
+    policy = PinPolicy(Pins(first=1, names=("*visual*",)), names)
+    assert policy.row("model.visual.blocks.3.attn.qkv").reason == "always: tower"
+    prefix = "model.language_model.layers.1.linear_attn"
+    assert policy.precision(f"{prefix}.in_proj_qkvz") == "fp8"
+    assert policy.precision(f"{prefix}.in_proj_ba") == "bf16"
+    assert policy.row(f"{prefix}.conv1d").reason == "always: conv1d"
+    with pytest.raises(PinError, match=r"pins.fp8 leaves '.*in_proj_a' in BF16 but not all parts"):
+        PinPolicy(Pins(fp8=("*.in_proj_b",)), names)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({}, None),
+        ({"model_type": "new_dense", "num_hidden_layers": 2}, None),
+        ({"model_type": "new", "num_experts": 8}, "an MoE model ('new') of an unknown family"),
+        ({"model_type": "qwen3", "num_experts": 8}, "an MoE model ('qwen3') of an unknown family"),
+        (
+            {"model_type": "new", "kv_lora_rank": 512},
+            "a model with multi-latent attention ('new') of an unknown family",
+        ),
+        (
+            {"model_type": "new_vl", "vision_config": {}, "text_config": {"model_type": "new"}},
+            "a multimodal model ('new') of an unknown family",
+        ),
+    ],
+)
+def test_models_of_unknown_families(config: dict[str, Any], reason: str | None) -> None:
+    assert families.unsupported_reason(config, rollout=True, training=True) == reason
+    assert families.unsupported_reason(config, rollout=False, training=False) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("side", ["rollout", "training"])
+def test_what_a_side_does_not_serve_is_named(family: families.Family, side: str) -> None:
+    """An engine serves a family from the moment that nothing of it is missing."""
+    kind = family.model_types[0]
+    text = {"model_type": kind, "kv_lora_rank": 512 if family.attention.kv == "latent" else None}
+    for config in (text, {"text_config": text, "vision_config": {}}):
+        wanted = {"rollout": False, "training": False, side: True}
+        found = families.unsupported_reason(config, **wanted)
+        missing = family.missing.get(side)
+        if config is not text and not family.wrapper:
+            assert found == f"a multimodal model ('{kind}') of an unknown family"
+        elif missing is None:
+            assert found is None
+        else:
+            assert (
+                found
+                == f"a {family.name} model ('{kind}'): FP8 {side} does not serve {missing} yet"
+            )
+
+
+def test_configs_that_no_model_has() -> None:
+    with pytest.raises(UnsupportedError, match=r"'new' are not known .* add an entry to fp8rl/fam"):
+        module_names({"model_type": "new", "num_experts": 8, "num_hidden_layers": 1})
+    with pytest.raises(KeyError, match="n_routed_experts"):
+        module_names({"model_type": "deepseek_v3", "kv_lora_rank": 1, "num_hidden_layers": 1})
+    with pytest.raises(ModelError, match="moe_layer_freq is 0; correct it"):
+        module_names(moonlight(moe_layer_freq=0))
+    assert not any("experts" in name for name in module_names(moonlight(n_routed_experts=None)))
+
+
+def test_latents_are_cached_once_and_linear_attention_not_at_all() -> None:
+    for case, expected in (
+        ("Moonlight", 256 + 16),
+        ("Qwen3.5 text", 2 * 2 * 64),
+        ("Llama", 4 * 256),
+    ):
+        config, _, _ = built(case)
+        rows = PinPolicy(Pins(), module_names(config)).report()
+        layers = 4 if case == "Moonlight" else 1
+        assert Sizes(config, 1).bytes(rows, 2, 1).kv_per_token == layers * expected, case

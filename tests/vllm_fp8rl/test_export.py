@@ -1,0 +1,202 @@
+"""A folder of ``fp8rl export`` in vLLM: stock, and with fp8rl; and what ``--check`` sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import vllm_fp8rl
+from fp8rl import Recipe
+from fp8rl.export import plan_export, write_export
+from fp8rl.numerics import dequantize_block
+from fp8rl.recipe import Pins
+from support.engine import (
+    LAYERS,
+    PROMPTS,
+    keep_process_groups,
+    make_checkpoint,
+    same_bits,
+    start_engine,
+)
+from support.teacher_forced import vllm_logprobs
+from vllm_fp8rl.calibration import send_kv_scales
+from vllm_fp8rl.export_check import EngineJob, check_export, run_engines
+from vllm_fp8rl.testing.hf_reference import gap, load_exported, load_reference
+from vllm_fp8rl.testing.tiny import make_moe_checkpoint
+
+RECIPE = Recipe(pins=Pins(last=1))
+SCALES = {
+    f"model.layers.{layer}.self_attn.{role}_scale": 2.0 ** (-4 - layer)
+    for layer in range(LAYERS)
+    for role in "qkv"
+}
+
+
+def export(checkpoint: Path, out: Path, recipe: Recipe = RECIPE) -> Path:
+    scales = out.with_suffix(".json")
+    scales.write_text(json.dumps(SCALES))
+    write_export(plan_export(checkpoint, recipe, kv_scales=scales), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def out(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(checkpoints["a"], tmp_path_factory.mktemp("exported") / "a")
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def test_fp8rl_holds_the_same_codes_and_scales_as_from_the_checkpoint(
+    engine, other_engine, checkpoints, out
+):
+    """The folder names its recipe, pins included, so no argument has to."""
+    start = {"scaled": False}
+    source = other_engine(checkpoints["a"], RECIPE, **start)
+    send_kv_scales(source.llm, SCALES)
+    exported = other_engine(out, RECIPE, additional_config={}, **start)
+    assert exported.state().keys() == source.state().keys()
+    for name, tensor in source.state().items():
+        assert same_bits(exported.state()[name], tensor), name
+    assert exported.kv_scales() == source.kv_scales()
+    assert torch.equal(vllm_logprobs(exported), vllm_logprobs(source))
+    assert exported.greedy(PROMPTS) == source.greedy(PROMPTS)
+
+
+def test_stock_vllm_loads_it(engine, out, monkeypatch):
+    """vLLM's own method ``fp8`` with every tensor in place. Its kernel on a CPU needs AMX and packs
+    the weights, so a product of the dequantized weight stands in for it."""
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Kernel
+
+    def product(self, layer, x, bias=None):
+        weight = dequantize_block(layer.weight.data, layer.weight_scale_inv.data, dtype=x.dtype)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(Kernel, "is_supported", classmethod(lambda cls, cap=None: (True, None)))
+    monkeypatch.setattr(Kernel, "process_weights_after_loading", lambda self, layer: None)
+    monkeypatch.setattr(Kernel, "apply_weights", product)
+    arguments = {"quantization": None, "additional_config": {}, "dtype": "bfloat16"}
+    stock = start_engine(out, RECIPE, kv_cache_dtype="fp8", **arguments)
+    keep_process_groups(stock)
+    assert type(stock.llm.llm_engine.vllm_config.quant_config).__name__ == "Fp8Config"
+    stored, live = read(out), stock.state()
+    fused = {
+        "self_attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
+        "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    }
+    modules = [(block, *item) for block, parts in fused.items() for item in parts.items()]
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        for block, name, parts in modules:
+            scale = f"{prefix}.{block}.{name}.weight_scale_inv"
+            if layer == LAYERS - 1:
+                assert scale not in live  # pinned
+                continue
+            for suffix in ("weight", "weight_scale_inv"):
+                whole = [stored[f"{prefix}.{block}.{part}.{suffix}"] for part in parts]
+                expected = torch.cat([part.view(torch.uint8) for part in whole])
+                assert torch.equal(
+                    live[f"{prefix}.{block}.{name}.{suffix}"].view(torch.uint8), expected
+                )
+        attention = stock.model.model.layers[layer].self_attn.attn
+        for role in "qkv":
+            scale = SCALES[f"model.layers.{layer}.self_attn.{role}_scale"]
+            assert getattr(attention, f"_{role}_scale_float") == scale
+            assert getattr(attention, f"_{role}_scale").item() == scale
+    assert len(stock.greedy(PROMPTS)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_check_finds_equal_logprobs_and_a_wrong_scale(tmp_path, kind, experts_on_a_cpu):
+    make = make_checkpoint if kind == "dense" else make_moe_checkpoint
+    checkpoint = make(tmp_path / "model", 3)
+    out = export(checkpoint, tmp_path / "out")
+    found = check_export(checkpoint, out, RECIPE)
+    assert not found.problems
+    assert found.facts["difference of logprobs"].startswith("mean 0.00e+00")
+    (file,) = out.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("_scale_inv"))
+    tensors[name][0, 0] *= 1.01
+    save_file(tensors, file)
+    (problem,) = check_export(checkpoint, out, RECIPE).problems
+    assert "export again with the recipe of the rollouts" in problem
+
+
+def test_check_runs_engines_in_processes_of_their_own(checkpoints, out, monkeypatch):
+    """As on a GPU, but with fp8rl on both sides: the folder's own KV scales, and those sent."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    arguments = vllm_fp8rl.engine_args(RECIPE)
+    jobs = [EngineJob(out, arguments), EngineJob(checkpoints["a"], arguments, SCALES)]
+    tokens = torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(2)).tolist()
+    exported, source = run_engines(jobs, tokens)
+    assert exported.shape == (2, 63)
+    assert torch.equal(exported, source)
+
+
+def test_dequantized_weights_are_those_of_the_reference_in_float64(checkpoints, out):
+    """The reference quantizes the checkpoint by itself; pins and activations included."""
+    exported = load_exported(out, RECIPE)
+    reference = load_reference(checkpoints["a"], RECIPE, kv_scales=exported.kv_scales)
+    ours, theirs = exported.model.state_dict(), reference.model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].double(), theirs[name].double()) for name in theirs)
+    stored = read(out)
+    for name, codes in stored.items():
+        if codes.dtype != torch.float8_e4m3fn:
+            continue
+        scale = stored[f"{name}_scale_inv"].double()
+        whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        exact = codes.double() * whole[: codes.shape[0], : codes.shape[1]]
+        assert torch.equal(exact.float(), ours[name])
+    tokens = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(1))
+    difference = gap(
+        exported.teacher_forced_logprobs(tokens), reference.teacher_forced_logprobs(tokens)
+    )
+    assert difference.max == 0.0
+
+
+def test_transformers_reads_the_config(out):
+    """Its loader for FP8 needs a GPU or the package accelerate; its config and its operation that
+    dequantizes do not."""
+    from transformers import AutoConfig
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.quantizers.quantizers_utils import should_convert_module
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    config = FineGrainedFP8Config.from_dict(AutoConfig.from_pretrained(out).quantization_config)
+    assert (config.weight_block_size, config.activation_scheme) == ([128, 128], "dynamic")
+    stored = read(out)
+    for name, tensor in stored.items():
+        if name.endswith("proj.weight"):
+            module = name.removesuffix(".weight")
+            fp8 = tensor.dtype == torch.float8_e4m3fn
+            assert should_convert_module(module, config.modules_to_not_convert) == fp8
+            if fp8:
+                scale = stored[f"{name}_scale_inv"]
+                theirs = Fp8Dequantize(None)._dequantize_one(tensor, scale, torch.float32)
+                assert torch.equal(theirs, dequantize_block(tensor, scale))
+
+
+def test_vllm_skips_the_pinned_modules_and_no_others(tmp_path, experts_on_a_cpu):
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+    folder = export(make_moe_checkpoint(tmp_path / "model", 3), tmp_path / "out")
+    config = Fp8Config.from_config(
+        json.loads((folder / "config.json").read_text())["quantization_config"]
+    )
+    assert (config.weight_block_size, config.activation_scheme) == ([128, 128], "dynamic")
+    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    for layer in range(LAYERS):
+        for module in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts"):
+            prefix = f"model.layers.{layer}.{module}"
+            skipped = is_layer_skipped(prefix, config.ignored_layers, packed)
+            assert skipped == (layer == LAYERS - 1), prefix
+        assert is_layer_skipped(f"model.layers.{layer}.mlp.gate", config.ignored_layers, packed)
+    assert is_layer_skipped("lm_head", config.ignored_layers, packed)

@@ -1,0 +1,96 @@
+"""LoRA adapters over an FP8 base in vLLM: served for dense models, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.recipe import Pins
+from support.engine import KV_SCALE, LAYERS, PROMPTS, Engine, load_tensors, same_bits
+from support.lora import LORA, adapter, with_adapter
+from vllm_fp8rl.calibration import send_kv_scales
+from vllm_fp8rl.refit import refit
+from vllm_fp8rl.testing.hf_reference import Reference, load_reference
+from vllm_fp8rl.testing.tiny import make_moe_checkpoint
+
+RECIPE = Recipe(pins=Pins(last=1))
+KV = {f"model.layers.{n}.self_attn.{r}_scale": KV_SCALE for n in range(LAYERS) for r in "kv"}
+
+
+def differences(engine: Engine, reference: Reference, request: object) -> torch.Tensor:
+    """Differences of the logprobs of greedy answers, in float64.
+
+    vLLM on a CPU computes no logprobs of prompts where it serves adapters.
+    """
+    from vllm import SamplingParams
+
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        SamplingParams(
+            temperature=0.0, max_tokens=8, logprobs=0, detokenize=False, ignore_eos=True
+        ),
+        use_tqdm=False,
+        lora_request=request,
+    )
+    found, expected = [], []
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        entries = output.outputs[0].logprobs
+        found += [entry[token].logprob for entry, token in zip(entries, answer, strict=True)]
+        logprobs = reference.teacher_forced_logprobs(torch.tensor([prompt + answer]))[0]
+        expected += logprobs[len(prompt) - 1 :].tolist()
+    return (torch.tensor(found).double() - torch.tensor(expected).double()).abs()
+
+
+def agree(engine: Engine, reference: Reference, request: object) -> bool:
+    """Whether all but the positions behind a flipped code agree to float32 rounding."""
+    found = differences(engine, reference, request)
+    return found.median().item() < 1e-5 and found.mean().item() < 2e-2
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8_e4m3"])
+def test_adapters_over_an_fp8_base(engine, other_engine, checkpoints, tmp_path, kv_cache):
+    """Codes of the base stay; only adapters change, each under a name of its own."""
+    from vllm.lora.request import LoRARequest
+
+    update = {"kv_cache": RECIPE.kv_cache.model_copy(update={"dtype": kv_cache})}
+    recipe = RECIPE.model_copy(update=update)
+    live = other_engine(checkpoints["a"], recipe, scaled=False, **LORA)
+    scales = KV if kv_cache != "auto" else None
+    if scales:
+        send_kv_scales(live.llm, scales)
+    before = {n: t for n, t in live.state().items() if "lora" not in n}
+    base = load_tensors(checkpoints["a"])
+    plain = load_reference(checkpoints["a"], recipe, kv_scales=scales)
+    assert agree(live, plain, None)
+    for number in (1, 2):
+        folder = adapter(tmp_path / f"step-{number}", base, number)
+        own = with_adapter(load_reference(checkpoints["a"], recipe, kv_scales=scales), folder)
+        request = LoRARequest(f"step-{number}", number, str(folder))
+        assert agree(live, own, request)
+        assert differences(live, plain, request).median() > 0.1
+    assert agree(live, plain, None)
+    after = live.state()
+    assert all(same_bits(after[name], tensor) for name, tensor in before.items())
+    with pytest.raises(UnsupportedError, match="only adapters are exchanged"):
+        refit(live.llm, base.items(), expect_kv_scales=False)
+    assert agree(live, plain, None)
+
+
+def test_an_engine_with_adapters_needs_a_checkpoint(engine, other_engine, checkpoints):
+    with pytest.raises(UnsupportedError, match="enable_lora needs the weights of a checkpoint"):
+        other_engine(checkpoints["a"], RECIPE, load_format="dummy", **LORA)
+
+
+def test_experts_with_adapters_are_refused(
+    engine, other_engine, tmp_path, experts_on_a_cpu, monkeypatch
+):
+    from vllm.distributed import parallel_state
+
+    # vLLM makes this group with the first engine of a process, and only for a model with experts.
+    monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
+    folder = make_moe_checkpoint(tmp_path / "moe", 0)
+    with pytest.raises(UnsupportedError, match=r"mlp.experts' has LoRA, which vllm_fp8rl does not"):
+        other_engine(folder, Recipe(), **LORA)
