@@ -137,7 +137,7 @@ class Fp8RLConfig(QuantizationConfig):
             UnsupportedError: an architecture, layer or width that is not served.
         """
         # vLLM's layer modules are heavy: imported only where an engine is being built.
-        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -148,6 +148,7 @@ class Fp8RLConfig(QuantizationConfig):
             RefitEmbeddingMethod,
             RefitLinearMethod,
         )
+        from vllm_fp8rl.quantization.mla import Fp8RLMLAMethod
 
         state = self.resolve()
         if isinstance(layer, LinearBase):
@@ -167,6 +168,8 @@ class Fp8RLConfig(QuantizationConfig):
             return RefitEmbeddingMethod(state, prefix)
         if isinstance(layer, Attention):
             return Fp8RLKVCacheMethod(self, state)
+        if isinstance(layer, MLAAttention):
+            return Fp8RLMLAMethod(self, state)
         raise UnsupportedError(
             f"'{prefix}' ({type(layer).__name__}) has no FP8 method in vllm_fp8rl; start this "
             f"model without quantization='{NAME}'."
