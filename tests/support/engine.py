@@ -132,7 +132,14 @@ class Engine:
         drop_requests(self.llm)
 
 
-_MODULES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
+_MODULES = {
+    "Llama": "llama",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3_moe",
+    "DeepseekV2": "deepseek_v2",
+    "DeepseekV3": "deepseek_v2",
+}
 
 
 def register_model(path: Path) -> None:

@@ -249,6 +249,12 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     )
     if engine.device_config.device_type == "cpu" and is_moe(hf_config):
         require_cpu_router()
+    if engine.model_config.use_mla:
+        from vllm_fp8rl.quantization.mla import check_cpu, check_latent_cache
+
+        check_latent_cache(recipe.kv_cache.dtype)
+        if engine.device_config.device_type == "cpu":
+            check_cpu(hf_config)
     _check_weight_transfer(engine.weight_transfer_config)
     _check_kv_cache(recipe, engine.cache_config, engine.model_config.dtype)
     check_scale_source(engine.cache_config)

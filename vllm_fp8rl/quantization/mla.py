@@ -23,11 +23,6 @@ _CPU_LATENT = 576
 """The only latent size of vLLM's MLA kernel for CPUs: 512 and 64 of the rotary key."""
 
 
-def has_latents(hf_config: Any) -> bool:
-    """Return whether a transformers config is that of a model with multi-latent attention."""
-    return bool(getattr(hf_config, "kv_lora_rank", None))
-
-
 def check_latent_cache(kv_cache_dtype: str) -> None:
     """Raise UnsupportedError unless the latent cache is in the model's dtype.
 

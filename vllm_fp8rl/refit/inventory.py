@@ -41,6 +41,7 @@ Kind = Literal["codes", "scales", "plain", "fused"]
 Route = Callable[[torch.Tensor, WriteBatch], None]
 """Writes a whole HF tensor, or lets the batch do so later."""
 
+_OF_LINEARS = ("weight", "weight_scale_inv", "bias")
 _SMALL = 1 << 20  # elements; larger copies are made at once, not together
 
 
@@ -207,8 +208,8 @@ def _entries(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     owners: dict[int, str] = {}
     for path, module in _modules(model).items():
-        if hasattr(module, "kv_cache_dtype"):  # an attention layer: its scales are no weights
-            continue
+        if hasattr(module, "kv_cache_dtype"):
+            continue  # an attention layer: its scales, and W_UK_T and W_UV of MLA, are no weights
         if isinstance(module, RoutedExperts):
             yield from _experts(path, module)
             continue
@@ -224,7 +225,8 @@ def _tensors(
     name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, fused: dict[str, list[str]]
 ) -> Iterator[tuple[str, Entry]]:
     """The HF tensors that make one parameter."""
-    if isinstance(module, LinearBase):
+    # A router may have a bias for each expert beside its weight, which is a plain parameter.
+    if isinstance(module, LinearBase) and name.rpartition(".")[2] in _OF_LINEARS:
         yield from _linear(name, module, parameter, fused)
     elif isinstance(module, VocabParallelEmbedding):
         shape = (module.org_vocab_size, *parameter.shape[1:])

@@ -1,7 +1,8 @@
-"""Make small random Qwen3 and Qwen3-MoE checkpoints."""
+"""Make small random Qwen3, Qwen3-MoE and DeepSeek-V2 and V3 checkpoints."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,59 @@ def make_moe_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
     return _save(Qwen3MoeConfig, Qwen3MoeForCausalLM, path, seed, experts | changes)
 
 
+def make_mla_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
+    """Write a random DeepSeek-V3 in the same way: one dense layer, then two with eight experts.
+
+    Without changes it has Moonlight's shape: no ``q_lora_rank``, sigmoid router with a bias for
+    each expert, two shared experts. The latent is 512 and 64 wide, which is all that vLLM's kernel
+    for CPUs takes.
+
+    Args:
+        path: folder to write.
+        seed: seed of the weights.
+        changes: keys of the config that differ from the defaults here; ``model_type`` may be
+            ``deepseek_v2``.
+
+    Returns:
+        ``path``.
+    """
+    import transformers
+
+    shape = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_mtp_layers": 0,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.446,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        **changes,
+    }
+    name = "DeepseekV2" if shape.pop("model_type", None) == "deepseek_v2" else "DeepseekV3"
+    config, kind = (getattr(transformers, name + end) for end in ("Config", "ForCausalLM"))
+    _save(config, kind, path, seed, shape)
+    # transformers leaves out what only vLLM reads.
+    routing = {"moe_layer_freq": 1}
+    if name == "DeepseekV3":
+        routing |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    file = path / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(values | routing), encoding="utf-8")
+    return path
+
+
 def _save(config: Any, kind: Any, path: Path, seed: int, changes: dict[str, Any]) -> Path:
     torch.manual_seed(seed)
     model = kind(config(**(_SHAPE | changes)))
@@ -70,5 +124,9 @@ def _save(config: Any, kind: Any, path: Path, seed: int, changes: dict[str, Any]
             "norm.weight"
         ):  # with all ones, a norm that is never refitted would go unnoticed
             parameter.data.uniform_(0.5, 1.5)
-    model.to(torch.bfloat16).save_pretrained(path)
+    model.to(torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # float32; zeros would not show in the routes
+            buffer.data = torch.empty(buffer.shape).uniform_(-0.1, 0.1)
+    model.save_pretrained(path)
     return path
