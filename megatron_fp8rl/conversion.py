@@ -428,7 +428,8 @@ def _check_config(config: Any) -> None:
         "delay_wgrad_compute": "FP8 linears compute weight gradients at once",
         "tp_comm_overlap": "user buffers hold BF16 operands, FP8 linears gather codes",
         "attention_output_gate": "the HF layout of a gated linear_qkv is not known",
-        "multi_latent_attention": "multi-latent attention is not served yet",
+        "cache_mla_latents": "absorption takes linear_kv_up_proj out of the model",
+        "experimental_attention_variant": "its linear layers are not known",
         "heterogeneous_block_specs": "its layers differ in shape, the names of pins do not tell",
         "moe_latent_size": "latent projections around the experts are not served",
     }

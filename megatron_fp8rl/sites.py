@@ -30,6 +30,7 @@ from fp8rl.families import (
 )
 from megatron_fp8rl import compat
 from megatron_fp8rl.export.layout import (
+    REPLICATED,
     ROW_PARALLEL,
     RowLayout,
     gate_up_layout,
@@ -39,6 +40,14 @@ from megatron_fp8rl.export.layout import (
 )
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_LATENT = {
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "linear_kv_up_proj": "kv_b_proj",
+}
+"""HF leaf of each linear of multi-latent attention; rows are in HF's order."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class Site:
     def sharded(self) -> dict[str, int]:
         """Rows or columns of each HF tensor along the dimension that tensor parallel cuts."""
         (leaf, *others) = self.layout.parts
+        if leaf in REPLICATED and _is_whole(self.module):
+            return {}
         if not others and leaf in ROW_PARALLEL:
             return {leaf: self.weights[0].shape[1]}
         return self.layout.part_rows
@@ -90,6 +101,14 @@ class Site:
         return "fp8" in precisions.values()
 
 
+def _is_whole(linear: Any) -> bool:
+    """Tell whether every tensor-parallel rank holds all rows: TransformerEngine's down projections
+    are ``duplicated``, local ones are whole at a size of 1."""
+    if hasattr(linear, "parallel_mode"):
+        return linear.parallel_mode is None
+    return linear.output_size == len(linear.weight)
+
+
 def weights_of(module: Any) -> list[torch.nn.Parameter]:
     """Return the weight of a linear module, or the weights of a grouped one in order."""
     if hasattr(module, "num_gemms"):
@@ -108,6 +127,11 @@ def module_names(config: Any) -> list[str]:
         [module.name for module in layer_modules(family, values, number)]
         for number in range(config.num_layers)
     ]
+    if config.multi_latent_attention:  # TEMPORARY
+        attention = ["q_proj"] if config.q_lora_rank is None else ["q_a_proj", "q_a_layernorm", "q_b_proj"]
+        attention += ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
+        for leaves in inner:
+            leaves[1:5] = [f"self_attn.{leaf}" for leaf in attention]
     names = ["model.embed_tokens"]
     for number, leaves in enumerate(inner):
         names += [f"model.layers.{number}.{leaf}" for leaf in leaves]
@@ -211,6 +235,11 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
     if _has_weight(qkv):  # a layer may go without
         where = f"{at}self_attention.linear_qkv"
         yield Site((f"{prefix}.self_attn.qkv_proj",), where, qkv, _qkv_layout(attention, where))
+    for attribute, leaf in _LATENT.items():
+        linear = getattr(attention, attribute, None)
+        if _has_weight(linear):
+            where = f"{at}self_attention.{attribute}"
+            yield _plain(linear, f"{prefix}.self_attn.{leaf}", where)
     if _has_weight(proj):
         yield _plain(proj, f"{prefix}.self_attn.o_proj", f"{at}self_attention.linear_proj")
 
@@ -298,6 +327,6 @@ def _check_all_known(layer: Any, path: str, found: list[Site]) -> None:
             owner = layer.get_submodule(name.rpartition(".")[0])
             raise UnsupportedError(
                 f"'{path}.{name}' belongs to a {type(owner).__name__}, which is not part of a "
-                "self-attention, MLP or MoE layer; cross attention and latent "
-                "attention are not served yet (set recipe.training to false)."
+                "self-attention, MLP or MoE layer; cross attention is not served (set "
+                "recipe.training to false)."
             )

@@ -18,7 +18,9 @@ from torch.nn.functional import pad
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 
 ROW_PARALLEL = ("o_proj", "down_proj")
-"""HF modules whose columns tensor parallelism cuts; it cuts the rows of all others."""
+"""HF modules whose columns tensor parallelism cuts; it cuts the rows of most others."""
+REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
+"""HF modules that every rank of the rollout has as a whole."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ def load_hf(
     with torch.no_grad():
         for own in parameters:
             parts = [given[name] for name in own.entry.names]
+            if own.param.dtype != own.entry.dtype:  # a router's bias, which a wrapper has cast
+                own.param.data = own.param.data.to(own.entry.dtype)
             own.param.copy_(mapping.pack(own.rule, parts, own.param.shape[0]))
 
 

@@ -9,8 +9,8 @@ gate and up per tensor-parallel shard (``[gate_shard; up_shard]``,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,13 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from fp8rl.errors import CheckpointError, UnsupportedError
-from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, qkv_layout, shared_expert_name
+from megatron_fp8rl.export.layout import (
+    REPLICATED,
+    RowLayout,
+    gate_up_layout,
+    qkv_layout,
+    shared_expert_name,
+)
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 """A GPTModel, plain or wrapped, or the list of this rank's virtual-pipeline chunks."""
@@ -59,6 +65,8 @@ _EXPERTS = _expert_rules("mlp.experts.{}", "moe_ffn_hidden_size", expert=True)
 _SHARED_WIDTH = "moe_shared_expert_intermediate_size"
 
 
+_EXPERT_BIAS = "mlp.router.expert_bias"
+"""A buffer, float32 whatever the model's dtype is."""
 _INPUT_NORM = Rule(("input_layernorm.weight",))
 _MLP_NORM = Rule(("post_attention_layernorm.weight",))
 # In the order of the stream. Transformer Engine fuses a norm into the linear layer behind it.
@@ -78,11 +86,36 @@ _LAYER_RULES: Mapping[str, Rule] = {
     "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), tp_dim=1),
     "mlp.linear_fc2.bias": Rule(("mlp.down_proj.bias",)),
     "mlp.router.weight": Rule(("mlp.gate.weight",)),
+    _EXPERT_BIAS: Rule(("mlp.gate.e_score_correction_bias",)),
     **{f"mlp.experts.{leaf}": rule for leaf, rule in _EXPERTS.items()},
     "mlp.shared_experts.gate_weight": Rule(("mlp.shared_expert_gate.weight",)),
     **{
         f"mlp.shared_experts.{leaf}": rule
         for leaf, rule in _expert_rules("mlp.{}", _SHARED_WIDTH).items()
+    },
+}
+_Q_NORM = Rule(("self_attn.q_a_layernorm.weight",))
+_KV_NORM = Rule(("self_attn.kv_a_layernorm.weight",))
+_LATENT_ATTENTION: Mapping[str, Rule] = {  # rows are in HF's order, rotary ones too
+    "self_attention.linear_q_proj.weight": Rule(("self_attn.q_proj.weight",), tp_dim=0),
+    "self_attention.linear_q_down_proj.weight": Rule(("self_attn.q_a_proj.weight",), tp_dim=0),
+    "self_attention.q_layernorm.weight": _Q_NORM,
+    "self_attention.linear_q_up_proj.layer_norm_weight": _Q_NORM,
+    "self_attention.linear_q_up_proj.weight": Rule(("self_attn.q_b_proj.weight",), tp_dim=0),
+    "self_attention.linear_kv_down_proj.weight": Rule(
+        ("self_attn.kv_a_proj_with_mqa.weight",), tp_dim=0
+    ),
+    "self_attention.kv_layernorm.weight": _KV_NORM,
+    "self_attention.linear_kv_up_proj.layer_norm_weight": _KV_NORM,
+    "self_attention.linear_kv_up_proj.weight": Rule(("self_attn.kv_b_proj.weight",), tp_dim=0),
+}
+_LATENT_LAYER_RULES: Mapping[str, Rule] = {
+    "input_layernorm.weight": _INPUT_NORM,
+    **_LATENT_ATTENTION,
+    **{
+        key: rule
+        for key, rule in _LAYER_RULES.items()
+        if key.startswith(("self_attention.linear_proj", "pre_mlp", "mlp."))
     },
 }
 EMBEDDING = Rule(("model.embed_tokens.weight",), tp_dim=0)
@@ -118,7 +151,8 @@ class MappedParameter:
 
     entry: StreamEntry
     rule: Rule
-    param: torch.nn.Parameter
+    param: Tensor
+    """The parameter, or the bias that a router keeps as a buffer."""
     exported: bool
     """False for the last stage's copy of a tied embedding."""
 
@@ -155,6 +189,18 @@ class ParameterMap:
     def tp_of(self, rule: Rule) -> Any:
         """Return the process group over which the parameters of a rule are split."""
         return self.expert_tp if rule.expert else self.tp
+
+    def is_whole(self, rule: Rule, param: Tensor) -> bool:
+        """Tell whether this rank holds all rows of a down projection to latents.
+
+        TransformerEngine's has them on every tensor-parallel rank, a local one a part.
+        """
+        leaf = rule.names[0].split(".")[-2]
+        if leaf not in REPLICATED:
+            return False
+        config = self.config
+        latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        return len(param) == (config.q_lora_rank if leaf == "q_a_proj" else latent)
 
     def hf_shapes(self, rule: Rule, param: Tensor, where: str) -> tuple[tuple[int, ...], ...]:
         full = list(param.shape)
@@ -218,9 +264,17 @@ def read_model(
     parameters = [
         _mapped(mapping, chunk, name, param)
         for chunk in chunks
-        for name, param in chunk.named_parameters()
+        for name, param in _tensors(chunk)
     ]
     return mapping, parameters
+
+
+def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, and of the buffers the routers' biases."""
+    yield from chunk.named_parameters()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(f".{_EXPERT_BIAS}"):
+            yield name, buffer
 
 
 def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
@@ -247,11 +301,9 @@ def as_list(model_chunks: ModelChunks) -> list[torch.nn.Module]:
 
 def _check_served(config: Any) -> None:
     for module, unsupported, what in (
-        ("self_attention", config.multi_latent_attention, "multi-latent attention"),
         ("self_attention", getattr(config, "attention_output_gate", False), "an output gate"),
         ("self_attention", config.rotary_interleaved, "interleaved rotary embeddings"),
         ("mlp.experts", config.moe_latent_size, "latent projections"),
-        ("mlp.router", bool(config.moe_router_enable_expert_bias), "a bias for each expert"),
         ("mlp.linear_fc1", not config.gated_linear_unit, "no gate (gated_linear_unit=False)"),
         ("input_layernorm", config.normalization != "RMSNorm", f"{config.normalization}"),
         ("input_layernorm", config.layernorm_zero_centered_gamma, "zero-centered weights"),
@@ -264,10 +316,11 @@ def _check_served(config: Any) -> None:
 
 
 def _mapped(
-    mapping: ParameterMap, chunk: GPTModel, name: str, param: torch.nn.Parameter
+    mapping: ParameterMap, chunk: GPTModel, name: str, param: Tensor
 ) -> MappedParameter:
     match = _IN_LAYER.match(name)
-    rules = _LAYER_RULES if match else _OUTER_RULES
+    in_layer = _LATENT_LAYER_RULES if mapping.config.multi_latent_attention else _LAYER_RULES
+    rules = in_layer if match else _OUTER_RULES
     key = match.group(2) if match else name
     local, key = _expert_of(key)
     if key not in rules:
@@ -278,6 +331,8 @@ def _mapped(
         )
     rule, position = rules[key], list(rules).index(key)
     exported, expert, block = True, None, position
+    if mapping.is_whole(rule, param):
+        rule = replace(rule, tp_dim=None)
     if rule is HEAD and mapping.tied:
         rule, exported = EMBEDDING, False
     if match:
@@ -295,9 +350,8 @@ def _mapped(
         names = rule.names
     shapes = mapping.hf_shapes(rule, param, name)
     order = (layer, block, expert or 0, position)
-    return MappedParameter(
-        StreamEntry(order, names, shapes, param.dtype, expert), rule, param, exported
-    )
+    dtype = torch.float32 if key == _EXPERT_BIAS else param.dtype
+    return MappedParameter(StreamEntry(order, names, shapes, dtype, expert), rule, param, exported)
 
 
 def _expert_of(key: str) -> tuple[int, str]:

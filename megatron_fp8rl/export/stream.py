@@ -78,7 +78,9 @@ def _stream(
 ) -> Iterator[tuple[str, Tensor]]:
     for owner, entry in entries:
         own = mine.get(entry.order)
-        tensors = mapping.unpack(own.rule, own.param) if own is not None else None
+        tensors = None
+        if own is not None:  # a router's bias is float32, also where a wrapper has cast it
+            tensors = [t.to(entry.dtype) for t in mapping.unpack(own.rule, own.param)]
         for index, name in enumerate(entry.names):
             if tensors is not None:
                 tensor = tensors[index]

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 Patch = tuple[Any, str, Any]
 """Owner, attribute, and its value while the patch is in place."""
@@ -28,7 +29,8 @@ def completed_local_spec() -> Iterator[None]:
 
 
 def local_spec_patches() -> list[Patch]:
-    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import multi_latent_attention, multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -38,11 +40,39 @@ def local_spec_patches() -> list[Patch]:
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without TransformerEngine the router reads a name that its module never defines.
         patches.append((moe_utils, "te_general_gemm", None))
+    if not transformer_engine.HAVE_TE:
+        # It takes TransformerEngine for installed, and then asks isinstance() of a mock.
+        patches.append((multi_latent_attention, "HAVE_TE", False))
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         # It compares with classes that are None without TransformerEngine (0.20).
         name = "is_inference_column_parallel_linear"
         patches.append((multi_token_prediction, name, lambda module: False))
     return patches
+
+
+class LatentDotProductAttention(DotProductAttention):
+    """Megatron's local attention for multi-latent attention, whose values have a width of their own.
+
+    Args:
+        config: as upstream.
+        *args: as upstream.
+        k_channels: width of a key head; the query has it too.
+        v_channels: width of a value head, which is that of an output head.
+        **options: as upstream.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, *args, **options)
+        if v_channels is not None:
+            heads = self.num_attention_heads_per_partition
+            self.hidden_size_per_partition = v_channels * heads
 
 
 def apply(stack: ExitStack, patches: Iterable[Patch]) -> None:

@@ -16,12 +16,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
+from megatron_fp8rl.testing.local_spec import LatentDotProductAttention
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+_LATENT = ("deepseek_v2", "deepseek_v3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", *_LATENT)
 
 
 def build_gpt(
@@ -36,7 +41,7 @@ def build_gpt(
     core_attention: type | None = None,
     **overrides: Any,
 ) -> GPTModel:
-    """A Llama, Qwen2, Qwen3 or Qwen3-MoE with all parameters in ``dtype``.
+    """A Llama, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2 or V3 with all parameters in ``dtype``.
 
     Tensor and pipeline sizes come from ``megatron.core.parallel_state``, which must be initialised.
     Initial weights depend on ``seed`` and, under pipeline parallelism, on the stage; load weights
@@ -44,7 +49,7 @@ def build_gpt(
 
     Args:
         hf_config: a transformers config (``LlamaConfig``, ``Qwen2Config``, ``Qwen3Config``,
-            ``Qwen3MoeConfig``).
+            ``Qwen3MoeConfig``, ``DeepseekV2Config``, ``DeepseekV3Config``).
         dtype: bfloat16 or float32.
         pre_process: this chunk holds the embedding.
         post_process: this chunk holds the final norm and the output projection.
@@ -89,9 +94,14 @@ def build_gpt(
 def _local_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     if config.num_moe_experts is None:
         return _layer_spec(config)
-    return get_gpt_decoder_block_spec(
+    spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
+    if config.multi_latent_attention:
+        for layer in spec.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            attention.core_attention = LatentDotProductAttention
+    return spec
 
 
 def _layer_spec(config: TransformerConfig) -> Any:
@@ -139,7 +149,62 @@ def transformer_config(
     }
     if hf_config.model_type == "qwen3_moe":
         fields |= _moe_fields(hf_config)
-    return TransformerConfig(**{**CPU_CONFIG, **fields, **overrides})
+    if hf_config.model_type not in _LATENT:
+        return TransformerConfig(**{**CPU_CONFIG, **fields, **overrides})
+    fields |= _latent_fields(hf_config) | _deepseek_moe_fields(hf_config)
+    return MLATransformerConfig(**{**CPU_CONFIG, **fields, **overrides})
+
+
+def _latent_fields(hf_config: Any) -> dict[str, Any]:
+    return {
+        "q_lora_rank": hf_config.q_lora_rank,
+        "kv_lora_rank": hf_config.kv_lora_rank,
+        "qk_head_dim": hf_config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
+        "v_head_dim": hf_config.v_head_dim,
+        "kv_channels": hf_config.v_head_dim,
+        "qk_layernorm": True,
+        "rope_type": "rope",
+        "rotary_base": _rope_theta(hf_config),
+        "rotary_scaling_factor": 1.0,
+        "mscale_all_dim": 0.0,
+    }
+
+
+def _deepseek_moe_fields(hf_config: Any) -> dict[str, Any]:
+    sigmoid = hf_config.model_type == "deepseek_v3"
+    if hf_config.norm_topk_prob is not sigmoid:
+        raise UnsupportedError(
+            "Megatron divides the chosen scores by their sum with a sigmoid and not with a "
+            f"pre-softmax; set norm_topk_prob to {sigmoid}."
+        )
+    if hf_config.n_group and hf_config.n_group > 1:
+        # transformers takes the best two of a group.
+        if hf_config.num_experts_per_tok != 2 * hf_config.topk_group:
+            raise UnsupportedError(
+                "Megatron scores a group by its best num_experts_per_tok // topk_group experts, "
+                "transformers by its best two; set num_experts_per_tok to twice topk_group."
+            )
+    sparse = [i >= hf_config.first_k_dense_replace for i in range(hf_config.num_hidden_layers)]
+    return {
+        "num_moe_experts": hf_config.n_routed_experts,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
+        "moe_layer_freq": [int(flag) for flag in sparse],
+        "moe_shared_expert_intermediate_size": (
+            hf_config.n_shared_experts * hf_config.moe_intermediate_size
+        ),
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_pre_softmax": True,
+        "moe_router_num_groups": hf_config.n_group if (hf_config.n_group or 1) > 1 else None,
+        "moe_router_group_topk": hf_config.topk_group if (hf_config.n_group or 1) > 1 else None,
+        "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
 
 
 def _moe_fields(hf_config: Any) -> dict[str, Any]:

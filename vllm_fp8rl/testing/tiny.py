@@ -100,12 +100,13 @@ def make_mla_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
         "qk_rope_head_dim": 64,
         "v_head_dim": 64,
         "head_dim": 64,
-        "max_position_embeddings": 512,
-        **changes,
     }
-    name = "DeepseekV2" if shape.pop("model_type", None) == "deepseek_v2" else "DeepseekV3"
+    name = "DeepseekV3"
+    if changes.pop("model_type", None) == "deepseek_v2":
+        name = "DeepseekV2"
+        shape |= {"topk_method": "greedy", "norm_topk_prob": False}
     config, kind = (getattr(transformers, name + end) for end in ("Config", "ForCausalLM"))
-    _save(config, kind, path, seed, shape)
+    _save(config, kind, path, seed, shape | changes)
     # transformers leaves out what only vLLM reads.
     routing = {"moe_layer_freq": 1}
     if name == "DeepseekV3":
