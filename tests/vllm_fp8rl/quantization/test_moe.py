@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -65,19 +64,6 @@ def a(paths: dict[str, Path]) -> Tensors:
 @pytest.fixture(scope="module")
 def b(paths: dict[str, Path]) -> Tensors:
     return load_tensors(paths["b"])
-
-
-@pytest.fixture(scope="module")
-def moe_engine(other_engine) -> Iterator[Callable[..., Engine]]:
-    """``other_engine`` for a mixture.
-
-    vLLM makes the group of expert-parallel ranks with the first engine of a process, and only for a
-    mixture, which the session's is not. One rank is a group of one in every sense.
-    """
-    before = parallel_state._EP
-    parallel_state._EP = parallel_state.get_tp_group()
-    yield other_engine
-    parallel_state._EP = before
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,310 @@
+"""Multi-latent attention and DeepSeek's experts in live CPU engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from fp8rl import Recipe
+from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.numerics import Quantized, dequantize_block, quantize_block
+from fp8rl.recipe import KVCache
+from support.engine import Engine, in_fp8, load_tensors, same_state
+from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
+from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
+from vllm_fp8rl.quantization.mla import Fp8RLMLAMethod, check_cpu, check_latent_cache
+from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.state import state_of
+from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
+from vllm_fp8rl.testing.tiny import make_mla_checkpoint
+
+NATIVE_ROPE = {"custom_ops": ["-rotary_embedding"]}
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+CASES = {"moonlight": RECIPE, "v3": ALL, "v2": PUBLISHED}
+"""The recipe of the engine of each shape."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    engine: Engine
+    paths: dict[str, Path]
+
+    def give(self, name: str) -> None:
+        refit(self.engine.llm, self.tensors(name).items(), expect_kv_scales=False)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        return load_tensors(self.paths[name])
+
+    @property
+    def attention(self) -> list[Any]:
+        return [m for m in self.engine.model.modules() if isinstance(m, MLAAttention)]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(
+    request: pytest.FixtureRequest,
+    moe_engine: Callable[..., Engine],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Case:
+    root = tmp_path_factory.mktemp(request.param)
+    shape = SHAPES[request.param]
+    paths = {
+        name: make_mla_checkpoint(root / name, seed, **shape) for seed, name in enumerate("ab")
+    }
+    recipe = CASES[request.param]
+    engine = moe_engine(paths["a"], recipe, compilation_config=NATIVE_ROPE)
+    return Case(request.param, engine, paths)
+
+
+def decoded(engine: Engine) -> tuple[list[list[int]], torch.Tensor]:
+    """Prompts with eight tokens that the engine added, and its logprobs of these."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False
+    )
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False
+    )
+    chosen = [output.outputs[0] for output in outputs]
+    logprobs = [
+        each.logprobs[i][token].logprob for each in chosen for i, token in enumerate(each.token_ids)
+    ]
+    whole = [prompt + list(each.token_ids) for prompt, each in zip(PROMPTS, chosen, strict=True)]
+    return whole, torch.tensor(logprobs)
+
+
+def last(logprobs: torch.Tensor) -> torch.Tensor:
+    """Those of the eight tokens at the end of each prompt."""
+    return logprobs.view(len(PROMPTS), -1)[:, -8:].flatten()
+
+
+def test_equals_transformers_before_and_after_a_refit(case: Case) -> None:
+    """Prefill and decode, which multiplies with two parts of kv_b_proj instead of the whole."""
+    engine, recipe = case.engine, case.engine.recipe
+    before, said = engine.pointers(), []
+    for name in ("a", "b", "a"):
+        case.give(name)
+        path = case.paths[name]
+        reference = load_reference(path, recipe)
+        floor = noise_floor(path, recipe, PROMPTS)
+        found = gap(vllm_logprobs(engine), reference.many(PROMPTS))
+        assert found.within(floor, FACTOR), (name, found, floor)
+        whole, logprobs = decoded(engine)
+        said.append(whole)
+        found = gap(logprobs, last(reference.many(whole)))
+        if recipe is ALL:  # decode does not quantize what it multiplies with kv_b_proj
+            assert found.mean < 0.3, (name, found)
+        else:
+            assert found.within(floor, FACTOR), (name, found, floor)
+    assert said[0] == said[2] != said[1]
+    assert engine.pointers() == before
+
+
+def test_parts_of_kv_b_proj_follow_a_refit_in_place(case: Case) -> None:
+    parts = [part for layer in case.attention for part in (layer.W_UK_T, layer.W_UV)]
+    before = [part.data_ptr() for part in parts]
+    case.give("b")
+    case.engine.greedy([[5, 6, 7]], 1)
+    assert [part.data_ptr() for part in parts] == before
+    b = case.tensors("b")
+    for number, layer in enumerate(case.attention):
+        weight = b[f"model.layers.{number}.self_attn.kv_b_proj.weight"]
+        if case.engine.recipe is ALL:
+            weight = dequantize_block(*quantize_block(weight))
+        by_head = weight.float().view(layer.num_heads, -1, layer.kv_lora_rank)
+        up_k, up_v = by_head.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
+        assert torch.equal(layer.W_UK_T, up_k)
+        assert torch.equal(layer.W_UV, up_v.transpose(1, 2))
+
+
+def test_parts_that_were_not_made_again_would_show(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control: views of the weight need no making."""
+    case.give("a")
+    case.engine.greedy([[5, 6, 7]], 1)
+    monkeypatch.setattr(Fp8RLMLAMethod, "derive", lambda method, layer: None)
+    case.give("b")
+    whole, logprobs = decoded(case.engine)
+    found = gap(logprobs, last(load_reference(case.paths["b"], case.engine.recipe).many(whole)))
+    assert (found.mean > 0.5) == (case.engine.recipe is ALL), found
+
+
+def test_fp8_modules_are_those_of_the_pins(case: Case) -> None:
+    model, policy = case.engine.model, state_of(case.engine.model).policy
+    live = {name for name, m in model.named_modules() if hasattr(m, "weight_scale_inv")}
+    fused = {"gate_up_proj": "gate_proj", "fused_qkv_a_proj": "q_a_proj"}
+    attention = {name.rpartition(".")[2] for name in live if ".self_attn." in name}
+    for name in live:
+        stem, _, leaf = name.rpartition(".")
+        assert policy.precision(f"{stem}.{fused.get(leaf, leaf)}") == "fp8"
+    assert attention == {
+        "moonlight": {"q_proj", "kv_a_proj_with_mqa", "o_proj"},
+        "v3": {"fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"},
+        "v2": {"q_proj", "o_proj"},
+    }[case.name]
+    shared = {name for name in live if ".shared_experts." in name}
+    assert len(shared) == 4 and "model.layers.0.mlp.down_proj" in live
+
+
+def test_the_bias_of_the_router_stays_in_float32(case: Case) -> None:
+    if case.name == "v2":
+        assert BIAS not in Inventory.of(case.engine.model).entries
+        return
+    case.give("b")
+    live = case.engine.model.get_parameter(BIAS)
+    assert live.dtype == torch.float32
+    assert torch.equal(live, case.tensors("b")[BIAS])
+    tensors = case.tensors("a")
+    del tensors[BIAS]
+    with pytest.raises(RefitError, match=f"lacks 1 .*'{BIAS}'"):
+        refit(case.engine.llm, tensors.items(), expect_kv_scales=False)
+    case.give("a")
+
+
+def test_every_tensor_has_a_route_and_nothing_else_is_asked_for(case: Case) -> None:
+    inventory = Inventory.of(case.engine.model)
+    required = {name for name, entry in inventory.entries.items() if entry.required}
+    assert required == set(case.tensors("a"))
+    assert inventory.routes(sorted(required))
+
+
+@pytest.mark.parametrize("way", ["plain", "reload", "codes"])
+def test_other_ways_in(case: Case, way: str) -> None:
+    case.give("b")
+    whole, _ = decoded(case.engine)
+    state = case.engine.state()
+    case.give("a")
+    b = case.tensors("b")
+    if way == "plain":
+        for name in reversed(b):
+            case.engine.model.load_weights([(name, b[name])])
+        case.engine.llm.reset_prefix_cache()
+    elif way == "reload":
+        case.engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": b.items()})
+        case.engine.llm.reset_prefix_cache()
+    else:
+        policy = state_of(case.engine.model).policy
+        weights = {n: t for n, t in b.items() if n.endswith(".weight")}
+        fp8 = {n for n in weights if policy.precision(n.removesuffix(".weight")) == "fp8"}
+        wire = in_fp8({n: b[n] for n in fp8})
+        refit(case.engine.llm, (b | wire).items(), expect_kv_scales=False)
+    assert decoded(case.engine)[0] == whole
+    assert same_state(state, case.engine.state())
+
+
+# What is refused.
+
+
+def test_an_fp8_latent_cache_is_refused(moe_engine, tmp_path: Path) -> None:
+    path = make_mla_checkpoint(tmp_path / "a", 0, num_hidden_layers=2)
+    with pytest.raises(UnsupportedError, match="absorbed query with one scale that no trainer"):
+        moe_engine(path, Recipe(kv_cache=KVCache()), compilation_config=NATIVE_ROPE)
+    with pytest.raises(UnsupportedError, match=r"custom_ops': \['-rotary_embedding'\]"):
+        moe_engine(path, RECIPE)
+    for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
+        with pytest.raises(UnsupportedError, match="Set kv_cache.dtype to 'auto'"):
+            check_latent_cache(dtype)
+
+
+def test_a_latent_that_the_kernel_does_not_take() -> None:
+    with pytest.raises(UnsupportedError, match="is 160, but vLLM's MLA kernel for CPUs takes 576"):
+        check_cpu(SimpleNamespace(kv_lora_rank=128, qk_rope_head_dim=32))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"backend": "AMX_MLA"}, "packs the weight of kv_b_proj"),
+        ({"dcp_q_replicate": True}, "gathered copy of kv_b_proj"),
+    ],
+)
+def test_copies_that_no_refit_reaches(layer: dict[str, Any], message: str) -> None:
+    backend = SimpleNamespace(get_name=lambda: layer.get("backend", "CPU_MLA"))
+    fields = {"kv_cache_dtype": "auto", "attn_backend": backend, **layer}
+    with pytest.raises(UnsupportedError, match=message):
+        Fp8RLMLAMethod(None, None).create_weights(SimpleNamespace(**fields))  # type: ignore[arg-type]
+
+
+class _Multiplies:
+    """A quantization method that vLLM asks for the weight by the product with an identity."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: None) -> torch.Tensor:
+        return x.float() @ dequantize_block(layer.weight, layer.weight_scale_inv).t()
+
+
+def processed(kv_b_proj: Any) -> Any:
+    """A layer after this vLLM's own processing of loaded weights."""
+    layer = SimpleNamespace(
+        layer_name="model.layers.0.self_attn.attn",
+        kv_b_proj=kv_b_proj,
+        kv_lora_rank=512,
+        num_heads=2,
+        qk_nope_head_dim=128,
+        v_head_dim=64,
+        quant_config=None,
+        dcp_q_replicate=False,
+        is_amx_bmm_enabled=False,
+        is_aiter_triton_fp4_bmm_enabled=False,
+        is_aiter_triton_fp8_bmm_enabled=False,
+        impl=SimpleNamespace(process_weights_after_loading=lambda dtype: None),
+        **{f"_{role}_scale": torch.ones(()) for role in ("q", "k", "v", "prob")},
+    )
+    MLAAttention.process_weights_after_loading(layer, torch.bfloat16)  # type: ignore[arg-type]
+    return layer
+
+
+def test_views_and_copies_of_every_vllm() -> None:
+    """Also of releases whose CPU build has no MLA."""
+    method = Fp8RLMLAMethod(None, None)  # type: ignore[arg-type]
+    plain = SimpleNamespace(
+        weight=torch.nn.Parameter(torch.randn(384, 512).bfloat16(), requires_grad=False),
+        quant_method=UnquantizedLinearMethod(),
+    )
+    layer = processed(plain)
+    plain.weight.data.copy_(torch.randn(384, 512))
+    method.derive(layer)
+    by_head = plain.weight.view(2, 192, 512)
+    assert torch.equal(layer.W_UK_T, by_head[:, :128])
+    assert torch.equal(layer.W_UV, by_head[:, 128:].transpose(1, 2))
+    layer.W_UV = layer.W_UV.clone()
+    with pytest.raises(UnsupportedError, match="no views of its weight"):
+        method.derive(layer)
+
+    codes = quantize_block(torch.randn(384, 512))
+    fp8 = SimpleNamespace(
+        weight=codes.codes,
+        weight_scale_inv=codes.scale_inv,
+        quant_method=_Multiplies(),
+        input_size_per_partition=512,
+    )
+    layer = processed(fp8)
+    parts = (layer.W_UK_T, layer.W_UV)
+    before = [part.data_ptr() for part in parts]
+    new = Quantized(*quantize_block(torch.randn(384, 512)))
+    fp8.weight.view(torch.uint8).copy_(new.codes.view(torch.uint8))
+    fp8.weight_scale_inv.copy_(new.scale_inv)
+    method.derive(layer)
+    by_head = dequantize_block(*new, dtype=torch.bfloat16).view(2, 192, 512)
+    assert torch.equal(layer.W_UK_T, by_head[:, :128])
+    assert torch.equal(layer.W_UV, by_head[:, 128:].transpose(1, 2))
+    assert [part.data_ptr() for part in parts] == before
+    del layer.W_UV
+    with pytest.raises(UnsupportedError, match="no parts W_UK_T and W_UV"):
+        method.derive(layer)
+
+
+def test_a_refusal_leaves_no_request_behind(case: Case) -> None:
+    drop_requests(case.engine.llm)
+    assert case.engine.greedy([[5, 6, 7]], 1)
