@@ -21,6 +21,7 @@ from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.families import (
     DEEPSEEK_EXPERTS,
     EXPERTS,
+    LATENT_ATTENTION,
     LLAMA,
     QWEN3,
     SHARED_EXPERT,
@@ -127,11 +128,6 @@ def module_names(config: Any) -> list[str]:
         [module.name for module in layer_modules(family, values, number)]
         for number in range(config.num_layers)
     ]
-    if config.multi_latent_attention:  # TEMPORARY
-        attention = ["q_proj"] if config.q_lora_rank is None else ["q_a_proj", "q_a_layernorm", "q_b_proj"]
-        attention += ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
-        for leaves in inner:
-            leaves[1:5] = [f"self_attn.{leaf}" for leaf in attention]
     names = ["model.embed_tokens"]
     for number, leaves in enumerate(inner):
         names += [f"model.layers.{number}.{leaf}" for leaf in leaves]
@@ -145,8 +141,9 @@ def module_names(config: Any) -> list[str]:
 def family_of_gpt(config: Any) -> Family:
     """Make up the family of a GPTModel from the table's blocks, by the switches of its config."""
     dense = QWEN3 if config.qk_layernorm else LLAMA
+    attention = LATENT_ATTENTION if config.multi_latent_attention else dense.attention
     mlp = LLAMA.mlp if config.gated_linear_unit else LLAMA.mlp[1:]
-    return replace(dense, mlp=mlp, experts=_experts_of(config))
+    return replace(dense, attention=attention, mlp=mlp, experts=_experts_of(config))
 
 
 def _experts_of(config: Any) -> Experts | None:
@@ -164,6 +161,7 @@ def _hf_values(config: Any) -> dict[str, Any]:
     return {
         **dict.fromkeys((*EXPERTS.count, *DEEPSEEK_EXPERTS.count), count),
         "n_shared_experts": 1,
+        "q_lora_rank": getattr(config, "q_lora_rank", None),
         "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
         "mlp_layer_types": types,
     }

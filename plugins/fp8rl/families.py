@@ -243,14 +243,12 @@ DEEPSEEK_V2 = Family(
     ("deepseek_v2",),
     LATENT_ATTENTION,
     experts=replace(DEEPSEEK_EXPERTS, bias=""),
-    missing=_both("multi-latent attention"),
 )
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3",
     ("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
     LATENT_ATTENTION,
     experts=DEEPSEEK_EXPERTS,
-    missing=_both("multi-latent attention"),
 )
 """Moonlight, Kimi-K2 and GLM-4.7-Flash too."""
 GLM4_MOE = Family(

@@ -16,8 +16,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Changes of ``make_mla_checkpoint``: Moonlight has no q_lora_rank, DeepSeek-V3 has groups of
 experts, DeepSeek-V2 a softmax router without a bias."""
 AUTO = KVCache(dtype="auto")
-RECIPE = Recipe(kv_cache=AUTO, pins=Pins(names=("*.kv_b_proj",)))
+RECIPE = Recipe(kv_cache=AUTO)
 """kv_b_proj is in BF16 by default."""
 PUBLISHED = Recipe(kv_cache=AUTO, pins=Pins(names=("*a_proj*", "*b_proj*")))
 """NVIDIA's recipe of Moonlight keeps these in BF16."""
-ALL = Recipe(kv_cache=AUTO, pins=Pins())
+ALL = Recipe(kv_cache=AUTO, pins=Pins(fp8=("*.kv_b_proj",)))
