@@ -118,7 +118,7 @@ def register_with_bridge(fp8_classes: Iterable[type]) -> None:
     package.
 
     ``AutoMapping`` (models/conversion/param_mapping.py) knows linear classes by name, as "column"
-    or "row" parallel.
+    or "row" parallel or "replicated".
 
     Raises:
         UnsupportedError: Megatron-Bridge is not installed, or has no such registry.
@@ -131,7 +131,8 @@ def register_with_bridge(fp8_classes: Iterable[type]) -> None:
             "megatron_fp8rl.convert and megatron_fp8rl.export."
         ) from None
     for cls in fp8_classes:
-        kind = "row" if "RowParallel" in cls.__name__ else "column"
+        kinds = {"ColumnParallel": "column", "RowParallel": "row"}
+        kind = next((kinds[part] for part in kinds if part in cls.__name__), "replicated")
         AutoMapping.register_module_type(cls.__name__, kind)
     try:
         from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix

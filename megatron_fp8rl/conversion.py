@@ -430,6 +430,7 @@ def _check_config(config: Any) -> None:
         "attention_output_gate": "the HF layout of a gated linear_qkv is not known",
         "cache_mla_latents": "absorption takes linear_kv_up_proj out of the model",
         "experimental_attention_variant": "its linear layers are not known",
+        "mla_down_proj_fusion": "two HF matrices in one parameter are two matrices of the rollout",
         "heterogeneous_block_specs": "its layers differ in shape, the names of pins do not tell",
         "moe_latent_size": "latent projections around the experts are not served",
     }

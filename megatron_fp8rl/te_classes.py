@@ -117,7 +117,7 @@ class Fp8TERowParallelLinear(_Fp8TELinear, TERowParallelLinear):
     upstream_class = TERowParallelLinear
 
 
-class Fp8TEDuplicatedLinear(_Fp8TELinear, TELinear):
+class Fp8TELinear(_Fp8TELinear, TELinear):
     """``TELinear``, whole on each rank as in multi-latent attention; made by ``convert``."""
 
     upstream_class = TELinear
@@ -173,7 +173,7 @@ TE_CLASSES: dict[type, type[Fp8Linear]] = {
     for cls in (
         Fp8TEColumnParallelLinear,
         Fp8TERowParallelLinear,
-        Fp8TEDuplicatedLinear,
+        Fp8TELinear,
         Fp8TELayerNormColumnParallelLinear,
         Fp8TEColumnParallelGroupedLinear,
         Fp8TERowParallelGroupedLinear,

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 Patch = tuple[Any, str, Any]
 """Owner, attribute, and its value while the patch is in place."""
@@ -48,31 +47,6 @@ def local_spec_patches() -> list[Patch]:
         name = "is_inference_column_parallel_linear"
         patches.append((multi_token_prediction, name, lambda module: False))
     return patches
-
-
-class LatentDotProductAttention(DotProductAttention):
-    """Megatron's local attention for multi-latent attention, whose values have a width of their own.
-
-    Args:
-        config: as upstream.
-        *args: as upstream.
-        k_channels: width of a key head; the query has it too.
-        v_channels: width of a value head, which is that of an output head.
-        **options: as upstream.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        *args: Any,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(config, *args, **options)
-        if v_channels is not None:
-            heads = self.num_attention_heads_per_partition
-            self.hidden_size_per_partition = v_channels * heads
 
 
 def apply(stack: ExitStack, patches: Iterable[Patch]) -> None:

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
@@ -23,10 +24,34 @@ from megatron.core.transformer.transformer_config import (
 
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
-from megatron_fp8rl.testing.local_spec import LatentDotProductAttention
 
 _LATENT = ("deepseek_v2", "deepseek_v3")
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", *_LATENT)
+
+
+class LatentDotProductAttention(DotProductAttention):
+    """Megatron's local attention for multi-latent attention, whose values have a width of their own.
+
+    Args:
+        config: as upstream.
+        *args: as upstream.
+        k_channels: width of a key head; the query has it too.
+        v_channels: width of a value head, which is that of an output head.
+        **options: as upstream.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, *args, **options)
+        if v_channels is not None:
+            heads = self.num_attention_heads_per_partition
+            self.hidden_size_per_partition = v_channels * heads
 
 
 def build_gpt(

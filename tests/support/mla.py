@@ -18,6 +18,6 @@ experts, DeepSeek-V2 a softmax router without a bias."""
 AUTO = KVCache(dtype="auto")
 RECIPE = Recipe(kv_cache=AUTO)
 """kv_b_proj is in BF16 by default."""
-PUBLISHED = Recipe(kv_cache=AUTO, pins=Pins(names=("*a_proj*", "*b_proj*")))
+PUBLISHED = Recipe(kv_cache=AUTO, pins=Pins(kinds=("a_proj", "b_proj")))
 """NVIDIA's recipe of Moonlight keeps these in BF16."""
 ALL = Recipe(kv_cache=AUTO, pins=Pins(fp8=("*.kv_b_proj",)))
