@@ -204,6 +204,38 @@ def test_other_ways_in(case: Case, way: str) -> None:
     assert same_state(state, case.engine.state())
 
 
+def test_the_trainers_codes_and_pins_are_the_rollouts(case: Case) -> None:
+    """What Megatron multiplies with, sent as it is, against what the engine makes of the export."""
+    pytest.importorskip("megatron.core")
+    from transformers import AutoConfig
+
+    from megatron_fp8rl import weight_codes_hf
+    from megatron_fp8rl.export import export_hf, load_hf
+    from megatron_fp8rl.testing.models import build_gpt
+    from support.megatron import convert_alone, one_process
+
+    with one_process() as shim, shim.active():
+        trainer = build_gpt(AutoConfig.from_pretrained(case.paths["b"]))
+        load_hf(trainer, case.tensors("b"))
+        conversion = convert_alone(trainer, case.engine.recipe)
+        exported = dict(export_hf(trainer))
+        codes = {
+            name: held
+            for module in conversion.modules.values()
+            for name, held in weight_codes_hf(module).items()
+        }
+    assert conversion.policy.report() == state_of(case.engine.model).policy.report()
+    refit(case.engine.llm, exported.items(), expect_kv_scales=False)
+    state = case.engine.state()
+    case.give("a")
+    wire = dict(exported)
+    for name, held in codes.items():
+        wire[f"{name}.weight"], wire[f"{name}.weight_scale_inv"] = held
+    refit(case.engine.llm, wire.items(), expect_kv_scales=False)
+    assert same_state(state, case.engine.state())
+    assert len(codes) == sum(row.precision == "fp8" for row in conversion.policy.report())
+
+
 # What is refused.
 
 
