@@ -10,18 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.attention import MLAAttention
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import MLAAttention, mla_attention
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
-from fp8rl.numerics import Quantized, dequantize_block, quantize_block
+from fp8rl.numerics import dequantize_block, quantize_block
 from fp8rl.recipe import KVCache
-from support.engine import Engine, in_fp8, load_tensors, same_state
+from support.engine import Engine, in_fp8, load_tensors, register_model, same_state
 from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
+from vllm_fp8rl import engine_args
+from vllm_fp8rl.quantization import config as quantization_config
 from vllm_fp8rl.quantization.mla import Fp8RLMLAMethod, check_cpu, check_latent_cache
-from vllm_fp8rl.refit import drop_requests, refit
+from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
@@ -239,6 +248,7 @@ def test_the_trainers_codes_and_pins_are_the_rollouts(case: Case) -> None:
 # What is refused.
 
 
+@pytest.mark.usefixtures("experts_on_a_cpu")
 def test_an_fp8_latent_cache_is_refused(moe_engine, tmp_path: Path) -> None:
     path = make_mla_checkpoint(tmp_path / "a", 0, num_hidden_layers=2)
     with pytest.raises(UnsupportedError, match="absorbed query with one scale that no trainer"):
@@ -269,72 +279,102 @@ def test_copies_that_no_refit_reaches(layer: dict[str, Any], message: str) -> No
         Fp8RLMLAMethod(None, None).create_weights(SimpleNamespace(**fields))  # type: ignore[arg-type]
 
 
-class _Multiplies:
-    """A quantization method that vLLM asks for the weight by the product with an identity."""
+class _Backend(AttentionBackend):
+    """Stands for an attention backend of a GPU: releases up to 0.26 have none of MLA for a CPU."""
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: None) -> torch.Tensor:
-        return x.float() @ dequantize_block(layer.weight, layer.weight_scale_inv).t()
+    get_kv_cache_shape = None  # type: ignore[assignment]
+
+    class Impl:
+        dcp_world_size = 1
+        is_sparse = supports_quant_query_input = False
+
+        def __init__(self, **options: Any) -> None:
+            pass
+
+        def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+            pass
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return _Backend.Impl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return AttentionMetadataBuilder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
 
 
-def processed(kv_b_proj: Any) -> Any:
-    """A layer after this vLLM's own processing of loaded weights."""
-    layer = SimpleNamespace(
-        layer_name="model.layers.0.self_attn.attn",
-        kv_b_proj=kv_b_proj,
-        kv_lora_rank=512,
-        num_heads=2,
-        qk_nope_head_dim=128,
-        v_head_dim=64,
-        quant_config=None,
-        dcp_q_replicate=False,
-        is_amx_bmm_enabled=False,
-        is_aiter_triton_fp4_bmm_enabled=False,
-        is_aiter_triton_fp8_bmm_enabled=False,
-        impl=SimpleNamespace(process_weights_after_loading=lambda dtype: None),
-        **{f"_{role}_scale": torch.ones(()) for role in ("q", "k", "v", "prob")},
-    )
-    MLAAttention.process_weights_after_loading(layer, torch.bfloat16)  # type: ignore[arg-type]
-    return layer
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch, moe_engine: Any) -> Callable[[Path, Recipe], Any]:
+    """The layers of a model as this vLLM makes and loads them, which cannot run."""
+    monkeypatch.setattr(quantization_config, "require_cpu_router", lambda: None)
+    monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *args, **options: _Backend)
+    if hasattr(mla_attention, "get_mla_prefill_backend"):
+        prefill = lambda config: lambda **options: None  # noqa: E731
+        monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", prefill)
+
+    def made(path: Path, recipe: Recipe) -> Any:
+        register_model(path)
+        config = EngineArgs(
+            model=str(path),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=64,
+            compilation_config=NATIVE_ROPE,
+            **engine_args(recipe),
+        ).create_engine_config()
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+            model = initialize_model(vllm_config=config)
+            model.load_weights(load_tensors(path).items())
+            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        return model
+
+    return made
 
 
-def test_views_and_copies_of_every_vllm() -> None:
-    """Also of releases whose CPU build has no MLA."""
-    method = Fp8RLMLAMethod(None, None)  # type: ignore[arg-type]
-    plain = SimpleNamespace(
-        weight=torch.nn.Parameter(torch.randn(384, 512).bfloat16(), requires_grad=False),
-        quant_method=UnquantizedLinearMethod(),
-    )
-    layer = processed(plain)
-    plain.weight.data.copy_(torch.randn(384, 512))
-    method.derive(layer)
-    by_head = plain.weight.view(2, 192, 512)
-    assert torch.equal(layer.W_UK_T, by_head[:, :128])
-    assert torch.equal(layer.W_UV, by_head[:, 128:].transpose(1, 2))
-    layer.W_UV = layer.W_UV.clone()
-    with pytest.raises(UnsupportedError, match="no views of its weight"):
-        method.derive(layer)
+@pytest.mark.parametrize("name", CASES)
+def test_layers_of_every_vllm(name: str, build: Callable[..., Any], tmp_path: Path) -> None:
+    """Load, refit and the parts of kv_b_proj, also with releases whose CPU build has no MLA."""
+    recipe = CASES[name]
+    a, b = (make_mla_checkpoint(tmp_path / x, i, **SHAPES[name]) for i, x in enumerate("ab"))
+    model, tensors = build(a, recipe), load_tensors(b)
+    layers = [m for m in model.modules() if isinstance(m, MLAAttention)]
+    before = [part.data_ptr() for each in layers for part in (each.W_UK_T, each.W_UV)]
+    inventory = Inventory.of(model)
+    assert {n for n, entry in inventory.entries.items() if entry.required} == set(tensors)
+    with RefitSession(model, expect_kv_scales=False) as session:
+        session.load(tensors.items())
+    state_of(model).guard.derive()
+    for number, layer in enumerate(layers):
+        weight = tensors[f"model.layers.{number}.self_attn.kv_b_proj.weight"]
+        if recipe is ALL:
+            weight = dequantize_block(*quantize_block(weight), dtype=torch.bfloat16)
+        by_head = weight.view(layer.num_heads, -1, layer.kv_lora_rank)
+        assert torch.equal(layer.W_UK_T, by_head[:, : layer.qk_nope_head_dim])
+        assert torch.equal(layer.W_UV, by_head[:, layer.qk_nope_head_dim :].transpose(1, 2))
+    assert [p.data_ptr() for each in layers for p in (each.W_UK_T, each.W_UV)] == before
+    bias = dict(model.named_parameters()).get(BIAS)
+    assert (bias is None) == (name == "v2")
+    assert bias is None or torch.equal(bias, tensors[BIAS])
 
-    codes = quantize_block(torch.randn(384, 512))
-    fp8 = SimpleNamespace(
-        weight=codes.codes,
-        weight_scale_inv=codes.scale_inv,
-        quant_method=_Multiplies(),
-        input_size_per_partition=512,
-    )
-    layer = processed(fp8)
-    parts = (layer.W_UK_T, layer.W_UV)
-    before = [part.data_ptr() for part in parts]
-    new = Quantized(*quantize_block(torch.randn(384, 512)))
-    fp8.weight.view(torch.uint8).copy_(new.codes.view(torch.uint8))
-    fp8.weight_scale_inv.copy_(new.scale_inv)
-    method.derive(layer)
-    by_head = dequantize_block(*new, dtype=torch.bfloat16).view(2, 192, 512)
-    assert torch.equal(layer.W_UK_T, by_head[:, :128])
-    assert torch.equal(layer.W_UV, by_head[:, 128:].transpose(1, 2))
-    assert [part.data_ptr() for part in parts] == before
+    guard, layer = state_of(model).guard, layers[-1]
+    layer.W_UV = torch.nn.Parameter(layer.W_UV.clone(), requires_grad=False)
+    if recipe is ALL:
+        guard.derive()
+    else:
+        with pytest.raises(UnsupportedError, match=r"layers\.2\..* no views of its weight"):
+            guard.derive()
     del layer.W_UV
-    with pytest.raises(UnsupportedError, match="no parts W_UK_T and W_UV"):
-        method.derive(layer)
+    with pytest.raises(UnsupportedError, match=r"layers\.2\..* no parts W_UK_T and W_UV"):
+        guard.derive()
 
 
 def test_a_refusal_leaves_no_request_behind(case: Case) -> None:
