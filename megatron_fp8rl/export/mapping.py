@@ -262,9 +262,7 @@ def read_model(
         _check_served(chunk.config)
     mapping = ParameterMap(chunks, vocab_size)
     parameters = [
-        _mapped(mapping, chunk, name, param)
-        for chunk in chunks
-        for name, param in _tensors(chunk)
+        _mapped(mapping, chunk, name, param) for chunk in chunks for name, param in _tensors(chunk)
     ]
     return mapping, parameters
 
@@ -315,9 +313,7 @@ def _check_served(config: Any) -> None:
             )
 
 
-def _mapped(
-    mapping: ParameterMap, chunk: GPTModel, name: str, param: Tensor
-) -> MappedParameter:
+def _mapped(mapping: ParameterMap, chunk: GPTModel, name: str, param: Tensor) -> MappedParameter:
     match = _IN_LAYER.match(name)
     in_layer = _LATENT_LAYER_RULES if mapping.config.multi_latent_attention else _LAYER_RULES
     rules = in_layer if match else _OUTER_RULES

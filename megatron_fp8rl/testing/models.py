@@ -30,7 +30,7 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", *_LATENT)
 
 
 class LatentDotProductAttention(DotProductAttention):
-    """Megatron's local attention for multi-latent attention, whose values have a width of their own.
+    """Megatron's local attention with a width of its own for values, for multi-latent attention.
 
     Args:
         config: as upstream.
@@ -203,13 +203,12 @@ def _deepseek_moe_fields(hf_config: Any) -> dict[str, Any]:
             "Megatron divides the chosen scores by their sum with a sigmoid and not with a "
             f"pre-softmax; set norm_topk_prob to {sigmoid}."
         )
-    if hf_config.n_group and hf_config.n_group > 1:
-        # transformers takes the best two of a group.
-        if hf_config.num_experts_per_tok != 2 * hf_config.topk_group:
-            raise UnsupportedError(
-                "Megatron scores a group by its best num_experts_per_tok // topk_group experts, "
-                "transformers by its best two; set num_experts_per_tok to twice topk_group."
-            )
+    grouped = (hf_config.n_group or 1) > 1
+    if grouped and hf_config.num_experts_per_tok != 2 * hf_config.topk_group:
+        raise UnsupportedError(
+            "Megatron scores a group by its best num_experts_per_tok // topk_group experts, "
+            "transformers by its best two; set num_experts_per_tok to twice topk_group."
+        )
     sparse = [i >= hf_config.first_k_dense_replace for i in range(hf_config.num_hidden_layers)]
     return {
         "num_moe_experts": hf_config.n_routed_experts,
@@ -222,8 +221,8 @@ def _deepseek_moe_fields(hf_config: Any) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_enable_expert_bias": sigmoid,
         "moe_router_pre_softmax": True,
-        "moe_router_num_groups": hf_config.n_group if (hf_config.n_group or 1) > 1 else None,
-        "moe_router_group_topk": hf_config.topk_group if (hf_config.n_group or 1) > 1 else None,
+        "moe_router_num_groups": hf_config.n_group if grouped else None,
+        "moe_router_group_topk": hf_config.topk_group if grouped else None,
         "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",

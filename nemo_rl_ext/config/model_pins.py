@@ -42,10 +42,10 @@ def check_pins(
     family = family_of(model)
     if has_fp8_kv(recipe) and family is not None and family.attention.kv == "latent":
         raise UnsupportedError(
-            f"'{where}.kv_cache.dtype' is {recipe.kv_cache.dtype}, but '{policy.get('model_name')}' "
-            "has multi-latent attention, whose cache is served in BF16 alone: over an FP8 cache of "
-            "latents vLLM also quantizes the absorbed query, with a scale that no trainer "
-            "observes; set it to auto."
+            f"'{where}.kv_cache.dtype' is {recipe.kv_cache.dtype}, but the cache of "
+            f"'{policy.get('model_name')}', which has multi-latent attention, is served in BF16 "
+            "alone: over an FP8 cache of latents vLLM also quantizes the absorbed query, with a "
+            "scale that no trainer observes; set it to auto."
         )
     try:
         names = module_names(model) if family else None

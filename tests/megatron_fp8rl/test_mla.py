@@ -104,7 +104,10 @@ def test_norms_of_latents_inside_linear_layers(mcore, paths):
     model = gpt(paths["v3"], torch.bfloat16)
     for layer in model.decoder.layers:
         attention = layer.self_attention
-        for norm, linear in (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj")):
+        for norm, linear in (
+            ("q_layernorm", "linear_q_up_proj"),
+            ("kv_layernorm", "linear_kv_up_proj"),
+        ):
             getattr(attention, linear).layer_norm_weight = getattr(attention, norm).weight
             setattr(attention, norm, torch.nn.Identity())
     found = dict(export_hf(model))

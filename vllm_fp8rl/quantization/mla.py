@@ -1,10 +1,10 @@
 """Multi-latent attention (MLA): vLLM's ``MLAAttention`` with weights that can be refitted.
 
 Prefill multiplies latents with ``kv_b_proj``. Decode multiplies with two parts of its weight,
-``W_UK_T`` and ``W_UV``, which vLLM takes out of it once after loading. Where ``kv_b_proj`` is in the
-model's dtype both parts are views of its weight, so a refit changes them too. Where it is in FP8
-they are dequantized copies, which :meth:`Fp8RLMLAMethod.derive` writes again, in place, before the
-first step after a load: captured graphs keep their addresses.
+``W_UK_T`` and ``W_UV``, which vLLM takes out of it once, after loading. Where ``kv_b_proj`` is in
+the model's dtype both parts are views of its weight, so that a refit changes them too. Where it is
+in FP8 they are dequantized copies: :meth:`Fp8RLMLAMethod.derive` writes them again, in place,
+before the first step after a load, so that captured graphs stay valid.
 """
 
 from __future__ import annotations
@@ -88,31 +88,31 @@ class Fp8RLMLAMethod(Fp8RLKVCacheMethod):
 
     @torch.no_grad()
     def derive(self, layer: Any) -> None:
-        """Make ``W_UK_T`` ``[heads, nope, latent]`` and ``W_UV`` ``[heads, latent, v]`` follow.
+        """Let ``W_UK_T`` ``[heads, nope, latent]`` and ``W_UV`` ``[heads, latent, v]`` follow.
 
         Raises:
-            UnsupportedError: this vLLM keeps neither views of ``kv_b_proj``'s weight nor copies.
+            UnsupportedError: this vLLM keeps neither views of the weight nor copies of these names.
         """
-        source, name = layer.kv_b_proj, f"{layer.layer_name}: kv_b_proj"
-        parts = [getattr(layer, part, None) for part in ("W_UK_T", "W_UV")]
-        if any(part is None for part in parts):
+        source = layer.kv_b_proj
+        up_k, up_v = getattr(layer, "W_UK_T", None), getattr(layer, "W_UV", None)
+        if up_k is None or up_v is None:
             raise UnsupportedError(
-                f"'{name}' has no parts W_UK_T and W_UV in this vLLM, which a refit must reach; "
-                "choose another attention backend."
+                f"'{layer.layer_name}' has no parts W_UK_T and W_UV of kv_b_proj in this vLLM, "
+                "which a refit must reach; choose another attention backend."
             )
-        up_k, up_v = parts
-        scale_inv = getattr(source, "weight_scale_inv", None)
-        if scale_inv is None:
-            storage = source.weight.untyped_storage().data_ptr()
-            if any(part.untyped_storage().data_ptr() != storage for part in parts):
-                raise UnsupportedError(
-                    f"'{name}' is in the model's dtype, but W_UK_T and W_UV are no views of its "
-                    "weight in this vLLM, so that a refit would not reach them; put kv_b_proj "
-                    "into FP8, or use a release of vLLM that docs/versions.md lists."
-                )
-            return
-        weight = dequantize_block(source.weight.data, scale_inv.data, dtype=up_v.dtype)
-        by_head = weight.view(layer.num_heads, -1, layer.kv_lora_rank)
-        nope = layer.qk_nope_head_dim
-        up_k.data.copy_(by_head[:, :nope])
-        up_v.data.copy_(by_head[:, nope:].transpose(1, 2))
+        if hasattr(source, "weight_scale_inv"):
+            codes, scale_inv = source.weight.data, source.weight_scale_inv.data
+            weight = dequantize_block(codes, scale_inv, dtype=up_v.dtype)
+            by_head = weight.view(layer.num_heads, -1, layer.kv_lora_rank)
+            up_k.data.copy_(by_head[:, : layer.qk_nope_head_dim])
+            up_v.data.copy_(by_head[:, layer.qk_nope_head_dim :].transpose(1, 2))
+        elif not (_shares_memory(up_k, source.weight) and _shares_memory(up_v, source.weight)):
+            raise UnsupportedError(
+                f"'{layer.layer_name}': W_UK_T and W_UV are no views of kv_b_proj's weight in this "
+                "vLLM, so that a refit would not reach them; put kv_b_proj into FP8 (pins.fp8), or "
+                "use a release of vLLM that docs/versions.md lists."
+            )
+
+
+def _shares_memory(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -81,7 +81,7 @@ def make_mla_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
     """
     import transformers
 
-    shape = {
+    shape: dict[str, Any] = {
         "num_hidden_layers": 3,
         "num_key_value_heads": 4,
         "first_k_dense_replace": 1,
@@ -108,7 +108,7 @@ def make_mla_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
     config, kind = (getattr(transformers, name + end) for end in ("Config", "ForCausalLM"))
     _save(config, kind, path, seed, shape | changes)
     # transformers leaves out what only vLLM reads.
-    routing = {"moe_layer_freq": 1}
+    routing: dict[str, Any] = {"moe_layer_freq": 1}
     if name == "DeepseekV3":
         routing |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     file = path / "config.json"
