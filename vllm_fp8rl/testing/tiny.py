@@ -1,4 +1,4 @@
-"""Make small random Qwen3, Qwen3-MoE and DeepSeek-V2 and V3 checkpoints."""
+"""Make small random checkpoints: Qwen3, Qwen3-MoE, DeepSeek-V2 and V3, Qwen3.5, Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 1,
     "pad_token_id": 0,
+}
+
+
+_TOWER: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
 }
 
 
@@ -117,9 +126,89 @@ def make_mla_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
     return path
 
 
+def make_qwen35_checkpoint(
+    path: Path, seed: int, *, experts: bool = False, vision: bool = False, **changes: Any
+) -> Path:
+    """Write a random Qwen3.5 in the same way: three gated delta nets, then full attention.
+
+    Args:
+        path: folder to write.
+        seed: seed of the weights.
+        experts: eight experts per layer and a gated shared one, as in 35B-A3B; else as in 9B.
+        vision: the model is inside the vision wrapper, with a tower of one block.
+        changes: keys of the language model's config that differ from the defaults here.
+
+    Returns:
+        ``path``.
+    """
+    import transformers
+
+    shape = _SHAPE | {
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    if experts:
+        shape |= {
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        }
+    shape |= changes
+    name = "Qwen3_5Moe" if experts else "Qwen3_5"
+    config = getattr(transformers, f"{name}TextConfig")(**shape)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    if vision:
+        tower = _TOWER | {"out_hidden_size": shape["hidden_size"]}
+        whole = getattr(transformers, f"{name}Config")
+        config = whole(text_config=config.to_dict(), vision_config=tower)
+        config.tie_word_embeddings = shape["tie_word_embeddings"]
+        kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    torch.manual_seed(seed)
+    model = kind(config)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(("linear_attn.norm.weight", "dt_bias")):
+            parameter.data.uniform_(0.5, 1.5)
+        elif parameter_name.endswith("norm.weight"):  # the norm multiplies by 1 + weight
+            parameter.data.uniform_(-0.5, 0.5)
+        if not parameter_name.endswith("A_log"):  # float32 in published checkpoints too
+            parameter.data = parameter.data.to(torch.bfloat16)
+    model.save_pretrained(path)
+    return path
+
+
+def make_qwen3_vl_checkpoint(path: Path, seed: int) -> Path:
+    """Write a random Qwen3-VL in the same way: a dense Qwen3 behind a tower of one block.
+
+    Args:
+        path: folder to write.
+        seed: seed of the weights.
+
+    Returns:
+        ``path``.
+    """
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [24, 20, 20]}
+    tower = _TOWER | {"out_hidden_size": _SHAPE["hidden_size"], "deepstack_visual_indexes": [0]}
+    config = Qwen3VLConfig(
+        text_config=_SHAPE | {"rope_parameters": rope | {"mrope_interleaved": True}},
+        vision_config=tower,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    return _write(Qwen3VLForConditionalGeneration(config), path)
+
+
 def _save(config: Any, kind: Any, path: Path, seed: int, changes: dict[str, Any]) -> Path:
     torch.manual_seed(seed)
-    model = kind(config(**(_SHAPE | changes)))
+    return _write(kind(config(**(_SHAPE | changes))), path)
+
+
+def _write(model: Any, path: Path) -> Path:
     for name, parameter in model.named_parameters():
         if name.endswith(
             "norm.weight"
