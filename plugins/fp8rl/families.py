@@ -273,7 +273,7 @@ QWEN3_5 = Family(
     GATED_DELTA_NET,
     wrapper=_WRAPPER,
     towers=_VISION,
-    missing=_both("a gated delta net"),
+    missing={"training": "a gated delta net"},
 )
 QWEN3_5_MOE = replace(
     QWEN3_5, name="Qwen3.5-MoE", model_types=("qwen3_5_moe_text",), experts=SHARED_EXPERT
@@ -284,7 +284,7 @@ QWEN3_VL = Family(
     _attention(norms=_HEAD_NORMS),
     wrapper=_WRAPPER,
     towers=_VISION,
-    missing=_both("a model under a vision wrapper"),
+    missing={"training": "a model under a vision wrapper"},
 )
 FAMILIES = (
     *(LLAMA, QWEN2, QWEN3),
@@ -302,6 +302,8 @@ FUSED: dict[str, tuple[str, ...]] = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 """Modules that an engine holds in one, by the name that vLLM gives it."""
+SPANS: dict[str, int] = {"in_proj_qkv": 3}
+"""Modules of which one weight is several matrices of the module that an engine fuses it into."""
 
 
 WIDTH_KEYS: dict[str, tuple[str, ...]] = {
