@@ -248,7 +248,7 @@ def fp8_linear(
         ``[tokens.., out]`` in the dtype of ``x``.
     """
     rows = call.state.codes.layout.rows
-    if rows == len(weight) or call.state.codes.layout.apart:
+    if rows == len(weight):
         return _Fp8LinearFunction.apply(x, weight, bias, call)
     biases = (None, None) if bias is None else (bias[:rows], bias[rows:])
     # Autograd joins the gradients of the two parts, so none of them is added to main_grad here.

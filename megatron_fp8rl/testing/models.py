@@ -23,10 +23,12 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from fp8rl.errors import UnsupportedError
+from megatron_fp8rl import compat
+from megatron_fp8rl.testing import gated_delta_net
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
 
 _LATENT = ("deepseek_v2", "deepseek_v3")
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", *_LATENT)
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", *_LATENT, *gated_delta_net.MODEL_TYPES)
 
 
 class LatentDotProductAttention(DotProductAttention):
@@ -66,15 +68,14 @@ def build_gpt(
     core_attention: type | None = None,
     **overrides: Any,
 ) -> GPTModel:
-    """A Llama, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2 or V3 with all parameters in ``dtype``.
+    """A model of one of ``MODEL_TYPES`` with all parameters in ``dtype``.
 
     Tensor and pipeline sizes come from ``megatron.core.parallel_state``, which must be initialised.
     Initial weights depend on ``seed`` and, under pipeline parallelism, on the stage; load weights
     with :func:`megatron_fp8rl.export.load_hf` where topologies must agree.
 
     Args:
-        hf_config: a transformers config (``LlamaConfig``, ``Qwen2Config``, ``Qwen3Config``,
-            ``Qwen3MoeConfig``, ``DeepseekV2Config``, ``DeepseekV3Config``).
+        hf_config: a transformers config of a language model.
         dtype: bfloat16 or float32.
         pre_process: this chunk holds the embedding.
         post_process: this chunk holds the final norm and the output projection.
@@ -108,6 +109,7 @@ def build_gpt(
             pre_process=pre_process,
             post_process=post_process,
             position_embedding_type="rope",
+            rotary_percent=_rope(hf_config).get("partial_rotary_factor", 1.0),
             rotary_base=_rope_theta(hf_config),
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             mtp_block_spec=mtp_spec,
@@ -117,7 +119,8 @@ def build_gpt(
 
 
 def _local_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    if config.num_moe_experts is None:
+    hybrid = any(compat.linear_attention_layers(config))
+    if config.num_moe_experts is None and not hybrid:
         return _layer_spec(config)
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
@@ -126,7 +129,7 @@ def _local_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
         for layer in spec.layer_specs:
             attention = layer.submodules.self_attention.submodules
             attention.core_attention = LatentDotProductAttention
-    return spec
+    return gated_delta_net.hybrid_spec(spec, config) if hybrid else spec
 
 
 def _layer_spec(config: TransformerConfig) -> Any:
@@ -150,7 +153,7 @@ def transformer_config(
     fields: dict[str, Any] = {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
-        "ffn_hidden_size": hf_config.intermediate_size,
+        "ffn_hidden_size": getattr(hf_config, "intermediate_size", None),
         "num_attention_heads": heads,
         "num_query_groups": hf_config.num_key_value_heads,
         "kv_channels": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
@@ -172,6 +175,8 @@ def transformer_config(
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
     }
+    if hf_config.model_type in gated_delta_net.MODEL_TYPES:
+        fields |= gated_delta_net.config_fields(hf_config)
     if hf_config.model_type == "qwen3_moe":
         fields |= _moe_fields(hf_config)
     if hf_config.model_type not in _LATENT:
