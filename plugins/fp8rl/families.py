@@ -273,7 +273,6 @@ QWEN3_5 = Family(
     GATED_DELTA_NET,
     wrapper=_WRAPPER,
     towers=_VISION,
-    missing={"training": "a gated delta net"},
 )
 QWEN3_5_MOE = replace(
     QWEN3_5, name="Qwen3.5-MoE", model_types=("qwen3_5_moe_text",), experts=SHARED_EXPERT
@@ -284,7 +283,6 @@ QWEN3_VL = Family(
     _attention(norms=_HEAD_NORMS),
     wrapper=_WRAPPER,
     towers=_VISION,
-    missing={"training": "a model under a vision wrapper"},
 )
 FAMILIES = (
     *(LLAMA, QWEN2, QWEN3),

@@ -49,7 +49,7 @@ def scale_names(num_layers: int, roles: Iterable[Role] = ROLES) -> list[str]:
 def scales_from_amax(
     amax: torch.Tensor, margin: float, layers: Iterable[int] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Scales of every layer with keys and values: the smallest powers of two at or above ``amax * margin / 448``.
+    """Scales of every layer: the smallest powers of two at or above ``amax * margin / 448``.
 
     With a power of two every dequantized value is exact in BF16, so that a trainer can attend over
     the very keys and values of the rollout. It costs no precision: E4M3 is a floating format.
