@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from fp8rl.families import module_names
+from fp8rl.families import family_of, module_names
 from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
@@ -290,9 +290,10 @@ def _probe(engine: VllmConfig) -> None:
 
     from vllm_fp8rl.patches.probes import require
 
-    device = engine.device_config.device_type
+    device, family = engine.device_config.device_type, family_of(engine.model_config.hf_config)
     parts = {
         "experts": is_moe(engine.model_config.hf_text_config),
+        "linear_attention": bool(family and family.linear_attention),
         "compiled": engine.compilation_config.mode != CompilationMode.NONE,
         "sleep": engine.model_config.enable_sleep_mode,
         "transfer": engine.weight_transfer_config is not None,
