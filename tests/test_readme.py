@@ -308,6 +308,10 @@ def test_the_start_of_the_guide_is_that_of_the_readme(tmp_path, monkeypatch):
     assert len(calls) == 2 and calls[0] == calls[1]
 
 
+def test_entry_of_a_family() -> None:
+    exec(block("family"), {})
+
+
 def test_gemm_snippet():
     from fp8rl import PluginManager
     from fp8rl.gemm import GemmBackend

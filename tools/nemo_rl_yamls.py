@@ -49,6 +49,34 @@ def _model(kind: str, dense: tuple[int, ...], heads: tuple[int, ...], *moe: int)
     }
 
 
+def _wrapped(text: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    vision = {**_VISION, "out_hidden_size": text["hidden_size"]}
+    return {"vision_config": vision, "text_config": {**text, **more}}
+
+
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DELTA_NET = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "in_channels": 3,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 2304,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _model("llama", (4096, 14336, 32, 128256), (32, 8, 128)),
     "Llama-3.3-70B": _model("llama", (8192, 28672, 80, 128256), (64, 8, 128)),
@@ -56,11 +84,32 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-32B": _model("qwen3", (5120, 25600, 64, 151936), (64, 8, 128)),
     "Qwen3-30B-A3B": _model("qwen3_moe", (2048, 6144, 48, 151936), (32, 4, 128), 128, 768),
     "Qwen3-235B-A22B": _model("qwen3_moe", (4096, 12288, 94, 151936), (64, 4, 128), 128, 1536),
-    # What follows is refused, whatever its numbers are.
-    "Qwen3.5-": {"model_type": "qwen3_5", "vision_config": {}, "text_config": {}},
-    "Moonlight": {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 64},
-    "deepseek": {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256},
-    "MiniMax-M2": {"model_type": "minimax_m2", "num_local_experts": 256},
+    "Qwen3.5-9B": _wrapped(
+        _model("qwen3_5_text", (4096, 12288, 32, 248320), (16, 4, 256)), _DELTA_NET
+    ),
+    "Qwen3.5-35B-A3B": _wrapped(
+        _model("qwen3_5_moe_text", (2048, 0, 40, 248320), (16, 2, 256), 256, 512),
+        {**_DELTA_NET, "shared_expert_intermediate_size": 512},
+    ),
+    "Moonlight": {
+        **_model("deepseek_v3", (2048, 11264, 27, 163840), (16, 16, 64), 64, 1408),
+        **_LATENT,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek": {
+        **_model("deepseek_v3", (7168, 18432, 61, 129280), (128, 128, 64), 256, 2048),
+        **_LATENT,
+        "q_lora_rank": 1536,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+    },
+    "MiniMax-M2": {
+        **_model("minimax_m2", (3072, 1536, 62, 200064), (48, 8, 128)),
+        "num_local_experts": 256,
+    },
 }
 """Parts of the models' ``config.json``, by a part of the name in NeMo RL's configs. No machine that
 runs this needs to hold the models."""

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.cli import build_app
+from fp8rl.families import FAMILIES, Family
 from fp8rl.mismatch import MismatchMetrics
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.grpo.loss import GRPOConfig, GRPOLoss
@@ -101,6 +102,21 @@ def reference() -> str:
             "Every engine reads the same recipe.",
             "",
             *_table(("key", "type", "default", "meaning"), _keys(Recipe)),
+            "",
+            "## Model families",
+            "",
+            "The table in `plugins/fp8rl/families.py`; [extending.md](extending.md#add-a-model)",
+            "says how to add an entry. A dense model of another `model_type` counts as Llama.",
+            "Embedding, output projection, norms, routers, convolutions and vision towers are",
+            "always in BF16; what is so by default is in FP8 where `pins.fp8` names it.",
+            "",
+            *_table(
+                (
+                    *("family", "`model_type`", "in BF16 by default", "KV cache"),
+                    *("a refit also makes anew", "not served yet"),
+                ),
+                map(_family, FAMILIES),
+            ),
             "",
             "## Mismatch guard keys",
             "",
@@ -234,6 +250,31 @@ def _attribute_docs(cls: type) -> dict[str, str]:
             assert isinstance(field.target, ast.Name) and isinstance(doc.value, ast.Constant)
             docs[field.target.id] = inspect.cleandoc(doc.value.value)
     return docs
+
+
+def _family(family: Family) -> tuple[str, ...]:
+    blocks = [block for block in (family.attention, family.linear_attention) if block is not None]
+    defaults: dict[str, list[str]] = {}
+    for module in (module for block in blocks for module in block.modules if module.bf16):
+        defaults.setdefault(module.bf16, []).append(f"`{module.name.rpartition('.')[2]}`")
+    caches = {
+        "heads": "K and V, FP8 or BF16",
+        "latent": "latents, without scales",
+        "none": "none in layers of linear attention",
+    }
+    derived = [
+        f"`{name.rpartition('.')[2]}`: {what}"
+        for block in blocks
+        for name, what in block.derived.items()
+    ]
+    return (
+        family.name,
+        ", ".join(f"`{kind}`" for kind in family.model_types),
+        "; ".join(f"{', '.join(names)}: {why}" for why, names in defaults.items()),
+        "; ".join(caches[block.kv] for block in blocks),
+        "; ".join(derived),
+        "; ".join(f"{side}: {what}" for side, what in family.missing.items()),
+    )
 
 
 def _metrics(meanings: dict[str, str]) -> list[str]:

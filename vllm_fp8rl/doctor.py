@@ -24,10 +24,9 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.adapters import Diagnosis, Section
 from fp8rl.errors import Fp8RLError
-from fp8rl.pinning import PinRow
+from fp8rl.pinning import ALWAYS_BF16, PinRow
 from fp8rl.precision_report import number_ranges
 from fp8rl.reading import explain
-from fp8rl.recipe import ModuleKind
 from fp8rl.sizes import GIB, Sizes, gib, mib
 from vllm_fp8rl.compat import TESTED, installed_version
 from vllm_fp8rl.kernels.choice import select_kernel
@@ -36,7 +35,6 @@ from vllm_fp8rl.quantization.models import check_widths
 from vllm_fp8rl.refit.intake import BATCH_BYTES
 from vllm_fp8rl.state import RankState
 
-_LINEARS: tuple[ModuleKind, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts")
 _NO_FP8_UNITS = "no FP8 units: a float32 product of dequantized codes"
 
 
@@ -117,10 +115,8 @@ def _linears(
     device = torch.device(current_platform.device_type)
     dtype = engine.model_config.dtype
     cells = []
-    for kind in _LINEARS:
+    for kind in dict.fromkeys(row.kind for row in rows if row.kind not in ALWAYS_BF16):
         mine = [row for row in rows if row.kind == kind]
-        if not mine:
-            continue
         fp8 = [row.layer for row in mine if row.precision == "fp8"]
         pinned = sorted({(row.reason, row.layer or 0) for row in mine if row.precision == "bf16"})
         shape, kernel, why = "", "-", ""

@@ -155,14 +155,13 @@ def training_memory(
     tensor, pipeline = _size(megatron, "tensor"), _size(megatron, "pipeline")
     expert_ranks = _size(megatron, "expert") * int(megatron.get("expert_tensor_parallel_size") or 1)
     sizes = Sizes.from_dict(model, tensor, expert_ranks=expert_ranks)
-    tied = bool((model.get("text_config") or model).get("tie_word_embeddings"))
     dense, experts = max(
         (
             [
                 sizes.elements([row for row in stage if (row.kind == "experts") == experts])
                 for experts in (False, True)
             ]
-            for stage in _stages(rows, megatron, pipeline, tied)
+            for stage in _stages(rows, megatron, pipeline, sizes.tied)
         ),
         key=sum,
     )
@@ -221,13 +220,14 @@ def _stages(
     }
     middle = -(-(layers - sum(ends.values())) // max(count - len(ends), 1))
     embedding = [row for row in rows if row.kind == "embed_tokens"]
-    output = [row for row in rows if row.layer is None and row.kind != "embed_tokens"]
+    towers = [row for row in rows if row.kind == "tower"]
+    output = [row for row in rows if row.layer is None and row not in (*embedding, *towers)]
     if tied and count > 1:
         output += embedding  # the last stage has a copy of it
     start = 0
     for number in range(count):
         stop = layers if number == count - 1 else start + ends.get(number, middle)
         stage = [row for row in rows if row.layer is not None and start <= row.layer < stop]
-        stage += embedding if number == 0 else []
+        stage += [*towers, *embedding] if number == 0 else []
         yield stage + (output if number == count - 1 else [])
         start = stop

@@ -14,7 +14,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fp8rl.errors import ModelError, UnsupportedError
 from fp8rl.recipe import ModuleKind
@@ -25,8 +25,7 @@ _MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of the config of a model that takes more than text."""
 
 
-@dataclass(frozen=True)
-class Module:
+class Module(NamedTuple):
     """A module with a weight."""
 
     name: str
@@ -42,8 +41,7 @@ class Module:
     """Why the module stays in BF16 unless ``pins.fp8`` names it; empty: it runs in FP8."""
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A tensor that is no module's weight and travels as it is."""
 
     name: str
@@ -62,9 +60,8 @@ class Block:
     kv: Literal["heads", "latent", "none"] = "heads"
     """What the layer caches per token: ``heads``: K and V, which an FP8 cache scales; ``latent``:
     one latent of all heads, without scales; ``none``."""
-    derived: tuple[str, ...] = ()
-    """What the rollout engine derives from weights, and a refit has to make anew, by the module
-    that it derives from."""
+    derived: Mapping[str, str] = field(default_factory=dict)
+    """What the rollout engine derives from a weight, and a refit has to make anew, by module."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ LATENT_ATTENTION = Block(
         Module("self_attn.o_proj", "o_proj", ("hidden", "mla_o"), "attention_bias"),
     ),
     kv="latent",
-    derived=("self_attn.kv_b_proj",),  # W_UK_T and W_UV of vLLM's MLAAttention
+    derived={"self_attn.kv_b_proj": "`W_UK_T` and `W_UV` of vLLM's `MLAAttention`"},
 )
 _NARROW = "a few rows for each head, too narrow for blocks of 128"
 GATED_DELTA_NET = Block(
@@ -192,7 +189,7 @@ GATED_DELTA_NET = Block(
         Parameter("linear_attn.dt_bias", ("gdn_heads",)),
     ),
     kv="none",
-    derived=("linear_attn.conv1d",),  # vLLM packs its weight on a CPU
+    derived={"linear_attn.conv1d": "the packed weight on a CPU"},
 )
 EXPERTS = Experts()
 DEEPSEEK_EXPERTS = Experts(
@@ -447,7 +444,7 @@ def modules_of(config: Any) -> list[Module]:
         )
     for layer in layers:
         modules += [
-            replace(module, name=f"{prefix}layers.{layer}.{module.name}")
+            module._replace(name=f"{prefix}layers.{layer}.{module.name}")
             for module in layer_modules(family, text, layer)
         ]
     modules.append(Module(f"{prefix}norm", "norm", ("hidden",)))

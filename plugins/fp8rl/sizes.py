@@ -70,6 +70,9 @@ class Sizes:
         self.heads = heads // ranks
         self.kv_heads = max(1, kv_heads // ranks)
         """KV heads of one rank; with more ranks than heads, several ranks hold the same head."""
+        key = "tie_word_embeddings"
+        self.tied = bool(value_of(config, key, value_of(text, key, False)))
+        """The output layer is the embedding."""
         self._modules = {module.name: module for module in modules_of(config)}
         self._widths = self._rank_widths()
 
@@ -183,15 +186,11 @@ class Sizes:
 
     def _shape(self, module: Module) -> tuple[int, ...]:
         """Return the shape of a module's weight on one rank; a tied output layer has no rows."""
-        if module.kind == "lm_head" and value_of(self._whole, "tie_word_embeddings", self._tied):
+        if module.kind == "lm_head" and self.tied:
             return 0, self._widths["hidden"]
         if module.kind == "tower":
             return (_tower_elements(value_of(self._whole, "vision_config")) // self._ranks,)
         return tuple(self._widths[width] for width in module.shape)
-
-    @property
-    def _tied(self) -> bool:
-        return bool(value_of(self._config, "tie_word_embeddings"))
 
     def _rank_widths(self) -> dict[str, int]:
         """Compute the widths that :attr:`fp8rl.families.Module.shape` names, for one rank."""
