@@ -6,15 +6,16 @@
                                  --variants fp8rl,stock,bf16
 
 The model has the shape of Qwen3-8B or that of ``--shape``, and random weights
-(``load_format="dummy"``), so that nothing is downloaded; each variant runs in a process of its own. A load is requests x tokens in x tokens out;
-tokens per second count output tokens of one ``generate`` call, after a shorter one of the same
-shape, and the median of ``--repeats`` calls (a number for each load, the last for the rest) is
-given. With ``--after`` the last load is measured again after the refits. A refit sends every tensor
-of the model, already on the GPU, through ``vllm_fp8rl.refit.refit``; the sender's tensors take the
-size of the BF16 model, for which ``--memory`` must leave room. ``--warmup skip`` leaves out vLLM's
-DeepGEMM warm-up in all variants: kernels are then compiled when first met, here before anything is
-timed. ``--ranks 2`` splits the model over two GPUs, its experts whole on one of them each; refits,
-whose sender is this process, are then left out.
+(``load_format="dummy"``), so that nothing is downloaded; each variant runs in a process of its own.
+A load is requests x tokens in x tokens out; tokens per second count output tokens of one
+``generate`` call, after a shorter one of the same shape, and the median of ``--repeats`` calls (a
+number for each load, the last for the rest) is given. With ``--after`` the last load is measured
+again after the refits. A refit sends every tensor of the model, already on the GPU, through
+``vllm_fp8rl.refit.refit``; the sender's tensors take the size of the BF16 model, for which
+``--memory`` must leave room. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in all variants:
+kernels are then compiled when first met, here before anything is timed. ``--ranks 2`` splits the
+model over two GPUs, its experts whole on one of them each; refits, whose sender is this process,
+are then left out.
 """
 
 from __future__ import annotations

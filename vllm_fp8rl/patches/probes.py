@@ -47,8 +47,8 @@ class Probe:
     needs: str = _ALWAYS
     """Features of an engine that uses the internal, separated by blanks: ``worker`` (every process
     with a model), ``client`` (the process that refits), ``doctor``, ``cpu``, ``cuda``,
-    ``experts``, ``linear_attention``, ``compiled``, ``sleep``, ``transfer`` (of weights or KV
-    blocks)."""
+    ``experts``, ``mla`` (multi-latent attention), ``linear_attention``, ``compiled``, ``sleep``,
+    ``transfer`` (of weights or KV blocks)."""
 
     @property
     def name(self) -> str:
@@ -288,6 +288,9 @@ PROBES = (
         attributes="_cpu_unpacked_conv_weight", needs="linear_attention cpu"),
     Probe(11, "_custom_ops", "causal_conv1d_weight_pack", positional=1,
         needs="linear_attention cpu"),
+    Probe(11, "model_executor.layers.attention", "MLAAttention",
+        attributes="kv_b_proj num_heads kv_lora_rank qk_nope_head_dim layer_name kv_cache_dtype "
+        "attn_backend process_weights_after_loading", needs="mla"),
     Probe(11, f"{_MOE}.config", "FusedMoEConfig",
         attributes="num_experts num_local_experts experts_per_token hidden_dim "
         "intermediate_size_per_partition_unpadded tp_rank tp_size activation "

@@ -294,6 +294,7 @@ def _probe(engine: VllmConfig) -> None:
     parts = {
         "experts": is_moe(engine.model_config.hf_text_config),
         "linear_attention": bool(family and family.linear_attention),
+        "mla": engine.model_config.use_mla,
         "compiled": engine.compilation_config.mode != CompilationMode.NONE,
         "sleep": engine.model_config.enable_sleep_mode,
         "transfer": engine.weight_transfer_config is not None,
