@@ -74,6 +74,8 @@ class Experts:
     """Key of the intermediate size of an expert."""
     block: str = "mlp"
     """Name of the block within the layer; experts are ``{block}.experts.N``."""
+    vllm_block: str = ""
+    """Name of the block in the prefixes that vLLM gives its layers, if it is another."""
     leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of gate, up and down in an expert."""
     fused: tuple[str, str] = ("gate_up_proj", "down_proj")
@@ -226,14 +228,12 @@ QWEN2_MOE = Family(
     ("qwen2_moe",),
     _attention(qkv_bias="qkv_bias", o_bias=""),
     experts=SHARED_EXPERT,
-    missing={"rollout": "a shared expert"},
 )
 MIXTRAL = Family(
     "Mixtral",
     ("mixtral",),
     _attention(qkv_bias="", o_bias=""),
     experts=SPARSE_BLOCK,
-    missing={"rollout": "experts named w1, w2 and w3"},
 )
 DEEPSEEK_V2 = Family(
     "DeepSeek-V2",
@@ -253,15 +253,13 @@ GLM4_MOE = Family(
     ("glm4_moe",),
     _attention(o_bias="", norms=_HEAD_NORMS, norms_when="use_qk_norm"),
     experts=DEEPSEEK_EXPERTS,
-    missing={"rollout": "a shared expert"},
 )
 """GLM-4.6 and GLM-4.7 too."""
 MINIMAX_M2 = Family(
     "MiniMax-M2",
     ("minimax_m2",),
     _attention(qkv_bias="", o_bias="", norms=("q", "kv")),
-    experts=replace(SPARSE_BLOCK, bias="e_score_correction_bias"),
-    missing={"rollout": "experts named w1, w2 and w3"},
+    experts=replace(SPARSE_BLOCK, bias="e_score_correction_bias", vllm_block="mlp"),
 )
 QWEN3_5 = Family(
     "Qwen3.5",
