@@ -487,7 +487,7 @@ def layer_modules(family: Family, config: Any, layer: int) -> Iterator[Module]:
     leaves = experts.leaves if family.mlp[0] == "gate_proj" else experts.leaves[1:]
     for number in range(expert_count(family, config)):
         yield from _mlp(f"{experts.block}.experts.{number}", leaves, "expert")
-    if experts.shared and _has_shared(experts, config):
+    if _has_shared(experts, config):
         yield from _mlp(f"{experts.block}.{experts.shared}", family.mlp, "shared")
 
 
@@ -546,7 +546,25 @@ def expert_count(family: Family, config: Any) -> int:
 
 
 def _has_shared(experts: Experts, config: Any) -> bool:
-    return bool(value_of(config, experts.shared_width or experts.shared_count))
+    key = experts.shared_width or experts.shared_count
+    return bool(key and value_of(config, key))
+
+
+def shared_width(family: Family, config: Any) -> int:
+    """Return the intermediate size of a layer's shared expert; 0 where there is none."""
+    experts = family.experts
+    if experts is None or not experts.shared:
+        return 0
+    if experts.shared_width:
+        return int(value_of(config, experts.shared_width, 0))
+    return int(value_of(config, experts.shared_count, 0) * value_of(config, experts.width, 0))
+
+
+def is_biased(module: Module | None, config: Any) -> bool:
+    """Tell whether a module has a bias, by the language model's config; False for None."""
+    if module is None or not module.bias:
+        return False
+    return module.bias == "always" or bool(value_of(config, module.bias))
 
 
 def kind_of(name: str) -> ModuleKind:
