@@ -217,6 +217,12 @@ _MOE: dict[str, Any] = {
 """Keys of MoE configs; a config takes those that it has."""
 _ONLY_VLLM_READS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 64},
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
 }
 
 
