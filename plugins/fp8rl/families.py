@@ -214,10 +214,6 @@ SPARSE_BLOCK = Experts(
 _WRAPPER, _VISION = "model.language_model.", ("model.visual",)
 
 
-def _both(what: str) -> dict[str, str]:
-    return {"rollout": what, "training": what}
-
-
 LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
 """Also stands for dense models of unknown type, which mostly have these names."""
 QWEN2 = Family("Qwen2", ("qwen2",), _attention(qkv_bias="always", o_bias=""))
@@ -234,6 +230,7 @@ MIXTRAL = Family(
     ("mixtral",),
     _attention(qkv_bias="", o_bias=""),
     experts=SPARSE_BLOCK,
+    missing={"training": "experts named w1, w2 and w3"},
 )
 DEEPSEEK_V2 = Family(
     "DeepSeek-V2",
@@ -260,6 +257,7 @@ MINIMAX_M2 = Family(
     ("minimax_m2",),
     _attention(qkv_bias="", o_bias="", norms=("q", "kv")),
     experts=replace(SPARSE_BLOCK, bias="e_score_correction_bias", vllm_block="mlp"),
+    missing={"training": "experts named w1, w2 and w3"},
 )
 QWEN3_5 = Family(
     "Qwen3.5",
@@ -503,11 +501,12 @@ def block_of(family: Family, config: Any, layer: int) -> Block:
     """Return the token mixer of a decoder layer."""
     if family.linear_attention is None:
         return family.attention
-    types = value_of(config, "layer_types")
-    if types is not None:
-        linear = types[layer] == "linear_attention"
+    kind = _kind_of_layer(config, "layer_types", layer)
+    if kind is not None:
+        linear = kind == "linear_attention"
     else:
-        linear = (layer + 1) % value_of(config, "full_attention_interval", 4) != 0
+        every = value_of(config, "full_attention_interval", 4)
+        linear = (layer + 1) % check_count("full_attention_interval", every) != 0
     return family.linear_attention if linear else family.attention
 
 
@@ -515,9 +514,9 @@ def has_experts(family: Family, config: Any, layer: int) -> bool:
     """Tell whether a decoder layer has experts, by the keys of the language model's config."""
     if expert_count(family, config) == 0:
         return False
-    types = value_of(config, "mlp_layer_types")
-    if types is not None:
-        return bool(types[layer] == "sparse")
+    kind = _kind_of_layer(config, "mlp_layer_types", layer)
+    if kind is not None:
+        return bool(kind == "sparse")
     dense = value_of(config, "mlp_only_layers", ())
     if not isinstance(dense, list | tuple):
         raise ModelError(
@@ -531,6 +530,19 @@ def has_experts(family: Family, config: Any, layer: int) -> bool:
         and layer >= value_of(config, "first_k_dense_replace", 0)
         and layer % every == 0
     )
+
+
+def _kind_of_layer(config: Any, key: str, layer: int) -> Any:
+    """Return a layer's entry in a list of the config; None where the config has no such list."""
+    kinds = value_of(config, key)
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list | tuple) or layer >= len(kinds):
+        raise ModelError(
+            f"The model's {key} is {reprlib.repr(kinds)}; correct it to a list with an entry for "
+            "each layer."
+        )
+    return kinds[layer]
 
 
 def expert_count(family: Family, config: Any) -> int:
@@ -603,7 +615,7 @@ def unsupported_reason(config: Any, *, rollout: bool, training: bool) -> str | N
     if not (rollout or training):
         return None
     family, text = family_of(config), language_config(config)
-    kind = value_of(text, "model_type", "of unknown type")
+    kind = value_of(text, "model_type", "no model_type")
     media = text is not config or any(value_of(config, key) is not None for key in _MEDIA)
     if media and not (family and family.wrapper):
         return f"a multimodal model ('{kind}') of an unknown family"
