@@ -212,10 +212,6 @@ SPARSE_BLOCK = Experts(
 _WRAPPER, _VISION = "model.language_model.", ("model.visual",)
 
 
-def _both(what: str) -> dict[str, str]:
-    return {"rollout": what, "training": what}
-
-
 LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
 """Also stands for dense models of unknown type, which mostly have these names."""
 QWEN2 = Family("Qwen2", ("qwen2",), _attention(qkv_bias="always", o_bias=""))
