@@ -1,4 +1,4 @@
-"""Expert parallel over two ranks (gloo), in a process of its own."""
+"""Expert parallel over two ranks (gloo), in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from support.engine import PROMPTS
+from support.mla import ALL, SHAPES
 from support.processes import run_script
-from vllm_fp8rl.testing.tiny import make_moe_checkpoint
+from vllm_fp8rl.testing.tiny import make_mla_checkpoint, make_moe_checkpoint
 
 SCRIPT = Path(__file__).with_name("tp_moe.py")
 
@@ -25,3 +27,20 @@ def test_two_ranks(tmp_path: Path) -> None:
     lacks, refused = found["errors"]
     assert lacks.startswith("RefitError: The refit lacks 1 of the model's tensors: 'model.layers.1")
     assert refused.startswith("RefitError: The weights are half-updated")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("experts_on_a_cpu")
+def test_multi_latent_attention_over_two_ranks(moe_engine, tmp_path: Path) -> None:
+    """Before and after refits the tokens are those of one rank, but for a flipped code or two."""
+    paths = [
+        make_mla_checkpoint(tmp_path / name, 50 + seed, **SHAPES["v3"])
+        for seed, name in enumerate("ab")
+    ]
+    a, b, again = run_script(SCRIPT.with_name("tp_mla.py"), tmp_path, timeout=540)["tokens"]
+    assert a == again != b
+    native = {"custom_ops": ["-rotary_embedding"]}
+    alone = [moe_engine(path, ALL, compilation_config=native).greedy(PROMPTS) for path in paths]
+    for one, two in zip(alone, (a, b), strict=True):
+        pairs = [pair for row in zip(one, two, strict=True) for pair in zip(*row, strict=True)]
+        assert sum(x == y for x, y in pairs) > 0.6 * len(pairs)  # all of them, mostly
