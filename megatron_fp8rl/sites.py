@@ -237,6 +237,7 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
         linear = getattr(attention, attribute, None)
         if _has_weight(linear):
             where = f"{at}self_attention.{attribute}"
+            _check_no_query_norm(linear, leaf, where)
             yield _plain(linear, f"{prefix}.self_attn.{leaf}", where)
     if _has_weight(proj):
         yield _plain(proj, f"{prefix}.self_attn.o_proj", f"{at}self_attention.linear_proj")
@@ -258,6 +259,21 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
     if shared is not None:
         name = f"{prefix}.mlp.{shared_expert_name(layer.config)}"
         yield from _mlp(shared, f"{at}mlp.shared_experts", [name])
+
+
+def _check_no_query_norm(linear: Any, leaf: str, path: str) -> None:
+    """Refuse a norm in front of ``q_proj``, which no Hugging Face model has.
+
+    Megatron-LM 0.20 builds one where ``qk_layernorm`` is on without a ``q_lora_rank``, as
+    Megatron-Bridge asks for in Moonlight (Megatron-Bridge issue 5261).
+    """
+    if leaf == "q_proj" and getattr(linear, "layer_norm_weight", None) is not None:
+        raise UnsupportedError(
+            f"'{path}' begins with a norm that the Hugging Face model does not have, so the "
+            "trainer would be another model than the rollout: Megatron-LM 0.20 adds it where "
+            "config.qk_layernorm is on and q_lora_rank is None. Use a Megatron-Bridge that has "
+            "mended this (its issue 5261), or megatron-core 0.16."
+        )
 
 
 def _mlp(mlp: Any, path: str, names: list[str], *, expert: bool = False) -> Iterator[Site]:
