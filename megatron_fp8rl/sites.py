@@ -264,15 +264,15 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
 def _check_no_query_norm(linear: Any, leaf: str, path: str) -> None:
     """Refuse a norm in front of ``q_proj``, which no Hugging Face model has.
 
-    Megatron-LM 0.20 builds one where ``qk_layernorm`` is on without a ``q_lora_rank``, as
-    Megatron-Bridge asks for in Moonlight (Megatron-Bridge issue 5261).
+    See :func:`megatron_fp8rl.compat.without_query_norm`.
     """
     if leaf == "q_proj" and getattr(linear, "layer_norm_weight", None) is not None:
         raise UnsupportedError(
             f"'{path}' begins with a norm that the Hugging Face model does not have, so the "
             "trainer would be another model than the rollout: Megatron-LM 0.20 adds it where "
-            "config.qk_layernorm is on and q_lora_rank is None. Use a Megatron-Bridge that has "
-            "mended this (its issue 5261), or megatron-core 0.16."
+            "config.qk_layernorm is on and q_lora_rank is None. Build the model within "
+            "megatron_fp8rl.compat.without_query_norm(), or use a Megatron-Bridge that has mended "
+            "this (its issue 5261)."
         )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import quantize_block
 from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl.compat import without_query_norm
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
@@ -27,8 +29,6 @@ from vllm_fp8rl.testing.tiny import make_mla_checkpoint
 UNQUANTIZED = Recipe(rollout=False, training=False, kv_cache=RECIPE.kv_cache)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 FACTOR = 4.0
-QUERY_NORM = find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
-"""Megatron-LM 0.20 builds a norm in front of q_proj where there is no q_lora_rank."""
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def gpt(path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    config = AutoConfig.from_pretrained(path)
-    if config.q_lora_rank is None and QUERY_NORM:
-        pytest.skip("this Megatron wants TransformerEngine for a norm that the HF model has not")
-    model = build_gpt(config, dtype=dtype, **overrides).eval()
+    model = build_gpt(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
     load_hf(model, tensors_of(path))
     return model
 
@@ -157,6 +154,35 @@ def test_only_vectors_and_the_ragged_latents_travel_without_codes(mcore, paths, 
     kept |= {f"model.layers.{i}.mlp.gate.weight" for i in (1, 2)}
     kept |= {f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(3)}
     assert plain == kept | {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_a_region_without_the_norm_of_queries(monkeypatch):
+    """Megatron-LM 0.20 makes it; elsewhere nothing is changed."""
+
+    class Resolver:
+        linear_impl = "linear"
+
+        def _mla_fused_linear_or_default(self, module_spec, module_name):
+            return f"norm and {module_name}"
+
+    module = ModuleType("megatron.core.transformer.mla_qk_norm_config")
+    module.QKNormConfigResolver = Resolver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def made() -> list[str]:
+        choose = Resolver()._mla_fused_linear_or_default
+        return [choose(None, "linear_q_proj"), choose(None, "linear_kv_up_proj")]
+
+    before = made()
+    with without_query_norm():
+        assert made() == ["linear", before[1]]
+    assert made() == before
+    del Resolver._mla_fused_linear_or_default
+    with without_query_norm():
+        assert not hasattr(Resolver, "_mla_fused_linear_or_default")
+    monkeypatch.setitem(sys.modules, module.__name__, None)
+    with without_query_norm():
+        pass
 
 
 def test_what_is_refused(mcore, paths):
