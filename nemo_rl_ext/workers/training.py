@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,8 @@ class Fp8Training:
         """Call upstream's ``setup_model_and_optimizer``; convert and observe a model that trains.
 
         Its attention sees K and V as the rollouts' FP8 cache holds them, once a refit has sent
-        scales (``kv_cache.in_training``).
+        scales (``kv_cache.in_training``). Moonlight is built without a norm that only Megatron-LM
+        0.20 has (:func:`megatron_fp8rl.compat.without_query_norm`).
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
@@ -95,12 +96,16 @@ class Fp8Training:
         recipe = recipe_of(policy)
         if not load_optimizer:
             return setup(policy, megatron, load_optimizer, **options)
+        region: AbstractContextManager[None] = nullcontext()
         if recipe is not None and recipe.training:
             from megatron_fp8rl.bridge import pre_wrap_hook
+            from megatron_fp8rl.compat import without_query_norm
 
             hooks = options.get("additional_pre_wrap_hooks") or ()
             options["additional_pre_wrap_hooks"] = [*hooks, pre_wrap_hook(recipe)]
-        state = setup(policy, megatron, load_optimizer, **options)
+            region = without_query_norm()
+        with region:
+            state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
         if kv_cache_in_training(policy):
