@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -104,6 +105,46 @@ def mtp_transformer_layer(module: Any) -> Any:
     """Return the transformer layer of a MultiTokenPredictionLayer; it was renamed after 0.16."""
     found = getattr(module, "transformer_layer", None)
     return found if found is not None else module.mtp_model_layer
+
+
+@contextmanager
+def without_query_norm() -> Iterator[None]:
+    """A region in which models without ``q_lora_rank`` are built as Hugging Face has them.
+
+    With ``qk_layernorm`` Megatron-LM 0.20 puts a norm in front of ``linear_q_proj`` of such models,
+    Moonlight among them, which no Hugging Face model has (Megatron-Bridge issue 5261). Other
+    versions do not, and nothing is changed for them.
+    """
+    patch = query_norm_patch()
+    if patch is None:
+        yield
+        return
+    owner, name, chosen = patch
+    stock = getattr(owner, name)
+    setattr(owner, name, chosen)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
+def query_norm_patch() -> tuple[Any, str, Any] | None:
+    """Return owner, name and value of what :func:`without_query_norm` changes, if anything."""
+    try:
+        from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+    except ImportError:
+        return None
+    name = "_mla_fused_linear_or_default"
+    stock = getattr(QKNormConfigResolver, name, None)
+    if stock is None:  # mended, or built in another way: a model with the norm is refused
+        return None
+
+    def chosen(self: Any, module_spec: Any, module_name: str) -> Any:
+        if module_name == "linear_q_proj":
+            return module_spec or self.linear_impl
+        return stock(self, module_spec, module_name)
+
+    return QKNormConfigResolver, name, chosen
 
 
 def megatron_lm_save_folder() -> str | None:

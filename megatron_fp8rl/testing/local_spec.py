@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_fp8rl.compat import query_norm_patch
+
 Patch = tuple[Any, str, Any]
 """Owner, attribute, and its value while the patch is in place."""
 
@@ -41,6 +43,9 @@ def local_spec_patches() -> list[Patch]:
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without TransformerEngine the router reads a name that its module never defines.
         patches.append((moe_utils, "te_general_gemm", None))
+    query_norm = query_norm_patch()
+    if query_norm is not None:
+        patches.append(query_norm)
     if not transformer_engine.HAVE_TE:
         # It takes TransformerEngine for installed, and then asks isinstance() of a mock.
         patches.append((multi_latent_attention, "HAVE_TE", False))

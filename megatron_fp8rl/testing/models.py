@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
@@ -140,6 +141,8 @@ def _local_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
         for layer in spec.layer_specs:
             attention = layer.submodules.self_attention.submodules
             attention.core_attention = LatentDotProductAttention
+            if config.q_lora_rank is None:  # 0.16.1 ignores the norm, 0.20 refuses it
+                attention.q_layernorm = IdentityOp
     return gated_delta_net.hybrid_spec(spec, config) if hybrid else spec
 
 

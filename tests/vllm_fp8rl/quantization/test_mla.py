@@ -32,6 +32,7 @@ from vllm_fp8rl.quantization import config as quantization_config
 from vllm_fp8rl.quantization.mla import Fp8RLMLAMethod, check_cpu, check_latent_cache
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit
 from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.refit.sleep import discardable
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_mla_checkpoint
@@ -214,6 +215,20 @@ def test_other_ways_in(case: Case, way: str) -> None:
         refit(case.engine.llm, (b | wire).items(), expect_kv_scales=False)
     assert decoded(case.engine)[0] == whole
     assert same_state(state, case.engine.state())
+
+
+def test_a_refit_after_a_sleep_that_lost_the_weights(case: Case) -> None:
+    case.give("b")
+    whole, _ = decoded(case.engine)
+    guard = state_of(case.engine.model).guard
+    guard.sleep(("weights",), dict(discardable(case.engine.model)))
+    for layer in case.attention:
+        layer.W_UK_T.data.fill_(torch.nan)
+        layer.W_UV.data.fill_(torch.nan)
+    guard.wake(None)
+    case.engine.refuses(RefitError, "discarded")
+    case.give("b")
+    assert decoded(case.engine)[0] == whole
 
 
 def test_the_trainers_codes_and_pins_are_the_rollouts(case: Case) -> None:
