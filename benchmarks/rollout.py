@@ -2,16 +2,20 @@
 
     python benchmarks/rollout.py [--variants fp8rl-kv,stock-kv,bf16] [--repeats 1,3] [--refits 50]
                                  [--loads 64x1024x5000,256x512x1024] [--out FILE.json]
+    python benchmarks/rollout.py --shape benchmarks/shapes/moonlight_16b_a3b.json \
+                                 --variants fp8rl,stock,bf16
 
-The model has the shape of Qwen3-8B and random weights (``load_format="dummy"``), so that nothing is
-downloaded; each variant runs in a process of its own. A load is requests x tokens in x tokens out;
-tokens per second count output tokens of one ``generate`` call, after a shorter one of the same
-shape, and the median of ``--repeats`` calls (a number for each load, the last for the rest) is
-given. With ``--after`` the last load is measured again after the refits. A refit sends every tensor
-of the model, already on the GPU, through ``vllm_fp8rl.refit.refit``; the sender's tensors take the
-size of the BF16 model, for which ``--memory`` must leave room. ``--warmup skip`` leaves out vLLM's
-DeepGEMM warm-up in all variants: kernels are then compiled when first met, here before anything is
-timed.
+The model has the shape of Qwen3-8B or that of ``--shape``, and random weights
+(``load_format="dummy"``), so that nothing is downloaded; each variant runs in a process of its own.
+A load is requests x tokens in x tokens out; tokens per second count output tokens of one
+``generate`` call, after a shorter one of the same shape, and the median of ``--repeats`` calls (a
+number for each load, the last for the rest) is given. With ``--after`` the last load is measured
+again after the refits. A refit sends every tensor of the model, already on the GPU, through
+``vllm_fp8rl.refit.refit``; the sender's tensors take the size of the BF16 model, for which
+``--memory`` must leave room. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in all variants:
+kernels are then compiled when first met, here before anything is timed. ``--ranks 2`` splits the
+model over two GPUs, its experts whole on one of them each; refits, whose sender is this process,
+are then left out.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +112,13 @@ def give_weights(model: Any, codes: bool) -> None:
             parameter.data.fill_(1e-3 / 448)
 
 
+def give_scales(model: Any) -> None:
+    """KV scales that fit the values of these weights."""
+    from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
+
+    set_uncalibrated_kv_scales(model, KV_SCALE)
+
+
 def host_loop() -> float:
     """Milliseconds that a hundred thousand rounds of Python take on this host at the moment."""
     began, total = time.perf_counter(), 0
@@ -179,11 +191,14 @@ def time_probes() -> list[float]:
 def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     """One engine, from start to the last refit."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if options.ranks > 1:  # for a function that is sent to the workers
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     import torch
     from vllm import LLM, SamplingParams
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(QWEN3_8B | options.shape))
+    (folder / "config.json").write_text(json.dumps(options.shape))
     probes = time_probes() if variant.startswith("fp8rl") else []
     began = time.perf_counter()
     llm = LLM(
@@ -194,6 +209,8 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=max(prompts for prompts, _, _ in options.loads),
         gpu_memory_utilization=options.memory,
         enable_prefix_caching=False,
+        tensor_parallel_size=options.ranks,
+        enable_expert_parallel=options.ranks > 1,
         seed=0,
         **engine_arguments(variant),
     )
@@ -201,12 +218,9 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     result["probe_seconds"] = sum(probes)
     result["gpu"] = torch.cuda.get_device_name()
     fp8rl = variant.startswith("fp8rl")
-    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     if variant == "fp8rl-kv":
-        from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
-
-        set_uncalibrated_kv_scales(model, KV_SCALE)
-    give_weights(model, codes=variant.startswith("stock"))
+        llm.apply_model(give_scales)
+    llm.apply_model(partial(give_weights, codes=variant.startswith("stock")))
 
     def generate(load: tuple[int, int, int], tokens: int) -> float:
         prompts, length, _ = load
@@ -232,7 +246,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_second": speeds,
             "median": statistics.median(speeds),
         }
-    if fp8rl and options.refits:
+    if fp8rl and options.refits and options.ranks == 1:
         result |= measure_refits(llm, options.refits, with_scales=variant == "fp8rl-kv")
         if options.after:
             # The load that ran just before: a GPU that has warmed up is slower than a cold one.
@@ -244,6 +258,13 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
 def parse_load(text: str) -> tuple[int, int, int]:
     prompts, length, tokens = (int(part) for part in text.split("x"))
     return prompts, length, tokens
+
+
+def parse_shape(text: str) -> dict[str, Any]:
+    """Changes of Qwen3-8B's config as JSON, or the file of another model's whole config."""
+    if text.lstrip().startswith("{"):
+        return QWEN3_8B | json.loads(text)
+    return json.loads(Path(text).read_text(encoding="utf-8"))
 
 
 def parse() -> argparse.Namespace:
@@ -258,8 +279,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--after", action="store_true", help="measure speed again after refits")
     parser.add_argument("--memory", type=float, default=0.9, help="gpu_memory_utilization")
     parser.add_argument("--warmup", choices=("skip", "relax", "full"), default="skip")
-    parser.add_argument("--shape", type=json.loads, default={}, help="JSON; changes config.json")
+    parser.add_argument(
+        "--shape", type=parse_shape, default="{}", help="changes as JSON, or the file of a config"
+    )
     parser.add_argument("--out", type=Path, default=Path("rollout.json"))
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.repeats = [int(text) for text in options.repeats.split(",")]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -106,6 +107,46 @@ def mtp_transformer_layer(module: Any) -> Any:
     return found if found is not None else module.mtp_model_layer
 
 
+@contextmanager
+def without_query_norm() -> Iterator[None]:
+    """A region in which models without ``q_lora_rank`` are built as Hugging Face has them.
+
+    With ``qk_layernorm`` Megatron-LM 0.20 puts a norm in front of ``linear_q_proj`` of such models,
+    Moonlight among them, which no Hugging Face model has (Megatron-Bridge issue 5261). Other
+    versions do not, and nothing is changed for them.
+    """
+    patch = query_norm_patch()
+    if patch is None:
+        yield
+        return
+    owner, name, chosen = patch
+    stock = getattr(owner, name)
+    setattr(owner, name, chosen)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
+def query_norm_patch() -> tuple[Any, str, Any] | None:
+    """Return owner, name and value of what :func:`without_query_norm` changes, if anything."""
+    try:
+        from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+    except ImportError:
+        return None
+    name = "_mla_fused_linear_or_default"
+    stock = getattr(QKNormConfigResolver, name, None)
+    if stock is None:  # mended, or built in another way: a model with the norm is refused
+        return None
+
+    def chosen(self: Any, module_spec: Any, module_name: str) -> Any:
+        if module_name == "linear_q_proj":
+            return module_spec or self.linear_impl
+        return stock(self, module_spec, module_name)
+
+    return QKNormConfigResolver, name, chosen
+
+
 def megatron_lm_save_folder() -> str | None:
     """Return ``--save`` of a running Megatron-LM, or None outside of one."""
     global_vars = sys.modules.get("megatron.training.global_vars")
@@ -113,12 +154,36 @@ def megatron_lm_save_folder() -> str | None:
     return getattr(args, "save", None)
 
 
+_GATED_DELTA_NETS = ("gated_delta_net", "gdn")  # the second from the commit of NeMo RL on
+
+
+def linear_attention_layers(config: Any) -> list[bool]:
+    """Tell for each decoder layer whether it is a gated delta net, which has no keys and values.
+
+    Args:
+        config: the ``TransformerConfig`` of a GPTModel.
+    """
+    variant = getattr(config, "experimental_attention_variant", None)
+    if variant not in _GATED_DELTA_NETS:
+        return [False] * config.num_layers
+    frequency = config.linear_attention_freq
+    if isinstance(frequency, int):
+        return [(number + 1) % frequency != 0 for number in range(config.num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def unknown_attention(config: Any) -> str | None:
+    """Return the name of an attention variant whose linear layers are not known here."""
+    variant = getattr(config, "experimental_attention_variant", None)
+    return None if variant in _GATED_DELTA_NETS else variant
+
+
 def register_with_bridge(fp8_classes: Iterable[type]) -> None:
     """Register the FP8 classes with Megatron-Bridge, and allow its saved configs to name this
     package.
 
     ``AutoMapping`` (models/conversion/param_mapping.py) knows linear classes by name, as "column"
-    or "row" parallel.
+    or "row" parallel or "replicated".
 
     Raises:
         UnsupportedError: Megatron-Bridge is not installed, or has no such registry.
@@ -131,7 +196,8 @@ def register_with_bridge(fp8_classes: Iterable[type]) -> None:
             "megatron_fp8rl.convert and megatron_fp8rl.export."
         ) from None
     for cls in fp8_classes:
-        kind = "row" if "RowParallel" in cls.__name__ else "column"
+        kinds = {"ColumnParallel": "column", "RowParallel": "row"}
+        kind = next((kinds[part] for part in kinds if part in cls.__name__), "replicated")
         AutoMapping.register_module_type(cls.__name__, kind)
     try:
         from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix

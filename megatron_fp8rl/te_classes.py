@@ -19,6 +19,7 @@ from megatron.core.extensions.transformer_engine import (
     TEColumnParallelGroupedLinear,
     TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
+    TELinear,
     TERowParallelGroupedLinear,
     TERowParallelLinear,
 )
@@ -116,6 +117,12 @@ class Fp8TERowParallelLinear(_Fp8TELinear, TERowParallelLinear):
     upstream_class = TERowParallelLinear
 
 
+class Fp8TELinear(_Fp8TELinear, TELinear):
+    """``TELinear``, whole on each rank as in multi-latent attention; made by ``convert``."""
+
+    upstream_class = TELinear
+
+
 class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallelLinear):
     """``TELayerNormColumnParallelLinear`` over FP8 operands; made by ``convert``."""
 
@@ -171,6 +178,7 @@ TE_CLASSES: dict[type, type[Fp8Linear]] = {
     for cls in (
         Fp8TEColumnParallelLinear,
         Fp8TERowParallelLinear,
+        Fp8TELinear,
         Fp8TELayerNormColumnParallelLinear,
         Fp8TEColumnParallelGroupedLinear,
         Fp8TERowParallelGroupedLinear,

@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from transformers import Qwen3Config
+from transformers import DeepseekV3Config, Qwen3Config
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import Fp8RLError
@@ -37,7 +37,7 @@ from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt
 
 LAYERS, LENGTH = 3, 16
-PINS = {"first": 1, "names": ["model.layers.1.mlp.down_proj"]}
+PINS: dict[str, Any] = {"first": 1, "names": ["model.layers.1.mlp.down_proj"]}
 """The recipe's; a plugin on the path pins ``model.layers.2.self_attn.o_proj`` besides."""
 
 
@@ -51,25 +51,51 @@ class Case:
     kv_heads: int = 2
     wire: str = "bf16"
     """``fp8``: codes and scales travel instead of the weights."""
+    latent: bool = False
+    """Moonlight's attention, without experts; its cache has no scales."""
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        if not self.latent:
+            return PINS
+        # Megatron's local layers split the rows to the latents over ranks, the rollout does not.
+        kinds = ["a_proj"] if self.tp > 1 else []
+        return PINS | {"fp8": ["*.kv_b_proj"], "kinds": kinds}
 
 
-def hf_config(case: Case) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=96,
-        hidden_size=256,
-        intermediate_size=case.width,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        architectures=["Qwen3ForCausalLM"],
-        dtype="float32",
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
+def hf_config(case: Case) -> Qwen3Config | DeepseekV3Config:
+    shape: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 256,
+        "intermediate_size": case.width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": case.kv_heads,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    if not case.latent:
+        head = case.head_dim
+        return Qwen3Config(**shape, head_dim=head, architectures=["Qwen3ForCausalLM"])
+    return DeepseekV3Config(
+        **shape | {"num_key_value_heads": 4, "tie_word_embeddings": False},
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=case.head_dim,
+        qk_rope_head_dim=64,
+        v_head_dim=case.head_dim,
+        first_k_dense_replace=LAYERS,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        num_mtp_layers=0,
+        architectures=["DeepseekV3ForCausalLM"],
     )
 
 
@@ -93,6 +119,7 @@ def vllm_model(
         enforce_eager=True,
         max_model_len=64,
         tensor_parallel_size=case.tp,
+        compilation_config={"custom_ops": ["-rotary_embedding"]} if case.latent else {},
         **engine_args(recipe),
     ).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
@@ -153,12 +180,14 @@ def wrong_products(case: Case, conversion: Conversion, model: torch.nn.Module) -
     return wrong
 
 
-def refit(engine: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> str | None:
+def refit(
+    engine: torch.nn.Module, tensors: dict[str, torch.Tensor], *, scaled: bool = True
+) -> str | None:
     """Send tensors one by one; the error, if there is one."""
     from vllm_fp8rl.refit import RefitSession
 
     try:
-        with RefitSession(engine, expect_kv_scales=True) as session:
+        with RefitSession(engine, expect_kv_scales=scaled) as session:
             for name, tensor in tensors.items():
                 session.load([(name, tensor)])
     except Fp8RLError as raised:
@@ -186,12 +215,13 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
 
     recipe = Recipe.from_dict(
         {
-            "pins": PINS,
+            "pins": case.pins,
+            "kv_cache": {"dtype": "auto" if case.latent else "fp8_e4m3"},
             "weights": {"scale_format": case.weights},
             "activations": {"scale_format": case.activations},
         }
     )
-    folder = out / f"{case.head_dim}-{case.width}-{case.kv_heads}-{rank}"
+    folder = out / f"{case.head_dim}-{case.width}-{case.kv_heads}-{case.latent}-{rank}"
     hf_config(case).save_pretrained(folder)
     shim = CpuShim()
     with shim.active():
@@ -199,7 +229,7 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
         model_parallel_cuda_manual_seed(1)
         trainer = build_gpt(hf_config(case), dtype=torch.float32, seed=3)
         conversion = convert(trainer, recipe)
-        scales = observed(trainer)
+        scales = {} if case.latent else observed(trainer)
     engine, policy = vllm_model(case, recipe, folder, rank)
     with shim.active():
         stream = export_hf(trainer)
@@ -208,9 +238,9 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
         tensors = dict(stream)
         plain = dict(export_hf(trainer))
     tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: name[::-1])}
-    sent = scale_names(LAYERS, ("k", "v"))
+    sent = [] if case.latent else scale_names(LAYERS, ("k", "v"))
     tensors |= {name: scales[name] for name in sent}
-    error = refit(engine, tensors)
+    error = refit(engine, tensors, scaled=bool(sent))
     with shim.active():
         result: dict[str, Any] = {
             "error": error,
@@ -241,7 +271,8 @@ def run(case: Case, out: Path, rank: int) -> dict[str, Any]:
         }
     if case.wire == "fp8":
         naive = naive_wire(plain, conversion.policy, case.weights)
-        result["naive_error"] = refit(engine, naive | {name: scales[name] for name in sent})
+        naive |= {name: scales[name] for name in sent}
+        result["naive_error"] = refit(engine, naive, scaled=bool(sent))
         with shim.active():
             result["naive_differing"] = differing(conversion, engine)
     conversion.close()

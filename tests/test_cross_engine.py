@@ -59,6 +59,21 @@ CASES = {
         **RAGGED,
         "wire": "fp8",
     },
+    "tp1-fp32-latent": {
+        "tp": 1,
+        "weights": "fp32",
+        "activations": "fp32",
+        **ALIGNED,
+        "latent": True,
+    },
+    "tp2-pow2-latent-codes": {
+        "tp": 2,
+        "weights": "pow2",
+        "activations": "pow2",
+        **ALIGNED,
+        "latent": True,
+        "wire": "fp8",
+    },
 }
 PLUGIN = """
     from fp8rl import hookimpl
@@ -76,6 +91,17 @@ FP8_MODULES = [
     "model.layers.2.mlp.gate_up_proj",
     "model.layers.2.self_attn.qkv_proj",
 ]
+LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "q_proj")
+
+
+def fp8_modules(name: str) -> list[str]:
+    """What both engines have in FP8, in one case."""
+    if not CASES[name].get("latent"):
+        return FP8_MODULES
+    leaves = LATENT if CASES[name]["tp"] == 1 else LATENT[1:]
+    found = [m for m in FP8_MODULES if not m.endswith("qkv_proj")]
+    found += [f"model.layers.{layer}.self_attn.{leaf}" for layer in (1, 2) for leaf in leaves]
+    return sorted(found)
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +174,8 @@ def test_codes_travel_where_the_rollout_can_take_them(
 def test_the_same_modules_are_pinned(ranks: list[dict], name: str):
     """By the recipe and by a plugin, on both sides."""
     for rank in ranks:
-        assert rank[name]["trainer"] == FP8_MODULES
-        assert rank[name]["rollout"] == FP8_MODULES
+        assert rank[name]["trainer"] == fp8_modules(name)
+        assert rank[name]["rollout"] == fp8_modules(name)
 
 
 @each_case

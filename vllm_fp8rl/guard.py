@@ -231,6 +231,14 @@ class RefitGuard:
         self._require_loaded()
         self.values.require_finite()
         self._each("require_ready")
+        self.derive()
+
+    def derive(self) -> None:
+        """Make again, in place, what layers keep beside their weights and take from them.
+
+        Every write to a weight closes the model for its time, so that the next step asks for this.
+        """
+        self._each("derive")
 
     def _require_loaded(self) -> None:
         self._discarded = [(name, t) for name, t in self._discarded if _has_nan(t)]
@@ -261,6 +269,7 @@ def guarded(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             super().__init__(spec, layer_names, vllm_config, *rest, **options)
             layers = vllm_config.compilation_config.static_forward_context
             self._guard: RefitGuard = layers[layer_names[0]].quant_method.state.guard
+            self._guard.derive()  # before graphs are captured; a refusal ends the start
 
         def build(self, *args: Any, **kwargs: Any) -> Any:
             self._guard.check()

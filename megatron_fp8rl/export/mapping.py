@@ -3,14 +3,15 @@
 Megatron fuses q, k and v row by row of query groups (``[group0: its queries, k, v; group1: ...]``,
 ``SelfAttention.get_query_key_value_tensors`` in ``megatron/core/transformer/attention.py``), and
 gate and up per tensor-parallel shard (``[gate_shard; up_shard]``,
-``megatron/core/transformer/mlp.py``).
+``megatron/core/transformer/mlp.py``), and so the projections of a gated delta net
+(``[q; k; v; z; b; a]``, ``megatron/core/ssm/gated_delta_net.py``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,13 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from fp8rl.errors import CheckpointError, UnsupportedError
-from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, qkv_layout, shared_expert_name
+from megatron_fp8rl import compat
+from megatron_fp8rl.export.layout import (
+    REPLICATED,
+    RowLayout,
+    qkv_layout,
+    shared_expert_name,
+)
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 """A GPTModel, plain or wrapped, or the list of this rank's virtual-pipeline chunks."""
@@ -30,13 +37,15 @@ class Rule:
     """How Hugging Face tensors make up one Megatron parameter."""
 
     names: tuple[str, ...]
-    packing: Literal["plain", "qkv", "glu"] = "plain"
+    packing: Literal["plain", "qkv", "glu", "in_proj", "conv1d"] = "plain"
     tp_dim: int | None = None
     """Dimension that tensor parallelism cuts; None where every rank holds all of it."""
     width: str = "ffn_hidden_size"
     """Config field with the number of gate's rows, for a glu."""
     expert: bool = False
     """The parameter belongs to an expert, whose number replaces ``{}`` in the names."""
+    centered: bool = False
+    """Megatron's zero-centered norm has the weight less one; HF multiplies by the weight itself."""
 
 
 def _qkv(leaf: str) -> Rule:
@@ -59,6 +68,8 @@ _EXPERTS = _expert_rules("mlp.experts.{}", "moe_ffn_hidden_size", expert=True)
 _SHARED_WIDTH = "moe_shared_expert_intermediate_size"
 
 
+_EXPERT_BIAS = "mlp.router.expert_bias"
+"""A buffer, float32 whatever the model's dtype is."""
 _INPUT_NORM = Rule(("input_layernorm.weight",))
 _MLP_NORM = Rule(("post_attention_layernorm.weight",))
 # In the order of the stream. Transformer Engine fuses a norm into the linear layer behind it.
@@ -78,6 +89,7 @@ _LAYER_RULES: Mapping[str, Rule] = {
     "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), tp_dim=1),
     "mlp.linear_fc2.bias": Rule(("mlp.down_proj.bias",)),
     "mlp.router.weight": Rule(("mlp.gate.weight",)),
+    _EXPERT_BIAS: Rule(("mlp.gate.e_score_correction_bias",)),
     **{f"mlp.experts.{leaf}": rule for leaf, rule in _EXPERTS.items()},
     "mlp.shared_experts.gate_weight": Rule(("mlp.shared_expert_gate.weight",)),
     **{
@@ -85,6 +97,44 @@ _LAYER_RULES: Mapping[str, Rule] = {
         for leaf, rule in _expert_rules("mlp.{}", _SHARED_WIDTH).items()
     },
 }
+_Q_NORM = Rule(("self_attn.q_a_layernorm.weight",))
+_KV_NORM = Rule(("self_attn.kv_a_layernorm.weight",))
+_LATENT_ATTENTION: Mapping[str, Rule] = {  # rows are in HF's order, rotary ones too
+    "self_attention.linear_q_proj.weight": Rule(("self_attn.q_proj.weight",), tp_dim=0),
+    "self_attention.linear_q_down_proj.weight": Rule(("self_attn.q_a_proj.weight",), tp_dim=0),
+    "self_attention.q_layernorm.weight": _Q_NORM,
+    "self_attention.linear_q_up_proj.layer_norm_weight": _Q_NORM,
+    "self_attention.linear_q_up_proj.weight": Rule(("self_attn.q_b_proj.weight",), tp_dim=0),
+    "self_attention.linear_kv_down_proj.weight": Rule(
+        ("self_attn.kv_a_proj_with_mqa.weight",), tp_dim=0
+    ),
+    "self_attention.kv_layernorm.weight": _KV_NORM,
+    "self_attention.linear_kv_up_proj.layer_norm_weight": _KV_NORM,
+    "self_attention.linear_kv_up_proj.weight": Rule(("self_attn.kv_b_proj.weight",), tp_dim=0),
+}
+_LATENT_LAYER_RULES: Mapping[str, Rule] = {
+    "input_layernorm.weight": _INPUT_NORM,
+    **_LATENT_ATTENTION,
+    **{
+        key: rule
+        for key, rule in _LAYER_RULES.items()
+        if key.startswith(("self_attention.linear_proj", "pre_mlp", "mlp."))
+    },
+}
+_GATED_DELTA_NET: Mapping[str, Rule] = {
+    "self_attention.in_proj.layer_norm_weight": _INPUT_NORM,
+    "self_attention.in_proj.weight": Rule(
+        tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        "in_proj",
+        tp_dim=0,
+    ),
+    "self_attention.conv1d.weight": Rule(("linear_attn.conv1d.weight",), "conv1d", tp_dim=0),
+    "self_attention.A_log": Rule(("linear_attn.A_log",), tp_dim=0),
+    "self_attention.dt_bias": Rule(("linear_attn.dt_bias",), tp_dim=0),
+    "self_attention.out_norm.weight": Rule(("linear_attn.norm.weight",), centered=True),
+    "self_attention.out_proj.weight": Rule(("linear_attn.out_proj.weight",), tp_dim=1),
+}
+_HYBRID_LAYER_RULES: Mapping[str, Rule] = {**_LAYER_RULES, **_GATED_DELTA_NET}
 EMBEDDING = Rule(("model.embed_tokens.weight",), tp_dim=0)
 _FINAL_NORM = Rule(("model.norm.weight",))
 HEAD = Rule(("lm_head.weight",), tp_dim=0)
@@ -118,7 +168,8 @@ class MappedParameter:
 
     entry: StreamEntry
     rule: Rule
-    param: torch.nn.Parameter
+    param: Tensor
+    """The parameter, or the bias that a router keeps as a buffer."""
     exported: bool
     """False for the last stage's copy of a tied embedding."""
 
@@ -144,17 +195,52 @@ class ParameterMap:
         self.device = next(p.device for chunk in chunks for p in chunk.parameters())
 
     def rows(self, rule: Rule) -> RowLayout | None:
-        """Return the row order of a packed parameter; None where it is one tensor."""
+        """Return the row order of q, k and v; None for other parameters."""
         config = self.config
-        if rule.packing == "qkv":
-            return qkv_layout(
-                config.num_attention_heads, config.num_query_groups, config.kv_channels
-            )
-        return gate_up_layout(getattr(config, rule.width)) if rule.packing == "glu" else None
+        if rule.packing != "qkv":
+            return None
+        return qkv_layout(
+            config.num_attention_heads,
+            config.num_query_groups,
+            config.kv_channels,
+            gated=bool(getattr(config, "attention_output_gate", False)),
+        )
+
+    def sections(self, rule: Rule) -> list[list[int]]:
+        """Return the rows of each HF tensor of a packed parameter, over all ranks.
+
+        A tensor is made of one or more sections, and each rank has its share of every section, one
+        after the other. Empty for other parameters.
+        """
+        config = self.config
+        if rule.packing == "glu":
+            return [[getattr(config, rule.width)]] * 2
+        if rule.packing not in ("in_proj", "conv1d"):
+            return []
+        heads = config.linear_num_value_heads
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = heads * config.linear_value_head_dim
+        mixed = [keys, keys, values]
+        return [mixed] if rule.packing == "conv1d" else [mixed, [values], [heads], [heads]]
+
+    def _is_centered(self, rule: Rule) -> bool:
+        return rule.centered and self.config.layernorm_zero_centered_gamma
 
     def tp_of(self, rule: Rule) -> Any:
         """Return the process group over which the parameters of a rule are split."""
         return self.expert_tp if rule.expert else self.tp
+
+    def is_whole(self, rule: Rule, param: Tensor) -> bool:
+        """Tell whether this rank holds all rows of a down projection to latents.
+
+        TransformerEngine's has them on every tensor-parallel rank, a local one a part.
+        """
+        leaf = rule.names[0].split(".")[-2]
+        if leaf not in REPLICATED:
+            return False
+        config = self.config
+        latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        return len(param) == (config.q_lora_rank if leaf == "q_a_proj" else latent)
 
     def hf_shapes(self, rule: Rule, param: Tensor, where: str) -> tuple[tuple[int, ...], ...]:
         full = list(param.shape)
@@ -163,14 +249,17 @@ class ParameterMap:
         if rule in (EMBEDDING, HEAD):
             full[0] = self.vocab_size
         rows = self.rows(rule)
-        if rows is None:
+        sizes = [sum(part) for part in self.sections(rule)]
+        if rows is not None:
+            sizes = list(rows.part_rows.values())
+        if not sizes:
             return (tuple(full),)
-        if rows.rows != full[0]:
+        if sum(sizes) != full[0]:
             raise UnsupportedError(
                 f"Parameter '{where}' has {full[0]} rows over all tensor-parallel ranks where the "
-                f"model's config gives {rows.rows}; this layout is not served."
+                f"model's config gives {sum(sizes)}; this layout is not served."
             )
-        return tuple((size, *full[1:]) for size in rows.part_rows.values())
+        return tuple((size, *full[1:]) for size in sizes)
 
     def unpack(self, rule: Rule, param: Tensor) -> list[Tensor]:
         """Gather one parameter over the tensor-parallel group and cut it into its HF tensors."""
@@ -180,23 +269,31 @@ class ParameterMap:
             local = param.detach().contiguous()
             shards = [torch.empty_like(local) for _ in range(group.size())]
             torch.distributed.all_gather(shards, local, group=group)
-        if rule.packing == "glu":
-            halves = [shard.chunk(2) for shard in shards]
-            return [torch.cat([half[i] for half in halves]) for i in range(2)]
+        if sections := self.sections(rule):
+            sizes = [rows // len(shards) for part in sections for rows in part]
+            whole = iter(
+                [torch.cat(s) for s in zip(*(x.split(sizes) for x in shards), strict=True)]
+            )
+            return [torch.cat([next(whole) for _ in part]) for part in sections]
         # torch.cat copies even a single tensor: the stream never shares memory with the model.
         full = torch.cat(shards, rule.tp_dim or 0)
         rows = self.rows(rule)
         if rows is not None:
             return list(rows.to_hf(full).split(list(rows.part_rows.values())))
+        if self._is_centered(rule):
+            full = full + 1
         return [full[: self.vocab_size].clone()] if rule in (EMBEDDING, HEAD) else [full]
 
     def pack(self, rule: Rule, tensors: Sequence[Tensor], rows: int) -> Tensor:
         """Return this rank's shard of the parameter that HF tensors make up."""
         size, rank = self.tp_of(rule).size(), self.tp_of(rule).rank()
-        if rule.packing == "glu":
-            return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+        if sections := self.sections(rule):
+            cut = [t.split(part) for t, part in zip(tensors, sections, strict=True)]
+            return torch.cat([piece.chunk(size)[rank] for pieces in cut for piece in pieces])
         layout = self.rows(rule)
         full = layout.from_hf(torch.cat(list(tensors))) if layout is not None else tensors[0]
+        if self._is_centered(rule):
+            full = full - 1
         if rule in (EMBEDDING, HEAD) and full.shape[0] < rows * size:
             padding = full.new_zeros(rows * size - full.shape[0], *full.shape[1:])
             full = torch.cat([full, padding])
@@ -211,25 +308,41 @@ def read_model(
     Raises:
         UnsupportedError: a module has no Hugging Face counterpart.
     """
+    if in_wrapper(model_chunks):
+        raise UnsupportedError(
+            "This is a multimodal model, whose tower has no Hugging Face names here; export it "
+            "with Megatron-Bridge (megatron_fp8rl.bridge.export_hf_weights)."
+        )
     chunks = unwrap_chunks(model_chunks)
     for chunk in chunks:
         _check_served(chunk.config)
     mapping = ParameterMap(chunks, vocab_size)
     parameters = [
-        _mapped(mapping, chunk, name, param)
-        for chunk in chunks
-        for name, param in chunk.named_parameters()
+        _mapped(mapping, chunk, name, param) for chunk in chunks for name, param in _tensors(chunk)
     ]
     return mapping, parameters
+
+
+def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, and of the buffers the routers' biases."""
+    yield from chunk.named_parameters()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(f".{_EXPERT_BIAS}"):
+            yield name, buffer
 
 
 def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
     """Return the GPTModels inside Float16Module and DistributedDataParallel.
 
+    That of a multimodal model of Megatron-Bridge is its ``language_model``.
+
     Raises:
         UnsupportedError: a chunk is another kind of model, or there is none.
     """
-    chunks = unwrap_model(as_list(model_chunks))
+    chunks = [
+        chunk.language_model if _wraps(chunk) else chunk
+        for chunk in unwrap_model(as_list(model_chunks))
+    ]
     if not chunks:
         raise UnsupportedError("The list of model chunks is empty; give this rank's GPTModels.")
     for chunk in chunks:
@@ -240,44 +353,59 @@ def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
     return chunks
 
 
+def in_wrapper(model_chunks: ModelChunks) -> bool:
+    """Tell whether the GPTModels are the language model of a multimodal model."""
+    return any(_wraps(chunk) for chunk in unwrap_model(as_list(model_chunks)))
+
+
+def _wraps(chunk: Any) -> bool:
+    return not isinstance(chunk, GPTModel) and isinstance(
+        getattr(chunk, "language_model", None), GPTModel
+    )
+
+
 def as_list(model_chunks: ModelChunks) -> list[torch.nn.Module]:
     """Return the chunks as they were given, still wrapped."""
     return [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
 
 
 def _check_served(config: Any) -> None:
+    hybrid = any(compat.linear_attention_layers(config))
+    centered = bool(config.layernorm_zero_centered_gamma)
     for module, unsupported, what in (
-        ("self_attention", config.multi_latent_attention, "multi-latent attention"),
-        ("self_attention", getattr(config, "attention_output_gate", False), "an output gate"),
+        ("self_attention", compat.unknown_attention(config), compat.unknown_attention(config)),
         ("self_attention", config.rotary_interleaved, "interleaved rotary embeddings"),
         ("mlp.experts", config.moe_latent_size, "latent projections"),
-        ("mlp.router", bool(config.moe_router_enable_expert_bias), "a bias for each expert"),
         ("mlp.linear_fc1", not config.gated_linear_unit, "no gate (gated_linear_unit=False)"),
         ("input_layernorm", config.normalization != "RMSNorm", f"{config.normalization}"),
-        ("input_layernorm", config.layernorm_zero_centered_gamma, "zero-centered weights"),
+        ("input_layernorm", centered and not hybrid, "zero-centered weights"),
+        ("input_layernorm", hybrid and not centered, "weights that are not zero-centered"),
     ):
         if unsupported:
             raise UnsupportedError(
-                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; only "
-                "Llama/Qwen-style models are."
+                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; let "
+                "Megatron-Bridge export this model, or add what is missing (docs/extending.md)."
             )
 
 
-def _mapped(
-    mapping: ParameterMap, chunk: GPTModel, name: str, param: torch.nn.Parameter
-) -> MappedParameter:
+def _mapped(mapping: ParameterMap, chunk: GPTModel, name: str, param: Tensor) -> MappedParameter:
     match = _IN_LAYER.match(name)
-    rules = _LAYER_RULES if match else _OUTER_RULES
+    in_layer = _HYBRID_LAYER_RULES
+    if mapping.config.multi_latent_attention:
+        in_layer = _LATENT_LAYER_RULES
+    rules = in_layer if match else _OUTER_RULES
     key = match.group(2) if match else name
     local, key = _expert_of(key)
     if key not in rules:
         raise UnsupportedError(
             f"Module '{name.rpartition('.')[0]}' (parameter '{name}') has no Hugging Face "
-            "counterpart here; only Llama/Qwen-style models are served, without "
-            "multi-token-prediction layers (Megatron-Bridge exports those)."
+            "counterpart here; let Megatron-Bridge export this model (it also exports "
+            "multi-token-prediction layers), or add a rule (docs/extending.md)."
         )
     rule, position = rules[key], list(rules).index(key)
     exported, expert, block = True, None, position
+    if mapping.is_whole(rule, param):
+        rule = replace(rule, tp_dim=None)
     if rule is HEAD and mapping.tied:
         rule, exported = EMBEDDING, False
     if match:
@@ -295,9 +423,8 @@ def _mapped(
         names = rule.names
     shapes = mapping.hf_shapes(rule, param, name)
     order = (layer, block, expert or 0, position)
-    return MappedParameter(
-        StreamEntry(order, names, shapes, param.dtype, expert), rule, param, exported
-    )
+    dtype = torch.float32 if key == _EXPERT_BIAS else param.dtype
+    return MappedParameter(StreamEntry(order, names, shapes, dtype, expert), rule, param, exported)
 
 
 def _expert_of(key: str) -> tuple[int, str]:

@@ -52,7 +52,7 @@ def export_hf(
         tensors are copies. ``lm_head.weight`` is left out where embeddings are tied.
 
     Raises:
-        UnsupportedError: at the call, for a model that is not a Llama/Qwen-style GPT.
+        UnsupportedError: at the call, for a model with a parameter without a rule.
         CheckpointError: at the call, for a bad ``vocab_size`` or missing chunks.
     """
     mapping, parameters = read_model(model_chunks, vocab_size)
@@ -78,7 +78,9 @@ def _stream(
 ) -> Iterator[tuple[str, Tensor]]:
     for owner, entry in entries:
         own = mine.get(entry.order)
-        tensors = mapping.unpack(own.rule, own.param) if own is not None else None
+        tensors = None
+        if own is not None:  # a router's bias is float32, also where a wrapper has cast it
+            tensors = [t.to(entry.dtype) for t in mapping.unpack(own.rule, own.param)]
         for index, name in enumerate(entry.names):
             if tensors is not None:
                 tensor = tensors[index]

@@ -9,6 +9,7 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
 from fp8rl.families import family_of, module_names, unsupported_reason
 from nemo_rl_ext.config.drivers import MEGATRON
+from nemo_rl_ext.config.keys import has_fp8_kv
 
 
 def check_pins(
@@ -31,15 +32,23 @@ def check_pins(
     Raises:
         RecipeError: with the path of the pin.
         ModelError: the config has numbers that no model can have.
-        UnsupportedError: the model cannot run in FP8.
+        UnsupportedError: the model cannot run in FP8, or not with an FP8 KV cache.
     """
     reason = unsupported_reason(model, rollout=recipe.rollout, training=recipe.training)
     if reason is not None:
         raise UnsupportedError(
             f"'{where}' does not serve '{policy.get('model_name')}', {reason}; remove the block."
         )
+    family = family_of(model)
+    if has_fp8_kv(recipe) and family is not None and family.attention.kv == "latent":
+        raise UnsupportedError(
+            f"'{where}.kv_cache.dtype' is {recipe.kv_cache.dtype}, but the cache of "
+            f"'{policy.get('model_name')}', which has multi-latent attention, is served in BF16 "
+            "alone: over an FP8 cache of latents vLLM also quantizes the absorbed query, with a "
+            "scale that no trainer observes; set it to auto."
+        )
     try:
-        names = module_names(model) if family_of(model) else None
+        names = module_names(model) if family else None
     except KeyError:
         names = None
     except ModelError as error:

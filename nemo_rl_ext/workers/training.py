@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl import Recipe
-from fp8rl.kv_scales import next_scales, power_of_two_scales, scale_name
+from fp8rl.kv_scales import next_scales, power_of_two_scales
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.refit import NOT_SENT
@@ -87,7 +87,8 @@ class Fp8Training:
         """Call upstream's ``setup_model_and_optimizer``; convert and observe a model that trains.
 
         Its attention sees K and V as the rollouts' FP8 cache holds them, once a refit has sent
-        scales (``kv_cache.in_training``).
+        scales (``kv_cache.in_training``). Moonlight is built without a norm that only Megatron-LM
+        0.20 has (:func:`megatron_fp8rl.compat.without_query_norm`).
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
@@ -95,12 +96,16 @@ class Fp8Training:
         recipe = recipe_of(policy)
         if not load_optimizer:
             return setup(policy, megatron, load_optimizer, **options)
+        region: AbstractContextManager[None] = nullcontext()
         if recipe is not None and recipe.training:
             from megatron_fp8rl.bridge import pre_wrap_hook
+            from megatron_fp8rl.compat import without_query_norm
 
             hooks = options.get("additional_pre_wrap_hooks") or ()
             options["additional_pre_wrap_hooks"] = [*hooks, pre_wrap_hook(recipe)]
-        state = setup(policy, megatron, load_optimizer, **options)
+            region = without_query_norm()
+        with region:
+            state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
         if kv_cache_in_training(policy):
@@ -156,7 +161,8 @@ class Fp8Training:
         if observer is None:
             observer = self._qkv_observer = _observe(self.model)
         amax = observer.amax()
-        forward = not bool((amax > 0).all())  # the same on every rank: a maximum over the world
+        # The same on every rank: a maximum over the world.
+        forward = not bool((amax[observer.layers] > 0).all())
         if forward:
             self.model.eval()
             with torch.no_grad():
@@ -165,7 +171,7 @@ class Fp8Training:
                 )
             amax = observer.amax()
         observer.reset()
-        scales, outgrown = next_scales(self._kv_scales, amax, recipe.kv_cache)
+        scales, outgrown = next_scales(self._kv_scales, amax, recipe.kv_cache, observer.layers)
         layers = unlike_placeholders({name: float(scale) for name, scale in scales.items()})
         self._kv_scales = layers
         ordered = sorted(layers.items(), key=lambda item: item[1])
@@ -309,7 +315,8 @@ def unlike_placeholders(scales: Scales) -> dict[str, float]:
     """
     cached = {scale for name, scale in scales.items() if not name.endswith("q_scale")}
     if cached == {NOT_SENT}:
-        return {**scales, scale_name(0, "k"): 2 * NOT_SENT}
+        first = next(name for name in scales if name.endswith("k_scale"))
+        return {**scales, first: 2 * NOT_SENT}
     return dict(scales)
 
 

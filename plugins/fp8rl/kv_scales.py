@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -46,7 +46,9 @@ def scale_names(num_layers: int, roles: Iterable[Role] = ROLES) -> list[str]:
     return [scale_name(layer, role) for layer in range(num_layers) for role in roles]
 
 
-def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tensor]:
+def scales_from_amax(
+    amax: torch.Tensor, margin: float, layers: Sequence[int] | None = None
+) -> dict[str, torch.Tensor]:
     """Scales of every layer: the smallest powers of two at or above ``amax * margin / 448``.
 
     With a power of two every dequantized value is exact in BF16, so that a trainer can attend over
@@ -56,6 +58,7 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
         amax: ``[num_layers, 3]``, the observers' amax of q, k and v for each global layer; a
             percentile may stand in for the amax.
         margin: headroom factor, at least 1.
+        layers: global numbers of the layers with keys and values; None: all of them.
 
     Returns:
         name -> float32 ``[1]`` on the CPU.
@@ -70,7 +73,7 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     table = _power_of_two_above(least).float()
     scales = {
         scale_name(layer, role): table[layer, column].reshape(1)
-        for layer in range(table.shape[0])
+        for layer in (range(table.shape[0]) if layers is None else layers)
         for column, role in enumerate(ROLES)
     }
     for name, scale in scales.items():
@@ -110,7 +113,10 @@ class NextScales(NamedTuple):
 
 
 def next_scales(
-    current: Mapping[str, torch.Tensor | float], amax: torch.Tensor, kv_cache: KVCache
+    current: Mapping[str, torch.Tensor | float],
+    amax: torch.Tensor,
+    kv_cache: KVCache,
+    layers: Sequence[int] | None = None,
 ) -> NextScales:
     """Compute the scales for the next refit by the recipe's ``kv_cache.recalibrate``.
 
@@ -123,12 +129,14 @@ def next_scales(
         current: scales in service, by name; empty before the first calibration.
         amax: see :func:`scales_from_amax`.
         kv_cache: section of the recipe.
+        layers: see :func:`scales_from_amax`.
 
     Raises:
         ScaleError: see :func:`scales_from_amax`; or a bad scale in service.
     """
-    fresh = scales_from_amax(amax, kv_cache.margin)
-    seen = dict(zip(fresh, amax.detach().double().flatten().tolist(), strict=True))
+    fresh = scales_from_amax(amax, kv_cache.margin, layers)
+    rows = amax if layers is None else amax[list(layers)]
+    seen = dict(zip(fresh, rows.detach().double().flatten().tolist(), strict=True))
     held = {name: check_scale(name, current[name]) for name in fresh if name in current}
     outgrown = tuple(name for name in held if seen[name] > E4M3_MAX * held[name])
     if kv_cache.recalibrate == "refit":

@@ -23,7 +23,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
@@ -37,6 +40,7 @@ from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.router_replay import ReplayedRoutes
+from megatron_fp8rl.sites import module_names
 from megatron_fp8rl.specs import layer_spec
 from megatron_fp8rl.testing.launch import launch
 from support.attention import causal_attention, fake_quantized
@@ -45,6 +49,18 @@ from support.processes import environment
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
 VOCAB, LENGTH, BATCH = 256, 128, 2
+LATENT: dict[str, Any] = {
+    "num_query_groups": 4,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": "rope",
+    "rotary_scaling_factor": 1.0,
+    "mscale_all_dim": 0.0,
+}
+"""DeepSeek-V3's attention; the down projections to latents are whole on each rank."""
 
 
 def _config(experts: int | None = None, **more: Any) -> TransformerConfig:
@@ -76,7 +92,8 @@ def _config(experts: int | None = None, **more: Any) -> TransformerConfig:
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
         }
-    return TransformerConfig(**{**fields, **more})
+    kind = MLATransformerConfig if "kv_lora_rank" in more else TransformerConfig
+    return kind(**{**fields, **more})
 
 
 def _gpt(experts: int | None = None, spec: Any = None, **more: Any) -> GPTModel:
@@ -86,7 +103,10 @@ def _gpt(experts: int | None = None, spec: Any = None, **more: Any) -> GPTModel:
         config=config,
         transformer_layer_spec=spec
         or get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=True
+            num_experts=experts,
+            moe_grouped_gemm=experts is not None,
+            qk_layernorm=True,
+            multi_latent_attention=config.multi_latent_attention,
         ),
         vocab_size=VOCAB,
         max_sequence_length=LENGTH,
@@ -240,6 +260,31 @@ def test_codes_are_those_of_the_exported_weights():
             expected = quantize_block(exported[f"{name}.weight"])
             assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
             assert torch.equal(codes.scale_inv, expected.scale_inv)
+
+
+def test_multi_latent_attention():
+    """Classes, gradients, HF names and codes; norms of latents are inside the up projections."""
+    gpt = _gpt(**LATENT)
+    classes, bf16 = {n: type(m) for n, m in gpt.named_modules()}, _gradients(gpt)
+    conversion = _convert(gpt, fp8=("*.kv_b_proj",))
+    changed = {n: type(m) for n, m in gpt.named_modules() if type(m) is not classes[n]}
+    assert len(changed) == 2 * 7
+    down = gpt.decoder.layers[0].self_attention.linear_kv_down_proj
+    assert type(down) is te_classes.Fp8TELinear and len(down.weight) == 576
+    fp8 = _gradients(gpt)
+    assert set(fp8) == set(bf16)
+    for name, grad in fp8.items():
+        assert grad.isfinite().all(), name
+        assert relative_error(grad.float(), bf16[name].float()) < 0.4, name
+    exported = dict(export_hf(gpt))
+    assert set(exported) == {f"{name}.weight" for name in module_names(gpt.config)}
+    for module in conversion.modules.values():
+        for name, codes in weight_codes_hf(module).items():
+            expected = quantize_block(exported[f"{name}.weight"])
+            assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(codes.scale_inv, expected.scale_inv)
+    with pytest.raises(UnsupportedError, match="cache holds latents"):
+        QKVObserver(gpt)
 
 
 def test_a_spec_builds_transformer_engines_layers(monkeypatch):

@@ -142,7 +142,7 @@ def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
 
     conversion.save_table(tmp_path)
     in_bf16 = {name for name in checked if rows[name] == "bf16"}
-    naive = PinPolicy.for_dense_model(Pins(), 4)
+    naive = PinPolicy(Pins(), [row.name for row in conversion.policy.report()])
     assert set(table.differences(tmp_path, naive)) == in_bf16 and len(in_bf16) == 2 * 7 + 1
     naive = PinPolicy.for_dense_model(Pins(first=1, last=1), 2)  # two stages of two layers: all
     assert all(row.precision == "bf16" for row in naive.report())
@@ -277,8 +277,9 @@ def _adapted(gpt: Any) -> None:
         (_break(external_cuda_graph=True), "external_cuda_graph=True: a replayed graph"),
         (_break(delay_wgrad_compute=True), "delay_wgrad_compute=True: FP8 linears compute"),
         (_break(fp4="e2m1"), r"config\.fp4='e2m1': megatron's own FP4"),
-        (_break(attention_output_gate=True), "attention_output_gate=True: the HF layout"),
-        (_break(multi_latent_attention=True), "multi_latent_attention=True: multi-latent"),
+        (_break(experimental_attention_variant="dsa"), "variant='dsa': its linear layers are"),
+        (_break(cache_mla_latents=True), "cache_mla_latents=True: absorption"),
+        (_break(mla_down_proj_fusion=True), "mla_down_proj_fusion=True: two HF matrices"),
         (_break(heterogeneous_block_specs=True), "heterogeneous_block_specs=True: its layers"),
         (_break(moe_latent_size=64), "moe_latent_size=64: latent projections"),
         (_fsdp, r"linear_fc2' is sharded by Megatron-FSDP"),

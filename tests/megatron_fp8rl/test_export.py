@@ -239,7 +239,6 @@ def test_accepted_variants(mcore):
 
 UNSUPPORTED = {
     "latent": ({"moe_latent_size": 8}, r"mlp\.experts' has latent projections"),
-    "expert bias": ({"moe_router_enable_expert_bias": True}, "a bias for each expert"),
     "layernorm": ({"normalization": "LayerNorm"}, "input_layernorm' has LayerNorm"),
     "no gate": ({"gated_linear_unit": False}, "linear_fc1' has no gate"),
     "interleaved": ({"rotary_interleaved": True}, "interleaved rotary"),

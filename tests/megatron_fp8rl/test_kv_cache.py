@@ -229,7 +229,7 @@ def test_what_cannot_be_quantized_is_refused(model):
     cache.set(scales_of(model))
     with pytest.raises(UnsupportedError, match="called with 1 positional arguments"):
         model.decoder.layers[0].self_attention.core_attention(torch.ones(1), key=None)
-    model.config.multi_latent_attention = True  # 0.16.1 cannot build MLA without TE
+    model.config.multi_latent_attention = True
     with pytest.raises(UnsupportedError, match="multi-latent attention"):
         KVCacheInTraining(model)
 

@@ -186,7 +186,7 @@ def test_state_survives_a_checkpoint(model):
 
 
 def test_multi_latent_attention_is_refused(model):
-    model.config.multi_latent_attention = True  # 0.16.1 cannot build MLA without TE
+    model.config.multi_latent_attention = True
     with pytest.raises(UnsupportedError, match="multi-latent attention"):
         QKVObserver(model)
 

@@ -72,6 +72,21 @@ def other_engine(engine: Engine) -> Callable[..., Engine]:
     return start
 
 
+@pytest.fixture(scope="module")
+def moe_engine(other_engine: Callable[..., Engine]) -> Iterator[Callable[..., Engine]]:
+    """``other_engine`` for an MoE model.
+
+    vLLM makes the group of expert-parallel ranks with the first engine of a process, and only for
+    an MoE model, which the session's is not. One rank is a group of one in every sense.
+    """
+    from vllm.distributed import parallel_state
+
+    before = parallel_state._EP
+    parallel_state._EP = parallel_state.get_tp_group()
+    yield other_engine
+    parallel_state._EP = before
+
+
 @pytest.fixture(scope="session")
 def a(checkpoints: dict[str, Path]) -> dict[str, torch.Tensor]:
     """Tensors of the checkpoint that the session's engine serves."""

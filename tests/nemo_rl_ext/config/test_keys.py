@@ -472,8 +472,8 @@ def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "refused_by"),
     [
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, ("rollout", "training")),
-        ({"model_type": "mixtral", "num_local_experts": 8}, ("rollout",)),
+        ({"model_type": "deepseek_v32", "kv_lora_rank": 512}, ("rollout", "training")),
+        ({"model_type": "new", "num_local_experts": 8}, ("rollout",)),
     ],
 )
 def test_a_model_that_workers_would_refuse_is_refused_before_ray(
@@ -488,6 +488,23 @@ def test_a_model_that_workers_would_refuse_is_refused_before_ray(
                 prepare(run, GRPO, lambda key: None)
         else:
             prepare(run, GRPO, lambda key: None)
+
+
+def test_an_fp8_cache_of_latents_is_refused_before_ray(tmp_path: Path) -> None:
+    shape = {"kv_lora_rank": 512, "n_routed_experts": 8, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | shape))
+
+    def ready(kv_cache: str, **block: Any) -> None:
+        block |= {"kv_cache": {"dtype": kv_cache}}
+        prepare(MasterConfig(**config(block, model_name=str(tmp_path))), GRPO, lambda key: None)
+
+    message = r"vllm_cfg\.fp8rl\.kv_cache\.dtype' is fp8_e4m3, but .* set it to auto"
+    with pytest.raises(UnsupportedError, match=message):
+        ready("fp8_e4m3")
+    ready("auto")
+    ready("auto", pins={"kinds": ["a_proj", "b_proj"]})
+    ready("auto", pins={"fp8": ["*.kv_b_proj"]})
+    ready("fp8_e4m3", rollout=False)
 
 
 def test_pins_of_a_model_that_is_not_here_are_left_to_the_workers(

@@ -1,0 +1,199 @@
+"""Multi-latent attention and DeepSeek's experts in Megatron-Core, against transformers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.module import Float16Module
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import quantize_block
+from megatron_fp8rl import convert, weight_codes_hf
+from megatron_fp8rl.compat import without_query_norm
+from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
+from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.testing.models import build_gpt
+from support.megatron import convert_alone
+from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
+from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
+from vllm_fp8rl.testing.tiny import make_mla_checkpoint
+
+UNQUANTIZED = Recipe(rollout=False, training=False, kv_cache=RECIPE.kv_cache)
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+FACTOR = 4.0
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mla")
+    return {name: make_mla_checkpoint(root / name, 3, **shape) for name, shape in SHAPES.items()}
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def gpt(path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    model = build_gpt(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
+    load_hf(model, tensors_of(path))
+    return model
+
+
+def prompts() -> list[list[int]]:
+    return torch.randint(2, 512, (24, 16), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def logprobs(model: torch.nn.Module, ids: list[list[int]]) -> torch.Tensor:
+    tokens = torch.tensor(ids)
+    positions = torch.arange(tokens.shape[1]).expand(len(ids), -1)
+    with torch.no_grad():
+        found = torch.log_softmax(model(tokens, positions, None)[:, :-1].float(), dim=-1)
+    return found.gather(2, tokens[:, 1:, None]).flatten()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logprobs_equal_transformers(mcore, paths, name):
+    expected = load_reference(paths[name], UNQUANTIZED).many(prompts())
+    assert gap(logprobs(gpt(paths[name]), prompts()), expected).max < 2e-5
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, PUBLISHED, ALL], ids=["default", "published", "all"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_fp8_logprobs_equal_transformers_with_the_same_fake_quantization(
+    mcore, paths, name, recipe
+):
+    model = gpt(paths[name])
+    convert_alone(model, recipe)
+    found = gap(logprobs(model, prompts()), load_reference(paths[name], recipe).many(prompts()))
+    floor = noise_floor(paths[name], recipe, prompts())
+    assert found.within(floor, FACTOR), (found, floor)
+    other = load_reference(paths[name], UNQUANTIZED).many(prompts())
+    assert not gap(logprobs(model, prompts()), other).within(floor, FACTOR)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_export_returns_what_was_loaded(mcore, paths, name):
+    """Under a wrapper that casts the router's bias to BF16 too: Megatron keeps it in float32."""
+    expected = tensors_of(paths[name])
+    model = gpt(paths[name], torch.bfloat16)
+    for chunk in (model, Float16Module(model.config, model)):
+        load_hf(chunk, expected)
+        found = dict(export_hf(chunk))
+        assert sorted(found) == sorted(expected)
+        for tensor_name, tensor in found.items():
+            assert torch.equal(tensor, expected[tensor_name]), tensor_name
+            is_bias = tensor_name.endswith("e_score_correction_bias")
+            assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16), tensor_name
+
+
+def test_a_bias_that_training_has_moved_is_exported(mcore, paths):
+    model = gpt(paths["moonlight"], torch.bfloat16)
+    model.decoder.layers[1].mlp.router.expert_bias += 0.25
+    moved = dict(export_hf(model))[BIAS] - tensors_of(paths["moonlight"])[BIAS]
+    assert torch.allclose(moved, torch.full_like(moved, 0.25), atol=1e-6)
+
+
+def test_norms_of_latents_inside_linear_layers(mcore, paths):
+    """TransformerEngine's spec keeps them in the projections up from the latents."""
+    expected = tensors_of(paths["v3"])
+    model = gpt(paths["v3"], torch.bfloat16)
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        for norm, linear in (
+            ("q_layernorm", "linear_q_up_proj"),
+            ("kv_layernorm", "linear_kv_up_proj"),
+        ):
+            getattr(attention, linear).layer_norm_weight = getattr(attention, norm).weight
+            setattr(attention, norm, torch.nn.Identity())
+    found = dict(export_hf(model))
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_codes_are_those_of_the_exported_tensors(mcore, paths, name):
+    model = gpt(paths[name], torch.bfloat16)
+    conversion = convert_alone(model, ALL)
+    leaves = {module.rpartition(".")[2] for module in conversion.modules}
+    down = {"q_a_proj", "q_b_proj"} if name == "v3" else {"q_proj"}
+    mlp = {"gate_up_proj", "down_proj"}
+    assert leaves == {*down, *mlp, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    exported = dict(export_hf(model))
+    for module in conversion.modules.values():
+        for part, codes in weight_codes_hf(module).items():
+            whole = quantize_block(exported[f"{part}.weight"])
+            assert torch.equal(codes.codes.view(torch.uint8), whole.codes.view(torch.uint8)), part
+            assert torch.equal(codes.scale_inv, whole.scale_inv), part
+
+
+def test_every_gradient_is_there(mcore, paths):
+    model = gpt(paths["v3"])
+    convert_alone(model, ALL)
+    tokens = torch.tensor(prompts()[:2])
+    positions = torch.arange(tokens.shape[1]).expand(2, -1)
+    model(tokens, positions, None, labels=tokens).mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.any() or ".local_experts." in name, name
+
+
+def test_only_vectors_and_the_ragged_latents_travel_without_codes(mcore, paths, caplog):
+    model = gpt(paths["moonlight"], torch.bfloat16)
+    policy = convert_alone(model, RECIPE).policy
+    wire = dict(fp8_wire(export_hf(model), policy))
+    plain = {n for n, t in wire.items() if t.ndim == 2 and t.dtype == torch.bfloat16}
+    kept = {f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(3)}
+    kept |= {f"model.layers.{i}.mlp.gate.weight" for i in (1, 2)}
+    kept |= {f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(3)}
+    assert plain == kept | {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_a_region_without_the_norm_of_queries(monkeypatch):
+    """Megatron-LM 0.20 makes it; elsewhere nothing is changed."""
+
+    class Resolver:
+        linear_impl = "linear"
+
+        def _mla_fused_linear_or_default(self, module_spec, module_name):
+            return f"norm and {module_name}"
+
+    module = ModuleType("megatron.core.transformer.mla_qk_norm_config")
+    module.QKNormConfigResolver = Resolver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def made() -> list[str]:
+        choose = Resolver()._mla_fused_linear_or_default
+        return [choose(None, "linear_q_proj"), choose(None, "linear_kv_up_proj")]
+
+    before = made()
+    with without_query_norm():
+        assert made() == ["linear", before[1]]
+    assert made() == before
+    del Resolver._mla_fused_linear_or_default
+    with without_query_norm():
+        assert not hasattr(Resolver, "_mla_fused_linear_or_default")
+    monkeypatch.setitem(sys.modules, module.__name__, None)
+    with without_query_norm():
+        pass
+
+
+def test_what_is_refused(mcore, paths):
+    model = gpt(paths["moonlight"])
+    with pytest.raises(UnsupportedError, match="cache holds latents and not k and v"):
+        QKVObserver(model)
+    query = model.decoder.layers[1].self_attention.linear_q_proj
+    query.layer_norm_weight = torch.nn.Parameter(torch.ones(256))
+    with pytest.raises(UnsupportedError, match=r"1.self_attention.linear_q_proj' begins with a no"):
+        convert(model, RECIPE)
+    del query.layer_norm_weight
+    model.config.cache_mla_latents = True
+    with pytest.raises(UnsupportedError, match=r"cache_mla_latents=True: absorption"):
+        convert(model, RECIPE)

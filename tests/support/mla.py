@@ -1,0 +1,23 @@
+"""Shapes of tiny models with multi-latent attention, for both engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8rl import Recipe
+from fp8rl.recipe import KVCache, Pins
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "moonlight": {},
+    # Megatron scores a group by its best topk // group_topk experts, transformers by its best two.
+    "v3": {"q_lora_rank": 256, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    "v2": {"model_type": "deepseek_v2"},
+}
+"""Changes of ``make_mla_checkpoint``: Moonlight has no q_lora_rank, DeepSeek-V3 has groups of
+experts, DeepSeek-V2 a softmax router without a bias."""
+AUTO = KVCache(dtype="auto")
+RECIPE = Recipe(kv_cache=AUTO)
+"""kv_b_proj is in BF16 by default."""
+PUBLISHED = Recipe(kv_cache=AUTO, pins=Pins(kinds=("a_proj", "b_proj")))
+"""NVIDIA's recipe of Moonlight keeps these in BF16."""
+ALL = Recipe(kv_cache=AUTO, pins=Pins(fp8=("*.kv_b_proj",)))

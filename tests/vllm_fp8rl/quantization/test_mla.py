@@ -1,0 +1,400 @@
+"""Multi-latent attention and DeepSeek's experts in live CPU engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import MLAAttention, mla_attention
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+
+from fp8rl import Recipe
+from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.numerics import dequantize_block, quantize_block
+from fp8rl.recipe import KVCache
+from support.engine import Engine, in_fp8, load_tensors, register_model, same_state
+from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
+from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
+from vllm_fp8rl import engine_args
+from vllm_fp8rl.quantization import config as quantization_config
+from vllm_fp8rl.quantization.mla import Fp8RLMLAMethod, check_cpu, check_latent_cache
+from vllm_fp8rl.refit import RefitSession, drop_requests, refit
+from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.refit.sleep import discardable
+from vllm_fp8rl.state import state_of
+from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
+from vllm_fp8rl.testing.tiny import make_mla_checkpoint
+
+NATIVE_ROPE = {"custom_ops": ["-rotary_embedding"]}
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+CASES = {"moonlight": RECIPE, "v3": ALL, "v2": PUBLISHED}
+"""The recipe of the engine of each shape."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    engine: Engine
+    paths: dict[str, Path]
+
+    def give(self, name: str) -> None:
+        refit(self.engine.llm, self.tensors(name).items(), expect_kv_scales=False)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        return load_tensors(self.paths[name])
+
+    @property
+    def attention(self) -> list[Any]:
+        return [m for m in self.engine.model.modules() if isinstance(m, MLAAttention)]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(
+    request: pytest.FixtureRequest,
+    moe_engine: Callable[..., Engine],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Case:
+    root = tmp_path_factory.mktemp(request.param)
+    shape = SHAPES[request.param]
+    paths = {
+        name: make_mla_checkpoint(root / name, seed, **shape) for seed, name in enumerate("ab")
+    }
+    recipe = CASES[request.param]
+    engine = moe_engine(paths["a"], recipe, compilation_config=NATIVE_ROPE)
+    return Case(request.param, engine, paths)
+
+
+def decoded(engine: Engine) -> tuple[list[list[int]], torch.Tensor]:
+    """Prompts with eight tokens that the engine added, and its logprobs of these."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, detokenize=False
+    )
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False
+    )
+    chosen = [output.outputs[0] for output in outputs]
+    logprobs = [
+        each.logprobs[i][token].logprob for each in chosen for i, token in enumerate(each.token_ids)
+    ]
+    whole = [prompt + list(each.token_ids) for prompt, each in zip(PROMPTS, chosen, strict=True)]
+    return whole, torch.tensor(logprobs)
+
+
+def last(logprobs: torch.Tensor) -> torch.Tensor:
+    """Those of the eight tokens at the end of each prompt."""
+    return logprobs.view(len(PROMPTS), -1)[:, -8:].flatten()
+
+
+def test_equals_transformers_before_and_after_a_refit(case: Case) -> None:
+    """Prefill and decode, which multiplies with two parts of kv_b_proj instead of the whole."""
+    engine, recipe = case.engine, case.engine.recipe
+    before, said = engine.pointers(), []
+    for name in ("a", "b", "a"):
+        case.give(name)
+        path = case.paths[name]
+        reference = load_reference(path, recipe)
+        floor = noise_floor(path, recipe, PROMPTS)
+        found = gap(vllm_logprobs(engine), reference.many(PROMPTS))
+        assert found.within(floor, FACTOR), (name, found, floor)
+        whole, logprobs = decoded(engine)
+        said.append(whole)
+        found = gap(logprobs, last(reference.many(whole)))
+        if recipe is ALL:  # decode does not quantize what it multiplies with kv_b_proj
+            assert found.mean < 0.3, (name, found)
+        else:
+            assert found.within(floor, FACTOR), (name, found, floor)
+    assert said[0] == said[2] != said[1]
+    assert engine.pointers() == before
+
+
+def test_parts_of_kv_b_proj_follow_a_refit_in_place(case: Case) -> None:
+    parts = [part for layer in case.attention for part in (layer.W_UK_T, layer.W_UV)]
+    before = [part.data_ptr() for part in parts]
+    case.give("b")
+    case.engine.greedy([[5, 6, 7]], 1)
+    assert [part.data_ptr() for part in parts] == before
+    b = case.tensors("b")
+    for number, layer in enumerate(case.attention):
+        weight = b[f"model.layers.{number}.self_attn.kv_b_proj.weight"]
+        if case.engine.recipe is ALL:
+            weight = dequantize_block(*quantize_block(weight))
+        by_head = weight.float().view(layer.num_heads, -1, layer.kv_lora_rank)
+        up_k, up_v = by_head.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
+        assert torch.equal(layer.W_UK_T, up_k)
+        assert torch.equal(layer.W_UV, up_v.transpose(1, 2))
+
+
+def test_parts_that_were_not_made_again_would_show(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control: views of the weight need no making."""
+    case.give("a")
+    case.engine.greedy([[5, 6, 7]], 1)
+    monkeypatch.setattr(Fp8RLMLAMethod, "derive", lambda method, layer: None)
+    case.give("b")
+    whole, logprobs = decoded(case.engine)
+    found = gap(logprobs, last(load_reference(case.paths["b"], case.engine.recipe).many(whole)))
+    assert (found.mean > 0.5) == (case.engine.recipe is ALL), found
+
+
+def test_fp8_modules_are_those_of_the_pins(case: Case) -> None:
+    model, policy = case.engine.model, state_of(case.engine.model).policy
+    live = {name for name, m in model.named_modules() if hasattr(m, "weight_scale_inv")}
+    fused = {"gate_up_proj": "gate_proj", "fused_qkv_a_proj": "q_a_proj"}
+    attention = {name.rpartition(".")[2] for name in live if ".self_attn." in name}
+    for name in live:
+        stem, _, leaf = name.rpartition(".")
+        assert policy.precision(f"{stem}.{fused.get(leaf, leaf)}") == "fp8"
+    assert (
+        attention
+        == {
+            "moonlight": {"q_proj", "kv_a_proj_with_mqa", "o_proj"},
+            "v3": {"fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"},
+            "v2": {"q_proj", "o_proj"},
+        }[case.name]
+    )
+    shared = {name for name in live if ".shared_experts." in name}
+    assert len(shared) == 4 and "model.layers.0.mlp.down_proj" in live
+
+
+def test_the_bias_of_the_router_stays_in_float32(case: Case) -> None:
+    if case.name == "v2":
+        assert BIAS not in Inventory.of(case.engine.model).entries
+        return
+    case.give("b")
+    live = case.engine.model.get_parameter(BIAS)
+    assert live.dtype == torch.float32
+    assert torch.equal(live, case.tensors("b")[BIAS])
+    tensors = case.tensors("a")
+    del tensors[BIAS]
+    with pytest.raises(RefitError, match=f"lacks 1 .*'{BIAS}'"):
+        refit(case.engine.llm, tensors.items(), expect_kv_scales=False)
+    case.give("a")
+
+
+def test_every_tensor_has_a_route_and_nothing_else_is_asked_for(case: Case) -> None:
+    inventory = Inventory.of(case.engine.model)
+    required = {name for name, entry in inventory.entries.items() if entry.required}
+    assert required == set(case.tensors("a"))
+    assert inventory.routes(sorted(required))
+
+
+@pytest.mark.parametrize("way", ["plain", "reload", "codes"])
+def test_other_ways_in(case: Case, way: str) -> None:
+    case.give("b")
+    whole, _ = decoded(case.engine)
+    state = case.engine.state()
+    case.give("a")
+    b = case.tensors("b")
+    if way == "plain":
+        for name in reversed(b):
+            case.engine.model.load_weights([(name, b[name])])
+        case.engine.llm.reset_prefix_cache()
+    elif way == "reload":
+        case.engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": b.items()})
+        case.engine.llm.reset_prefix_cache()
+    else:
+        policy = state_of(case.engine.model).policy
+        weights = {n: t for n, t in b.items() if n.endswith(".weight")}
+        fp8 = {n for n in weights if policy.precision(n.removesuffix(".weight")) == "fp8"}
+        wire = in_fp8({n: b[n] for n in fp8})
+        refit(case.engine.llm, (b | wire).items(), expect_kv_scales=False)
+    assert decoded(case.engine)[0] == whole
+    assert same_state(state, case.engine.state())
+
+
+def test_a_refit_after_a_sleep_that_lost_the_weights(case: Case) -> None:
+    case.give("b")
+    whole, _ = decoded(case.engine)
+    guard = state_of(case.engine.model).guard
+    guard.sleep(("weights",), dict(discardable(case.engine.model)))
+    for layer in case.attention:
+        layer.W_UK_T.data.fill_(torch.nan)
+        layer.W_UV.data.fill_(torch.nan)
+    guard.wake(None)
+    case.engine.refuses(RefitError, "discarded")
+    case.give("b")
+    assert decoded(case.engine)[0] == whole
+
+
+def test_the_trainers_codes_and_pins_are_the_rollouts(case: Case) -> None:
+    """What Megatron multiplies with, sent as it is, against what the engine makes of the export."""
+    pytest.importorskip("megatron.core")
+    from transformers import AutoConfig
+
+    from megatron_fp8rl import weight_codes_hf
+    from megatron_fp8rl.export import export_hf, load_hf
+    from megatron_fp8rl.testing.models import build_gpt
+    from support.megatron import convert_alone, one_process
+
+    with one_process() as shim, shim.active():
+        trainer = build_gpt(AutoConfig.from_pretrained(case.paths["b"]))
+        load_hf(trainer, case.tensors("b"))
+        conversion = convert_alone(trainer, case.engine.recipe)
+        exported = dict(export_hf(trainer))
+        codes = {
+            name: held
+            for module in conversion.modules.values()
+            for name, held in weight_codes_hf(module).items()
+        }
+    assert conversion.policy.report() == state_of(case.engine.model).policy.report()
+    refit(case.engine.llm, exported.items(), expect_kv_scales=False)
+    state = case.engine.state()
+    case.give("a")
+    wire = dict(exported)
+    for name, held in codes.items():
+        wire[f"{name}.weight"], wire[f"{name}.weight_scale_inv"] = held
+    refit(case.engine.llm, wire.items(), expect_kv_scales=False)
+    assert same_state(state, case.engine.state())
+    assert len(codes) == sum(row.precision == "fp8" for row in conversion.policy.report())
+
+
+# What is refused.
+
+
+@pytest.mark.usefixtures("experts_on_a_cpu")
+def test_an_fp8_latent_cache_is_refused(moe_engine, tmp_path: Path) -> None:
+    path = make_mla_checkpoint(tmp_path / "a", 0, num_hidden_layers=2)
+    with pytest.raises(UnsupportedError, match="absorbed query with one scale that no trainer"):
+        moe_engine(path, Recipe(kv_cache=KVCache()), compilation_config=NATIVE_ROPE)
+    with pytest.raises(UnsupportedError, match=r"custom_ops': \['-rotary_embedding'\]"):
+        moe_engine(path, RECIPE)
+    for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
+        with pytest.raises(UnsupportedError, match=r"Set kv_cache\.dtype to 'auto'"):
+            check_latent_cache(dtype)
+
+
+def test_a_latent_that_the_kernel_does_not_take() -> None:
+    with pytest.raises(UnsupportedError, match="is 160, but vLLM's MLA kernel for CPUs takes 576"):
+        check_cpu(SimpleNamespace(kv_lora_rank=128, qk_rope_head_dim=32))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"backend": "AMX_MLA"}, "packs the weight of kv_b_proj"),
+        ({"dcp_q_replicate": True}, "gathered copy of kv_b_proj"),
+    ],
+)
+def test_copies_that_no_refit_reaches(layer: dict[str, Any], message: str) -> None:
+    backend = SimpleNamespace(get_name=lambda: layer.get("backend", "CPU_MLA"))
+    fields = {"kv_cache_dtype": "auto", "attn_backend": backend, **layer}
+    with pytest.raises(UnsupportedError, match=message):
+        Fp8RLMLAMethod(None, None).create_weights(SimpleNamespace(**fields))  # type: ignore[arg-type]
+
+
+class _Backend(AttentionBackend):
+    """Stands for an attention backend of a GPU: releases up to 0.26 have none of MLA for a CPU."""
+
+    get_kv_cache_shape = None  # type: ignore[assignment]
+
+    class Impl:
+        dcp_world_size = 1
+        is_sparse = supports_quant_query_input = False
+
+        def __init__(self, **options: Any) -> None:
+            pass
+
+        def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+            pass
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return _Backend.Impl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return AttentionMetadataBuilder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch, moe_engine: Any) -> Callable[[Path, Recipe], Any]:
+    """The layers of a model as this vLLM makes and loads them, which cannot run."""
+    monkeypatch.setattr(quantization_config, "require_cpu_router", lambda: None)
+    monkeypatch.setattr(mla_attention, "get_attn_backend", lambda *args, **options: _Backend)
+    if hasattr(mla_attention, "get_mla_prefill_backend"):
+        prefill = lambda config: lambda **options: None  # noqa: E731
+        monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", prefill)
+
+    def made(path: Path, recipe: Recipe) -> Any:
+        register_model(path)
+        config = EngineArgs(
+            model=str(path),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=64,
+            compilation_config=NATIVE_ROPE,
+            **engine_args(recipe),
+        ).create_engine_config()
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+            model = initialize_model(vllm_config=config)
+            model.load_weights(load_tensors(path).items())
+            process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        return model
+
+    return made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_of_every_vllm(name: str, build: Callable[..., Any], tmp_path: Path) -> None:
+    """Load, refit and the parts of kv_b_proj, also with releases whose CPU build has no MLA."""
+    recipe = CASES[name]
+    a, b = (make_mla_checkpoint(tmp_path / x, i, **SHAPES[name]) for i, x in enumerate("ab"))
+    model, tensors = build(a, recipe), load_tensors(b)
+    layers = [m for m in model.modules() if isinstance(m, MLAAttention)]
+    before = [part.data_ptr() for each in layers for part in (each.W_UK_T, each.W_UV)]
+    inventory = Inventory.of(model)
+    assert {n for n, entry in inventory.entries.items() if entry.required} == set(tensors)
+    with RefitSession(model, expect_kv_scales=False) as session:
+        session.load(tensors.items())
+    state_of(model).guard.derive()
+    for number, layer in enumerate(layers):
+        weight = tensors[f"model.layers.{number}.self_attn.kv_b_proj.weight"]
+        if recipe is ALL:
+            weight = dequantize_block(*quantize_block(weight), dtype=torch.bfloat16)
+        by_head = weight.view(layer.num_heads, -1, layer.kv_lora_rank)
+        assert torch.equal(layer.W_UK_T, by_head[:, : layer.qk_nope_head_dim])
+        assert torch.equal(layer.W_UV, by_head[:, layer.qk_nope_head_dim :].transpose(1, 2))
+    assert [p.data_ptr() for each in layers for p in (each.W_UK_T, each.W_UV)] == before
+    bias = dict(model.named_parameters()).get(BIAS)
+    assert (bias is None) == (name == "v2")
+    assert bias is None or torch.equal(bias, tensors[BIAS])
+
+    guard, layer = state_of(model).guard, layers[-1]
+    layer.W_UV = torch.nn.Parameter(layer.W_UV.clone(), requires_grad=False)
+    if recipe is ALL:
+        guard.derive()
+    else:
+        with pytest.raises(UnsupportedError, match=r"layers\.2\..* no views of kv_b_proj"):
+            guard.derive()
+    del layer.W_UV
+    with pytest.raises(UnsupportedError, match=r"layers\.2\..* no parts W_UK_T and W_UV"):
+        guard.derive()
+
+
+def test_a_refusal_leaves_no_request_behind(case: Case) -> None:
+    drop_requests(case.engine.llm)
+    assert case.engine.greedy([[5, 6, 7]], 1)
