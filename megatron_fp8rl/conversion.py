@@ -19,7 +19,7 @@ from fp8rl.numerics import BLOCK, GROUP, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
-from megatron_fp8rl.export import ModelChunks, unwrap_chunks
+from megatron_fp8rl.export import ModelChunks, in_wrapper, unwrap_chunks
 from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
 from megatron_fp8rl.router_replay import check_router_replay
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
@@ -40,6 +40,8 @@ class Setup:
     backends: BackendChoice
     epoch: WeightEpoch
     keep_codes: bool
+    wrapped: bool
+    """The model is the language model of a multimodal one."""
 
 
 class Conversion:
@@ -161,7 +163,8 @@ def convert(
     Float16Module and DDP, and before or after its optimizer is made.
 
     Args:
-        model: a GPTModel, whatever wraps it, or the list of a rank's virtual-pipeline chunks.
+        model: a GPTModel, whatever wraps it, or the list of a rank's virtual-pipeline chunks; or
+            a multimodal model of Megatron-Bridge, whose ``language_model`` is meant.
         recipe: what runs in FP8; with ``training=False`` nothing is converted.
         plugins: where pins and GEMM backends come from; the installed plugins by default.
         gemm_backend: name of the backend for every product; by default
@@ -178,7 +181,7 @@ def convert(
             converted already (also with other pins), or chunks hold one layer twice. Nothing has
             been changed then.
     """
-    chunks = unwrap_chunks(model)
+    chunks, wrapped = unwrap_chunks(model), in_wrapper(model)
     for chunk in chunks:
         for path, module in chunk.named_modules():
             if _setup_of(module):
@@ -189,10 +192,15 @@ def convert(
     plugins = PluginManager() if plugins is None else plugins
     config = chunks[0].config
     if not recipe.training:
-        policy = plugins.pin_policy(recipe.pins, module_names(config))
-        return Conversion(recipe, policy, chunks)
+        names = module_names(config, wrapped=wrapped)
+        return Conversion(recipe, plugins.pin_policy(recipe.pins, names), chunks)
     setup = prepare(
-        config, recipe, plugins=plugins, gemm_backend=gemm_backend, keep_codes=keep_codes
+        config,
+        recipe,
+        plugins=plugins,
+        gemm_backend=gemm_backend,
+        keep_codes=keep_codes,
+        wrapped=wrapped,
     )
     adopt(setup, chunks)
     (report or logger.info)(describe(setup))
@@ -207,6 +215,7 @@ def prepare(
     gemm_backend: str | None = None,
     keep_codes: bool = False,
     more_pins: Pins | None = None,
+    wrapped: bool = False,
 ) -> Setup:
     """Resolve pins and backends for a model of this config, for :func:`adopt`; change nothing.
 
@@ -217,13 +226,14 @@ def prepare(
         gemm_backend: as in :func:`convert`.
         keep_codes: as in :func:`convert`.
         more_pins: pins to join with the recipe's.
+        wrapped: the model is the language model of a multimodal one.
 
     Raises:
         As :func:`convert`.
     """
     plugins = PluginManager() if plugins is None else plugins
     pins = recipe.pins.merged(more_pins or Pins())
-    policy = plugins.pin_policy(pins, module_names(config))
+    policy = plugins.pin_policy(pins, module_names(config, wrapped=wrapped))
     compat.check_forward_impl()
     _check_config(config)
     backends = BackendChoice(
@@ -231,7 +241,7 @@ def prepare(
         (recipe.weights.scale_format, recipe.activations.scale_format),
         gemm_backend,
     )
-    return Setup(recipe, policy, backends, WeightEpoch(), keep_codes)
+    return Setup(recipe, policy, backends, WeightEpoch(), keep_codes, wrapped)
 
 
 def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
@@ -241,7 +251,8 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
         As :func:`convert`; nothing has been changed then.
     """
     roots = list(roots)
-    plan = [site for root in roots for site in sites(root) if site.runs_in_fp8(setup.policy)]
+    found = (site for root in roots for site in sites(root, wrapped=setup.wrapped))
+    plan = [site for site in found if site.runs_in_fp8(setup.policy)]
     _by_name((site.name, site.module) for site in plan)
     for site in plan:
         _check(site, setup.backends)
@@ -289,7 +300,7 @@ def conversion_of(model: ModelChunks) -> Conversion:
             "from a spec of megatron_fp8rl.specs."
         )
     first = setups[0]
-    for site in (site for chunk in chunks for site in sites(chunk)):
+    for site in (site for chunk in chunks for site in sites(chunk, wrapped=first.wrapped)):
         setup = _setup_of(site.module) or first
         converted = isinstance(site.module, Fp8Linear)
         if setup.recipe != first.recipe or site.runs_in_fp8(first.policy) != converted:
@@ -369,14 +380,15 @@ def _check(site: Site, backends: BackendChoice) -> None:
         )
     ours.check_options(site.path, site.module)
     for weight in site.weights:
-        if len(weight) != site.layout.rows:
+        expected = site.layout.rows + site.other_rows
+        if len(weight) != expected:
             raise UnsupportedError(
-                f"'{site.path}' has {len(weight)} rows where its config says "
-                f"{site.layout.rows}; pin it to BF16."
+                f"'{site.path}' has {len(weight)} rows where its config says {expected}; pin it "
+                "to BF16."
             )
         check_weight(site.path, weight)
     first = site.weights[0]
-    out_features, in_features = first.shape
+    out_features, in_features = len(first) - site.other_rows, first.shape[1]
     if first.device.type == "meta":
         return  # the model gets its memory, and its device, later
     if site.grouped:
@@ -427,9 +439,7 @@ def _check_config(config: Any) -> None:
         "enable_autocast": "FP8 linears have no autocast rule",
         "delay_wgrad_compute": "FP8 linears compute weight gradients at once",
         "tp_comm_overlap": "user buffers hold BF16 operands, FP8 linears gather codes",
-        "attention_output_gate": "the HF layout of a gated linear_qkv is not known",
         "cache_mla_latents": "absorption takes linear_kv_up_proj out of the model",
-        "experimental_attention_variant": "its linear layers are not known",
         "mla_down_proj_fusion": "two HF matrices in one parameter are two matrices of the rollout",
         "heterogeneous_block_specs": "its layers differ in shape, the names of pins do not tell",
         "moe_latent_size": "latent projections around the experts are not served",
@@ -441,6 +451,11 @@ def _check_config(config: Any) -> None:
             raise UnsupportedError(
                 f"config.{option}={value!r}: {reason}; switch it off, or {remedy}."
             )
+    if (variant := compat.unknown_attention(config)) is not None:
+        raise UnsupportedError(
+            f"config.experimental_attention_variant={variant!r}: its linear layers are not known; "
+            f"{remedy}."
+        )
     compat.check_no_cuda_graphs(
         config, "a replayed graph would go on with the codes of old weights", remedy
     )

@@ -12,11 +12,15 @@ them becomes NaN, so an overflow shows in the loss and in the gradient norm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch.autograd.function import once_differentiable
 
 from fp8rl.errors import UnsupportedError
@@ -236,14 +240,25 @@ def fp8_linear(
     Args:
         x: ``[tokens.., in]``, under sequence parallelism this rank's share of the first dimension;
             an expert may have no tokens at all.
-        weight: ``[out, in]``.
+        weight: ``[out, in]``. Rows behind those of the layout stay in the model's dtype.
         bias: ``[out]`` or None.
         call: state of the module, and options of parallelism.
 
     Returns:
         ``[tokens.., out]`` in the dtype of ``x``.
     """
-    return _Fp8LinearFunction.apply(x, weight, bias, call)
+    rows = call.state.codes.layout.rows
+    if rows == len(weight):
+        return _Fp8LinearFunction.apply(x, weight, bias, call)
+    biases = (None, None) if bias is None else (bias[:rows], bias[rows:])
+    # Autograd joins the gradients of the two parts, so none of them is added to main_grad here.
+    y = _Fp8LinearFunction.apply(x, weight[:rows], biases[0], replace(call, fusion=False))
+    if call.sequence_parallel:
+        x = gather_from_sequence_parallel_region(x, group=call.tp_group)
+    elif call.allreduce_dgrad:
+        x = copy_to_tensor_model_parallel_region(x, group=call.tp_group)
+    rest = torch.nn.functional.linear(x, weight[rows:], biases[1])
+    return torch.cat([y, rest], dim=-1)
 
 
 class _Fp8LinearFunction(torch.autograd.Function):

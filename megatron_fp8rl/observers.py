@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import ROLES, scales_from_amax
+from megatron_fp8rl import compat
 from megatron_fp8rl.amax import MaximumTable, PercentileTable
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 
@@ -50,7 +51,10 @@ class QKVObserver:
         chunks = unwrap_chunks(model_chunks)
         attentions = dict(core_attentions(chunks))
         self.enabled = enabled
-        self.num_layers: int = chunks[0].config.num_layers
+        config = chunks[0].config
+        self.num_layers: int = config.num_layers
+        linear = compat.linear_attention_layers(config)
+        self._cached = [number for number, flag in enumerate(linear) if not flag]
         device = next(p.device for chunk in chunks for p in chunk.parameters())
         self._amax = (
             MaximumTable(self.num_layers, device)
@@ -101,7 +105,7 @@ class QKVObserver:
         Raises:
             ScaleError: on every rank, if a layer saw no token, or a NaN or infinite activation.
         """
-        return scales_from_amax(self.amax(group), margin)
+        return scales_from_amax(self.amax(group), margin, self._cached)
 
     def reset(self) -> None:
         """Forget what was seen, e.g. after an optimizer step has changed the activations."""
@@ -160,12 +164,16 @@ class QKVObserver:
 def core_attentions(chunks: list[Any]) -> Iterator[tuple[int, torch.nn.Module]]:
     """Yield the global number and the ``core_attention`` of each decoder layer of this rank.
 
+    Linear attention has no keys and values to cache, and is left out.
+
     Raises:
         UnsupportedError: multi-latent attention, or a layer without ``core_attention``.
     """
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             number = layer.layer_number - 1
+            if compat.linear_attention_layers(chunk.config)[number]:
+                continue
             attention = getattr(layer, "self_attention", None)
             if chunk.config.multi_latent_attention:
                 raise UnsupportedError(

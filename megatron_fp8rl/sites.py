@@ -21,9 +21,11 @@ from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.families import (
     DEEPSEEK_EXPERTS,
     EXPERTS,
+    GATED_DELTA_NET,
     LATENT_ATTENTION,
     LLAMA,
     QWEN3,
+    QWEN3_5,
     SHARED_EXPERT,
     Experts,
     Family,
@@ -34,6 +36,7 @@ from megatron_fp8rl.export.layout import (
     REPLICATED,
     ROW_PARALLEL,
     RowLayout,
+    delta_net_layout,
     gate_up_layout,
     plain_layout,
     qkv_layout,
@@ -62,6 +65,10 @@ class Site:
     module: Any
     layout: RowLayout
     """Row order of each weight."""
+    other: str = ""
+    """Global HF name of the module whose rows lie behind those of the layout, in BF16 always."""
+    other_rows: int = 0
+    """Number of these rows."""
 
     @property
     def name(self) -> str:
@@ -90,8 +97,15 @@ class Site:
         """Tell whether the pins leave the module in FP8.
 
         Raises:
-            PinError: they pin only some experts of a grouped module.
+            PinError: they pin only some experts of a grouped module, or put rows in FP8 that are
+                in BF16 always.
         """
+        if self.other and policy.precision(self.other) == "fp8":
+            raise PinError(
+                f"pins.fp8 puts '{self.other}' in FP8, whose rows are the last ones of "
+                f"'{self.path}' here, without blocks of their own; leave it out of pins.fp8, or "
+                "set recipe.training to false."
+            )
         precisions = {name: policy.precision(name) for name in self.names}
         if len(set(precisions.values())) > 1:
             odd = next(name for name, precision in precisions.items() if precision == "bf16")
@@ -117,25 +131,32 @@ def weights_of(module: Any) -> list[torch.nn.Parameter]:
     return [module.weight]
 
 
-def module_names(config: Any) -> list[str]:
+def module_names(config: Any, *, wrapped: bool = False) -> list[str]:
     """List the HF names of all modules with weights in the whole model, in order.
 
     Args:
         config: the ``TransformerConfig`` of a GPTModel.
+        wrapped: it is the language model of a multimodal one.
     """
     family, values = family_of_gpt(config), _hf_values(config)
     inner = [
         [module.name for module in layer_modules(family, values, number)]
         for number in range(config.num_layers)
     ]
-    names = ["model.embed_tokens"]
+    stem = _stem(wrapped)
+    names = [*(QWEN3_5.towers if wrapped else ()), f"{stem}embed_tokens"]
     for number, leaves in enumerate(inner):
-        names += [f"model.layers.{number}.{leaf}" for leaf in leaves]
-    names += ["model.norm", "lm_head"]
+        names += [f"{stem}layers.{number}.{leaf}" for leaf in leaves]
+    names += [f"{stem}norm", "lm_head"]
     for number in range(config.mtp_num_layers or 0):  # made of the last decoder layer's spec
         names.append(_joint_name(config, f"mtp.layers.{number}"))
         names += [f"mtp.layers.{number}.{leaf}" for leaf in inner[-1]]
     return names
+
+
+def _stem(wrapped: bool) -> str:
+    """What precedes the names of the language model; in all multimodal families it is the same."""
+    return QWEN3_5.wrapper if wrapped else "model."
 
 
 def family_of_gpt(config: Any) -> Family:
@@ -143,7 +164,14 @@ def family_of_gpt(config: Any) -> Family:
     dense = QWEN3 if config.qk_layernorm else LLAMA
     attention = LATENT_ATTENTION if config.multi_latent_attention else dense.attention
     mlp = LLAMA.mlp if config.gated_linear_unit else LLAMA.mlp[1:]
-    return replace(dense, attention=attention, mlp=mlp, experts=_experts_of(config))
+    linear = GATED_DELTA_NET if any(compat.linear_attention_layers(config)) else None
+    return replace(
+        dense,
+        attention=attention,
+        linear_attention=linear,
+        mlp=mlp,
+        experts=_experts_of(config),
+    )
 
 
 def _experts_of(config: Any) -> Experts | None:
@@ -158,17 +186,23 @@ def _hf_values(config: Any) -> dict[str, Any]:
     """Give the keys of a ``config.json`` that the names follow from."""
     count = config.num_moe_experts
     types = ["sparse" if is_moe else "dense" for is_moe in _moe_layers(config)]
+    linear = compat.linear_attention_layers(config)
     return {
         **dict.fromkeys((*EXPERTS.count, *DEEPSEEK_EXPERTS.count), count),
         "n_shared_experts": 1,
         "q_lora_rank": getattr(config, "q_lora_rank", None),
         "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
         "mlp_layer_types": types,
+        "layer_types": ["linear_attention" if flag else "full_attention" for flag in linear],
     }
 
 
-def sites(chunk: torch.nn.Module) -> Iterator[Site]:
+def sites(chunk: torch.nn.Module, *, wrapped: bool = False) -> Iterator[Site]:
     """Yield the linear modules of all transformer layers in a model chunk (or of one layer).
+
+    Args:
+        chunk: the chunk, or the layer.
+        wrapped: it belongs to the language model of a multimodal one.
 
     Raises:
         UnsupportedError: a layer has a matrix without a known HF name.
@@ -181,7 +215,7 @@ def sites(chunk: torch.nn.Module) -> Iterator[Site]:
     for path, layer in chunk.named_modules():
         if not isinstance(layer, TransformerLayer):
             continue
-        prefix = layer_name(layer)
+        prefix = layer_name(layer, wrapped=wrapped)
         found = list(_in_layer(layer, path, prefix))
         _check_all_known(layer, path, found)
         yield from found
@@ -191,8 +225,8 @@ def sites(chunk: torch.nn.Module) -> Iterator[Site]:
             yield _plain(parent.eh_proj, name, f"{mtp_path}.eh_proj")
 
 
-def layer_name(layer: Any) -> str:
-    """Return ``model.layers.N`` or ``mtp.layers.N``.
+def layer_name(layer: Any, *, wrapped: bool = False) -> str:
+    """Return ``model.layers.N`` (inside a wrapper with its prefix) or ``mtp.layers.N``.
 
     ``layer_number`` is global under pipeline and virtual pipeline, where the number in the path is
     local. Megatron up to 0.16 numbers MTP layers after those of the decoder; later versions flag
@@ -202,8 +236,8 @@ def layer_name(layer: Any) -> str:
     decoder: int = layer.config.num_layers
     if number >= decoder:
         return f"mtp.layers.{number - decoder}"
-    stack = "mtp" if getattr(layer, "is_mtp_layer", False) else "model"
-    return f"{stack}.layers.{number}"
+    stack = "mtp." if getattr(layer, "is_mtp_layer", False) else _stem(wrapped)
+    return f"{stack}layers.{number}"
 
 
 def _joint_name(config: Any, prefix: str) -> str:
@@ -241,6 +275,8 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
             yield _plain(linear, f"{prefix}.self_attn.{leaf}", where)
     if _has_weight(proj):
         yield _plain(proj, f"{prefix}.self_attn.o_proj", f"{at}self_attention.linear_proj")
+    if _has_weight(getattr(attention, "in_proj", None)):  # a gated delta net
+        yield from _delta_net(attention, f"{at}self_attention", f"{prefix}.linear_attn")
 
     experts: Any = getattr(mlp, "experts", None)
     if experts is None:
@@ -274,6 +310,22 @@ def _check_no_query_norm(linear: Any, leaf: str, path: str) -> None:
             "megatron_fp8rl.compat.without_query_norm(), or use a Megatron-Bridge that has mended "
             "this (its issue 5261)."
         )
+
+
+def _delta_net(attention: Any, path: str, name: str) -> Iterator[Site]:
+    """Yield the linears of a gated delta net; the rows of ``in_proj_ba`` stay in BF16."""
+    key_rows, value_rows = (
+        rows // attention.tp_size for rows in (attention.qk_dim, attention.v_dim)
+    )
+    yield Site(
+        (f"{name}.in_proj_qkvz",),
+        f"{path}.in_proj",
+        attention.in_proj,
+        delta_net_layout(key_rows, value_rows),
+        other=f"{name}.in_proj_ba",
+        other_rows=2 * attention.num_value_heads // attention.tp_size,
+    )
+    yield _plain(attention.out_proj, f"{name}.out_proj", f"{path}.out_proj")
 
 
 def _mlp(mlp: Any, path: str, names: list[str], *, expert: bool = False) -> Iterator[Site]:
@@ -328,10 +380,15 @@ def _qkv_layout(attention: Any, path: str) -> RowLayout:
         attention.num_attention_heads_per_partition,
         groups,
         attention.hidden_size_per_attention_head,
+        gated=bool(getattr(attention.config, "attention_output_gate", False)),
     )
 
 
-_KNOWN_BF16 = ("mlp.router.weight", "mlp.shared_experts.gate_weight")
+_KNOWN_BF16 = (
+    "mlp.router.weight",
+    "mlp.shared_experts.gate_weight",
+    "self_attention.conv1d.weight",
+)
 
 
 def _check_all_known(layer: Any, path: str, found: list[Site]) -> None:

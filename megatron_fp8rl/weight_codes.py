@@ -90,7 +90,8 @@ class WeightCodes:
         through ``weight.data`` leaves no trace: call ``Conversion.invalidate()`` after it.
 
         Args:
-            weights: ``[layout.rows, K]`` each, in Megatron's row order.
+            weights: ``[layout.rows, K]`` each, in Megatron's row order; rows behind these have no
+                codes.
             training: whether :meth:`columnwise` will be called too, so that one read makes both.
 
         Returns:
@@ -141,7 +142,7 @@ class WeightCodes:
             self._key, self._codes = key, Operand(None, None)
 
     def _in_hf_order(self, weight: torch.Tensor) -> torch.Tensor:
-        rows = weight.detach()
+        rows = weight.detach()[: self.layout.rows]
         return rows if self.layout.in_place else self.layout.to_hf(rows)
 
 

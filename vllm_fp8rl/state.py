@@ -17,6 +17,7 @@ from fp8rl.errors import PinError, RefitError, UnsupportedError
 from fp8rl.families import Family
 from fp8rl.kv_scales import ROLES, Role, scale_name
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.hf_names import HfNames
 from vllm_fp8rl.names import NAME
 
 if TYPE_CHECKING:  # it imports vLLM, which a trainer that sends a refit may not have
@@ -66,24 +67,24 @@ class RankState:
     """The engine loads no checkpoint."""
     layers: dict[str, Any]
     """vLLM's table of layers by name (``compilation_config.static_forward_context``)."""
-    moe: bool
-    """The model has experts."""
     guard: RefitGuard
     """Decides in every step whether the model may run; it also holds the open refit session."""
     warmup: KernelWarmup
+    hf_names: HfNames = field(default_factory=HfNames)
+    """HF names of the engine's modules, which is what the policy knows."""
     kv_scales: dict[str, LayerKVScales] = field(default_factory=dict)
     """By the name of the attention layer, for those with an FP8 KV cache."""
     inventory: Any = None
     """:class:`~vllm_fp8rl.refit.inventory.Inventory` of the model, made by the first load."""
 
     def precision(self, name: str) -> str:
-        """Return ``fp8`` or ``bf16`` for a linear module.
+        """Return ``fp8`` or ``bf16`` for a linear module, by its name in the engine.
 
         Raises:
             UnsupportedError: a linear layer that the table of families does not have.
         """
         try:
-            pinned = self.policy.precision(name)
+            pinned = self.policy.precision(self.hf_names.of(name))
         except PinError:
             raise UnsupportedError(
                 f"'{name}' is no layer of a {self.family.name} model, as which this model runs; "
@@ -98,7 +99,8 @@ class RankState:
         Raises:
             PinError: a pin covers a part of them only.
         """
-        rows = [row for row in self.policy.report() if row.name.startswith(f"{name}.")]
+        stem = f"{self.hf_names.of(name)}."
+        rows = [row for row in self.policy.report() if row.name.startswith(stem)]
         pinned = next((row for row in rows if row.precision == "bf16"), None)
         if pinned and any(row.precision == "fp8" for row in rows):
             raise PinError(

@@ -3,8 +3,9 @@
 Quantization blocks lie on the rollout side's matrix. For fused modules that is the rank-local
 concatenation of HF tensors, ``[q; k; v]`` or ``[gate; up]``; gate and up of an expert are two
 matrices there, which begin with a block each. Megatron keeps gate and up in that order, but
-interleaves ``linear_qkv`` by query group, ``[q.., k, v] * groups``
-(``SelfAttention.get_query_key_value_tensors``).
+interleaves ``linear_qkv`` by query group, ``[q.., k, v] * groups`` or, with an output gate,
+``[q.., gate.., k, v] * groups`` (``SelfAttention.get_query_key_value_tensors``). The ``in_proj`` of
+a gated delta net has the rollout's order, ``[q; k; v; z; b; a]``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from fp8rl.families import DEEPSEEK_EXPERTS, SHARED_EXPERT
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 
-ROW_PARALLEL = ("o_proj", "down_proj")
+ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 """HF modules whose columns tensor parallelism cuts; it cuts the rows of most others."""
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 """HF modules that every rank of the rollout has as a whole."""
@@ -39,6 +41,9 @@ class RowLayout:
     apart: bool = False
     """Each part starts a new block: in HF's order the last block of each part is padded with rows
     of zeros."""
+    gated_heads: int = 0
+    """Heads of each group whose queries have a gate: Megatron has all gates of a group behind all
+    its queries, HF each gate behind its query, both in the first part."""
 
     @property
     def rows(self) -> int:
@@ -53,7 +58,7 @@ class RowLayout:
     @property
     def same_order(self) -> bool:
         """Megatron's order is HF's order."""
-        return self.groups == 1
+        return self.groups == 1 and not self.gated_heads
 
     @property
     def in_place(self) -> bool:
@@ -82,7 +87,10 @@ class RowLayout:
             return x
         dim %= x.ndim
         grouped = x.unflatten(dim, (self.groups, sum(self.widths)))
-        parts = [part.flatten(dim, dim + 1) for part in grouped.split(self.widths, dim + 1)]
+        split = list(grouped.split(self.widths, dim + 1))
+        if self.gated_heads:
+            split[0] = _swapped(split[0], dim + 1, (2, self.gated_heads))
+        parts = [part.flatten(dim, dim + 1) for part in split]
         after = [0, 0] * (x.ndim - dim - 1)
         padded = [
             pad(part, (*after, 0, rows - part.shape[dim]))
@@ -100,6 +108,8 @@ class RowLayout:
             for part, rows in zip(x.split(self._hf_rows, dim), self.part_rows.values(), strict=True)
         ]
         grouped = [p.unflatten(dim, (self.groups, p.shape[dim] // self.groups)) for p in parts]
+        if self.gated_heads:
+            grouped[0] = _swapped(grouped[0], dim + 1, (self.gated_heads, 2))
         return torch.cat(grouped, dim + 1).flatten(dim, dim + 1)
 
     def codes_to_hf(self, codes: Quantized) -> Quantized:
@@ -121,13 +131,24 @@ class RowLayout:
         }
 
 
-def qkv_layout(query_heads: int, query_groups: int, head_dim: int) -> RowLayout:
-    """Return the layout of ``linear_qkv`` on a rank with these heads and query groups."""
+def _swapped(x: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
+    """Cut a dimension into ``sizes[0]`` times ``sizes[1]`` pieces, and swap these two."""
+    return x.unflatten(dim, (*sizes, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def qkv_layout(
+    query_heads: int, query_groups: int, head_dim: int, *, gated: bool = False
+) -> RowLayout:
+    """Return the layout of ``linear_qkv`` on a rank with these heads and query groups.
+
+    ``gated``: each query has a gate of its size (``attention_output_gate``).
+    """
     per_group = query_heads // query_groups
     return RowLayout(
         parts=("q_proj", "k_proj", "v_proj"),
-        widths=(per_group * head_dim, head_dim, head_dim),
+        widths=((1 + gated) * per_group * head_dim, head_dim, head_dim),
         groups=query_groups,
+        gated_heads=per_group if gated else 0,
     )
 
 
@@ -139,6 +160,18 @@ def gate_up_layout(rows: int, *, apart: bool = False) -> RowLayout:
     return RowLayout(parts=("gate_proj", "up_proj"), widths=(rows, rows), apart=apart)
 
 
+def delta_net_layout(key_rows: int, value_rows: int) -> RowLayout:
+    """Return the layout of the rows of ``in_proj`` that run in FP8: ``[q; k; v]``, then ``z``.
+
+    Args:
+        key_rows: rows of the queries, and of the keys, on this rank.
+        value_rows: rows of the values, and of their gate ``z``, on this rank.
+    """
+    return RowLayout(
+        parts=("in_proj_qkv", "in_proj_z"), widths=(2 * key_rows + value_rows, value_rows)
+    )
+
+
 def plain_layout(part: str, rows: int) -> RowLayout:
     """Return the layout of a weight that is one HF tensor."""
     return RowLayout(parts=(part,), widths=(rows,))
@@ -146,4 +179,4 @@ def plain_layout(part: str, rows: int) -> RowLayout:
 
 def shared_expert_name(config: Any) -> str:
     """Return the HF name of the shared expert: Qwen's has a gate, DeepSeek's has none."""
-    return "shared_expert" if config.moe_shared_expert_gate else "shared_experts"
+    return (SHARED_EXPERT if config.moe_shared_expert_gate else DEEPSEEK_EXPERTS).shared

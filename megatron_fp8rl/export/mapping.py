@@ -3,7 +3,8 @@
 Megatron fuses q, k and v row by row of query groups (``[group0: its queries, k, v; group1: ...]``,
 ``SelfAttention.get_query_key_value_tensors`` in ``megatron/core/transformer/attention.py``), and
 gate and up per tensor-parallel shard (``[gate_shard; up_shard]``,
-``megatron/core/transformer/mlp.py``).
+``megatron/core/transformer/mlp.py``), and so the projections of a gated delta net
+(``[q; k; v; z; b; a]``, ``megatron/core/ssm/gated_delta_net.py``).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from fp8rl.errors import CheckpointError, UnsupportedError
+from megatron_fp8rl import compat
 from megatron_fp8rl.export.layout import (
     REPLICATED,
     RowLayout,
-    gate_up_layout,
     qkv_layout,
     shared_expert_name,
 )
@@ -36,13 +37,15 @@ class Rule:
     """How Hugging Face tensors make up one Megatron parameter."""
 
     names: tuple[str, ...]
-    packing: Literal["plain", "qkv", "glu"] = "plain"
+    packing: Literal["plain", "qkv", "glu", "in_proj", "conv1d"] = "plain"
     tp_dim: int | None = None
     """Dimension that tensor parallelism cuts; None where every rank holds all of it."""
     width: str = "ffn_hidden_size"
     """Config field with the number of gate's rows, for a glu."""
     expert: bool = False
     """The parameter belongs to an expert, whose number replaces ``{}`` in the names."""
+    centered: bool = False
+    """Megatron's zero-centered norm has the weight less one; HF multiplies by the weight itself."""
 
 
 def _qkv(leaf: str) -> Rule:
@@ -118,6 +121,20 @@ _LATENT_LAYER_RULES: Mapping[str, Rule] = {
         if key.startswith(("self_attention.linear_proj", "pre_mlp", "mlp."))
     },
 }
+_GATED_DELTA_NET: Mapping[str, Rule] = {
+    "self_attention.in_proj.layer_norm_weight": _INPUT_NORM,
+    "self_attention.in_proj.weight": Rule(
+        tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        "in_proj",
+        tp_dim=0,
+    ),
+    "self_attention.conv1d.weight": Rule(("linear_attn.conv1d.weight",), "conv1d", tp_dim=0),
+    "self_attention.A_log": Rule(("linear_attn.A_log",), tp_dim=0),
+    "self_attention.dt_bias": Rule(("linear_attn.dt_bias",), tp_dim=0),
+    "self_attention.out_norm.weight": Rule(("linear_attn.norm.weight",), centered=True),
+    "self_attention.out_proj.weight": Rule(("linear_attn.out_proj.weight",), tp_dim=1),
+}
+_HYBRID_LAYER_RULES: Mapping[str, Rule] = {**_LAYER_RULES, **_GATED_DELTA_NET}
 EMBEDDING = Rule(("model.embed_tokens.weight",), tp_dim=0)
 _FINAL_NORM = Rule(("model.norm.weight",))
 HEAD = Rule(("lm_head.weight",), tp_dim=0)
@@ -178,13 +195,36 @@ class ParameterMap:
         self.device = next(p.device for chunk in chunks for p in chunk.parameters())
 
     def rows(self, rule: Rule) -> RowLayout | None:
-        """Return the row order of a packed parameter; None where it is one tensor."""
+        """Return the row order of q, k and v; None for other parameters."""
         config = self.config
-        if rule.packing == "qkv":
-            return qkv_layout(
-                config.num_attention_heads, config.num_query_groups, config.kv_channels
-            )
-        return gate_up_layout(getattr(config, rule.width)) if rule.packing == "glu" else None
+        if rule.packing != "qkv":
+            return None
+        return qkv_layout(
+            config.num_attention_heads,
+            config.num_query_groups,
+            config.kv_channels,
+            gated=bool(getattr(config, "attention_output_gate", False)),
+        )
+
+    def sections(self, rule: Rule) -> list[list[int]]:
+        """Return the rows of each HF tensor of a packed parameter, over all ranks.
+
+        A tensor is made of one or more sections, and each rank has its share of every section, one
+        after the other. Empty for other parameters.
+        """
+        config = self.config
+        if rule.packing == "glu":
+            return [[getattr(config, rule.width)]] * 2
+        if rule.packing not in ("in_proj", "conv1d"):
+            return []
+        heads = config.linear_num_value_heads
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = heads * config.linear_value_head_dim
+        mixed = [keys, keys, values]
+        return [mixed] if rule.packing == "conv1d" else [mixed, [values], [heads], [heads]]
+
+    def _is_centered(self, rule: Rule) -> bool:
+        return rule.centered and self.config.layernorm_zero_centered_gamma
 
     def tp_of(self, rule: Rule) -> Any:
         """Return the process group over which the parameters of a rule are split."""
@@ -209,14 +249,17 @@ class ParameterMap:
         if rule in (EMBEDDING, HEAD):
             full[0] = self.vocab_size
         rows = self.rows(rule)
-        if rows is None:
+        sizes = [sum(part) for part in self.sections(rule)]
+        if rows is not None:
+            sizes = list(rows.part_rows.values())
+        if not sizes:
             return (tuple(full),)
-        if rows.rows != full[0]:
+        if sum(sizes) != full[0]:
             raise UnsupportedError(
                 f"Parameter '{where}' has {full[0]} rows over all tensor-parallel ranks where the "
-                f"model's config gives {rows.rows}; this layout is not served."
+                f"model's config gives {sum(sizes)}; this layout is not served."
             )
-        return tuple((size, *full[1:]) for size in rows.part_rows.values())
+        return tuple((size, *full[1:]) for size in sizes)
 
     def unpack(self, rule: Rule, param: Tensor) -> list[Tensor]:
         """Gather one parameter over the tensor-parallel group and cut it into its HF tensors."""
@@ -226,23 +269,31 @@ class ParameterMap:
             local = param.detach().contiguous()
             shards = [torch.empty_like(local) for _ in range(group.size())]
             torch.distributed.all_gather(shards, local, group=group)
-        if rule.packing == "glu":
-            halves = [shard.chunk(2) for shard in shards]
-            return [torch.cat([half[i] for half in halves]) for i in range(2)]
+        if sections := self.sections(rule):
+            sizes = [rows // len(shards) for part in sections for rows in part]
+            whole = iter(
+                [torch.cat(s) for s in zip(*(x.split(sizes) for x in shards), strict=True)]
+            )
+            return [torch.cat([next(whole) for _ in part]) for part in sections]
         # torch.cat copies even a single tensor: the stream never shares memory with the model.
         full = torch.cat(shards, rule.tp_dim or 0)
         rows = self.rows(rule)
         if rows is not None:
             return list(rows.to_hf(full).split(list(rows.part_rows.values())))
+        if self._is_centered(rule):
+            full = full + 1
         return [full[: self.vocab_size].clone()] if rule in (EMBEDDING, HEAD) else [full]
 
     def pack(self, rule: Rule, tensors: Sequence[Tensor], rows: int) -> Tensor:
         """Return this rank's shard of the parameter that HF tensors make up."""
         size, rank = self.tp_of(rule).size(), self.tp_of(rule).rank()
-        if rule.packing == "glu":
-            return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+        if sections := self.sections(rule):
+            cut = [t.split(part) for t, part in zip(tensors, sections, strict=True)]
+            return torch.cat([piece.chunk(size)[rank] for pieces in cut for piece in pieces])
         layout = self.rows(rule)
         full = layout.from_hf(torch.cat(list(tensors))) if layout is not None else tensors[0]
+        if self._is_centered(rule):
+            full = full - 1
         if rule in (EMBEDDING, HEAD) and full.shape[0] < rows * size:
             padding = full.new_zeros(rows * size - full.shape[0], *full.shape[1:])
             full = torch.cat([full, padding])
@@ -257,6 +308,11 @@ def read_model(
     Raises:
         UnsupportedError: a module has no Hugging Face counterpart.
     """
+    if in_wrapper(model_chunks):
+        raise UnsupportedError(
+            "This is a multimodal model, whose tower has no Hugging Face names here; export it "
+            "with Megatron-Bridge (megatron_fp8rl.bridge.export_hf_weights)."
+        )
     chunks = unwrap_chunks(model_chunks)
     for chunk in chunks:
         _check_served(chunk.config)
@@ -278,10 +334,15 @@ def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
 def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
     """Return the GPTModels inside Float16Module and DistributedDataParallel.
 
+    That of a multimodal model of Megatron-Bridge is its ``language_model``.
+
     Raises:
         UnsupportedError: a chunk is another kind of model, or there is none.
     """
-    chunks = unwrap_model(as_list(model_chunks))
+    chunks = [
+        chunk.language_model if _wraps(chunk) else chunk
+        for chunk in unwrap_model(as_list(model_chunks))
+    ]
     if not chunks:
         raise UnsupportedError("The list of model chunks is empty; give this rank's GPTModels.")
     for chunk in chunks:
@@ -292,38 +353,54 @@ def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
     return chunks
 
 
+def in_wrapper(model_chunks: ModelChunks) -> bool:
+    """Tell whether the GPTModels are the language model of a multimodal model."""
+    return any(_wraps(chunk) for chunk in unwrap_model(as_list(model_chunks)))
+
+
+def _wraps(chunk: Any) -> bool:
+    return not isinstance(chunk, GPTModel) and isinstance(
+        getattr(chunk, "language_model", None), GPTModel
+    )
+
+
 def as_list(model_chunks: ModelChunks) -> list[torch.nn.Module]:
     """Return the chunks as they were given, still wrapped."""
     return [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
 
 
 def _check_served(config: Any) -> None:
+    hybrid = any(compat.linear_attention_layers(config))
+    centered = bool(config.layernorm_zero_centered_gamma)
     for module, unsupported, what in (
-        ("self_attention", getattr(config, "attention_output_gate", False), "an output gate"),
+        ("self_attention", compat.unknown_attention(config), compat.unknown_attention(config)),
         ("self_attention", config.rotary_interleaved, "interleaved rotary embeddings"),
         ("mlp.experts", config.moe_latent_size, "latent projections"),
         ("mlp.linear_fc1", not config.gated_linear_unit, "no gate (gated_linear_unit=False)"),
         ("input_layernorm", config.normalization != "RMSNorm", f"{config.normalization}"),
-        ("input_layernorm", config.layernorm_zero_centered_gamma, "zero-centered weights"),
+        ("input_layernorm", centered and not hybrid, "zero-centered weights"),
+        ("input_layernorm", hybrid and not centered, "weights that are not zero-centered"),
     ):
         if unsupported:
             raise UnsupportedError(
-                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; only "
-                "Llama/Qwen-style models are."
+                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; let "
+                "Megatron-Bridge export this model, or add what is missing (docs/extending.md)."
             )
 
 
 def _mapped(mapping: ParameterMap, chunk: GPTModel, name: str, param: Tensor) -> MappedParameter:
     match = _IN_LAYER.match(name)
-    in_layer = _LATENT_LAYER_RULES if mapping.config.multi_latent_attention else _LAYER_RULES
+    in_layer = _HYBRID_LAYER_RULES
+    if mapping.config.multi_latent_attention:
+        in_layer = _LATENT_LAYER_RULES
     rules = in_layer if match else _OUTER_RULES
     key = match.group(2) if match else name
     local, key = _expert_of(key)
     if key not in rules:
         raise UnsupportedError(
             f"Module '{name.rpartition('.')[0]}' (parameter '{name}') has no Hugging Face "
-            "counterpart here; only Llama/Qwen-style models are served, without "
-            "multi-token-prediction layers (Megatron-Bridge exports those)."
+            "counterpart here; let Megatron-Bridge export this model (it also exports "
+            "multi-token-prediction layers), or add a rule (docs/extending.md)."
         )
     rule, position = rules[key], list(rules).index(key)
     exported, expert, block = True, None, position

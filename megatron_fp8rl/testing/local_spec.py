@@ -22,8 +22,8 @@ _MISSING = object()
 
 @contextmanager
 def completed_local_spec() -> Iterator[None]:
-    """A region in which norms accept sequence parallelism and routers run without
-    TransformerEngine; leaving it restores everything."""
+    """A region in which norms accept sequence parallelism and zero-centered weights, and routers
+    and gated delta nets run without TransformerEngine; leaving it restores everything."""
     with ExitStack() as stack:
         apply(stack, local_spec_patches())
         yield
@@ -35,8 +35,10 @@ def local_spec_patches() -> list[Patch]:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    from megatron_fp8rl.testing import gated_delta_net
+
     patches: list[Patch] = [
-        (WrappedTorchNorm, "__new__", _norm_for_sequence_parallel(WrappedTorchNorm.__new__)),
+        (WrappedTorchNorm, "__new__", _any_norm(WrappedTorchNorm.__new__)),
     ]
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without TransformerEngine the router reads a name that its module never defines.
@@ -51,7 +53,7 @@ def local_spec_patches() -> list[Patch]:
         # It compares with classes that are None without TransformerEngine (0.20).
         name = "is_inference_column_parallel_linear"
         patches.append((multi_token_prediction, name, lambda module: False))
-    return patches
+    return patches + gated_delta_net.patches()
 
 
 def apply(stack: ExitStack, patches: Iterable[Patch]) -> None:
@@ -66,19 +68,22 @@ def apply(stack: ExitStack, patches: Iterable[Patch]) -> None:
             stack.callback(setattr, owner, name, old)
 
 
-def _norm_for_sequence_parallel(build: Callable[..., torch.nn.Module]) -> Callable:
-    """torch's norms refuse sequence parallel, though all they lack is the tag on their parameters.
+def _any_norm(build: Callable[..., torch.nn.Module]) -> Callable:
+    """torch's norms refuse sequence parallel, though all they lack is the tag on their parameters,
+    and weights that are zero-centered.
 
     ``finalize_model_grads`` sums the gradients of tagged parameters over the TP group.
     """
+    from megatron_fp8rl.testing.gated_delta_net import ZeroCenteredRMSNorm
 
     def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel:
-            return build(cls, config, *args, **kwargs)
         local = copy.copy(config)
-        local.sequence_parallel = False
-        norm = build(cls, local, *args, **kwargs)
-        for parameter in norm.parameters():
+        local.sequence_parallel = local.layernorm_zero_centered_gamma = False
+        norm: Any = build(cls, local, *args, **kwargs)
+        if config.layernorm_zero_centered_gamma:
+            norm.__class__ = ZeroCenteredRMSNorm
+            norm.weight.data.zero_()
+        for parameter in norm.parameters() if config.sequence_parallel else ():
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
         return norm
 

@@ -41,6 +41,9 @@ class RefitReport:
     """Duration of the refit."""
     scale_epoch: int = 0
     """Number of the engine's KV scales: larger than after the last refit if a scale has changed."""
+    left_out: int = 0
+    """Tensors among these that the engine has no place for: those of a vision tower that it was
+    started without, and of layers that its model class never loads."""
 
 
 @hookspec

@@ -46,7 +46,9 @@ def scale_names(num_layers: int, roles: Iterable[Role] = ROLES) -> list[str]:
     return [scale_name(layer, role) for layer in range(num_layers) for role in roles]
 
 
-def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tensor]:
+def scales_from_amax(
+    amax: torch.Tensor, margin: float, layers: Iterable[int] | None = None
+) -> dict[str, torch.Tensor]:
     """Scales of every layer: the smallest powers of two at or above ``amax * margin / 448``.
 
     With a power of two every dequantized value is exact in BF16, so that a trainer can attend over
@@ -56,6 +58,7 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
         amax: ``[num_layers, 3]``, the observers' amax of q, k and v for each global layer; a
             percentile may stand in for the amax.
         margin: headroom factor, at least 1.
+        layers: global numbers of the layers with keys and values; None: all of them.
 
     Returns:
         name -> float32 ``[1]`` on the CPU.
@@ -70,7 +73,7 @@ def scales_from_amax(amax: torch.Tensor, margin: float) -> dict[str, torch.Tenso
     table = _power_of_two_above(least).float()
     scales = {
         scale_name(layer, role): table[layer, column].reshape(1)
-        for layer in range(table.shape[0])
+        for layer in (range(table.shape[0]) if layers is None else layers)
         for column, role in enumerate(ROLES)
     }
     for name, scale in scales.items():

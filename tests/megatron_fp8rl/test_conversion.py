@@ -260,7 +260,7 @@ def _fsdp(gpt: Any) -> None:
         (_break(external_cuda_graph=True), "external_cuda_graph=True: a replayed graph"),
         (_break(delay_wgrad_compute=True), "delay_wgrad_compute=True: FP8 linears compute"),
         (_break(fp4="e2m1"), r"config\.fp4='e2m1': megatron's own FP4"),
-        (_break(attention_output_gate=True), "attention_output_gate=True: the HF layout"),
+        (_break(experimental_attention_variant="dsa"), "variant='dsa': its linear layers are"),
         (_break(cache_mla_latents=True), "cache_mla_latents=True: absorption"),
         (_break(mla_down_proj_fusion=True), "mla_down_proj_fusion=True: two HF matrices"),
         (_break(heterogeneous_block_specs=True), "heterogeneous_block_specs=True: its layers"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name, scale_names
 from fp8rl.numerics import quantize_block
+from support.no_torchvision import without_torchvision
 from vllm_fp8rl.testing.tiny import make_checkpoint as make_checkpoint
 
 # Where another test has imported torch already, the variable above comes too late, and an engine in
@@ -139,7 +142,11 @@ _MODULES = {
     "Qwen3Moe": "qwen3_moe",
     "DeepseekV2": "deepseek_v2",
     "DeepseekV3": "deepseek_v2",
+    "Qwen3_5": "qwen3_5",
+    "Qwen3_5Moe": "qwen3_5",
+    "Qwen3VL": "qwen3_vl",
 }
+_ENDINGS = re.compile("For(CausalLM|ConditionalGeneration)$")
 
 
 def register_model(path: Path) -> None:
@@ -147,9 +154,10 @@ def register_model(path: Path) -> None:
     from vllm import ModelRegistry
 
     (name,) = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
-    module = _MODULES.get(name.removesuffix("ForCausalLM"))
+    module = _MODULES.get(_ENDINGS.sub("", name))
     if module is not None:
-        source = importlib.import_module(f"vllm.model_executor.models.{module}")
+        with without_torchvision() if module in ("qwen3_5", "qwen3_vl") else nullcontext():
+            source = importlib.import_module(f"vllm.model_executor.models.{module}")
         ModelRegistry.register_model(name, getattr(source, name))
 
 

@@ -47,8 +47,8 @@ class Probe:
     needs: str = _ALWAYS
     """Features of an engine that uses the internal, separated by blanks: ``worker`` (every process
     with a model), ``client`` (the process that refits), ``doctor``, ``cpu``, ``cuda``,
-    ``experts``, ``mla`` (multi-latent attention), ``compiled``, ``sleep``, ``transfer`` (of weights
-    or KV blocks)."""
+    ``experts``, ``mla`` (multi-latent attention), ``linear_attention``, ``compiled``, ``sleep``,
+    ``transfer`` (of weights or KV blocks)."""
 
     @property
     def name(self) -> str:
@@ -278,6 +278,16 @@ PROBES = (
     Probe(11, f"{_MOE}.routed_experts", "RoutedExperts._map_global_expert_id_to_local_expert_id",
         positional=2, needs="experts"),
     Probe(11, f"{_MOE}.runner.moe_runner", "MoERunner", attributes="gate", needs="experts"),
+    Probe(11, "model_executor.layers.quantization.base_config",
+        "QuantizationConfig.apply_vllm_mapper", positional=2),
+    Probe(11, "model_executor.models.utils", "WeightsMapper._map_name", positional=2),
+    Probe(11, "model_executor.models.utils", "WeightsMapper", attributes="orig_to_new_prefix"),
+    Probe(11, "model_executor.layers.mamba.gdn.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention",
+        attributes="conv1d num_v_heads A_log dt_bias", needs="linear_attention"),
+    Probe(11, "model_executor.layers.utils", "dispatch_cpu_unquantized_gemm",
+        attributes="_cpu_unpacked_conv_weight", needs="linear_attention cpu"),
+    Probe(11, "_custom_ops", "causal_conv1d_weight_pack", positional=1,
+        needs="linear_attention cpu"),
     Probe(11, "model_executor.layers.attention", "MLAAttention",
         attributes="kv_b_proj num_heads kv_lora_rank qk_nope_head_dim layer_name kv_cache_dtype "
         "attn_backend process_weights_after_loading", needs="mla"),

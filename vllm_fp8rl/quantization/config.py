@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from fp8rl.families import module_names
+from fp8rl.families import family_of, module_names
 from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
@@ -28,11 +28,13 @@ from vllm_fp8rl.compat import (
 )
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.hf_names import HfNames
 from vllm_fp8rl.kernels.moe_settings import set_activation_scales
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.quantization.models import (
     check_architecture,
+    check_cpu_scoring,
     check_sizes,
     check_widths,
     is_moe,
@@ -67,6 +69,7 @@ class Fp8RLConfig(QuantizationConfig):
         super().__init__()
         require_supported()
         self._recipe = recipe
+        self._mapper: Any = None
         self._state: RankState | None = None
         self.changes: WeakKeyDictionary[Any, Changes] = WeakKeyDictionary()
         """The changes of each ``LLMEngine`` or ``AsyncLLM`` of this process with this config."""
@@ -128,6 +131,10 @@ class Fp8RLConfig(QuantizationConfig):
         _check_checkpoint(hf_quant_cfg)
         return NAME
 
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Keep the map from HF names to vLLM's, which vLLM hands over before it builds a model."""
+        self._mapper = hf_to_vllm_mapper
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of one layer.
 
@@ -161,10 +168,9 @@ class Fp8RLConfig(QuantizationConfig):
             fp8 = state.experts_precision(prefix) == "fp8"
             return (Fp8RLMoEMethod if fp8 else RefitMoEMethod)(layer, state, prefix)
         if isinstance(layer, VocabParallelEmbedding):
-            if state.moe:  # the output projection is built last, behind every router
-                from vllm_fp8rl.quantization.moe import keep_gates_refittable
+            from vllm_fp8rl.quantization.refittable import keep_refittable
 
-                keep_gates_refittable(state)
+            keep_refittable(state)  # the output projection is built last
             return RefitEmbeddingMethod(state, prefix)
         if isinstance(layer, Attention):
             return Fp8RLKVCacheMethod(self, state)
@@ -181,7 +187,9 @@ class Fp8RLConfig(QuantizationConfig):
             from vllm.config import get_current_vllm_config
 
             engine = get_current_vllm_config()
-            self._state = _resolve(engine, self._recipe)
+            # A tower that stays out of service is built first, and without memory: on "meta".
+            with torch.device(engine.device_config.device_type):
+                self._state = _resolve(engine, self._recipe, self._mapper)
             expect_quantizing_loads()
             logger.info("%s", _table(self._state.recipe, self._state.policy))
         return self._state
@@ -232,7 +240,7 @@ def _refuse_lost_recipe(
             raise RecipeError(f"'{where}.{key}' is read by nobody; write '{where}.{own}{inside}'.")
 
 
-def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankState:
+def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any) -> RankState:
     from vllm_fp8rl.patches.ledger import WORKER, install
 
     _probe(engine)
@@ -249,6 +257,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     )
     if engine.device_config.device_type == "cpu" and is_moe(hf_config):
         require_cpu_router()
+        check_cpu_scoring(hf_config)
     if engine.model_config.use_mla:
         from vllm_fp8rl.quantization.mla import check_cpu, check_latent_cache
 
@@ -261,7 +270,8 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
         set_activation_scales(recipe, experts=is_moe(hf_config))
-    policy = PluginManager().pin_policy(recipe.pins, module_names(engine.model_config.hf_config))
+    names = module_names(engine.model_config.hf_config)
+    policy = PluginManager().pin_policy(recipe.pins, names)
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
     return RankState(
@@ -270,9 +280,9 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
         family,
         dummy=engine.load_config.load_format == "dummy",
         layers=engine.compilation_config.static_forward_context,
-        moe=is_moe(hf_config),
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
+        hf_names=HfNames(names, mapper, family.experts),
     )
 
 
@@ -282,9 +292,10 @@ def _probe(engine: VllmConfig) -> None:
 
     from vllm_fp8rl.patches.probes import require
 
-    device = engine.device_config.device_type
+    device, family = engine.device_config.device_type, family_of(engine.model_config.hf_config)
     parts = {
         "experts": is_moe(engine.model_config.hf_text_config),
+        "linear_attention": bool(family and family.linear_attention),
         "mla": engine.model_config.use_mla,
         "compiled": engine.compilation_config.mode != CompilationMode.NONE,
         "sleep": engine.model_config.enable_sleep_mode,

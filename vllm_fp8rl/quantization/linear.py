@@ -16,6 +16,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
+    MergedColumnParallelLinear,
     ReplicatedLinear,
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
@@ -25,7 +26,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
-from fp8rl.numerics import Quantized
+from fp8rl.numerics import BLOCK, Quantized, cdiv
 from vllm_fp8rl.kernels.choice import select_kernel
 from vllm_fp8rl.state import RankState
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
@@ -54,6 +55,28 @@ def _loader_of(layer: torch.nn.Module, loader: Callable[..., None], name: str) -
         f"'{name}' is a {type(layer).__name__}, which loads its weight in a way that fp8rl does "
         "not know; start this model without quantization='fp8rl'."
     )
+
+
+def _scale_loader(layer: Any, loader: Callable[..., None]) -> Callable[..., None]:
+    """The loader of a layer's scales.
+
+    Where one tensor is for several matrices of the layer (Qwen3.5's ``in_proj_qkv``), vLLM cuts it
+    by rows of the weight; scales have a row for each block.
+    """
+    if not isinstance(layer, MergedColumnParallelLinear):
+        return loader
+
+    def load(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
+        if not isinstance(loaded_shard_id, tuple):
+            loader(param, loaded_weight, loaded_shard_id)
+            return
+        first = 0
+        for index in loaded_shard_id:
+            count = cdiv(layer.output_sizes[index], BLOCK[0])
+            loader(param, loaded_weight[first : first + count], index)
+            first += count
+
+    return load
 
 
 @register_weight_loader_v2_supported_method
@@ -100,7 +123,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
             on_unpaired=self.state.guard.recheck,
         )
         weight = Fp8Weight(codes, grid=self.grid, weight_loader=loader)
-        scale = Fp8Scale(scale_inv, grid=self.grid, weight_loader=loader)
+        scale = Fp8Scale(scale_inv, grid=self.grid, weight_loader=_scale_loader(layer, loader))
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale_inv", scale)
         self.kernel.warm_up(layer, self.state.warmup)
@@ -282,7 +305,8 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
             CheckpointError: the checkpoint has no such tensor. A tied one has its partner's.
         """
         method = layer.weight.weight_loader.__self__  # the partner's for a tied parameter
-        if not (self.state.dummy or method.loaded):
+        ours = isinstance(method, RefitEmbeddingMethod)  # vLLM's Qwen3.5 asks for lm_head's alone
+        if ours and not (self.state.dummy or method.loaded):
             raise _incomplete(self.name, [0])
 
     def apply(

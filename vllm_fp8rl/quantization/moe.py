@@ -17,14 +17,13 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.families import EXPERTS
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from vllm_fp8rl.kernels.choice import select_kernel
-from vllm_fp8rl.quantization.linear import RefitLinearMethod, dummy_weights, live_data
+from vllm_fp8rl.quantization.linear import dummy_weights, live_data
 from vllm_fp8rl.state import RankState
 from vllm_fp8rl.storage.experts import (
     ExpertGrids,
@@ -118,7 +117,7 @@ class _ExpertsMethod(FusedMoEMethodBase):
         width = self.moe.intermediate_size_per_partition_unpadded
         assert width is not None
         return ExpertLayout(
-            name=self.name,
+            name=self.state.hf_names.of(self.name),
             local={expert: number for expert, number in numbers.items() if number >= 0},
             total=self.moe.num_experts,
             hidden=hidden,
@@ -300,29 +299,6 @@ def _(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, name: str
 ) -> torch.Tensor:
     return torch.empty_like(x)
-
-
-def keep_gates_refittable(state: RankState) -> None:
-    """Give the routers of all MoE layers the method that every pinned linear layer has.
-
-    vLLM 0.32 makes them without asking a quantization method; on CPU it would then pack their
-    weights after loading and drop them. (0.25.1 asks.)
-    """
-    for name, runner in list(state.layers.items()):
-        gate = getattr(runner, "gate", None)
-        if gate is not None and type(gate.quant_method) is UnquantizedLinearMethod:
-            method = RefitLinearMethod(state, name.removesuffix("experts") + "gate")
-            old = gate.weight
-            gate.quant_method = method
-            method.create_weights(
-                gate,
-                old.shape[1],
-                [old.shape[0]],
-                old.shape[1],
-                old.shape[0],
-                old.dtype,
-                weight_loader=gate.weight_loader,
-            )
 
 
 def _check(moe: FusedMoEConfig, layer: RoutedExperts, name: str) -> None:

@@ -27,15 +27,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.families import FUSED
+from fp8rl.families import FUSED, SPANS, kind_of, tower_of
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
 from fp8rl.numerics import BLOCK, cdiv
 from vllm_fp8rl.kv_scales import fp8_layers, required_kv_scales
 from vllm_fp8rl.refit.intake import Named
 from vllm_fp8rl.state import state_of
-from vllm_fp8rl.storage.block_grid import WriteBatch
+from vllm_fp8rl.storage.block_grid import Shard, WriteBatch
 from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, load_fused, scales_of, stack_of
-from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Weight, ShardedParameter
+from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Scale, Fp8Weight, ShardedParameter
 
 Kind = Literal["codes", "scales", "plain", "fused"]
 Route = Callable[[torch.Tensor, WriteBatch], None]
@@ -84,7 +84,9 @@ class Inventory:
         """By HF name, for every parameter of the model but its KV-cache scales."""
         self.prefix = _prefix(model)
         """What precedes these names in the whole model: empty if this is all of it; None for a part
-        none of whose layers knows its whole name."""
+        none of whose layers knows its whole name, or whose names differ in the checkpoint."""
+        if self.prefix and state_of(model).hf_names.differ:
+            self.prefix = None
         self.kv_scales = frozenset(required_kv_scales(model))
         """Names on the wire of the KV scales that generation needs."""
         self._scales = {
@@ -103,6 +105,8 @@ class Inventory:
             for path, module in model.named_modules()
             for leaf, parameter in module.named_parameters(recurse=False)
         }
+        self._towers = {tower_of(name) for name in self.entries}
+        self._mapper = getattr(type(model), "hf_to_vllm_mapper", None)
         owners = (getattr(parameter, "grid", None) for _, _, parameter in self._held.values())
         grids = {id(grid): grid for grid in owners if hasattr(grid, "forget_unpaired")}
         self.grids: tuple[Any, ...] = tuple(grids.values())
@@ -134,6 +138,18 @@ class Inventory:
         return {
             scale_name(*key) for key, each in self._scales.items() if each.parameter in parameters
         }
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the engine has no place for a tensor, by its own choice.
+
+        Those are the tensors of a tower that it was started without (``limit_mm_per_prompt`` 0 for
+        all that the tower reads), and those that vLLM's model class drops, such as
+        multi-token-prediction layers.
+        """
+        if name in self.entries:
+            return False
+        dropped = self._mapper is not None and self._mapper._map_name(name) is None
+        return dropped or tower_of(name) not in self._towers | {None}
 
     def routes(self, names: Sequence[str]) -> bool:
         """Whether a batch of these names can be written by :meth:`write`.
@@ -206,6 +222,7 @@ def _prefix(model: torch.nn.Module) -> str | None:
 
 def _entries(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    names = state_of(model).hf_names
     owners: dict[int, str] = {}
     for path, module in _modules(model).items():
         if hasattr(module, "kv_cache_dtype"):
@@ -216,17 +233,20 @@ def _entries(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}" if path else leaf
             owner = owners.setdefault(id(parameter), name)
-            for hf_name, entry in _tensors(name, module, parameter, fused):
-                tied = replace(entry, alias_of=owner, route=None)
-                yield hf_name, entry if owner == name else tied
+            for own_name, entry in _tensors(name, module, parameter, fused):
+                tied = replace(entry, alias_of=names.of(owner), route=None)
+                yield names.of(own_name), entry if owner == name else tied
 
 
 def _tensors(
     name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, fused: dict[str, list[str]]
 ) -> Iterator[tuple[str, Entry]]:
-    """The HF tensors that make one parameter."""
+    """The HF tensors that make one parameter, with the engine's names of what precedes them."""
     # A router may have a bias for each expert beside its weight, which is a plain parameter.
-    if isinstance(module, LinearBase) and name.rpartition(".")[2] in _OF_LINEARS:
+    module_name, _, leaf = name.rpartition(".")
+    if kind_of(module_name) == "conv1d":
+        yield name, Entry(_conv_shape(module), name, "plain", partial(_by_loader, parameter, ()))
+    elif isinstance(module, LinearBase) and leaf in _OF_LINEARS:
         yield from _linear(name, module, parameter, fused)
     elif isinstance(module, VocabParallelEmbedding):
         shape = (module.org_vocab_size, *parameter.shape[1:])
@@ -234,7 +254,11 @@ def _tensors(
     else:
         own_loader = hasattr(parameter, "weight_loader")
         route = None if own_loader else partial(_copy, parameter)
-        yield name, Entry(tuple(parameter.shape), name, "plain", route)
+        shape = tuple(parameter.shape)
+        if own_loader and hasattr(module, "num_v_heads"):  # a gated delta net, one row each head
+            shape = (module.num_v_heads, *shape[1:])
+            route = partial(_by_loader, parameter, ())
+        yield name, Entry(shape, name, "plain", route)
 
 
 def _modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -262,26 +286,77 @@ def _linear(
     # vLLM's own table of a class may lack gate_up_proj where no layer of the config is dense.
     parts = fused.get(module_leaf) or FUSED.get(module_leaf) or [module_leaf]
     rows = _rows(module)
-    if len(parts) != len(rows):  # fused in the checkpoint too, with blocks of its own
+    spans = [SPANS.get(part, 1) for part in parts]
+    if sum(spans) != len(rows):  # fused in the checkpoint too, with blocks of its own
         shape = _shape(leaf, sum(rows), module.input_size)
         yield f"{path}.{leaf}", Entry(shape, name, kind, None, codes_fit=kind == "plain")
         return
-    for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
+    for index, (part, span) in enumerate(zip(parts, spans, strict=True)):
+        first = sum(spans[:index])
+        matrices = range(first, first + span)
         route: Route | None = None
         fits = True
         if isinstance(parameter, ShardedParameter) and len(parameter.partitions) == len(rows):
-            start, local_rows = parameter.partitions[index]
-            shard = parameter.shard(start, local_rows, (count, module.input_size))
-            route = partial(parameter.store, shard)
+            pieces = list(_pieces(parameter, [rows[i] for i in matrices], first, module.input_size))
+            route = partial(_store, parameter, pieces)
             if isinstance(parameter, Fp8Parameter):
-                fits = parameter.grid.codes_fit(start, shard.origin)
+                fits = all(_fits(parameter, piece) for piece in pieces)
         elif leaf == "bias":
             route = partial(_by_loader, parameter, _shard_ids(module)[index])
-        shape = _shape(leaf, count, module.input_size)
+        shape = _shape(leaf, sum(rows[i] for i in matrices), module.input_size)
         yield (
             ".".join(filter(None, (parent, part, leaf))),
             Entry(shape, name, kind, route, codes_fit=fits),
         )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of an HF weight that make one matrix of a fused layer."""
+
+    first: int
+    shard: Shard
+    """Where the matrix lies on this rank, and in these rows."""
+
+
+def _pieces(
+    parameter: ShardedParameter, rows: Sequence[int], index: int, columns: int
+) -> Iterator[_Piece]:
+    """The pieces of an HF weight.
+
+    Args:
+        parameter: parameter that holds them.
+        rows: rows of the HF weight for each matrix.
+        index: number of the first matrix in the layer.
+        columns: columns of the HF weight.
+    """
+    first = 0
+    for number, count in enumerate(rows, index):
+        start, local_rows = parameter.partitions[number]
+        yield _Piece(first, parameter.shard(start, local_rows, (count, columns)))
+        first += count
+
+
+def _fits(parameter: Fp8Parameter, piece: _Piece) -> bool:
+    row, column = piece.shard.origin
+    return parameter.grid.codes_fit(piece.shard.start, (piece.first + row, column))
+
+
+def _store(
+    parameter: ShardedParameter,
+    pieces: Sequence[_Piece],
+    tensor: torch.Tensor,
+    batch: WriteBatch,
+) -> None:
+    """Route of a weight, or of its scales, that fills one or more matrices of a layer."""
+    if len(pieces) == 1:
+        parameter.store(pieces[0].shard, tensor, batch)
+        return
+    block = BLOCK[0] if isinstance(parameter, Fp8Scale) else 1
+    for piece in pieces:
+        first = piece.first // block
+        part = tensor[first : first + cdiv(piece.shard.full[0], block)]
+        parameter.store(piece.shard, part, batch)
 
 
 def _experts(path: str, module: RoutedExperts) -> Iterator[tuple[str, Entry]]:
@@ -338,6 +413,11 @@ def _by_loader(
 def _load_kv_scale(parameter: Any, tensor: torch.Tensor, batch: WriteBatch) -> None:
     """Route of a KV scale in a plain load; a refit sets its scales at the end."""
     parameter.weight_loader(parameter, tensor, fill=batch.fill)
+
+
+def _conv_shape(conv: Any) -> tuple[int, int, int]:
+    """HF's shape of the weight of a causal convolution, which vLLM may keep packed."""
+    return conv.output_size, 1, conv.input_size
 
 
 def _rows(module: LinearBase) -> list[int]:

@@ -81,6 +81,7 @@ class RefitSession:
         self._covered: set[str] = set()
         self._scaled: set[str] = set()
         self._written: set[str] = set()
+        self._left_out = 0
         self._bytes = 0
         self._started = 0.0
 
@@ -130,7 +131,8 @@ class RefitSession:
             ) from error
 
     def _load(self, batch: Tensors) -> None:
-        tensors = scalars_on_host(steady(batch))
+        sent = scalars_on_host(steady(batch))
+        tensors = [item for item in sent if not self._inventory.leaves_out(item[0])]
         known = [(name, tensor) for name, tensor in tensors if name in self._entries]
         limit = self._guard.values.limit(self.model)
         finite = start_finite_check([tensor for _, tensor in known], limit)  # a GPU reads meanwhile
@@ -160,7 +162,8 @@ class RefitSession:
         self._dtypes |= arriving
         self._scaled = scaled
         self._covered = covered
-        self._bytes += sum(tensor.nbytes for _, tensor in tensors)
+        self._left_out += len(sent) - len(tensors)
+        self._bytes += sum(tensor.nbytes for _, tensor in sent)
 
     def __exit__(
         self,
@@ -188,10 +191,11 @@ class RefitSession:
                 {self._entries[n].parameter for n in self._dtypes if n in self._entries}
             ),
             kv_scales=sum(name in self._scales for name in self._dtypes),
-            tensors=len(self._dtypes),
+            tensors=len(self._dtypes) + self._left_out,
             received_bytes=self._bytes,
             seconds=time.perf_counter() - self._started,
             scale_epoch=self._guard.scale_epoch,
+            left_out=self._left_out,
         )
         self._guard.values.forget()
         self._guard.open()

@@ -16,10 +16,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedModel,
+)
 
 from fp8rl import PinPolicy, Recipe
-from fp8rl.families import module_names
+from fp8rl.families import EXPERTS, known_family, language_config, module_names
 from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import (
     BLOCK,
@@ -44,7 +50,8 @@ class Reference:
 
     model: PreTrainedModel
     kv_scales: Mapping[str, float] | None
-    """Scale by the name it is sent under, for every layer; None keeps K and V in float32."""
+    """Scale by the name it is sent under, for every layer with K and V; None keeps them in
+    float32."""
 
     @torch.no_grad()
     def teacher_forced_logprobs(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -57,7 +64,9 @@ class Reference:
             float32 ``[prompts, tokens - 1]`` on the CPU.
         """
         token_ids = token_ids.to(self.model.device)
-        cache = None if self.kv_scales is None else _FakeQuantCache(self.kv_scales)
+        cache = None
+        if self.kv_scales is not None:
+            cache = _FakeQuantCache(self.kv_scales, self.model.config)
         logits = self.model(token_ids, past_key_values=cache, use_cache=cache is not None).logits
         logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
         return logprobs.gather(2, token_ids[:, 1:, None])[..., 0].cpu()
@@ -117,7 +126,8 @@ def load_reference(
     """Load a BF16 checkpoint with the recipe's fake quantization.
 
     Args:
-        path: folder of a Llama/Qwen3-style checkpoint, dense or Qwen3-MoE.
+        path: folder of a checkpoint of a family whose modules are known
+            (:mod:`fp8rl.families`), also inside a vision wrapper.
         recipe: formats and pins; with ``rollout: false`` no linear layer is quantized.
         kv_scales: see :class:`Reference`.
         attention: attention implementation of transformers.
@@ -125,19 +135,25 @@ def load_reference(
         dtype: dtype of everything else; bfloat16 shows the effect of an engine's own rounding.
         device: device of the model; every device uses the reference formulas.
     """
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(os.fspath(path))
+    wrapped = language_config(config) is not config
+    kind = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_pretrained(
         os.fspath(path), dtype=dtype, attn_implementation=attention
     )
     model.to(device).eval()  # type: ignore[arg-type]
     policy = PinPolicy(recipe.pins, module_names(model.config))
+    experts = known_family(model.config).experts or EXPERTS
     left_alone = set(unquantized)
     for name, module in list(model.named_modules()):
         if name in left_alone or not recipe.rollout:
             continue
         if isinstance(module, torch.nn.Linear) and policy.precision(name) == "fp8":
             _fake_quantize(module, recipe)
-        elif hasattr(module, "gate_up_proj") and policy.precision(f"{name}.0.gate_proj") == "fp8":
-            model.set_submodule(name, _FakeQuantExperts(module, recipe))
+        elif hasattr(module, "gate_up_proj") and not isinstance(module, torch.nn.Linear):
+            block = name.replace(".mlp.", f".{experts.block}.")  # transformers has one name for all
+            if policy.precision(f"{block}.0.{experts.leaves[0]}") == "fp8":
+                model.set_submodule(name, _FakeQuantExperts(module, recipe))
     return Reference(model, kv_scales)
 
 
@@ -166,16 +182,18 @@ def observed_kv_scales(
     """Return scales for the largest |K| and |V| of the prompts, with the recipe's margin."""
     model = load_reference(path, recipe, device=device).model
     roles: tuple[Role, ...] = ("k", "v")
-    amax = {(layer, role): 0.0 for layer in range(model.config.num_hidden_layers) for role in roles}
+    amax: dict[tuple[int, Role], float] = {}
     for prompt in prompts:
-        cache = DynamicCache()
+        cache = DynamicCache(config=model.config)
         with torch.no_grad():
             model(
                 torch.tensor([list(prompt)], device=device), past_key_values=cache, use_cache=True
             )
         for layer, stored in enumerate(cache.layers):
+            if not hasattr(stored, "keys"):  # the state of linear attention
+                continue
             for role, tensor in zip(roles, (stored.keys, stored.values), strict=True):
-                amax[layer, role] = max(amax[layer, role], tensor.abs().max().item())
+                amax[layer, role] = max(amax.get((layer, role), 0.0), tensor.abs().max().item())
     factor = recipe.kv_cache.margin / E4M3_MAX
     return {
         scale_name(layer, role): 2.0 ** math.ceil(math.log2(value * factor))
@@ -186,8 +204,8 @@ def observed_kv_scales(
 class _FakeQuantCache(DynamicCache):
     """A cache that returns K and V as an FP8 cache would."""
 
-    def __init__(self, scales: Mapping[str, float]) -> None:
-        super().__init__()
+    def __init__(self, scales: Mapping[str, float], config: Any) -> None:
+        super().__init__(config=config)
         self._scales = scales
 
     def update(
@@ -221,8 +239,8 @@ def _fake_quantize(linear: torch.nn.Linear, recipe: Recipe) -> None:
 class _FakeQuantExperts(torch.nn.Module):
     """Experts computed one after the other, as in transformers, over quantized operands.
 
-    It replaces ``Qwen3MoeExperts`` of transformers 5, where no hook reaches the product of gate and
-    up. In earlier releases experts are ordinary linear layers.
+    It replaces a class such as ``Qwen3MoeExperts`` of transformers 5, where no hook reaches the
+    product of gate and up. In earlier releases experts are ordinary linear layers.
     """
 
     def __init__(self, experts: Any, recipe: Recipe) -> None:

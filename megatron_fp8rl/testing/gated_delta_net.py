@@ -1,0 +1,94 @@
+"""Qwen3.5's layers in megatron's local spec: what they lack without TransformerEngine and FLA.
+
+For the tests alone. Megatron-core 0.16.1 builds gated delta nets from TransformerEngine's spec,
+with kernels of flash-linear-attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from fp8rl.errors import UnsupportedError
+from megatron_fp8rl import compat
+
+
+def config_fields(hf_config: Any) -> dict[str, Any]:
+    """Return what a ``TransformerConfig`` has for a Qwen3.5 beside what every model has."""
+    linear = [kind == "linear_attention" for kind in hf_config.layer_types]
+    return {
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(flag) for flag in linear],
+        "linear_conv_kernel_dim": hf_config.linear_conv_kernel_dim,
+        "linear_key_head_dim": hf_config.linear_key_head_dim,
+        "linear_value_head_dim": hf_config.linear_value_head_dim,
+        "linear_num_key_heads": hf_config.linear_num_key_heads,
+        "linear_num_value_heads": hf_config.linear_num_value_heads,
+    }
+
+
+def hybrid_spec(spec: Any, config: Any) -> Any:
+    """Put gated delta nets into the layers of a spec that have no attention.
+
+    Args:
+        spec: of a whole decoder, with a spec for each layer.
+        config: the ``TransformerConfig``.
+
+    Raises:
+        UnsupportedError: pipeline parallelism, which cuts the spec.
+    """
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+
+    linear = compat.linear_attention_layers(config)
+    if len(spec.layer_specs) != len(linear):
+        raise UnsupportedError(
+            "This builder puts gated delta nets into a whole decoder; use a pipeline size of 1."
+        )
+    spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
+    for layer, flag in zip(spec.layer_specs, linear, strict=True):
+        if flag:
+            layer.submodules.self_attention = ModuleSpec(
+                module=GatedDeltaNet,
+                submodules=GatedDeltaNetSubmodules(
+                    in_proj=ColumnParallelLinear,
+                    out_norm=WrappedTorchNorm,
+                    out_proj=RowParallelLinear,
+                ),
+            )
+    return spec
+
+
+class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
+    """An RMSNorm that multiplies by ``1 + weight``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+
+def patches() -> list[tuple[Any, str, Any]]:
+    """Return what stands for flash-linear-attention where it is not installed (0.16)."""
+    from megatron.core.ssm import gated_delta_net
+
+    if getattr(gated_delta_net, "HAVE_FLA", True):
+        return []
+    return [
+        (gated_delta_net, "HAVE_FLA", True),
+        (gated_delta_net, "l2norm", _l2norm),
+        (
+            gated_delta_net,
+            "chunk_gated_delta_rule",
+            gated_delta_net.torch_chunk_gated_delta_rule,
+        ),
+    ]
+
+
+def _l2norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,268 @@
+"""Qwen3.5 in Megatron-Core: gated delta nets and gated attention, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from fp8rl import PinPolicy, Recipe
+from fp8rl.errors import PinError, UnsupportedError
+from fp8rl.families import module_names as hf_module_names
+from fp8rl.kv_scales import scale_name
+from fp8rl.numerics import quantize_block
+from fp8rl.recipe import KVCache, Pins
+from megatron_fp8rl import conversion_of, convert, weight_codes_hf
+from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
+from megatron_fp8rl.export.mapping import read_model
+from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.sites import module_names
+from megatron_fp8rl.testing.models import build_gpt
+from support.gated_delta_net import token_by_token
+from support.megatron import convert_alone
+from vllm_fp8rl.testing.hf_reference import gap, load_reference
+from vllm_fp8rl.testing.tiny import make_qwen35_checkpoint
+
+RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
+UNQUANTIZED = Recipe(rollout=False, training=False, kv_cache=RECIPE.kv_cache)
+FACTOR = 2.0
+ATTENTION = 3
+"""The only layer of four with keys and values."""
+SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "moe": {"experts": True}}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("qwen35")
+    return {name: make_qwen35_checkpoint(root / name, 3, **shape) for name, shape in SHAPES.items()}
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def gpt(path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    model = build_gpt(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
+    load_hf(model, load_tensors(path), allow_cast=dtype != torch.float32)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    return torch.randint(2, 512, (24, 16), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def logprobs(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.tensor(prompts())
+    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    with torch.no_grad():
+        found = torch.log_softmax(model(tokens, positions, None)[:, :-1].float(), dim=-1)
+    return found.gather(2, tokens[:, 1:, None]).flatten()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logprobs_equal_transformers(mcore, paths, name):
+    expected = load_reference(paths[name], UNQUANTIZED).many(prompts())
+    found = gap(logprobs(gpt(paths[name])), expected)
+    assert found.mean < 5e-6 and found.max < 5e-4, found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_fp8_logprobs_equal_transformers_with_the_same_fake_quantization(mcore, paths, name):
+    model = gpt(paths[name])
+    convert_alone(model, RECIPE)
+    expected = load_reference(paths[name], RECIPE).many(prompts())
+    with token_by_token():
+        other = load_reference(paths[name], RECIPE, attention="sdpa").many(prompts())
+    floor = gap(other, expected)
+    found = gap(logprobs(model), expected)
+    assert found.within(floor, FACTOR), (found, floor)
+    assert gap(logprobs(gpt(paths[name])), expected).mean > 2 * found.mean
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_export_returns_what_was_loaded(mcore, paths, name):
+    tensors = load_tensors(paths[name])
+    exported = dict(export_hf(gpt(paths[name])))
+    assert exported.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        # Megatron keeps this norm less one.
+        near = 1e-6 if key.endswith("linear_attn.norm.weight") else 0.0
+        assert torch.allclose(exported[key], tensor.float(), rtol=0, atol=near), key
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_codes_are_the_rollouts(mcore, paths, name):
+    model = gpt(paths[name], torch.bfloat16)
+    conversion = convert_alone(model, RECIPE)
+    tensors = load_tensors(paths[name])
+    module = conversion.modules["model.layers.0.linear_attn.in_proj_qkvz"]
+    codes = weight_codes_hf(module)
+    fused = [tensors[f"model.layers.0.linear_attn.in_proj_{part}.weight"] for part in ("qkv", "z")]
+    expected = quantize_block(torch.cat(fused))
+    found = [codes[f"model.layers.0.linear_attn.in_proj_{part}"] for part in ("qkv", "z")]
+    joined = torch.cat([each.codes.view(torch.uint8) for each in found])
+    assert torch.equal(joined, expected.codes.view(torch.uint8))
+    assert torch.equal(torch.cat([each.scale_inv for each in found]), expected.scale_inv)
+    wire = dict(fp8_wire(export_hf(model), conversion.policy, "fp32"))
+    for layer in (0, ATTENTION):
+        for part in ("linear_attn.in_proj_qkv", "self_attn.q_proj", "linear_attn.out_proj"):
+            key = f"model.layers.{layer}.{part}.weight"
+            if key in tensors:
+                expected = quantize_block(tensors[key])
+                assert torch.equal(wire[key].view(torch.uint8), expected.codes.view(torch.uint8))
+                assert torch.equal(wire[f"{key}_scale_inv"], expected.scale_inv)
+    assert wire["model.layers.0.linear_attn.in_proj_b.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_pins_of_both_engines_are_resolved_alike(mcore, paths, name):
+    model, config = gpt(paths[name]), AutoConfig.from_pretrained(paths[name])
+    ours, theirs = (
+        {row.name: (row.precision, row.reason) for row in policy_of(model, names).report()}
+        for names in (None, hf_module_names(config))
+    )
+    assert ours == theirs
+    assert ours["model.layers.1.linear_attn.in_proj_a"][0] == "bf16"
+    inside = module_names(model.config, wrapped=True)
+    assert inside[0] == "model.visual"
+    stem = "model.language_model."
+    assert f"{stem}layers.0.linear_attn.in_proj_qkv" in inside
+    assert len(inside) == 1 + len(hf_module_names(config))
+
+
+def policy_of(model: Any, names: list[str] | None) -> PinPolicy:
+    return PinPolicy(RECIPE.pins, module_names(model.config) if names is None else names)
+
+
+def test_rows_without_blocks_stay_in_bf16(mcore, paths):
+    model = gpt(paths["dense"])
+    conversion = convert_alone(model, RECIPE)
+    linear: Any = conversion.modules["model.layers.0.linear_attn.in_proj_qkvz"]
+    rows = linear.fp8_state.codes.layout.rows
+    weight = linear.weight.detach().clone()
+    x = torch.randn(16, 2, 256, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    y, _ = linear(x)
+    assert y.shape[-1] == len(weight) == rows + 8
+    rest = torch.nn.functional.linear(x, weight[rows:])
+    assert torch.equal(y[..., rows:], rest)
+    whole = torch.nn.functional.linear(x, weight[:rows])
+    assert not torch.equal(y[..., :rows], whole)
+    assert torch.nn.functional.cosine_similarity(y[..., :rows].flatten(), whole.flatten(), 0) > 0.99
+
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    y.backward(upstream)
+    flat = upstream.flatten(0, 1)
+    exact = flat.t() @ x.detach().flatten(0, 1)
+    assert torch.allclose(linear.weight.grad[rows:], exact[rows:], rtol=1e-5, atol=1e-5)
+    for found, expected in ((linear.weight.grad, exact), (x.grad.flatten(0, 1), flat @ weight)):
+        near = torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), 0)
+        assert 0.99 < near < 1 - 1e-9
+
+
+def test_every_parameter_has_a_gradient(mcore, paths):
+    model = gpt(paths["moe"])
+    convert_alone(model, RECIPE)
+    tokens = torch.tensor(prompts())
+    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    model(tokens, positions, None).float().log_softmax(-1)[..., 7].sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.any(), name
+
+
+class Ranks:
+    """A process group of two, seen from one of them."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def test_two_ranks_share_every_section(mcore, paths, monkeypatch):
+    """Each rank has its heads of q, k, v, z, b and a; the export joins them again."""
+    mapping, parameters = read_model(gpt(paths["dense"]), None)
+    tensors = load_tensors(paths["dense"])
+    kinds = ("in_proj", "conv1d", "qkv", "glu")
+    chosen = {p.rule.packing: p for p in parameters if p.rule.packing in kinds}
+    assert set(chosen) == set(kinds)
+    for own in chosen.values():
+        whole = [tensors[name].float() for name in own.entry.names]
+        shards = []
+        for rank in (0, 1):
+            mapping.tp = Ranks(rank)
+            shards.append(mapping.pack(own.rule, whole, len(own.param) // 2))
+            assert len(shards[-1]) == len(own.param) // 2
+
+        def gather(into: list[torch.Tensor], *_: Any, parts: Any = shards, **__: Any) -> None:
+            for place, part in zip(into, parts, strict=True):
+                place.copy_(part)
+
+        monkeypatch.setattr(torch.distributed, "all_gather", gather)
+        for found, expected in zip(mapping.unpack(own.rule, shards[0]), whole, strict=True):
+            assert torch.equal(found, expected)
+        if own.rule.packing == "in_proj":  # the second rank begins with its half of the queries
+            assert torch.equal(shards[1][:128], whole[0][128:256])
+
+
+def test_only_layers_with_keys_have_scales(mcore, paths):
+    model = gpt(paths["dense"])
+    observer = QKVObserver(model)
+    logprobs(model)
+    scales = observer.scales(1.0)
+    assert set(scales) == {scale_name(ATTENTION, role) for role in ("q", "k", "v")}
+    cache = KVCacheInTraining(model)
+    before = logprobs(model)
+    cache.set(scales)
+    assert not torch.equal(logprobs(model), before)
+    cache.close()
+    observer.close()
+
+
+class Wrapper(torch.nn.Module):
+    """What Megatron-Bridge makes of a multimodal model, as far as this package looks at it."""
+
+    def __init__(self, language_model: torch.nn.Module) -> None:
+        super().__init__()
+        self.vision_model = torch.nn.Linear(8, 8)
+        self.language_model = language_model
+
+
+def test_a_language_model_inside_a_wrapper(mcore, paths):
+    wrapper = Wrapper(gpt(paths["dense"]))
+    stem = "model.language_model."
+    pinned = f"{stem}layers.1.mlp.down_proj"
+    recipe = Recipe(pins=Pins(names=(pinned,)), kv_cache=RECIPE.kv_cache)
+    conversion = convert_alone(wrapper, recipe)
+    assert f"{stem}layers.0.linear_attn.in_proj_qkvz" in conversion.modules
+    assert all(name.startswith(f"{stem}layers.") for name in conversion.modules)
+    assert pinned not in conversion.modules
+    assert conversion.policy.precision("model.visual.blocks.0.attn.qkv") == "bf16"
+    assert type(wrapper.vision_model) is torch.nn.Linear
+    assert set(conversion_of(wrapper).modules) == set(conversion.modules)
+    observer = QKVObserver(wrapper)
+    logprobs(wrapper.language_model)
+    assert len(observer.scales(1.0)) == 3
+    with pytest.raises(UnsupportedError, match="Megatron-Bridge"):
+        export_hf(wrapper)
+
+
+def test_refusals(mcore, paths):
+    model = gpt(paths["dense"])
+    ba = Recipe(pins=Pins(fp8=("*.in_proj_a", "*.in_proj_b")), kv_cache=RECIPE.kv_cache)
+    with pytest.raises(PinError, match=r"pins\.fp8 puts .*in_proj_ba' in FP8"):
+        convert(model, ba)
+    model.config.experimental_attention_variant = "gdn2"
+    with pytest.raises(UnsupportedError, match="gdn2"):
+        convert(model, RECIPE)
+    with pytest.raises(UnsupportedError, match="gdn2"):
+        dict(export_hf(model))

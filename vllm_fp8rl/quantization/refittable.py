@@ -1,0 +1,78 @@
+"""Linear layers that vLLM builds without asking a quantization method: kept open for refits.
+
+On a CPU vLLM packs their weights after loading. Routers and gates of shared experts get the method
+of every pinned linear; the convolution of a gated delta net keeps vLLM's, because its kernel reads
+the packed weight, and packs again at every load.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm import _custom_ops
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+from fp8rl.errors import RefitError
+from fp8rl.families import kind_of
+from vllm_fp8rl.quantization.linear import RefitLinearMethod
+from vllm_fp8rl.state import RankState
+
+Loader = Callable[[torch.Tensor, torch.Tensor], None]
+
+_PLAIN = "_cpu_unpacked_conv_weight"
+"""Where vLLM keeps the weight of a packed convolution, ``[rows, width]``."""
+
+
+def keep_refittable(state: RankState) -> None:
+    """Let refits reach the linear layers of a built model that have vLLM's own method.
+
+    Args:
+        state: state of this rank, whose model is complete but for the output projection.
+    """
+    for layer in list(state.layers.values()):
+        for linear in layer.modules():
+            method = getattr(linear, "quant_method", None)
+            if not isinstance(linear, LinearBase) or type(method) is not UnquantizedLinearMethod:
+                continue
+            if kind_of(linear.prefix) == "conv1d":
+                _load_packed(linear)
+            else:
+                _replace_method(linear, state)
+
+
+def _replace_method(linear: Any, state: RankState) -> None:
+    """Give a linear layer the method of pinned ones. vLLM 0.25.1 asks for it, later ones do not."""
+    old = linear.weight
+    linear.quant_method = RefitLinearMethod(state, linear.prefix)
+    linear.quant_method.create_weights(
+        linear,
+        old.shape[1],
+        [old.shape[0]],
+        old.shape[1],
+        old.shape[0],
+        old.dtype,
+        weight_loader=linear.weight_loader,
+    )
+
+
+def _load_packed(conv: Any) -> None:
+    """Let a convolution's loader write its weight wherever vLLM has it, in HF's order."""
+    weight = conv.weight
+    own_loader: Loader = weight.weight_loader
+    reference = weakref.ref(conv)  # a loader must not keep the model alive
+
+    def load(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        owner = reference()
+        if owner is None:
+            raise RefitError("A weight was loaded into a layer that no longer exists; restart.")
+        plain = getattr(owner, _PLAIN, None)
+        if plain is None:  # not packed yet, or not at all
+            own_loader(param, loaded_weight)
+            return
+        own_loader(plain, loaded_weight)
+        param.data.copy_(_custom_ops.causal_conv1d_weight_pack(plain))
+
+    weight.weight_loader = load
