@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fp8rl.families import Experts
+
 
 class HfNames:
     """Engine names to HF names.
@@ -19,9 +21,15 @@ class HfNames:
         modules: HF names of the language model's modules, without ``.weight``.
         mapper: vLLM's ``WeightsMapper`` of the model class, without stacked entries; None where
             the class has none, and names are the same.
+        experts: names of the model's experts; vLLM may give their block another name.
     """
 
-    def __init__(self, modules: Iterable[str] = (), mapper: Any = None) -> None:
+    def __init__(
+        self, modules: Iterable[str] = (), mapper: Any = None, experts: Experts | None = None
+    ) -> None:
+        self._blocks = ("", "")
+        if experts is not None and experts.vllm_block:
+            self._blocks = (f".{experts.vllm_block}.", f".{experts.block}.")
         self._known: dict[str, str] = {}
         self._prefixes: list[tuple[str, str]] = []
         if mapper is None:
@@ -41,6 +49,7 @@ class HfNames:
 
         The last part of a fused module's name stays as the engine has it (``qkv_proj``).
         """
+        name = name.replace(*self._blocks) if self._blocks[0] else name
         known = name
         while known and known not in self._known:
             known = known.rpartition(".")[0]

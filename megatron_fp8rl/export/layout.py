@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from fp8rl.families import DEEPSEEK_EXPERTS, SHARED_EXPERT
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 
 ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
@@ -178,4 +179,4 @@ def plain_layout(part: str, rows: int) -> RowLayout:
 
 def shared_expert_name(config: Any) -> str:
     """Return the HF name of the shared expert: Qwen's has a gate, DeepSeek's has none."""
-    return "shared_expert" if config.moe_shared_expert_gate else "shared_experts"
+    return (SHARED_EXPERT if config.moe_shared_expert_gate else DEEPSEEK_EXPERTS).shared

@@ -35,7 +35,7 @@ def load_hf(
     Raises:
         CheckpointError: a tensor is missing, unknown, given twice, wrongly shaped or of a dtype
             that would lose precision. Nothing has been changed then.
-        UnsupportedError: the model is not a Llama/Qwen-style GPT.
+        UnsupportedError: the model has a parameter without a rule.
     """
     mapping, parameters = read_model(model_chunks, vocab_size)
     given = tensors if isinstance(tensors, Mapping) else _collect(tensors)

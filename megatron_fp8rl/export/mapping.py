@@ -383,8 +383,8 @@ def _check_served(config: Any) -> None:
     ):
         if unsupported:
             raise UnsupportedError(
-                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; only "
-                "Llama/Qwen-style models are."
+                f"Module 'decoder.layers.*.{module}' has {what}, which is not served; let "
+                "Megatron-Bridge export this model, or add what is missing (docs/extending.md)."
             )
 
 
@@ -399,8 +399,8 @@ def _mapped(mapping: ParameterMap, chunk: GPTModel, name: str, param: Tensor) ->
     if key not in rules:
         raise UnsupportedError(
             f"Module '{name.rpartition('.')[0]}' (parameter '{name}') has no Hugging Face "
-            "counterpart here; only Llama/Qwen-style models are served, without "
-            "multi-token-prediction layers (Megatron-Bridge exports those)."
+            "counterpart here; let Megatron-Bridge export this model (it also exports "
+            "multi-token-prediction layers), or add a rule (docs/extending.md)."
         )
     rule, position = rules[key], list(rules).index(key)
     exported, expert, block = True, None, position

@@ -52,7 +52,7 @@ def export_hf(
         tensors are copies. ``lm_head.weight`` is left out where embeddings are tied.
 
     Raises:
-        UnsupportedError: at the call, for a model that is not a Llama/Qwen-style GPT.
+        UnsupportedError: at the call, for a model with a parameter without a rule.
         CheckpointError: at the call, for a bad ``vocab_size`` or missing chunks.
     """
     mapping, parameters = read_model(model_chunks, vocab_size)

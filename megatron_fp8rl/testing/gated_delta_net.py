@@ -17,13 +17,11 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl import compat
 
-MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
-
 
 def config_fields(hf_config: Any) -> dict[str, Any]:
     """Return what a ``TransformerConfig`` has for a Qwen3.5 beside what every model has."""
     linear = [kind == "linear_attention" for kind in hf_config.layer_types]
-    fields: dict[str, Any] = {
+    return {
         "qk_layernorm": True,
         "attention_output_gate": True,
         "layernorm_zero_centered_gamma": True,
@@ -35,18 +33,6 @@ def config_fields(hf_config: Any) -> dict[str, Any]:
         "linear_num_key_heads": hf_config.linear_num_key_heads,
         "linear_num_value_heads": hf_config.linear_num_value_heads,
     }
-    if hf_config.model_type == "qwen3_5_moe_text":
-        fields |= {
-            "num_moe_experts": hf_config.num_experts,
-            "moe_router_topk": hf_config.num_experts_per_tok,
-            "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
-            "ffn_hidden_size": hf_config.moe_intermediate_size,
-            "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
-            "moe_shared_expert_gate": True,
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
-        }
-    return fields
 
 
 def hybrid_spec(spec: Any, config: Any) -> Any:

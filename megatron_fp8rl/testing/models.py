@@ -24,12 +24,23 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.families import (
+    EXPERTS,
+    Experts,
+    Family,
+    Module,
+    block_of,
+    expert_count,
+    has_experts,
+    is_biased,
+    known_family,
+    known_type,
+    layer_modules,
+    shared_width,
+)
 from megatron_fp8rl import compat
 from megatron_fp8rl.testing import gated_delta_net
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
-
-_LATENT = ("deepseek_v2", "deepseek_v3")
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", *_LATENT, *gated_delta_net.MODEL_TYPES)
 
 
 class LatentDotProductAttention(DotProductAttention):
@@ -69,7 +80,7 @@ def build_gpt(
     core_attention: type | None = None,
     **overrides: Any,
 ) -> GPTModel:
-    """A model of one of ``MODEL_TYPES`` with all parameters in ``dtype``.
+    """A model of a family with all parameters in ``dtype``.
 
     Tensor and pipeline sizes come from ``megatron.core.parallel_state``, which must be initialised.
     Initial weights depend on ``seed`` and, under pipeline parallelism, on the stage; load weights
@@ -151,22 +162,24 @@ def transformer_config(
     Raises:
         UnsupportedError: the config asks for something that this builder cannot express.
     """
-    _check_supported(hf_config, dtype)
+    family = known_family(hf_config)
+    _check_supported(hf_config, family, dtype)
     heads = hf_config.num_attention_heads
+    modules = _attention_modules(hf_config, family)
     fields: dict[str, Any] = {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
-        "ffn_hidden_size": getattr(hf_config, "intermediate_size", None),
+        "ffn_hidden_size": _width(hf_config),
         "num_attention_heads": heads,
         "num_query_groups": hf_config.num_key_value_heads,
         "kv_channels": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
-        "qk_layernorm": hf_config.model_type in ("qwen3", "qwen3_moe"),
+        "qk_layernorm": "self_attn.q_norm" in modules,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": _all_biased(hf_config),
-        "add_qkv_bias": hf_config.model_type == "qwen2",
+        "add_bias_linear": is_biased(modules["self_attn.o_proj"], hf_config),
+        "add_qkv_bias": is_biased(modules.get("self_attn.q_proj"), hf_config),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
@@ -178,14 +191,28 @@ def transformer_config(
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
     }
-    if hf_config.model_type in gated_delta_net.MODEL_TYPES:
+    if family.linear_attention is not None:
         fields |= gated_delta_net.config_fields(hf_config)
-    if hf_config.model_type == "qwen3_moe":
-        fields |= _moe_fields(hf_config)
-    if hf_config.model_type not in _LATENT:
+    if family.experts is not None and expert_count(family, hf_config):
+        fields |= _moe_fields(hf_config, family, family.experts)
+    if family.attention.kv != "latent":
         return TransformerConfig(**{**CPU_CONFIG, **fields, **overrides})
-    fields |= _latent_fields(hf_config) | _deepseek_moe_fields(hf_config)
-    return MLATransformerConfig(**{**CPU_CONFIG, **fields, **overrides})
+    return MLATransformerConfig(
+        **{**CPU_CONFIG, **fields, **_latent_fields(hf_config), **overrides}
+    )
+
+
+def _width(hf_config: Any) -> int:
+    """The intermediate size of dense layers; that of experts where no layer is dense."""
+    width = getattr(hf_config, "intermediate_size", None)
+    return int(hf_config.moe_intermediate_size if width is None else width)
+
+
+def _attention_modules(hf_config: Any, family: Family) -> dict[str, Module]:
+    """The modules of a layer with attention, by name within the layer."""
+    layers = range(hf_config.num_hidden_layers)
+    layer = next(n for n in layers if block_of(family, hf_config, n) is family.attention)
+    return {module.name: module for module in layer_modules(family, hf_config, layer)}
 
 
 def _latent_fields(hf_config: Any) -> dict[str, Any]:
@@ -204,65 +231,50 @@ def _latent_fields(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _deepseek_moe_fields(hf_config: Any) -> dict[str, Any]:
-    sigmoid = hf_config.model_type == "deepseek_v3"
-    if hf_config.norm_topk_prob is not sigmoid:
+def _moe_fields(hf_config: Any, family: Family, experts: Experts) -> dict[str, Any]:
+    sigmoid = bool(experts.bias)  # the families whose routers have a bias take sigmoids
+    normalized = getattr(hf_config, "norm_topk_prob", True)
+    if sigmoid and not normalized:
         raise UnsupportedError(
-            "Megatron divides the chosen scores by their sum with a sigmoid and not with a "
-            f"pre-softmax; set norm_topk_prob to {sigmoid}."
+            "Megatron divides the sigmoids of the chosen experts by their sum; set norm_topk_prob "
+            "to true."
         )
-    grouped = (hf_config.n_group or 1) > 1
-    if grouped and hf_config.num_experts_per_tok != 2 * hf_config.topk_group:
+    groups = getattr(hf_config, "n_group", None) or 1
+    if groups > 1 and hf_config.num_experts_per_tok != 2 * hf_config.topk_group:
         raise UnsupportedError(
             "Megatron scores a group by its best num_experts_per_tok // topk_group experts, "
             "transformers by its best two; set num_experts_per_tok to twice topk_group."
         )
-    sparse = [i >= hf_config.first_k_dense_replace for i in range(hf_config.num_hidden_layers)]
+    layers = range(hf_config.num_hidden_layers)
     return {
-        "num_moe_experts": hf_config.n_routed_experts,
+        "num_moe_experts": expert_count(family, hf_config),
         "moe_router_topk": hf_config.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
-        "moe_layer_freq": [int(flag) for flag in sparse],
-        "moe_shared_expert_intermediate_size": (
-            hf_config.n_shared_experts * hf_config.moe_intermediate_size
-        ),
+        "moe_ffn_hidden_size": getattr(hf_config, experts.width),
+        "moe_layer_freq": [int(has_experts(family, hf_config, layer)) for layer in layers],
+        "moe_shared_expert_intermediate_size": shared_width(family, hf_config) or None,
+        "moe_shared_expert_gate": bool(experts.shared_gate),
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_enable_expert_bias": sigmoid,
-        "moe_router_pre_softmax": True,
-        "moe_router_num_groups": hf_config.n_group if grouped else None,
-        "moe_router_group_topk": hf_config.topk_group if grouped else None,
-        "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
-        "moe_router_dtype": "fp32",
+        "moe_router_pre_softmax": not normalized,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": hf_config.topk_group if groups > 1 else None,
+        "moe_router_topk_scaling_factor": getattr(hf_config, "routed_scaling_factor", None),
+        "moe_router_dtype": "fp32" if experts is not EXPERTS else None,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
 
 
-def _moe_fields(hf_config: Any) -> dict[str, Any]:
-    if not hf_config.norm_topk_prob:
-        raise UnsupportedError("norm_topk_prob=False is not served; set it to true.")
-    dense = set(hf_config.mlp_only_layers)
-    sparse = [
-        number not in dense and (number + 1) % hf_config.decoder_sparse_step == 0
-        for number in range(hf_config.num_hidden_layers)
-    ]
-    return {
-        "num_moe_experts": hf_config.num_experts,
-        "moe_router_topk": hf_config.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
-        "moe_layer_freq": [int(flag) for flag in sparse],
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-    }
-
-
-def _check_supported(hf_config: Any, dtype: torch.dtype) -> None:
-    if hf_config.model_type not in MODEL_TYPES:
+def _check_supported(hf_config: Any, family: Family, dtype: torch.dtype) -> None:
+    if not known_type(hf_config):
         raise UnsupportedError(
-            f"model_type '{hf_config.model_type}' has no builder; use one of "
-            f"{', '.join(MODEL_TYPES)}."
+            f"model_type '{hf_config.model_type}' has no builder; use one of the table of families."
+        )
+    if family.experts is not None and family.experts.leaves != EXPERTS.leaves:
+        raise UnsupportedError(
+            f"A {family.name} model has no builder: its experts have other names than Megatron's "
+            "side gives them."
         )
     if dtype not in (torch.bfloat16, torch.float32):
         raise UnsupportedError(f"dtype {dtype} is not served; use bfloat16 or float32.")
@@ -274,17 +286,13 @@ def _check_supported(hf_config: Any, dtype: torch.dtype) -> None:
         raise UnsupportedError(
             f"rope_type '{_rope(hf_config)['rope_type']}' is not served; use 'default'."
         )
-    if hf_config.model_type != "qwen2" and getattr(hf_config, "attention_bias", False) != getattr(
-        hf_config, "mlp_bias", False
-    ):
+    output = _attention_modules(hf_config, family)["self_attn.o_proj"]
+    mlp_bias = bool(family.mlp_bias and getattr(hf_config, family.mlp_bias, False))
+    if is_biased(output, hf_config) != mlp_bias:
         raise UnsupportedError(
             "attention_bias and mlp_bias differ; Megatron has one switch for both, so set both or "
             "neither."
         )
-
-
-def _all_biased(hf_config: Any) -> bool:
-    return hf_config.model_type != "qwen2" and bool(getattr(hf_config, "attention_bias", False))
 
 
 def _rope(hf_config: Any) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class Experts:
     """Key of the intermediate size of an expert."""
     block: str = "mlp"
     """Name of the block within the layer; experts are ``{block}.experts.N``."""
+    vllm_block: str = ""
+    """Name of the block in the prefixes that vLLM gives its layers, if it is another."""
     leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of gate, up and down in an expert."""
     fused: tuple[str, str] = ("gate_up_proj", "down_proj")
@@ -222,14 +224,13 @@ QWEN2_MOE = Family(
     ("qwen2_moe",),
     _attention(qkv_bias="qkv_bias", o_bias=""),
     experts=SHARED_EXPERT,
-    missing={"rollout": "a shared expert"},
 )
 MIXTRAL = Family(
     "Mixtral",
     ("mixtral",),
     _attention(qkv_bias="", o_bias=""),
     experts=SPARSE_BLOCK,
-    missing={"rollout": "experts named w1, w2 and w3"},
+    missing={"training": "experts named w1, w2 and w3"},
 )
 DEEPSEEK_V2 = Family(
     "DeepSeek-V2",
@@ -249,15 +250,14 @@ GLM4_MOE = Family(
     ("glm4_moe",),
     _attention(o_bias="", norms=_HEAD_NORMS, norms_when="use_qk_norm"),
     experts=DEEPSEEK_EXPERTS,
-    missing={"rollout": "a shared expert"},
 )
 """GLM-4.6 and GLM-4.7 too."""
 MINIMAX_M2 = Family(
     "MiniMax-M2",
     ("minimax_m2",),
     _attention(qkv_bias="", o_bias="", norms=("q", "kv")),
-    experts=replace(SPARSE_BLOCK, bias="e_score_correction_bias"),
-    missing={"rollout": "experts named w1, w2 and w3"},
+    experts=replace(SPARSE_BLOCK, bias="e_score_correction_bias", vllm_block="mlp"),
+    missing={"training": "experts named w1, w2 and w3"},
 )
 QWEN3_5 = Family(
     "Qwen3.5",
@@ -485,7 +485,7 @@ def layer_modules(family: Family, config: Any, layer: int) -> Iterator[Module]:
     leaves = experts.leaves if family.mlp[0] == "gate_proj" else experts.leaves[1:]
     for number in range(expert_count(family, config)):
         yield from _mlp(f"{experts.block}.experts.{number}", leaves, "expert")
-    if experts.shared and _has_shared(experts, config):
+    if _has_shared(experts, config):
         yield from _mlp(f"{experts.block}.{experts.shared}", family.mlp, "shared")
 
 
@@ -501,11 +501,12 @@ def block_of(family: Family, config: Any, layer: int) -> Block:
     """Return the token mixer of a decoder layer."""
     if family.linear_attention is None:
         return family.attention
-    types = value_of(config, "layer_types")
-    if types is not None:
-        linear = types[layer] == "linear_attention"
+    kind = _kind_of_layer(config, "layer_types", layer)
+    if kind is not None:
+        linear = kind == "linear_attention"
     else:
-        linear = (layer + 1) % value_of(config, "full_attention_interval", 4) != 0
+        every = value_of(config, "full_attention_interval", 4)
+        linear = (layer + 1) % check_count("full_attention_interval", every) != 0
     return family.linear_attention if linear else family.attention
 
 
@@ -513,9 +514,9 @@ def has_experts(family: Family, config: Any, layer: int) -> bool:
     """Tell whether a decoder layer has experts, by the keys of the language model's config."""
     if expert_count(family, config) == 0:
         return False
-    types = value_of(config, "mlp_layer_types")
-    if types is not None:
-        return bool(types[layer] == "sparse")
+    kind = _kind_of_layer(config, "mlp_layer_types", layer)
+    if kind is not None:
+        return bool(kind == "sparse")
     dense = value_of(config, "mlp_only_layers", ())
     if not isinstance(dense, list | tuple):
         raise ModelError(
@@ -531,6 +532,19 @@ def has_experts(family: Family, config: Any, layer: int) -> bool:
     )
 
 
+def _kind_of_layer(config: Any, key: str, layer: int) -> Any:
+    """Return a layer's entry in a list of the config; None where the config has no such list."""
+    kinds = value_of(config, key)
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list | tuple) or layer >= len(kinds):
+        raise ModelError(
+            f"The model's {key} is {reprlib.repr(kinds)}; correct it to a list with an entry for "
+            "each layer."
+        )
+    return kinds[layer]
+
+
 def expert_count(family: Family, config: Any) -> int:
     """Return the number of experts of a layer that has experts; 0 for a dense family.
 
@@ -544,7 +558,25 @@ def expert_count(family: Family, config: Any) -> int:
 
 
 def _has_shared(experts: Experts, config: Any) -> bool:
-    return bool(value_of(config, experts.shared_width or experts.shared_count))
+    key = experts.shared_width or experts.shared_count
+    return bool(key and value_of(config, key))
+
+
+def shared_width(family: Family, config: Any) -> int:
+    """Return the intermediate size of a layer's shared expert; 0 where there is none."""
+    experts = family.experts
+    if experts is None or not experts.shared:
+        return 0
+    if experts.shared_width:
+        return int(value_of(config, experts.shared_width, 0))
+    return int(value_of(config, experts.shared_count, 0) * value_of(config, experts.width, 0))
+
+
+def is_biased(module: Module | None, config: Any) -> bool:
+    """Tell whether a module has a bias, by the language model's config; False for None."""
+    if module is None or not module.bias:
+        return False
+    return module.bias == "always" or bool(value_of(config, module.bias))
 
 
 def kind_of(name: str) -> ModuleKind:
@@ -583,7 +615,7 @@ def unsupported_reason(config: Any, *, rollout: bool, training: bool) -> str | N
     if not (rollout or training):
         return None
     family, text = family_of(config), language_config(config)
-    kind = value_of(text, "model_type", "of unknown type")
+    kind = value_of(text, "model_type", "no model_type")
     media = text is not config or any(value_of(config, key) is not None for key in _MEDIA)
     if media and not (family and family.wrapper):
         return f"a multimodal model ('{kind}') of an unknown family"

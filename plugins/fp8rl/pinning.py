@@ -74,7 +74,7 @@ class PinPolicy:
 
     @classmethod
     def for_dense_model(cls, pins: Pins, num_layers: int) -> PinPolicy:
-        """The policy of a dense Llama/Qwen3-style model with ``num_layers`` decoder layers."""
+        """The policy of a dense Llama-style model with ``num_layers`` decoder layers."""
         return cls(pins, dense_module_names(num_layers))
 
     def precision(self, name: str) -> Precision:

@@ -14,10 +14,12 @@ from fp8rl.families import (
     Module,
     check_count,
     expert_count,
+    is_biased,
     known_family,
     language_config,
     layer_parameters,
     modules_of,
+    shared_width,
     value_of,
 )
 from fp8rl.gemm import GemmShape
@@ -181,8 +183,7 @@ class Sizes:
         )
 
     def _biased(self, name: str) -> bool:
-        key = self._modules[name].bias
-        return key == "always" or bool(key and value_of(self._config, key))
+        return is_biased(self._modules[name], self._config)
 
     def _shape(self, module: Module) -> tuple[int, ...]:
         """Return the shape of a module's weight on one rank; a tied output layer has no rows."""
@@ -200,10 +201,7 @@ class Sizes:
             return int(value_of(self._config, key, 0))
 
         expert = get(experts.width) if experts else 0
-        shared = 0
-        if experts:
-            count = get(experts.shared_count) if experts.shared_count else 0
-            shared = count * expert or (get(experts.shared_width) if experts.shared_width else 0)
+        shared = shared_width(self._family, self._config)
         nope, rope, value = (
             get("qk_nope_head_dim"),
             get("qk_rope_head_dim"),

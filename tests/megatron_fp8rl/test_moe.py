@@ -194,5 +194,5 @@ def test_mtp_layers_are_numbered_apart(hf_config):
 
 
 def test_mtp_layers_have_no_name_in_our_own_export():
-    with pytest.raises(UnsupportedError, match="Megatron-Bridge exports those"):
+    with pytest.raises(UnsupportedError, match="it also exports multi-token-prediction"):
         export_hf(build_gpt(DENSE, mtp_num_layers=1))

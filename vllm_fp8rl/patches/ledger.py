@@ -18,6 +18,7 @@ from typing import Any
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.compat import remedy
 from vllm_fp8rl.patches.engine_core import reset_and_tell, rpc_unless_busy
+from vllm_fp8rl.patches.packing import keep_unpacked
 from vllm_fp8rl.patches.plain_loads import check_plain_loads
 from vllm_fp8rl.patches.reload import reload_in_place
 
@@ -140,7 +141,19 @@ GATES = (
 )  # fmt: skip
 """Compared where a request gate is made."""
 
-WORKER = (*LOADS, *RELOADS)
+PACKING = (
+    Patch(
+        "vllm.model_executor.layers.linear",
+        "UnquantizedLinearMethod.process_weights_after_loading",
+        ("layer",),
+        why="on a CPU vLLM packs the weights of routers and of gates of shared experts, which most "
+        "model classes build without a quantization config, and drops them: no refit reaches them",
+        how="keeps matrices of an engine of fp8rl on a CPU as they are",
+        until="vLLM passes the quantization config to every linear layer",
+        replacement=keep_unpacked,
+    ),
+)
+WORKER = (*LOADS, *RELOADS, *PACKING)
 """Installed where a model is built."""
 LEDGER: tuple[Patch, ...] = (*ENGINE_CORE, *WORKER, *GATES)
 

@@ -34,6 +34,7 @@ from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.quantization.models import (
     check_architecture,
+    check_cpu_scoring,
     check_sizes,
     check_widths,
     is_moe,
@@ -256,6 +257,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
     )
     if engine.device_config.device_type == "cpu" and is_moe(hf_config):
         require_cpu_router()
+        check_cpu_scoring(hf_config)
     if engine.model_config.use_mla:
         from vllm_fp8rl.quantization.mla import check_cpu, check_latent_cache
 
@@ -280,7 +282,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
         layers=engine.compilation_config.static_forward_context,
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
-        hf_names=HfNames(names, mapper),
+        hf_names=HfNames(names, mapper, family.experts),
     )
 
 

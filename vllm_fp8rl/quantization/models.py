@@ -15,6 +15,7 @@ from fp8rl.families import (
     known_family,
     language_config,
     unsupported_reason,
+    value_of,
 )
 from vllm_fp8rl.names import NAME
 
@@ -47,6 +48,22 @@ def check_architecture(hf_config: Any) -> Family:
             "missing (docs/extending.md)."
         )
     return known_family(hf_config)
+
+
+def check_cpu_scoring(hf_config: Any) -> None:
+    """Refuse a router that fails on a CPU at the first request.
+
+    Args:
+        hf_config: config of the language model.
+
+    Raises:
+        UnsupportedError: the router takes sigmoids, without groups.
+    """
+    if value_of(hf_config, "scoring_func") == "sigmoid" and not value_of(hf_config, "n_group"):
+        raise UnsupportedError(
+            f"vLLM's router for CPUs has no sigmoid without groups, which '{hf_config.model_type}' "
+            "needs; run this model on a GPU."
+        )
 
 
 def check_sizes(hf_config: Any) -> None:

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from fp8rl import PinPolicy, Recipe
-from fp8rl.families import language_config, module_names
+from fp8rl.families import EXPERTS, known_family, language_config, module_names
 from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import (
     BLOCK,
@@ -143,14 +143,17 @@ def load_reference(
     )
     model.to(device).eval()  # type: ignore[arg-type]
     policy = PinPolicy(recipe.pins, module_names(model.config))
+    experts = known_family(model.config).experts or EXPERTS
     left_alone = set(unquantized)
     for name, module in list(model.named_modules()):
         if name in left_alone or not recipe.rollout:
             continue
         if isinstance(module, torch.nn.Linear) and policy.precision(name) == "fp8":
             _fake_quantize(module, recipe)
-        elif hasattr(module, "gate_up_proj") and policy.precision(f"{name}.0.gate_proj") == "fp8":
-            model.set_submodule(name, _FakeQuantExperts(module, recipe))
+        elif hasattr(module, "gate_up_proj") and not isinstance(module, torch.nn.Linear):
+            block = name.replace(".mlp.", f".{experts.block}.")  # transformers has one name for all
+            if policy.precision(f"{block}.0.{experts.leaves[0]}") == "fp8":
+                model.set_submodule(name, _FakeQuantExperts(module, recipe))
     return Reference(model, kv_scales)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,7 @@ def make_mla_checkpoint(path: Path, seed: int, **changes: Any) -> Path:
     routing: dict[str, Any] = {"moe_layer_freq": 1}
     if name == "DeepseekV3":
         routing |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    file = path / "config.json"
-    values = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(values | routing), encoding="utf-8")
+    _add_to_config(path, routing)
     return path
 
 
@@ -201,6 +200,57 @@ def make_qwen3_vl_checkpoint(path: Path, seed: int) -> Path:
     )
     torch.manual_seed(seed)
     return _write(Qwen3VLForConditionalGeneration(config), path)
+
+
+_MOE: dict[str, Any] = {
+    "moe_intermediate_size": 128,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 256,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Keys of MoE configs; a config takes those that it has."""
+_ONLY_VLLM_READS: dict[str, dict[str, Any]] = {
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 64},
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+}
+
+
+def make_family_checkpoint(path: Path, seed: int, model_type: str, **changes: Any) -> Path:
+    """Write a random model of a family with experts in the same way.
+
+    Args:
+        path: folder to write.
+        seed: seed of the weights.
+        model_type: a ``model_type`` of :mod:`fp8rl.families`, of a text model.
+        changes: keys of the config that differ from the defaults here.
+
+    Returns:
+        ``path``.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    known = {key: n for key, n in _MOE.items() if hasattr(AutoConfig.for_model(model_type), key)}
+    config = partial(AutoConfig.for_model, model_type)
+    _save(config, AutoModelForCausalLM.from_config, path, seed, known | changes)
+    _add_to_config(path, _ONLY_VLLM_READS.get(model_type, {}))
+    return path
+
+
+def _add_to_config(path: Path, values: dict[str, Any]) -> None:
+    file = path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | values), encoding="utf-8")
 
 
 def _save(config: Any, kind: Any, path: Path, seed: int, changes: dict[str, Any]) -> Path:

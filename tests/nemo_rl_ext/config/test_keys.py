@@ -463,7 +463,7 @@ def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
     ("model", "refused_by"),
     [
         ({"model_type": "deepseek_v32", "kv_lora_rank": 512}, ("rollout", "training")),
-        ({"model_type": "mixtral", "num_local_experts": 8}, ("rollout",)),
+        ({"model_type": "new", "num_local_experts": 8}, ("rollout",)),
     ],
 )
 def test_a_model_that_workers_would_refuse_is_refused_before_ray(

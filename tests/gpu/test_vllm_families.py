@@ -1,0 +1,78 @@
+"""Families with experts on a GPU: logprobs against transformers, through refits under full graphs.
+
+See ``test_vllm_engine`` for how an engine in BF16 is compared with transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+
+from fp8rl import Recipe
+from fp8rl.recipe import KVCache
+from support.gpu_engine import PROMPTS, Rollout, refit_tensors, slope, start_engine
+from vllm_fp8rl.refit import refit
+from vllm_fp8rl.testing.hf_reference import gap, load_reference
+from vllm_fp8rl.testing.tiny import make_family_checkpoint
+
+log = logging.getLogger(__name__)
+
+RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
+SHAPE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "initializer_range": 0.04,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"head_dim": 64, "moe_intermediate_size": 640},
+    "mixtral": {},
+    "glm4_moe": {"moe_intermediate_size": 640, "use_qk_norm": True},
+    "minimax_m2": {},
+}
+
+
+def logprobs(path: Path, rollout: Rollout, recipe: Recipe, **options: Any) -> torch.Tensor:
+    """Logprobs of a rollout's tokens by transformers."""
+    reference = load_reference(path, recipe, device="cuda", **options)
+    sequences = [p + t for p, t in zip(PROMPTS, rollout.tokens, strict=True)]
+    rows = reference.many(sequences).split([len(sequence) - 1 for sequence in sequences])
+    return torch.cat([r[-len(t) :] for r, t in zip(rows, rollout.tokens, strict=True)])
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_logprobs_equal_transformers_through_refits(kind: str, tmp_path: Path) -> None:
+    paths = {
+        name: make_family_checkpoint(tmp_path / name, seed, kind, **SHAPE, **CASES[kind])
+        for seed, name in enumerate("ab")
+    }
+    engine = start_engine(paths["a"], RECIPE)
+    try:
+        before = {n: p.data_ptr() for n, p in engine.model.named_parameters()}
+        tokens = []
+        for name in "aba":
+            tensors = refit_tensors(paths[name], RECIPE)
+            refit(engine.llm, tensors.items(), expect_kv_scales=False)
+            tokens.append(engine.greedy())
+            rollout = engine.rollout()
+            expected = logprobs(paths[name], rollout, RECIPE)
+            own = logprobs(paths[name], rollout, RECIPE, dtype=torch.bfloat16)
+            plain = logprobs(paths[name], rollout, Recipe(rollout=False))
+            floor, found = gap(own, expected), gap(rollout.logprobs, expected)
+            share, best = slope(rollout.logprobs, expected, plain), slope(own, expected, plain)
+            log.info("%s: floor %.4f, engine %.4f nats", name, floor.mean, found.mean)
+            log.info("unquantized %.4f; slopes %.3f, %.3f", gap(plain, expected).mean, best, share)
+            assert found.mean < 2.0 * floor.mean
+            assert share > 0.6 * best
+        assert tokens[0] == tokens[2] != tokens[1]
+        assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == before
+    finally:
+        engine.llm.llm_engine.engine_core.shutdown()

@@ -1,0 +1,96 @@
+"""Families with experts in live CPU engines: against transformers, and through refits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+from fp8rl import Recipe
+from fp8rl.errors import UnsupportedError
+from fp8rl.families import kind_of
+from fp8rl.recipe import KVCache, Pins
+from support.engine import Engine, load_tensors
+from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
+from vllm_fp8rl.quantization import config
+from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
+from vllm_fp8rl.testing.tiny import make_family_checkpoint
+
+RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
+PUBLISHED = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(kinds=("a_proj", "b_proj")))
+"""As in NeMo RL's configs of models with multi-latent attention."""
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"head_dim": 64},
+    "mixtral": {},
+    "glm4_moe": {},
+    "minimax_m2": {},
+    "glm4_moe_lite": {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "head_dim": 64,
+        "n_shared_experts": 1,
+        "num_key_value_heads": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+}
+
+
+def with_grouped_router(engine: Engine) -> None:
+    """Let vLLM's router for CPUs choose by sigmoids and a bias: as one group of all experts."""
+    for module in engine.model.modules():
+        if isinstance(router := getattr(module, "router", None), CPURouter):
+            router.use_grouped_topk = True
+            router.num_expert_group = router.topk_group = 1
+
+
+def test_a_router_that_fails_on_a_cpu_is_refused(
+    moe_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    path = make_family_checkpoint(tmp_path, 0, "minimax_m2")
+    with pytest.raises(UnsupportedError, match="no sigmoid without groups, which 'minimax_m2'"):
+        moe_engine(path, RECIPE)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_equals_transformers_through_refits(
+    kind: str,
+    moe_engine: Callable[..., Engine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(config, "check_cpu_scoring", lambda config: None)
+    paths = {
+        name: make_family_checkpoint(tmp_path / name, seed, kind, **CASES[kind])
+        for seed, name in enumerate("ab")
+    }
+    tensors = {name: load_tensors(path) for name, path in paths.items()}
+    # vLLM's rotary kernel for CPUs is wrong for multi-latent attention.
+    native_rope = {"custom_ops": ["-rotary_embedding"]}
+    recipe = PUBLISHED if kind == "glm4_moe_lite" else RECIPE
+    engine = moe_engine(paths["a"], recipe, compilation_config=native_rope)
+    if kind == "minimax_m2":
+        with_grouped_router(engine)
+    before, said = engine.pointers(), []
+    inventory = Inventory.of(engine.model)
+    assert set(tensors["a"]) == {n for n, entry in inventory.entries.items() if entry.required}
+    slow = {kind_of(n.rpartition(".")[0]) for n in tensors["a"] if not inventory.routes([n])}
+    assert slow <= {"router", "norm", "linear"}  # these go through vLLM's own loaders
+    for name in "aba":
+        if said:
+            refit(engine.llm, tensors[name].items(), expect_kv_scales=False)
+        floor = noise_floor(paths[name], recipe, PROMPTS)
+        said.append(vllm_logprobs(engine))
+        found = gap(said[-1], load_reference(paths[name], recipe).many(PROMPTS))
+        assert found.within(floor, FACTOR), (name, found, floor)
+    assert said[0].equal(said[2]) and not said[0].equal(said[1])
+    assert engine.pointers() == before
