@@ -228,9 +228,8 @@ def test_two_ranks(mcore, paths, two_ranks, sequence_parallel):
     sizes = [256, 256, 512, 512, 4, 4]  # of q, k, v, z, b and a
     for name, whole in one["gradients"].items():
         parts = [found["gradients"][name] for found in ranks]
-        if (
-            name == delta_net_ranks.NORM
-        ):  # under sequence parallelism each rank has seen half of the tokens
+        if name == delta_net_ranks.NORM:
+            # Under sequence parallelism each rank has seen half of the tokens.
             joined = sum(parts) if sequence_parallel else parts[0]
             pairs = [(joined, whole)]
         else:
