@@ -54,7 +54,8 @@ class QKVObserver:
         config = chunks[0].config
         self.num_layers: int = config.num_layers
         linear = compat.linear_attention_layers(config)
-        self._cached = [number for number, flag in enumerate(linear) if not flag]
+        self.layers = [number for number, flag in enumerate(linear) if not flag]
+        """Global numbers of the layers with keys and values, on all ranks."""
         device = next(p.device for chunk in chunks for p in chunk.parameters())
         self._amax = (
             MaximumTable(self.num_layers, device)
@@ -87,7 +88,8 @@ class QKVObserver:
 
         Returns:
             float32 ``[num_layers, 3]`` on the model's device, columns q, k, v: the maximum, or the
-            percentile. NaN where any rank saw a NaN, 0 where no rank saw a token.
+            percentile. NaN where any rank saw a NaN, 0 where no rank saw a token, and in layers
+            without keys and values.
         """
         return self._amax.reduced(group)
 
@@ -105,7 +107,7 @@ class QKVObserver:
         Raises:
             ScaleError: on every rank, if a layer saw no token, or a NaN or infinite activation.
         """
-        return scales_from_amax(self.amax(group), margin, self._cached)
+        return scales_from_amax(self.amax(group), margin, self.layers)
 
     def reset(self) -> None:
         """Forget what was seen, e.g. after an optimizer step has changed the activations."""

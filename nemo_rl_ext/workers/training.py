@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl import Recipe
-from fp8rl.kv_scales import next_scales, power_of_two_scales, scale_name
+from fp8rl.kv_scales import next_scales, power_of_two_scales
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.refit import NOT_SENT
@@ -161,7 +161,8 @@ class Fp8Training:
         if observer is None:
             observer = self._qkv_observer = _observe(self.model)
         amax = observer.amax()
-        forward = not bool((amax > 0).all())  # the same on every rank: a maximum over the world
+        # The same on every rank: a maximum over the world.
+        forward = not bool((amax[observer.layers] > 0).all())
         if forward:
             self.model.eval()
             with torch.no_grad():
@@ -170,7 +171,7 @@ class Fp8Training:
                 )
             amax = observer.amax()
         observer.reset()
-        scales, outgrown = next_scales(self._kv_scales, amax, recipe.kv_cache)
+        scales, outgrown = next_scales(self._kv_scales, amax, recipe.kv_cache, observer.layers)
         layers = unlike_placeholders({name: float(scale) for name, scale in scales.items()})
         self._kv_scales = layers
         ordered = sorted(layers.items(), key=lambda item: item[1])
@@ -314,7 +315,8 @@ def unlike_placeholders(scales: Scales) -> dict[str, float]:
     """
     cached = {scale for name, scale in scales.items() if not name.endswith("q_scale")}
     if cached == {NOT_SENT}:
-        return {**scales, scale_name(0, "k"): 2 * NOT_SENT}
+        first = next(name for name in scales if name.endswith("k_scale"))
+        return {**scales, first: 2 * NOT_SENT}
     return dict(scales)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ def scale_names(num_layers: int, roles: Iterable[Role] = ROLES) -> list[str]:
 
 
 def scales_from_amax(
-    amax: torch.Tensor, margin: float, layers: Iterable[int] | None = None
+    amax: torch.Tensor, margin: float, layers: Sequence[int] | None = None
 ) -> dict[str, torch.Tensor]:
     """Scales of every layer: the smallest powers of two at or above ``amax * margin / 448``.
 
@@ -113,7 +113,10 @@ class NextScales(NamedTuple):
 
 
 def next_scales(
-    current: Mapping[str, torch.Tensor | float], amax: torch.Tensor, kv_cache: KVCache
+    current: Mapping[str, torch.Tensor | float],
+    amax: torch.Tensor,
+    kv_cache: KVCache,
+    layers: Sequence[int] | None = None,
 ) -> NextScales:
     """Compute the scales for the next refit by the recipe's ``kv_cache.recalibrate``.
 
@@ -126,12 +129,14 @@ def next_scales(
         current: scales in service, by name; empty before the first calibration.
         amax: see :func:`scales_from_amax`.
         kv_cache: section of the recipe.
+        layers: see :func:`scales_from_amax`.
 
     Raises:
         ScaleError: see :func:`scales_from_amax`; or a bad scale in service.
     """
-    fresh = scales_from_amax(amax, kv_cache.margin)
-    seen = dict(zip(fresh, amax.detach().double().flatten().tolist(), strict=True))
+    fresh = scales_from_amax(amax, kv_cache.margin, layers)
+    rows = amax if layers is None else amax[list(layers)]
+    seen = dict(zip(fresh, rows.detach().double().flatten().tolist(), strict=True))
     held = {name: check_scale(name, current[name]) for name in fresh if name in current}
     outgrown = tuple(name for name in held if seen[name] > E4M3_MAX * held[name])
     if kv_cache.recalibrate == "refit":

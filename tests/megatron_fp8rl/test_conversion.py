@@ -142,7 +142,7 @@ def test_the_table_is_true_of_every_module_and_tells_of_lost_pins(tmp_path):
 
     conversion.save_table(tmp_path)
     in_bf16 = {name for name in checked if rows[name] == "bf16"}
-    naive = PinPolicy.for_dense_model(Pins(), 4)
+    naive = PinPolicy(Pins(), [row.name for row in conversion.policy.report()])
     assert set(table.differences(tmp_path, naive)) == in_bf16 and len(in_bf16) == 2 * 7 + 1
     naive = PinPolicy.for_dense_model(Pins(first=1, last=1), 2)  # two stages of two layers: all
     assert all(row.precision == "bf16" for row in naive.report())

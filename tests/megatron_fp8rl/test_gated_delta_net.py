@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.families import module_names as hf_module_names
-from fp8rl.kv_scales import scale_name
+from fp8rl.kv_scales import next_scales, scale_name
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache, Pins
 from megatron_fp8rl import conversion_of, convert, weight_codes_hf
@@ -220,6 +220,10 @@ def test_only_layers_with_keys_have_scales(mcore, paths):
     logprobs(model)
     scales = observer.scales(1.0)
     assert set(scales) == {scale_name(ATTENTION, role) for role in ("q", "k", "v")}
+    kept = KVCache(margin=1.0, recalibrate="start")
+    amax = 2 * observer.amax()
+    held = next_scales(scales, amax, kept, observer.layers)
+    assert held.scales == scales and set(held.outgrown) <= set(scales)
     cache = KVCacheInTraining(model)
     before = logprobs(model)
     cache.set(scales)

@@ -65,10 +65,11 @@ def _one_prompt(
     rows, width = mixed_qkv.shape[1], weight.shape[-1]
     padded = F.pad(mixed_qkv.t(), (width - 1, 0))
     mixed = F.silu(F.conv1d(padded, weight.view(rows, 1, width), groups=rows)).t()
-    sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
+    ranks = layer.tp_size
+    sizes = [size // ranks for size in (layer.key_dim, layer.key_dim, layer.value_dim)]
     query, key, value = (part[None] for part in mixed.split(sizes, dim=-1))
-    query, key = (part.unflatten(-1, (layer.num_k_heads, -1)) for part in (query, key))
-    value = value.unflatten(-1, (layer.num_v_heads, -1))
+    query, key = (part.unflatten(-1, (layer.num_k_heads // ranks, -1)) for part in (query, key))
+    value = value.unflatten(-1, (layer.num_v_heads // ranks, -1))
     repeats = layer.num_v_heads // layer.num_k_heads
     query, key = (part.repeat_interleave(repeats, dim=2) for part in (query, key))
     decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias)

@@ -25,12 +25,16 @@ from support.towers import TEXT_ONLY, keep_towers
 pytest.importorskip("vllm")
 pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers has no Qwen3.5")
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
 from support.gated_delta_net import compute_in_float32, token_by_token
 from support.teacher_forced import PROMPTS, vllm_logprobs
 from vllm_fp8rl.calibration import calibrate_kv_scales
-from vllm_fp8rl.refit import refit
+from vllm_fp8rl.refit import inventory, refit
 from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.state import state_of
+from vllm_fp8rl.storage.block_grid import BlockGrid, WriteBatch, empty_storage
+from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight
 from vllm_fp8rl.testing.hf_reference import Gap, gap, load_reference, observed_kv_scales
 from vllm_fp8rl.testing.tiny import make_qwen35_checkpoint
 
@@ -270,6 +274,57 @@ def test_fp8_codes_on_the_wire(dense: Engine, paths: dict[str, Path]) -> None:
         send()
         assert same_state(dense.state(), before)
     assert dense.llm.reset_prefix_cache()
+
+
+def test_an_fp8_cache_is_for_the_layer_with_attention(dense: Engine) -> None:
+    layers = dense.llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    state = state_of(dense.model)
+    assert list(state.kv_scales) == [f"model.layers.{ATTENTION}.self_attn.attn"]
+    assert set(dense.kv_scales()) >= SCALE_NAMES
+    nets = {name: layer for name, layer in layers.items() if name.endswith(".linear_attn")}
+    assert len(nets) == ATTENTION
+    for layer in nets.values():
+        assert {tensor.dtype for tensor in layer.kv_cache} <= {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_tensor_of_three_matrices_on_two_ranks(dense: Engine, rank: int) -> None:
+    """Each rank has its heads of q, of k, of v and of z, one after the other."""
+    keys, values, columns = 128, 256, 256  # of one rank
+    sizes = [keys, keys, values, values]
+    storage = empty_storage(sum(sizes), columns)
+    grid = BlockGrid("layer", lambda: storage, sizes, columns, "fp32")
+    layer = MergedColumnParallelLinear.__new__(MergedColumnParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.output_sizes, layer.input_size = [2 * size for size in sizes], columns
+    generator = torch.Generator().manual_seed(rank)
+    whole = [torch.randn(2 * size, columns, generator=generator) for size in sizes]
+    sent = {"in_proj_qkv": torch.cat(whole[:3]), "in_proj_z": whole[3]}
+    local = torch.cat([part.chunk(2)[rank] for part in whole])
+    expected = quantize_block(local)
+    wire = {name: quantize_block(tensor) for name, tensor in sent.items()}
+    entries: dict[str, Any] = {}
+    for kind, leaf, data in (
+        (Fp8Weight, "weight", storage[0]),
+        (Fp8Scale, "weight_scale_inv", storage[1]),
+    ):
+        parameter = kind(data, grid=grid, weight_loader=print)
+        parameter.tp_rank, parameter.tp_size = rank, 2
+        name = f"x.in_proj_qkvz.{leaf}"
+        entries |= dict(inventory._linear(name, layer, parameter, {}))
+    assert entries["x.in_proj_qkv.weight"].shape == (2 * (2 * keys + values), columns)
+    assert all(entry.codes_fit for entry in entries.values())
+    for in_codes in (False, True):
+        storage[0].view(torch.uint8).zero_()
+        batch = WriteBatch()
+        for name, tensor in sent.items():
+            codes, scale_inv = wire[name]
+            entries[f"x.{name}.weight"].route(codes if in_codes else tensor, batch)
+            if in_codes:
+                entries[f"x.{name}.weight_scale_inv"].route(scale_inv, batch)
+        batch.run()
+        assert same_bits(storage[0], expected.codes)
+        assert same_bits(storage[1], expected.scale_inv)
 
 
 def test_a_missing_or_unknown_tensor_is_refused(moe: Engine, paths: dict[str, Path]) -> None:

@@ -1,0 +1,139 @@
+"""A Qwen3.5-shaped model on a GPU: gated delta nets, gated attention, experts, refits in graphs.
+
+See ``test_vllm_engine`` for how an engine in BF16 is compared with transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+pytest.importorskip("torchvision", reason="vLLM's Qwen3.5 imports it")
+pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers has no Qwen3.5")
+
+from safetensors.torch import load_file
+
+from fp8rl import Recipe
+from fp8rl.kv_scales import scale_name
+from fp8rl.numerics import FP8_DTYPE
+from fp8rl.recipe import KVCache
+from support.gpu_engine import (
+    PROMPTS,
+    QUICK,
+    GpuEngine,
+    expected_logprobs,
+    slope,
+    start_engine,
+)
+from support.towers import TEXT_ONLY
+from vllm_fp8rl.calibration import calibrate_kv_scales
+from vllm_fp8rl.refit import refit
+from vllm_fp8rl.testing.hf_reference import gap
+from vllm_fp8rl.testing.tiny import make_qwen35_checkpoint
+
+log = logging.getLogger(__name__)
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "initializer_range": 0.04,
+}
+CASES = {
+    "dense": ({"experts": False, "vision": False}, Recipe(kv_cache=KVCache(dtype="auto"))),
+    "dense with an FP8 cache": ({"experts": False, "vision": False}, Recipe()),
+    "experts in a wrapper": (
+        {"experts": True, "vision": True},
+        Recipe(kv_cache=KVCache(dtype="auto")),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: GpuEngine
+    paths: dict[str, Path]
+    scales: dict[str, dict[str, float]]
+    """KV scales of each checkpoint; empty without an FP8 cache."""
+
+    def give(self, name: str) -> None:
+        tensors = load_file(self.paths[name] / "model.safetensors")
+        tensors |= {key: torch.tensor([value]) for key, value in self.scales[name].items()}
+        refit(self.engine.llm, tensors.items(), expect_kv_scales=bool(self.scales[name]))
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    kind, recipe = CASES[request.param]
+    root = tmp_path_factory.mktemp("qwen35")
+    drop = () if kind["experts"] else ("moe_intermediate_size", "shared_expert_intermediate_size")
+    shape = {key: value for key, value in SHAPE.items() if key not in drop}
+    paths = {
+        name: make_qwen35_checkpoint(root / name, seed, **kind, **shape)
+        for seed, name in enumerate("ab")
+    }
+    options = QUICK | (TEXT_ONLY if kind["vision"] else {})
+    engine = start_engine(paths["a"], recipe, **options)
+    scales: dict[str, dict[str, float]] = {name: {} for name in paths}
+    if recipe.kv_cache.dtype != "auto":
+        for name in ("b", "a"):
+            tensors = load_file(paths[name] / "model.safetensors")
+            refit(engine.llm, tensors.items(), expect_kv_scales=False)
+            scales[name] = calibrate_kv_scales(engine.llm, [p + p for p in PROMPTS])
+    yield Case(engine, paths, scales)
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(case: Case) -> None:
+    engine, recipe = case.engine, case.engine.recipe
+    tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
+    before, tokens = {name: tensor.data_ptr() for name, tensor in tensors}, []
+    for name in ("a", "b", "a"):
+        case.give(name)
+        tokens.append(engine.greedy())
+        rollout = engine.rollout()
+        options: dict[str, Any] = {"kv_scales": case.scales[name] or None}
+        expected = expected_logprobs(case.paths[name], recipe, rollout, **options)
+        own = expected_logprobs(case.paths[name], recipe, rollout, dtype=torch.bfloat16, **options)
+        plain = expected_logprobs(case.paths[name], Recipe(rollout=False), rollout)
+        floor, found = gap(own, expected), gap(rollout.logprobs, expected)
+        share, best = slope(rollout.logprobs, expected, plain), slope(own, expected, plain)
+        log.info("%s: floor %.4f, engine %.4f nats", name, floor.mean, found.mean)
+        log.info("unquantized %.4f; slopes %.3f, %.3f", gap(plain, expected).mean, best, share)
+        assert found.mean < 2.0 * floor.mean
+        assert share > 0.6 * best
+    assert tokens[0] == tokens[2] != tokens[1]
+    tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
+    assert {name: tensor.data_ptr() for name, tensor in tensors} == before
+
+
+def test_what_is_in_fp8(case: Case) -> None:
+    held = {
+        name.rpartition("layers.")[2].partition(".")[2]: tensor.dtype
+        for name, tensor in case.engine.model.named_parameters()
+        if ".layers." in name
+    }
+    for name in ("linear_attn.in_proj_qkvz", "linear_attn.out_proj", "self_attn.qkv_proj"):
+        assert held[f"{name}.weight"] == FP8_DTYPE
+    for name in ("linear_attn.in_proj_ba.weight", "linear_attn.conv1d.weight"):
+        assert held[name] == torch.bfloat16
+    assert held["linear_attn.A_log"] == torch.float32
+    scales = set(case.scales["a"])
+    assert scales <= {scale_name(3, role) for role in ("q", "k", "v")}
+    assert bool(scales) == (case.engine.recipe.kv_cache.dtype != "auto")
