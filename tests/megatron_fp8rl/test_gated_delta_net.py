@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+import delta_net_ranks
 from fp8rl import PinPolicy, Recipe
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.families import module_names as hf_module_names
@@ -22,6 +23,7 @@ from megatron_fp8rl.export.mapping import read_model
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.sites import module_names
+from megatron_fp8rl.testing.launch import launch
 from megatron_fp8rl.testing.models import build_gpt
 from support.gated_delta_net import token_by_token
 from support.megatron import convert_alone
@@ -212,6 +214,40 @@ def test_two_ranks_share_every_section(mcore, paths, monkeypatch):
             assert torch.equal(found, expected)
         if own.rule.packing == "in_proj":  # the second rank begins with its half of the queries
             assert torch.equal(shards[1][:128], whole[0][128:256])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_ranks(mcore, paths, two_ranks, sequence_parallel):
+    """As near to one rank as codes that flip allow: ranks sum in another order."""
+    one = delta_net_ranks.run(paths["dense"])
+    ranks = [found[sequence_parallel] for found in two_ranks]
+    assert torch.equal(ranks[0]["logprobs"], ranks[1]["logprobs"])
+    both = (found["logprobs"].flatten() for found in (ranks[0], one))
+    assert gap(*both).mean < 0.02
+    assert [found["off"] for found in ranks] == [one["off"]] * 2
+    sizes = [256, 256, 512, 512, 4, 4]  # of q, k, v, z, b and a
+    for name, whole in one["gradients"].items():
+        parts = [found["gradients"][name] for found in ranks]
+        if name == delta_net_ranks.NORM:
+            # Under sequence parallelism each rank has seen half of the tokens.
+            joined = sum(parts) if sequence_parallel else parts[0]
+            pairs = [(joined, whole)]
+        else:
+            cut = [part.split([size // 2 for size in sizes]) for part in parts]
+            joined = [torch.cat(pieces) for pieces in zip(*cut, strict=True)]
+            pairs = list(zip(joined, whole.split(sizes), strict=True))
+        for found, expected in pairs:
+            near = torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), 0)
+            assert near > 0.98, (name, near)
+            assert 0.95 < found.norm() / expected.norm() < 1.05, name
+
+
+@pytest.fixture(scope="module")
+def two_ranks(paths, tmp_path_factory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    arguments = [str(paths["dense"]), str(folder)]
+    launch(delta_net_ranks.__file__, 2, arguments, timeout=300.0)
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
 def test_only_layers_with_keys_have_scales(mcore, paths):

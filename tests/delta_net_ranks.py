@@ -1,0 +1,64 @@
+"""Run by test_gated_delta_net.py: a Qwen3.5 on this rank, in FP8, and its gradients.
+
+Arguments: folder of a checkpoint, and one for results, which each rank writes to ``RANK.pt``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from fp8rl import Recipe
+from fp8rl.recipe import KVCache
+from megatron_fp8rl import convert
+from megatron_fp8rl.export import export_hf, load_hf
+from megatron_fp8rl.testing.cpu_shim import CpuShim
+from megatron_fp8rl.testing.launch import join
+from megatron_fp8rl.testing.models import build_gpt
+
+RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
+NORM = "decoder.layers.0.input_layernorm.weight"
+
+
+def run(path: Path, **options: Any) -> dict[str, Any]:
+    """Log-probabilities, gradients of ``in_proj`` and of a norm, and what the export returns."""
+    tensors = load_file(path / "model.safetensors")
+    model = build_gpt(AutoConfig.from_pretrained(path), dtype=torch.float32, **options)
+    load_hf(model, tensors)
+    convert(model, RECIPE, report=lambda text: None)
+    tokens = torch.randint(2, 512, (2, 16), generator=torch.Generator().manual_seed(5))
+    logits = model(tokens, torch.arange(16).expand(2, -1), None)
+    if options.get("tensor_model_parallel_size", 1) > 1:
+        logits = gather_from_tensor_model_parallel_region(logits)
+    logprobs = logits.float().log_softmax(-1).gather(2, tokens[..., None])
+    logprobs.sum().backward()
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if name == NORM or name.endswith("in_proj.weight")
+    }
+    exported = dict(export_hf(model))
+    off = max((exported[name] - tensor.float()).abs().max() for name, tensor in tensors.items())
+    return {"logprobs": logprobs.detach(), "gradients": gradients, "off": float(off)}
+
+
+if __name__ == "__main__":
+    shim = CpuShim()
+    with shim.active():
+        join()
+        parallel_state.initialize_model_parallel(2, 1)
+        model_parallel_cuda_manual_seed(1234)
+        found = [
+            run(Path(sys.argv[1]), tensor_model_parallel_size=2, sequence_parallel=flag)
+            for flag in (False, True)
+        ]
+        rank = torch.distributed.get_rank()
+    torch.save(found, Path(sys.argv[2], f"{rank}.pt"))
