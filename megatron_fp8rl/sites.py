@@ -297,21 +297,6 @@ def _in_layer(layer: Any, path: str, prefix: str) -> Iterator[Site]:
         yield from _mlp(shared, f"{at}mlp.shared_experts", [name])
 
 
-def _check_no_query_norm(linear: Any, leaf: str, path: str) -> None:
-    """Refuse a norm in front of ``q_proj``, which no Hugging Face model has.
-
-    See :func:`megatron_fp8rl.compat.without_query_norm`.
-    """
-    if leaf == "q_proj" and getattr(linear, "layer_norm_weight", None) is not None:
-        raise UnsupportedError(
-            f"'{path}' begins with a norm that the Hugging Face model does not have, so the "
-            "trainer would be another model than the rollout: Megatron-LM 0.20 adds it where "
-            "config.qk_layernorm is on and q_lora_rank is None. Build the model within "
-            "megatron_fp8rl.compat.without_query_norm(), or use a Megatron-Bridge that has mended "
-            "this (its issue 5261)."
-        )
-
-
 def _delta_net(attention: Any, path: str, name: str) -> Iterator[Site]:
     """Yield the linears of a gated delta net; the rows of ``in_proj_ba`` stay in BF16."""
     key_rows, value_rows = (
@@ -326,6 +311,21 @@ def _delta_net(attention: Any, path: str, name: str) -> Iterator[Site]:
         other_rows=2 * attention.num_value_heads // attention.tp_size,
     )
     yield _plain(attention.out_proj, f"{name}.out_proj", f"{path}.out_proj")
+
+
+def _check_no_query_norm(linear: Any, leaf: str, path: str) -> None:
+    """Refuse a norm in front of ``q_proj``, which no Hugging Face model has.
+
+    See :func:`megatron_fp8rl.compat.without_query_norm`.
+    """
+    if leaf == "q_proj" and getattr(linear, "layer_norm_weight", None) is not None:
+        raise UnsupportedError(
+            f"'{path}' begins with a norm that the Hugging Face model does not have, so the "
+            "trainer would be another model than the rollout: Megatron-LM 0.20 adds it where "
+            "config.qk_layernorm is on and q_lora_rank is None. Build the model within "
+            "megatron_fp8rl.compat.without_query_norm(), or use a Megatron-Bridge that has mended "
+            "this (its issue 5261)."
+        )
 
 
 def _mlp(mlp: Any, path: str, names: list[str], *, expert: bool = False) -> Iterator[Site]:

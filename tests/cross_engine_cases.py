@@ -35,6 +35,7 @@ from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt
+from support.mla import ON_A_CPU
 
 LAYERS, LENGTH = 3, 16
 PINS: dict[str, Any] = {"first": 1, "names": ["model.layers.1.mlp.down_proj"]}
@@ -119,7 +120,7 @@ def vllm_model(
         enforce_eager=True,
         max_model_len=64,
         tensor_parallel_size=case.tp,
-        compilation_config={"custom_ops": ["-rotary_embedding"]} if case.latent else {},
+        **(ON_A_CPU if case.latent else {}),
         **engine_args(recipe),
     ).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):

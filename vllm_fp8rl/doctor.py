@@ -165,13 +165,15 @@ def _why(device: torch.device, shape: Any, dtype: torch.dtype) -> str:
 
 def _attention(engine: VllmConfig, sizes: Sizes, problems: list[str]) -> Section:
     cache = engine.cache_config.cache_dtype
+    model = engine.model_config
+    head_size = model.get_head_size() if model.use_mla else sizes.head_size  # of latents
     backend = get_attn_backend(
-        sizes.head_size, engine.model_config.dtype, cache, num_heads=sizes.heads
+        head_size, model.dtype, cache, use_mla=model.use_mla, num_heads=sizes.heads
     )
     name = backend.get_name()
     facts = [("backend", name), ("implementation", f"{backend.__module__}.{backend.__name__}")]
     if name.startswith("FLASH_ATTN"):
-        version = get_flash_attn_version(head_size=sizes.head_size)
+        version = get_flash_attn_version(head_size=head_size)
         facts.append(("FlashAttention", f"version {version}"))
     quantized = check_kv_cache_dtype(cache)
     facts.append(("KV cache", f"{cache}: E4M3 with a scale a tensor" if quantized else cache))

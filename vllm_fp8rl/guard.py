@@ -57,8 +57,8 @@ class RefitGuard:
     Args:
         layers: layers of the engine by name. A layer's ``quant_method`` may have
             ``require_ready(layer)``, which raises unless the layer can run, ``discard(layer)``,
-            called when its parameters became NaN, and ``restore(layer)``, which puts back, e.g.
-            after a sleep, what no refit brings.
+            called when its parameters became NaN, ``restore(layer)``, which puts back, e.g.
+            after a sleep, what no refit brings, and ``derive(layer)``, see :meth:`derive`.
     """
 
     def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:

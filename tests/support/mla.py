@@ -21,3 +21,7 @@ RECIPE = Recipe(kv_cache=AUTO)
 PUBLISHED = Recipe(kv_cache=AUTO, pins=Pins(kinds=("a_proj", "b_proj")))
 """NVIDIA's recipe of Moonlight keeps these in BF16."""
 ALL = Recipe(kv_cache=AUTO, pins=Pins(fp8=("*.kv_b_proj",)))
+"""Also ``kv_b_proj``."""
+NATIVE_ROPE: dict[str, Any] = {"custom_ops": ["-rotary_embedding"]}
+ON_A_CPU: dict[str, Any] = {"compilation_config": NATIVE_ROPE, "attention_backend": "CPU_MLA"}
+"""Arguments of an engine; without a backend vLLM takes AMX_MLA where the CPU has AMX."""

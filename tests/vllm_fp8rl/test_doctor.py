@@ -17,7 +17,9 @@ from fp8rl.families import module_names
 from fp8rl.numerics import FP8_DTYPE
 from fp8rl.sizes import Sizes, gib, mib
 from support.engine import Engine
+from support.mla import RECIPE
 from vllm_fp8rl import compat, doctor, hooks
+from vllm_fp8rl.testing.tiny import make_mla_checkpoint
 
 SHAPE = {
     "vocab_size": 1024,
@@ -114,6 +116,20 @@ def test_a_mixture(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     rows = table(found, "linear layers")
     assert rows["gate_up_proj"][1:4] == ("0", "-", "cpu")
     assert rows["experts"][1:4] == ("1", "-", "cpu")
+
+
+@pytest.mark.usefixtures("experts_on_a_cpu")
+def test_multi_latent_attention(tmp_path: Path) -> None:
+    model = make_mla_checkpoint(tmp_path / "mla", 0)
+    found = doctor.examine(model, RECIPE, 1)
+    assert found.problems == ()
+    rows = table(found, "linear layers")
+    assert rows["a_proj"][1:4] == ("0-2", "-", "cpu")
+    assert rows["b_proj"][2].startswith("0-2 (default: decode")
+    assert table(found, "attention")["backend"][0] in ("CPU_MLA", "AMX_MLA")
+    assert table(found, "memory")["KV cache"] == (f"{3 * 576 * 2:,} bytes a token",)
+    (problem,) = doctor.examine(model, Recipe(), 1).problems
+    assert "FP8 cache of multi-latent attention is not served" in problem
 
 
 def changed(checkpoint: Path, folder: Path, **changes: Any) -> Path:

@@ -379,8 +379,8 @@ PROBES = (
         needs="transfer"),
     Probe(17, "distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1.reset_cache",
         needs="transfer"),
-    Probe(18, "v1.attention.selector", "get_attn_backend", positional=3, keywords="num_heads",
-        needs="doctor"),
+    Probe(18, "v1.attention.selector", "get_attn_backend", positional=3,
+        keywords="use_mla num_heads", needs="doctor"),
     Probe(18, "v1.attention.backends.fa_utils", "get_flash_attn_version", positional=0,
         keywords="head_size", needs="doctor"),
     # Imported late

@@ -25,7 +25,7 @@ from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.numerics import dequantize_block, quantize_block
 from fp8rl.recipe import KVCache
 from support.engine import Engine, in_fp8, load_tensors, register_model, same_state
-from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
+from support.mla import ALL, NATIVE_ROPE, ON_A_CPU, PUBLISHED, RECIPE, SHAPES
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl import engine_args
 from vllm_fp8rl.quantization import config as quantization_config
@@ -37,7 +37,6 @@ from vllm_fp8rl.state import state_of
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_mla_checkpoint
 
-NATIVE_ROPE = {"custom_ops": ["-rotary_embedding"]}
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 CASES = {"moonlight": RECIPE, "v3": ALL, "v2": PUBLISHED}
 """The recipe of the engine of each shape."""
@@ -72,7 +71,7 @@ def case(
         name: make_mla_checkpoint(root / name, seed, **shape) for seed, name in enumerate("ab")
     }
     recipe = CASES[request.param]
-    engine = moe_engine(paths["a"], recipe, compilation_config=NATIVE_ROPE)
+    engine = moe_engine(paths["a"], recipe, **ON_A_CPU)
     return Case(request.param, engine, paths)
 
 
@@ -270,7 +269,7 @@ def test_the_trainers_codes_and_pins_are_the_rollouts(case: Case) -> None:
 def test_an_fp8_latent_cache_is_refused(moe_engine, tmp_path: Path) -> None:
     path = make_mla_checkpoint(tmp_path / "a", 0, num_hidden_layers=2)
     with pytest.raises(UnsupportedError, match="absorbed query with one scale that no trainer"):
-        moe_engine(path, Recipe(kv_cache=KVCache()), compilation_config=NATIVE_ROPE)
+        moe_engine(path, Recipe(kv_cache=KVCache()), **ON_A_CPU)
     with pytest.raises(UnsupportedError, match=r"custom_ops': \['-rotary_embedding'\]"):
         moe_engine(path, RECIPE)
     for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla"):

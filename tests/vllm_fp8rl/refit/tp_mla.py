@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a rank
 
 from support.engine import PROMPTS, load_tensors, start_engine
-from support.mla import ALL
+from support.mla import ALL, ON_A_CPU
 
 
 def main(root: Path) -> list[list[list[int]]]:
@@ -26,7 +26,7 @@ def main(root: Path) -> list[list[list[int]]]:
         tensor_parallel_size=2,
         enable_expert_parallel=True,
         worker_extension_cls=worker.EXTENSION,
-        compilation_config={"custom_ops": ["-rotary_embedding"]},
+        **ON_A_CPU,
     )
     tokens = [engine.greedy(PROMPTS)]
     for name in "ba":
