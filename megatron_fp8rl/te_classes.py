@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.grouped import grouped_linear
 from megatron_fp8rl.linear import Call, Fp8Linear, check_weight, fp8_linear
+from megatron_fp8rl.norms import normalize
 from megatron_fp8rl.sites import weights_of
 
 # Attributes of TransformerEngine's modules that request something FP8 linears do not do.
@@ -134,7 +135,7 @@ class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallel
                 f"'{self.fp8_state.name}' has return_layernorm_output on: FP8 training does not "
                 "serve LoRA; set training to false in the recipe, or train without adapters."
             )
-        return super().forward(_normalize(self, x))
+        return super().forward(normalize(self, x))
 
 
 class _Fp8TEGroupedLinear(Fp8Linear):
@@ -184,14 +185,3 @@ TE_CLASSES: dict[type, type[Fp8Linear]] = {
         Fp8TERowParallelGroupedLinear,
     )
 }
-
-
-def _normalize(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """The norm of a LayerNormLinear, in float32 inside."""
-    weight = module.layer_norm_weight
-    if module.zero_centered_gamma:
-        weight = weight + 1
-    if module.normalization == "RMSNorm":
-        return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), module.eps)
-    bias = module.layer_norm_bias.to(x.dtype)
-    return torch.nn.functional.layer_norm(x, weight.shape, weight.to(x.dtype), bias, module.eps)

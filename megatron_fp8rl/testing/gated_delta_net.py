@@ -70,7 +70,8 @@ class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
     """An RMSNorm that multiplies by ``1 + weight``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+        gamma = 1 + self.weight.float()
+        return torch.nn.functional.rms_norm(x.float(), gamma.shape, gamma, self.eps).to(x.dtype)
 
 
 def patches() -> list[tuple[Any, str, Any]]:

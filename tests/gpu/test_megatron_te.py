@@ -38,6 +38,7 @@ from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, te_classes, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.norms import normalize
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.router_replay import ReplayedRoutes
 from megatron_fp8rl.sites import module_names
@@ -222,6 +223,29 @@ def test_one_layer_against_transformer_engine(kind, bias):
         layer.return_layernorm_output = True  # as Megatron-Bridge does to give it an adapter
         with pytest.raises(UnsupportedError, match="does not serve LoRA"):
             layer(x)
+
+
+def test_the_norm_of_a_zero_centered_weight_is_transformer_engines():
+    """In BF16, where ``1 + weight`` would lose what is below 2^-8."""
+    layer: Any = te_extension.TELayerNormColumnParallelLinear(
+        512,
+        512,
+        config=_config(layernorm_zero_centered_gamma=True),
+        init_method=torch.nn.init.xavier_normal_,
+        bias=False,
+        skip_bias_add=False,
+        is_expert=False,
+        gather_output=False,
+    ).cuda()
+    with torch.no_grad():
+        layer.layer_norm_weight.normal_(std=2**-7)
+        layer.weight.copy_(torch.eye(512))  # the product hands out the norm
+    x = torch.randn(LENGTH, BATCH, 512, device="cuda", dtype=torch.bfloat16)
+    theirs, _ = layer(x)
+    ours = normalize(layer, x)
+    # Sums in another order flip a rounding here and there; a weight in BF16 flips a quarter.
+    assert (ours != theirs).float().mean() < 0.01
+    assert relative_error(ours.float(), theirs.float()) < 1e-3
 
 
 def _swap_alone(layer: Any, kind: str) -> None:
