@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,9 @@ class Fp8Training:
 
     NeMo RL's own FP8 training is Transformer Engine's, which cannot pin single layers from YAML and
     whose FP8 data are not those of the rollout engine. Its calibration of KV scales runs one more
-    forward over the whole batch each step, and numbers the layers of a pipeline stage from 0.
+    forward over the whole batch each step, and numbers the layers of a pipeline stage from 0. All
+    models of the worker are built without a norm of Moonlight's that Hugging Face's does not have
+    (:func:`megatron_fp8rl.compat.without_query_norm`).
 
     Args:
         config: section ``policy``; ``megatron_cfg.fp8rl`` has the recipe.
@@ -67,12 +69,17 @@ class Fp8Training:
     of the checkpoint in a run that is resumed."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron_fp8rl.compat import without_query_norm
+
         self._kv_scales = _saved_scales(kwargs.get("weights_path"))
         # Upstream's constructor calls this function of its module, and has no way to pass hooks.
         setup = self.upstream_module.setup_model_and_optimizer
         self.upstream_module.setup_model_and_optimizer = functools.partial(self._set_up, setup)
         try:
-            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+            # Whatever the recipe: imported weights, teachers and reference models are Moonlights
+            # of Hugging Face too.
+            with without_query_norm():
+                super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         finally:
             self.upstream_module.setup_model_and_optimizer = setup
 
@@ -87,8 +94,7 @@ class Fp8Training:
         """Call upstream's ``setup_model_and_optimizer``; convert and observe a model that trains.
 
         Its attention sees K and V as the rollouts' FP8 cache holds them, once a refit has sent
-        scales (``kv_cache.in_training``). Moonlight is built without a norm that only Megatron-LM
-        0.20 has (:func:`megatron_fp8rl.compat.without_query_norm`).
+        scales (``kv_cache.in_training``).
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
@@ -96,16 +102,12 @@ class Fp8Training:
         recipe = recipe_of(policy)
         if not load_optimizer:
             return setup(policy, megatron, load_optimizer, **options)
-        region: AbstractContextManager[None] = nullcontext()
         if recipe is not None and recipe.training:
             from megatron_fp8rl.bridge import pre_wrap_hook
-            from megatron_fp8rl.compat import without_query_norm
 
             hooks = options.get("additional_pre_wrap_hooks") or ()
             options["additional_pre_wrap_hooks"] = [*hooks, pre_wrap_hook(recipe)]
-            region = without_query_norm()
-        with region:
-            state = setup(policy, megatron, load_optimizer, **options)
+        state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
         if kv_cache_in_training(policy):

@@ -119,6 +119,36 @@ def test_bridge_takes_a_list_of_pre_wrap_hooks() -> None:
     assert parameters(file, "ModelProviderMixin.register_pre_wrap_hook") is not None
 
 
+def test_the_worker_builds_every_model_in_its_constructor() -> None:
+    """``Fp8Training`` holds its region open around the constructor, and nowhere else."""
+    module = "nemo_rl.models.policy.workers.megatron_policy_worker"
+    file = file_of(module, source("NEMO_RL_SRC"))
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    builders = {
+        "handle_model_import",
+        "setup_model_and_optimizer",
+        "setup_reference_model_state",
+    }  # and build_inference_model, of rollouts by Megatron itself
+    called = {
+        (function.name, call.func.id)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        if call.func.id in builders
+    }
+    assert called == {("__init__", builder) for builder in builders}
+
+
+def test_megatron_lm_has_the_norm_of_queries_that_is_left_out() -> None:
+    core = source("MEGATRON_LM_SRC") / "megatron" / "core"
+    file = core / "transformer" / "mla_qk_norm_config.py"
+    name = "QKNormConfigResolver._mla_fused_linear_or_default"
+    assert parameters(file, name) == ("self", "module_spec", "module_name")
+    text = file.read_text(encoding="utf-8")
+    assert "self.linear_impl" in text and "'linear_q_proj'" in text.replace('"', "'")
+
+
 def test_megatron_lm_has_the_linears_that_are_converted() -> None:
     layers = source("MEGATRON_LM_SRC") / "megatron" / "core"
     for file, name in (

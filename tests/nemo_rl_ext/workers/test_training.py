@@ -179,6 +179,39 @@ def test_a_frozen_teacher_that_has_the_policys_section_stays_in_bf16() -> None:
     assert worker._qkv_observer is None
 
 
+@pytest.mark.parametrize("block", [None, {}, {"training": False}])
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_every_model_is_built_without_the_norm_of_queries(
+    block: dict[str, Any] | None, optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's, a frozen teacher's, that of the import from Hugging Face, and the reference;
+    in one of them the norm would make it another model than the rollout, and nothing would tell."""
+    monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda classes: None)
+    resolver = SimpleNamespace(choose="stock")
+    monkeypatch.setattr(
+        "megatron_fp8rl.compat.query_norm_patch", lambda: (resolver, "choose", "ours")
+    )
+    built: list[tuple[str, str]] = []
+
+    def setup(*args: Any, **options: Any) -> Any:
+        built.append(("policy", resolver.choose))
+        return upstream_setup(*args, **options)
+
+    class Builders(MegatronPolicyWorkerImpl):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            built.append(("import", resolver.choose))
+            super().__init__(*args, **options)
+            built.append(("reference", resolver.choose))
+
+    class All(Fp8Training, Builders):
+        upstream_module = upstream
+
+    monkeypatch.setattr(upstream, "setup_model_and_optimizer", setup)
+    All(policy(block), init_optimizer=optimizer)
+    assert built == [("import", "ours"), ("policy", "ours"), ("reference", "ours")]
+    assert resolver.choose == "stock"
+
+
 def test_bf16_training_keeps_the_model_but_observes_it() -> None:
     worker = Worker(policy({"training": False}))
     assert isinstance(worker._qkv_observer, QKVObserver)
