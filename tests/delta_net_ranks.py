@@ -33,7 +33,7 @@ def run(path: Path, **options: Any) -> dict[str, Any]:
     tensors = load_file(path / "model.safetensors")
     model = build_gpt(AutoConfig.from_pretrained(path), dtype=torch.float32, **options)
     load_hf(model, tensors)
-    convert(model, RECIPE, report=lambda text: None)
+    conversion = convert(model, RECIPE, report=lambda text: None)
     tokens = torch.randint(2, 512, (2, 16), generator=torch.Generator().manual_seed(5))
     logits = model(tokens, torch.arange(16).expand(2, -1), None)
     if options.get("tensor_model_parallel_size", 1) > 1:
@@ -47,7 +47,27 @@ def run(path: Path, **options: Any) -> dict[str, Any]:
     }
     exported = dict(export_hf(model))
     off = max((exported[name] - tensor.float()).abs().max() for name, tensor in tensors.items())
-    return {"logprobs": logprobs.detach(), "gradients": gradients, "off": float(off)}
+    in_proj = conversion.modules["model.layers.0.linear_attn.in_proj_qkvz"]
+    return {
+        "logprobs": logprobs.detach(),
+        "gradients": gradients,
+        "off": float(off),
+        "bf16_rows": gradient_of_bf16_rows(in_proj),
+    }
+
+
+def gradient_of_bf16_rows(linear: Any) -> dict[str, torch.Tensor]:
+    """The input's gradient where only the rows in BF16 have one, and what it is made of."""
+    rows = linear.fp8_state.codes.layout.rows
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(16, 2, linear.weight.shape[1], generator=generator)
+    tokens = 8 if linear.sequence_parallel else 16
+    x = whole[:tokens].requires_grad_()
+    y = linear(x)[0][..., rows:]
+    upstream = torch.randn(y.shape, generator=generator)
+    (grad,) = torch.autograd.grad(y, x, upstream)
+    weight = linear.weight.detach()[rows:].clone()
+    return {"grad": grad, "upstream": upstream, "weight": weight}
 
 
 if __name__ == "__main__":

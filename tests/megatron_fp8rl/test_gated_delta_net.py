@@ -17,6 +17,7 @@ from fp8rl.families import module_names as hf_module_names
 from fp8rl.kv_scales import next_scales, scale_name
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache, Pins
+from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import conversion_of, convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.export.mapping import read_model
@@ -164,6 +165,30 @@ def test_rows_without_blocks_stay_in_bf16(mcore, paths):
     for found, expected in ((linear.weight.grad, exact), (x.grad.flatten(0, 1), flat @ weight)):
         near = torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), 0)
         assert 0.99 < near < 1 - 1e-9
+
+
+def test_the_input_has_the_gradient_of_rows_in_bf16(mcore, paths):
+    """From these rows alone: beside the rest the noise of FP8 would hide that it is missing."""
+    model = gpt(paths["dense"])
+    conversion = convert_alone(model, RECIPE)
+    linear: Any = conversion.modules["model.layers.0.linear_attn.in_proj_qkvz"]
+    found = delta_net_ranks.gradient_of_bf16_rows(linear)
+    assert relative_error(found["grad"], expected_gradient([found])) < 1e-5
+
+
+def expected_gradient(ranks: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The sum over ranks, each with rows of its own."""
+    parts = [found["upstream"].double() @ found["weight"].double() for found in ranks]
+    return torch.stack(parts).sum(0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_gradient_of_rows_in_bf16_is_summed_over_ranks(paths, two_ranks, sequence_parallel):
+    ranks = [found[sequence_parallel]["bf16_rows"] for found in two_ranks]
+    expected = expected_gradient(ranks)
+    shares = expected.chunk(2) if sequence_parallel else [expected] * 2
+    for found, share in zip(ranks, shares, strict=True):
+        assert relative_error(found["grad"], share) < 1e-5
 
 
 def test_every_parameter_has_a_gradient(mcore, paths):
