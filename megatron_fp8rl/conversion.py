@@ -20,6 +20,7 @@ from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
 from megatron_fp8rl.export import ModelChunks, in_wrapper, unwrap_chunks
+from megatron_fp8rl.export.layout import REPLICATED
 from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
 from megatron_fp8rl.router_replay import check_router_replay
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
@@ -400,6 +401,13 @@ def _check(site: Site, backends: BackendChoice) -> None:
                 "to BF16."
             )
         check_weight(site.path, weight)
+    for part, rows in site.sharded.items():
+        if part in REPLICATED and rows % BLOCK[0]:
+            raise UnsupportedError(
+                f"'{site.path}' has {rows} rows of '{part}' on this rank, no multiple of "
+                f"{BLOCK[0]}, and a rank of the rollout has all of them, so their codes would "
+                "differ; pin kind a_proj to BF16, or use TransformerEngine's spec."
+            )
     first = site.weights[0]
     out_features, in_features = len(first) - site.other_rows, first.shape[1]
     if first.device.type == "meta":

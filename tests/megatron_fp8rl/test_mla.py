@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
+from fp8rl.families import known_family, layer_parameters
 from fp8rl.numerics import quantize_block
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.compat import without_query_norm
@@ -82,7 +83,14 @@ def test_fp8_logprobs_equal_transformers_with_the_same_fake_quantization(
 @pytest.mark.parametrize("name", SHAPES)
 def test_export_returns_what_was_loaded(mcore, paths, name):
     """Under a wrapper that casts the router's bias to BF16 too: Megatron keeps it in float32."""
-    expected = tensors_of(paths[name])
+    expected, config = tensors_of(paths[name]), AutoConfig.from_pretrained(paths[name])
+    wide = {
+        f"model.layers.{layer}.{parameter.name}"
+        for layer in range(config.num_hidden_layers)
+        for parameter in layer_parameters(known_family(config), config, layer)
+        if parameter.float32
+    }
+    assert wide == {key for key in expected if key.endswith("e_score_correction_bias")}
     model = gpt(paths[name], torch.bfloat16)
     for chunk in (model, Float16Module(model.config, model)):
         load_hf(chunk, expected)
@@ -90,8 +98,8 @@ def test_export_returns_what_was_loaded(mcore, paths, name):
         assert sorted(found) == sorted(expected)
         for tensor_name, tensor in found.items():
             assert torch.equal(tensor, expected[tensor_name]), tensor_name
-            is_bias = tensor_name.endswith("e_score_correction_bias")
-            assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16), tensor_name
+            dtype = torch.float32 if tensor_name in wide else torch.bfloat16
+            assert tensor.dtype == dtype, tensor_name
 
 
 def test_a_bias_that_training_has_moved_is_exported(mcore, paths):
@@ -194,6 +202,12 @@ def test_what_is_refused(mcore, paths):
     with pytest.raises(UnsupportedError, match=r"1.self_attention.linear_q_proj' begins with a no"):
         convert(model, RECIPE)
     del query.layer_norm_weight
+    down = model.decoder.layers[1].self_attention.linear_kv_down_proj
+    down.output_size *= 2  # as over two ranks
+    with pytest.raises(UnsupportedError, match=r"rows of 'kv_a_proj_with_mqa' on this rank, no"):
+        convert(model, RECIPE)
+    convert_alone(model, PUBLISHED).close()  # whose pins have the kind
+    down.output_size //= 2
     model.config.cache_mla_latents = True
     with pytest.raises(UnsupportedError, match=r"cache_mla_latents=True: absorption"):
         convert(model, RECIPE)
