@@ -26,8 +26,6 @@ from fp8rl.families import (
     LLAMA,
     QWEN3,
     QWEN3_5,
-    SHARED_EXPERT,
-    Experts,
     Family,
     layer_modules,
 )
@@ -37,6 +35,7 @@ from megatron_fp8rl.export.layout import (
     ROW_PARALLEL,
     RowLayout,
     delta_net_layout,
+    experts_of,
     gate_up_layout,
     plain_layout,
     qkv_layout,
@@ -77,13 +76,14 @@ class Site:
 
     @property
     def sharded(self) -> dict[str, int]:
-        """Rows or columns of each HF tensor along the dimension that tensor parallel cuts."""
+        """Rows or columns of each matrix along the dimension that tensor parallel cuts; a HF tensor
+        may be several."""
         (leaf, *others) = self.layout.parts
         if leaf in REPLICATED and _is_whole(self.module):
             return {}
         if not others and leaf in ROW_PARALLEL:
             return {leaf: self.weights[0].shape[1]}
-        return self.layout.part_rows
+        return self.layout.section_rows
 
     @property
     def grouped(self) -> bool:
@@ -170,16 +170,8 @@ def family_of_gpt(config: Any) -> Family:
         attention=attention,
         linear_attention=linear,
         mlp=mlp,
-        experts=_experts_of(config),
+        experts=experts_of(config),
     )
-
-
-def _experts_of(config: Any) -> Experts | None:
-    if config.num_moe_experts is None:
-        return None
-    if config.moe_shared_expert_intermediate_size is None:
-        return EXPERTS
-    return SHARED_EXPERT if config.moe_shared_expert_gate else DEEPSEEK_EXPERTS
 
 
 def _hf_values(config: Any) -> dict[str, Any]:

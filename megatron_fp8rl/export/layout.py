@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from fp8rl.families import DEEPSEEK_EXPERTS, SHARED_EXPERT
+from fp8rl.families import DEEPSEEK_EXPERTS, EXPERTS, SHARED_EXPERT, Experts
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 
 ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
@@ -41,6 +41,9 @@ class RowLayout:
     apart: bool = False
     """Each part starts a new block: in HF's order the last block of each part is padded with rows
     of zeros."""
+    sections: tuple[tuple[str, int], ...] = ()
+    """Matrices of which the first part is made, in order, with their rows: tensor parallelism cuts
+    each of them. Empty: the part is one matrix."""
     gated_heads: int = 0
     """Heads of each group whose queries have a gate: Megatron has all gates of a group behind all
     its queries, HF each gate behind its query, both in the first part."""
@@ -54,6 +57,16 @@ class RowLayout:
     def part_rows(self) -> dict[str, int]:
         """Rows of each HF tensor on this rank."""
         return {part: self.groups * n for part, n in zip(self.parts, self.widths, strict=True)}
+
+    @property
+    def section_rows(self) -> dict[str, int]:
+        """Rows on this rank of each matrix that tensor parallelism cuts."""
+        rows = self.part_rows
+        if not self.sections:
+            return rows
+        first, *others = self.parts
+        cut = {f"{first} ({name})": count for name, count in self.sections}
+        return cut | {part: rows[part] for part in others}
 
     @property
     def same_order(self) -> bool:
@@ -168,7 +181,9 @@ def delta_net_layout(key_rows: int, value_rows: int) -> RowLayout:
         value_rows: rows of the values, and of their gate ``z``, on this rank.
     """
     return RowLayout(
-        parts=("in_proj_qkv", "in_proj_z"), widths=(2 * key_rows + value_rows, value_rows)
+        parts=("in_proj_qkv", "in_proj_z"),
+        widths=(2 * key_rows + value_rows, value_rows),
+        sections=(("q", key_rows), ("k", key_rows), ("v", value_rows)),
     )
 
 
@@ -177,6 +192,21 @@ def plain_layout(part: str, rows: int) -> RowLayout:
     return RowLayout(parts=(part,), widths=(rows,))
 
 
+def experts_of(config: Any) -> Experts | None:
+    """Return the table's entry for the experts of a GPTModel: Qwen's shared expert has a gate,
+    DeepSeek's has none.
+
+    Args:
+        config: the ``TransformerConfig``.
+    """
+    if config.num_moe_experts is None:
+        return None
+    if config.moe_shared_expert_intermediate_size is None:
+        return EXPERTS
+    return SHARED_EXPERT if config.moe_shared_expert_gate else DEEPSEEK_EXPERTS
+
+
 def shared_expert_name(config: Any) -> str:
-    """Return the HF name of the shared expert: Qwen's has a gate, DeepSeek's has none."""
-    return (SHARED_EXPERT if config.moe_shared_expert_gate else DEEPSEEK_EXPERTS).shared
+    """Return the HF name of the shared expert; empty: there is none."""
+    experts = experts_of(config)
+    return "" if experts is None else experts.shared

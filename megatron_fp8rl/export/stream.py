@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8rl import PinPolicy
 from fp8rl.errors import UnsupportedError
-from fp8rl.families import FUSED, kind_of
+from fp8rl.families import FUSED, SPANS, kind_of
 from fp8rl.numerics import BLOCK, mark_inf, quantize_block
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.export.layout import ROW_PARALLEL
@@ -112,10 +112,11 @@ def fp8_wire(
     Codes are half the bytes, for a receiver that takes them as they are. In the stream blocks lie
     on each whole Hugging Face matrix, in the rollout on its rank's ``[q; k; v]`` and ``[gate; up]``
     and on its columns of ``o_proj`` and ``down_proj``. If these blocks differ (a matrix, or a
-    rank's share of it, is no multiple of 128), the rollout would have to quantize codes a second
-    time, which changes values. Such a weight stays as it came and is quantized once; a warning at
-    the end of the stream names it. A receiver that quantizes every tensor (NeMo RL's) needs the
-    plain stream.
+    rank's share of it, is no multiple of 128; or ranks cut the three matrices of an
+    ``in_proj_qkv``, whose sizes are not known here), the rollout would have to quantize codes a
+    second time, which changes values. Such a weight stays as it came and is quantized once; a
+    warning at the end of the stream names it. A receiver that quantizes every tensor (NeMo RL's)
+    needs the plain stream.
 
     Args:
         stream: tensors by name, from :func:`export_hf`.
@@ -159,7 +160,7 @@ def fp8_wire(
     if as_they_came:
         logger.warning(
             "fp8_wire sent %d weights without codes, because their rows or columns on a rollout "
-            "rank (tensor_parallel_size=%d) are no multiple of 128: %s",
+            "rank (tensor_parallel_size=%d) are no multiple of 128, or not known to be: %s",
             sum(as_they_came.values()),
             tensor_parallel_size,
             ", ".join(f"{kind} ({count})" for kind, count in as_they_came.items()),
@@ -179,6 +180,8 @@ def _has_blocks_of_its_own(module: str, shape: torch.Size, ranks: int) -> bool:
     alone = ranks == 1  # and nothing beside it, where the rollout fuses none or has experts
     if leaf in ROW_PARALLEL:
         return alone or columns
+    if leaf in SPANS:  # ranks cut each matrix of the tensor, and it does not tell their sizes
+        return alone and rows
     if leaf in _FUSED_PARTS:
         return rows or (alone and kind_of(module) == "experts")
     return alone or (rows and columns)

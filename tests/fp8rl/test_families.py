@@ -215,6 +215,14 @@ def test_what_is_in_bf16_by_default_and_how_a_recipe_changes_it() -> None:
         PinPolicy(Pins(names=("*.q_a_proj",)), names)
 
 
+def test_all_wrappers_have_one_prefix() -> None:
+    """The trainer's names, which know that a model is wrapped and not by whom, rely on it."""
+    wrapped = [family for family in FAMILIES if family.wrapper]
+    assert {(family.wrapper, family.towers) for family in wrapped} == {
+        (families.QWEN3_5.wrapper, families.QWEN3_5.towers)
+    }
+
+
 def test_a_hybrid_under_a_wrapper() -> None:
     names = module_names(QWEN3_5)
     assert names[:2] == ["model.visual", "model.language_model.embed_tokens"]

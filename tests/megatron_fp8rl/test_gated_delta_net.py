@@ -23,7 +23,7 @@ from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.export.mapping import read_model
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.observers import QKVObserver
-from megatron_fp8rl.sites import module_names
+from megatron_fp8rl.sites import module_names, sites
 from megatron_fp8rl.testing.launch import launch
 from megatron_fp8rl.testing.models import build_gpt
 from support.gated_delta_net import token_by_token
@@ -96,6 +96,46 @@ def test_the_export_returns_what_was_loaded(mcore, paths, name):
         # Megatron keeps this norm less one.
         near = 1e-6 if key.endswith("linear_attn.norm.weight") else 0.0
         assert torch.allclose(exported[key], tensor.float(), rtol=0, atol=near), key
+
+
+def test_the_export_in_bf16_rounds_the_norm_of_a_gated_delta_net(mcore, paths):
+    """As documented: Megatron keeps the weight less one, whose BF16 is finer than that of the
+    weight, which the rollout keeps. Off by half a spacing, and no tensor is wider than BF16."""
+    model = gpt(paths["dense"], torch.bfloat16)
+    norm: Any = model.decoder.layers[0].self_attention.out_norm
+    key = "model.layers.0.linear_attn.norm.weight"
+    expected = load_tensors(paths["dense"])[key].bfloat16()
+    found = dict(export_hf(model))
+    assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+    assert torch.equal(found[key][expected >= 0.5], expected[expected >= 0.5])
+    assert torch.allclose(found[key].float(), expected.float(), rtol=0, atol=2**-9)
+    with torch.no_grad():
+        norm.weight.normal_(std=0.25, generator=torch.Generator().manual_seed(0))
+        norm.weight[:2] = torch.tensor([2.0**-9, 3 * 2.0**-9])
+    sent = dict(export_hf(model))[key].double()
+    exact = 1 + norm.weight.detach().double()
+    assert sent[:2].tolist() == [1.0, 1 + 2.0**-7]  # a small step, and one of three times the size
+    assert exact.abs().max() < 2
+    assert 2**-10 < (sent - exact).abs().max() <= 2**-8
+
+
+def test_widths_on_a_rank_are_those_of_each_matrix(mcore, paths):
+    """``in_proj_qkv`` may be a multiple of 128 where its queries are none."""
+    found = [site.sharded for site in sites(gpt(paths["dense"])) if "in_proj" in site.name]
+    cut = {f"in_proj_qkv ({name})": rows for name, rows in (("q", 256), ("k", 256), ("v", 512))}
+    assert found == [{**cut, "in_proj_z": 512}] * 3
+
+
+def test_codes_of_in_proj_travel_where_no_rank_cuts_its_matrices(mcore, paths, caplog):
+    """Over two ranks each of q, k and v is cut, and the tensor does not tell their rows."""
+    model = gpt(paths["dense"], torch.bfloat16)
+    policy = convert_alone(model, RECIPE).policy
+    key = "model.layers.0.linear_attn.in_proj_qkv.weight"
+    for ranks, dtype in ((1, torch.float8_e4m3fn), (2, torch.bfloat16)):
+        caplog.clear()
+        wire = dict(fp8_wire(export_hf(model), policy, tensor_parallel_size=ranks))
+        assert wire[key].dtype == dtype
+        assert ("in_proj_qkv" in caplog.text) == (ranks == 2)
 
 
 @pytest.mark.parametrize("name", SHAPES)

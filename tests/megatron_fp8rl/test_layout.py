@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.numerics import quantize_block
-from megatron_fp8rl.export.layout import RowLayout, gate_up_layout, plain_layout, qkv_layout
+from megatron_fp8rl.export.layout import (
+    RowLayout,
+    delta_net_layout,
+    gate_up_layout,
+    plain_layout,
+    qkv_layout,
+)
 
 heads = st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([3, 8, 64, 128]))
 
@@ -74,6 +80,14 @@ def test_parts_that_lie_apart_have_the_codes_of_each_hf_tensor(width, groups):
         expected = quantize_block(parts[part].flatten(0, 1))
         assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
         assert torch.equal(codes.scale_inv, expected.scale_inv)
+
+
+def test_ranks_cut_each_matrix_of_a_gated_delta_net():
+    layout = delta_net_layout(96, 320)
+    assert layout.part_rows == {"in_proj_qkv": 512, "in_proj_z": 320}
+    cut = {f"in_proj_qkv ({name})": rows for name, rows in (("q", 96), ("k", 96), ("v", 320))}
+    assert layout.section_rows == {**cut, "in_proj_z": 320}
+    assert qkv_layout(4, 2, 64).section_rows == qkv_layout(4, 2, 64).part_rows
 
 
 def test_split_codes_equal_those_of_each_hf_tensor():
