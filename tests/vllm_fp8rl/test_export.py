@@ -260,5 +260,6 @@ def test_vllm_skips_the_pinned_modules_and_no_others(tmp_path, kind):
             assert skipped == (layer == layers[-1]), full
         if block == "mlp" and kind != "minimax_m2":  # these routers ask nobody
             assert is_layer_skipped(f"{prefix}.{layer}.mlp.gate", config.ignored_layers, FUSED)
-    output = "language_model.lm_head" if prefix.startswith("language") else "lm_head"
-    assert is_layer_skipped(output, config.ignored_layers, FUSED)
+    # The output projection under a wrapper has a class that Fp8Config leaves alone by itself.
+    other = "visual.blocks.0.attn.qkv" if kind == "qwen3_5_moe_text" else "lm_head"
+    assert is_layer_skipped(other, config.ignored_layers, FUSED)
