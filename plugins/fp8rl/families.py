@@ -225,7 +225,7 @@ _WRAPPER, _VISION = "model.language_model.", ("model.visual",)
 
 
 LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
-"""Also stands for dense models of unknown type, which mostly have these names."""
+"""Also stands for dense models of another type that may have these names (:func:`family_of`)."""
 QWEN2 = Family("Qwen2", ("qwen2",), _attention(qkv_bias="always", o_bias=""))
 QWEN3 = Family("Qwen3", ("qwen3",), _attention(norms=_HEAD_NORMS))
 QWEN3_MOE = Family("Qwen3-MoE", ("qwen3_moe",), _attention(norms=_HEAD_NORMS), experts=EXPERTS)
