@@ -160,7 +160,7 @@ def table(source: Path) -> str:
     rows = [HEAD, ("---",) * len(HEAD)]
     reasons: list[str] = []
     for path, name, found in diagnoses(source):
-        outcome = "runs"
+        outcome = "resolves"
         if found.problems:
             reason = found.problems[0].replace(f"'{name}'", "this model")
             reasons += [] if reason in reasons else [reason]

@@ -396,7 +396,10 @@ def _modules(
         names = module_names(model) if family_of(model) else None
     except KeyError:
         names = None
-    if names is None or unsupported_reason(model, rollout=True, training=True) is not None:
+    # Without FP8 nothing is refused, but the memory of such a model may be unknown.
+    rollout_in_fp8 = recipe.rollout or not in_fp8
+    reason = unsupported_reason(model, rollout=rollout_in_fp8, training=recipe.training)
+    if names is None or reason is not None:
         return [_pins(recipe)] if in_fp8 else []
     rows = PluginManager().pin_policy(recipe.pins, names).report()
     found = []
@@ -412,7 +415,7 @@ def _modules(
             found.append(memory.rollout_section(sections, rollout, gpu_memory, problems))
     if sections.megatron.get("enabled"):
         gpus = memory.gpus_of(sections).training
-        layers = sum(row.kind == "o_proj" for row in rows)
+        layers = 1 + max(row.layer for row in rows if row.layer is not None)
         stages = sections.megatron.get("pipeline_model_parallel_size", 1)
         if stages > layers:
             problems.append(

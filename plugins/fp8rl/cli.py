@@ -186,8 +186,10 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         FP8RL_RECIPE, else the default. KV scales come from the checkpoint or from --kv-scales.
         Exit 1 if --check finds a difference.
         """
-        from fp8rl.export import plan_export, write_export  # here, because it imports torch
+        # Here, because it imports torch.
+        from fp8rl.export import check_device, plan_export, write_export
 
+        check_device(device)
         if check:
             checkers = [a for a in plugins.engine_adapters() if a.check_export is not None]
             if not checkers:

@@ -104,7 +104,7 @@ class Export:
         the first that is there; transformers the second. An engine with ``quantization="fp8rl"``
         takes the recipe from here.
         """
-        alone = [*left_alone(self.policy), *self.beside]
+        alone = [*left_alone(self.policy, _experts(self.config)), *self.beside]
         formats = {self.recipe.weights.scale_format, self.recipe.activations.scale_format}
         return {
             "quant_method": "fp8",
@@ -116,6 +116,18 @@ class Export:
             "modules_to_not_convert": alone,
             "recipe": self.recipe.to_dict(),
         }
+
+
+def check_device(device: str) -> None:
+    """Raise OptionError unless tensors can be made on a device and read back."""
+    try:
+        torch.empty(0, device=device).cpu()
+    except (AssertionError, RuntimeError) as error:  # the first where torch has no CUDA
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise OptionError(
+            f"--device {device} cannot be used ({reason}); give cpu, or a device that this torch "
+            "serves."
+        ) from None
 
 
 def plan_export(
@@ -169,9 +181,8 @@ def plan_export(
         files.setdefault(file, [])
         if _SCALE.fullmatch(name) is None:
             files[file].append(name)
-    modules = {name.removesuffix(".weight") for name in stored if name.endswith(".weight")}
-    beside = sorted(modules - set(names))
     scales = _kv_scales(stored, kv_scales, config, names, recipe)
+    beside = _beside(stored, names)
     export = Export(checkpoint, config, recipe, policy, files, beside, scales)
     _check_tensors(export)
     return export
@@ -224,12 +235,25 @@ def write_export(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def left_alone(policy: PinPolicy) -> list[str]:
+def _beside(stored: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Stored modules that are none of ``names``; experts in one tensor count as one module."""
+    known = {*names, *filter(None, map(_experts_of, names))}
+    found = {name.removesuffix(".weight") for name in stored if name.endswith(".weight")}
+    fused = (name.rpartition(".") for name in stored if not name.endswith(".weight"))
+    found |= {module for module, _, _ in fused if module.endswith(".experts")}
+    return sorted(found - known)
+
+
+def left_alone(policy: PinPolicy, experts: Experts | None) -> list[str]:
     """Names of the modules in BF16 as engines look them up, sorted by layer.
 
     Besides the names of the checkpoint these are the names of fused modules and of all experts of a
-    layer together: engines look for one form or the other, by whole names or by the start or end of
-    a name.
+    layer together, also under the name that vLLM gives their block: engines look for one form or
+    the other, by whole names or by the start or end of a name.
+
+    Args:
+        policy: precision of each module.
+        experts: names of the model's experts; None where it has none.
     """
     rows = {row.name: row for row in policy.report()}
     found: dict[str, None] = {}  # a set in order
@@ -239,6 +263,9 @@ def left_alone(policy: PinPolicy) -> list[str]:
         container = _experts_of(name)
         if container is not None:
             found[container] = None
+            if experts is not None and experts.vllm_block:
+                layer = container.removesuffix(f"{experts.block}.experts")
+                found[f"{layer}{experts.vllm_block}.experts"] = None
             continue
         found[name] = None
         prefix, _, leaf = name.rpartition(".")

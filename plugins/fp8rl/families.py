@@ -23,6 +23,16 @@ _MOST = 10_000
 """Largest number of layers or experts; a larger one is a mistake in a config."""
 _MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of the config of a model that takes more than text."""
+_RECURRENT = ("linear_", "mamba_")
+"""How keys of the config of a model with layers of linear attention or Mamba begin."""
+_OTHER_NAMES = frozenset(
+    (
+        *("baichuan", "bloom", "chatglm", "dbrx", "exaone", "falcon", "glm", "glm4", "gpt2"),
+        *("gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "internlm2", "lfm2", "mamba", "mamba2"),
+        *("mpt", "nemotron", "opt", "phi", "phi3", "qwen", "starcoder2"),
+    )
+)
+"""``model_type`` of dense models whose linears have other names than Llama's."""
 
 
 class Module(NamedTuple):
@@ -215,7 +225,7 @@ _WRAPPER, _VISION = "model.language_model.", ("model.visual",)
 
 
 LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
-"""Also stands for dense models of unknown type, which mostly have these names."""
+"""Also stands for dense models of another type that may have these names (:func:`family_of`)."""
 QWEN2 = Family("Qwen2", ("qwen2",), _attention(qkv_bias="always", o_bias=""))
 QWEN3 = Family("Qwen3", ("qwen3",), _attention(norms=_HEAD_NORMS))
 QWEN3_MOE = Family("Qwen3-MoE", ("qwen3_moe",), _attention(norms=_HEAD_NORMS), experts=EXPERTS)
@@ -373,15 +383,38 @@ def family_of(config: Any) -> Family | None:
     """Return the family of a model by the ``model_type`` of its language model.
 
     Returns:
-        :data:`LLAMA` for a dense model of another type; None for one with experts or multi-latent
-        attention that its family does not have.
+        :data:`LLAMA` for a dense model of another type, if its linears can have Llama's names; None
+        for one with experts, multi-latent or linear attention, or Mamba that its family lacks.
     """
     text = language_config(config)
+    return None if _lacking(text) else _entry(text) or LLAMA
+
+
+def _lacking(text: Any) -> str:
+    """Say what kind of model the entry of its type, or else Llama's, does not describe."""
     found = _entry(text) or LLAMA
-    latent = bool(value_of(text, "kv_lora_rank")) == (found.attention.kv == "latent")
+    if bool(value_of(text, "kv_lora_rank")) != (found.attention.kv == "latent"):
+        latent = found.attention.kv != "latent"
+        return f"a model {'with' if latent else 'without'} multi-latent attention"
     counts = (value_of(text, key) for key in _keys(text) if "experts" in key)
-    dense = found.experts is not None or not any(isinstance(n, int) and n for n in counts)
-    return found if latent and dense else None
+    if found.experts is None and any(isinstance(n, int) and n for n in counts):
+        return "an MoE model"
+    if found.linear_attention is None and _is_recurrent(text):
+        return "a model with linear attention or Mamba"
+    if value_of(text, "model_type") in _OTHER_NAMES:
+        return "a dense model whose linear layers have other names than Llama's"
+    return ""
+
+
+def _is_recurrent(text: Any) -> bool:
+    """Tell whether a config has layers that are no attention over keys and values."""
+    kinds = value_of(text, "layer_types")
+    if isinstance(kinds, list | tuple) and any(
+        isinstance(kind, str) and (kind == "linear_attention" or "attention" not in kind)
+        for kind in kinds
+    ):
+        return True
+    return any(key.startswith(_RECURRENT) and value_of(text, key) for key in _keys(text))
 
 
 def known_family(config: Any) -> Family:
@@ -620,9 +653,9 @@ def unsupported_reason(config: Any, *, rollout: bool, training: bool) -> str | N
     if media and not (family and family.wrapper):
         return f"a multimodal model ('{kind}') of an unknown family"
     if family is None:
-        if value_of(text, "kv_lora_rank"):
-            return f"a model with multi-latent attention ('{kind}') of an unknown family"
-        return f"an MoE model ('{kind}') of an unknown family" if rollout else None
+        if rollout or value_of(text, "kv_lora_rank"):
+            return f"{_lacking(text)} ('{kind}') of an unknown family"
+        return None
     for side, wanted in (("rollout", rollout), ("training", training)):
         if wanted and side in family.missing:
             what = family.missing[side]

@@ -18,7 +18,7 @@ def test_the_page_has_what_the_doctor_says_of_upstreams_fp8_configs() -> None:
     text = nemo_rl_yamls.PAGE.read_text(encoding="utf-8")
     found = nemo_rl_yamls.page(text, source("NEMO_RL_SRC"))
     assert found == text, "run tools/nemo_rl_yamls.py"
-    assert found.count("| runs |") + found.count("| refused (") == 19
+    assert found.count("| resolves |") + found.count("| refused (") == 19
 
 
 def test_a_config_with_the_block_says_the_same_as_one_for_which_it_is_supposed(
@@ -36,6 +36,27 @@ def test_a_config_with_the_block_says_the_same_as_one_for_which_it_is_supposed(
         assert found.facts[key] == upstream.facts[key]
     assert found.sections == upstream.sections
     assert found.problems == upstream.problems == ()
+
+
+def test_every_config_that_resolves_has_a_recipe_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file on top of it under ``recipes/``, in which the doctor finds no problem."""
+    root = source("NEMO_RL_SRC")
+    configs = root / "examples" / "configs"
+    monkeypatch.setenv("NEMO_RL_CONFIGS", str(configs))
+    text = nemo_rl_yamls.PAGE.read_text(encoding="utf-8")
+    wanted = set(re.findall(r"^\| `(?:\w+/)*([^`/]+)` .* resolves \|$", text, re.MULTILINE))
+    made = {}
+    for file in (nemo_rl_yamls.PAGE.parents[1] / "recipes").glob("*.yaml"):
+        if file.stem != "keys":
+            (base,) = re.findall(
+                r"NEMO_RL_CONFIGS\}/(?:\w+/)*(.+)$", file.read_text(), re.MULTILINE
+            )
+            made[base] = file
+    assert len(wanted) == 13
+    assert wanted <= set(made)
+    for base in wanted:
+        found = examine(ConfigRequest(made[base], root))
+        assert found.problems == (), base
 
 
 def test_the_driver_of_a_config_is_the_one_that_upstream_runs_it_with() -> None:

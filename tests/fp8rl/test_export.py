@@ -209,6 +209,20 @@ def test_layers_beside_the_model_stay_in_bf16(tmp_path):
     assert read(tmp_path / "out")[f"{draft}.weight"].dtype == torch.bfloat16
 
 
+def test_draft_experts_in_one_tensor_stay_in_bf16(tmp_path):
+    """Under the name of all experts of the layer; experts of the model are not listed with them."""
+    draft = "mtp.layers.0.mlp.experts"
+    tensors = weights(module_names(MOE)) | {
+        f"{draft}.{leaf}": torch.ones(3, 256, 256).bfloat16()
+        for leaf in ("gate_up_proj", "down_proj")
+    }
+    tensors |= {f"{draft.removesuffix('experts')}gate.weight": torch.ones(3, 256).bfloat16()}
+    found = exported(model(tmp_path / "in", tensors, **MOE), tmp_path / "out")
+    assert [n for n in found["ignored_layers"] if n.endswith(".experts")] == [draft]
+    assert "mtp.layers.0.mlp.gate" in found["ignored_layers"]
+    assert read(tmp_path / "out")[f"{draft}.down_proj"].dtype == torch.bfloat16
+
+
 def test_tokenizer_comes_along_and_other_weights_do_not(dense, tmp_path):
     for name in ("pytorch_model.bin", "consolidated.pth", ".gitattributes", RECIPE_FILE):
         (dense / name).write_text("{}")
@@ -631,6 +645,15 @@ def test_options_that_exclude_each_other(dense, tmp_path):
     assert "not both" in str(result.exception)
     result = run(dense, tmp_path / "out", "--check")
     assert "--check needs vllm_fp8rl" in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "meta"])
+def test_a_device_that_cannot_be_used_is_refused_at_the_start(dense, tmp_path, device):
+    result = run(dense, tmp_path / "out", "--recipe", "{}", "--device", device)
+    assert isinstance(result.exception, OptionError)
+    assert re.search(rf"--device {device} cannot be used \(.+\); give cpu", str(result.exception))
+    assert not result.output
     assert not (tmp_path / "out").exists()
 
 

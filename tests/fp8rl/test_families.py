@@ -174,6 +174,9 @@ def test_a_model_type_is_in_one_entry() -> None:
     assert len(set(parts)) == len(parts)
 
 
+LLAMA_LAYERS = {"model_type": "llama", "num_hidden_layers": 2}
+
+
 def moonlight(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "deepseek_v3",
@@ -249,6 +252,16 @@ def test_a_hybrid_under_a_wrapper() -> None:
             "a model with multi-latent attention ('new') of an unknown family",
         ),
         (
+            {"model_type": "qwen3_next", "num_experts": 0, "layer_types": ["linear_attention"]},
+            "a model with linear attention or Mamba ('qwen3_next') of an unknown family",
+        ),
+        ({"model_type": "new", "layer_types": ["sliding_attention", "full_attention"]}, None),
+        (
+            {"model_type": "phi3"},
+            "a dense model whose linear layers have other names than Llama's ('phi3') of an "
+            "unknown family",
+        ),
+        (
             {"model_type": "new_vl", "vision_config": {}, "text_config": {"model_type": "new"}},
             "a multimodal model ('new') of an unknown family",
         ),
@@ -257,6 +270,30 @@ def test_a_hybrid_under_a_wrapper() -> None:
 def test_models_of_unknown_families(config: dict[str, Any], reason: str | None) -> None:
     assert families.unsupported_reason(config, rollout=True, training=True) == reason
     assert families.unsupported_reason(config, rollout=False, training=False) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "llamas"),
+    [
+        *((kind, True) for kind in ("mistral", "granite", "seed_oss")),
+        *((kind, False) for kind in ("phi3", "glm4", "gpt2", "opt", "starcoder2")),
+        *((kind, False) for kind in ("falcon_h1", "qwen3_next", "jamba", "lfm2", "mamba")),
+    ],
+)
+def test_a_dense_model_of_another_type_counts_as_llama_by_the_names_of_its_linears(
+    kind: str, llamas: bool
+) -> None:
+    """As transformers names them, for a config of two layers."""
+    config = AutoConfig.for_model(kind, num_hidden_layers=2)
+    if kind in ("qwen3_next", "jamba"):  # without experts, so that these decide nothing
+        config.num_experts = 0 if kind == "qwen3_next" else 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linears = {n for n, m in model.named_modules() if getattr(m, "weight", None) is not None}
+    linears = {n for n in linears if model.get_submodule(n).weight.ndim == 2}
+    assert (linears == {n for n in module_names(LLAMA_LAYERS) if "norm" not in n}) == llamas
+    assert (family_of(config) is families.LLAMA) == llamas
+    assert (family_of(config.to_dict()) is families.LLAMA) == llamas
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

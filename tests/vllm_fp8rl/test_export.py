@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 from pathlib import Path
 
@@ -12,8 +14,9 @@ from safetensors.torch import load_file, save_file
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.export import plan_export, write_export
+from fp8rl.families import FAMILIES, FUSED
 from fp8rl.numerics import dequantize_block
-from fp8rl.recipe import Pins
+from fp8rl.recipe import KVCache, Pins
 from support.engine import (
     LAYERS,
     PROMPTS,
@@ -22,11 +25,16 @@ from support.engine import (
     same_bits,
     start_engine,
 )
+from support.no_torchvision import without_torchvision
 from support.teacher_forced import vllm_logprobs
 from vllm_fp8rl.calibration import send_kv_scales
 from vllm_fp8rl.export_check import EngineJob, check_export, run_engines
 from vllm_fp8rl.testing.hf_reference import gap, load_exported, load_reference
-from vllm_fp8rl.testing.tiny import make_moe_checkpoint
+from vllm_fp8rl.testing.tiny import (
+    make_family_checkpoint,
+    make_moe_checkpoint,
+    make_qwen35_checkpoint,
+)
 
 RECIPE = Recipe(pins=Pins(last=1))
 SCALES = {
@@ -183,20 +191,75 @@ def test_transformers_reads_the_config(out):
                 assert torch.equal(theirs, dequantize_block(tensor, scale))
 
 
-def test_vllm_skips_the_pinned_modules_and_no_others(tmp_path, experts_on_a_cpu):
+SIGMOIDS = {"n_shared_experts": 1, "first_k_dense_replace": 0}
+LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+}
+ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
+LATENT_ATTENTION = ("self_attn.fused_qkv_a_proj", "self_attn.q_b_proj", "self_attn.o_proj")
+FAMILIES_WITH_EXPERTS: dict[str, tuple[str, str, str, tuple[str, ...], dict]] = {
+    # model_type: file and class in vLLM, name of the experts' block, attention, keys of the config
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM", "mlp", ATTENTION, {}),
+    "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM", "mlp", ATTENTION, {"head_dim": 64}),
+    "mixtral": ("mixtral", "MixtralForCausalLM", "block_sparse_moe", ATTENTION, {}),
+    "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM", "mlp", ATTENTION, {}),
+    "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM", "mlp", ATTENTION, SIGMOIDS),
+    "deepseek_v2": (
+        *("deepseek_v2", "DeepseekV2ForCausalLM", "mlp", LATENT_ATTENTION),
+        SIGMOIDS | LATENT,
+    ),
+    "deepseek_v3": (
+        *("deepseek_v2", "DeepseekV3ForCausalLM", "mlp", LATENT_ATTENTION),
+        SIGMOIDS | LATENT,
+    ),
+    "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "mlp", ATTENTION, {}),
+}
+
+
+def test_every_family_with_experts_has_a_case():
+    types = [family.model_types for family in FAMILIES if family.experts is not None]
+    assert all(set(kinds) & set(FAMILIES_WITH_EXPERTS) for kinds in types)
+
+
+@pytest.mark.parametrize("kind", FAMILIES_WITH_EXPERTS)
+def test_vllm_skips_the_pinned_modules_and_no_others(tmp_path, kind):
+    """By the names that vLLM's own classes give their layers, through the map of the class."""
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
-    folder = export(make_moe_checkpoint(tmp_path / "model", 3), tmp_path / "out")
-    config = Fp8Config.from_config(
-        json.loads((folder / "config.json").read_text())["quantization_config"]
-    )
+    file, name, block, attention, changes = FAMILIES_WITH_EXPERTS[kind]
+    with without_torchvision():
+        module = importlib.import_module(f"vllm.model_executor.models.{file}")
+    source = inspect.getsource(module)
+    assert f'prefix=f"{{prefix}}.{block}"' in source, "the block has another name in this vLLM"
+    if kind == "qwen3_5_moe_text":  # its last layer alone has keys and values
+        checkpoint = make_qwen35_checkpoint(tmp_path / "model", 3, experts=True, vision=True)
+        layers, prefix = range(2, 4), "language_model.model.layers"
+    else:
+        checkpoint = make_family_checkpoint(tmp_path / "model", 3, kind, **changes)
+        layers, prefix = range(LAYERS), "model.layers"
+    recipe = Recipe(pins=Pins(last=1), kv_cache=KVCache(dtype="auto"))
+    config = Fp8Config.from_config(plan_export(checkpoint, recipe).quantization_config())
     assert (config.weight_block_size, config.activation_scheme) == ([128, 128], "dynamic")
-    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-    for layer in range(LAYERS):
-        for module in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts"):
-            prefix = f"model.layers.{layer}.{module}"
-            skipped = is_layer_skipped(prefix, config.ignored_layers, packed)
-            assert skipped == (layer == LAYERS - 1), prefix
-        assert is_layer_skipped(f"model.layers.{layer}.mlp.gate", config.ignored_layers, packed)
-    assert is_layer_skipped("lm_head", config.ignored_layers, packed)
+    mapper = getattr(getattr(module, name), "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        config.apply_vllm_mapper(mapper)
+    for layer in layers:
+        mixer = attention
+        if kind == "qwen3_5_moe_text" and layer == layers[0]:
+            mixer = ("linear_attn.in_proj_qkvz", "linear_attn.out_proj")
+        for module_name in (*mixer, f"{block}.experts"):
+            full = f"{prefix}.{layer}.{module_name}"
+            skipped = is_layer_skipped(full, config.ignored_layers, FUSED)
+            assert skipped == (layer == layers[-1]), full
+        if block == "mlp" and kind != "minimax_m2":  # these routers ask nobody
+            assert is_layer_skipped(f"{prefix}.{layer}.mlp.gate", config.ignored_layers, FUSED)
+    # The output projection under a wrapper has a class that Fp8Config leaves alone by itself.
+    other = "visual.blocks.0.attn.qkv" if kind == "qwen3_5_moe_text" else "lm_head"
+    assert is_layer_skipped(other, config.ignored_layers, FUSED)

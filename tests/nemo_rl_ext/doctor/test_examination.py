@@ -255,6 +255,39 @@ def test_models_that_are_not_served(
     assert "memory" not in " ".join(titles(found))
 
 
+def test_a_family_without_fp8_training_has_its_tables_in_a_run_that_trains_in_bf16(
+    look: Any, model: Path
+) -> None:
+    experts = {"model_type": "minimax_m2", "num_local_experts": 4}
+    (model / "config.json").write_text(json.dumps(MODEL | experts))
+    block = {"training": False, "kv_cache": {"dtype": "auto"}}
+    found = look(config(block, **{f"{MEGATRON}.fp8_cfg": {"enabled": False}}))
+    assert found.problems == ()
+    told = titles(found)
+    assert "precision of each module in rollout" in told
+    assert any(title.startswith("memory of a GPU in rollout") for title in told)
+    assert any(title.startswith("memory of a GPU in training") for title in told)
+    (problem,) = look(config({"kv_cache": {"dtype": "auto"}})).problems
+    assert "FP8 training does not serve experts named w1, w2 and w3" in problem
+
+
+@pytest.mark.parametrize(("stages", "problems"), [(4, 0), (8, 1)])
+def test_layers_of_a_hybrid_model_count_for_its_pipeline(
+    stages: int, problems: int, look: Any, model: Path
+) -> None:
+    """Three of four layers have linear attention and no o_proj."""
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    sizes = {f"linear_{key}": 4 for key in keys} | {"linear_conv_kernel_dim": 4}
+    text = MODEL | {"model_type": "qwen3_5_text"} | sizes
+    (model / "config.json").write_text(json.dumps(text))
+    path = f"{MEGATRON}.pipeline_model_parallel_size"
+    found = look(config({"kv_cache": {"dtype": "auto"}}, **{path: stages}))
+    assert len(found.problems) == problems
+    assert all("is 8, more than the model's 4 layers" in text for text in found.problems)
+    section = "memory of a GPU in training"
+    assert any(title.startswith(section) for title in titles(found)) == (not problems)
+
+
 def test_a_model_that_is_not_here_leaves_its_pins(
     look: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

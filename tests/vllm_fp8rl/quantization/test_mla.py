@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.families import LATENT_ATTENTION
 from fp8rl.numerics import dequantize_block, quantize_block
 from fp8rl.recipe import KVCache
 from support.engine import Engine, in_fp8, load_tensors, register_model, same_state
@@ -135,6 +136,9 @@ def test_parts_of_kv_b_proj_follow_a_refit_in_place(case: Case) -> None:
         up_k, up_v = by_head.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
         assert torch.equal(layer.W_UK_T, up_k)
         assert torch.equal(layer.W_UV, up_v.transpose(1, 2))
+    ((module, derived),) = LATENT_ATTENTION.derived.items()
+    assert module == "self_attn.kv_b_proj"
+    assert all(f"`{part}`" in derived for part in ("W_UK_T", "W_UV"))
 
 
 def test_parts_that_were_not_made_again_would_show(

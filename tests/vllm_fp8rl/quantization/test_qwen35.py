@@ -16,6 +16,7 @@ import torch
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
+from fp8rl.families import GATED_DELTA_NET
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
@@ -30,6 +31,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from support.gated_delta_net import compute_in_float32, token_by_token
 from support.teacher_forced import PROMPTS, vllm_logprobs
 from vllm_fp8rl.calibration import calibrate_kv_scales
+from vllm_fp8rl.quantization import refittable
 from vllm_fp8rl.refit import inventory, refit
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import state_of
@@ -325,6 +327,17 @@ def test_one_tensor_of_three_matrices_on_two_ranks(dense: Engine, rank: int) -> 
         batch.run()
         assert same_bits(storage[0], expected.codes)
         assert same_bits(storage[1], expected.scale_inv)
+
+
+def test_the_table_names_what_vllm_packs(moe: Engine) -> None:
+    linears = [
+        (name.partition(".layers.")[2].partition(".")[2], module)
+        for name, module in moe.model.named_modules()
+        if "linear_attn." in name
+    ]
+    packed = {name for name, module in linears if hasattr(module, refittable._PLAIN)}
+    # A CPU without instructions for BF16 packs nothing.
+    assert packed in (set(), set(GATED_DELTA_NET.derived))
 
 
 def test_a_missing_or_unknown_tensor_is_refused(moe: Engine, paths: dict[str, Path]) -> None:
