@@ -84,7 +84,7 @@ class Inventory:
     def __init__(self, model: torch.nn.Module) -> None:
         _refuse_adapters(model)
         self._model = weakref.ref(model)
-        self.entries = dict(_entries(model))
+        self.entries = dict(entries_of(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
         self.prefix = _prefix(model)
         """What precedes these names in the whole model: empty if this is all of it; None for a part
@@ -234,7 +234,8 @@ def _prefix(model: torch.nn.Module) -> str | None:
     return None
 
 
-def _entries(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
+def entries_of(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
+    """Yield the tensors of a model by their HF names, KV scales not included."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     names = state_of(model).hf_names
     owners: dict[int, str] = {}
