@@ -7,6 +7,7 @@ owns it. The state is found again through the quantization method of a layer (:f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,10 @@ class RankState:
     warmup: KernelWarmup
     hf_names: HfNames = field(default_factory=HfNames)
     """HF names of the engine's modules, which is what the policy knows."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of whole HF tensors beside the linear layers, by name: a rank may hold a part."""
+    mtp_layers: range = range(0)
+    """Layers for multi-token prediction: a checkpoint has them, the engine does not."""
     kv_scales: dict[str, LayerKVScales] = field(default_factory=dict)
     """By the name of the attention layer, for those with an FP8 KV cache."""
     loaded: bool = False

@@ -152,6 +152,21 @@ class Sizes:
         biases = self._sum([row for row in rows if self._biased(row.name)], lambda shape: shape[0])
         return weights + biases + self._parameters(rows)
 
+    def beside_linears(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of norms, and of tensors that are no module's weight, by full name."""
+        shapes = {}
+        for name, module in self._modules.items():
+            if module.kind != "norm":
+                continue
+            shapes[f"{name}.weight"] = self._shape(module)
+            layer, _, leaf = name.rpartition(".")
+            if leaf == "input_layernorm":
+                number = int(layer.rpartition(".")[2])
+                for parameter in layer_parameters(self._family, self._config, number):
+                    shape = tuple(self._widths[width] for width in parameter.shape)
+                    shapes[f"{layer}.{parameter.name}"] = shape
+        return shapes
+
     def _sum(self, rows: Sequence[PinRow], count: Callable[[tuple[int, ...]], int]) -> int:
         """Add up ``count(shape)`` over the weights that one rank holds."""
         total = experts = 0

@@ -20,6 +20,7 @@ from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
+from fp8rl.sizes import Sizes
 from vllm_fp8rl.compat import (
     expect_quantizing_loads,
     require_cpu_router,
@@ -38,6 +39,7 @@ from vllm_fp8rl.quantization.models import (
     check_sizes,
     check_widths,
     is_moe,
+    mtp_layers,
 )
 from vllm_fp8rl.refit.client import Changes
 from vllm_fp8rl.state import RankState
@@ -284,6 +286,8 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
         hf_names=HfNames(names, mapper, family.experts),
+        shapes=Sizes(engine.model_config.hf_config, ranks=1).beside_linears(),
+        mtp_layers=mtp_layers(hf_config),
     )
 
 

@@ -24,6 +24,7 @@ _WIDTHS = (
     *("moe_intermediate_size", "num_key_value_heads", "head_dim"),
 )
 _WIDEST = 2**31 - 1
+_MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules")
 
 
 def is_moe(hf_config: Any) -> bool:
@@ -76,6 +77,17 @@ def check_sizes(hf_config: Any) -> None:
         value = getattr(hf_config, key, None)
         if value is not None:
             check_count(key, value, _WIDEST)
+
+
+def mtp_layers(hf_config: Any) -> range:
+    """Return the layers for multi-token prediction, which follow on the decoder layers.
+
+    Args:
+        hf_config: the language model's config.
+    """
+    first = hf_config.num_hidden_layers
+    counts = (getattr(hf_config, key, None) or 0 for key in _MTP_COUNTS)
+    return range(first, first + max(counts))
 
 
 def check_widths(hf_config: Any, ranks: int, *, expert_parallel: bool) -> None:
