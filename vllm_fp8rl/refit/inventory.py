@@ -334,7 +334,7 @@ def _linear(
             route = partial(_store, parameter, pieces)
             if isinstance(parameter, Fp8Parameter):
                 fits = all(_fits(parameter, piece) for piece in pieces)
-        elif leaf == "bias":
+        elif span == 1 and not isinstance(parameter, ShardedParameter):  # a bias, or a router
             route = partial(_by_loader, parameter, _shard_ids(module)[index])
         shape = _shape(leaf, sum(rows[i] for i in matrices), module.input_size)
         yield (
