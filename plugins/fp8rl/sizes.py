@@ -10,6 +10,7 @@ from typing import Any
 from fp8rl.errors import ModelError
 from fp8rl.families import (
     FUSED,
+    WIDEST,
     WIDTH_KEYS,
     Module,
     check_count,
@@ -30,7 +31,6 @@ from fp8rl.recipe import ModuleKind
 GIB = 1 << 30
 _VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary (vocab_parallel_embedding.py)
 _NEEDED = ("num_hidden_layers", "num_attention_heads")
-_WIDEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Sizes:
         for key in (*needed, *given):
             if key not in text:
                 raise ModelError(f"The model's config.json has no key '{key}'; correct it.")
-            check_count(key, text[key], _WIDEST)
+            check_count(key, text[key], WIDEST)
         return cls(config, ranks, expert_ranks=expert_ranks)
 
     def split_problem(self) -> str | None:

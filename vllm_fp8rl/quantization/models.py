@@ -6,6 +6,7 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.families import (
+    WIDEST,
     WIDTH_KEYS,
     Family,
     check_count,
@@ -23,7 +24,6 @@ _WIDTHS = (
     *(key for keys in WIDTH_KEYS.values() for key in keys),
     *("moe_intermediate_size", "num_key_value_heads", "head_dim"),
 )
-_WIDEST = 2**31 - 1
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules")
 
 
@@ -76,7 +76,7 @@ def check_sizes(hf_config: Any) -> None:
     for key in _WIDTHS:
         value = getattr(hf_config, key, None)
         if value is not None:
-            check_count(key, value, _WIDEST)
+            check_count(key, value, WIDEST)
 
 
 def mtp_layers(hf_config: Any) -> range:
