@@ -134,8 +134,12 @@ class Fp8RLConfig(QuantizationConfig):
         return NAME
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Keep the map from HF names to vLLM's, which vLLM hands over before it builds a model."""
-        self._mapper = hf_to_vllm_mapper
+        """Keep the map from HF names to vLLM's, which vLLM hands over before it builds a model.
+
+        The first one is the whole model's; a wrapper builds its language model as one more.
+        """
+        if self._mapper is None:
+            self._mapper = hf_to_vllm_mapper
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of one layer.
@@ -302,6 +306,7 @@ def _probe(engine: VllmConfig) -> None:
         "experts": is_moe(engine.model_config.hf_text_config),
         "linear_attention": bool(family and family.linear_attention),
         "mla": engine.model_config.use_mla,
+        "lora": engine.lora_config is not None,
         "compiled": engine.compilation_config.mode != CompilationMode.NONE,
         "sleep": engine.model_config.enable_sleep_mode,
         "transfer": engine.weight_transfer_config is not None,
