@@ -282,10 +282,10 @@ def _tensors(
     elif isinstance(module, LinearBase) and leaf in _OF_LINEARS:
         yield from _linear(name, module, parameter, fused)
     elif isinstance(module, VocabParallelEmbedding):
-        shape = (module.org_vocab_size, *parameter.shape[1:])
-        yield name, Entry(shape, name, "plain", partial(_by_loader, parameter, ()))
+        rows = (module.org_vocab_size, *parameter.shape[1:])
+        yield name, Entry(rows, name, "plain", partial(_by_loader, parameter, ()))
     else:
-        shape: tuple[int, ...] = tuple(parameter.shape)
+        shape = tuple(parameter.shape)
         route: Route | None = partial(_copy, parameter)
         if hasattr(parameter, "weight_loader"):  # this rank may hold a part
             no_module = whole is not None and leaf != "weight"

@@ -153,9 +153,8 @@ def load_reference(
             continue
         if isinstance(module, torch.nn.Linear) and policy.precision(name) == "fp8":
             _fake_quantize(module, recipe)
-        elif hasattr(module, "gate_up_proj") and not isinstance(module, torch.nn.Linear):
-            if policy.precision(_first_matrix(name, experts)) == "fp8":
-                model.set_submodule(name, _FakeQuantExperts(module, recipe))
+        elif _holds_experts(module) and policy.precision(_first_matrix(name, experts)) == "fp8":
+            model.set_submodule(name, _FakeQuantExperts(module, recipe))
     return Reference(model, kv_scales)
 
 
@@ -197,9 +196,14 @@ def load_exported(
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and f"{name}.weight" in fp8:
             _fake_quantize_inputs(module, recipe)
-        elif hasattr(module, "gate_up_proj") and f"{_first_matrix(name, experts)}.weight" in fp8:
+        elif _holds_experts(module) and f"{_first_matrix(name, experts)}.weight" in fp8:
             model.set_submodule(name, _FakeQuantExperts(module, recipe, quantize_weights=False))
     return Reference(model, kv_scales or None)
+
+
+def _holds_experts(module: torch.nn.Module) -> bool:
+    """Return whether a module of transformers 5 holds all experts of a layer."""
+    return hasattr(module, "gate_up_proj") and not isinstance(module, torch.nn.Linear)
 
 
 def _first_matrix(stack: str, experts: Experts) -> str:
