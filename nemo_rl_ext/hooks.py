@@ -45,6 +45,6 @@ def _examine_config(request: ConfigRequest) -> Diagnosis:
 
 
 def _rollout_recipe(config: Path) -> Recipe:
-    from nemo_rl_ext.doctor.config_file import rollout_recipe
+    from nemo_rl_ext.doctor.examination import rollout_recipe
 
     return rollout_recipe(config)

@@ -76,7 +76,7 @@ def _probe(device: str, problems: list[str]) -> str:
     except ImportError as error:
         problems.append(f"vLLM cannot be imported ({error}); reinstall it.")
         return "not run"
-    parts = ("client", "doctor", "experts", "mla", "compiled", "sleep", "transfer")
+    parts = ("client", "doctor", "experts", "mla", "lora", "compiled", "sleep", "transfer")
     features = {"worker", device, *parts}
     failures(features)  # imports the modules
     start = time.perf_counter()

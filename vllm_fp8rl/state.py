@@ -7,6 +7,7 @@ owns it. The state is found again through the quantization method of a layer (:f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class RankState:
     family: Family
     """The model's entry in the table of families."""
     dummy: bool
-    """The engine loads no checkpoint."""
+    """The engine loads no checkpoint at its start."""
     layers: dict[str, Any]
     """vLLM's table of layers by name (``compilation_config.static_forward_context``)."""
     guard: RefitGuard
@@ -72,10 +73,19 @@ class RankState:
     warmup: KernelWarmup
     hf_names: HfNames = field(default_factory=HfNames)
     """HF names of the engine's modules, which is what the policy knows."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of whole HF tensors beside the linear layers, by name: a rank may hold a part."""
+    mtp_layers: range = range(0)
+    """Layers for multi-token prediction: a checkpoint has them, the engine does not."""
     kv_scales: dict[str, LayerKVScales] = field(default_factory=dict)
     """By the name of the attention layer, for those with an FP8 KV cache."""
+    loaded: bool = False
+    """The engine has the weights of its checkpoint, or starts without one."""
     inventory: Any = None
     """:class:`~vllm_fp8rl.refit.inventory.Inventory` of the model, made by the first load."""
+
+    def __post_init__(self) -> None:
+        self.loaded = self.dummy
 
     def precision(self, name: str) -> str:
         """Return ``fp8`` or ``bf16`` for a linear module, by its name in the engine.

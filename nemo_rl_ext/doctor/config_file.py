@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fp8rl import Recipe
 from fp8rl.errors import Fp8RLError, OptionError, RecipeError, UnsupportedError
 from fp8rl.reading import parse_yaml, printable
-from nemo_rl_ext.config.drivers import BLOCK, VLLM
 
 _RESOLVERS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
@@ -59,23 +57,6 @@ def load_config(file: Path) -> dict[str, Any]:
         ) from None
     assert isinstance(loaded, dict)  # _with_parents returns mappings alone
     return {str(key): value for key, value in loaded.items()}
-
-
-def rollout_recipe(file: Path) -> Recipe:
-    """Read the recipe of the rollouts from a config; see :func:`load_config`.
-
-    Raises:
-        RecipeError: no block, or a bad key in it.
-    """
-    sections: Any = load_config(file)
-    for part in VLLM.split("."):
-        sections = sections.get(part) if isinstance(sections, dict) else None
-    if not isinstance(sections, dict) or sections.get(BLOCK) is None:
-        raise RecipeError(
-            f"'{file}' has no '{VLLM}.{BLOCK}', the recipe of its rollouts; add it, or give a "
-            "recipe with --recipe."
-        )
-    return Recipe.from_dict(sections[BLOCK], where=f"{VLLM}.{BLOCK}")
 
 
 def _with_parents(file: Path, children: tuple[Path, ...]) -> Any:

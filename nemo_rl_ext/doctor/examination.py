@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
@@ -128,13 +129,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
     """
     package = find_package(request.source)
     config = load_config(request.file)
-    driver = driver_of(config)
-    if driver is None:
-        known = ", ".join(driver.section for driver in DRIVERS.values())
-        raise UnsupportedError(
-            f"'{request.file}' is a config of no driver that fp8rl knows: it has none of the "
-            f"sections {known}; give the config of a run."
-        )
+    driver = _driver_for(config, request.file)
     _check_sections(config)
     _read_numbers(Sections(config, driver))
     given = [path for path, _, _, value in find(config) if value is not None]
@@ -177,6 +172,39 @@ def examine(request: ConfigRequest) -> Diagnosis:
     return Diagnosis(
         f"{version(package)}, in {package.parent}", (KNOWN,), facts, tuple(problems), tuple(found)
     )
+
+
+def rollout_recipe(file: Path) -> Recipe:
+    """Read the recipe of the rollouts from a config, as its driver does.
+
+    Upstream's keys add to the block there: layers and modules in BF16, formats of scales.
+
+    Raises:
+        OptionError: the config cannot be read.
+        RecipeError: no block for the rollouts, or a bad key.
+        UnsupportedError: a config of no driver, or a key that the driver would refuse.
+    """
+    config = load_config(file)
+    driver = _driver_for(config, file)
+    _check_sections(config)
+    keys = read(config, driver)
+    if keys is None or block_path(VLLM) not in keys.places:
+        raise RecipeError(
+            f"'{file}' has no '{block_path(VLLM)}', the recipe of its rollouts; add it, or give a "
+            "recipe with --recipe."
+        )
+    return keys.recipe
+
+
+def _driver_for(config: Mapping[str, Any], file: Path) -> Driver:
+    driver = driver_of(config)
+    if driver is None:
+        known = ", ".join(driver.section for driver in DRIVERS.values())
+        raise UnsupportedError(
+            f"'{file}' is a config of no driver that fp8rl knows: it has none of the sections "
+            f"{known}; give the config of a run."
+        )
+    return driver
 
 
 def _check_sections(config: Mapping[str, Any]) -> None:

@@ -180,7 +180,9 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             bool, typer.Option("--check", help="Compare logprobs of OUT and CHECKPOINT at the end.")
         ] = False,
     ) -> None:
-        """Write a block-FP8 checkpoint that stock vLLM, SGLang and transformers load.
+        """Write a block-FP8 checkpoint for stock vLLM and transformers.
+
+        It is in the format that SGLang documents too (not run).
 
         Without --recipe and --config the recipe is CHECKPOINT's fp8rl_recipe.json, else
         FP8RL_RECIPE, else the default. KV scales come from the checkpoint or from --kv-scales.

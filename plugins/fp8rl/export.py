@@ -1,4 +1,6 @@
-"""Write a model as a block-FP8 checkpoint that stock vLLM, SGLang and transformers load.
+"""Write a model as a block-FP8 checkpoint for stock vLLM and transformers.
+
+It is in the format that SGLang documents too (not run).
 
 The folder has E4M3 weights with ``weight_scale_inv`` in float32 for each block of 128x128 (the
 format of DeepSeek-V3's checkpoints), KV scales, and a ``quantization_config``. Codes and scales are

@@ -21,6 +21,8 @@ from fp8rl.recipe import ModuleKind
 
 _MOST = 10_000
 """Largest number of layers or experts; a larger one is a mistake in a config."""
+WIDEST = 2**31 - 1
+"""Largest width of a matrix."""
 _MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of the config of a model that takes more than text."""
 _RECURRENT = ("linear_", "mamba_")
@@ -560,7 +562,7 @@ def has_experts(family: Family, config: Any, layer: int) -> bool:
     return (
         layer not in dense
         and (layer + 1) % step == 0
-        and layer >= value_of(config, "first_k_dense_replace", 0)
+        and layer >= _number(config, "first_k_dense_replace")
         and layer % every == 0
     )
 
@@ -592,7 +594,16 @@ def expert_count(family: Family, config: Any) -> int:
 
 def _has_shared(experts: Experts, config: Any) -> bool:
     key = experts.shared_width or experts.shared_count
-    return bool(key and value_of(config, key))
+    return bool(key and _number(config, key))
+
+
+def _number(config: Any, key: str) -> int:
+    """Return the value of a key that may be 0 or missing.
+
+    Raises:
+        ModelError: it is no integer from 0 on.
+    """
+    return check_count(key, value_of(config, key, 0), WIDEST, least=0)
 
 
 def shared_width(family: Family, config: Any) -> int:
@@ -601,8 +612,8 @@ def shared_width(family: Family, config: Any) -> int:
     if experts is None or not experts.shared:
         return 0
     if experts.shared_width:
-        return int(value_of(config, experts.shared_width, 0))
-    return int(value_of(config, experts.shared_count, 0) * value_of(config, experts.width, 0))
+        return _number(config, experts.shared_width)
+    return _number(config, experts.shared_count) * value_of(config, experts.width, 0)
 
 
 def is_biased(module: Module | None, config: Any) -> bool:
@@ -663,15 +674,15 @@ def unsupported_reason(config: Any, *, rollout: bool, training: bool) -> str | N
     return None
 
 
-def check_count(key: str, value: Any, most: int = _MOST) -> int:
+def check_count(key: str, value: Any, most: int = _MOST, *, least: int = 1) -> int:
     """Return the value of a key of a config that counts layers or experts, or gives a width.
 
     Raises:
-        ModelError: the value is no integer from 1 to ``most``.
+        ModelError: the value is no integer from ``least`` to ``most``.
     """
-    if type(value) is not int or not 1 <= value <= most:
+    if type(value) is not int or not least <= value <= most:
         raise ModelError(
-            f"The model's {key} is {reprlib.repr(value)}; correct it to an integer from 1 to "
-            f"{most}."
+            f"The model's {key} is {reprlib.repr(value)}; correct it to an integer from "
+            f"{least} to {most}."
         )
     return value

@@ -10,6 +10,7 @@ from typing import Any
 from fp8rl.errors import ModelError
 from fp8rl.families import (
     FUSED,
+    WIDEST,
     WIDTH_KEYS,
     Module,
     check_count,
@@ -30,7 +31,6 @@ from fp8rl.recipe import ModuleKind
 GIB = 1 << 30
 _VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary (vocab_parallel_embedding.py)
 _NEEDED = ("num_hidden_layers", "num_attention_heads")
-_WIDEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Sizes:
         for key in (*needed, *given):
             if key not in text:
                 raise ModelError(f"The model's config.json has no key '{key}'; correct it.")
-            check_count(key, text[key], _WIDEST)
+            check_count(key, text[key], WIDEST)
         return cls(config, ranks, expert_ranks=expert_ranks)
 
     def split_problem(self) -> str | None:
@@ -151,6 +151,21 @@ class Sizes:
         weights = self._sum(rows, math.prod)
         biases = self._sum([row for row in rows if self._biased(row.name)], lambda shape: shape[0])
         return weights + biases + self._parameters(rows)
+
+    def beside_linears(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of norms, and of tensors that are no module's weight, by full name."""
+        shapes = {}
+        for name, module in self._modules.items():
+            if module.kind != "norm":
+                continue
+            shapes[f"{name}.weight"] = self._shape(module)
+            layer, _, leaf = name.rpartition(".")
+            if leaf == "input_layernorm":
+                number = int(layer.rpartition(".")[2])
+                for parameter in layer_parameters(self._family, self._config, number):
+                    shape = tuple(self._widths[width] for width in parameter.shape)
+                    shapes[f"{layer}.{parameter.name}"] = shape
+        return shapes
 
     def _sum(self, rows: Sequence[PinRow], count: Callable[[tuple[int, ...]], int]) -> int:
         """Add up ``count(shape)`` over the weights that one rank holds."""

@@ -10,7 +10,7 @@ import pytest
 from fp8rl.adapters import ConfigRequest
 from nemo_rl_ext.config.drivers import driver_of
 from nemo_rl_ext.doctor.config_file import load_config
-from nemo_rl_ext.doctor.examination import examine
+from nemo_rl_ext.doctor.examination import examine, rollout_recipe
 from support.sources import source
 
 
@@ -57,6 +57,17 @@ def test_every_config_that_resolves_has_a_recipe_of_ours(monkeypatch: pytest.Mon
     for base in wanted:
         found = examine(ConfigRequest(made[base], root))
         assert found.problems == (), base
+
+
+def test_an_export_takes_the_pins_that_the_run_takes_from_upstreams_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    configs = source("NEMO_RL_SRC") / "examples" / "configs"
+    monkeypatch.setenv("NEMO_RL_CONFIGS", str(configs))
+    recipes = nemo_rl_yamls.PAGE.parents[1] / "recipes"
+    recipe = rollout_recipe(recipes / "moonlight-16b-fp8-4n8g.yaml")
+    assert recipe.rollout
+    assert recipe.pins.names == ("*a_proj*", "*b_proj*")
 
 
 def test_the_driver_of_a_config_is_the_one_that_upstream_runs_it_with() -> None:

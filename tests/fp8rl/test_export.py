@@ -624,9 +624,10 @@ def test_the_recipe_of_the_checkpoint_is_taken(dense, tmp_path, monkeypatch):
 
 def test_the_config_of_a_run_is_a_recipe(dense, tmp_path):
     file = tmp_path / "run.yaml"
-    block = "fp8rl: {pins: {last: 1}, kv_cache: {dtype: auto}}"
-    text = f"{block}\npolicy: {{generation: {{vllm_cfg: {{fp8rl: '${{fp8rl}}'}}}}}}\n"
-    file.write_text(text)
+    block = "grpo: {}\nfp8rl: {kv_cache: {dtype: auto}}"
+    keys = "fp8rl: '${fp8rl}', num_last_layers_in_bf16: 1"  # the second is upstream's
+    loss = "loss_fn: {fp8rl: '${fp8rl}'}"
+    file.write_text(f"{block}\n{loss}\npolicy: {{generation: {{vllm_cfg: {{{keys}}}}}}}\n")
     app = cli.build_app(PluginManager())
     words = ["export", str(dense), str(tmp_path / "out"), "--config", str(file)]
     result = CliRunner().invoke(app, words)
@@ -634,7 +635,7 @@ def test_the_config_of_a_run_is_a_recipe(dense, tmp_path):
     assert f"Recipe: {file}" in result.output
     assert "7 of 14 linear modules in FP8" in result.output
     assert "model.layers.1.mlp.down_proj.weight_scale_inv" not in read(tmp_path / "out")
-    file.write_text("policy: {generation: {vllm_cfg: {}}}\n")
+    file.write_text("grpo: {}\npolicy: {generation: {vllm_cfg: {}}}\n")
     result = CliRunner().invoke(app, [*words[:2], str(tmp_path / "b"), *words[3:]])
     assert "has no 'policy.generation.vllm_cfg.fp8rl'" in str(result.exception)
 

@@ -324,6 +324,11 @@ def test_configs_that_no_model_has() -> None:
         module_names({"model_type": "deepseek_v3", "kv_lora_rank": 1, "num_hidden_layers": 1})
     with pytest.raises(ModelError, match="moe_layer_freq is 0; correct it"):
         module_names(moonlight(moe_layer_freq=0))
+    for key, value in {"first_k_dense_replace": "a", "n_shared_experts": "2"}.items():
+        with pytest.raises(ModelError, match=f"{key} is '{value}'; correct it to an integer fr"):
+            module_names(moonlight(**{key: value}))
+    with pytest.raises(ModelError, match="n_shared_experts is -1; correct it"):
+        module_names(moonlight(n_shared_experts=-1))
     assert not any("experts" in name for name in module_names(moonlight(n_routed_experts=None)))
     with pytest.raises(ModelError, match=r"mlp_layer_types is .'dense'.; correct it"):
         module_names(moonlight(mlp_layer_types=["dense"]))

@@ -8,6 +8,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_fp8rl.hf_names import HfNames
+from vllm_fp8rl.quantization.config import Fp8RLConfig
 
 LAYER = "model.language_model.layers.1."
 MODULES = [f"{LAYER}mlp.experts.0.up_proj", f"{LAYER}self_attn.q_proj", "lm_head"]
@@ -54,3 +55,11 @@ def test_a_class_without_a_map() -> None:
     names = HfNames(["model.layers.1.mlp.up_proj"], None)
     assert names.of("model.layers.1.mlp.gate_up_proj") == "model.layers.1.mlp.gate_up_proj"
     assert not names.differ
+
+
+def test_the_map_of_the_whole_model_counts() -> None:
+    """A wrapper's comes first, and then that of the language model inside it."""
+    config = Fp8RLConfig()
+    config.apply_vllm_mapper(WRAPPER)
+    config.apply_vllm_mapper(WeightsMapper())
+    assert config._mapper is WRAPPER

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from fp8rl.errors import Fp8RLError
+from fp8rl.errors import CheckpointError, Fp8RLError
+from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.refit.intake import Named, scalars_on_host
-from vllm_fp8rl.refit.inventory import Inventory
-from vllm_fp8rl.state import find_state, state_of
+from vllm_fp8rl.refit.inventory import Inventory, entries_of
+from vllm_fp8rl.state import RankState, find_state, state_of
 
 Walk = Callable[[Iterable[Named]], set[str]]
 
@@ -60,15 +61,20 @@ def _load(
     """Load tensors with the model closed, by the inventory where it has a route for each.
 
     Raises:
+        CheckpointError: see :func:`_require_whole`.
         RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
     """
     _WALKING.set(True)
-    guard = state_of(model).guard
+    state = state_of(model)
+    guard = state.guard
     if guard.loading:  # a refit session has checked them
         return walk(weights)
     if not isinstance(weights, Collection):
         with _shut(model, guard) as came:
-            return walk(_checked(weights, model, guard, came))
+            loaded = walk(_checked(weights, model, guard, came))
+            if not state.loaded:
+                _require_whole(model, state, came, loaded)
+            return loaded
     if guard.values.look(weights, model):
         guard.recheck()
     names = [name for name, _ in weights]
@@ -95,6 +101,38 @@ def noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
     for name, tensor in weights:
         came.append(name)
         yield name, tensor
+
+
+def _require_whole(
+    model: torch.nn.Module, state: RankState, came: Iterable[str], loaded: set[str]
+) -> None:
+    """Require every tensor of the model from the checkpoint that an engine starts with.
+
+    vLLM checks unquantized models only, and would serve uninitialised memory. Where a checkpoint
+    has names that the inventory does not know, a parameter counts as vLLM reports it.
+
+    Raises:
+        CheckpointError: a tensor is missing.
+    """
+    entries = dict(entries_of(model))
+    known = [(name, entries[name]) for name in came if name in entries]
+    here = {each for name, entry in known for each in (name, *entry.covers)}
+    by_name = {entry.parameter for _, entry in known}
+    reported = {reported_name(name) for name in loaded}
+    missing = [
+        name
+        for name, entry in entries.items()
+        if entry.required
+        and entry.local
+        and name not in here
+        and (entry.parameter in by_name or reported_name(entry.parameter) not in reported)
+    ]
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint lacks {len(missing)} of the model's tensors, such as '{missing[0]}'; "
+            "load a complete checkpoint, or use load_format='dummy' and refit."
+        )
+    state.loaded = True
 
 
 @contextmanager

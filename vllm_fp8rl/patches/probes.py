@@ -47,8 +47,8 @@ class Probe:
     needs: str = _ALWAYS
     """Features of an engine that uses the internal, separated by blanks: ``worker`` (every process
     with a model), ``client`` (the process that refits), ``doctor``, ``cpu``, ``cuda``,
-    ``experts``, ``mla`` (multi-latent attention), ``linear_attention``, ``compiled``, ``sleep``,
-    ``transfer`` (of weights or KV blocks)."""
+    ``experts``, ``mla`` (multi-latent attention), ``linear_attention``, ``lora``, ``compiled``,
+    ``sleep``, ``transfer`` (of weights or KV blocks)."""
 
     @property
     def name(self) -> str:
@@ -197,6 +197,14 @@ def _names_flash_classes(backend: Any) -> bool:
     )
 
 
+def _derives_known_parts(mla_attention: Any) -> bool:
+    """Return whether what is kept of ``kv_b_proj`` is known, or refused by its setting's name."""
+    code = inspect.unwrap(mla_attention.process_weights_after_loading).__code__
+    texts = {text for text in code.co_consts if isinstance(text, str)}
+    copies = {text for text in texts if text.startswith(("W_UK", "W_UV"))} - {"W_UK_T", "W_UV"}
+    return not copies or (copies == {"W_UK_T_dcp_qrep"} and _has(mla_attention, "dcp_q_replicate"))
+
+
 _LINEAR = "model_executor.layers.linear"
 _MOE = "model_executor.layers.fused_moe"
 _GEMM = "model_executor.kernels.linear"
@@ -215,6 +223,8 @@ PROBES = (
         positional=3),
     Probe(3, "model_executor.models.utils", "AutoWeightsLoader._can_skip", positional=2),
     Probe(3, "model_executor.models.utils", "AutoWeightsLoader", attributes="module"),
+    Probe(3, "model_executor.layers.utils", "cpu_unquantized_gemm", attributes="cpu_linear",
+        needs="cpu"),
     Probe(4, "v1.engine.llm_engine", "LLMEngine.add_request", needs="client"),
     # Read or subclassed
     Probe(5, "v1.engine.core_client", "MPClient", attributes="resources utility_results",
@@ -290,7 +300,9 @@ PROBES = (
         needs="linear_attention cpu"),
     Probe(11, "model_executor.layers.attention", "MLAAttention",
         attributes="kv_b_proj num_heads kv_lora_rank qk_nope_head_dim layer_name kv_cache_dtype "
-        "attn_backend process_weights_after_loading", needs="mla"),
+        "attn_backend process_weights_after_loading", behaves=_derives_known_parts, needs="mla"),
+    Probe(11, "lora.layers.base_linear", "BaseLinearLayerWithLoRA", attributes="base_layer",
+        needs="lora"),
     Probe(11, f"{_MOE}.config", "FusedMoEConfig",
         attributes="num_experts num_local_experts experts_per_token hidden_dim "
         "intermediate_size_per_partition_unpadded tp_rank tp_size activation "
@@ -333,6 +345,8 @@ PROBES = (
     Probe(13, f"{_MOE}.deep_gemm_utils", "compute_aligned_M_and_alignment", positional=0,
         keywords="M num_topk local_num_experts alignment expert_tokens_meta", needs=_GPU_EXPERTS),
     Probe(13, "utils.deep_gemm", "is_deep_gemm_e8m0_used", positional=0, needs=_GPU_EXPERTS),
+    Probe(14, "v1.attention.backends.registry", "AttentionBackendEnum.clear_override",
+        positional=1),
     Probe(14, _CPU_ATTN, behaves=_has_isa, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackend", behaves=_names_cpu_classes, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.forward", positional=10, needs="cpu"),

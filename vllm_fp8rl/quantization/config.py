@@ -20,6 +20,7 @@ from fp8rl.numerics import BLOCK
 from fp8rl.precision_report import precision_text
 from fp8rl.reading import near_miss
 from fp8rl.recipe import RECIPE_ENV
+from fp8rl.sizes import Sizes
 from vllm_fp8rl.compat import (
     expect_quantizing_loads,
     require_cpu_router,
@@ -38,6 +39,7 @@ from vllm_fp8rl.quantization.models import (
     check_sizes,
     check_widths,
     is_moe,
+    mtp_layers,
 )
 from vllm_fp8rl.refit.client import Changes
 from vllm_fp8rl.state import RankState
@@ -132,8 +134,12 @@ class Fp8RLConfig(QuantizationConfig):
         return NAME
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Keep the map from HF names to vLLM's, which vLLM hands over before it builds a model."""
-        self._mapper = hf_to_vllm_mapper
+        """Keep the map from HF names to vLLM's, which vLLM hands over before it builds a model.
+
+        The first one is the whole model's; a wrapper builds its language model as one more.
+        """
+        if self._mapper is None:
+            self._mapper = hf_to_vllm_mapper
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of one layer.
@@ -284,6 +290,8 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
         hf_names=HfNames(names, mapper, family.experts),
+        shapes=Sizes(engine.model_config.hf_config, ranks=1).beside_linears(),
+        mtp_layers=mtp_layers(hf_config),
     )
 
 
@@ -298,6 +306,7 @@ def _probe(engine: VllmConfig) -> None:
         "experts": is_moe(engine.model_config.hf_text_config),
         "linear_attention": bool(family and family.linear_attention),
         "mla": engine.model_config.use_mla,
+        "lora": engine.lora_config is not None,
         "compiled": engine.compilation_config.mode != CompilationMode.NONE,
         "sleep": engine.model_config.enable_sleep_mode,
         "transfer": engine.weight_transfer_config is not None,

@@ -275,7 +275,6 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
     def __init__(self, state: RankState, name: str) -> None:
         self.state = state
         self.name = name
-        self.loaded = False
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **extra: Any) -> None:
         # Weak, because vLLM's reload bookkeeping must not keep the layer alive.
@@ -296,18 +295,9 @@ class RefitEmbeddingMethod(UnquantizedEmbeddingMethod):
                 f"'{self.name}' was loaded after its model was deleted; restart the engine."
             )
         loader(param, loaded_weight)
-        self.loaded = True
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing: upstream would make a packed copy here that later loads do not reach.
-
-        Raises:
-            CheckpointError: the checkpoint has no such tensor. A tied one has its partner's.
-        """
-        method = layer.weight.weight_loader.__self__  # the partner's for a tied parameter
-        ours = isinstance(method, RefitEmbeddingMethod)  # vLLM's Qwen3.5 asks for lm_head's alone
-        if ours and not (self.state.dummy or method.loaded):
-            raise _incomplete(self.name, [0])
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: upstream would make a packed copy here that later loads do not reach."""
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

@@ -6,6 +6,7 @@ from typing import Any
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.families import (
+    WIDEST,
     WIDTH_KEYS,
     Family,
     check_count,
@@ -23,7 +24,7 @@ _WIDTHS = (
     *(key for keys in WIDTH_KEYS.values() for key in keys),
     *("moe_intermediate_size", "num_key_value_heads", "head_dim"),
 )
-_WIDEST = 2**31 - 1
+_MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules")
 
 
 def is_moe(hf_config: Any) -> bool:
@@ -75,7 +76,18 @@ def check_sizes(hf_config: Any) -> None:
     for key in _WIDTHS:
         value = getattr(hf_config, key, None)
         if value is not None:
-            check_count(key, value, _WIDEST)
+            check_count(key, value, WIDEST)
+
+
+def mtp_layers(hf_config: Any) -> range:
+    """Return the layers for multi-token prediction, which follow on the decoder layers.
+
+    Args:
+        hf_config: the language model's config.
+    """
+    first = hf_config.num_hidden_layers
+    counts = (getattr(hf_config, key, None) or 0 for key in _MTP_COUNTS)
+    return range(first, first + max(counts))
 
 
 def check_widths(hf_config: Any, ranks: int, *, expert_parallel: bool) -> None:

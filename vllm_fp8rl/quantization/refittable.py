@@ -1,9 +1,4 @@
-"""Linear layers that vLLM builds without asking a quantization method: kept open for refits.
-
-On a CPU vLLM packs their weights after loading. Routers and gates of shared experts get the method
-of every pinned linear; the convolution of a gated delta net keeps vLLM's, because its kernel reads
-the packed weight, and packs again at every load.
-"""
+"""The convolutions of gated delta nets, whose weight vLLM packs on a CPU: kept open for refits."""
 
 from __future__ import annotations
 
@@ -17,7 +12,6 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 
 from fp8rl.errors import RefitError
 from fp8rl.families import kind_of
-from vllm_fp8rl.quantization.linear import RefitLinearMethod
 from vllm_fp8rl.state import RankState
 
 Loader = Callable[[torch.Tensor, torch.Tensor], None]
@@ -27,7 +21,9 @@ _PLAIN = "_cpu_unpacked_conv_weight"
 
 
 def keep_refittable(state: RankState) -> None:
-    """Let refits reach the linear layers of a built model that have vLLM's own method.
+    """Let loads reach the convolutions of a built model, which have a method of vLLM's.
+
+    vLLM's kernel reads the packed weight, so every load packs it again.
 
     Args:
         state: state of this rank, whose model is complete but for the output projection.
@@ -39,23 +35,6 @@ def keep_refittable(state: RankState) -> None:
                 continue
             if kind_of(linear.prefix) == "conv1d":
                 _load_packed(linear)
-            else:
-                _replace_method(linear, state)
-
-
-def _replace_method(linear: Any, state: RankState) -> None:
-    """Give a linear layer the method of pinned ones. vLLM 0.25.1 asks for it, later ones do not."""
-    old = linear.weight
-    linear.quant_method = RefitLinearMethod(state, linear.prefix)
-    linear.quant_method.create_weights(
-        linear,
-        old.shape[1],
-        [old.shape[0]],
-        old.shape[1],
-        old.shape[0],
-        old.dtype,
-        weight_loader=linear.weight_loader,
-    )
 
 
 def _load_packed(conv: Any) -> None:

@@ -30,6 +30,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.families import FUSED, SPANS, kind_of, tower_of
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
 from fp8rl.numerics import BLOCK, cdiv
+from fp8rl.pinning import layer_of
 from vllm_fp8rl.kv_scales import fp8_layers, required_kv_scales
 from vllm_fp8rl.refit.intake import Named
 from vllm_fp8rl.state import state_of
@@ -84,7 +85,7 @@ class Inventory:
     def __init__(self, model: torch.nn.Module) -> None:
         _refuse_adapters(model)
         self._model = weakref.ref(model)
-        self.entries = dict(_entries(model))
+        self.entries = dict(entries_of(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
         self.prefix = _prefix(model)
         """What precedes these names in the whole model: empty if this is all of it; None for a part
@@ -111,6 +112,7 @@ class Inventory:
         }
         self._towers = {tower_of(name) for name in self.entries}
         self._mapper = getattr(type(model), "hf_to_vllm_mapper", None)
+        self._mtp_layers = state_of(model).mtp_layers
         owners = (getattr(parameter, "grid", None) for _, _, parameter in self._held.values())
         grids = {id(grid): grid for grid in owners if hasattr(grid, "forget_unpaired")}
         self.grids: tuple[Any, ...] = tuple(grids.values())
@@ -147,11 +149,13 @@ class Inventory:
         """Whether the engine has no place for a tensor, by its own choice.
 
         Those are the tensors of a tower that it was started without (``limit_mm_per_prompt`` 0 for
-        all that the tower reads), and those that vLLM's model class drops, such as
-        multi-token-prediction layers.
+        all that the tower reads), those of layers for multi-token prediction, and others that
+        vLLM's model class drops.
         """
         if name in self.entries:
             return False
+        if layer_of(name) in self._mtp_layers:
+            return True
         dropped = self._mapper is not None and self._mapper._map_name(name) is None
         return dropped or tower_of(name) not in self._towers | {None}
 
@@ -234,9 +238,10 @@ def _prefix(model: torch.nn.Module) -> str | None:
     return None
 
 
-def _entries(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
+def entries_of(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
+    """Yield the tensors of a model by their HF names, KV scales not included."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    names = state_of(model).hf_names
+    names, shapes = state_of(model).hf_names, state_of(model).shapes
     owners: dict[int, str] = {}
     for path, module in _modules(model).items():
         if hasattr(module, "kv_cache_dtype"):
@@ -247,15 +252,29 @@ def _entries(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}" if path else leaf
             owner = owners.setdefault(id(parameter), name)
-            for own_name, entry in _tensors(name, module, parameter, fused):
+            whole = shapes.get(names.of(name))
+            for own_name, entry in _tensors(name, module, parameter, fused, whole):
                 tied = replace(entry, alias_of=names.of(owner), route=None)
                 yield names.of(own_name), entry if owner == name else tied
 
 
 def _tensors(
-    name: str, module: torch.nn.Module, parameter: torch.nn.Parameter, fused: dict[str, list[str]]
+    name: str,
+    module: torch.nn.Module,
+    parameter: torch.nn.Parameter,
+    fused: dict[str, list[str]],
+    whole: tuple[int, ...] | None,
 ) -> Iterator[tuple[str, Entry]]:
-    """The HF tensors that make one parameter, with the engine's names of what precedes them."""
+    """The HF tensors that make one parameter, with the engine's names of what precedes them.
+
+    Args:
+        name: name of the parameter.
+        module: module that holds it.
+        parameter: the parameter.
+        fused: vLLM's table of fused modules.
+        whole: shape of the HF tensor by the table of families; None for a linear's, and for a
+            tensor that the table does not have.
+    """
     # A router may have a bias for each expert beside its weight, which is a plain parameter.
     module_name, _, leaf = name.rpartition(".")
     if kind_of(module_name) == "conv1d":
@@ -263,15 +282,15 @@ def _tensors(
     elif isinstance(module, LinearBase) and leaf in _OF_LINEARS:
         yield from _linear(name, module, parameter, fused)
     elif isinstance(module, VocabParallelEmbedding):
-        shape = (module.org_vocab_size, *parameter.shape[1:])
-        yield name, Entry(shape, name, "plain", partial(_by_loader, parameter, ()))
+        rows = (module.org_vocab_size, *parameter.shape[1:])
+        yield name, Entry(rows, name, "plain", partial(_by_loader, parameter, ()))
     else:
-        own_loader = hasattr(parameter, "weight_loader")
-        route = None if own_loader else partial(_copy, parameter)
         shape = tuple(parameter.shape)
-        if own_loader and hasattr(module, "num_v_heads"):  # a gated delta net, one row each head
-            shape = (module.num_v_heads, *shape[1:])
-            route = partial(_by_loader, parameter, ())
+        route: Route | None = partial(_copy, parameter)
+        if hasattr(parameter, "weight_loader"):  # this rank may hold a part
+            no_module = whole is not None and leaf != "weight"
+            route = partial(_by_loader, parameter, ()) if no_module else None
+            shape = whole or shape
         yield name, Entry(shape, name, "plain", route)
 
 
@@ -315,7 +334,7 @@ def _linear(
             route = partial(_store, parameter, pieces)
             if isinstance(parameter, Fp8Parameter):
                 fits = all(_fits(parameter, piece) for piece in pieces)
-        elif leaf == "bias":
+        elif span == 1 and not isinstance(parameter, ShardedParameter):  # a bias, or a router
             route = partial(_by_loader, parameter, _shard_ids(module)[index])
         shape = _shape(leaf, sum(rows[i] for i in matrices), module.input_size)
         yield (

@@ -28,7 +28,7 @@ from transformers import (
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.export import wire_scale_name
-from fp8rl.families import EXPERTS, known_family, language_config, module_names
+from fp8rl.families import EXPERTS, Experts, known_family, language_config, module_names
 from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import (
     BLOCK,
@@ -153,10 +153,8 @@ def load_reference(
             continue
         if isinstance(module, torch.nn.Linear) and policy.precision(name) == "fp8":
             _fake_quantize(module, recipe)
-        elif hasattr(module, "gate_up_proj") and not isinstance(module, torch.nn.Linear):
-            block = name.replace(".mlp.", f".{experts.block}.")  # transformers has one name for all
-            if policy.precision(f"{block}.0.{experts.leaves[0]}") == "fp8":
-                model.set_submodule(name, _FakeQuantExperts(module, recipe))
+        elif _holds_experts(module) and policy.precision(_first_matrix(name, experts)) == "fp8":
+            model.set_submodule(name, _FakeQuantExperts(module, recipe))
     return Reference(model, kv_scales)
 
 
@@ -194,12 +192,24 @@ def load_exported(
         None, config=config, state_dict=stored, dtype=torch.float32, attn_implementation=attention
     )
     model.eval()
+    experts = known_family(config).experts or EXPERTS
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and f"{name}.weight" in fp8:
             _fake_quantize_inputs(module, recipe)
-        elif hasattr(module, "gate_up_proj") and f"{name}.0.gate_proj.weight" in fp8:
+        elif _holds_experts(module) and f"{_first_matrix(name, experts)}.weight" in fp8:
             model.set_submodule(name, _FakeQuantExperts(module, recipe, quantize_weights=False))
     return Reference(model, kv_scales or None)
+
+
+def _holds_experts(module: torch.nn.Module) -> bool:
+    """Return whether a module of transformers 5 holds all experts of a layer."""
+    return hasattr(module, "gate_up_proj") and not isinstance(module, torch.nn.Linear)
+
+
+def _first_matrix(stack: str, experts: Experts) -> str:
+    """Return the HF name of the first expert's gate, by transformers' name of all experts."""
+    block = stack.replace(".mlp.", f".{experts.block}.")  # transformers has one name for all
+    return f"{block}.0.{experts.leaves[0]}"
 
 
 def noise_floor(

@@ -18,7 +18,13 @@ from fp8rl.errors import UnsupportedError
 from support.engine import PROMPTS, Engine
 from vllm_fp8rl import compat
 from vllm_fp8rl.patches.ledger import LEDGER
-from vllm_fp8rl.patches.probes import PROBES, Probe, _makes_scales, failures
+from vllm_fp8rl.patches.probes import (
+    PROBES,
+    Probe,
+    _derives_known_parts,
+    _makes_scales,
+    failures,
+)
 from vllm_fp8rl.quantization.config import _probe
 
 NO_EXPERTS = {"worker", "client", "doctor", "compiled", "sleep", "transfer"}
@@ -28,7 +34,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "upgrading.md"
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_installed_vllm_passes_every_probe(device: str) -> None:
     """Signatures of GPU code too: the Python files of both builds are the same."""
-    problems = failures({*NO_EXPERTS, "experts", device})
+    problems = failures({*NO_EXPERTS, "experts", "mla", "lora", device})
     if device == "cuda" and not torch.cuda.is_available():
         # vLLM imports FlashAttention's kernel where there is a GPU.
         problems = [text for text in problems if "has no 'flash_attn_varlen_func'" not in text]
@@ -44,6 +50,24 @@ def test_every_row_has_a_probe_or_says_why_not() -> None:
     for patch in LEDGER:
         owner, _, function = patch.target.partition(".")
         assert any(f"`{owner}." in text and f".{function}`" in text for text in rows.values())
+
+
+class KeepsOneMore:
+    """As ``MLAAttention`` keeps a gathered copy of a part of ``kv_b_proj``."""
+
+    def process_weights_after_loading(self) -> None:
+        setattr(self, "W_UK_T_dcp_qrep", None)  # noqa: B010
+
+
+class KeepsOneMoreByASetting(KeepsOneMore):
+    def __init__(self) -> None:
+        self.dcp_q_replicate = False
+
+
+def test_a_copy_of_kv_b_proj_by_an_unknown_setting() -> None:
+    """A setting with another name would not be refused, and the copy would stay as it is."""
+    assert not _derives_known_parts(KeepsOneMore)
+    assert _derives_known_parts(KeepsOneMoreByASetting)
 
 
 def loader(param: object, weight: object, *, expert: int = 0) -> None:

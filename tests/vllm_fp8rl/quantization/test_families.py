@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from fp8rl import Recipe
-from fp8rl.errors import UnsupportedError
+from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.families import kind_of
 from fp8rl.recipe import KVCache, Pins
 from support.engine import Engine, load_tensors
@@ -18,6 +20,7 @@ from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl.quantization import config
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.inventory import Inventory
+from vllm_fp8rl.state import state_of
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
@@ -94,3 +97,42 @@ def test_equals_transformers_through_refits(
         assert found.within(floor, FACTOR), (name, found, floor)
     assert said[0].equal(said[2]) and not said[0].equal(said[1])
     assert engine.pointers() == before
+
+
+def test_norms_that_ranks_share_are_refitted_whole(
+    moe_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiniMax splits the norms of queries and keys over tensor-parallel ranks."""
+    monkeypatch.setattr(config, "check_cpu_scoring", lambda config: None)
+    path = make_family_checkpoint(tmp_path, 0, "minimax_m2")
+    engine, tensors = moe_engine(path, RECIPE), load_tensors(path)
+    for layer, decoder in enumerate(engine.model.model.layers):
+        name = f"model.layers.{layer}.self_attn.k_norm.weight"
+        whole = tensors[name]
+        kind = type(decoder.self_attn.k_norm)
+        with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
+            part = kind(len(whole), weight_shard_world_size=2, weight_shard_rank=1)
+        decoder.self_attn.k_norm = part
+        assert part.weight.shape == (len(whole) // 2,)
+    state_of(engine.model).inventory = None
+    assert Inventory.of(engine.model).entries[name].shape == whole.shape
+    refit(engine.llm, tensors.items(), expect_kv_scales=False)
+    assert torch.equal(part.weight, whole[len(whole) // 2 :].float())
+
+
+def test_layers_for_multi_token_prediction_are_left_out(
+    moe_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """A trainer may send them: vLLM's checkpoint has them too, and its model does not."""
+    path = make_family_checkpoint(tmp_path, 0, "glm4_moe", num_nextn_predict_layers=1)
+    engine, tensors = moe_engine(path, RECIPE), load_tensors(path)
+    last = "model.layers.1."
+    more = {n.replace(last, "model.layers.2."): t.clone() for n, t in tensors.items() if last in n}
+    more["model.layers.2.eh_proj.weight"] = torch.ones(256, 512)
+    before = engine.greedy([[5, 6, 7]])
+    report = refit(engine.llm, (tensors | more).items(), expect_kv_scales=False)
+    assert report.left_out == len(more)
+    assert engine.greedy([[5, 6, 7]]) == before
+    beyond = {"model.layers.3.input_layernorm.weight": torch.ones(256)}
+    with pytest.raises(RefitError, match=r"has no tensor 'model\.layers\.3\.input_layernorm"):
+        refit(engine.llm, beyond.items(), expect_kv_scales=False)

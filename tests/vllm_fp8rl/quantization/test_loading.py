@@ -22,13 +22,20 @@ from fp8rl.errors import (
 )
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block
+from fp8rl.recipe import KVCache
 from support.engine import KV_SCALE, LAYERS, PROMPTS, load_tensors, make_checkpoint, same_bits
+from support.mla import ON_A_CPU
 from vllm_fp8rl.kernels.choice import CPU_CACHE_ENV
 from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
 from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import state_of
+from vllm_fp8rl.testing.tiny import (
+    make_family_checkpoint,
+    make_mla_checkpoint,
+    make_qwen35_checkpoint,
+)
 
 FUSED = {
     "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -385,22 +392,62 @@ def test_a_recipe_that_the_model_s_config_loses(method):
 
 
 @pytest.mark.parametrize(
-    ("missing", "module"),
+    "missing",
     [
-        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj"),
-        ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_up_proj"),  # pinned
-        ("lm_head.weight", "lm_head"),
-        ("model.embed_tokens.weight", "model.embed_tokens"),
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",  # pinned
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.1.self_attn.k_norm.weight",
     ],
 )
-def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path, missing, module):
+def test_checkpoint_without_a_weight(other_engine, checkpoints, tmp_path, missing):
     """vLLM itself would serve uninitialised memory: it checks unquantized models only."""
-    tensors = load_tensors(checkpoints["a"])
+    path = without(checkpoints["a"], tmp_path, missing)
+    with pytest.raises(CheckpointError, match=f"lacks 1 of the model's tensors.*'{missing}'"):
+        other_engine(path, Recipe.from_dict({"pins": {"last": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("mla", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("mla", "model.layers.1.mlp.gate.weight"),
+        ("mla", "model.layers.1.mlp.experts.3.up_proj.weight"),
+        ("mla", "model.layers.0.self_attn.kv_a_layernorm.weight"),
+        ("qwen2", "model.layers.1.self_attn.k_proj.bias"),
+        ("qwen35", "model.embed_tokens.weight"),
+        ("qwen35", "model.layers.0.linear_attn.A_log"),
+        ("qwen35", "model.layers.0.linear_attn.dt_bias"),
+        ("qwen35", "model.layers.0.linear_attn.conv1d.weight"),
+        ("qwen35", "model.layers.0.linear_attn.norm.weight"),
+        ("qwen35 tied", "model.embed_tokens.weight"),
+    ],
+)
+def test_checkpoint_of_a_family_without_a_tensor(moe_engine, tmp_path, kind, missing):
+    """Each kind of tensor beside the FP8 layers; a tied output projection has the embedding's."""
+    tied = kind.endswith("tied")
+    if kind == "mla":
+        source = make_mla_checkpoint(tmp_path / "whole", 0, num_hidden_layers=2)
+    elif kind == "qwen2":
+        source = make_family_checkpoint(tmp_path / "whole", 0, kind, head_dim=64)
+    else:
+        source = make_qwen35_checkpoint(tmp_path / "whole", 0, tie_word_embeddings=tied)
+    path = without(source, tmp_path / "part", missing)
+    arguments = ON_A_CPU if kind == "mla" else {}
+    with pytest.raises(CheckpointError, match=f"lacks 1 of the model's tensors.*'{missing}'"):
+        moe_engine(path, Recipe(kv_cache=KVCache(dtype="auto")), dtype="bfloat16", **arguments)
+
+
+def without(source: Path, target: Path, missing: str) -> Path:
+    """Write a checkpoint once more, without one of its tensors."""
+    tensors = load_tensors(source)
     del tensors[missing]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((checkpoints["a"] / "config.json").read_bytes())
-    with pytest.raises(CheckpointError, match=rf"no tensor for local rows from .*'{module}'"):
-        other_engine(tmp_path, Recipe.from_dict({"pins": {"last": 1}}))
+    target.mkdir(exist_ok=True)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    return target
 
 
 @pytest.mark.parametrize(
