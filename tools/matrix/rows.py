@@ -26,6 +26,7 @@ RELOADS = tuple(
     )
 )
 NO_EXPERTS = ("no router for experts on a CPU",)
+NO_DELTA_NETS = ("has no '_cpu_unpacked_conv_weight'",)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _megatron(version: str) -> Row:
 
 ROWS = (
     # After a reload, engines that vLLM 0.25.1 starts in the same process have wrong positions.
-    _vllm("0.25.1", torch="2.11.0", alone=RELOADS, refuses=NO_EXPERTS),
+    _vllm("0.25.1", torch="2.11.0", alone=RELOADS, refuses=(*NO_EXPERTS, *NO_DELTA_NETS)),
     _vllm("0.26.0", torch="2.11.0", refuses=NO_EXPERTS),
     *(_vllm(v, refuses=NO_EXPERTS) for v in ("0.27.1", "0.28.0", "0.29.0")),
     *(_vllm(v) for v in ("0.30.0", "0.31.0", "0.32.0")),
