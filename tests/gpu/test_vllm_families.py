@@ -5,7 +5,6 @@ See ``test_vllm_engine`` for how an engine in BF16 is compared with transformers
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ pytest.importorskip("vllm")
 
 from fp8rl import Recipe
 from fp8rl.recipe import KVCache
-from support.gpu_engine import PROMPTS, Rollout, refit_tensors, slope, start_engine
+from support.gpu_engine import PROMPTS, Rollout, assert_as_close, refit_tensors, start_engine
 from vllm_fp8rl.refit import refit
-from vllm_fp8rl.testing.hf_reference import gap, load_reference
+from vllm_fp8rl.testing.hf_reference import load_reference
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
-
-log = logging.getLogger(__name__)
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 SHAPE: dict[str, Any] = {
@@ -66,12 +63,7 @@ def test_logprobs_equal_transformers_through_refits(kind: str, tmp_path: Path) -
             expected = logprobs(paths[name], rollout, RECIPE)
             own = logprobs(paths[name], rollout, RECIPE, dtype=torch.bfloat16)
             plain = logprobs(paths[name], rollout, Recipe(rollout=False))
-            floor, found = gap(own, expected), gap(rollout.logprobs, expected)
-            share, best = slope(rollout.logprobs, expected, plain), slope(own, expected, plain)
-            log.info("%s: floor %.4f, engine %.4f nats", name, floor.mean, found.mean)
-            log.info("unquantized %.4f; slopes %.3f, %.3f", gap(plain, expected).mean, best, share)
-            assert found.mean < 2.0 * floor.mean
-            assert share > 0.6 * best
+            assert_as_close(name, rollout.logprobs, expected, own, plain)
         assert tokens[0] == tokens[2] != tokens[1]
         assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == before
     finally:

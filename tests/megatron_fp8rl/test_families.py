@@ -14,10 +14,10 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.families import FAMILIES, module_names
 from fp8rl.recipe import KVCache
-from megatron_fp8rl.export import export_hf, load_hf
+from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.sites import module_names as trainer_names
 from megatron_fp8rl.testing.models import build_gpt
-from support.megatron import convert_alone
+from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
@@ -38,37 +38,19 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_family_checkpoint(folder, 3, request.param, **changes)
 
 
-def gpt(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    model = build_gpt(AutoConfig.from_pretrained(path), dtype=dtype).eval()
-    load_hf(model, load_file(path / "model.safetensors"))
-    return model
-
-
-def prompts() -> list[list[int]]:
-    return torch.randint(2, 512, (24, 16), generator=torch.Generator().manual_seed(5)).tolist()
-
-
-def logprobs(model: torch.nn.Module) -> torch.Tensor:
-    tokens = torch.tensor(prompts())
-    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-    with torch.no_grad():
-        found = torch.log_softmax(model(tokens, positions, None)[:, :-1].float(), dim=-1)
-    return found.gather(2, tokens[:, 1:, None]).flatten()
-
-
 def test_logprobs_equal_transformers(mcore: Any, path: Path) -> None:
-    model = gpt(path)
+    model = hf_gpt(path)
     expected = load_reference(path, UNQUANTIZED).many(prompts())
-    assert gap(logprobs(model), expected).max < 2e-5
+    assert gap(logprobs(model, prompts()), expected).max < 2e-5
     convert_alone(model, RECIPE)
-    found = gap(logprobs(model), load_reference(path, RECIPE).many(prompts()))
+    found = gap(logprobs(model, prompts()), load_reference(path, RECIPE).many(prompts()))
     floor = noise_floor(path, RECIPE, prompts())
     assert found.within(floor, FACTOR), (found, floor)
-    assert not gap(logprobs(model), expected).within(floor, FACTOR)
+    assert not gap(logprobs(model, prompts()), expected).within(floor, FACTOR)
 
 
 def test_names_are_the_rollouts_and_tensors_come_back(mcore: Any, path: Path) -> None:
-    model = gpt(path, torch.bfloat16)
+    model = hf_gpt(path, torch.bfloat16)
     assert sorted(trainer_names(model.config)) == sorted(
         module_names(AutoConfig.from_pretrained(path))
     )

@@ -19,15 +19,14 @@ from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache, Pins
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import conversion_of, convert, weight_codes_hf
-from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
+from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.export.mapping import read_model
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.sites import module_names, sites
 from megatron_fp8rl.testing.launch import launch
-from megatron_fp8rl.testing.models import build_gpt
 from support.gated_delta_net import token_by_token
-from support.megatron import convert_alone
+from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from vllm_fp8rl.testing.hf_reference import gap, load_reference
 from vllm_fp8rl.testing.tiny import make_qwen35_checkpoint
 
@@ -45,32 +44,19 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_qwen35_checkpoint(root / name, 3, **shape) for name, shape in SHAPES.items()}
 
 
+def gpt(path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """``A_log`` is float32 in the checkpoint."""
+    return hf_gpt(path, dtype, allow_cast=dtype != torch.float32, **overrides)
+
+
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
-
-
-def gpt(path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    model = build_gpt(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
-    load_hf(model, load_tensors(path), allow_cast=dtype != torch.float32)
-    return model
-
-
-def prompts() -> list[list[int]]:
-    return torch.randint(2, 512, (24, 16), generator=torch.Generator().manual_seed(5)).tolist()
-
-
-def logprobs(model: torch.nn.Module) -> torch.Tensor:
-    tokens = torch.tensor(prompts())
-    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-    with torch.no_grad():
-        found = torch.log_softmax(model(tokens, positions, None)[:, :-1].float(), dim=-1)
-    return found.gather(2, tokens[:, 1:, None]).flatten()
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_logprobs_equal_transformers(mcore, paths, name):
     expected = load_reference(paths[name], UNQUANTIZED).many(prompts())
-    found = gap(logprobs(gpt(paths[name])), expected)
+    found = gap(logprobs(gpt(paths[name]), prompts()), expected)
     assert found.mean < 5e-6 and found.max < 5e-4, found
 
 
@@ -82,9 +68,9 @@ def test_fp8_logprobs_equal_transformers_with_the_same_fake_quantization(mcore, 
     with token_by_token():
         other = load_reference(paths[name], RECIPE, attention="sdpa").many(prompts())
     floor = gap(other, expected)
-    found = gap(logprobs(model), expected)
+    found = gap(logprobs(model, prompts()), expected)
     assert found.within(floor, FACTOR), (found, floor)
-    assert gap(logprobs(gpt(paths[name])), expected).mean > 2 * found.mean
+    assert gap(logprobs(gpt(paths[name]), prompts()), expected).mean > 2 * found.mean
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -318,7 +304,7 @@ def two_ranks(paths, tmp_path_factory) -> list[Any]:
 def test_only_layers_with_keys_have_scales(mcore, paths):
     model = gpt(paths["dense"])
     observer = QKVObserver(model)
-    logprobs(model)
+    logprobs(model, prompts())
     scales = observer.scales(1.0)
     assert set(scales) == {scale_name(ATTENTION, role) for role in ("q", "k", "v")}
     kept = KVCache(margin=1.0, recalibrate="start")
@@ -326,9 +312,9 @@ def test_only_layers_with_keys_have_scales(mcore, paths):
     held = next_scales(scales, amax, kept, observer.layers)
     assert held.scales == scales and set(held.outgrown) <= set(scales)
     cache = KVCacheInTraining(model)
-    before = logprobs(model)
+    before = logprobs(model, prompts())
     cache.set(scales)
-    assert not torch.equal(logprobs(model), before)
+    assert not torch.equal(logprobs(model, prompts()), before)
     cache.close()
     observer.close()
 
@@ -355,7 +341,7 @@ def test_a_language_model_inside_a_wrapper(mcore, paths):
     assert type(wrapper.vision_model) is torch.nn.Linear
     assert set(conversion_of(wrapper).modules) == set(conversion.modules)
     observer = QKVObserver(wrapper)
-    logprobs(wrapper.language_model)
+    logprobs(wrapper.language_model, prompts())
     assert len(observer.scales(1.0)) == 3
     with pytest.raises(UnsupportedError, match="Megatron-Bridge"):
         export_hf(wrapper)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,7 @@ from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.compat import without_query_norm
 from megatron_fp8rl.export import export_hf, fp8_wire, load_hf
 from megatron_fp8rl.observers import QKVObserver
-from megatron_fp8rl.testing.models import build_gpt
-from support.megatron import convert_alone
+from support.megatron import convert_alone, hf_gpt, logprobs, prompts
 from support.mla import ALL, PUBLISHED, RECIPE, SHAPES
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_mla_checkpoint
@@ -42,28 +40,10 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
-def gpt(path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    model = build_gpt(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
-    load_hf(model, tensors_of(path))
-    return model
-
-
-def prompts() -> list[list[int]]:
-    return torch.randint(2, 512, (24, 16), generator=torch.Generator().manual_seed(5)).tolist()
-
-
-def logprobs(model: torch.nn.Module, ids: list[list[int]]) -> torch.Tensor:
-    tokens = torch.tensor(ids)
-    positions = torch.arange(tokens.shape[1]).expand(len(ids), -1)
-    with torch.no_grad():
-        found = torch.log_softmax(model(tokens, positions, None)[:, :-1].float(), dim=-1)
-    return found.gather(2, tokens[:, 1:, None]).flatten()
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_logprobs_equal_transformers(mcore, paths, name):
     expected = load_reference(paths[name], UNQUANTIZED).many(prompts())
-    assert gap(logprobs(gpt(paths[name]), prompts()), expected).max < 2e-5
+    assert gap(logprobs(hf_gpt(paths[name]), prompts()), expected).max < 2e-5
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, PUBLISHED, ALL], ids=["default", "published", "all"])
@@ -71,7 +51,7 @@ def test_logprobs_equal_transformers(mcore, paths, name):
 def test_fp8_logprobs_equal_transformers_with_the_same_fake_quantization(
     mcore, paths, name, recipe
 ):
-    model = gpt(paths[name])
+    model = hf_gpt(paths[name])
     convert_alone(model, recipe)
     found = gap(logprobs(model, prompts()), load_reference(paths[name], recipe).many(prompts()))
     floor = noise_floor(paths[name], recipe, prompts())
@@ -91,7 +71,7 @@ def test_export_returns_what_was_loaded(mcore, paths, name):
         if parameter.float32
     }
     assert wide == {key for key in expected if key.endswith("e_score_correction_bias")}
-    model = gpt(paths[name], torch.bfloat16)
+    model = hf_gpt(paths[name], torch.bfloat16)
     for chunk in (model, Float16Module(model.config, model)):
         load_hf(chunk, expected)
         found = dict(export_hf(chunk))
@@ -103,7 +83,7 @@ def test_export_returns_what_was_loaded(mcore, paths, name):
 
 
 def test_a_bias_that_training_has_moved_is_exported(mcore, paths):
-    model = gpt(paths["moonlight"], torch.bfloat16)
+    model = hf_gpt(paths["moonlight"], torch.bfloat16)
     model.decoder.layers[1].mlp.router.expert_bias += 0.25
     moved = dict(export_hf(model))[BIAS] - tensors_of(paths["moonlight"])[BIAS]
     assert torch.allclose(moved, torch.full_like(moved, 0.25), atol=1e-6)
@@ -112,7 +92,7 @@ def test_a_bias_that_training_has_moved_is_exported(mcore, paths):
 def test_norms_of_latents_inside_linear_layers(mcore, paths):
     """TransformerEngine's spec keeps them in the projections up from the latents."""
     expected = tensors_of(paths["v3"])
-    model = gpt(paths["v3"], torch.bfloat16)
+    model = hf_gpt(paths["v3"], torch.bfloat16)
     for layer in model.decoder.layers:
         attention = layer.self_attention
         for norm, linear in (
@@ -128,7 +108,7 @@ def test_norms_of_latents_inside_linear_layers(mcore, paths):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_codes_are_those_of_the_exported_tensors(mcore, paths, name):
-    model = gpt(paths[name], torch.bfloat16)
+    model = hf_gpt(paths[name], torch.bfloat16)
     conversion = convert_alone(model, ALL)
     leaves = {module.rpartition(".")[2] for module in conversion.modules}
     down = {"q_a_proj", "q_b_proj"} if name == "v3" else {"q_proj"}
@@ -143,7 +123,7 @@ def test_codes_are_those_of_the_exported_tensors(mcore, paths, name):
 
 
 def test_every_gradient_is_there(mcore, paths):
-    model = gpt(paths["v3"])
+    model = hf_gpt(paths["v3"])
     convert_alone(model, ALL)
     tokens = torch.tensor(prompts()[:2])
     positions = torch.arange(tokens.shape[1]).expand(2, -1)
@@ -154,7 +134,7 @@ def test_every_gradient_is_there(mcore, paths):
 
 
 def test_only_vectors_and_the_ragged_latents_travel_without_codes(mcore, paths, caplog):
-    model = gpt(paths["moonlight"], torch.bfloat16)
+    model = hf_gpt(paths["moonlight"], torch.bfloat16)
     policy = convert_alone(model, RECIPE).policy
     wire = dict(fp8_wire(export_hf(model), policy))
     plain = {n for n, t in wire.items() if t.ndim == 2 and t.dtype == torch.bfloat16}
@@ -194,7 +174,7 @@ def test_a_region_without_the_norm_of_queries(monkeypatch):
 
 
 def test_what_is_refused(mcore, paths):
-    model = gpt(paths["moonlight"])
+    model = hf_gpt(paths["moonlight"])
     with pytest.raises(UnsupportedError, match="cache holds latents and not k and v"):
         QKVObserver(model)
     query = model.decoder.layers[1].self_attention.linear_q_proj

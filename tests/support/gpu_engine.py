@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from safetensors.torch import load_file
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name
-from vllm_fp8rl.testing.hf_reference import load_reference, observed_kv_scales
+from vllm_fp8rl.testing.hf_reference import gap, load_reference, observed_kv_scales
 from vllm_fp8rl.testing.tiny import make_checkpoint
+
+log = logging.getLogger(__name__)
 
 LAYERS = 2
 SHAPE = {
@@ -145,3 +148,34 @@ def slope(actual: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> f
     """
     step = (expected - base).double()
     return (((actual - base).double() @ step) / (step @ step)).item()
+
+
+def assert_as_close(
+    name: str,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    own: torch.Tensor,
+    plain: torch.Tensor,
+) -> None:
+    """Hold an engine in BF16 to what BF16 itself costs.
+
+    Args:
+        name: for the log.
+        actual: logprobs of the engine.
+        expected: those of transformers in float32 with the same fake quantization.
+        own: the same in BF16.
+        plain: those of transformers without quantization.
+    """
+    floor, found = gap(own, expected), gap(actual, expected)
+    share, best = slope(actual, expected, plain), slope(own, expected, plain)
+    log.info("%s: floor %.4f, engine %.4f nats", name, floor.mean, found.mean)
+    log.info("unquantized %.4f; slopes %.3f, %.3f", gap(plain, expected).mean, best, share)
+    assert found.mean < 2.0 * floor.mean, (found, floor)
+    assert share > 0.6 * best, (share, best)
+
+
+def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
+    """The share of equal tokens."""
+    pairs = zip(tokens, others, strict=True)
+    equal = sum(a == b for one, two in pairs for a, b in zip(one, two, strict=True))
+    return equal / sum(map(len, tokens))

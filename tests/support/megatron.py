@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +18,18 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from transformers import Qwen3Config, Qwen3MoeConfig
+from safetensors.torch import load_file
+from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.recipe import Pins
 from megatron_fp8rl import Conversion, convert
+from megatron_fp8rl.export import load_hf
 from megatron_fp8rl.export.layout import RowLayout
 from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
+from megatron_fp8rl.testing.models import build_gpt
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 SEED = 1234
@@ -66,6 +70,28 @@ def tokens(seed: int = 0, batch: int = 2) -> torch.Tensor:
     """Random token numbers, one more than a model sees: the last is a label."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB, (batch, LENGTH + 1), generator=generator)
+
+
+def hf_gpt(
+    path: Path, dtype: torch.dtype = torch.float32, *, allow_cast: bool = False, **overrides: Any
+) -> Any:
+    """A model in evaluation with the shape and the weights of a checkpoint."""
+    model = build_gpt(AutoConfig.from_pretrained(path), dtype=dtype, **overrides).eval()
+    load_hf(model, load_file(path / "model.safetensors"), allow_cast=allow_cast)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    return torch.randint(2, 512, (24, 16), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def logprobs(model: torch.nn.Module, ids: list[list[int]]) -> torch.Tensor:
+    """The log-probability of each token but the first of its row, rows one after another."""
+    tokens = torch.tensor(ids)
+    positions = torch.arange(tokens.shape[1]).expand(len(ids), -1)
+    with torch.no_grad():
+        found = torch.log_softmax(model(tokens, positions, None)[:, :-1].float(), dim=-1)
+    return found.gather(2, tokens[:, 1:, None]).flatten()
 
 
 def losses(model: torch.nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
