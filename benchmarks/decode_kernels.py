@@ -4,6 +4,8 @@
 
 Attention: one token per request over a paged cache with 32 query and 8 KV heads of size 128;
 FlashAttention 3 over BF16 and over E4M3, and fp8rl over E4M3; single launches with a cold L2 cache.
+Mixed batches: requests that decode beside prompts, chunks and cached prefixes, over the same cache;
+FlashAttention 3 with all queries in E4M3, and fp8rl with queries of 16 bits, all its kernels.
 Quantization: SiLU or RMS norm with the quantization after it; vLLM's fused kernels and fp8rl's;
 twenty launches in a CUDA graph, as in a decode step. All times are medians. GB/s count what must be
 read and written once; the share is relative to a device-to-device copy in the same run.
@@ -23,15 +25,29 @@ import torch
 from facts import versions
 from profiles import cold_ms, copy_bandwidth
 from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 from fp8rl.numerics import FP8_DTYPE, GROUP
 from fp8rl.numerics.triton.activations import quantize_rows, rms_norm_quantize
+from vllm_fp8rl.attention.batch import split_batch
+from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
 REPEATS = 20
 ATTENTION = ((256, 1024), (64, 3500), (16, 3000))  # requests, longest context
+MIXED = {
+    "256 decodes of 1500, 16 prompts of 512": [(1500, 1)] * 256 + [(0, 512)] * 16,
+    "256 decodes of 1500, 1 prompt of 512": [(1500, 1)] * 256 + [(0, 512)],
+    "16 prompts of 512": [(0, 512)] * 16,
+    "4 prompts of 2048": [(0, 2048)] * 4,
+    "8192 tokens after 8192": [(8192, 8192)],
+    "512 tokens after 15872": [(15872, 512)],
+    "256 requests of 16 tokens after 496": [(496, 16)] * 256,
+}
+"""Tokens in the cache and tokens of this step, by request."""
+LIMIT = 16384  # keys that are copied together
 HIDDEN, INNER = 4096, 12288
 
 
@@ -119,6 +135,103 @@ def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
     }
 
 
+def mixed(requests: list[tuple[int, int]]) -> dict[str, tuple[float, int]]:
+    """Return microseconds and bytes of the cache, by way, for a batch of any requests."""
+    torch.manual_seed(0)
+    counts = torch.tensor([count for _, count in requests], dtype=torch.int32)
+    lengths = torch.tensor([sum(request) for request in requests], dtype=torch.int32)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    tokens, longest = int(starts[-1]), int(lengths.max())
+    pages = -(-longest // PAGE)
+    shape = (len(requests) * pages, 2, PAGE, KV_HEADS, SIZE)
+    cache = torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul(40).to(FP8_DTYPE)
+    keys, values = cache.unbind(1)
+    table = torch.randperm(len(requests) * pages).view(len(requests), pages).int().cuda()
+    query = torch.randn(tokens, HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    scale = torch.tensor(2.0**-6, device="cuda")
+    batch = CommonAttentionMetadata(
+        query_start_loc=starts.cuda(),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.cuda(),
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=len(requests),
+        num_actual_tokens=tokens,
+        max_query_len=int(counts.max()),
+        max_seq_len=longest,
+        block_table_tensor=table,
+        slot_mapping=torch.empty(0),
+    )
+    split = split_batch(batch, LIMIT)
+    assert split is not None
+    decodes, prompts = split
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    scales = {"k_scale": scale, "v_scale": scale}
+    descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), scale)
+
+    def in_e4m3() -> None:
+        codes, _ = ops.scaled_fp8_quant(query.flatten(1), scale)
+        flash_attn_varlen_func(
+            q=codes.view_as(query),
+            k=keys,
+            v=values,
+            out=out,
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=longest,
+            softmax_scale=SIZE**-0.5,
+            causal=True,
+            block_table=table,
+            fa_version=3,
+            **{name: x.expand(len(requests), KV_HEADS) for name, x in descales.items()},
+        )
+
+    def ours() -> None:
+        if decodes:
+            paged_decode(
+                query[:decodes],
+                keys,
+                values,
+                table,
+                batch.seq_lens,
+                softmax_scale=SIZE**-0.5,
+                out=out[:decodes],
+                splits=splits_for(decodes, KV_HEADS, processors),
+                **scales,
+            )
+        for group in prompts:
+            k, v = dequantize_pages(
+                keys,
+                values,
+                table[group.requests],
+                group.key_starts,
+                tokens=group.keys,
+                longest=group.longest,
+                dtype=query.dtype,
+                **scales,
+            )
+            flash_attn_varlen_func(
+                q=query[group.tokens],
+                k=k,
+                v=v,
+                out=out[group.tokens],
+                cu_seqlens_q=group.query_starts,
+                max_seqlen_q=group.longest_query,
+                cu_seqlens_k=group.key_starts,
+                max_seqlen_k=group.longest,
+                softmax_scale=SIZE**-0.5,
+                causal=True,
+                fa_version=3,
+            )
+
+    elements = int(lengths.sum()) * 2 * KV_HEADS * SIZE
+    return {
+        "FlashAttention 3, E4M3": (cold(in_e4m3), elements),
+        "fp8rl, 16-bit queries": (cold(ours), elements),
+    }
+
+
 def quantization(rows: int) -> dict[str, tuple[float, int]]:
     """Return microseconds and bytes read and written, by kernel."""
     gate_up = torch.randn(rows, 2 * INNER, device="cuda", dtype=torch.bfloat16)
@@ -162,6 +275,8 @@ def main() -> None:
     measured: dict[str, Any] = {}
     for requests, longest in ATTENTION:
         measured[f"attention {requests} x {longest}"] = attention(requests, longest)
+    for name, requests in MIXED.items():
+        measured[name] = mixed(requests)
     for rows in (64, 256):
         measured[f"quantization {rows} rows"] = quantization(rows)
     table = {
@@ -181,7 +296,7 @@ def main() -> None:
     for case, kernels in table.items():
         for kernel, row in kernels.items():
             line = f"{row['us']:8.1f} us {row['gb_s']:6.0f} GB/s ({row['share']:.0%})"
-            sys.stdout.write(f"{case:26} {kernel:24} {line}\n")
+            sys.stdout.write(f"{case:40} {kernel:24} {line}\n")
 
 
 if __name__ == "__main__":

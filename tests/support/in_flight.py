@@ -19,13 +19,13 @@ class Said(NamedTuple):
     logprobs: list[float]
 
 
-def begin(engine: Any, prompts: list[list[int]], tokens: int = LENGTH) -> None:
+def begin(engine: Any, prompts: list[list[int]], tokens: int = LENGTH, *, first: int = 0) -> None:
     from vllm import SamplingParams
 
     sampling = SamplingParams(
         temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0
     )
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts, first):
         engine.llm.llm_engine.add_request(f"{number}", {"prompt_token_ids": prompt}, sampling)
 
 

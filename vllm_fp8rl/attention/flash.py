@@ -1,15 +1,23 @@
-"""FlashAttention with a faster decode step over an FP8 KV cache, for Hopper GPUs.
+"""FlashAttention over an FP8 KV cache without rounding queries to E4M3, for Hopper GPUs.
 
-A batch of single tokens runs in :mod:`vllm_fp8rl.attention.paged_decode`. Every other batch runs in
-FlashAttention 3 as in vLLM, with the query quantized by the layer's ``q_scale``. The backend is
-registered as ``FLASH_ATTN``, so vLLM chooses it where it would choose its own. An engine without
-``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernel does not serve
-(``_served``) keep vLLM's behaviour. Upstream: ``vllm/v1/attention/backends/flash_attn.py``. This
-file can be removed once FlashAttention reads FP8 caches as fast as BF16 ones.
+A step has requests that decode, with one token each, and prompts. Decodes run in
+:mod:`vllm_fp8rl.attention.paged_decode`. Prompts run in FlashAttention 3 with 16-bit queries over a
+16-bit copy of their keys and values (:mod:`vllm_fp8rl.attention.dequantize_pages`), those of
+earlier chunks and cached prefixes included. The backend is registered as ``FLASH_ATTN``, so vLLM
+chooses it where it would choose its own.
+
+As in vLLM, with queries in E4M3 by the layer's ``q_scale``, run batches of several tokens a request
+in an engine with speculative decoding, which would copy the whole cache in every step, or with
+``kv_sharing_fast_prefill``, whose batches are not known on the host. An engine without
+``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernels do not serve
+(``_served``) keep vLLM's behaviour altogether. Upstream:
+``vllm/v1/attention/backends/flash_attn.py``. This file can be removed once FlashAttention reads FP8
+caches with 16-bit queries, as fast as BF16 ones.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -18,7 +26,11 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.utils.torch_utils import (
     canonicalize_singleton_dim_strides,  # FA3 needs aligned strides even for one KV head
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionType,
+    CommonAttentionMetadata,
+)
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -29,6 +41,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec, is_quantized_kv_cache
 
 from fp8rl.numerics import FP8_DTYPE
+from vllm_fp8rl.attention.batch import Prompts, split_batch
+from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 from vllm_fp8rl.compat import keys_and_values
 from vllm_fp8rl.names import uses_fp8rl
@@ -49,12 +63,43 @@ class Fp8RLFlashBackend(FlashAttentionBackend):
         return Fp8RLFlashMetadataBuilder
 
 
+@dataclass
+class Fp8RLFlashMetadata(FlashAttentionMetadata):
+    """vLLM's metadata of a batch with prompts, and how it is split."""
+
+    decodes: int = 0
+    """Number of requests at the start of the batch that decode."""
+    prompts: list[Prompts] = field(default_factory=list)
+
+
 class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     """Builds vLLM's metadata, with full CUDA graphs for decoding only.
 
     A graph captured with single tokens contains the decode kernel, which cannot run the mixed
     batches that FlashAttention 3 would replay the graph for.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._splits = _splits(self.vllm_config)
+        if self._splits:
+            self.reorder_batch_threshold = 1  # vLLM's first model runner puts decodes first then
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashAttentionMetadata:
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not self._splits or stock.max_query_len == 1 or stock.causal is not True:
+            return stock
+        split = split_batch(common_attn_metadata, _most_keys(self.vllm_config))
+        if split is None:
+            return stock
+        decodes, prompts = split
+        values = {f.name: getattr(stock, f.name) for f in fields(stock)}
+        return Fp8RLFlashMetadata(**values, decodes=decodes, prompts=prompts)
 
     @classmethod
     def get_cudagraph_support(
@@ -73,16 +118,18 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.quantizes_queries = self._served()
-        """Whether single tokens run in the decode kernel, and only queries of prompts in FP8."""
+        engine = get_current_vllm_config_or_none()
+        self.quantizes_queries = self._served(engine)
+        """Whether this class computes the layer's attention, which may need its ``q_scale``."""
         if self.quantizes_queries:
-            # Otherwise the layer rounds every query to E4M3, which decoding does not need.
+            # Otherwise the layer rounds every query to E4M3.
             self.supports_quant_query_input = False
             self._processors = torch.cuda.get_device_properties().multi_processor_count
+            self._most_keys = _most_keys(engine) if _splits(engine) else 0
 
-    def _served(self) -> bool:
+    def _served(self, engine: VllmConfig | None) -> bool:
         return (
-            uses_fp8rl(get_current_vllm_config_or_none())
+            uses_fp8rl(engine)
             and check_kv_cache_dtype(self.kv_cache_dtype)
             and self.vllm_flash_attn_version == 3
             and self.attn_type == AttentionType.DECODER
@@ -113,6 +160,8 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         """Compute attention as upstream; ``query`` ``[tokens, heads, head_size]`` has 16 bits."""
         if attn_metadata is None:
+            # vLLM measures memory in such a run: take what the copy of the longest prompts takes.
+            query.new_empty(2, self._most_keys, self.num_kv_heads, self.head_size)
             return super().forward(
                 layer,
                 query,
@@ -127,22 +176,73 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("FlashAttention does not quantize its output.")
         keys, values = keys_and_values(kv_cache.view(FP8_DTYPE), self.num_kv_heads, self.head_size)
-        tokens = attn_metadata.num_actual_tokens
-        if attn_metadata.max_query_len == 1:
-            sequences = attn_metadata.seq_lens.shape[0]
+        cache = keys, values
+        decodes, prompts = attn_metadata.seq_lens.shape[0], []
+        if attn_metadata.max_query_len > 1:
+            if not isinstance(attn_metadata, Fp8RLFlashMetadata):
+                return self._attend_in_fp8(layer, query, cache, attn_metadata, output)
+            decodes, prompts = attn_metadata.decodes, attn_metadata.prompts
+        if decodes:
             paged_decode(
-                query[:sequences],
-                keys,
-                values,
+                query[:decodes],
+                *cache,
                 attn_metadata.block_table,
                 attn_metadata.seq_lens,
                 softmax_scale=self.scale,
                 k_scale=layer._k_scale,
                 v_scale=layer._v_scale,
-                out=output[:sequences],
-                splits=splits_for(sequences, self.num_kv_heads, self._processors),
+                out=output[:decodes],
+                splits=splits_for(decodes, self.num_kv_heads, self._processors),
             )
-            return output
+        for group in prompts:
+            self._attend_prompts(layer, query, cache, attn_metadata.block_table, output, group)
+        return output
+
+    def _attend_prompts(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        block_table: torch.Tensor,
+        output: torch.Tensor,
+        prompts: Prompts,
+    ) -> None:
+        """Compute attention of prompts over a 16-bit copy of their keys and values."""
+        keys, values = dequantize_pages(
+            *cache,
+            block_table[prompts.requests],
+            prompts.key_starts,
+            tokens=prompts.keys,
+            longest=prompts.longest,
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+            dtype=query.dtype,
+        )
+        flash_attn_varlen_func(
+            q=query[prompts.tokens],
+            k=keys,
+            v=values,
+            out=output[prompts.tokens],
+            cu_seqlens_q=prompts.query_starts,
+            max_seqlen_q=prompts.longest_query,
+            cu_seqlens_k=prompts.key_starts,
+            max_seqlen_k=prompts.longest,
+            softmax_scale=self.scale,
+            causal=True,
+            fa_version=3,
+        )
+
+    def _attend_in_fp8(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute attention of any batch as upstream, with queries in E4M3."""
+        tokens = attn_metadata.num_actual_tokens
+        keys, values = cache
         starts = attn_metadata.query_start_loc
         scales = (starts.shape[0] - 1, self.num_kv_heads)
         codes, _ = ops.scaled_fp8_quant(query[:tokens].flatten(1), layer._q_scale)
@@ -171,3 +271,17 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
 def _decodes(engine: VllmConfig) -> bool:
     """Return whether the CUDA graphs of an engine may contain the decode kernel."""
     return uses_fp8rl(engine) and is_quantized_kv_cache(engine.cache_config.cache_dtype)
+
+
+def _splits(engine: VllmConfig) -> bool:
+    """Return whether an engine's batches are split into decodes and prompts."""
+    return (
+        _decodes(engine)
+        and engine.speculative_config is None
+        and not engine.cache_config.kv_sharing_fast_prefill
+    )
+
+
+def _most_keys(engine: VllmConfig) -> int:
+    """Return how many keys prompts may have that are copied together."""
+    return max(engine.scheduler_config.max_num_batched_tokens, engine.model_config.max_model_len)

@@ -24,7 +24,7 @@ _ROWS = 16  # the smallest number of rows that a tensor core multiplies
 
 
 @triton.jit
-def _slots(start, lane, PAGE: tl.constexpr, TILE: tl.constexpr):
+def slots(start, lane, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Return the page of the sequence, and the slot in that page, of tokens ``start + lane``."""
     if PAGE % TILE == 0 or TILE % PAGE == 0:  # start is a multiple of TILE: no division per token
         return start // PAGE + lane // PAGE, start % PAGE + lane % PAGE
@@ -108,7 +108,7 @@ def _attend(
     # Whole tiles without masks, then the rest with: each instruction in this loop costs time.
     full = first + (last - first) // TILE * TILE
     for start in tl.range(first, full, TILE, num_stages=STAGES):
-        number, offset = _slots(start, lane, PAGE, TILE)
+        number, offset = slots(start, lane, PAGE, TILE)
         page = tl.load(table + number).to(tl.int64)
         slot = (page * stride_page + offset * stride_slot)[:, None] + column
         k = tl.load(k_ptr + slot)
@@ -117,7 +117,7 @@ def _attend(
     if full < last:
         # Slots past the end may hold any bits, NaN too, and 0 * NaN is NaN.
         inside = lane < last - full
-        number, offset = _slots(full, lane, PAGE, TILE)
+        number, offset = slots(full, lane, PAGE, TILE)
         page = tl.load(table + number, mask=inside, other=0).to(tl.int64)
         slot = (page * stride_page + offset * stride_slot)[:, None] + column
         k = tl.load(k_ptr + slot, mask=inside[:, None], other=0.0)

@@ -375,8 +375,18 @@ PROBES = (
         "block_table scheduler_metadata max_num_splits causal", needs="cuda"),
     Probe(14, _FLASH_ATTN, "FlashAttentionMetadataBuilder.get_cudagraph_support", positional=2,
         needs="cuda"),
-    Probe(14, "v1.attention.backends.fa_utils",
-        attributes="flash_attn_varlen_func get_flash_attn_version", needs="cuda"),
+    Probe(14, _FLASH_ATTN, "FlashAttentionMetadataBuilder.build", positional=4, needs="cuda"),
+    Probe(14, "v1.attention.backend", "AttentionMetadataBuilder",
+        attributes="vllm_config reorder_batch_threshold", needs="cuda"),
+    Probe(14, "v1.attention.backend", "CommonAttentionMetadata",
+        attributes="num_reqs query_start_loc query_start_loc_cpu seq_lens "
+        "seq_lens_cpu_upper_bound", needs="cuda"),
+    Probe(14, "config", "VllmConfig", attributes="speculative_config", needs="cuda"),
+    Probe(14, "config", "CacheConfig", attributes="kv_sharing_fast_prefill", needs="cuda"),
+    Probe(14, "v1.attention.backends.fa_utils", "flash_attn_varlen_func", positional=0,
+        keywords="q k v out cu_seqlens_q max_seqlen_q cu_seqlens_k max_seqlen_k seqused_k "
+        "softmax_scale causal block_table scheduler_metadata num_splits fa_version q_descale "
+        "k_descale v_descale", needs="cuda"),
     Probe(14, "utils.torch_utils", "canonicalize_singleton_dim_strides", positional=1,
         needs="cuda"),
     Probe(14, "_custom_ops", "scaled_fp8_quant", positional=2, needs="cuda"),

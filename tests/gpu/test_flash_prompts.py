@@ -1,0 +1,243 @@
+"""Attention of mixed batches over an FP8 cache, in kernels and in engines.
+
+With ``TRITON_INTERPRET=1`` and triton installed the Triton kernels run on a CPU, with a stand-in
+for FlashAttention. Engines need a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.triton_device import INTERPRETED
+
+pytest.importorskip("vllm")
+
+from fp8rl import Recipe
+from support.gpu_engine import (
+    PROMPTS,
+    QUICK,
+    GpuEngine,
+    Rollout,
+    make_checkpoints,
+    refit_tensors,
+    start_engine,
+)
+from support.in_flight import PROMPTS as LONGER
+from support.in_flight import begin, in_flight
+from support.mixed_batch import BATCHES, Batch, load_flash
+from vllm_fp8rl.refit import drop_requests, refit
+
+needs_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA GPU")
+
+
+@pytest.fixture(scope="module")
+def flash() -> Iterator[Any]:
+    with load_flash() as module:
+        yield module
+
+
+# Kernels.
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
+@pytest.mark.parametrize("page", [16, 48, 128])
+def test_the_copy_has_exactly_the_values_of_the_cache(layout: str, page: int) -> None:
+    from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
+    from vllm_fp8rl.compat import keys_and_values
+
+    batch = Batch([(0, 70), (100, 30), (0, 1), (5, 2)], size=64, page=page, layout=layout)
+    lengths = batch.common.seq_lens
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    cache = keys_and_values(batch.cache.view(torch.float8_e4m3fn), batch.kv_heads, batch.size)
+    copies = dequantize_pages(
+        *cache,
+        batch.common.block_table_tensor,
+        starts,
+        tokens=int(starts[-1]) + 3,  # the host's number may be larger
+        longest=int(lengths.max()) + 100,
+        k_scale=batch.layer._k_scale,
+        v_scale=batch.layer._v_scale,
+        dtype=torch.bfloat16,
+    )
+    for copy, codes, scale in zip(copies, cache, batch.scales, strict=True):
+        for row, length in enumerate(lengths.tolist()):
+            pages = codes[batch.common.block_table_tensor[row].long()].float().flatten(0, 1)
+            start = int(starts[row])
+            assert torch.equal(copy[start : start + length].float(), pages[:length] * scale)
+
+
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
+def test_every_batch_has_the_attention_of_its_requests(flash, requests, layout: str) -> None:
+    batch = Batch(requests, layout=layout)
+    assert batch.errors(batch.attend(flash)).max() < 0.005
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (32, 2), (6, 2)])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_heads_and_their_sizes(flash, heads: tuple[int, int], size: int) -> None:
+    batch = Batch(BATCHES["cached prefixes"], *heads, size)
+    assert batch.errors(batch.attend(flash)).max() < 0.005
+
+
+@pytest.mark.parametrize("page", [16, 48, 128])
+def test_pages_of_any_size_in_groups_of_any_size(flash, page: int) -> None:
+    for limit in (1, 100):
+        batch = Batch(BATCHES["one token behind a prompt"], page=page, limit=limit, padding=2)
+        assert batch.errors(batch.attend(flash)).max() < 0.005
+
+
+@needs_a_gpu  # the interpreter truncates to bfloat16
+def test_scales_that_are_no_powers_of_two_round_once_more(flash) -> None:
+    batch = Batch(BATCHES["decodes and prompts"], scales=(0.0131, 0.0217))
+    assert batch.errors(batch.attend(flash)).max() < 0.005
+
+
+@needs_a_gpu
+def test_queries_in_e4m3_are_further_off(flash) -> None:
+    batch = Batch(BATCHES["decodes and prompts"])
+    assert batch.errors(batch.attend(flash, splits=False)).min() > 0.01
+
+
+@needs_a_gpu
+def test_the_host_does_not_wait_for_the_gpu(flash) -> None:
+    batch = Batch(BATCHES["cached prefixes"], limit=100)
+    batch.attend(flash)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch.attend(flash)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Engines. Linear layers in BF16, so that nothing else rounds much.
+
+RECIPE = Recipe.from_dict({"rollout": False})
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module", params=[{"enforce_eager": True}, QUICK], ids=["eager", "graphs"])
+def started(checkpoints: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[GpuEngine]:
+    if INTERPRETED:
+        pytest.skip("needs a CUDA GPU")
+    # Few tokens a step: prompts come in several chunks, beside requests that decode.
+    engine = start_engine(checkpoints["a"], RECIPE, max_num_batched_tokens=128, **request.param)
+    tensors = refit_tensors(checkpoints["a"], RECIPE)
+    refit(engine.llm, tensors.items(), expect_kv_scales=True)
+    yield engine
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def engine(started: GpuEngine) -> Iterator[GpuEngine]:
+    started.llm.reset_prefix_cache()
+    yield started
+    split(started, True)
+    drop_requests(started.llm)
+
+
+def split(engine: GpuEngine, on: bool) -> None:
+    """Split batches into decodes and prompts, or run them with queries in E4M3 as vLLM does."""
+    runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    for group in (group for groups in runner.attn_groups for group in groups):
+        assert group.get_metadata_builder(0).reorder_batch_threshold == 1
+        group.get_metadata_builder(0)._splits = on
+
+
+def distances(
+    engine: GpuEngine, run: Callable[[], torch.Tensor], reference: torch.Tensor
+) -> tuple[float, float]:
+    """How far the logprobs of ``run`` are from a reference: split, and with queries in E4M3."""
+    found = []
+    for on in (True, False):
+        split(engine, on)
+        engine.llm.reset_prefix_cache()
+        found.append((run() - reference).abs().mean().item())
+    return found[0], found[1]
+
+
+def test_sampling_and_scoring_the_same_tokens_agree(engine: GpuEngine) -> None:
+    rollout = engine.rollout()
+    found, before = distances(engine, lambda: scored(engine, rollout), rollout.logprobs)
+    assert found < 0.5 * before, (found, before)
+
+
+def scored(engine: GpuEngine, rollout: Rollout) -> torch.Tensor:
+    """Logprobs of a rollout's tokens, given as prompts."""
+    from vllm import SamplingParams
+
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": p + t} for p, t in zip(PROMPTS, rollout.tokens, strict=True)],
+        SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+    )
+    return torch.tensor(
+        [
+            output.prompt_logprobs[place][token].logprob
+            for output, prompt, tokens in zip(outputs, PROMPTS, rollout.tokens, strict=True)
+            for place, token in enumerate(tokens, len(prompt))
+        ]
+    )
+
+
+def logprobs_at_the_end(engine: GpuEngine) -> dict[int, list[float]]:
+    """Logprobs of all tokens of each request."""
+    said: dict[int, list[float]] = {}
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for each in engine.llm.llm_engine.step():
+            tokens = each.outputs[0].logprobs
+            said[int(each.request_id)] = [next(iter(at.values())).logprob for at in tokens]
+    return said
+
+
+def first_tokens(engine: GpuEngine, prompts: list[list[int]]) -> torch.Tensor:
+    begin(engine, prompts, 1)
+    said = logprobs_at_the_end(engine)
+    return torch.tensor([said[number] for number in range(len(prompts))])
+
+
+@pytest.fixture
+def alone(engine: GpuEngine) -> torch.Tensor:
+    """Logprobs of each prompt's first token, where the prompt is a batch of its own."""
+    found = []
+    for prompt in LONGER:
+        engine.llm.reset_prefix_cache()
+        found.append(first_tokens(engine, [prompt]))
+    return torch.cat(found)
+
+
+def test_chunks_of_prompts_give_what_whole_ones_do(engine: GpuEngine, alone: torch.Tensor) -> None:
+    found, before = distances(engine, lambda: first_tokens(engine, LONGER), alone)
+    assert found < 0.5 * before, (found, before)
+
+
+def test_cached_prefixes_give_what_whole_prompts_do(engine: GpuEngine, alone: torch.Tensor) -> None:
+    def twice() -> torch.Tensor:
+        first_tokens(engine, LONGER)
+        return first_tokens(engine, LONGER)
+
+    found, before = distances(engine, twice, alone)
+    assert found < 0.5 * before, (found, before)
+
+
+def test_requests_that_decode_do_not_notice_prompts_beside_them(engine: GpuEngine) -> None:
+    def logprobs(newcomers: list[list[int]]) -> torch.Tensor:
+        in_flight(engine)
+        begin(engine, newcomers, 1, first=100)
+        said = logprobs_at_the_end(engine)
+        return torch.tensor([said[number] for number in range(len(LONGER))])
+
+    undisturbed = logprobs([])
+    newcomers = [prompt[::-1] for prompt in LONGER]
+    found, before = distances(engine, lambda: logprobs(newcomers), undisturbed)
+    assert found < 0.5 * before, (found, before)

@@ -1,0 +1,269 @@
+"""Batches of decodes and prompts over a paged E4M3 cache, through fp8rl's FlashAttention.
+
+On a GPU everything is real but the engine: vLLM's builder is replaced by the metadata that it would
+return. On a CPU :func:`load_flash` puts plain torch in place of FlashAttention, and of the Triton
+kernels too where there is no triton (``TRITON_INTERPRET=1`` runs the real ones): what is tested
+there is how a batch is split and which tensors each kernel gets.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from fp8rl.numerics import FP8_DTYPE
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+_FLASH = "vllm_fp8rl.attention.flash"
+
+Requests = Sequence[tuple[int, int]]
+"""Number of tokens in the cache before this step, and of those in this step, by request."""
+
+BATCHES: dict[str, Requests] = {
+    "decodes": [(69, 1), (0, 1), (32, 1), (499, 1)],
+    "prompts": [(0, 40), (0, 7), (0, 129)],
+    "a prompt": [(0, 65)],
+    "decodes and prompts": [(69, 1), (31, 1), (499, 1), (0, 40), (0, 130)],
+    "a later chunk": [(64, 1), (128, 64)],
+    "a later chunk with an end of one token": [(200, 1), (64, 1), (0, 33)],
+    "cached prefixes": [(12, 1), (48, 3), (48, 16), (480, 2), (0, 64)],
+    "a prompt of one token": [(17, 1), (0, 1), (0, 20)],
+    "one token behind a prompt": [(17, 1), (0, 20), (90, 1), (33, 4), (5, 1)],
+}
+
+
+@dataclass
+class Batch:
+    """A step of an engine over random queries and a random cache.
+
+    Pages are in random order, and slots that no request has are NaN.
+    """
+
+    requests: Requests
+    heads: int = 8
+    kv_heads: int = 2
+    size: int = 128
+    page: int = 16
+    layout: str = "NHD"
+    """``NHD`` or ``HND`` of vLLM 0.25.1, or ``packed``, the layout since 0.26."""
+    padding: int = 0
+    """Requests without tokens at the end."""
+    limit: int = 512
+    """Keys of prompts that are copied together."""
+    scales: tuple[float, float] = (2.0**-6, 2.0**-5)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(len(self.requests) + self.page)
+        counts = [count for _, count in self.requests] + [0] * self.padding
+        lengths = [sum(request) for request in self.requests] + [0] * self.padding
+        most = -(-max(lengths) // self.page)
+        pages = len(lengths) * most
+        table = torch.randperm(pages, generator=generator).view(len(lengths), most)
+        shape = (pages, 2, self.page, self.kv_heads, self.size)
+        codes = torch.randn(shape, generator=generator).mul(40).clamp(-448, 448).to(FP8_DTYPE)
+        for row, length in zip(table, lengths, strict=True):
+            for slot in range(length, most * self.page):
+                codes.view(torch.uint8)[row[slot // self.page], :, slot % self.page] = 0x7F
+        self._codes, self._table = codes, table
+        self.cache = _laid_out(codes.view(torch.uint8), self.layout).to(DEVICE)
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        tokens = int(starts[-1])
+        shape = (tokens, self.heads, self.size)
+        self.query = (torch.randn(shape, generator=generator) * 2).bfloat16().to(DEVICE)
+        self.common = CommonAttentionMetadata(
+            query_start_loc=starts.to(DEVICE),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+            seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+            num_reqs=len(lengths),
+            num_actual_tokens=tokens,
+            max_query_len=max(counts),
+            max_seq_len=max(lengths),
+            block_table_tensor=table.int().to(DEVICE),
+            slot_mapping=torch.empty(0),
+        )
+        k_scale, v_scale = (torch.tensor(scale, device=DEVICE) for scale in self.scales)
+        self.layer = SimpleNamespace(
+            _q_scale=torch.tensor(8 / 448, device=DEVICE), _k_scale=k_scale, _v_scale=v_scale
+        )
+
+    def attend(self, flash: Any, *, splits: bool = True) -> torch.Tensor:
+        """Compute attention ``[tokens, heads, size]``; ``splits=False`` as vLLM does."""
+        builder = object.__new__(flash.Fp8RLFlashMetadataBuilder)
+        builder._splits = splits
+        builder.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=self.limit),
+            model_config=SimpleNamespace(max_model_len=0),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                flash.FlashAttentionMetadataBuilder,
+                "build",
+                lambda _, prefix, common, fast: _stock(flash.FlashAttentionMetadata, common),
+            )
+            metadata = builder.build(0, self.common)
+        impl = object.__new__(flash.Fp8RLFlashImpl)
+        impl.num_heads, impl.num_kv_heads, impl.head_size = self.heads, self.kv_heads, self.size
+        impl.scale, impl.quantizes_queries, impl._processors = self.size**-0.5, True, 132
+        output = torch.full_like(self.query, 7.0)
+        return impl.forward(self.layer, self.query, None, None, self.cache, metadata, output)
+
+    def expected(self) -> torch.Tensor:
+        """Return attention in float64 over the dequantized pages."""
+        parts = []
+        queries = self.query.cpu().double().split([count for _, count in self.requests])
+        for row, (context, count), query in zip(self._table, self.requests, queries, strict=False):
+            pages = self._codes[row].float().double().transpose(0, 1).flatten(1, 2)
+            keys, values = (
+                x[: context + count].repeat_interleave(self.heads // self.kv_heads, 1) * scale
+                for x, scale in zip(pages, self.scales, strict=True)
+            )
+            parts.append(_attention(query, keys, values, self.size**-0.5))
+        return torch.cat(parts)
+
+    def errors(self, found: torch.Tensor) -> torch.Tensor:
+        """Return the relative error of each request."""
+        counts = [count for _, count in self.requests]
+        pairs = zip(found.cpu().double().split(counts), self.expected().split(counts), strict=True)
+        return torch.stack([(a - b).norm() / b.norm() for a, b in pairs])
+
+
+@contextmanager
+def load_flash() -> Iterator[Any]:
+    """Yield ``vllm_fp8rl.attention.flash``, on a CPU with stand-ins for what needs a GPU."""
+    if ON_GPU:
+        yield import_module(_FLASH)
+        return
+    from vllm.v1.attention.backends import fa_utils
+
+    stand_ins = {"paged_decode": [paged_decode, splits_for], "dequantize_pages": [dequantize_pages]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa_utils, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
+        if find_spec("triton") is None:
+            for name, functions in stand_ins.items():
+                module: Any = ModuleType(name)
+                for function in functions:
+                    setattr(module, function.__name__, function)
+                patch.setitem(sys.modules, f"vllm_fp8rl.attention.{name}", module)
+        yield import_module(_FLASH)
+        del sys.modules[_FLASH]
+
+
+def paged_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    out: torch.Tensor,
+    splits: int,
+) -> torch.Tensor:
+    assert len(query) == len(out) <= len(block_table)
+    for row, length in enumerate(seq_lens[: len(query)].tolist()):
+        keys, values = (
+            cache[block_table[row].long()].float().flatten(0, 1)[:length] * scale
+            for cache, scale in ((key_cache, k_scale), (value_cache, v_scale))
+        )
+        repeats = query.shape[1] // keys.shape[1]
+        both = (x.double().repeat_interleave(repeats, 1) for x in (keys, values))
+        out[row] = _attention(query[row, None].double(), *both, softmax_scale)[0]
+    return out
+
+
+def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
+    return 1
+
+
+def dequantize_pages(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    tokens: int,
+    longest: int,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    assert starts[-1] <= tokens and starts.diff().max() <= longest
+    copies = []
+    for cache, scale in ((key_cache, k_scale), (value_cache, v_scale)):
+        copy = torch.full((tokens, *cache.shape[2:]), torch.nan, dtype=dtype)
+        for row, (start, end) in enumerate(pairwise(starts.tolist())):
+            pages = cache[block_table[row].long()].float().flatten(0, 1)
+            copy[start:end] = pages[: end - start] * scale
+        copies.append(copy)
+    return tuple(copies)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out: torch.Tensor,
+    fa_version: int,
+) -> torch.Tensor:
+    assert causal and fa_version == 3 and q.dtype == k.dtype == v.dtype
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert cu_seqlens_q[-1] == len(q) and cu_seqlens_k[-1] <= len(k)
+    assert cu_seqlens_q.diff().max() <= max_seqlen_q and cu_seqlens_k.diff().max() <= max_seqlen_k
+    repeats = q.shape[1] // k.shape[1]
+    for row in range(len(cu_seqlens_q) - 1):
+        queries = slice(*cu_seqlens_q[row : row + 2].tolist())
+        keys = slice(*cu_seqlens_k[row : row + 2].tolist())
+        both = (x[keys].double().repeat_interleave(repeats, 1) for x in (k, v))
+        out[queries] = _attention(q[queries].double(), *both, softmax_scale).to(out.dtype)
+    return out
+
+
+def _attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention ``[queries, heads, size]``; the last query sees every key."""
+    scores = torch.einsum("qhd,nhd->hqn", query, keys) * scale
+    unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(len(keys) - len(query) + 1)
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+    return torch.einsum("hqn,nhd->qhd", weights, values)
+
+
+def _stock(kind: type, common: CommonAttentionMetadata) -> Any:
+    """Return vLLM's metadata as its builder makes it of a batch, in any release."""
+    values = vars(common) | {
+        "block_table": common.block_table_tensor,
+        "scheduler_metadata": None,
+        "max_num_splits": 0,
+    }
+    names = [f.name for f in fields(kind) if f.name in values or f.default is MISSING]
+    return kind(**{name: values.get(name) for name in names})
+
+
+def _laid_out(codes: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return a cache ``[pages, 2, page, kv_heads, size]`` as vLLM lays it out in memory."""
+    if layout == "HND":
+        return codes.transpose(2, 3).contiguous().transpose(2, 3)
+    if layout == "packed":
+        return torch.cat(codes.transpose(2, 3).unbind(1), -1).contiguous()
+    return codes

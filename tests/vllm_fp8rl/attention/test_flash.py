@@ -1,0 +1,114 @@
+"""How a batch is split into decodes and prompts, and what each kernel gets.
+
+No GPU: plain torch stands in for FlashAttention and the Triton kernels (``support.mixed_batch``),
+so nothing here tells of their numerics; ``tests/gpu/test_flash_prompts.py`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from support.mixed_batch import BATCHES, ON_GPU, Batch, load_flash
+from vllm_fp8rl.attention.batch import split_batch
+
+if ON_GPU:
+    pytest.skip(
+        "tests/gpu/test_flash_prompts.py has these with the real kernels", allow_module_level=True
+    )
+
+
+@pytest.fixture(scope="module")
+def flash() -> Iterator[Any]:
+    with load_flash() as module:
+        yield module
+
+
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("limit", [1, 100, 512])
+def test_every_batch_has_the_attention_of_its_requests(flash, requests, limit) -> None:
+    batch = Batch(requests, size=64, limit=limit)
+    assert batch.errors(batch.attend(flash)).max() < 0.005
+
+
+@pytest.mark.parametrize("layout", ["HND", "packed"])
+def test_layouts_of_the_cache(flash, layout) -> None:
+    batch = Batch(BATCHES["cached prefixes"], size=64, layout=layout)
+    assert batch.errors(batch.attend(flash)).max() < 0.005
+
+
+def test_padding_at_the_end_of_a_batch(flash) -> None:
+    batch = Batch(BATCHES["decodes and prompts"], size=64, padding=3)
+    assert batch.errors(batch.attend(flash)).max() < 0.005
+
+
+def split(requests, limit: int = 512, **changes: Any):
+    batch = Batch(requests, size=64)
+    for name, value in changes.items():
+        setattr(batch.common, name, value)
+    return split_batch(batch.common, limit)
+
+
+def test_decodes_are_the_requests_of_one_token_at_the_start() -> None:
+    counts = {name: split(requests)[0] for name, requests in BATCHES.items()}
+    assert counts["decodes"] == 4
+    assert counts["prompts"] == counts["a prompt"] == 0
+    assert counts["decodes and prompts"] == 3
+    assert counts["a prompt of one token"] == 2
+    assert counts["one token behind a prompt"] == 1
+
+
+def test_prompts_are_copied_in_groups_of_at_most_so_many_keys() -> None:
+    requests = [(9, 1), (100, 20), (0, 300), (0, 60), (600, 2), (0, 5)]
+    _, groups = split(requests, limit=400)
+    assert [group.requests for group in groups] == [
+        slice(1, 2),
+        slice(2, 4),
+        slice(4, 5),
+        slice(5, 6),
+    ]
+    assert [group.keys for group in groups] == [120, 360, 602, 5]
+    assert [group.longest for group in groups] == [120, 300, 602, 5]
+    assert [group.longest_query for group in groups] == [20, 300, 2, 5]
+    assert [group.tokens for group in groups][1:3] == [slice(21, 381), slice(381, 383)]
+    assert groups[1].query_starts.tolist() == groups[1].key_starts.tolist() == [0, 300, 360]
+
+
+def test_lengths_of_the_host_may_be_larger_than_those_of_the_gpu(flash) -> None:
+    batch = Batch(BATCHES["cached prefixes"], size=64)
+    batch.common.seq_lens_cpu_upper_bound += 3
+    assert batch.errors(batch.attend(flash)).max() < 0.005
+
+
+def test_without_lengths_on_the_host_a_batch_is_not_split() -> None:
+    bounds = Batch(BATCHES["prompts"]).common.seq_lens_cpu_upper_bound
+    assert split(BATCHES["prompts"], seq_lens_cpu_upper_bound=None) is None
+    assert split(BATCHES["prompts"], seq_lens_cpu_upper_bound=bounds[:-1]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"cache_dtype": "auto"}, False),
+        ({"kv_sharing_fast_prefill": True}, False),
+        ({"speculative_config": object()}, False),
+        ({"name": "fp8"}, False),
+    ],
+)
+def test_engines_whose_batches_are_split(flash, changes: dict[str, Any], expected: bool) -> None:
+    values = {
+        "cache_dtype": "fp8_e4m3",
+        "kv_sharing_fast_prefill": False,
+        "speculative_config": None,
+        "name": "fp8rl",
+    } | changes
+    engine = SimpleNamespace(
+        quant_config=SimpleNamespace(get_name=lambda: values["name"]),
+        cache_config=SimpleNamespace(**values),
+        speculative_config=values["speculative_config"],
+    )
+    assert flash._splits(engine) is expected
