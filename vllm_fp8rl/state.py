@@ -18,8 +18,9 @@ from fp8rl.kv_scales import ROLES, Role, scale_name
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.names import NAME
 
-if TYPE_CHECKING:  # it imports vLLM, which a trainer that sends a refit may not have
+if TYPE_CHECKING:  # they import vLLM, which a trainer that sends a refit may not have
     from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
+    from vllm_fp8rl.kernels.replacement import ModuleReplacement
 
 UNSET = 1.0
 """Stands for a KV scale that no loader has set. Only vLLM's dummy runs at the start compute with
@@ -68,10 +69,16 @@ class RankState:
     guard: RefitGuard
     """Decides in every step whether the model may run; it also holds the open refit session."""
     warmup: KernelWarmup
+    replacement: ModuleReplacement
     kv_scales: dict[str, LayerKVScales] = field(default_factory=dict)
     """By the name of the attention layer, for those with an FP8 KV cache."""
     inventory: Any = None
     """:class:`~vllm_fp8rl.refit.inventory.Inventory` of the model, made by the first load."""
+
+    def built(self) -> None:
+        """Note that all layers have been built; may be called any number of times."""
+        self.warmup.close()
+        self.replacement.close()
 
     def precision(self, name: str) -> str:
         """Return ``fp8`` or ``bf16`` for a linear module.

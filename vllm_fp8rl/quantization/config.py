@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
+    from vllm_fp8rl.kernels.replacement import ModuleReplacement
+
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = init_logger("vllm.fp8rl")
 
@@ -263,6 +265,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None) -> RankStat
         moe=is_moe(hf_config),
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
+        replacement=_replacement(engine, recipe),
     )
 
 
@@ -283,6 +286,13 @@ def _probe(engine: VllmConfig) -> None:
     warning = untested(device)
     if warning is not None:
         logger.warning_once("%s", warning)
+
+
+def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
+    # vLLM's layer modules are heavy: imported only where an engine is being built.
+    from vllm_fp8rl.kernels.replacement import ModuleReplacement
+
+    return ModuleReplacement(engine, recipe)
 
 
 def _guard(engine: VllmConfig) -> RefitGuard:

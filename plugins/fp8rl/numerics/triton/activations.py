@@ -70,6 +70,27 @@ def _rows_kernel(
     tl.store(scale_ptr + group * stride_scale + row, scale_inv, inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _swiglu_kernel(
+    x_ptr,
+    y_ptr,
+    rows,
+    columns,
+    stride_row,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = x_ptr + row[:, None] * stride_row + column[None, :]
+    gate = tl.load(at, inside, other=0.0)
+    up = tl.load(at + columns, inside, other=0.0)
+    y = swiglu(gate.to(tl.float32), up.to(tl.float32), NATIVE).to(gate.dtype)
+    tl.store(y_ptr + row[:, None] * columns + column[None, :], y, inside)
+
+
 @triton.jit(do_not_specialize=["stride_scale"])
 def _norm_kernel(
     x_ptr,
@@ -160,6 +181,35 @@ def quantize_rows(
             num_warps=1 if rows <= _FEW_ROWS else 4,
         )
     return codes, scales
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(x[:, :K]) * x[:, K:]``, computed in float32 and rounded once.
+
+    The values are those that :func:`quantize_rows` quantizes with ``silu_and_mul``.
+
+    Args:
+        x: ``[M, 2 K]``, bfloat16 or float16, rows contiguous.
+
+    Returns:
+        ``[M, K]``, of ``x``'s dtype.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, columns = x.shape[0], x.shape[1] // 2
+    y = x.new_empty(rows, columns)
+    if rows:
+        tile, width = (1, 1024) if rows <= _FEW_ROWS else (4, 1024)
+        _swiglu_kernel[(triton.cdiv(rows, tile), triton.cdiv(columns, width))](
+            x,
+            y,
+            rows,
+            columns,
+            x.stride(0),
+            TILE=tile,
+            WIDTH=width,
+            NATIVE=has_native_cast(x.device),
+        )
+    return y
 
 
 def rms_norm_quantize(
