@@ -70,7 +70,7 @@ def _probe(device: str, problems: list[str]) -> str:
     except ImportError as error:
         problems.append(f"vLLM cannot be imported ({error}); reinstall it.")
         return "not run"
-    parts = ("client", "doctor", "experts", "compiled", "sleep", "transfer")
+    parts = ("client", "doctor", "experts", "compiled", "sleep", "transfer", "rotary")
     features = {"worker", device, *parts}
     failures(features)  # imports the modules
     start = time.perf_counter()

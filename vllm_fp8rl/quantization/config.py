@@ -291,7 +291,10 @@ def _probe(engine: VllmConfig) -> None:
 def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
     # vLLM's layer modules are heavy: imported only where an engine is being built.
     from vllm_fp8rl.kernels.replacement import ModuleReplacement
+    from vllm_fp8rl.patches.probes import require
 
+    if recipe.rope_dtype == "float32":
+        require({"rotary", engine.device_config.device_type})
     return ModuleReplacement(engine, recipe)
 
 

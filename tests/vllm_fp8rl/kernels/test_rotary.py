@@ -246,7 +246,7 @@ def test_a_key_that_changes_nothing_is_told(caplog: pytest.LogCaptureFixture) ->
 
 
 def rotary_modules(engine: Engine) -> set[type]:
-    return {type(m) for name, m in engine.model.named_modules() if name.endswith("rotary_emb")}
+    return {type(m) for name, m in engine.model.named_modules() if name.endswith(".rotary_emb")}
 
 
 def test_engines_of_one_process(tmp_path: Path) -> None:
