@@ -16,7 +16,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from fp8rl import Recipe
-from support.engine import PROMPTS, Engine, start_engine
+from support.engine import PROMPTS, Engine, keep_process_groups, start_engine
 from support.processes import answer, run_code
 from vllm_fp8rl.kernels.replacement import ModuleReplacement
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason, nearest_bf16
@@ -265,3 +265,5 @@ def test_engines_of_one_process(tmp_path: Path) -> None:
     assert not torch_module._global_module_registration_hooks
     assert first.greedy(PROMPTS) == before == third.greedy(PROMPTS)
     assert len(ours.greedy(PROMPTS)[0]) == 12
+    for each in (first, ours, second, third):
+        keep_process_groups(each)
