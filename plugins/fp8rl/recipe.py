@@ -205,8 +205,8 @@ class Recipe(_Section):
     kv_cache: KVCache = KVCache()
     """KV cache of the rollout engine."""
     rope_dtype: RopeDtype = "auto"
-    """Rotary embedding of the rollout engine. ``auto``: cos and sin in the model's dtype; ``float32``:
-    as in TransformerEngine's fused kernel (Megatron-Core's ``apply_rope_fusion``)."""
+    """Rotary embedding of the rollout engine. ``auto``: cos and sin in the model's dtype;
+    ``float32``: as in TransformerEngine's fused kernel (Megatron-Core's ``apply_rope_fusion``)."""
     importance_sampling: ImportanceSampling = ImportanceSampling()
     """Correction of the loss for the gap between rollout and trainer."""
     allow_untested_gpu: bool = False
