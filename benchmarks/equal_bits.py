@@ -7,7 +7,8 @@ Three questions, on a CPU or on one GPU:
 * ``gemm``: is a row of a product the same whatever the number M of rows beside it? A decode step
   has a few rows, a prompt hundreds, a training step thousands. The same for BF16 (``bf16``), and
   for each pair of FP8 backends at the largest M.
-* ``kernels`` (GPU): which formula does each engine's kernel compute? Norm, SwiGLU, rotation.
+* ``kernels`` (GPU): which formula does each engine's kernel compute? Norm, SwiGLU, rotation; those
+  of fp8rl that replace vLLM's too, and each pair of rollout and trainer.
 * ``prompts`` (GPU, with vLLM): time of FlashAttention 3 over a prompt with queries, keys and values
   in E4M3, as the rollout runs prompts, and over keys and values dequantized to BF16 first.
 """
@@ -18,6 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -161,7 +163,7 @@ def kernels() -> dict[str, Any]:
         )
     }
     from fp8rl.numerics import quantize_swiglu
-    from fp8rl.numerics.triton.activations import quantize_rows, rms_norm_quantize
+    from fp8rl.numerics.triton.activations import quantize_rows, rms_norm_quantize, silu_and_mul
 
     codes, scales, _ = rms_norm_quantize(x, residual, weight, 1e-6, "fp32")
     wanted = {name: quantize_group(y).codes.view(torch.uint8) for name, y in norms.items()}
@@ -170,6 +172,17 @@ def kernels() -> dict[str, Any]:
     codes, scales = quantize_rows(gate_up, "fp32", silu_and_mul=True)
     of_trainer = quantize_swiglu(gate_up, columnwise=False).rowwise
     assert of_trainer is not None
+    gate, up = gate_up.chunk(2, -1)
+    swiglus = {
+        "rounded once": (torch.nn.functional.silu(gate.float()) * up.float()).bfloat16(),
+        "rounded twice": torch.nn.functional.silu(gate) * up,
+    }
+    alone = silu_and_mul(gate_up)
+    found["SwiGLU of engines that are not compiled"] = among(alone, swiglus)
+    again, _ = quantize_rows(alone, "fp32")
+    found["SwiGLU of engines that are not compiled, quantized, and trainer"] = {
+        "codes": different(again.view(torch.uint8), of_trainer.codes.view(torch.uint8))
+    }
     found["SwiGLU with quantization, rollout and trainer"] = {
         "codes": different(codes.view(torch.uint8), of_trainer.codes.view(torch.uint8)),
         "scales": different(scales.t()[:rows], of_trainer.scale_inv),
@@ -180,15 +193,30 @@ def kernels() -> dict[str, Any]:
     )
     q = normal(rows, heads, size)
     rotations = {way: rotate(q, angles[:, None], way) for way in ("once", "each", "float32")}
-    for library, check in (("vLLM", _of_vllm), ("TransformerEngine", _of_transformer_engine)):
+    formulas = {"norm": norms, "rotary": rotations, "SwiGLU": swiglus}
+    rotated: Tensors = {}
+    for library, check in (
+        ("vLLM", partial(_of_vllm, gate_up=gate_up)),
+        ("fp8rl", _of_fp8rl),
+        ("TransformerEngine", _of_transformer_engine),
+    ):
         try:
             results = check(x, residual, weight, q, angles)
         except Exception as error:  # not installed, or another signature
             found[library] = {"failed": f"{type(error).__name__}: {error}"}
             continue
         for name, result in results.items():
-            of_norm = result.ndim == 2
-            found[f"{library}'s {name}"] = among(result, norms if of_norm else rotations)
+            found[f"{library}'s {name}"] = among(result, formulas[name.split()[0]])
+            if name.startswith("rotary"):
+                rotated[f"{library}'s {name}"] = result
+    found["rotary, by pairs"] = {
+        f"{one} and {other}": different(rotated[one], rotated[other])
+        for one, other in combinations(rotated, 2)
+    }
+    try:
+        found["norm and rotation of a query in one compiled function"] = _behind_a_norm(q, angles)
+    except Exception as error:  # no vLLM
+        found["norm and rotation"] = {"failed": f"{type(error).__name__}: {error}"}
     return found
 
 
@@ -198,6 +226,7 @@ def _of_vllm(
     weight: torch.Tensor,
     q: torch.Tensor,
     angles: torch.Tensor,
+    gate_up: torch.Tensor,
 ) -> Tensors:
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
@@ -211,11 +240,62 @@ def _of_vllm(
     torch.ops._C.rms_norm(normed, (x.float() + residual.float()).bfloat16(), weight, 1e-6)
     added, stored = x.clone(), residual.clone()
     torch.ops._C.fused_add_rms_norm(added, stored, weight, 1e-6)
+    activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    torch.ops._C.silu_and_mul(activated, gate_up)
     return {
         "rotary kernel": rotated.view_as(q),
         "norm kernel": normed,
         "norm kernel with residual": added,
+        "SwiGLU kernel": activated,
     }
+
+
+def _rotary_modules(length: int, size: int) -> tuple[Any, Any]:
+    """Return vLLM's rotary embedding and that with cos and sin in float32."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from vllm_fp8rl.kernels.rotary import Float32Rotary
+
+    with set_current_vllm_config(VllmConfig()), torch.device("cuda"):
+        rope = get_rope(size, length, True, {"rope_theta": 1e6}, torch.bfloat16)
+        return rope, Float32Rotary(rope)
+
+
+def _of_fp8rl(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    q: torch.Tensor,
+    angles: torch.Tensor,
+) -> Tensors:
+    _, ours = _rotary_modules(len(q), q.shape[-1])
+    positions, flat = torch.arange(len(q), device="cuda"), q.flatten(1)
+    kernel, _ = ours.forward_cuda(positions, flat.clone(), flat.clone())
+    compiled, _ = torch.compile(ours.forward_native, fullgraph=True)(positions, flat, flat)
+    return {"rotary kernel": kernel.view_as(q), "rotary compiled": compiled.view_as(q)}
+
+
+def _behind_a_norm(q: torch.Tensor, angles: torch.Tensor) -> dict[str, float]:
+    """Compare with the formula that rounds the norm and then the rotation, which trainers have."""
+    from mismatch_reference import rms_norm, rotate
+    from vllm.ir.ops import rms_norm as of_vllm
+
+    weight = torch.rand(q.shape[-1], device="cuda").bfloat16()
+    normed = rms_norm(q.float(), weight, 1e-6, "once")
+    positions = torch.arange(len(q), device="cuda")
+    shares = {}
+    for name, way, rope in zip(
+        ("vLLM", "fp8rl"), ("once", "float32"), _rotary_modules(len(q), q.shape[-1]), strict=True
+    ):
+
+        def function(q: torch.Tensor, rope: Any = rope) -> torch.Tensor:
+            heads = of_vllm.impls["native"].impl_fn(q, weight, 1e-6)
+            return rope.forward_native(positions, heads.flatten(1))[0].view_as(q)
+
+        result = torch.compile(function, fullgraph=True)(q)
+        shares[name] = different(result, rotate(normed, angles[:, None], way))
+    return shares
 
 
 def _of_transformer_engine(

@@ -76,8 +76,8 @@ def _probe(device: str, problems: list[str]) -> str:
     except ImportError as error:
         problems.append(f"vLLM cannot be imported ({error}); reinstall it.")
         return "not run"
-    parts = ("client", "doctor", "experts", "mla", "lora", "compiled", "sleep", "transfer")
-    features = {"worker", device, *parts}
+    features = {"worker", device, "client", "doctor", "experts", "mla", "lora", "compiled"}
+    features |= {"sleep", "transfer", "rotary"}
     failures(features)  # imports the modules
     start = time.perf_counter()
     found = failures(features)

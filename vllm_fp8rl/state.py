@@ -21,8 +21,9 @@ from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.hf_names import HfNames
 from vllm_fp8rl.names import NAME
 
-if TYPE_CHECKING:  # it imports vLLM, which a trainer that sends a refit may not have
+if TYPE_CHECKING:  # they import vLLM, which a trainer that sends a refit may not have
     from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
+    from vllm_fp8rl.kernels.replacement import ModuleReplacement
 
 UNSET = 1.0
 """Stands for a KV scale that no loader has set. Only vLLM's dummy runs at the start compute with
@@ -71,6 +72,7 @@ class RankState:
     guard: RefitGuard
     """Decides in every step whether the model may run; it also holds the open refit session."""
     warmup: KernelWarmup
+    replacement: ModuleReplacement
     hf_names: HfNames = field(default_factory=HfNames)
     """HF names of the engine's modules, which is what the policy knows."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -86,6 +88,11 @@ class RankState:
 
     def __post_init__(self) -> None:
         self.loaded = self.dummy
+
+    def built(self) -> None:
+        """Note that all layers have been built; may be called any number of times."""
+        self.warmup.close()
+        self.replacement.close()
 
     def precision(self, name: str) -> str:
         """Return ``fp8`` or ``bf16`` for a linear module, by its name in the engine.

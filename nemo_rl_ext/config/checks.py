@@ -40,7 +40,7 @@ def refuse_unread_settings(
             )
     for key, readers in READERS.items():
         value = getattr(given, key)
-        asks = key in block and value != type(value)()
+        asks = key in block and value not in (type(value)(), "auto")
         if key == "kv_cache" and not has_fp8_kv(given):  # see below
             asks = False
         if not asks or acting & set(readers):

@@ -25,6 +25,7 @@ READERS = {
     "activations": (VLLM, MEGATRON),
     "pins": (VLLM, MEGATRON),
     "kv_cache": (VLLM,),
+    "rope_dtype": (VLLM,),
     "importance_sampling": (LOSS,),
     "allow_untested_gpu": (VLLM,),
 }

@@ -82,6 +82,7 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     notes: list[str] = []
     if VLLM in blocks:
         _rollout(merged, sections)
+        _rotation(merged, sections.megatron)
     else:
         _refuse_fp8_without_block(sections, VLLM, "precision", sections.vllm.get("precision"))
         merged.data["rollout"] = False
@@ -219,6 +220,17 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
         if not isinstance(vllm[key], list | tuple):
             raise RecipeError(f"'{VLLM}.{key}' must be a list of words, not {vllm[key]!r}.")
         merged.extend_pins("names", [f"*{word}*" for word in vllm[key]], f"{VLLM}.{key}")
+
+
+def _rotation(merged: _Merge, megatron: Mapping[str, Any]) -> None:
+    """Let rollouts rotate as the trainer does, unless the block has a key for it."""
+    if not megatron.get("enabled") or "rope_dtype" in merged.data:
+        return
+    key = "apply_rope_fusion"
+    overrides = megatron.get("model_overrides") or {}
+    path = f"{MEGATRON}.model_overrides" if key in overrides else MEGATRON
+    if overrides.get(key, megatron.get(key)):
+        merged.add("rope_dtype", "float32", f"{path}.{key}")
 
 
 def _training(merged: _Merge, megatron: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ _OF_OTHERS = "FP8_RECIPE"
 """Not a misspelling of ``FP8RL_RECIPE``: launch scripts keep TransformerEngine's recipe there."""
 
 ScaleFormat = Literal["fp32", "pow2"]
+RopeDtype = Literal["auto", "float32"]
 Recalibrate = Literal["refit", "grow", "start"]
 ModuleKind = Literal[
     "qkv_proj",
@@ -214,6 +215,9 @@ class Recipe(_Section):
     """Modules kept in BF16; a module is pinned if any key names it."""
     kv_cache: KVCache = KVCache()
     """KV cache of the rollout engine."""
+    rope_dtype: RopeDtype = "auto"
+    """Rotary embedding of the rollout engine. ``auto``: cos and sin in the model's dtype;
+    ``float32``: as in TransformerEngine's fused kernel (Megatron-Core's ``apply_rope_fusion``)."""
     importance_sampling: ImportanceSampling = ImportanceSampling()
     """Correction of the loss for the gap between rollout and trainer."""
     allow_untested_gpu: bool = False

@@ -34,6 +34,7 @@ FULL = {
         "margin": 1.5,
         "in_training": False,
     },
+    "rope_dtype": "float32",
     "importance_sampling": {
         "corrector": "is",
         "level": "sequence",

@@ -73,6 +73,25 @@ def test_silu_and_mul(shape, form):
     assert torch.equal(scales.t()[:rows], trainer.scale_inv)
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_silu_and_mul_alone_gives_the_same_codes(shape, form):
+    """So an engine that is not compiled, where nothing is fused, agrees with one that is."""
+    rows, columns = shape
+    wide = torch.cat([inputs(rows, columns), inputs(rows, columns, 1), inputs(rows, 128)], 1)
+    x = wide[:, : 2 * columns]
+    y = fused.silu_and_mul(x)
+    assert y.shape == (rows, columns) and y.dtype == torch.bfloat16 and y.is_contiguous()
+    for got, want in zip(
+        fused.quantize_rows(y, form), fused.quantize_rows(x, form, silu_and_mul=True), strict=True
+    ):
+        assert torch.equal(got[:, :rows].view(torch.uint8), want[:, :rows].view(torch.uint8))
+    gate, up = x.float().chunk(2, 1)
+    once = (torch.nn.functional.silu(gate) * up).bfloat16()
+    assert (y != once).float().mean() < 1e-3  # the last bit of exp
+    assert fused.silu_and_mul(x[:0]).shape == (0, columns)
+
+
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -24,6 +24,7 @@ from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import quantize_block
 from support.gpu_engine import (
     LAYERS,
+    QUICK,
     GpuEngine,
     expected_logprobs,
     kv_scales,
@@ -132,3 +133,27 @@ def test_query_scales_are_required_where_queries_are_quantized(
     del tensors[scale_name(LAYERS - 1, "q")]
     with pytest.raises(RefitError, match=r"lacks 1 .*q_scale"):
         refit(engine.llm, tensors.items(), expect_kv_scales=True)
+
+
+def test_an_engine_that_is_not_compiled_rounds_as_the_trainer(
+    checkpoints: dict[str, Path],
+) -> None:
+    """Its SwiGLU, and with ``rope_dtype`` its rotation, in captured graphs."""
+    from vllm_fp8rl.kernels.rotary import Float32Rotary
+    from vllm_fp8rl.kernels.swiglu import RoundedOnceSiluAndMul
+
+    recipe = Recipe(rope_dtype="float32")
+    engine = start_engine(checkpoints["a"], recipe, **QUICK)
+    try:
+        give(engine, checkpoints["a"])
+        modules = dict(engine.model.named_modules())
+        ends = ("mlp.act_fn", "self_attn.rotary_emb")
+        kinds = [{type(m) for name, m in modules.items() if name.endswith(end)} for end in ends]
+        assert kinds == [{RoundedOnceSiluAndMul}, {Float32Rotary}]
+        rollout, path = engine.rollout(), checkpoints["a"]
+        scales = kv_scales(path, recipe)
+        expected = expected_logprobs(path, recipe, rollout, kv_scales=scales)
+        own = expected_logprobs(path, recipe, rollout, kv_scales=scales, dtype=torch.bfloat16)
+        assert gap(rollout.logprobs, expected).mean < 2.0 * gap(own, expected).mean
+    finally:
+        engine.llm.llm_engine.engine_core.shutdown()

@@ -102,6 +102,44 @@ def test_ragged_input_features_are_refused(delegated):
         delegated.delegate(GemmShape(0, 512, 200), Recipe(), torch.bfloat16)
 
 
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("parameters", [{}, {"partial_rotary_factor": 0.5}])
+def test_rotation_in_float32(engine_config, parameters, neox):
+    """vLLM's kernel with a float32 table, and Inductor's, are the formula of the CPU tests."""
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from vllm_fp8rl.kernels.rotary import Float32Rotary
+
+    with set_current_vllm_config(engine_config), torch.device("cuda"):
+        parameters = {"rope_theta": 1e6, **parameters}
+        vllms = get_rope(128, 2048, neox, parameters, torch.bfloat16)
+        ours = Float32Rotary(vllms)
+        positions = torch.randint(2048, (777,))
+        qkv = torch.randn(777, 6 * 128).bfloat16()
+        weight = torch.rand(128).bfloat16()
+    q, k, _ = qkv.split([512, 128, 128], 1)  # rows apart, as in a model
+    wanted = ours.forward_native(positions, q, k)
+    own = vllms.forward_native(positions, q, k)[0]
+    copy = qkv.clone()
+    copies = copy.split([512, 128, 128], 1)
+    kernel = ours.forward_cuda(positions, copies[0], copies[1])
+    compiled = torch.compile(ours.forward_native, fullgraph=True)(positions, q, k)
+    for got in (kernel, compiled):
+        for one, other in zip(got, wanted, strict=True):
+            assert (one != other).float().mean() < 1e-4  # products and sums in one instruction
+    assert torch.equal(copy[:, 640:], qkv[:, 640:])
+    assert (own != wanted[0]).float().mean() > 0.05
+
+    def behind_a_norm(q: torch.Tensor) -> torch.Tensor:
+        heads = q.view(777, 4, 128)
+        normed = torch.nn.functional.rms_norm(heads, (128,), weight, 1e-6)
+        return ours.forward_native(positions, normed.flatten(1))[0]
+
+    q = q.contiguous()
+    difference = torch.compile(behind_a_norm, fullgraph=True)(q) != behind_a_norm(q)
+    assert difference.float().mean() < 1e-3  # the norm's sum has another order
+
+
 def test_weights_are_quantized_into_place():
     w = torch.randn(300, 200).to(torch.bfloat16)
     expected = quantize_block(w)

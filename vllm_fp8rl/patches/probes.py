@@ -48,7 +48,7 @@ class Probe:
     """Features of an engine that uses the internal, separated by blanks: ``worker`` (every process
     with a model), ``client`` (the process that refits), ``doctor``, ``cpu``, ``cuda``,
     ``experts``, ``mla`` (multi-latent attention), ``linear_attention``, ``lora``, ``compiled``,
-    ``sleep``, ``transfer`` (of weights or KV blocks)."""
+    ``sleep``, ``transfer`` (of weights or KV blocks), ``rotary`` (``rope_dtype: float32``)."""
 
     @property
     def name(self) -> str:
@@ -212,6 +212,7 @@ _CPU_ATTN = "v1.attention.backends.cpu_attn"
 _FLASH_ATTN = "v1.attention.backends.flash_attn"
 _GPU_EXPERTS = "cuda experts"
 _FUSION = "cuda compiled"
+_ROTARY = "model_executor.layers.rotary_embedding.base"
 
 # fmt: off
 PROBES = (
@@ -398,6 +399,16 @@ PROBES = (
     Probe(15, "compilation.passes.fusion.matcher_utils", "MatcherSiluAndMul", positional=0,
         needs=_FUSION),
     Probe(15, "ir.ops", attributes="rms_norm fused_add_rms_norm", needs=_FUSION),
+    Probe(15, "model_executor.layers.activation", "SiluAndMul.forward_cuda", positional=2,
+        needs="cuda"),
+    Probe(15, _ROTARY, "RotaryEmbedding.__init__", positional=7, keywords="init_cache",
+        needs="rotary"),
+    Probe(15, _ROTARY, "RotaryEmbedding",
+        attributes="head_size rotary_dim max_position_embeddings base is_neox_style "
+        "forward_native forward_cpu forward_cuda _compute_cos_sin_cache", needs="rotary"),
+    Probe(15, "_custom_ops", "rotary_embedding", positional=6, needs="cuda rotary"),
+    Probe(15, "config", "PassConfig", attributes="enable_qk_norm_rope_fusion", needs="rotary"),
+    Probe(15, "config", "ModelConfig", attributes="use_mla", needs="rotary"),
     # Small ones
     Probe(16, "distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", positional=4,
         needs="transfer"),

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
+    from vllm_fp8rl.kernels.replacement import ModuleReplacement
+
 # Under vLLM's name, so that its log level and format apply in every worker.
 logger = init_logger("vllm.fp8rl")
 
@@ -289,6 +291,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
         layers=engine.compilation_config.static_forward_context,
         guard=_guard(engine),
         warmup=KernelWarmup(engine.scheduler_config.max_num_batched_tokens),
+        replacement=_replacement(engine, recipe),
         hf_names=HfNames(names, mapper, family.experts),
         shapes=Sizes(engine.model_config.hf_config, ranks=1).beside_linears(),
         mtp_layers=mtp_layers(hf_config),
@@ -315,6 +318,16 @@ def _probe(engine: VllmConfig) -> None:
     warning = untested(device)
     if warning is not None:
         logger.warning_once("%s", warning)
+
+
+def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
+    # vLLM's layer modules are heavy: imported only where an engine is being built.
+    from vllm_fp8rl.kernels.replacement import ModuleReplacement
+    from vllm_fp8rl.patches.probes import require
+
+    if recipe.rope_dtype == "float32":
+        require({"rotary", engine.device_config.device_type})
+    return ModuleReplacement(engine, recipe)
 
 
 def _guard(engine: VllmConfig) -> RefitGuard:

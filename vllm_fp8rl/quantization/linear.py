@@ -138,7 +138,7 @@ class Fp8RLLinearMethod(LinearMethodBase):
             CheckpointError: the checkpoint left out a part of this layer. vLLM does not check that
                 for quantized models.
         """
-        self.state.warmup.close()  # every layer has been built
+        self.state.built()
         if self.grid.complete:
             return
         if not self.state.dummy:
@@ -257,6 +257,7 @@ class RefitLinearMethod(UnquantizedLinearMethod):
         Raises:
             CheckpointError: the checkpoint left out a part of this layer.
         """
+        self.state.built()
         weight = layer.weight
         if isinstance(weight, PlainWeight) and weight.missing and not self.state.dummy:
             raise _incomplete(self.name, sorted(weight.missing))

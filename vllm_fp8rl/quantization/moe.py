@@ -204,7 +204,7 @@ class Fp8RLMoEMethod(_ExpertsMethod):
         Raises:
             CheckpointError: the checkpoint left out a part of this layer.
         """
-        self.state.warmup.close()  # every layer has been built
+        self.state.built()
         # vLLM's dummy loader writes there too.
         self._clear_padding(layer)
         if self.grids.complete:

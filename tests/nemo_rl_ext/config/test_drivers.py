@@ -352,6 +352,7 @@ OTHER: dict[str, Any] = {
         "rejection": {"level": "sequence", "low": 0.8, "high": 1.2},
         "token_veto": 1e-4,
     },
+    "rope_dtype": "float32",
     "allow_untested_gpu": True,
 }
 POW2 = {"scale_format": "pow2"}

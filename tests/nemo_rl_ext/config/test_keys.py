@@ -380,6 +380,28 @@ def test_attention_over_the_rollouts_cache_is_refused_where_the_trainer_never_le
 
 
 @pytest.mark.parametrize(
+    ("block", "overrides", "expected"),
+    [
+        ({}, "", "auto"),
+        ({}, "megatron.apply_rope_fusion=true", "float32"),
+        ({}, "megatron.apply_rope_fusion=false", "auto"),
+        ({}, "megatron.apply_rope_fusion=true megatron.enabled=false", "auto"),
+        (
+            {},
+            "megatron.apply_rope_fusion=true megatron.model_overrides.apply_rope_fusion=false",
+            "auto",
+        ),
+        ({"rope_dtype": "auto"}, "megatron.apply_rope_fusion=true", "auto"),
+        ({"rope_dtype": "float32"}, "megatron.apply_rope_fusion=false", "float32"),
+    ],
+)
+def test_rollouts_rotate_as_the_trainer_does(
+    block: dict[str, Any], overrides: str, expected: str
+) -> None:
+    assert recipe(block, overrides).rope_dtype == expected
+
+
+@pytest.mark.parametrize(
     "overrides", ["block.kv_cache.dtype=auto", "block.rollout=false", "~vllm.fp8rl"]
 )
 def test_a_block_with_every_key_is_read_again(overrides: str) -> None:

@@ -366,7 +366,7 @@ def config(**changes) -> SimpleNamespace:
 def resolved(**pins) -> RankState:
     recipe = Recipe(pins=Pins(**pins))
     policy = PinPolicy(recipe.pins, module_names(config()))
-    return RankState(recipe, policy, QWEN3_MOE, True, {}, None, None)
+    return RankState(recipe, policy, QWEN3_MOE, True, {}, None, None, None)
 
 
 def test_names_follow_the_config() -> None:

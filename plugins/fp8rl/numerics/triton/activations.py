@@ -1,5 +1,7 @@
 """Triton kernels that compute an activation and quantize it at once: SiLU and product, or RMS norm.
 
+:func:`silu_and_mul` is the activation alone.
+
 They read and write memory once instead of twice. The activation is computed in float32 and rounded
 once to its dtype, as by torch's and TransformerEngine's norms and by :mod:`fp8rl.numerics.triton.
 swiglu` in the trainer: a value that only one engine rounds in between would flip codes. Codes and
@@ -26,6 +28,7 @@ from fp8rl.numerics.triton.quantize import (
 from fp8rl.numerics.triton.swiglu import swiglu
 from fp8rl.recipe import ScaleFormat
 
+_WIDTH = 1024  # columns of a row that one program of SwiGLU computes
 _FEW_ROWS = 512  # up to this many, tiles are small, to occupy every multiprocessor
 
 
@@ -68,6 +71,18 @@ def _rows_kernel(
     codes, scale_inv = _quantize_groups(x.to(tl.float32), POW2)
     tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, inside[:, None])
     tl.store(scale_ptr + group * stride_scale + row, scale_inv, inside)
+
+
+@triton.jit
+def _swiglu_kernel(x_ptr, y_ptr, columns, stride_row, WIDTH: tl.constexpr, NATIVE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < columns
+    at = x_ptr + row * stride_row + column
+    gate = tl.load(at, inside, other=0.0)
+    up = tl.load(at + columns, inside, other=0.0)
+    y = swiglu(gate.to(tl.float32), up.to(tl.float32), NATIVE).to(gate.dtype)
+    tl.store(y_ptr + row * columns + column, y, inside)
 
 
 @triton.jit(do_not_specialize=["stride_scale"])
@@ -160,6 +175,27 @@ def quantize_rows(
             num_warps=1 if rows <= _FEW_ROWS else 4,
         )
     return codes, scales
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(x[:, :K]) * x[:, K:]``, computed in float32 and rounded once.
+
+    The values are those that :func:`quantize_rows` quantizes with ``silu_and_mul``.
+
+    Args:
+        x: ``[M, 2 K]``, bfloat16 or float16, rows contiguous.
+
+    Returns:
+        ``[M, K]``, of ``x``'s dtype.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows, columns = x.shape[0], x.shape[1] // 2
+    y = x.new_empty(rows, columns)
+    if rows:
+        _swiglu_kernel[(rows, triton.cdiv(columns, _WIDTH))](
+            x, y, columns, x.stride(0), WIDTH=_WIDTH, NATIVE=has_native_cast(x.device)
+        )
+    return y
 
 
 def rms_norm_quantize(
