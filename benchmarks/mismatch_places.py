@@ -47,11 +47,10 @@ ENGINES = {
             rope="each",
         ),
     ),
-    # vLLM compiled by Inductor, which rounds nothing inside a kernel, with FlashAttention 3 and
-    # our decode attention; Megatron with TransformerEngine's norms, rotation and attention.
+    # vLLM compiled by Inductor, which rounds nothing inside a kernel, with fp8rl's attention,
+    # whose queries have 16 bits; Megatron with TransformerEngine's norms, rotation and attention.
     "GPU": (
         Ways(
-            prompts="fp8",
             probabilities="flash",
             output="once",
             qk_norm_weight="once",

@@ -47,9 +47,9 @@ class LayerKVScales:
         return values.get(role, UNSET)
 
     def required(self, layer: torch.nn.Module) -> tuple[Role, ...]:
-        """Return the roles that ``layer`` needs; q only where the backend quantizes queries."""
+        """Return the roles that ``layer`` needs; q only where queries may be quantized."""
         by_layer = getattr(layer, "query_quant", None) is not None
-        by_backend = getattr(getattr(layer, "impl", None), "quantizes_queries", False)
+        by_backend = getattr(getattr(layer, "impl", None), "requires_q_scale", False)
         return ROLES if by_layer or by_backend else ("k", "v")
 
     def missing(self, layer: torch.nn.Module) -> list[str]:

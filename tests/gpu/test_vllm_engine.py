@@ -72,7 +72,7 @@ def test_runs_on_deep_gemm_flash_attention_and_full_graphs(engine: GpuEngine) ->
     assert backends == {"deep_gemm"}
     attention = engine.model.model.layers[0].self_attn.attn
     assert attention.attn_backend.get_name() == "FLASH_ATTN"
-    assert attention.impl.quantizes_queries  # as far as the contract of q scales goes
+    assert attention.impl.requires_q_scale
     mode = engine.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
     assert mode.decode_mode().name == "FULL", mode
 

@@ -116,7 +116,7 @@ class Batch:
             metadata = builder.build(0, self.common)
         impl = object.__new__(flash.Fp8RLFlashImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = self.heads, self.kv_heads, self.size
-        impl.scale, impl.quantizes_queries, impl._processors = self.size**-0.5, True, 132
+        impl.scale, impl.requires_q_scale, impl._processors = self.size**-0.5, True, 132
         output = torch.full_like(self.query, 7.0)
         return impl.forward(self.layer, self.query, None, None, self.cache, metadata, output)
 

@@ -119,9 +119,10 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         engine = get_current_vllm_config_or_none()
-        self.quantizes_queries = self._served(engine)
-        """Whether this class computes the layer's attention, which may need its ``q_scale``."""
-        if self.quantizes_queries:
+        self.requires_q_scale = self._served(engine)
+        """Whether this class computes the layer's attention. A refit then brings a ``q_scale``,
+        which batches that are not split need."""
+        if self.requires_q_scale:
             # Otherwise the layer rounds every query to E4M3.
             self.supports_quant_query_input = False
             self._processors = torch.cuda.get_device_properties().multi_processor_count
@@ -143,7 +144,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attend = self._attend if self.quantizes_queries else super().forward
+        attend = self._attend if self.requires_q_scale else super().forward
         return attend(*args, **kwargs)
 
     def _attend(
