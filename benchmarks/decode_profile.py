@@ -86,7 +86,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=options.prompts,
         enable_prefix_caching=False,
         seed=0,
-        **engine_arguments(variant),
+        **engine_arguments(variant, options.recipe),
     )
     engine = llm.llm_engine
     model = engine.model_executor.driver_worker.worker.model_runner.get_model()
@@ -177,6 +177,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--input", type=int, default=512)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--recipe", type=json.loads, default="{}", help="keys for fp8rl's variants, as JSON"
+    )
     parser.add_argument("--out", type=Path, default=Path("decode_profile.json"))
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -26,7 +26,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,8 @@ QWEN3_8B: dict[str, Any] = {
 KV_SCALE = 0.05
 
 
-def engine_arguments(variant: str) -> dict[str, Any]:
-    """What tells the variants apart."""
+def engine_arguments(variant: str, keys: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What tells the variants apart; ``keys`` of the recipe are for fp8rl's."""
     if variant == "bf16":
         return {}
     cache = "fp8_e4m3" if variant.endswith("-kv") else "auto"
@@ -73,7 +73,7 @@ def engine_arguments(variant: str) -> dict[str, Any]:
     import vllm_fp8rl
     from fp8rl import Recipe
 
-    return vllm_fp8rl.engine_args(Recipe.from_dict({"kv_cache": {"dtype": cache}}))
+    return vllm_fp8rl.engine_args(Recipe.from_dict({**(keys or {}), "kv_cache": {"dtype": cache}}))
 
 
 def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
@@ -212,7 +212,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=options.ranks,
         enable_expert_parallel=options.ranks > 1,
         seed=0,
-        **engine_arguments(variant),
+        **engine_arguments(variant, options.recipe),
     )
     result: dict[str, Any] = {"variant": variant, "start_seconds": time.perf_counter() - began}
     result["probe_seconds"] = sum(probes)
@@ -283,6 +283,9 @@ def parse() -> argparse.Namespace:
         "--shape", type=parse_shape, default="{}", help="changes as JSON, or the file of a config"
     )
     parser.add_argument("--out", type=Path, default=Path("rollout.json"))
+    parser.add_argument(
+        "--recipe", type=json.loads, default="{}", help="keys for fp8rl's variants, as JSON"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
