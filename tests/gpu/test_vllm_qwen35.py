@@ -49,13 +49,11 @@ SHAPE: dict[str, Any] = {
     "linear_num_value_heads": 8,
     "initializer_range": 0.04,
 }
+# All inside the vision wrapper, as Qwen publishes them: vLLM 0.25.1 does not start the text alone.
 CASES = {
-    "dense": ({"experts": False, "vision": False}, Recipe(kv_cache=KVCache(dtype="auto"))),
-    "dense with an FP8 cache": ({"experts": False, "vision": False}, Recipe()),
-    "experts in a wrapper": (
-        {"experts": True, "vision": True},
-        Recipe(kv_cache=KVCache(dtype="auto")),
-    ),
+    "dense": (False, Recipe(kv_cache=KVCache(dtype="auto"))),
+    "dense with an FP8 cache": (False, Recipe()),
+    "experts": (True, Recipe(kv_cache=KVCache(dtype="auto"))),
 }
 
 
@@ -76,16 +74,15 @@ class Case:
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
-    kind, recipe = CASES[request.param]
+    experts, recipe = CASES[request.param]
     root = tmp_path_factory.mktemp("qwen35")
-    drop = () if kind["experts"] else ("moe_intermediate_size", "shared_expert_intermediate_size")
+    drop = () if experts else ("moe_intermediate_size", "shared_expert_intermediate_size")
     shape = {key: value for key, value in SHAPE.items() if key not in drop}
     paths = {
-        name: make_qwen35_checkpoint(root / name, seed, **kind, **shape)
+        name: make_qwen35_checkpoint(root / name, seed, experts=experts, vision=True, **shape)
         for seed, name in enumerate("ab")
     }
-    options = QUICK | (TEXT_ONLY if kind["vision"] else {})
-    engine = start_engine(paths["a"], recipe, **options)
+    engine = start_engine(paths["a"], recipe, **QUICK | TEXT_ONLY)
     scales: dict[str, dict[str, float]] = {name: {} for name in paths}
     if recipe.kv_cache.dtype != "auto":
         for name in ("b", "a"):
