@@ -16,6 +16,11 @@ again after the refits. A refit sends every tensor of the model, already on the 
 kernels are then compiled when first met, here before anything is timed. ``--ranks 2`` splits the
 model over two GPUs, its experts whole on one of them each; refits, whose sender is this process,
 are then left out.
+
+``--turn I/N:FOLDER`` is for N of these that start side by side on one GPU and are timed one after
+the other, which saves the time of N - 1 starts: the I-th (from 0) goes on when all have started and
+those before it have ended. ``--cache GIB`` gives each engine a cache of that size, since engines
+that start side by side cannot measure the memory that is left.
 """
 
 from __future__ import annotations
@@ -110,6 +115,23 @@ def give_weights(model: Any, codes: bool) -> None:
             parameter.data.copy_(made.uniform_(-448, 448))
         elif name.endswith("weight_scale_inv"):
             parameter.data.fill_(1e-3 / 448)
+
+
+def parse_turn(turn: str) -> tuple[int, int, Path]:
+    """The parts of ``I/N:FOLDER``."""
+    number, _, rest = turn.partition("/")
+    count, _, folder = rest.partition(":")
+    return int(number), int(count), Path(folder)
+
+
+def wait_for_turn(turn: str) -> None:
+    """Wait until all engines of ``I/N:FOLDER`` have started and those before this one have ended."""
+    number, count, place = parse_turn(turn)
+    (place / f"started{number}").touch()
+    needed = [place / f"started{i}" for i in range(count)]
+    needed += [place / f"ended{i}" for i in range(number)]
+    while not all(file.exists() for file in needed):
+        time.sleep(0.2)
 
 
 def give_scales(model: Any) -> None:
@@ -208,6 +230,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         max_model_len=max(i + o for _, i, o in options.loads),
         max_num_seqs=max(prompts for prompts, _, _ in options.loads),
         gpu_memory_utilization=options.memory,
+        kv_cache_memory_bytes=int(options.cache * 2**30) if options.cache else None,
         enable_prefix_caching=False,
         tensor_parallel_size=options.ranks,
         enable_expert_parallel=options.ranks > 1,
@@ -221,6 +244,9 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     if variant == "fp8rl-kv":
         llm.apply_model(give_scales)
     llm.apply_model(partial(give_weights, codes=variant.startswith("stock")))
+
+    if options.turn:
+        wait_for_turn(options.turn)
 
     def generate(load: tuple[int, int, int], tokens: int) -> float:
         prompts, length, _ = load
@@ -287,6 +313,8 @@ def parse() -> argparse.Namespace:
         "--recipe", type=json.loads, default="{}", help="keys for fp8rl's variants, as JSON"
     )
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the engine")
+    parser.add_argument("--cache", type=float, help="GiB of the KV cache, in place of --memory")
+    parser.add_argument("--turn", help="I/N:FOLDER, see above")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.repeats = [int(text) for text in options.repeats.split(",")]
@@ -304,6 +332,13 @@ def main() -> None:
     for variant in options.variants.split(","):
         results.append(in_process(variant, VLLM_DEEP_GEMM_WARMUP=options.warmup))
         save(found, options.out, results[-1])
+    if options.turn:
+        number, _, place = parse_turn(options.turn)
+        for kind in (
+            "started",
+            "ended",
+        ):  # the first too, so that nobody waits for a start that failed
+            (place / f"{kind}{number}").touch()
 
 
 if __name__ == "__main__":
