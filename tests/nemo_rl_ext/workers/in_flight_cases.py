@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 import vllm_fp8rl
 from fp8rl import Recipe
@@ -22,6 +21,7 @@ from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated, may_run
 from nemo_rl_ext.workers.rollout_engine import RestartableEngine
 from support.engine import KV_SCALE, LAYERS, SETTINGS, load_tensors
+from support.processes import fork_engines
 
 LONG, LENGTH = [7, 8, 9], 120
 GROWN = 4 * KV_SCALE
@@ -159,4 +159,5 @@ async def main(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    fork_engines()
     print(json.dumps(asyncio.run(main(Path(sys.argv[1])))))  # noqa: T201

@@ -1,14 +1,12 @@
 """Run by test_moe_parallel.py in a process of its own: engines over two ranks, one after another.
 
-Each rank has half of the experts. Ranks are forked, so that none imports vLLM again; tp_refit.py
-has ranks that are started anew. Argument: folder with the checkpoints ``a`` and ``b`` of each kind.
-Prints one JSON object on its last line.
+Each rank has half of the experts. Argument: folder with the checkpoints ``a`` and ``b`` of each
+kind. Prints one JSON object on its last line.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -21,13 +19,13 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a
 import pytest
 import torch
 from tp_refit import error_of, pointers
-from vllm.v1.executor import multiproc_executor
 
 from fp8rl import Recipe
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
 from support.engine import PROMPTS, Engine, load_tensors, start_engine
 from support.mla import ALL, ON_A_CPU
+from support.processes import fork_engines
 from support.teacher_forced import vllm_logprobs
 from support.towers import TEXT_ONLY
 from vllm_fp8rl.refit import refit, worker
@@ -137,8 +135,7 @@ KINDS = {"experts": experts, "latent": latent_attention, "delta": delta_nets}
 
 
 if __name__ == "__main__":
-    # vLLM's platform for CPUs always asks for processes that are started anew.
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    fork_engines()
     root = Path(sys.argv[1])
     made = [kind for kind in KINDS if (root / kind).is_dir()]
     print(json.dumps({kind: KINDS[kind](root / kind) for kind in made}))  # noqa: T201
