@@ -20,7 +20,7 @@ from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated, may_run
 from nemo_rl_ext.workers.rollout_engine import RestartableEngine
-from support.engine import KV_SCALE, LAYERS, SETTINGS, load_tensors
+from support.engine import KV_SCALE, LAYERS, SETTINGS, load_tensors, register_model
 from support.processes import fork_engines
 
 LONG, LENGTH = [7, 8, 9], 120
@@ -103,6 +103,7 @@ class Worker(RefitInFlight, RestartableEngine, Upstream):
 
 
 async def main(root: Path) -> dict[str, Any]:
+    register_model(root / "a")
     worker = Worker()
     recipe = Recipe.from_dict({"kv_cache": {"recalibrate": "grow"}})
     arguments = {"model": str(root / "a"), **SETTINGS, **vllm_fp8rl.engine_args(recipe)}
