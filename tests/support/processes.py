@@ -96,8 +96,8 @@ def answer(done: subprocess.CompletedProcess[str]) -> Any:
 def fork_engines() -> None:
     """Let vLLM fork the processes of this process's engines, so that none imports vLLM again.
 
-    vLLM's platform for CPUs always starts them anew, which takes 8 s of CPU time for each.
-    ``tp_refit.py`` and ``async_cases.py`` have engines that are started so.
+    vLLM's platform for CPUs always spawns them, which takes 8 s of CPU time for each. Engines of
+    ``tp_refit.py`` and ``async_cases.py`` are spawned.
     """
     for name in ("engine.utils", "executor.multiproc_executor"):
         module: Any = importlib.import_module(f"vllm.v1.{name}")
