@@ -33,7 +33,7 @@ first = engine.greedy(prompt)
 refit(engine.llm, load_tensors(b).items(), expect_kv_scales=False)
 second = engine.greedy(prompt)
 refit(engine.llm, load_tensors(a).items(), expect_kv_scales=False)
-print(json.dumps([traced, first != second, engine.greedy(prompt) == first]))
+print(json.dumps([traced > 0, first != second, engine.greedy(prompt) == first]))
 """
 
 
@@ -48,4 +48,4 @@ def test_compiled_model_follows_refits(tmp_path: Path):
         "TORCHDYNAMO_DISABLE": "0",  # support/engine.py switches it off for the other tests
         "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
     }
-    assert answer(run_code(CODE, *paths, timeout=540, **variables)) == [1, True, True]
+    assert answer(run_code(CODE, *paths, timeout=540, **variables)) == [True, True, True]

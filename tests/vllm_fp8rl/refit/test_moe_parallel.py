@@ -43,14 +43,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(root: Path) -> dict[str, Any]:
+def two_ranks(root: Path) -> dict[str, dict[str, Any]]:
     """What each kind of engine over two ranks gives."""
     return run_script(SCRIPT, root, timeout=540)
 
 
+def found_by(two_ranks: dict[str, dict[str, Any]], kind: str) -> Any:
+    assert "failed" not in two_ranks[kind], two_ranks[kind]["failed"]
+    return two_ranks[kind]["found"]
+
+
 @pytest.mark.timeout(600)
-def test_two_ranks(two_ranks: dict[str, Any]) -> None:
-    found = two_ranks["experts"]
+def test_two_ranks(two_ranks) -> None:
+    found = found_by(two_ranks, "experts")
     assert found["codes"] is True
     assert found["there_and_back"] is True
     assert found["recovered"] is True
@@ -63,7 +68,7 @@ def test_two_ranks(two_ranks: dict[str, Any]) -> None:
 @pytest.mark.timeout(600)
 def test_multi_latent_attention_over_two_ranks(moe_engine, root: Path, two_ranks) -> None:
     """Before and after refits the tokens are those of one rank, but for a flipped code or two."""
-    a, b, again = two_ranks["latent"]
+    a, b, again = found_by(two_ranks, "latent")
     assert a == again != b
     for name, two in zip("ab", (a, b), strict=True):
         one = moe_engine(root / "latent" / name, ALL, **ON_A_CPU).greedy(PROMPTS)
@@ -77,7 +82,7 @@ def test_gated_delta_nets_over_two_ranks(moe_engine, monkeypatch, root: Path, tw
     pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers has no Qwen3.5")
     from support.gated_delta_net import compute_in_float32
 
-    a, b, again = (torch.tensor(each) for each in two_ranks["delta"])
+    a, b, again = (torch.tensor(each) for each in found_by(two_ranks, "delta"))
     assert torch.equal(a, again)
     compute_in_float32(monkeypatch)
     recipe = Recipe(kv_cache=KVCache(dtype="auto"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,8 +135,16 @@ def delta_nets(root: Path) -> list[list[float]]:
 KINDS = {"experts": experts, "latent": latent_attention, "delta": delta_nets}
 
 
+def attempt(kind: str, folder: Path) -> dict[str, Any]:
+    """What one kind gives, or how it failed: the others run all the same."""
+    try:
+        return {"found": KINDS[kind](folder)}
+    except Exception:
+        return {"failed": traceback.format_exc()}
+
+
 if __name__ == "__main__":
     fork_engines()
     root = Path(sys.argv[1])
     made = [kind for kind in KINDS if (root / kind).is_dir()]
-    print(json.dumps({kind: KINDS[kind](root / kind) for kind in made}))  # noqa: T201
+    print(json.dumps({kind: attempt(kind, root / kind) for kind in made}))  # noqa: T201
