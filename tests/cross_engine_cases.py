@@ -35,6 +35,7 @@ from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.cpu_shim import CpuShim
 from megatron_fp8rl.testing.launch import join
 from megatron_fp8rl.testing.models import build_gpt
+from support.engine import register_model
 from support.mla import ON_A_CPU
 
 LAYERS, LENGTH = 3, 16
@@ -112,6 +113,7 @@ def vllm_model(
 
     from vllm_fp8rl import engine_args
 
+    register_model(folder)
     config = EngineArgs(
         model=str(folder),
         load_format="dummy",

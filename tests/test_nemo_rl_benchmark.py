@@ -7,16 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
-
-def call(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, BENCHMARKS / program, *arguments]
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True)
 
 
 def run(name: str, reward: list[float]) -> dict[str, Any]:
@@ -27,14 +23,18 @@ def run(name: str, reward: list[float]) -> dict[str, Any]:
     }
 
 
-def test_medians_leave_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program, not under its own name, which is NeMo RL's."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    # Not under its own name, which is NeMo RL's.
     spec = importlib.util.spec_from_file_location("benchmark", BENCHMARKS / "nemo_rl.py")
     assert spec is not None and spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
+
+def test_medians_leave_the_first_step_out(benchmark: ModuleType) -> None:
     assert benchmark.first_and_median([9.0, 1.0, 3.0, 2.0]) == {"first": 9.0, "median": 2.0}
     assert benchmark.first_and_median([9.0]) == {"first": 9.0}
     told = "▶ Worker Initialization Timing:\n  Generation init: 80.5s\n  Policy init: 32.8s\n"
@@ -50,10 +50,20 @@ def test_medians_leave_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> No
         (["--in-flight", "--single-controller"], "not allowed with"),
     ],
 )
-def test_what_cannot_be_run_is_refused(arguments: list[Any], message: str, tmp_path: Path) -> None:
-    done = call("nemo_rl.py", "--source", tmp_path, "--folder", tmp_path / "out", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_what_cannot_be_run_is_refused(
+    benchmark: ModuleType,
+    arguments: list[Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--source", tmp_path, "--folder", tmp_path / "out", *arguments]
+    monkeypatch.setattr(sys, "argv", ["nemo_rl.py", *map(str, given)])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -70,7 +80,8 @@ def test_curves(lines: bool, tmp_path: Path) -> None:
     results, figure = tmp_path / "results.json", tmp_path / "curves.svg"
     text = "\n".join(map(json.dumps, runs)) if lines else json.dumps({"runs": runs})
     results.write_text(text, encoding="utf-8")
-    done = call("nemo_rl_curves.py", results, "--out", figure)
+    command = [sys.executable, BENCHMARKS / "nemo_rl_curves.py", results, "--out", figure]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     drawn = figure.read_text(encoding="utf-8")
     for text in ("dtensor: reward", "megatron: token_mult_prob_error", ">bf16<", ">fp8rl<"):

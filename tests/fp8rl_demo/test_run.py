@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture
+def warm_started(straight: Path, tmp_path: Path) -> Path:
+    """An ``--out`` with the warm start of the straight run, which is the same for every recipe."""
+    shutil.copytree(straight / "warm-start", tmp_path / "run" / "warm-start")
+    return tmp_path / "run"
+
+
 def test_a_line_a_step_with_everything_promised(straight: Path):
     lines = _lines(straight / "fp8" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(STEPS))
@@ -88,14 +96,15 @@ def test_a_line_a_step_with_everything_promised(straight: Path):
     assert len({line["loss_metrics"]["ppl_rollout"] for line in lines}) == STEPS
 
 
-def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(tmp_path: Path):
+def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(warm_started: Path):
     """Norms, rotation, attention, FP8 products and logits round alike, so that the KL is 0 or near;
     with vLLM's own norms and rotation and Megatron's own attention it is 1e-5."""
     recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
-    command = _command(tmp_path, "--steps", "2", "--recipe", json.dumps(recipe.to_dict()))
+    options = ("--compare", "fp8", "--steps", "2", "--recipe", json.dumps(recipe.to_dict()))
+    command = _command(warm_started, *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in _lines(tmp_path / "fp8" / "metrics.jsonl"):
+    for line in _lines(warm_started / "fp8" / "metrics.jsonl"):
         assert line["mismatch"]["kl_k3"] < 1e-6, line["mismatch"]
 
 
@@ -157,9 +166,9 @@ def test_the_checkpoint_serves_in_vllm_as_it_is(straight: Path):
     assert json.loads(answers) == [row["completion"] for row in samples]
 
 
-def test_interrupt_then_resume_gives_the_same_bits(straight: Path, tmp_path: Path):
+def test_interrupt_then_resume_gives_the_same_bits(straight: Path, warm_started: Path):
     """Ctrl-C leaves a checkpoint and a report; --resume ends where the straight run ended."""
-    out = tmp_path / "interrupted"
+    out = warm_started
     metrics = out / "fp8" / "metrics.jsonl"
     process = subprocess.Popen(
         _command(out, "--compare", "fp8", "--steps", "1000"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "moe": {"experts": True}}
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("qwen35")
     return {name: make_qwen35_checkpoint(root / name, 3, **shape) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture(autouse=True)
+def not_compiled() -> Iterator[None]:
+    """Megatron compiles what is around the linears of a gated delta net, which takes 10 s."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def gpt(path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -89,3 +91,15 @@ def answer(done: subprocess.CompletedProcess[str]) -> Any:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith(("{", "["))]
     return json.loads(lines[-1])
+
+
+def fork_engines() -> None:
+    """Let vLLM fork the processes of this process's engines, so that none imports vLLM again.
+
+    vLLM's platform for CPUs always spawns them, which takes 8 s of CPU time for each. Engines of
+    ``tp_refit.py`` and ``async_cases.py`` are spawned.
+    """
+    for name in ("engine.utils", "executor.multiproc_executor"):
+        module: Any = importlib.import_module(f"vllm.v1.{name}")
+        assert callable(module.get_mp_context)
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 import vllm_fp8rl
 from fp8rl import Recipe
@@ -21,7 +20,8 @@ from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated, may_run
 from nemo_rl_ext.workers.rollout_engine import RestartableEngine
-from support.engine import KV_SCALE, LAYERS, SETTINGS, load_tensors
+from support.engine import KV_SCALE, LAYERS, SETTINGS, load_tensors, register_model
+from support.processes import fork_engines
 
 LONG, LENGTH = [7, 8, 9], 120
 GROWN = 4 * KV_SCALE
@@ -103,6 +103,7 @@ class Worker(RefitInFlight, RestartableEngine, Upstream):
 
 
 async def main(root: Path) -> dict[str, Any]:
+    register_model(root / "a")
     worker = Worker()
     recipe = Recipe.from_dict({"kv_cache": {"recalibrate": "grow"}})
     arguments = {"model": str(root / "a"), **SETTINGS, **vllm_fp8rl.engine_args(recipe)}
@@ -159,4 +160,5 @@ async def main(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    fork_engines()
     print(json.dumps(asyncio.run(main(Path(sys.argv[1])))))  # noqa: T201

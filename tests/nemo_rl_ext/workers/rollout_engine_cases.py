@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 import vllm_fp8rl
 from fp8rl import Recipe
 from nemo_rl_ext.workers.rollout_engine import RestartableEngine
-from support.engine import SETTINGS  # its module sets what vLLM reads at import
+from support.engine import SETTINGS, register_model  # its module sets what vLLM reads at import
+from support.processes import fork_engines
 
 LONG, SHORT = [7, 8, 9], [5, 6, 7, 8]
 LENGTH = 60
@@ -62,6 +62,7 @@ class Worker(RestartableEngine, Upstream):
 
 
 async def main(root: Path) -> dict[str, Any]:
+    register_model(root / "a")
     worker = Worker()
     arguments = {
         "model": str(root / "a"),
@@ -97,4 +98,5 @@ async def main(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    fork_engines()
     print(json.dumps(asyncio.run(main(Path(sys.argv[1])))))  # noqa: T201

@@ -101,6 +101,10 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
     return Job(str(tmp_path / "jit"), str(package), str(nvcc), "H100", 0, full=False)
 
 
+one_layout = pytest.mark.parametrize("job", ["2.8"], indirect=True)
+"""For tests of our processes, to which the layout of a cache makes no difference."""
+
+
 def compiled(job: Job) -> list[str]:
     """The command line of each compiler that has run."""
     log = Path(job.nvcc).parent / "log"
@@ -151,6 +155,7 @@ def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None
     assert len(compiled(job)) == 6
 
 
+@one_layout
 def test_a_process_that_waits_for_its_engine_keeps_nobody_from_compiling(job: Job) -> None:
     command = [sys.executable, "-m", "vllm_fp8rl.deep_gemm_warmup.program"]
     with subprocess.Popen(
@@ -191,6 +196,7 @@ def test_experts_and_what_the_cache_has(job: Job) -> None:
     assert not all(job.is_compiled(shape) for shape in (LINEAR[0], experts))
 
 
+@one_layout
 def test_shapes_are_compiled_while_a_model_is_built_and_not_again(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from support.mla import ALL, ON_A_CPU, SHAPES
 from support.processes import run_script
 from support.teacher_forced import vllm_logprobs
 from support.towers import TEXT_ONLY
+from vllm_fp8rl.compat import require_cpu_router
 from vllm_fp8rl.testing.hf_reference import gap
 from vllm_fp8rl.testing.tiny import (
     make_mla_checkpoint,
@@ -22,14 +25,37 @@ from vllm_fp8rl.testing.tiny import (
 )
 
 SCRIPT = Path(__file__).with_name("tp_moe.py")
+# Whole blocks on each rank: the same codes as on one.
+QWEN35 = {"experts": True, "vision": True, "shared_expert_intermediate_size": 256}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints ``a`` and ``b`` of each kind that this environment can run."""
+    require_cpu_router()
+    root = tmp_path_factory.mktemp("two-ranks")
+    for seed, name in enumerate("ab"):
+        make_moe_checkpoint(root / "experts" / name, 40 + seed, moe_intermediate_size=192)
+        make_mla_checkpoint(root / "latent" / name, 50 + seed, **SHAPES["v3"])
+        if find_spec("transformers.models.qwen3_5_moe"):
+            make_qwen35_checkpoint(root / "delta" / name, 60 + seed, **QWEN35)
+    return root
+
+
+@pytest.fixture(scope="module")
+def two_ranks(root: Path) -> dict[str, dict[str, Any]]:
+    """What each kind of engine over two ranks gives."""
+    return run_script(SCRIPT, root, timeout=540)
+
+
+def found_by(two_ranks: dict[str, dict[str, Any]], kind: str) -> Any:
+    assert "failed" not in two_ranks[kind], two_ranks[kind]["failed"]
+    return two_ranks[kind]["found"]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("experts_on_a_cpu")
-def test_two_ranks(tmp_path: Path) -> None:
-    for seed, name in enumerate("ab"):
-        make_moe_checkpoint(tmp_path / name, 40 + seed, moe_intermediate_size=192)
-    found = run_script(SCRIPT, tmp_path, timeout=540)
+def test_two_ranks(two_ranks) -> None:
+    found = found_by(two_ranks, "experts")
     assert found["codes"] is True
     assert found["there_and_back"] is True
     assert found["recovered"] is True
@@ -40,39 +66,26 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("experts_on_a_cpu")
-def test_multi_latent_attention_over_two_ranks(moe_engine, tmp_path: Path) -> None:
+def test_multi_latent_attention_over_two_ranks(moe_engine, root: Path, two_ranks) -> None:
     """Before and after refits the tokens are those of one rank, but for a flipped code or two."""
-    paths = [
-        make_mla_checkpoint(tmp_path / name, 50 + seed, **SHAPES["v3"])
-        for seed, name in enumerate("ab")
-    ]
-    a, b, again = run_script(SCRIPT.with_name("tp_mla.py"), tmp_path, timeout=540)["tokens"]
+    a, b, again = found_by(two_ranks, "latent")
     assert a == again != b
-    alone = [moe_engine(path, ALL, **ON_A_CPU).greedy(PROMPTS) for path in paths]
-    for one, two in zip(alone, (a, b), strict=True):
+    for name, two in zip("ab", (a, b), strict=True):
+        one = moe_engine(root / "latent" / name, ALL, **ON_A_CPU).greedy(PROMPTS)
         pairs = [pair for row in zip(one, two, strict=True) for pair in zip(*row, strict=True)]
         assert sum(x == y for x, y in pairs) > 0.6 * len(pairs)  # all of them, mostly
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("experts_on_a_cpu")
-def test_gated_delta_nets_over_two_ranks(moe_engine, monkeypatch, tmp_path: Path) -> None:
+def test_gated_delta_nets_over_two_ranks(moe_engine, monkeypatch, root: Path, two_ranks) -> None:
     """As near to one rank as codes that flip allow: ranks sum in another order."""
     pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers has no Qwen3.5")
     from support.gated_delta_net import compute_in_float32
 
-    # Whole blocks on each rank: the same codes as on one.
-    shape = {"experts": True, "vision": True, "shared_expert_intermediate_size": 256}
-    paths = [
-        make_qwen35_checkpoint(tmp_path / name, 60 + seed, **shape)
-        for seed, name in enumerate("ab")
-    ]
-    found = run_script(SCRIPT.with_name("tp_qwen35.py"), tmp_path, timeout=540)
-    a, b, again = (torch.tensor(each) for each in found["logprobs"])
+    a, b, again = (torch.tensor(each) for each in found_by(two_ranks, "delta"))
     assert torch.equal(a, again)
     compute_in_float32(monkeypatch)
     recipe = Recipe(kv_cache=KVCache(dtype="auto"))
-    for path, two in zip(paths, (a, b), strict=True):
-        one = vllm_logprobs(moe_engine(path, recipe, **TEXT_ONLY))
+    for name, two in zip("ab", (a, b), strict=True):
+        one = vllm_logprobs(moe_engine(root / "delta" / name, recipe, **TEXT_ONLY))
         assert gap(one, two).mean < 0.02 * gap(a, b).mean, gap(one, two)

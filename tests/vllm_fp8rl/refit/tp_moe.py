@@ -1,6 +1,7 @@
-"""Run by test_moe_parallel.py in a process of its own: two ranks, each with half of the experts.
+"""Run by test_moe_parallel.py in a process of its own: engines over two ranks, one after another.
 
-Argument: folder with checkpoints ``a`` and ``b``. Prints one JSON object on its last line.
+Each rank has half of the experts. Argument: folder with the checkpoints ``a`` and ``b`` of each
+kind. Prints one JSON object on its last line.
 """
 
 from __future__ import annotations
@@ -8,17 +9,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # 'auto' wants a NUMA node a rank
 
+import pytest
 import torch
 from tp_refit import error_of, pointers
 
 from fp8rl import Recipe
 from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
-from support.engine import PROMPTS, load_tensors, start_engine
+from support.engine import PROMPTS, Engine, load_tensors, start_engine
+from support.mla import ALL, ON_A_CPU
+from support.processes import fork_engines
+from support.teacher_forced import vllm_logprobs
+from support.towers import TEXT_ONLY
+from vllm_fp8rl.refit import refit, worker
 
 EXPERTS, WIDTH, LAYER = 6, 192, "model.layers.1.mlp.experts"
 DOWN = f"{LAYER}.5.down_proj.weight"
@@ -52,37 +63,88 @@ def expected(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, list]:
     return found
 
 
-def main(root: Path) -> dict[str, object]:
-    from vllm_fp8rl.refit import refit, worker
-
-    a, b = (load_tensors(root / name) for name in "ab")
+@contextmanager
+def two_ranks(path: Path, recipe: Recipe, **arguments: Any) -> Iterator[Engine]:
+    """An engine whose workers end with the region."""
     engine = start_engine(
-        root / "a",
-        Recipe(kv_cache=KVCache(dtype="auto")),
+        path,
+        recipe,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
         worker_extension_cls=worker.EXTENSION,
+        **arguments,
     )
-    llm = engine.llm
-    before, first = llm.collective_rpc(pointers), engine.greedy(PROMPTS)
-    found: dict[str, object] = {}
-    # Small batches: some have no tensor of an expert that a rank holds.
-    refit(llm, b.items(), expect_kv_scales=False, batch_bytes=1 << 16)
-    found["codes"] = llm.collective_rpc(stacks) == [expected(b, rank) for rank in (0, 1)]
-    found["tokens"] = second = engine.greedy(PROMPTS)
-    refit(llm, a.items(), expect_kv_scales=False)
-    found["there_and_back"] = engine.greedy(PROMPTS) == first != second
-    short = {name: tensor for name, tensor in b.items() if name != DOWN}
-    found["errors"] = [
-        error_of(lambda: refit(llm, short.items(), expect_kv_scales=False)),
-        error_of(lambda: engine.greedy(PROMPTS)),
-    ]
-    refit(llm, b.items(), expect_kv_scales=False)
-    found["recovered"] = engine.greedy(PROMPTS) == second
-    found["pointers"] = llm.collective_rpc(pointers) == before
-    llm.llm_engine.engine_core.shutdown()
+    yield engine
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+def experts(root: Path) -> dict[str, object]:
+    """Qwen3 with experts: codes, tokens, and a refit that lacks a tensor."""
+    a, b = (load_tensors(root / name) for name in "ab")
+    with two_ranks(root / "a", Recipe(kv_cache=KVCache(dtype="auto"))) as engine:
+        llm = engine.llm
+        before, first = llm.collective_rpc(pointers), engine.greedy(PROMPTS)
+        found: dict[str, object] = {}
+        # Small batches: some have no tensor of an expert that a rank holds.
+        refit(llm, b.items(), expect_kv_scales=False, batch_bytes=1 << 16)
+        found["codes"] = llm.collective_rpc(stacks) == [expected(b, rank) for rank in (0, 1)]
+        second = engine.greedy(PROMPTS)
+        refit(llm, a.items(), expect_kv_scales=False)
+        found["there_and_back"] = engine.greedy(PROMPTS) == first != second
+        short = {name: tensor for name, tensor in b.items() if name != DOWN}
+        found["errors"] = [
+            error_of(lambda: refit(llm, short.items(), expect_kv_scales=False)),
+            error_of(lambda: engine.greedy(PROMPTS)),
+        ]
+        refit(llm, b.items(), expect_kv_scales=False)
+        found["recovered"] = engine.greedy(PROMPTS) == second
+        found["pointers"] = llm.collective_rpc(pointers) == before
     return found
 
 
+def latent_attention(root: Path) -> list[list[list[int]]]:
+    """Tokens with ``a``, ``b`` and ``a`` again: heads are split, what leads to latents is not."""
+    with two_ranks(root / "a", ALL, **ON_A_CPU) as engine:
+        tokens = [engine.greedy(PROMPTS)]
+        for name in "ba":
+            refit(engine.llm, load_tensors(root / name).items(), expect_kv_scales=False)
+            tokens.append(engine.greedy(PROMPTS))
+    return tokens
+
+
+def delta_nets(root: Path) -> list[list[float]]:
+    """Logprobs of a Qwen3.5 in float32 with ``a``, ``b`` and ``a`` again.
+
+    Heads of gated delta nets and of attention are split.
+    """
+    from support.gated_delta_net import compute_in_float32
+
+    recipe = Recipe(kv_cache=KVCache(dtype="auto"))
+    with pytest.MonkeyPatch.context() as patch:
+        compute_in_float32(patch)  # before the ranks are forked
+        with two_ranks(root / "a", recipe, **TEXT_ONLY) as engine:
+            logprobs = [vllm_logprobs(engine).tolist()]
+            for name in "ba":
+                tensors = load_tensors(root / name)
+                report = refit(engine.llm, tensors.items(), expect_kv_scales=False)
+                assert report.left_out > 0  # the tower
+                logprobs.append(vllm_logprobs(engine).tolist())
+    return logprobs
+
+
+KINDS = {"experts": experts, "latent": latent_attention, "delta": delta_nets}
+
+
+def attempt(kind: str, folder: Path) -> dict[str, Any]:
+    """What one kind gives, or how it failed: the others run all the same."""
+    try:
+        return {"found": KINDS[kind](folder)}
+    except Exception:
+        return {"failed": traceback.format_exc()}
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))  # noqa: T201
+    fork_engines()
+    root = Path(sys.argv[1])
+    made = [kind for kind in KINDS if (root / kind).is_dir()]
+    print(json.dumps({kind: attempt(kind, root / kind) for kind in made}))  # noqa: T201
