@@ -125,7 +125,7 @@ def parse_turn(turn: str) -> tuple[int, int, Path]:
 
 
 def wait_for_turn(turn: str) -> None:
-    """Wait until all engines of ``I/N:FOLDER`` have started and those before this one have ended."""
+    """Wait until all engines of ``I/N:FOLDER`` have started and those before have ended."""
     number, count, place = parse_turn(turn)
     (place / f"started{number}").touch()
     needed = [place / f"started{i}" for i in range(count)]
