@@ -122,7 +122,6 @@ def test_equals_transformers_before_and_after_a_refit(
     paths: dict[str, Path],
     other_engine: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
-    experts_on_a_cpu: None,
 ) -> None:
     compute_in_float32(monkeypatch)
     options: dict[str, Any] = WORKER if shape == "dense" else TEXT_ONLY | WORKER
