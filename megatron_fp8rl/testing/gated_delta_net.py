@@ -103,7 +103,7 @@ def _l2norm(x: torch.Tensor) -> torch.Tensor:
 def _causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Convolve ``x`` ``[batch, tokens, channels]`` by ``weight`` ``[channels, width]``."""
+    """Convolve ``x`` ``[batch, tokens, channels]`` by ``[channels, width]``, then apply SiLU."""
     channels, width = weight.shape
     padded = torch.nn.functional.pad(x.transpose(1, 2), (width - 1, 0))
     out = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=channels)
