@@ -88,12 +88,8 @@ def patches() -> list[tuple[Any, str, Any]]:
     }
     # In 0.20 it is a package, and its modules read the names.
     parts = [getattr(gated_delta_net, name, None) for name in ("common", "gdn")]
-    return [
-        (module, name, stand_in)
-        for module in (gated_delta_net, *parts)
-        for name, stand_in in stand_ins.items()
-        if hasattr(module, name)
-    ]
+    modules = [gated_delta_net, *filter(None, parts)]
+    return [(module, *stand_in) for module in modules for stand_in in stand_ins.items()]
 
 
 def _l2norm(x: torch.Tensor) -> torch.Tensor:
