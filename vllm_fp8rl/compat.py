@@ -77,8 +77,9 @@ def require_supported() -> None:
 def remedy() -> str:
     """Return what to do where the installed vLLM is not served."""
     tested = TESTED if built_for_cpus() else GPU_TESTED
+    others = [release for release in tested if release != installed_version()]
     return (
-        f"install one of the tested releases ({', '.join(tested)}), or start the engine without "
+        f"install one of the tested releases ({', '.join(others)}), or start the engine without "
         "quantization='fp8rl'"
     )
 

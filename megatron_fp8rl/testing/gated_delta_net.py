@@ -75,21 +75,32 @@ class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
 
 
 def patches() -> list[tuple[Any, str, Any]]:
-    """Return what stands for flash-linear-attention where it is not installed (0.16)."""
+    """Return what stands for flash-linear-attention where it is not installed."""
     from megatron.core.ssm import gated_delta_net
 
     if getattr(gated_delta_net, "HAVE_FLA", True):
         return []
-    return [
-        (gated_delta_net, "HAVE_FLA", True),
-        (gated_delta_net, "l2norm", _l2norm),
-        (
-            gated_delta_net,
-            "chunk_gated_delta_rule",
-            gated_delta_net.torch_chunk_gated_delta_rule,
-        ),
-    ]
+    stand_ins = {
+        "HAVE_FLA": True,
+        "l2norm": _l2norm,
+        "causal_conv1d": _causal_conv1d,  # 0.16 has torch's in its place
+        "chunk_gated_delta_rule": gated_delta_net.torch_chunk_gated_delta_rule,
+    }
+    # In 0.20 it is a package, and its modules read the names.
+    parts = [getattr(gated_delta_net, name, None) for name in ("common", "gdn")]
+    modules = [gated_delta_net, *filter(None, parts)]
+    return [(module, *stand_in) for module in modules for stand_in in stand_ins.items()]
 
 
 def _l2norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Convolve ``x`` ``[batch, tokens, channels]`` by ``[channels, width]``, then apply SiLU."""
+    channels, width = weight.shape
+    padded = torch.nn.functional.pad(x.transpose(1, 2), (width - 1, 0))
+    out = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=channels)
+    return torch.nn.functional.silu(out).transpose(1, 2), None

@@ -6,6 +6,7 @@ the tests use it; on GPUs take the model from Megatron-LM, Megatron-Bridge or Ne
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -134,8 +135,10 @@ def _local_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     hybrid = any(compat.linear_attention_layers(config))
     if config.num_moe_experts is None and not hybrid:
         return _layer_spec(config)
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # 0.20 has another function for delta nets
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        plain, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
     if config.multi_latent_attention:
         for layer in spec.layer_specs:

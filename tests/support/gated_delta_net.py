@@ -22,6 +22,9 @@ def compute_in_float32(patch: pytest.MonkeyPatch) -> None:
     """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
+    # Before 0.32 vLLM packs float32 convolutions too, by a kernel for BF16 alone.
+    for feature in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        patch.setattr(torch.cpu, feature, lambda: False)
     gdn_attention.register_cpu_gdn_attention_ops()
     patch.setattr(torch.ops.vllm, "cpu_gdn_attention_core", _core)
 

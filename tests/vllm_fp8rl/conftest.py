@@ -26,7 +26,7 @@ from support.engine import (
 from vllm_fp8rl.compat import require_cpu_router
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def experts_on_a_cpu() -> None:
     """Refuse the test by the sentence that a user reads, with a vLLM before 0.30."""
     require_cpu_router()
@@ -63,7 +63,11 @@ def other_engine(engine: Engine) -> Callable[..., Engine]:
     from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
     def start(path: Path, recipe: Recipe, *, scaled: bool = True, **changes: Any) -> Engine:
-        started = start_engine(path, recipe, **changes)
+        dtype = torch.get_default_dtype()
+        try:
+            started = start_engine(path, recipe, **changes)
+        finally:  # before vLLM 0.30 an engine that is refused leaves its own dtype behind
+            torch.set_default_dtype(dtype)
         keep_process_groups(started)
         if scaled and recipe.kv_cache.dtype != "auto":
             set_uncalibrated_kv_scales(started.model, KV_SCALE)

@@ -124,6 +124,8 @@ class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
             vllm_config.cache_config = copy.copy(vllm_config.cache_config)
             vllm_config.cache_config.cache_dtype = "auto"
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
+        # Some releases before 0.32 take the model's, which is another one beside gated delta nets.
+        self.block_size = kv_cache_spec.block_size
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
         self._fp8_layers = [
             layer

@@ -51,7 +51,8 @@ def _load_packed(conv: Any) -> None:
         if plain is None:  # not packed yet, or not at all
             own_loader(param, loaded_weight)
             return
-        own_loader(plain, loaded_weight)
+        # In the shape that the loader knows: before 0.32 it copies without reshaping.
+        own_loader(plain.unsqueeze(1), loaded_weight)
         param.data.copy_(_custom_ops.causal_conv1d_weight_pack(plain))
 
     weight.weight_loader = load

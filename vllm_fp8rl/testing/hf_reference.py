@@ -9,6 +9,7 @@ of a float32 sometimes flips an FP8 code, and the flip spreads.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,18 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 
 from fp8rl import PinPolicy, Recipe
 from fp8rl.export import wire_scale_name
-from fp8rl.families import EXPERTS, Experts, known_family, language_config, module_names
+from fp8rl.families import EXPERTS, Experts, known_family, module_names
 from fp8rl.kv_scales import Role, scale_name
 from fp8rl.numerics import (
     BLOCK,
@@ -138,12 +134,8 @@ def load_reference(
         dtype: dtype of everything else; bfloat16 shows the effect of an engine's own rounding.
         device: device of the model; every device uses the reference formulas.
     """
-    config = AutoConfig.from_pretrained(os.fspath(path))
-    wrapped = language_config(config) is not config
-    kind = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
-    model: PreTrainedModel = kind.from_pretrained(
-        os.fspath(path), dtype=dtype, attn_implementation=attention
-    )
+    kind = _model_class(Path(path))
+    model = kind.from_pretrained(os.fspath(path), dtype=dtype, attn_implementation=attention)
     model.to(device).eval()  # type: ignore[arg-type]
     policy = PinPolicy(recipe.pins, module_names(model.config))
     experts = known_family(model.config).experts or EXPERTS
@@ -182,13 +174,10 @@ def load_exported(
     fp8 = {name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")}
     for name in fp8:
         stored[name] = dequantize_block(stored[name], stored.pop(f"{name}_scale_inv"))
-    config = AutoConfig.from_pretrained(path)
+    kind = _model_class(folder)
+    config = kind.config_class.from_pretrained(path)
     del config.quantization_config  # transformers would need a GPU for it
-    wrapped = language_config(config) is not config
-    auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
-    with torch.device("meta"):
-        kind = type(auto.from_config(config))
-    model: PreTrainedModel = kind.from_pretrained(
+    model = kind.from_pretrained(
         None, config=config, state_dict=stored, dtype=torch.float32, attn_implementation=attention
     )
     model.eval()
@@ -199,6 +188,16 @@ def load_exported(
         elif _holds_experts(module) and f"{_first_matrix(name, experts)}.weight" in fp8:
             model.set_submodule(name, _FakeQuantExperts(module, recipe, quantize_weights=False))
     return Reference(model, kv_scales or None)
+
+
+def _model_class(folder: Path) -> Any:
+    """Return transformers' class of a checkpoint's model.
+
+    Its name is the config's: for ``AutoConfig`` vLLM before 0.32 has registered some configs of its
+    own, from which transformers cannot build a model.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return getattr(transformers, config["architectures"][0])
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:

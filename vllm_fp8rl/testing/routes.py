@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-    bind_routed_experts_capturer,
-)
 
 
 class RouteRecorder:
@@ -24,6 +21,11 @@ class RouteRecorder:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        # vLLM has it from 0.28 on, and experts on a CPU from 0.30 on.
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            bind_routed_experts_capturer,
+        )
+
         self._chosen: dict[int, list[torch.Tensor]] = {}
         bind_routed_experts_capturer(model, self)  # type: ignore[arg-type]
 

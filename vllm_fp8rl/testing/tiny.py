@@ -148,6 +148,7 @@ def make_qwen35_checkpoint(
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",  # vLLM's; kernels for a CPU take no other state
     }
     if experts:
         shape |= {

@@ -48,6 +48,7 @@ class Layer:
         name = "model.layers.0.self_attn.attn"
         self.attention = config.compilation_config.static_forward_context[name]
         spec = copy.copy(self.attention.get_kv_cache_spec(config))
+        config.cache_config.block_size = 2 * BLOCK  # the model's, beside gated delta nets
         with set_current_vllm_config(config):
             self.impl = make_impl(kv_cache_dtype)
             self.stock = make_impl(kv_cache_dtype, CPUAttentionBackendImpl)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import envs
 
@@ -270,6 +270,7 @@ def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     assert "kernels would run when they are listed" in caplog.text
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000))
 def test_rows_to_try_meet_every_choice(most: int) -> None:
     def choice(rows: int) -> tuple[object, ...]:

