@@ -57,6 +57,13 @@ _DELTA_NETS: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
 }
 _TOWER: dict[str, Any] = {
     "depth": 1,
@@ -171,4 +178,6 @@ def save(model: Any, family: str, folder: Path) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     config |= FAMILIES[family].only_vllm_reads
+    if "text_config" in config:
+        config["text_config"]["dtype"] = config["dtype"]  # as published; Bridge reads it there
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
