@@ -245,14 +245,15 @@ def cut_down(value: dict[str, Any], family: str, variant: str) -> None:
         "reward_scaling": {"enabled": False},
         "reward_shaping": {"enabled": False},
     }
-    del value["loss_fn"]
     policy = value["policy"]
+    del value["loss_fn"], policy["optimizer"], policy["scheduler"]  # the latter are DTensor's
     policy |= {
         "tokenizer": {"name": policy["model_name"]},
         "logprob_batch_size": policy["train_micro_batch_size"],
         "logprob_chunk_size": None,
         "offload_optimizer_for_logprob": False,
         "dynamic_batching": {"enabled": False},
+        "hf_config_overrides": {"_override_": True},  # none: the small model has its own config
     }
     policy["megatron_cfg"] |= {
         "tensor_model_parallel_size": 1,
