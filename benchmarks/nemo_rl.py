@@ -253,7 +253,6 @@ def cut_down(value: dict[str, Any], family: str, variant: str) -> None:
         "logprob_chunk_size": None,
         "offload_optimizer_for_logprob": False,
         "dynamic_batching": {"enabled": False},
-        "hf_config_overrides": {"_override_": True},  # none: the small model has its own config
     }
     policy["megatron_cfg"] |= {
         "tensor_model_parallel_size": 1,
@@ -284,6 +283,9 @@ def cut_down(value: dict[str, Any], family: str, variant: str) -> None:
     generation["vllm_kwargs"] = {"speculative_config": None}  # the small models have no drafter
     if FAMILIES[family].vision:
         generation["vllm_kwargs"]["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+    if family == "minimax_m2":
+        # Upstream's file has the integer 0, which transformers 5.8 refuses.
+        policy["hf_config_overrides"] = {"router_aux_loss_coef": 0.0}
     value["env"]["math"]["math_verify_impl"] = "hf_math_verify"
 
 
