@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tiny_models import build, save
+from tiny_models import FAMILIES, build, save
 
 from fp8rl_demo.tasks import Problem, sample_batch
 from fp8rl_demo.tokenizer import CharTokenizer
@@ -21,6 +21,14 @@ from fp8rl_demo.tokenizer import CharTokenizer
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 IGNORED = -100
 """The label that cross-entropy leaves out."""
+
+
+class _Tokenizer(CharTokenizer):
+    """The same characters, with fillers up to any size of the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        super().__init__()
 
 
 def problems() -> tuple[Problem, ...]:
@@ -53,7 +61,7 @@ def make_model(
         sums: what it learns; by default all of :func:`problems`.
     """
     torch.manual_seed(0)
-    tokenizer = CharTokenizer()
+    tokenizer = _Tokenizer(FAMILIES[family].vocab_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(
         family,

@@ -25,13 +25,13 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 256,
+    "moe_intermediate_size": 640,  # vLLM gives DeepGEMM no narrower experts than 640
     "num_experts": 8,
     "num_experts_per_tok": 2,
 }
 _LATENTS: dict[str, Any] = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
     "head_dim": 64,
     "kv_lora_rank": 512,
     "q_lora_rank": None,
@@ -39,7 +39,7 @@ _LATENTS: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "first_k_dense_replace": 1,
-    "moe_intermediate_size": 256,
+    "moe_intermediate_size": 640,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "n_shared_experts": 2,
@@ -82,6 +82,9 @@ class TinyModel:
     name: str
     """What the names of transformers' classes begin with."""
     changes: dict[str, Any] = field(default_factory=dict)
+    vocab_size: int = 128
+    """A multiple of what Megatron-Bridge pads the vocabulary to, which would add tokens to the
+    trainer's softmax."""
     vision: bool = False
     """The model is the language part of a multimodal one."""
     only_vllm_reads: dict[str, Any] = field(default_factory=dict)
@@ -92,24 +95,28 @@ FAMILIES = {
     "qwen3": TinyModel("Qwen3"),
     "llama": TinyModel("Llama"),
     "qwen3_moe": TinyModel("Qwen3Moe", _EXPERTS | {"norm_topk_prob": True}),
-    "moonlight": TinyModel("DeepseekV3", _LATENTS, only_vllm_reads=_SIGMOID_ROUTER),
+    "moonlight": TinyModel("DeepseekV3", _LATENTS, 1280, only_vllm_reads=_SIGMOID_ROUTER),
     "deepseek_v3": TinyModel(
         "DeepseekV3",
         # Megatron scores a group by its best topk // group_topk experts, transformers by its best
         # two: equal here, as in the real model.
         _LATENTS | {"q_lora_rank": 256, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+        1280,
         only_vllm_reads=_SIGMOID_ROUTER,
     ),
     "qwen3_5": TinyModel("Qwen3_5", _DELTA_NETS, vision=True),
     "qwen3_5_moe": TinyModel(
         "Qwen3_5Moe",
-        _DELTA_NETS | _EXPERTS | {"shared_expert_intermediate_size": 256},
+        # As in 35B-A3B, so vLLM multiplies by Triton.
+        _DELTA_NETS
+        | _EXPERTS
+        | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
         vision=True,
     ),
     "minimax_m2": TinyModel(
         "MiniMaxM2",
         {
-            "intermediate_size": 256,
+            "intermediate_size": 640,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "rope_parameters": {
