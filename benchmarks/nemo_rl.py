@@ -3,6 +3,7 @@
     python benchmarks/nemo_rl.py --source NEMO_RL --folder OUT [--trainer dtensor|megatron]
                                  [--variants bf16,upstream,fp8rl] [--steps 20] [--gpus 1]
                                  [--single-controller | --in-flight] [--model HF_FOLDER]
+                                 [--family FAMILY] [--prompts 32] [--generations 16]
                                  [--limit SECONDS] [--graphs] [--write-only] [--curves FILE.svg]
                                  [--set KEY=VALUE]...
 
@@ -17,6 +18,10 @@ tensor-parallel and training data-parallel over two GPUs. ``--single-controller`
 an asynchronous engine on the other, one optimizer step for all sequences of a step. ``--in-flight``
 runs asynchronous GRPO on two GPUs in the same way, whose requests go on across refits. With either
 ``fp8rl`` has KV scales that grow (``kv_cache.recalibrate``).
+``--family`` takes a small model of another architecture (``tiny_models.py``) and its file under
+``recipes/`` in the place of ``grpo_math_1B.yaml``, cut down to one GPU: ``fp8rl`` is the recipe,
+``upstream`` the file of NeMo RL beneath it, and ``bf16`` that without FP8. Printed with the curves
+is whether they pass upstream's own test of that file (``tests/test_suites/`` of NeMo RL).
 ``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made (its
 exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
 driver; ``--curves`` draws the variants (``nemo_rl_curves.py``); each ``--set`` is an override that
@@ -41,6 +46,7 @@ from typing import Any, TextIO
 import yaml
 from nemo_rl_curves import draw
 from sums_model import make_model, problems
+from tiny_models import FAMILIES
 
 VARIANTS = ("bf16", "upstream", "fp8rl", "fp8rl-bf16kv")
 CURVES = (
@@ -70,12 +76,35 @@ SETUP = re.compile(r"^ +(Generation init|Policy init|Total setup): ([0-9.]+)s", 
 """Lines of the driver's."""
 BATCH = 128
 """Sequences of an optimizer step, in one micro-batch on each GPU."""
-PROMPTS, GENERATIONS = 32, 16
-"""Of a step."""
 CALIBRATION = re.compile(r"KV scales calibrated from .* in ([0-9.]+) s:")
 """A line of ``nemo_rl_ext.workers.self_calibration``."""
 LEARNING_RATE = 4e-5
 WARMUP_STEPS = 5
+
+
+RECIPES = {
+    "llama": "llama3.1-8b-fp8-2n8g.yaml",
+    "qwen3": "qwen3-8b-fp8-kv-1n8g.yaml",
+    "qwen3_moe": "qwen3-30b-a3b-fp8-8n8g.yaml",
+    "moonlight": "moonlight-16b-fp8-4n8g.yaml",
+    "deepseek_v3": "deepseek-v3-fp8-async-64n8g.yaml",
+    "qwen3_5": "qwen3.5-9b-fp8-1n8g.yaml",
+    "qwen3_5_moe": "qwen3.5-35b-a3b-fp8-2n8g.yaml",
+    "minimax_m2": "minimax-m2.7-fp8-rollouts-8n8g.yaml",
+}
+"""File under ``recipes/`` of each family."""
+GATES: dict[str, tuple[str, str, float]] = {
+    "llama": ("train/token_mult_prob_error", "median", 1.1),
+    "qwen3": ("train/token_mult_prob_error", "median", 2.0),
+    "qwen3_moe": ("train/token_mult_prob_error", "median", 1.1),
+    "moonlight": ("train/token_mult_prob_error", "median", 1.1),
+    "deepseek_v3": ("train/token_mult_prob_error", "median", 1.1),
+    "qwen3_5": ("train/gen_kl_error", "mean", 0.003),
+    "qwen3_5_moe": ("train/gen_kl_error", "mean", 0.004),
+    "minimax_m2": ("train/gen_kl_error", "mean", 0.01),
+}
+"""What upstream's test of the recipe demands to be smaller, over all steps."""
+RECIPE_FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 
 
 def make_data(file: Path) -> Path:
@@ -90,6 +119,7 @@ def config(
 ) -> dict[str, Any]:
     """One variant's YAML; FP8 training and upstream's FP8 KV cache where Megatron trains."""
     source, megatron = options.source.resolve(), options.trainer == "megatron"
+    batch = batch_size(options)
     vllm: dict[str, Any] = {
         "tensor_parallel_size": options.gpus,
         "enforce_eager": not options.graphs,
@@ -99,8 +129,8 @@ def config(
     value: dict[str, Any] = {
         "defaults": [str(source / "examples" / "configs" / "grpo_math_1B.yaml")],
         "grpo": {
-            "num_prompts_per_step": PROMPTS,
-            "num_generations_per_prompt": GENERATIONS,
+            "num_prompts_per_step": options.prompts,
+            "num_generations_per_prompt": options.generations,
             "max_num_steps": options.steps,
             "val_period": 0,
             "val_at_start": False,
@@ -109,8 +139,8 @@ def config(
         "policy": {
             "model_name": str(model),
             "max_total_sequence_length": 64,
-            "train_global_batch_size": BATCH,
-            "train_micro_batch_size": BATCH // options.gpus,
+            "train_global_batch_size": batch,
+            "train_micro_batch_size": batch // options.gpus,
             "sequence_packing": {"enabled": False},
             "dtensor_cfg": {"enabled": not megatron, "_v2": False},
             "optimizer": {"kwargs": {"lr": LEARNING_RATE}},
@@ -163,6 +193,9 @@ def config(
         },
         "cluster": {"gpus_per_node": options.gpus, "num_nodes": 1},
     }
+    if options.family:
+        cut_down(value, options.family, variant)
+        return value
     if variant == "upstream":
         vllm |= {"precision": "fp8", "kv_cache_dtype": "fp8" if megatron else "auto"}
         value["policy"]["megatron_cfg"] |= {
@@ -170,14 +203,14 @@ def config(
             "env_vars": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"},
         }
     if variant.startswith("fp8rl"):
-        value["defaults"].append(str(Path(__file__).resolve().parents[1] / "recipes" / "keys.yaml"))
+        value["defaults"].append(str(RECIPE_FOLDER / "keys.yaml"))
         value["fp8rl"] = {
             "training": megatron,
             "kv_cache": {"dtype": "fp8_e4m3" if variant == "fp8rl" else "auto"},
             "pins": {"layers": [1]} if megatron else {},
         }
     if options.single_controller:
-        single_controller(value, source)
+        single_controller(value, source, options)
     if options.in_flight:
         value["grpo"]["async_grpo"] = {"enabled": True, "in_flight_weight_updates": True}
     if options.single_controller or options.in_flight:
@@ -189,18 +222,86 @@ def config(
     return value
 
 
-def single_controller(value: dict[str, Any], source: Path) -> None:
+def batch_size(options: argparse.Namespace) -> int:
+    """Sequences of an optimizer step: BATCH, or all of a step that has fewer."""
+    return min(BATCH, options.prompts * options.generations)
+
+
+def cut_down(value: dict[str, Any], family: str, variant: str) -> None:
+    """Put a YAML on top of the family's recipe, in place, for a small model on one GPU.
+
+    What the recipe says of precisions, pins, loss, router and recomputation stays. What is taken
+    back is parallel and asynchronous, or made for long answers.
+    """
+    file = RECIPE_FOLDER / RECIPES[family]
+    upstream = yaml.safe_load(file.read_text(encoding="utf-8"))["defaults"][0]
+    value["defaults"] = [str(file) if variant.startswith("fp8rl") else upstream]
+    if variant == "fp8rl-bf16kv":
+        value["fp8rl"] = {"kv_cache": {"dtype": "auto"}}
+    value["grpo"] |= {
+        "async_grpo": {"enabled": False, "in_flight_weight_updates": False},
+        "use_dynamic_sampling": False,
+        "batch_multiplier": 1,
+        "reward_scaling": {"enabled": False},
+        "reward_shaping": {"enabled": False},
+    }
+    policy = value["policy"]
+    del value["loss_fn"], policy["optimizer"], policy["scheduler"]  # the latter are DTensor's
+    policy |= {
+        "tokenizer": {"name": policy["model_name"]},
+        "logprob_batch_size": policy["train_micro_batch_size"],
+        "logprob_chunk_size": None,
+        "offload_optimizer_for_logprob": False,
+        "dynamic_batching": {"enabled": False},
+    }
+    policy["megatron_cfg"] |= {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "sequence_parallel": False,
+        # Refits share memory of the GPU between processes, which not every host allows with this.
+        "env_vars": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+    }
+    generation = policy["generation"]
+    generation["max_new_tokens"] = policy["max_total_sequence_length"]
+    generation["colocated"] = {
+        "enabled": True,
+        "resources": {"gpus_per_node": None, "num_nodes": None},
+    }
+    generation["vllm_cfg"] |= {
+        "expert_parallel_size": 1,
+        "enable_expert_parallel": False,
+        "async_engine": False,
+        "max_model_len": policy["max_total_sequence_length"],
+    }
+    if variant == "bf16":
+        generation["vllm_cfg"] |= {"precision": "bfloat16", "kv_cache_dtype": "auto"}
+        policy["megatron_cfg"]["fp8_cfg"] = {"enabled": False}
+    generation["vllm_kwargs"] = {"speculative_config": None}  # the small models have no drafter
+    if FAMILIES[family].vision:
+        generation["vllm_kwargs"]["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+    if family == "minimax_m2":
+        # Upstream's file has the integer 0, which transformers 5.8 refuses.
+        policy["hf_config_overrides"] = {"router_aux_loss_coef": 0.0}
+    value["env"]["math"]["math_verify_impl"] = "hf_math_verify"
+
+
+def single_controller(value: dict[str, Any], source: Path, options: argparse.Namespace) -> None:
     """Change a YAML to the single controller's, in place."""
+    sequences = options.prompts * options.generations
     name = "grpo_math_1B_megatron_single_controller.yaml"
     value["defaults"][0] = str(source / "examples" / "configs" / name)
     value["policy"] |= {
-        "train_global_batch_size": PROMPTS * GENERATIONS,
+        "train_global_batch_size": sequences,
         # A step comes in pieces of whole prompts, as their rollouts become ready.
-        "train_micro_batch_size": GENERATIONS,
-        "logprob_batch_size": GENERATIONS,
+        "train_micro_batch_size": options.generations,
+        "logprob_batch_size": options.generations,
     }
-    value["async_rl"] = {"min_groups_for_streaming_train": PROMPTS // 2}
-    value["data_plane"] = {"enabled": True, "storage_capacity": 8 * PROMPTS * GENERATIONS}
+    value["async_rl"] = {"min_groups_for_streaming_train": options.prompts // 2}
+    value["data_plane"] = {"enabled": True, "storage_capacity": 8 * sequences}
 
 
 def summary(logs: Path, log: Path) -> dict[str, Any]:
@@ -225,6 +326,16 @@ def summary(logs: Path, log: Path) -> dict[str, Any]:
     }
 
 
+def gate(family: str, curves: dict[str, list[float]]) -> dict[str, Any]:
+    """What upstream's test of the family's recipe would say of the curves of a run."""
+    curve, kind, bar = GATES[family]
+    steps = curves.get(curve)
+    if not steps:
+        return {}
+    found = {"mean": statistics.mean, "median": statistics.median}[kind](steps)
+    return {"curve": curve, kind: round(found, 6), "bar": bar, "passed": found < bar}
+
+
 def first_and_median(taken: list[float]) -> dict[str, float]:
     """``first``, and ``median`` of what follows it, if anything does."""
     told = {"first": round(taken[0], 3)}
@@ -233,14 +344,18 @@ def first_and_median(taken: list[float]) -> dict[str, float]:
     return told
 
 
-def run(command: list[str], log: TextIO, limit: float | None) -> int | None:
+def run(command: list[str], source: Path, log: TextIO, limit: float | None) -> int | None:
     """The driver's exit code; None where it was ended after ``limit`` seconds."""
     try:
         return subprocess.run(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "NEMO_RL_CONFIGS": str(source.resolve() / "examples" / "configs"),
+            },
             timeout=limit,
         ).returncode
     except subprocess.TimeoutExpired:
@@ -259,6 +374,9 @@ def main() -> int:
     loops.add_argument("--single-controller", action="store_true")
     loops.add_argument("--in-flight", action="store_true")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--family", choices=tuple(RECIPES))
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--generations", type=int, default=16)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")
@@ -268,8 +386,10 @@ def main() -> int:
     variants = options.variants.split(",")
     if unknown := sorted(set(variants) - set(VARIANTS)):
         parser.error(f"--variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
-    if options.gpus < 1 or BATCH % options.gpus:
-        parser.error(f"--gpus {options.gpus} does not divide {BATCH} sequences")
+    if options.gpus < 1 or batch_size(options) % options.gpus:
+        parser.error(f"--gpus {options.gpus} does not divide {batch_size(options)} sequences")
+    if options.family and (options.trainer != "megatron" or options.gpus > 1):
+        parser.error("--family needs --trainer megatron and one GPU")
     loop = "-single-controller" if options.single_controller else ""
     loop = "-in-flight" if options.in_flight else loop
     if loop and (options.trainer != "megatron" or options.gpus != 2):
@@ -277,13 +397,13 @@ def main() -> int:
     driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    model = (options.model or make_model(folder / "model")).resolve()
+    model = (options.model or make_model(folder / "model", options.family or "qwen3")).resolve()
     data = make_data(folder / "sums.jsonl")
     failed = 0
     runs = []
     for variant in variants:
         name = f"{options.trainer}-{variant}" + (f"-{options.gpus}" if options.gpus > 1 else "")
-        name += loop
+        name += loop + (f"-{options.family}" if options.family else "")
         logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
         value = config(options, model, data, logs, variant)
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")
@@ -291,9 +411,12 @@ def main() -> int:
             continue
         command = [sys.executable, str(options.source / "examples" / driver)]
         with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
-            code = run([*command, "--config", str(file), *options.set], log, options.limit)
+            arguments = ["--config", str(file), *options.set]
+            code = run([*command, *arguments], options.source, log, options.limit)
         failed += code != 0
         found = summary(logs, Path(log.name)) if logs.is_dir() else {}
+        if options.family and found:
+            found["gate"] = gate(options.family, found["curves"])
         runs.append({"run": name, "exit": code, **found})
         sys.stdout.write(json.dumps(runs[-1]) + "\n")
     if options.curves is not None:

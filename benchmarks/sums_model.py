@@ -13,22 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tiny_models import FAMILIES, build, save
 
 from fp8rl_demo.tasks import Problem, sample_batch
 from fp8rl_demo.tokenizer import CharTokenizer
 
-SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 512,
-}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 IGNORED = -100
 """The label that cross-entropy leaves out."""
+
+
+class _Tokenizer(CharTokenizer):
+    """The same characters, with fillers up to any size of the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        super().__init__()
 
 
 def problems() -> tuple[Problem, ...]:
@@ -44,6 +44,7 @@ def problems() -> tuple[Problem, ...]:
 
 def make_model(
     folder: Path,
+    family: str = "qwen3",
     steps: int = 600,
     batch_size: int = 64,
     learning_rate: float = 1e-3,
@@ -53,25 +54,22 @@ def make_model(
 
     Args:
         folder: to write.
+        family: a key of ``tiny_models.FAMILIES``.
         steps: of AdamW.
         batch_size: demonstrations a step.
         learning_rate: at its highest.
         sums: what it learns; by default all of :func:`problems`.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
-    tokenizer = CharTokenizer()
+    tokenizer = _Tokenizer(FAMILIES[family].vocab_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = Qwen3Config(
-        **SHAPE,
+    model = build(
+        family,
         vocab_size=tokenizer.vocab_size,
-        tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
-    )
-    model = Qwen3ForCausalLM(config).to(device)
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     sums = tuple(problems() if sums is None else sums)
     for step in range(steps):
@@ -86,7 +84,7 @@ def make_model(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model.to("cpu", torch.bfloat16).save_pretrained(folder)
+    save(model, family, folder)
     hf = tokenizer.to_hf()
     hf.chat_template = CHAT
     hf.save_pretrained(folder)
