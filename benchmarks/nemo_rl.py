@@ -277,10 +277,12 @@ def cut_down(value: dict[str, Any], family: str, variant: str) -> None:
         "async_engine": False,
         "max_model_len": policy["max_total_sequence_length"],
     }
+    generation["vllm_kwargs"] = {"speculative_config": None}  # the small models have no drafter
     if variant == "bf16":
         generation["vllm_cfg"] |= {"precision": "bfloat16", "kv_cache_dtype": "auto"}
         policy["megatron_cfg"]["fp8_cfg"] = {"enabled": False}
-    generation["vllm_kwargs"] = {"speculative_config": None}  # the small models have no drafter
+        # As in upstream's files in BF16: not all of vLLM's layouts of experts can be refitted.
+        generation["vllm_kwargs"]["moe_backend"] = "triton"
     if FAMILIES[family].vision:
         generation["vllm_kwargs"]["limit_mm_per_prompt"] = {"image": 0, "video": 0}
     if family == "minimax_m2":

@@ -670,6 +670,44 @@ def test_the_benchmarks_configs_are_accepted(trainer: str, gpus: int, tmp_path: 
     }
 
 
+@pytest.mark.parametrize("family", ["moonlight", "qwen3_5_moe", "minimax_m2"])
+def test_the_benchmarks_configs_of_a_family_are_accepted(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe, cut down to one GPU, and what upstream's file beneath it is without FP8."""
+    monkeypatch.setenv("NEMO_RL_CONFIGS", str(source("NEMO_RL_SRC") / "examples" / "configs"))
+    model = tmp_path / "model"
+    make = (
+        "import pathlib, sys, sums_model; "
+        "sums_model.make_model(pathlib.Path(sys.argv[1]), sys.argv[2], steps=0)"
+    )
+    # In a process of its own: beside the benchmark is a module with NeMo RL's name.
+    made = [sys.executable, "-c", make, str(model), family]
+    subprocess.run(made, cwd=ROOT / "benchmarks", check=True)
+    command = [
+        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only", "--family", family),
+        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--model", model),
+        *("--variants", "bf16,fp8rl", "--trainer", "megatron", "--prompts", 16),
+        *("--generations", 8),
+    ]
+    subprocess.run([str(part) for part in command], check=True)
+    nemo_config.register_omegaconf_resolvers()
+    for variant in ("bf16", "fp8rl"):
+        file = tmp_path / f"megatron-{variant}-{family}.yaml"
+        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
+        config = grpo.MasterConfig(**loaded)
+        megatron, vllm = (
+            config.policy["megatron_cfg"],
+            config.policy["generation"]["vllm_cfg"],
+        )
+        assert config.cluster == {**config.cluster, "gpus_per_node": 1, "num_nodes": 1}
+        sizes = [key for key in megatron if key.endswith("parallel_size")]
+        assert len(sizes) > 3 and all(megatron[key] == 1 for key in sizes)
+        assert vllm["tensor_parallel_size"] == vllm["expert_parallel_size"] == 1
+        assert vllm["precision"] == "bfloat16" and not (megatron["fp8_cfg"] or {}).get("enabled")
+        assert ("fp8rl" in vllm) == (variant == "fp8rl")
+
+
 # --- worker classes ---
 
 VLLM = "nemo_rl.models.generation.vllm"
