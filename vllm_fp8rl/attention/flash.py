@@ -6,9 +6,10 @@ A step has requests that decode, with one token each, and prompts. Decodes run i
 earlier chunks and cached prefixes included. The backend is registered as ``FLASH_ATTN``, so vLLM
 chooses it where it would choose its own.
 
-As in vLLM, with queries in E4M3 by the layer's ``q_scale``, run batches of several tokens a request
-in an engine with speculative decoding, which would copy the whole cache in every step, or with
-``kv_sharing_fast_prefill``, whose batches are not known on the host. An engine without
+Two kinds of engines quantize queries to E4M3 by the layer's ``q_scale``, as vLLM does, in a step
+with several tokens of a request: those with speculative decoding, which would copy the whole cache
+in every step, and those with ``kv_sharing_fast_prefill``, whose batches the host does not know. So
+does a batch whose lengths the host does not know (:func:`split_batch`). An engine without
 ``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernels do not serve
 (``_served``) keep vLLM's behaviour altogether. Upstream:
 ``vllm/v1/attention/backends/flash_attn.py``. This file can be removed once FlashAttention reads FP8
