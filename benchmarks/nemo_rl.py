@@ -21,7 +21,8 @@ runs asynchronous GRPO on two GPUs in the same way, whose requests go on across 
 ``--family`` takes a small model of another architecture (``tiny_models.py``) and its file under
 ``recipes/`` in the place of ``grpo_math_1B.yaml``, cut down to one GPU: ``fp8rl`` is the recipe,
 ``upstream`` the file of NeMo RL beneath it, and ``bf16`` that without FP8. Printed with the curves
-is whether they pass upstream's own test of that file (``tests/test_suites/`` of NeMo RL).
+is whether the mismatch over all steps keeps the bound of upstream's test of that file
+(``tests/test_suites/`` of NeMo RL), which also has bounds for single steps.
 ``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made (its
 exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
 driver; ``--curves`` draws the variants (``nemo_rl_curves.py``); each ``--set`` is an override that
@@ -103,7 +104,7 @@ GATES: dict[str, tuple[str, str, float]] = {
     "qwen3_5_moe": ("train/gen_kl_error", "mean", 0.004),
     "minimax_m2": ("train/gen_kl_error", "mean", 0.01),
 }
-"""What upstream's test of the recipe demands to be smaller, over all steps."""
+"""The curve that upstream's test of the recipe bounds over all steps, how, and the bound."""
 RECIPE_FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 
 
@@ -329,7 +330,7 @@ def summary(logs: Path, log: Path) -> dict[str, Any]:
 
 
 def gate(family: str, curves: dict[str, list[float]]) -> dict[str, Any]:
-    """What upstream's test of the family's recipe would say of the curves of a run."""
+    """Compare a run's mismatch over all steps with the bound of upstream's test of the recipe."""
     curve, kind, bar = GATES[family]
     steps = curves.get(curve)
     if not steps:

@@ -334,10 +334,7 @@ def main() -> None:
         save(found, options.out, results[-1])
     if options.turn:
         number, _, place = parse_turn(options.turn)
-        for kind in (
-            "started",
-            "ended",
-        ):  # the first too, so that nobody waits for a start that failed
+        for kind in ("started", "ended"):  # nobody waits for a start that failed
             (place / f"{kind}{number}").touch()
 
 

@@ -226,11 +226,8 @@ def _rotation(merged: _Merge, megatron: Mapping[str, Any]) -> None:
     """Let rollouts rotate as the trainer does, unless the block has a key for it."""
     if not megatron.get("enabled") or "rope_dtype" in merged.data:
         return
-    key = "apply_rope_fusion"
-    overrides = megatron.get("model_overrides") or {}
-    path = f"{MEGATRON}.model_overrides" if key in overrides else MEGATRON
-    if overrides.get(key, megatron.get(key)):
-        merged.add("rope_dtype", "float32", f"{path}.{key}")
+    if megatron.get("apply_rope_fusion"):
+        merged.add("rope_dtype", "float32", f"{MEGATRON}.apply_rope_fusion")
 
 
 def _training(merged: _Merge, megatron: Mapping[str, Any]) -> None:

@@ -151,7 +151,7 @@ def split(engine: GpuEngine, on: bool) -> None:
     runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     for group in (group for groups in runner.attn_groups for group in groups):
         assert group.get_metadata_builder(0).reorder_batch_threshold == 1
-        group.get_metadata_builder(0)._splits = on
+        group.get_metadata_builder(0)._splits_batches = on
 
 
 def distances(

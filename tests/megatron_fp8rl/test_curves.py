@@ -36,7 +36,7 @@ def curves(megatron_world) -> dict[str, Curve]:
     try:
         with megatron_world.active():
             return {
-                # Of float32 the first gradient is wanted alone.
+                # The test of float32 reads the first gradient only.
                 name: train(Setting(steps=1 if name == "float32" else 8), VARIANTS[name])
                 for name in NAMES
             }

@@ -102,7 +102,7 @@ class Batch:
     def attend(self, flash: Any, *, splits: bool = True) -> torch.Tensor:
         """Compute attention ``[tokens, heads, size]``; ``splits=False`` as vLLM does."""
         builder = object.__new__(flash.Fp8RLFlashMetadataBuilder)
-        builder._splits = splits
+        builder._splits_batches = splits
         builder.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=self.limit),
             model_config=SimpleNamespace(max_model_len=0),

@@ -6,9 +6,10 @@ A step has requests that decode, with one token each, and prompts. Decodes run i
 earlier chunks and cached prefixes included. The backend is registered as ``FLASH_ATTN``, so vLLM
 chooses it where it would choose its own.
 
-As in vLLM, with queries in E4M3 by the layer's ``q_scale``, run batches of several tokens a request
-in an engine with speculative decoding, which would copy the whole cache in every step, or with
-``kv_sharing_fast_prefill``, whose batches are not known on the host. An engine without
+Two kinds of engines quantize queries to E4M3 by the layer's ``q_scale``, as vLLM does, in a step
+with several tokens of a request: those with speculative decoding, which would copy the whole cache
+in every step, and those with ``kv_sharing_fast_prefill``, whose batches the host does not know. So
+does a batch whose lengths the host does not know (:func:`split_batch`). An engine without
 ``quantization="fp8rl"``, a cache that is not FP8 and a layer that the kernels do not serve
 (``_served``) keep vLLM's behaviour altogether. Upstream:
 ``vllm/v1/attention/backends/flash_attn.py``. This file can be removed once FlashAttention reads FP8
@@ -81,8 +82,8 @@ class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._splits = _splits(self.vllm_config)
-        if self._splits:
+        self._splits_batches = _splits_batches(self.vllm_config)
+        if self._splits_batches:
             self.reorder_batch_threshold = 1  # vLLM's first model runner puts decodes first then
 
     def build(
@@ -92,7 +93,7 @@ class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if not self._splits or stock.max_query_len == 1 or stock.causal is not True:
+        if not self._splits_batches or stock.max_query_len == 1 or stock.causal is not True:
             return stock
         split = split_batch(common_attn_metadata, _most_keys(self.vllm_config))
         if split is None:
@@ -126,7 +127,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             # Otherwise the layer rounds every query to E4M3.
             self.supports_quant_query_input = False
             self._processors = torch.cuda.get_device_properties().multi_processor_count
-            self._most_keys = _most_keys(engine) if _splits(engine) else 0
+            self._most_keys = _most_keys(engine) if _splits_batches(engine) else 0
 
     def _served(self, engine: VllmConfig | None) -> bool:
         return (
@@ -274,7 +275,7 @@ def _decodes(engine: VllmConfig) -> bool:
     return uses_fp8rl(engine) and is_quantized_kv_cache(engine.cache_config.cache_dtype)
 
 
-def _splits(engine: VllmConfig) -> bool:
+def _splits_batches(engine: VllmConfig) -> bool:
     """Return whether an engine's batches are split into decodes and prompts."""
     return (
         _decodes(engine)

@@ -27,7 +27,8 @@ logger = init_logger("vllm.fp8rl")
 class ModuleReplacement:
     """Replaces modules of one engine while its model is built, until :meth:`close`.
 
-    Rotary embeddings with ``rope_dtype: float32``, and SwiGLU on a GPU where nothing is compiled.
+    Rotary embeddings of the language model with ``rope_dtype: float32``, and SwiGLU on a GPU where
+    nothing is compiled.
 
     Args:
         engine: configuration of the engine.
@@ -63,7 +64,8 @@ class ModuleReplacement:
         self, parent: torch.nn.Module, name: str, module: torch.nn.Module | None
     ) -> torch.nn.Module | None:
         """Return what ``parent`` gets in the place of ``module``; None where it stays."""
-        rotary = self._rotary and isinstance(module, RotaryEmbeddingBase)
+        # Towers call theirs "rotary_pos_emb". They read its table, which must have their dtype.
+        rotary = self._rotary and name == "rotary_emb" and isinstance(module, RotaryEmbeddingBase)
         if module is None or not (rotary or (self._swiglu and type(module) is SiluAndMul)):
             return None
         current = get_current_vllm_config_or_none()

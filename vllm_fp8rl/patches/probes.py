@@ -406,6 +406,8 @@ PROBES = (
     Probe(15, _ROTARY, "RotaryEmbedding",
         attributes="head_size rotary_dim max_position_embeddings base is_neox_style "
         "forward_native forward_cpu forward_cuda _compute_cos_sin_cache", needs="rotary"),
+    Probe(15, "model_executor.layers.rotary_embedding.yarn_scaling_rope",
+        "YaRNScalingRotaryEmbedding", attributes="mscale", needs="rotary"),
     Probe(15, "_custom_ops", "rotary_embedding", positional=6, needs="cuda rotary"),
     Probe(15, "config", "PassConfig", attributes="enable_qk_norm_rope_fusion", needs="rotary"),
     Probe(15, "config", "ModelConfig", attributes="use_mla", needs="rotary"),

@@ -386,11 +386,6 @@ def test_attention_over_the_rollouts_cache_is_refused_where_the_trainer_never_le
         ({}, "megatron.apply_rope_fusion=true", "float32"),
         ({}, "megatron.apply_rope_fusion=false", "auto"),
         ({}, "megatron.apply_rope_fusion=true megatron.enabled=false", "auto"),
-        (
-            {},
-            "megatron.apply_rope_fusion=true megatron.model_overrides.apply_rope_fusion=false",
-            "auto",
-        ),
         ({"rope_dtype": "auto"}, "megatron.apply_rope_fusion=true", "auto"),
         ({"rope_dtype": "float32"}, "megatron.apply_rope_fusion=false", "float32"),
     ],

@@ -111,4 +111,4 @@ def test_engines_whose_batches_are_split(flash, changes: dict[str, Any], expecte
         cache_config=SimpleNamespace(**values),
         speculative_config=values["speculative_config"],
     )
-    assert flash._splits(engine) is expected
+    assert flash._splits_batches(engine) is expected

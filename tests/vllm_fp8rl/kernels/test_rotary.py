@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,8 +225,8 @@ def test_modules_of_other_engines_stay(config: VllmConfig) -> None:
             layer.rotary_emb = rope({})
         assert layers[0].rotary_emb is layers[1].rotary_emb
         assert isinstance(layers[0].rotary_emb, Float32Rotary)
-        layers[0].same = layers[0].rotary_emb
-        assert layers[0].same is layers[0].rotary_emb
+        layers[1].rotary_emb = layers[0].rotary_emb
+        assert layers[1].rotary_emb is layers[0].rotary_emb
     finally:
         replacement.close()
     replacement.close()
@@ -234,6 +235,25 @@ def test_modules_of_other_engines_stay(config: VllmConfig) -> None:
     later = torch.nn.Module()
     later.rotary_emb = rope({})  # type: ignore[assignment]
     assert type(later.rotary_emb) is RotaryEmbedding
+
+
+def test_towers_keep_the_table_that_they_read(
+    config: VllmConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's attention of towers on a GPU takes cos and sin in the dtype of its queries alone."""
+    made = engine()
+    made.quant_config = config.quant_config = object()
+    tower = torch.nn.Module()
+    replacement = ModuleReplacement(made, Recipe(rope_dtype="float32"))
+    try:
+        tower.rotary_pos_emb = rope({"partial_rotary_factor": 0.5})
+    finally:
+        replacement.close()
+    assert type(tower.rotary_pos_emb) is RotaryEmbedding
+    assert "rope_dtype 'float32' changed nothing" in caplog.text
+    found = find_spec("vllm.model_executor.models.qwen3_vl")  # an import would need torchvision
+    assert found is not None and found.origin is not None
+    assert "self.rotary_pos_emb = get_rope(" in Path(found.origin).read_text(encoding="utf-8")
 
 
 def test_without_the_key_nothing_is_replaced() -> None:
