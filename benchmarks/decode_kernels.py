@@ -31,7 +31,7 @@ from vllm.vllm_flash_attn import flash_attn_varlen_func
 from fp8rl.numerics import FP8_DTYPE, GROUP
 from fp8rl.numerics.triton.activations import quantize_rows, rms_norm_quantize
 from vllm_fp8rl.attention.batch import split_batch
-from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
+from vllm_fp8rl.attention.flash import attend_prompts
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
@@ -201,28 +201,8 @@ def mixed(requests: list[tuple[int, int]]) -> dict[str, tuple[float, int]]:
                 **scales,
             )
         for group in prompts:
-            k, v = dequantize_pages(
-                keys,
-                values,
-                table[group.requests],
-                group.key_starts,
-                tokens=group.keys,
-                longest=group.longest,
-                dtype=query.dtype,
-                **scales,
-            )
-            flash_attn_varlen_func(
-                q=query[group.tokens],
-                k=k,
-                v=v,
-                out=out[group.tokens],
-                cu_seqlens_q=group.query_starts,
-                max_seqlen_q=group.longest_query,
-                cu_seqlens_k=group.key_starts,
-                max_seqlen_k=group.longest,
-                softmax_scale=SIZE**-0.5,
-                causal=True,
-                fa_version=3,
+            attend_prompts(
+                query, keys, values, table, group, softmax_scale=SIZE**-0.5, out=out, **scales
             )
 
     elements = int(lengths.sum()) * 2 * KV_HEADS * SIZE

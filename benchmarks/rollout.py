@@ -124,9 +124,8 @@ def parse_turn(turn: str) -> tuple[int, int, Path]:
     return int(number), int(count), Path(folder)
 
 
-def wait_for_turn(turn: str) -> None:
+def wait_for_turn(number: int, count: int, place: Path) -> None:
     """Wait until all engines of ``I/N:FOLDER`` have started and those before have ended."""
-    number, count, place = parse_turn(turn)
     (place / f"started{number}").touch()
     needed = [place / f"started{i}" for i in range(count)]
     needed += [place / f"ended{i}" for i in range(number)]
@@ -246,7 +245,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     llm.apply_model(partial(give_weights, codes=variant.startswith("stock")))
 
     if options.turn:
-        wait_for_turn(options.turn)
+        wait_for_turn(*options.turn)
 
     def generate(load: tuple[int, int, int], tokens: int) -> float:
         prompts, length, _ = load
@@ -314,7 +313,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--cache", type=float, help="GiB of the KV cache, in place of --memory")
-    parser.add_argument("--turn", help="I/N:FOLDER, see above")
+    parser.add_argument("--turn", type=parse_turn, help="I/N:FOLDER, see above")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.repeats = [int(text) for text in options.repeats.split(",")]
@@ -333,7 +332,7 @@ def main() -> None:
         results.append(in_process(variant, VLLM_DEEP_GEMM_WARMUP=options.warmup))
         save(found, options.out, results[-1])
     if options.turn:
-        number, _, place = parse_turn(options.turn)
+        number, _, place = options.turn
         for kind in ("started", "ended"):  # nobody waits for a start that failed
             (place / f"{kind}{number}").touch()
 

@@ -1,4 +1,4 @@
-"""A small Qwen3 that adds now and then: what the runs of NeMo RL start from.
+"""A small model that adds now and then (by default a Qwen3): what the runs of NeMo RL start from.
 
 GRPO learns nothing from a random model, whose reward is always 0. So the model is first trained to
 imitate sums (seconds on a GPU), in half of which a zero too many follows the answer: a policy that

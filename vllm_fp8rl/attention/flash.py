@@ -197,42 +197,17 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
                 splits=splits_for(decodes, self.num_kv_heads, self._processors),
             )
         for group in prompts:
-            self._attend_prompts(layer, query, cache, attn_metadata.block_table, output, group)
+            attend_prompts(
+                query,
+                *cache,
+                attn_metadata.block_table,
+                group,
+                softmax_scale=self.scale,
+                k_scale=layer._k_scale,
+                v_scale=layer._v_scale,
+                out=output,
+            )
         return output
-
-    def _attend_prompts(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        block_table: torch.Tensor,
-        output: torch.Tensor,
-        prompts: Prompts,
-    ) -> None:
-        """Compute attention of prompts over a 16-bit copy of their keys and values."""
-        keys, values = dequantize_pages(
-            *cache,
-            block_table[prompts.requests],
-            prompts.key_starts,
-            tokens=prompts.keys,
-            longest=prompts.longest,
-            k_scale=layer._k_scale,
-            v_scale=layer._v_scale,
-            dtype=query.dtype,
-        )
-        flash_attn_varlen_func(
-            q=query[prompts.tokens],
-            k=keys,
-            v=values,
-            out=output[prompts.tokens],
-            cu_seqlens_q=prompts.query_starts,
-            max_seqlen_q=prompts.longest_query,
-            cu_seqlens_k=prompts.key_starts,
-            max_seqlen_k=prompts.longest,
-            softmax_scale=self.scale,
-            causal=True,
-            fa_version=3,
-        )
 
     def _attend_in_fp8(
         self,
@@ -268,6 +243,55 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             v_descale=layer._v_scale.expand(scales),
         )
         return output
+
+
+def attend_prompts(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    prompts: Prompts,
+    *,
+    softmax_scale: float,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Compute attention of a batch's prompts over a 16-bit copy of their keys and values.
+
+    Args:
+        query: the batch's queries ``[tokens, heads, head_size]``, bfloat16 or float16.
+        key_cache, value_cache: E4M3 codes ``[pages, page_size, kv_heads, head_size]``.
+        block_table: int32 ``[requests, pages of the longest]`` of the batch.
+        prompts: those of the batch to compute.
+        softmax_scale: factor of the scores.
+        k_scale, v_scale: float32, one element.
+        out: like ``query``; only the rows of ``prompts`` are written.
+    """
+    keys, values = dequantize_pages(
+        key_cache,
+        value_cache,
+        block_table[prompts.requests],
+        prompts.key_starts,
+        tokens=prompts.keys,
+        longest=prompts.longest,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        dtype=query.dtype,
+    )
+    flash_attn_varlen_func(
+        q=query[prompts.tokens],
+        k=keys,
+        v=values,
+        out=out[prompts.tokens],
+        cu_seqlens_q=prompts.query_starts,
+        max_seqlen_q=prompts.longest_query,
+        cu_seqlens_k=prompts.key_starts,
+        max_seqlen_k=prompts.longest,
+        softmax_scale=softmax_scale,
+        causal=True,
+        fa_version=3,
+    )
 
 
 def _decodes(engine: VllmConfig) -> bool:
