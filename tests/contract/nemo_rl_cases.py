@@ -20,6 +20,7 @@ from nemo_rl.algorithms import grpo, loss
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl.algorithms.single_controller_utils import config as single_controller_config
 from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
+from nemo_rl.data.datasets import load_response_dataset
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
@@ -667,6 +668,48 @@ def test_the_benchmarks_configs_are_accepted(trainer: str, gpus: int, tmp_path: 
         "upstream": theirs,
         "fp8rl": "fp8_e4m3",
         "fp8rl-bf16kv": "auto",
+    }
+
+
+def test_the_benchmarks_configs_of_long_answers_are_accepted(tmp_path: Path) -> None:
+    """In five variants, with room for the longest answer, validation and checkpoints."""
+    from transformers import Qwen3Config
+
+    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    command = [
+        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only", "--task", "long"),
+        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--model", tmp_path / "model"),
+        *("--trainer", "megatron", "--programs", "24,40", "--seed", 2),
+    ]
+    subprocess.run([str(part) for part in command], check=True)
+    nemo_config.register_omegaconf_resolvers()
+    found = {}
+    for file in tmp_path.glob("*.yaml"):
+        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
+        config = grpo.MasterConfig(**loaded)
+        announce_kv_cache(config.policy)
+        policy, vllm = config.policy, config.policy["generation"]["vllm_cfg"]
+        recipe = Recipe.from_dict(vllm["fp8rl"]) if vllm.get("fp8rl") else None
+        variant = file.stem.removeprefix("megatron-").removesuffix("-long-2")
+        found[variant] = recipe and (recipe.training, recipe.kv_cache.dtype, recipe.pins.layers)
+        assert vllm["max_model_len"] == policy["max_total_sequence_length"] == 1088
+        assert policy["dynamic_batching"]["train_mb_tokens"] >= policy["max_total_sequence_length"]
+        assert not policy["sequence_packing"]["enabled"]
+        assert config.grpo.seed == 2 and config.grpo.max_num_steps == 100
+        assert config.grpo.val_period > 0 and config.checkpointing["enabled"]
+        assert config.checkpointing["save_optimizer"]
+        assert file.stem in config.checkpointing["checkpoint_dir"]
+        assert config.loss_fn.reference_policy_kl_penalty == 0
+        for split in ("train", "validation"):
+            rows = load_response_dataset(dict(config.data[split]) | {"env_name": "math"}).dataset
+            prompt, answer = rows[0]["messages"]
+            assert prompt["content"].count("#") >= 24 and answer["content"].isdigit()
+    assert found == {
+        "bf16": None,
+        "upstream": None,
+        "fp8rl-rollout": (False, "auto", ()),
+        "fp8rl-bf16kv": (True, "auto", ()),
+        "fp8rl": (True, "fp8_e4m3", ()),
     }
 
 
