@@ -1,18 +1,17 @@
 """A Qwen3 of 50M to 200M parameters that runs list programs: where the runs of long answers start.
 
-    python benchmarks/long_model.py --folder MODEL [--size 50m] [--longest 40] [--slips 0.02]
-                                    [--limit 210] [--stop-at ACCURACY]
+    python benchmarks/long_model.py --folder MODEL [--size 50m|100m|200m] [--longest 40]
+                                    [--slips 0.02] [--limit SECONDS] [--stop-at ACCURACY]
 
 Trains on demonstrations of ``long_tasks.py`` in BF16 on one GPU, until the time limit or the
 accuracy, and writes the model and its tokenizer as a Hugging Face folder. The same command goes on
-from the checkpoint in the folder. A program of so many steps has prompts and answers of one length,
-so a batch of one number of steps has no padding and needs no mask. Programs start short and reach
-``--longest`` when a third of the time has passed.
+from the checkpoint in the folder. Programs of equally many steps have prompts and answers of one
+length, so a batch of one number of steps has no padding and needs no mask. Programs start short and
+reach ``--longest`` when a third of the time has passed.
 
 Every half minute it prints tokens a second and the accuracy to be expected of sampled answers: the
 probability that the model gives to all tokens of a right answer, words aside, which one forward
-pass yields. At the end it samples. ``--slips`` bounds the accuracy, at 0.98^steps by default: that
-is what GRPO has to gain.
+pass yields. At the end it samples. The slips bound the accuracy, by default at 0.98^steps.
 """
 
 from __future__ import annotations
@@ -237,7 +236,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=210.0, help="seconds")
     parser.add_argument("--steps", type=int, default=20_000, help="steps of AdamW at most")
     parser.add_argument("--stop-at", type=float, default=1.0, help="expected accuracy")
-    parser.add_argument("--tokens", type=int, default=32_768, help="of a step")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--samples", type=int, default=64, help="answers sampled at the end")
     options = parser.parse_args()

@@ -68,13 +68,15 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
     }
     policy["megatron_cfg"]["checkpoint"] = {"async_save": False}
     # Decode steps in full graphs, without the minutes that torch.compile takes to start.
+    grpo = value["grpo"]
+    most = max(HELD_OUT, grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"])
     generation = policy["generation"]
     generation["vllm_cfg"]["enforce_eager"] = False
     generation["vllm_kwargs"] = {
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128],
+            "cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, most + 1, 16)],
         }
     }
     rows = value["data"]
