@@ -243,7 +243,8 @@ def config(
         generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
         generation["vllm_cfg"] |= {"tensor_parallel_size": 1, "async_engine": True}
     if options.task == "long":
-        long_answers(value, options.programs[1], data, logs.with_name(f"checkpoints-{logs.name}"))
+        checkpoints = logs.with_name(logs.name.replace("logs", "checkpoints", 1))
+        long_answers(value, options.programs[1], data, checkpoints)
     return value
 
 
