@@ -68,7 +68,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "generations": 8,
     },
 }
-"""What other arguments are by default."""
+"""Defaults of the other arguments."""
 CURVES = (
     "train/reward",
     "train/token_mult_prob_error",
