@@ -3,14 +3,15 @@
 A prompt has the numbered instructions of a program and the list that it starts with. The answer
 repeats each instruction with the list that results, and boxes the last one::
 
-    #00+3#01~0|80461733
-    so#00+3=13794066now#01~0=66049731\\boxed{66049731}
+    #00+3#01~1|80461733
+    so#00+3=13794066now#01~1=77150842\\boxed{77150842}
 
 Every digit of a line is a digit of the line before, moved or plus a number, so that a small model
 learns a step quickly and fails by the number of steps. No instruction loses information: after a
-wrong digit the last list is wrong. The word before a line means nothing and is chosen at random.
-Without such words nearly all tokens of a trained policy have probability 1, where no rounding of an
-engine shows.
+wrong digit the last list is wrong. Demonstrations have such slips, after some of the words that
+begin a line more often than after others. A policy that imitates them has two things to learn from
+its reward, to make no slips and to choose its words; and it is uncertain of one token in each line.
+Where all tokens have probability 1 no rounding of an engine shows.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from fp8rl_demo.tasks import Problem
 from fp8rl_demo.tokenizer import CharTokenizer
@@ -109,28 +111,42 @@ def answer_length(steps: int) -> int:
     return (WIDTH + 5) * steps + WIDTH + 3
 
 
-def run(prompt: str, slips: float = 0.0, choose: random.Random | None = None) -> Iterator[Line]:
+def run(prompt: str, slips: Mapping[int, int] = MappingProxyType({})) -> Iterator[Line]:
     """Yield each instruction of a prompt with the list that it results in.
 
     Args:
         prompt: as :func:`problem` has it.
-        slips: share of the lines where one digit is one too high. Later lines go on from it.
-        choose: source of the slips.
+        slips: the digit of a line's list that is one too high, by the line. Later lines go on from
+            it.
     """
     program, _, start = prompt.partition("|")
     digits = [int(x) for x in start]
-    for number, operation, digit in _INSTRUCTION.findall(program):
+    for line, (number, operation, digit) in enumerate(_INSTRUCTION.findall(program)):
         digits = step(operation, int(digit), digits)
-        if choose is not None and choose.random() < slips:
-            i = choose.randrange(len(digits))
-            digits[i] = (digits[i] + 1) % 10
+        if line in slips:
+            digits[slips[line]] = (digits[slips[line]] + 1) % 10
         yield f"#{number}{operation}{digit}", _text(digits)
 
 
 def demonstration(prompt: str, choose: random.Random, slips: float = 0.0) -> str:
-    """Return an answer with random words, right but for slips (see :func:`run`)."""
-    lines = list(run(prompt, slips, choose))
-    told = "".join(f"{choose.choice(WORDS)}{what}={digits}" for what, digits in lines)
+    """Return an answer with random words, right but for slips.
+
+    Args:
+        prompt: as :func:`problem` has it.
+        choose: source of the choices.
+        slips: share of the lines that have one. It grows with the line's word: the first of
+            ``WORDS`` has none, the last twice the share.
+    """
+    words = [choose.randrange(len(WORDS)) for _ in range(prompt.count("#"))]
+    slipped = {
+        line: choose.randrange(WIDTH)
+        for line, word in enumerate(words)
+        if choose.random() < 2 * slips * word / (len(WORDS) - 1)
+    }
+    lines = list(run(prompt, slipped))
+    told = "".join(
+        f"{WORDS[word]}{what}={digits}" for word, (what, digits) in zip(words, lines, strict=True)
+    )
     return f"{told}\\boxed{{{lines[-1][1]}}}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -61,6 +62,28 @@ def test_a_right_answer_has_the_length_it_is_said_to_have(tasks: ModuleType, ste
     assert len(tokenizer.encode(asked.prompt, add_bos=False)) == tasks.prompt_length(steps)
     assert len(tokenizer.encode(told, add_bos=False)) + 1 == tasks.answer_length(steps)
     assert 500 < tasks.answer_length(24) < tasks.answer_length(94) < 2000
+
+
+def test_slips_follow_some_words_more_often(tasks: ModuleType) -> None:
+    """The example of the module's own description, and shares over many lines."""
+    told = [digits for _, digits in tasks.run("#00+3#01~1|80461733")]
+    assert told == ["13794066", "77150842"]
+    assert [d for _, d in tasks.run("#00+3#01~1|80461733", {0: 7})] == ["13794067", "87150842"]
+    choose = random.Random(0)
+    found = {word: [0, 0] for word in tasks.WORDS}
+    for _ in range(300):
+        asked = tasks.problem(20, choose).prompt
+        digits = asked.partition("|")[2]
+        line = re.compile(rf"({'|'.join(tasks.WORDS)})#\d\d(.)(\d)=(\d+)")
+        for word, operation, number, told in line.findall(
+            tasks.demonstration(asked, choose, slips=0.2)
+        ):
+            right = tasks.step(operation, int(number), [int(x) for x in digits])
+            found[word][0] += told != "".join(map(str, right))
+            found[word][1] += 1
+            digits = told
+    shares = [slipped / lines for slipped, lines in found.values()]
+    assert shares == pytest.approx([0.4 * i / 7 for i in range(8)], abs=0.06)
 
 
 def test_slips_are_wrong_at_the_end(tasks: ModuleType) -> None:
