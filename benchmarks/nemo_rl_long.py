@@ -15,6 +15,7 @@ PROBLEMS = 16_384
 HELD_OUT = 128
 """Problems of a validation, answered once each at temperature 1, as NeMo RL does."""
 VALIDATION_STEPS = 20
+"""Never before the first step, when an FP8 KV cache has no scales of the trainer."""
 CHECKPOINT_STEPS = 10
 ROUND = 64
 """Sequences are padded to a multiple of this, as kernels in FP8 want it."""
@@ -48,7 +49,6 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
     length = -(-needed // ROUND) * ROUND
     value["grpo"] |= {
         "val_period": VALIDATION_STEPS,
-        "val_at_start": True,
         "max_val_samples": HELD_OUT,
         "val_batch_size": HELD_OUT,
         "skip_reference_policy_logprobs_calculation": True,
