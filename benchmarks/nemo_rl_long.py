@@ -81,15 +81,14 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
     }
     rows = value["data"]
     rows["max_input_seq_length"] = prompt_length(longest) + 1
-    rows["validation"] = {
-        key: kept for key, kept in rows["train"].items() if key != "_override_"
-    } | {"data_path": str(data.with_name("validation.jsonl"))}
+    rows["validation"] = rows["train"] | {"data_path": str(data.with_name("validation.jsonl"))}
     value["checkpointing"] = {
         "enabled": True,
         "checkpoint_dir": str(checkpoints),
         "metric_name": None,
         "save_period": CHECKPOINT_STEPS,
         "keep_top_k": 1,
+        "model_save_format": None,  # as DTensor's first worker has it; Megatron has its own
     }
     if "fp8rl" in value:
         value["fp8rl"]["pins"] = {}  # upstream's FP8 has none either
