@@ -81,6 +81,7 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
     }
     rows = value["data"]
     rows["max_input_seq_length"] = prompt_length(longest) + 1
+    rows["train"]["split_validation_size"] = 0
     rows["validation"] = rows["train"] | {"data_path": str(data.with_name("validation.jsonl"))}
     value["checkpointing"] = {
         "enabled": True,

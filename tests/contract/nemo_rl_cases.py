@@ -700,10 +700,11 @@ def test_the_benchmarks_configs_of_long_answers_are_accepted(tmp_path: Path) -> 
         assert config.checkpointing["save_optimizer"]
         assert file.stem in config.checkpointing["checkpoint_dir"]
         assert config.loss_fn.reference_policy_kl_penalty == 0
-        for split in ("train", "validation"):
-            rows = load_response_dataset(dict(config.data[split]) | {"env_name": "math"}).dataset
-            prompt, answer = rows[0]["messages"]
-            assert prompt["content"].count("#") >= 24 and answer["content"].isdigit()
+    for split, count in (("train", 16_384), ("validation", 128)):
+        asked = load_response_dataset(dict(config.data[split]) | {"env_name": "math"})
+        assert len(asked.dataset) == count and asked.val_dataset is None
+        prompt, answer = asked.dataset[0]["messages"]
+        assert prompt["content"].count("#") >= 24 and answer["content"].isdigit()
     assert found == {
         "bf16": None,
         "upstream": None,
