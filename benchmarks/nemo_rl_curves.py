@@ -70,6 +70,11 @@ def read(files: Iterable[Path]) -> list[dict[str, Any]]:
     return runs
 
 
+def variant(run: Mapping[str, Any]) -> str:
+    """Return what a run is called without its trainer and the seed of long answers."""
+    return re.sub(r"-long-\d+$", "", run["run"].partition("-")[2])
+
+
 def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Write one figure of the runs that have made steps; its suffix chooses the format."""
     import matplotlib
@@ -86,7 +91,7 @@ def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     for run in drawn:
         rows.setdefault(run["run"].partition("-")[0], []).append(run)
     panels = PANELS | (LONG_PANELS if any(run.get("validation") for run in drawn) else {})
-    variants = list(dict.fromkeys(map(_variant, drawn)))
+    variants = list(dict.fromkeys(map(variant, drawn)))
     size = (WIDTH * len(panels), HEIGHT * max(len(rows), 1))
     figure, axes = pyplot.subplots(
         max(len(rows), 1), len(panels), figsize=size, squeeze=False, layout="constrained"
@@ -94,8 +99,8 @@ def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     for line, (trainer, mine) in zip(axes, rows.items(), strict=False):
         for panel, (title, points) in zip(line, panels.items(), strict=True):
             for run in mine:
-                colour = COLOURS[variants.index(_variant(run)) % len(COLOURS)]
-                panel.plot(*points(run), ".-", color=colour, label=_variant(run), lw=1, ms=3)
+                colour = COLOURS[variants.index(variant(run)) % len(COLOURS)]
+                panel.plot(*points(run), ".-", color=colour, label=variant(run), lw=1, ms=3)
             panel.set_title(f"{trainer}: {title}", fontsize=9)
             panel.tick_params(labelsize=8)
             panel.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -108,10 +113,6 @@ def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     metadata = {"Date": None} if file.suffix == ".svg" else None
     figure.savefig(file, metadata=metadata)
     pyplot.close(figure)
-
-
-def _variant(run: Mapping[str, Any]) -> str:
-    return re.sub(r"-long-\d+$", "", run["run"].partition("-")[2])
 
 
 def main() -> None:

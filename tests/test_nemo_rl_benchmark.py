@@ -133,14 +133,18 @@ def test_curves(lines: bool, tmp_path: Path) -> None:
     assert "upstream" not in drawn
 
 
-def test_curves_of_long_answers(tmp_path: Path) -> None:
-    """More panels; the seeds of a variant share a colour and a line of the legend."""
+def test_curves_and_table_of_long_answers(tmp_path: Path) -> None:
+    """More panels; the seeds of a variant share a colour, a line of the legend and a row."""
     pytest.importorskip("matplotlib")
-    more = {
-        "validation": {"steps": [0, 2], "accuracy": [0.4, 0.5], "avg_length": [700.0, 701.0]},
-        "positions": [{"start": 0, "tokens": 9, "kl": 1e-4, "error": 1.01, "entropy": 0.1}],
-    }
-    runs = [run(f"megatron-fp8rl-long-{seed}", [0.5, 0.6]) | more for seed in (1, 2)]
+    runs = []
+    for seed, kl in ((1, 1e-4), (2, 3e-4)):
+        made = run(f"megatron-fp8rl-long-{seed}", [0.5, 0.6])
+        for tag in ("gen_kl_error", "approx_entropy", "mean_gen_tokens_per_sample"):
+            made["curves"][f"train/{tag}"] = [kl, kl]
+        made["steps"] = 2
+        made["validation"] = {"steps": [2], "accuracy": [0.5], "avg_length": [700.0]}
+        made["positions"] = [{"start": 128, "tokens": 9, "kl": kl, "error": 1.01, "entropy": 0.1}]
+        runs.append(made)
     results, figure = tmp_path / "results.json", tmp_path / "curves.svg"
     results.write_text(json.dumps({"runs": runs}), encoding="utf-8")
     command = [sys.executable, BENCHMARKS / "nemo_rl_curves.py", results, "--out", figure]
@@ -148,3 +152,9 @@ def test_curves_of_long_answers(tmp_path: Path) -> None:
     drawn = figure.read_text(encoding="utf-8")
     assert drawn.count(">fp8rl<") == 1
     assert "megatron: validation accuracy" in drawn and "by position" in drawn
+
+    command = [sys.executable, BENCHMARKS / "long_table.py", results]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(told) == 3 and told[0].endswith("KL from token 128 |")
+    assert told[2].startswith("| fp8rl | 2 ± 0 | 0.5 ± 0 | 0.6 ± 0 | 0.5 ± 0 |")
+    assert told[2].endswith("| 0.0002 ± 0.00014 |")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metr
 from nemo_rl.data.datasets import load_response_dataset
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.environments import math_environment
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils import config as nemo_config
@@ -712,6 +715,25 @@ def test_the_benchmarks_configs_of_long_answers_are_accepted(tmp_path: Path) -> 
         "fp8rl-bf16kv": (True, "auto", ()),
         "fp8rl": (True, "fp8_e4m3", ()),
     }
+
+
+def test_upstreams_verifier_judges_long_answers_as_their_checker_does() -> None:
+    """For the shortest and the longest, right ones and ones with slips."""
+    file = ROOT / "benchmarks" / "long_tasks.py"
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    tasks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tasks)
+    verifier: Any = math_environment.HFVerifyWorker
+    choose = random.Random(0)
+    asked = [tasks.problem(steps, choose) for steps in (24, 94) for _ in range(8)]
+    told = [tasks.demonstration(p.prompt, choose, slips=0.02) for p in asked]
+    found = verifier.__ray_actor_class__().verify(
+        told, [p.answer for p in asked], math_verify_impl="hf_math_verify"
+    )
+    ours = [tasks.is_right(p.answer, text) for p, text in zip(asked, told, strict=True)]
+    assert found == ours
+    assert 0 < sum(ours) < len(ours)
 
 
 @pytest.mark.parametrize("family", ["moonlight", "qwen3_5_moe", "minimax_m2"])
