@@ -8,10 +8,10 @@ repeats each instruction with the list that results, and boxes the last one::
 
 Every digit of a line is a digit of the line before, moved or plus a number, so that a small model
 learns a step quickly and fails by the number of steps. No instruction loses information: after a
-wrong digit the last list is wrong. Demonstrations have such slips, after some of the words that
-begin a line more often than after others. A policy that imitates them has two things to learn from
-its reward, to make no slips and to choose its words; and it is uncertain of one token in each line.
-Where all tokens have probability 1 no rounding of an engine shows.
+wrong digit the last list is wrong. Demonstrations have such slips, in lines that begin with two of
+the eight words. A policy that imitates them has two things to learn from its reward, to make no
+slips and to choose its words; and it is uncertain of one token in each line. Where all tokens have
+probability 1 no rounding of an engine shows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fp8rl_demo.tokenizer import CharTokenizer
 
 OPERATIONS = "+-<>~"
 WORDS = ("so", "then", "now", "next", "thus", "hence", "here", "well")
+CARELESS = WORDS[-2:]
 MOST_STEPS = 96
 WIDTH = 16
 """Digits of the list."""
@@ -134,18 +135,18 @@ def demonstration(prompt: str, choose: random.Random, slips: float = 0.0) -> str
     Args:
         prompt: as :func:`problem` has it.
         choose: source of the choices.
-        slips: share of the lines that have one. It grows with the line's word: the first of
-            ``WORDS`` has none, the last twice the share.
+        slips: share of the lines that have one; all are lines of a word of ``CARELESS``.
     """
-    words = [choose.randrange(len(WORDS)) for _ in range(prompt.count("#"))]
+    words = [choose.choice(WORDS) for _ in range(prompt.count("#"))]
+    chance = slips * len(WORDS) / len(CARELESS)
     slipped = {
         line: choose.randrange(WIDTH)
         for line, word in enumerate(words)
-        if choose.random() < 2 * slips * word / (len(WORDS) - 1)
+        if word in CARELESS and choose.random() < chance
     }
     lines = list(run(prompt, slipped))
     told = "".join(
-        f"{WORDS[word]}{what}={digits}" for word, (what, digits) in zip(words, lines, strict=True)
+        f"{word}{what}={digits}" for word, (what, digits) in zip(words, lines, strict=True)
     )
     return f"{told}\\boxed{{{lines[-1][1]}}}"
 

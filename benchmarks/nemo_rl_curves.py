@@ -57,7 +57,7 @@ WIDTH, HEIGHT = 4.6, 2.6
 
 
 def read(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """The runs of results files, in order."""
+    """The runs of results files, in order; of a resumed run the last, which has all its steps."""
     runs: list[dict[str, Any]] = []
     for file in files:
         text = file.read_text(encoding="utf-8")
@@ -67,7 +67,8 @@ def read(files: Iterable[Path]) -> list[dict[str, Any]]:
             runs += [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
             runs += value.get("runs", [value])
-    return runs
+    whole = {run["run"]: run for run in runs if "validation" in run}
+    return [run for run in runs if whole.get(run["run"], run) is run]
 
 
 def variant(run: Mapping[str, Any]) -> str:

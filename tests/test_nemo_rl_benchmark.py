@@ -146,7 +146,8 @@ def test_curves_and_table_of_long_answers(tmp_path: Path) -> None:
         made["positions"] = [{"start": 128, "tokens": 9, "kl": kl, "error": 1.01, "entropy": 0.1}]
         runs.append(made)
     results, figure = tmp_path / "results.json", tmp_path / "curves.svg"
-    results.write_text(json.dumps({"runs": runs}), encoding="utf-8")
+    ended = runs[0] | {"steps": 1}  # the part of a run that was resumed
+    results.write_text(json.dumps({"runs": [ended, *runs]}), encoding="utf-8")
     command = [sys.executable, BENCHMARKS / "nemo_rl_curves.py", results, "--out", figure]
     subprocess.run([str(part) for part in command], check=True, capture_output=True)
     drawn = figure.read_text(encoding="utf-8")
