@@ -59,7 +59,7 @@ linear layers and elementwise kernels (``restructuring.json``, ``megatron_linear
 ADAM_BYTES_MOVED = 57.9
 """The optimizer's time for one parameter, as bytes at a copy's bandwidth: that part of a step of
 Qwen3-1.7B (``megatron_step_h100.json``)."""
-ENGINE_BYTES = 1.9e9
+ENGINE_BYTES = 1.5e9
 """Memory that vLLM keeps for activations and CUDA graphs, beside weights and cache
 (``start_h200.json``)."""
 
