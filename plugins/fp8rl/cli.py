@@ -188,6 +188,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         config, names = folder_config(model), folder_module_names(model)
         rows = plugins.pin_policy(loaded.pins, names).report()
         shapes = calculator.Model(config, rows, tp)
+        calculator.require_served(config, loaded)
         console = Console()
         for section in calculator.sections(
             table, shapes, requests, loaded, tp, fused_loss=fused_loss

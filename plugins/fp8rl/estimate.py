@@ -23,6 +23,7 @@ from fp8rl.families import (
     known_family,
     known_type,
     language_config,
+    unsupported_reason,
     value_of,
 )
 from fp8rl.measured import (
@@ -163,6 +164,15 @@ class Model:
             linear = Linear(name, outputs, inputs, row.precision == "fp8")
             found[prefix, name] = replace(linear, experts=experts, top=top) if sparse else linear
         yield from found.values()
+
+
+def require_served(config: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise UnsupportedError if a model does not run in FP8 as the recipe says."""
+    reason = unsupported_reason(config, rollout=recipe.rollout, training=recipe.training)
+    if reason is not None:
+        raise UnsupportedError(
+            f"fp8rl does not serve {reason}; set that side to false in --recipe, e.g. training."
+        )
 
 
 def _require_measured(config: Mapping[str, Any]) -> None:

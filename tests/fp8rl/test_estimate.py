@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from estimate_page import QWEN3_1_7B, QWEN3_8B, QWEN3_30B_A3B, model, result
 from typer.testing import CliRunner
 
-from fp8rl import PluginManager, cli
+from fp8rl import PluginManager, Recipe, cli
 from fp8rl import estimate as calculator
 from fp8rl.errors import Fp8RLError, ModelError, OptionError, UnsupportedError
 from fp8rl.estimate import Load, find_gpu
@@ -160,6 +161,14 @@ def test_page_has_todays_figures() -> None:
     text = estimate_page.PAGE.read_text(encoding="utf-8")
     assert estimate_page.page(text) == text, "run tools/estimate_page.py"
     assert all(f"| {what} |" in text for what in MISSED)
+
+
+def test_page_has_todays_example() -> None:
+    text = estimate_page.PAGE.read_text(encoding="utf-8")
+    load = Load(256, 512, 1024)
+    times, _ = calculator.sections(H100, model(QWEN3_8B), load, Recipe(), 1, fused_loss=False)
+    for cells in (("seconds of 256 x (512, 1,024) on one H100", *times.columns[1:]), *times.rows):
+        assert "| " + " | ".join(cells).rstrip() + " |" in text
 
 
 # Shapes
@@ -318,6 +327,15 @@ def test_command_follows_the_recipe(tmp_path: Path) -> None:
     assert line.split("│")[-2].strip() == "1.00"
 
 
+def test_command_refuses_training_that_fp8rl_does_not_serve(tmp_path: Path) -> None:
+    mixtral = {**QWEN3_8B, "model_type": "mixtral", "num_local_experts": 8}
+    arguments = ("--gpu", "h200", "--load", "64x512x64")
+    config = {**mixtral, "num_experts_per_tok": 2, "num_hidden_layers": 4}
+    shown = run(config, tmp_path, *arguments)
+    assert "does not serve a Mixtral model" in str(shown.exception)
+    assert run(config, tmp_path, *arguments, "--recipe", '{"training": false}').exit_code == 0
+
+
 def test_bf16_without_room_is_shown_and_no_room_at_all_refused(tmp_path: Path) -> None:
     large = {**QWEN3_8B, "num_hidden_layers": 200}
     shown = run(large, tmp_path, "--gpu", "h100", "--load", "64x512x64")
@@ -328,6 +346,18 @@ def test_bf16_without_room_is_shown_and_no_room_at_all_refused(tmp_path: Path) -
     assert "raise --tp" in str(refused.exception)
     split = run(QWEN3_8B, tmp_path, "--gpu", "h100", "--load", "1x1x1", "--tp", "3")
     assert "num_attention_heads=32" in str(split.exception)
+
+
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["estimate", "--model", str(tmp_path), "--gpu", "h100", "--load", "1x1x1"]
+    monkeypatch.setattr(sys, "argv", ["fp8rl", *given])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.json" in line
 
 
 def test_importing_the_command_line_imports_no_torch() -> None:
