@@ -313,6 +313,7 @@ def _parameters(command: Callable[..., Any]) -> Iterator[tuple[str, ...]]:
             label += f" {' or '.join(names).upper()}"
         default = parameter.default
         shown = "" if default is None or default is False else f"`{default}`"
+        shown = "required" if default is parameter.empty else shown
         yield f"`{label}`", shown, info.help.removesuffix(".")
 
 

@@ -12,11 +12,9 @@ from typing import Any
 
 from fp8rl.adapters import Section
 from fp8rl.pinning import PinRow
-from fp8rl.sizes import GIB, Bytes, Sizes, gib, mib
+from fp8rl.sizes import ADAM_BYTES, GIB, Bytes, Sizes, gib, mib
 from nemo_rl_ext.config.keys import Sections
 
-_ADAM_BYTES = 12
-"""Main weight and both moments of Adam, float32."""
 _PRECISION_AWARE_BYTES = 10
 """The same with ``use_precision_aware_optimizer``, which keeps 2 bytes of a main weight beside the
 BF16 weight (``store_param_remainders``, Megatron-Core's default)."""
@@ -213,7 +211,7 @@ def training_memory(
     )
     itemsize = 2 if sections.policy.get("precision") in ("bfloat16", "float16") else 4
     ddp = megatron.get("distributed_data_parallel_config") or {}
-    each = _PRECISION_AWARE_BYTES if optimizer.get("use_precision_aware_optimizer") else _ADAM_BYTES
+    each = _PRECISION_AWARE_BYTES if optimizer.get("use_precision_aware_optimizer") else ADAM_BYTES
     states = 0
     for count, ranks in ((dense, tensor), (experts, expert_ranks)):
         copies = gpus // (ranks * pipeline) if optimizer.get("use_distributed_optimizer") else 1

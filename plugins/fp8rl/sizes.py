@@ -29,6 +29,8 @@ from fp8rl.pinning import PinRow
 from fp8rl.recipe import ModuleKind
 
 GIB = 1 << 30
+ADAM_BYTES = 12
+"""Bytes of a parameter's main weight and both moments of Adam, float32."""
 _VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary (vocab_parallel_embedding.py)
 _NEEDED = ("num_hidden_layers", "num_attention_heads")
 
@@ -151,6 +153,10 @@ class Sizes:
         weights = self._sum(rows, math.prod)
         biases = self._sum([row for row in rows if self._biased(row.name)], lambda shape: shape[0])
         return weights + biases + self._parameters(rows)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a module's weight on one rank; a tied output layer has no rows."""
+        return self._shape(self._modules[name])
 
     def beside_linears(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of norms, and of tensors that are no module's weight, by full name."""

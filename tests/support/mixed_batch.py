@@ -63,6 +63,8 @@ class Batch:
     limit: int = 512
     """Keys of prompts that are copied together."""
     scales: tuple[float, float] = (2.0**-6, 2.0**-5)
+    slack: int = 0
+    """Keys that the host counts too many, by request."""
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(len(self.requests) + self.page)
@@ -86,7 +88,7 @@ class Batch:
             query_start_loc=starts.to(DEVICE),
             query_start_loc_cpu=starts,
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-            seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+            seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32) + self.slack,
             num_reqs=len(lengths),
             num_actual_tokens=tokens,
             max_query_len=max(counts),

@@ -15,9 +15,11 @@ import triton.language as tl
 from vllm_fp8rl.attention.paged_decode import slots
 
 _TILE = 64  # tokens
+_BEHIND = 256
+"""Rows behind the last request that FlashAttention may read: more than one of its tiles of keys."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # or a step with other numbers compiles anew
 def _dequantize(
     k_ptr,
     v_ptr,
@@ -27,6 +29,7 @@ def _dequantize(
     starts_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    tokens,
     stride_page,
     stride_slot,
     stride_kv_head,
@@ -35,16 +38,22 @@ def _dequantize(
     HEAD: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    BEHIND: tl.constexpr,
 ):
     head = tl.program_id(0)
     request = tl.program_id(1)
     start = tl.program_id(2) * TILE
     first = tl.load(starts_ptr + request)
-    length = tl.load(starts_ptr + request + 1) - first
+    behind = request == tl.num_programs(1) - 1
+    if behind:
+        length = tl.minimum(tokens - first, BEHIND)
+    else:
+        length = tl.load(starts_ptr + request + 1) - first
     if start < length:
         lane = tl.arange(0, TILE)
         dim = tl.arange(0, HEAD)[None, :]
-        inside = start + lane < length
+        written = start + lane < length
+        inside = written & (not behind)
         number, offset = slots(start, lane, PAGE, TILE)
         table = table_ptr + request.to(tl.int64) * stride_table
         page = tl.load(table + number, mask=inside, other=0).to(tl.int64)
@@ -55,8 +64,8 @@ def _dequantize(
         v = tl.load(v_ptr + source, mask=inside[:, None], other=0.0).to(tl.float32)
         k *= tl.load(k_scale_ptr)
         v *= tl.load(v_scale_ptr)
-        tl.store(keys_ptr + target, k.to(keys_ptr.dtype.element_ty), mask=inside[:, None])
-        tl.store(values_ptr + target, v.to(values_ptr.dtype.element_ty), mask=inside[:, None])
+        tl.store(keys_ptr + target, k.to(keys_ptr.dtype.element_ty), mask=written[:, None])
+        tl.store(values_ptr + target, v.to(values_ptr.dtype.element_ty), mask=written[:, None])
 
 
 def dequantize_pages(
@@ -72,6 +81,9 @@ def dequantize_pages(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the keys and values of requests, one request after the other.
+
+    Where ``tokens`` is too large, rows behind the last request are zero as far as FlashAttention
+    reads: it multiplies them with probabilities of zero, and zero times NaN is NaN.
 
     Args:
         key_cache, value_cache: E4M3 codes ``[pages, page_size, kv_heads, head_size]``; both have
@@ -89,7 +101,8 @@ def dequantize_pages(
     page, heads, size = key_cache.shape[1:]
     shape = (2, tokens, heads, size)
     keys, values = torch.empty(shape, dtype=dtype, device=key_cache.device).unbind()
-    _dequantize[(heads, len(block_table), triton.cdiv(longest, _TILE))](
+    tiles = triton.cdiv(max(longest, _BEHIND), _TILE)
+    _dequantize[(heads, len(block_table) + 1, tiles)](
         key_cache,
         value_cache,
         keys,
@@ -98,6 +111,7 @@ def dequantize_pages(
         starts,
         k_scale,
         v_scale,
+        tokens,
         key_cache.stride(0),
         key_cache.stride(1),
         key_cache.stride(2),
@@ -106,5 +120,6 @@ def dequantize_pages(
         HEAD=size,
         PAGE=page,
         TILE=_TILE,
+        BEHIND=_BEHIND,
     )
     return keys, values

@@ -1,0 +1,453 @@
+"""Estimate time and memory of a step of RL on one GPU, in BF16 and in FP8.
+
+The time of a product is ``hypot(FLOPs / measured FLOP/s, bytes / measured bandwidth)``. Attention
+of a decode step reads the KV cache at a measured bandwidth. The rest is bytes that were counted, or
+taken from the profile of a decode step. :mod:`fp8rl.measured` has the numbers. docs/estimate.md
+compares the result with runs, and says what is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import hypot, isnan, nan
+from typing import Any, NamedTuple
+
+from fp8rl.adapters import Section
+from fp8rl.errors import ModelError, OptionError, UnsupportedError
+from fp8rl.families import (
+    FUSED,
+    check_count,
+    expert_count,
+    known_family,
+    known_type,
+    language_config,
+    unsupported_reason,
+    value_of,
+)
+from fp8rl.measured import (
+    ADAM_BYTES_MOVED,
+    ATTENTION_FLOPS,
+    DECODE,
+    ENGINE_BYTES,
+    EXPERTS,
+    FLOPS,
+    GPU,
+    GPUS,
+    MEASURED_HIDDEN,
+    PROFILED_REQUESTS,
+    QUANTIZE,
+    SAMPLER_BYTES_MOVED,
+    Engine,
+    Precision,
+    Product,
+)
+from fp8rl.pinning import PinRow
+from fp8rl.recipe import Recipe
+from fp8rl.sizes import ADAM_BYTES, GIB, Bytes, Sizes, gib
+
+MICRO_BATCH = 8192
+"""Tokens of a micro-batch in training, and of a batch of prompts."""
+MEMORY_SHARE = 0.9
+"""vLLM's ``gpu_memory_utilization``."""
+_HIDDEN_PASSES, _HEAD_PASSES, _INNER_PASSES = 13, 12, 3
+"""Reads and writes of the elementwise kernels in a layer's forward: of the residual stream (norms,
+residual sums), of queries and keys (norms, rotary embedding), and of SwiGLU's output width. A
+backward has twice as many."""
+_LOSS_BYTES = {False: (38, 22), True: (6, 6)}
+"""Bytes that the loss moves for one logit, forward and backward: computed in float32, an operation
+after the other, as NeMo RL does (``nemo_rl/distributed/model_utils.py``), or fused (True)."""
+_LINEARS = frozenset(("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts"))
+
+
+class Load(NamedTuple):
+    """Requests of a rollout, all of the same lengths."""
+
+    requests: int
+    tokens_in: int
+    tokens_out: int
+
+    @classmethod
+    def parse(cls, text: str) -> Load:
+        """Read ``requests x tokens in x tokens out``, e.g. ``256x512x1024``.
+
+        Raises:
+            OptionError: the text says something else.
+        """
+        parts = text.split("x")
+        if len(parts) != 3 or not all(
+            part.isascii() and part.isdigit() and len(part) < 8 and int(part) for part in parts
+        ):
+            raise OptionError(
+                f"--load is '{text}'; give requests x tokens in x tokens out, each from 1 to "
+                "9999999, e.g. 256x512x1024."
+            )
+        return cls(*map(int, parts))
+
+
+def find_gpu(name: str) -> GPU:
+    """Return the table of a GPU.
+
+    Raises:
+        UnsupportedError: it has none.
+    """
+    if name.lower() not in GPUS:
+        raise UnsupportedError(
+            f"No kernels have been measured on a GPU '{name}'; give --gpu one of these: "
+            f"{', '.join(GPUS)}."
+        )
+    return GPUS[name.lower()]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer, with fused parts as one, or all experts of a layer."""
+
+    name: str
+    outputs: int
+    inputs: int
+    fp8: bool
+    experts: int = 0
+    """Number of experts; 0 for a layer that all tokens visit."""
+    top: int = 1
+    """Experts of a token."""
+
+
+class Model:
+    """Shapes of a model on one GPU.
+
+    Args:
+        config: values of the model's ``config.json``.
+        rows: resolved table of its modules.
+        tp: tensor parallel size.
+
+    Raises:
+        ModelError: the config lacks a key, or has a value that no model has.
+        UnsupportedError: the family is not known, or its attention has not been measured.
+        OptionError: the model cannot be split like this.
+    """
+
+    def __init__(self, config: Mapping[str, Any], rows: Sequence[PinRow], tp: int = 1) -> None:
+        _require_measured(config)
+        self._sizes, self._rows = Sizes.from_dict(config, tp), rows
+        if problem := self._sizes.split_problem():
+            raise OptionError(f"--tp: {problem}")
+        self.layers = sum(row.kind == "o_proj" for row in rows)
+        self.heads = self._sizes.heads * self._sizes.head_size
+        """Width of the queries."""
+        self.kv_heads = self._sizes.kv_heads * self._sizes.head_size
+        self.linears = Counter(self._linears(config))
+        """Each with the number of layers that have it."""
+        embedding = next(row.name for row in rows if row.kind == "embed_tokens")
+        vocabulary, hidden = self._sizes.shape(embedding)
+        self.head = Linear("lm_head", vocabulary, hidden, fp8=False)
+        self.parameters = self._sizes.elements(rows)
+
+    def bytes(self, fp8: bool, fp8_kv: bool) -> Bytes:
+        """Return the bytes of weights and KV cache in vLLM."""
+        rows = self._rows if fp8 else [replace(row, precision="bf16") for row in self._rows]
+        return self._sizes.bytes(rows, 2, 1 if fp8_kv else 2)
+
+    def _linears(self, config: Mapping[str, Any]) -> Iterator[Linear]:
+        experts, top = _experts(config)
+        fused = {part: name for name, parts in FUSED.items() for part in parts}
+        found: dict[tuple[str, str], Linear] = {}
+        for row in self._rows:
+            sparse = row.kind == "experts"
+            if row.kind not in _LINEARS or (sparse and ".experts.0." not in row.name):
+                continue
+            prefix, _, leaf = row.name.rpartition(".")
+            name, (outputs, inputs) = fused.get(leaf, leaf), self._sizes.shape(row.name)
+            if (prefix, name) in found:
+                outputs += found[prefix, name].outputs
+            linear = Linear(name, outputs, inputs, row.precision == "fp8")
+            found[prefix, name] = replace(linear, experts=experts, top=top) if sparse else linear
+        yield from found.values()
+
+
+def require_served(config: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise UnsupportedError if a model does not run in FP8 as the recipe says."""
+    reason = unsupported_reason(config, rollout=recipe.rollout, training=recipe.training)
+    if reason is not None:
+        raise UnsupportedError(
+            f"fp8rl does not serve {reason}; set that side to false in --recipe, e.g. training."
+        )
+
+
+def _require_measured(config: Mapping[str, Any]) -> None:
+    family, kind = known_family(config), value_of(language_config(config), "model_type")
+    if not known_type(config):
+        raise UnsupportedError(
+            f"No family has the model_type '{kind}', so the model's shapes are not known; take a "
+            "model of a family in docs/reference.md."
+        )
+    if family.attention.kv == "latent" or family.linear_attention is not None:
+        what = "multi-latent" if family.attention.kv == "latent" else "linear"
+        raise UnsupportedError(
+            f"'{kind}' has {what} attention, which has not been measured; measure the model with "
+            "benchmarks/rollout.py instead."
+        )
+
+
+def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of experts of a layer and of a token; 0 and 1 for a dense model."""
+    text, key = language_config(config), "num_experts_per_tok"
+    experts = expert_count(known_family(config), text)
+    if not experts:
+        return 0, 1
+    if key not in text:
+        raise ModelError(f"The model's config.json has no key '{key}'; correct it.")
+    return experts, check_count(key, text[key], experts)
+
+
+def product(gpu: GPU, linear: Linear, tokens: float, fp8: bool, kind: Product = "fprop") -> float:
+    """Return the seconds of one product of a linear layer."""
+    precision: Precision = "fp8" if fp8 else "bf16"
+    size, weights = 1 if fp8 else 2, float(linear.outputs * linear.inputs)
+    rows = tokens * linear.top
+    flops = 2 * rows * weights
+    if linear.experts:  # experts that no token visits are not read
+        weights *= linear.experts * (1 - (1 - linear.top / linear.experts) ** tokens)
+    moved: float = rows * (linear.inputs * size + linear.outputs * 2)
+    moved += weights * (8 if kind == "wgrad" else size)  # reads and writes a float32 gradient
+    seconds = hypot(flops / FLOPS[precision][kind], moved / gpu.copy)
+    return seconds * EXPERTS[precision] if linear.experts else seconds
+
+
+def linear_seconds(
+    gpu: GPU, linear: Linear, tokens: float, fp8: bool, *, training: bool = False
+) -> float:
+    """Return the seconds of a linear layer in the trainer, which quantizes weights each time.
+
+    Args:
+        gpu: table of the GPU.
+        linear: the layer.
+        tokens: tokens of the micro-batch.
+        fp8: whether its products are in FP8.
+        training: forward and backward; else forward alone.
+    """
+    kinds: tuple[Product, ...] = ("fprop", "dgrad", "wgrad") if training else ("fprop",)
+    seconds = sum(product(gpu, linear, tokens, fp8, kind) for kind in kinds)
+    if not fp8:
+        return seconds
+    rows, each = tokens * linear.top, 4 if training else 3  # reads 2 bytes, writes 1 for each side
+    moved: float = each * linear.outputs * linear.inputs * max(linear.experts, 1)
+    # The kernels of SwiGLU quantize what they compute, without a read of their own.
+    moved += rows * linear.inputs * (each - 2 * (linear.name == "down_proj"))
+    if training:
+        moved += rows * linear.outputs * (4 - 2 * (linear.name == "gate_up_proj"))
+    quantize = moved / (QUANTIZE * gpu.copy)
+    return seconds + (quantize * EXPERTS["fp8"] if linear.experts else quantize)
+
+
+def attention_seconds(model: Model, tokens: float, sequence: float) -> float:
+    """Return the seconds of a forward of causal attention."""
+    return 2 * tokens * sequence * model.heads * model.layers / ATTENTION_FLOPS
+
+
+def elementwise_seconds(gpu: GPU, model: Model, tokens: float) -> float:
+    """Return the seconds of a forward's norms, residual sums, rotary embedding and SwiGLU."""
+    widths = _HIDDEN_PASSES * model.head.inputs + _HEAD_PASSES * (model.heads + model.kv_heads)
+    inner = sum(
+        linear.inputs * linear.top * count
+        for linear, count in model.linears.items()
+        if linear.name in ("down_proj", "w2")
+    )
+    return 2 * tokens * (widths * model.layers + _INNER_PASSES * inner) / gpu.copy
+
+
+def trainer_seconds(
+    gpu: GPU,
+    model: Model,
+    tokens: float,
+    sequence: float,
+    fp8: bool,
+    *,
+    training: bool = False,
+    fused_loss: bool = False,
+) -> float:
+    """Return the seconds of a micro-batch in the trainer, without the optimizer.
+
+    Args:
+        gpu: table of the GPU.
+        model: the model.
+        tokens: tokens of the micro-batch.
+        sequence: length of its sequences.
+        fp8: whether linear layers are in FP8, but for those that are pinned.
+        training: forward and backward; else a forward that gives logprobs.
+        fused_loss: whether the loss is one kernel.
+    """
+    seconds = sum(
+        count * linear_seconds(gpu, linear, tokens, fp8 and linear.fp8, training=training)
+        for linear, count in model.linears.items()
+    )
+    seconds += linear_seconds(gpu, model.head, tokens, False, training=training)
+    forward, backward = _LOSS_BYTES[fused_loss]
+    loss = forward + backward if training else forward
+    seconds += loss * tokens * model.head.outputs / gpu.copy
+    seconds += (3.5 if training else 1) * attention_seconds(model, tokens, sequence)
+    return seconds + (3 if training else 1) * elementwise_seconds(gpu, model, tokens)
+
+
+def optimizer_seconds(gpu: GPU, model: Model) -> float:
+    """Return the seconds of a step of Adam."""
+    return model.parameters * ADAM_BYTES_MOVED / gpu.copy
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Time and memory of a rollout."""
+
+    seconds: float
+    tokens_per_second: float
+    """Tokens out per second."""
+    requests: float
+    """Requests of the load that the cache holds at once; below 1 there is no time."""
+    memory: Bytes
+
+
+def rollout(
+    gpu: GPU, model: Model, load: Load, engine: Engine, *, fp8: bool, fp8_kv: bool
+) -> Rollout:
+    """Estimate a rollout of vLLM; requests that the cache cannot hold wait for others to end.
+
+    Args:
+        gpu: table of the GPU.
+        model: the model.
+        load: the requests.
+        engine: whose kernels run.
+        fp8: whether linear layers are in FP8, but for those that are pinned.
+        fp8_kv: whether the KV cache is in FP8.
+    """
+    memory = model.bytes(fp8, fp8_kv)
+    room = MEMORY_SHARE * gpu.memory * GIB - ENGINE_BYTES - memory.weights
+    fit = room / (memory.kv_per_token * (load.tokens_in + load.tokens_out))
+    requests = min(load.requests, fit)
+    if requests < 1:
+        return Rollout(nan, nan, max(requests, 0), memory)
+    cached: float = requests * (load.tokens_in + load.tokens_out / 2) * memory.kv_per_token
+    share = DECODE[engine if fp8_kv else "bf16"].attention
+    step = _products(gpu, model, requests, fp8) + cached / (share * gpu.copy)
+    step += model.layers * DECODE[engine].layer * max(1, requests / PROFILED_REQUESTS)
+    step += product(gpu, model.head, requests, fp8=False)
+    step += requests * model.head.outputs * SAMPLER_BYTES_MOVED / gpu.copy
+    tokens = load.requests * load.tokens_in
+    batch = min(tokens, MICRO_BATCH)
+    prompts = _products(gpu, model, batch, fp8) + elementwise_seconds(gpu, model, batch)
+    prompts += attention_seconds(model, batch, load.tokens_in)
+    seconds = load.requests / requests * load.tokens_out * step + tokens / batch * prompts
+    return Rollout(seconds, load.requests * load.tokens_out / seconds, requests, memory)
+
+
+def _products(gpu: GPU, model: Model, tokens: float, fp8: bool) -> float:
+    """Return the seconds of the products of all layers in vLLM."""
+    return sum(
+        count * product(gpu, linear, tokens, fp8 and linear.fp8)
+        for linear, count in model.linears.items()
+    )
+
+
+def sections(
+    gpu: GPU, model: Model, load: Load, recipe: Recipe, tp: int, *, fused_loss: bool
+) -> tuple[Section, Section]:
+    """Estimate a step in BF16, with vLLM's own FP8 and with fp8rl: tables of time and memory.
+
+    Args:
+        gpu: table of the GPU.
+        model: the model, split over ``tp`` GPUs.
+        load: requests of the step's rollout, whose tokens are then trained on.
+        recipe: says what fp8rl has in FP8.
+        tp: tensor parallel size, for the title.
+        fused_loss: whether the trainer's loss is one kernel.
+
+    Raises:
+        UnsupportedError: the GPU has no room for one request in any of them.
+    """
+    fp8_kv = recipe.kv_cache.dtype != "auto"
+    rollouts = (
+        rollout(gpu, model, load, "bf16", fp8=False, fp8_kv=False),
+        rollout(gpu, model, load, "stock", fp8=True, fp8_kv=fp8_kv),
+        rollout(gpu, model, load, "fp8rl", fp8=recipe.rollout, fp8_kv=fp8_kv),
+    )
+    if all(found.requests < 1 for found in rollouts):
+        raise UnsupportedError(
+            f"{gib(rollouts[-1].memory.weights)} of weights leave no room for one request on an "
+            f"{gpu.name} ({gpu.memory} GiB); raise --tp."
+        )
+    length = load.tokens_in + load.tokens_out
+    batch = min(load.requests * length, MICRO_BATCH)
+    batches = load.requests * length / batch
+    rows: list[tuple[str, float, float, float]] = [
+        ("rollout", rollouts[0].seconds, rollouts[1].seconds, rollouts[2].seconds)
+    ]
+    for name, training in (("log-probabilities", False), ("forward and backward", True)):
+        plain, fp8 = (
+            batches
+            * trainer_seconds(
+                gpu, model, batch, length, fp8, training=training, fused_loss=fused_loss
+            )
+            for fp8 in (False, recipe.training)
+        )
+        rows.append((name, plain, nan, fp8))
+    rows.append(("optimizer", adam := optimizer_seconds(gpu, model), nan, adam))
+    rows.append(("sum", sum(row[1] for row in rows), nan, sum(row[3] for row in rows)))
+    where = f"{tp} {gpu.name}s, TP {tp}" if tp > 1 else f"one {gpu.name}"
+    times = Section(
+        f"seconds of {load.requests:,} x ({load.tokens_in:,}, {load.tokens_out:,}) on {where}",
+        ("", "BF16", "vLLM's own FP8", "fp8rl", "over BF16"),
+        (
+            *((name, *map(_number, found), _number(found[0] / found[2])) for name, *found in rows),
+            ("tokens out a second", *(_number(each.tokens_per_second) for each in rollouts), ""),
+        ),
+    )
+    trained = {
+        "training: weights": 2,
+        "gradients, float32": 4,
+        "main weights, Adam's moments": ADAM_BYTES,
+    }
+    memory = Section(
+        f"memory of a GPU, which has {gpu.memory} GiB",
+        ("", "BF16", "vLLM's own FP8", "fp8rl"),
+        (
+            ("rollout: weights", *(gib(each.memory.weights) for each in rollouts)),
+            ("KV cache, bytes a token", *(f"{each.memory.kv_per_token:,}" for each in rollouts)),
+            ("requests at once", *(f"{int(each.requests):,}" for each in rollouts)),
+            *(
+                (name, gib(size * model.parameters), "-", gib(size * model.parameters))
+                for name, size in trained.items()
+            ),
+        ),
+    )
+    return times, memory
+
+
+def _number(value: float) -> str:
+    if isnan(value):
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def notes(gpu: GPU, model: Model, load: Load, tp: int) -> Iterator[str]:
+    """Yield a sentence each: what was measured, what goes beyond that, and what is left out."""
+    beyond = [gpu.extrapolated] if gpu.extrapolated else []
+    if model.head.inputs != MEASURED_HIDDEN:
+        beyond.append(f"a hidden size of {model.head.inputs:,} (measured {MEASURED_HIDDEN:,})")
+    if any(linear.experts for linear in model.linears):
+        beyond.append("experts, measured in training alone and with 512 tokens each")
+    if not 64 <= load.requests <= PROFILED_REQUESTS:
+        beyond.append(f"a load of {load.requests:,} requests (compared with runs of 64 and 256)")
+    if tp > 1:
+        beyond.append("the split over GPUs")
+    yield "Measured: kernels of Qwen3-8B's shapes on one H100."
+    yield f"Extrapolated: {'; '.join(beyond) or 'nothing'}."
+    yield (
+        "Left out: waits of the GPU for the host, communication, Ray, refits, sleep and wake-up, "
+        "recomputation, and in memory the activations of training."
+    )
+    needed = (2 + 4 + ADAM_BYTES) * model.parameters
+    if needed > gpu.memory * GIB:
+        yield (
+            f"Training needs {gib(needed)} and activations, more than a GPU has: its seconds are "
+            "those of one GPU with room enough, to be divided by the number that share the work."
+        )

@@ -1,0 +1,85 @@
+"""Measured speed of the kernels of rollout and training: the table behind ``fp8rl estimate``.
+
+Every number names its file in ``benchmarks/results/``, and ``tests/fp8rl/test_estimate.py``
+computes it from that file again. Beside a GPU's own entry all of them are of one H100, most of
+Qwen3-8B's shapes. None is of a whole rollout or of a whole model's step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["bf16", "fp8"]
+Product = Literal["fprop", "dgrad", "wgrad"]
+Engine = Literal["bf16", "stock", "fp8rl"]
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What is known of one GPU."""
+
+    name: str
+    memory: int
+    """GiB that CUDA reports, rounded down."""
+    copy: float
+    """Bytes per second, read and written, of a copy (``quantize_h100.json``,
+    ``quantize_h200.json``)."""
+    extrapolated: str = ""
+    """What is taken from another GPU; empty: nothing."""
+
+
+GPUS = {
+    "h100": GPU("H100", 79, 3.003e12),
+    "h200": GPU(
+        "H200",
+        139,
+        4.244e12,
+        "an H200 counts as an H100 whose memory is faster by the ratio of measured copies",
+    ),
+}
+
+MEASURED_HIDDEN = 4096
+"""Hidden size of Qwen3-8B."""
+FLOPS: dict[Precision, dict[Product, float]] = {
+    "bf16": {"fprop": 747e12, "dgrad": 735e12, "wgrad": 642e12},
+    "fp8": {"fprop": 1215e12, "dgrad": 1208e12, "wgrad": 873e12},
+}
+"""FLOP/s of products over 8,192 tokens; FP8 is DeepGEMM, and wgrad adds to a float32 gradient
+(``megatron_linears_h100.json``)."""
+QUANTIZE = 0.853
+"""Share of a copy's bandwidth at which operands and weights are quantized on both sides
+(``megatron_linears_h100.json``)."""
+EXPERTS: dict[Precision, float] = {"bf16": 1.37, "fp8": 1.84}
+"""How many times longer than their roofline grouped experts take, forward and backward
+(``megatron_experts_h100.json``)."""
+ATTENTION_FLOPS = 343e12
+"""FLOP/s of causal attention: what is left of a layer in BF16, forward and backward, without its
+linear layers and elementwise kernels (``restructuring.json``, ``megatron_linears_h100.json``)."""
+ADAM_BYTES_MOVED = 57.9
+"""The optimizer's time for one parameter, as bytes at a copy's bandwidth: that part of a step of
+Qwen3-1.7B (``megatron_step_h100.json``)."""
+ENGINE_BYTES = 1.5e9
+"""Memory that vLLM keeps for activations and CUDA graphs, beside weights and cache
+(``start_h200.json``)."""
+
+
+@dataclass(frozen=True)
+class Decode:
+    """What a decode step of vLLM takes beside its products (``decode_profile_h100.json``)."""
+
+    attention: float
+    """Share of a copy's bandwidth at which attention reads the KV cache."""
+    layer: float
+    """Seconds of a layer's small kernels with :data:`PROFILED_REQUESTS`: norms, SiLU, quantization,
+    rotary embedding, cache write."""
+
+
+DECODE: dict[Engine, Decode] = {
+    "bf16": Decode(0.914, 21.1e-6),
+    "stock": Decode(0.659, 61.0e-6),
+    "fp8rl": Decode(0.918, 29.5e-6),
+}
+PROFILED_REQUESTS = 256
+SAMPLER_BYTES_MOVED = 28.6
+"""The sampler's time for a logit, as bytes at a copy's bandwidth (``decode_profile_h100.json``)."""

@@ -1,0 +1,216 @@
+#!/usr/bin/env python
+"""Write the table of docs/estimate.md: what ``fp8rl estimate`` computes beside what was measured.
+
+    python tools/estimate_page.py
+
+tests/fp8rl/test_estimate.py compares the page with the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, cast
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.estimate import Load, Model, find_gpu, optimizer_seconds, rollout, trainer_seconds
+from fp8rl.families import module_names
+from fp8rl.measured import Engine
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "estimate.md"
+BEGIN = "<!-- written by tools/estimate_page.py: begin -->"
+END = "<!-- written by tools/estimate_page.py: end -->"
+BOUND = 0.15
+"""Largest relative error that counts as met."""
+
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+QWEN3_1_7B = {
+    **QWEN3_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+
+
+CONFIGS = {"Qwen3-8B": QWEN3_8B, "Qwen3-30B-A3B": QWEN3_30B_A3B}
+_ROLLOUTS = ("rollout_h100", *(f"rollout_{number}_h100" for number in (2, 3, 4, 5)))
+_PRECISION = {
+    "bf16": "BF16",
+    "stock": "vLLM's own FP8, FP8 KV cache",
+    "fp8rl": "fp8rl, FP8 KV cache",
+}
+
+
+class Row(NamedTuple):
+    """A figure that was measured, and what is computed for it."""
+
+    what: str
+    gpu: str
+    precision: str
+    unit: str
+    predicted: float
+    measured: float
+    files: tuple[str, ...]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def result(name: str) -> Any:
+    """Return the values of a file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def model(config: dict[str, Any]) -> Model:
+    """Return the shapes of a model whose linear layers are all in FP8."""
+    policy = PluginManager(discover=False).pin_policy(Recipe().pins, module_names(config))
+    return Model(config, policy.report())
+
+
+def rows() -> Iterator[Row]:
+    """Yield every measured figure that the estimate has something for."""
+    yield from _rollouts()
+    yield from _eight_layers()
+    yield from _steps()
+
+
+def _rollouts() -> Iterator[Row]:
+    noted, folders = result("noted")["qwen3_30b_a3b"], result("restructuring")["h200"]
+    runs = [
+        (file, "Qwen3-8B", each)
+        for file in (*_ROLLOUTS, "versions_gpu")
+        for each in result(file)["results"]
+    ]
+    for key, name in (("rollout", "Qwen3-8B"), ("rollout_30b_a3b", "Qwen3-30B-A3B")):
+        runs += [("restructuring", name, each) for each in folders[key]["after"]["results"]]
+    found: dict[tuple[str, str, str, str], list[tuple[str, float]]] = {
+        ("Qwen3-30B-A3B", "h200", "256x512x1024", engine): [("noted", noted[engine])]
+        for engine in ("bf16", "fp8rl")
+    }
+    for file, name, each in runs:
+        gpu, engine = each["gpu"].split()[1].lower(), each["variant"].removesuffix("-kv")
+        for load, speeds in each["loads"].items():
+            figures = found.setdefault((name, gpu, load, engine), [])
+            figures.append((file, speeds["median"]))
+    order = [*CONFIGS, *_PRECISION]
+    for key in sorted(found, key=lambda key: (order.index(key[0]), *key[1:3], order.index(key[3]))):
+        yield _rollout(*key, found[key])
+
+
+def _rollout(name: str, gpu: str, load: str, engine: str, figures: list[tuple[str, float]]) -> Row:
+    requests, fp8 = Load.parse(load), engine != "bf16"
+    found = rollout(
+        find_gpu(gpu), model(CONFIGS[name]), requests, cast("Engine", engine), fp8=fp8, fp8_kv=fp8
+    )
+    return Row(
+        f"{name}, {requests.requests} x ({requests.tokens_in:,}, {requests.tokens_out:,})",
+        gpu,
+        _PRECISION[engine],
+        "tokens/s",
+        found.tokens_per_second,
+        median(figure for _, figure in figures),
+        tuple(dict.fromkeys(file for file, _ in figures)),
+    )
+
+
+def _eight_layers() -> Iterator[Row]:
+    gpu, shapes = find_gpu("h100"), model({**QWEN3_8B, "num_hidden_layers": 8})
+    for precision in ("BF16", "fp8rl"):
+        for what, measured in result("noted")["eight_layers"][precision].items():
+            seconds = trainer_seconds(
+                gpu,
+                shapes,
+                8192,
+                4096,
+                precision != "BF16",
+                training=what == "forward and backward",
+                fused_loss=True,
+            )
+            name = f"8 layers of Qwen3-8B, {what}"
+            yield Row(name, "h100", precision, "ms", 1e3 * seconds, measured, ("noted",))
+
+
+def _steps() -> Iterator[Row]:
+    shapes, folders = model(QWEN3_1_7B), result("restructuring")["h200"]["step"]
+    runs = [
+        *(
+            (name, file, result(file)["rows"])
+            for name, file in (
+                ("h100", "megatron_step_h100"),
+                ("h100", "megatron_step_2_h100"),
+                ("h200", "megatron_step_h200"),
+            )
+        ),
+        *(("h200", "restructuring", folders[turn]["after"]["rows"]) for turn in folders),
+    ]
+    for name in ("h100", "h200"):
+        gpu, mine = find_gpu(name), [run for run in runs if run[0] == name]
+        for precision in ("BF16", "fp8rl"):
+            seconds = 2 * trainer_seconds(
+                gpu, shapes, 8192, 4096, precision != "BF16", training=True
+            ) + optimizer_seconds(gpu, shapes)
+            yield Row(
+                "Qwen3-1.7B, a step of two micro-batches",
+                name,
+                precision,
+                "ms",
+                1e3 * seconds,
+                median(each[precision]["milliseconds"]["total"] for _, _, each in mine),
+                tuple(dict.fromkeys(file for _, file, _ in mine)),
+            )
+
+
+def page(text: str) -> str:
+    """Return the page with the table written anew."""
+    lines = [
+        "| what | GPU | precision | predicted | measured | error | data |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows():
+        error = f"{row.error:+.1%}"
+        files = [f"[{n + 1}](../benchmarks/results/{f}.json)" for n, f in enumerate(row.files)]
+        cells = (
+            row.what,
+            row.gpu.upper(),
+            row.precision,
+            f"{row.predicted:,.0f} {row.unit}",
+            f"{row.measured:,.0f}" if row.measured >= 100 else f"{row.measured:.1f}",
+            error if abs(row.error) <= BOUND else f"**{error}**",
+            ", ".join(files),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + BEGIN, "", *lines, "", END + after])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stdout.write(f"{PAGE} was written.\n")
