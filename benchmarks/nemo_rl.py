@@ -5,6 +5,7 @@
                                  [--single-controller | --in-flight] [--model HF_FOLDER]
                                  [--family FAMILY] [--prompts 32] [--generations 16]
                                  [--limit SECONDS] [--graphs] [--write-only] [--curves FILE.svg]
+                                 [--task sums|long] [--programs 24,40] [--seed 42]
                                  [--set KEY=VALUE]...
 
 Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
@@ -23,6 +24,11 @@ runs asynchronous GRPO on two GPUs in the same way, whose requests go on across 
 ``upstream`` the file of NeMo RL beneath it, and ``bf16`` that without FP8. Printed with the curves
 is whether the mismatch over all steps keeps the bound of upstream's test of that file
 (``tests/test_suites/`` of NeMo RL), which also has bounds for single steps.
+``--task long`` asks for answers of hundreds of tokens (``long_tasks.py``; ``--programs`` bounds the
+steps of a program) of the model that ``long_model.py`` has made (``--model``), for 100 steps of 16
+prompts x 8 samples, in five variants: ``fp8rl-rollout`` is FP8 in rollouts alone. It validates and
+keeps checkpoints; the same command goes on from the last one. Printed beside the curves, which then
+are those of all parts of the run, are the validations and the mismatch by position.
 ``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made (its
 exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
 driver; ``--curves`` draws the variants (``nemo_rl_curves.py``); each ``--set`` is an override that
@@ -41,25 +47,41 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 from nemo_rl_curves import draw
+from nemo_rl_long import PROBLEMS, by_position, long_answers, step_files
+from nemo_rl_long import make_data as make_long_data
 from sums_model import make_model, problems
 from tiny_models import FAMILIES
 
-VARIANTS = ("bf16", "upstream", "fp8rl", "fp8rl-bf16kv")
+VARIANTS = ("bf16", "upstream", "fp8rl", "fp8rl-bf16kv", "fp8rl-rollout")
+TASKS: dict[str, dict[str, Any]] = {
+    "sums": {"variants": "bf16,upstream,fp8rl", "steps": 20, "prompts": 32, "generations": 16},
+    "long": {
+        "variants": "bf16,fp8rl-rollout,fp8rl-bf16kv,fp8rl,upstream",
+        "steps": 100,
+        "prompts": 16,
+        "generations": 8,
+    },
+}
+"""Defaults of the other arguments."""
 CURVES = (
     "train/reward",
     "train/token_mult_prob_error",
     "train/gen_kl_error",
+    "train/approx_entropy",
+    "train/mean_gen_tokens_per_sample",
     "train/fp8rl/is_weight_ess",
     "train/fp8rl/token_mult_prob_error",
     "train/fp8rl/guard_level",
     "train/fp8rl/step_skipped",
 )
 """Printed step by step."""
+VALIDATION = ("accuracy", "avg_length")
 SECONDS = (
     "generation",
     "policy_and_reference_logprobs",
@@ -135,7 +157,7 @@ def config(
             "max_num_steps": options.steps,
             "val_period": 0,
             "val_at_start": False,
-            "seed": 42,
+            "seed": options.seed,
         },
         "policy": {
             "model_name": str(model),
@@ -206,7 +228,7 @@ def config(
     if variant.startswith("fp8rl"):
         value["defaults"].append(str(RECIPE_FOLDER / "keys.yaml"))
         value["fp8rl"] = {
-            "training": megatron,
+            "training": megatron and variant != "fp8rl-rollout",
             "kv_cache": {"dtype": "fp8_e4m3" if variant == "fp8rl" else "auto"},
             "pins": {"layers": [1]} if megatron else {},
         }
@@ -220,6 +242,9 @@ def config(
         generation = value["policy"]["generation"]
         generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
         generation["vllm_cfg"] |= {"tensor_parallel_size": 1, "async_engine": True}
+    if options.task == "long":
+        checkpoints = logs.with_name(logs.name.replace("logs", "checkpoints", 1))
+        long_answers(value, options.programs[1], data, checkpoints)
     return value
 
 
@@ -307,26 +332,50 @@ def single_controller(value: dict[str, Any], source: Path, options: argparse.Nam
     value["data_plane"] = {"enabled": True, "storage_capacity": 8 * sequences}
 
 
-def summary(logs: Path, log: Path) -> dict[str, Any]:
-    """``steps``, each of CURVES, ``seconds`` and ``setup``, from the run's tensorboard and log."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def summary(logs: Path, log: Path, resumed: bool) -> dict[str, Any]:
+    """``steps``, each of CURVES, ``seconds`` and ``setup``, from the run's tensorboard and log.
 
-    values: dict[str, list[float]] = {}
-    last = max(logs.glob("exp_*"), default=logs)  # NeMo RL makes a new one for each run
-    for file in sorted(last.rglob("events.out.tfevents.*")):
-        events = EventAccumulator(str(file))
-        events.Reload()
-        for tag in events.Tags()["scalars"]:
-            values.setdefault(tag, []).extend(event.value for event in events.Scalars(tag))
+    A run that can be ``resumed`` consists of all runs of the folder, and has ``validation`` and
+    ``positions`` too.
+    """
+    folders = sorted(logs.glob("exp_*")) or [logs]  # NeMo RL makes a new one for each run
+    found = scalars(folders if resumed else folders[-1:])
+    values = {tag: list(by_step.values()) for tag, by_step in found.items()}
     seconds = {name: values.get(f"timing/train/{name}", []) for name in SECONDS}
     text = log.read_text(encoding="utf-8", errors="replace")
     seconds["engine_calibration"] = [float(taken) for taken in CALIBRATION.findall(text)]
-    return {
+    told = {
         "steps": len(values.get("train/reward", [])),
         "curves": {tag: [round(x, 6) for x in values[tag]] for tag in CURVES if tag in values},
         "seconds": {name: first_and_median(taken) for name, taken in seconds.items() if taken},
         "setup": {name: float(taken) for name, taken in SETUP.findall(text)},
     }
+    if resumed:
+        validation = {name: found.get(f"validation/{name}", {}) for name in VALIDATION}
+        told["validation"] = {"steps": list(validation["accuracy"])} | {
+            name: [round(x, 6) for x in by_step.values()] for name, by_step in validation.items()
+        }
+        told["positions"] = by_position(step_files(folders))
+    return told
+
+
+def scalars(folders: Sequence[Path]) -> dict[str, dict[int, float]]:
+    """Read the values of each tag in tensorboard's files, by step, in order.
+
+    Args:
+        folders: log folders of one run; later ones replace the steps that they have made again.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    values: dict[str, dict[int, float]] = {}
+    for folder in folders:
+        for file in sorted(folder.rglob("events.out.tfevents.*")):
+            events = EventAccumulator(str(file))
+            events.Reload()
+            for tag in events.Tags()["scalars"]:
+                found = {event.step: event.value for event in events.Scalars(tag)}
+                values[tag] = values.get(tag, {}) | found
+    return {tag: dict(sorted(by_step.items())) for tag, by_step in values.items()}
 
 
 def gate(family: str, curves: dict[str, list[float]]) -> dict[str, Any]:
@@ -370,21 +419,25 @@ def main() -> int:
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--trainer", choices=("dtensor", "megatron"), default="dtensor")
-    parser.add_argument("--variants", default=",".join(VARIANTS[:3]))
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--variants")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--gpus", type=int, default=1)
     loops = parser.add_mutually_exclusive_group()
     loops.add_argument("--single-controller", action="store_true")
     loops.add_argument("--in-flight", action="store_true")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--family", choices=tuple(RECIPES))
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--generations", type=int, default=16)
+    parser.add_argument("--prompts", type=int)
+    parser.add_argument("--generations", type=int)
+    parser.add_argument("--task", choices=tuple(TASKS), default="sums")
+    parser.add_argument("--programs", type=_bounds, default=(24, 40), metavar="SHORTEST,LONGEST")
+    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")
     parser.add_argument("--curves", type=Path, metavar="FILE.svg")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.set_defaults(**TASKS[parser.parse_known_args()[0].task])
     options = parser.parse_args()
     variants = options.variants.split(",")
     if unknown := sorted(set(variants) - set(VARIANTS)):
@@ -393,6 +446,11 @@ def main() -> int:
         parser.error(f"--gpus {options.gpus} does not divide {batch_size(options)} sequences")
     if options.family and (options.trainer != "megatron" or options.gpus > 1):
         parser.error("--family needs --trainer megatron and one GPU")
+    if options.task == "long":
+        if options.model is None or options.family:
+            parser.error("--task long needs --model and has no --family")
+        if options.steps * options.prompts > PROBLEMS:
+            parser.error(f"--task long has {PROBLEMS} problems, fewer than --steps x --prompts")
     loop = "-single-controller" if options.single_controller else ""
     loop = "-in-flight" if options.in_flight else loop
     if loop and (options.trainer != "megatron" or options.gpus != 2):
@@ -401,23 +459,25 @@ def main() -> int:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     model = (options.model or make_model(folder / "model", options.family or "qwen3")).resolve()
-    data = make_data(folder / "sums.jsonl")
+    long = options.task == "long"
+    data = make_long_data(folder, *options.programs) if long else make_data(folder / "sums.jsonl")
     failed = 0
     runs = []
     for variant in variants:
         name = f"{options.trainer}-{variant}" + (f"-{options.gpus}" if options.gpus > 1 else "")
         name += loop + (f"-{options.family}" if options.family else "")
+        name += f"-long-{options.seed}" if long else ""
         logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
         value = config(options, model, data, logs, variant)
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")
         if options.write_only:
             continue
         command = [sys.executable, str(options.source / "examples" / driver)]
-        with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
+        with (folder / f"{name}.log").open("a" if long else "w", encoding="utf-8") as log:
             arguments = ["--config", str(file), *options.set]
             code = run([*command, *arguments], options.source, log, options.limit)
         failed += code != 0
-        found = summary(logs, Path(log.name)) if logs.is_dir() else {}
+        found = summary(logs, Path(log.name), resumed=long) if logs.is_dir() else {}
         if options.family and found:
             found["gate"] = gate(options.family, found["curves"])
         runs.append({"run": name, "exit": code, **found})
@@ -425,6 +485,11 @@ def main() -> int:
     if options.curves is not None:
         draw(runs, options.curves)
     return int(failed > 0)
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    shortest, longest = map(int, text.split(","))
+    return shortest, longest
 
 
 if __name__ == "__main__":

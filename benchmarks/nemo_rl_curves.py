@@ -1,30 +1,63 @@
-"""Draw what ``nemo_rl.py`` has printed: reward and ``token_mult_prob_error``, step by step.
+"""Draw what ``nemo_rl.py`` has printed: reward and mismatch by step, and more of long answers.
 
     python benchmarks/nemo_rl_curves.py RESULTS.json... --out FILE.svg
 
 A results file holds a run a line, or one object with a list of ``runs``. Each trainer has a row of
-panels; runs of one variant have one colour everywhere.
+panels; runs of one variant have one colour everywhere, whatever their seeds. Runs of long answers
+also have validation accuracy and entropy by step, and ``gen_kl_error`` by position.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+Points = tuple[Sequence[float], Sequence[float]]
+
+
+def by_step(tag: str) -> Callable[[Mapping[str, Any]], Points]:
+    """Return what finds the points of a curve in a run: steps and values."""
+
+    def points(run: Mapping[str, Any]) -> Points:
+        values = run["curves"].get(tag, [])
+        return range(1, len(values) + 1), values
+
+    return points
+
+
+def validation(run: Mapping[str, Any]) -> Points:
+    """Return steps and accuracies of a run's validations, if it has any."""
+    found = run.get("validation", {})
+    return found.get("steps", []), found.get("accuracy", [])
+
+
+def kl_by_position(run: Mapping[str, Any]) -> Points:
+    """Return where each range of positions begins and the KL there, if the run has them."""
+    found = run.get("positions", [])
+    return [row["start"] for row in found], [row["kl"] for row in found]
+
+
 PANELS = {
-    "train/reward": "reward, mean of a step",
-    "train/token_mult_prob_error": "token_mult_prob_error",
+    "reward, mean of a step": by_step("train/reward"),
+    "token_mult_prob_error": by_step("train/token_mult_prob_error"),
 }
+LONG_PANELS = {
+    "validation accuracy": validation,
+    "entropy, nats a token": by_step("train/approx_entropy"),
+    "gen_kl_error by position": kl_by_position,
+}
+"""Drawn where a run has a validation."""
 COLOURS = ("#444444", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e")
 WIDTH, HEIGHT = 4.6, 2.6
 """Inches of a panel."""
 
 
 def read(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """The runs of results files, in order."""
+    """The runs of results files, in order; of a resumed run the last, which has all its steps."""
     runs: list[dict[str, Any]] = []
     for file in files:
         text = file.read_text(encoding="utf-8")
@@ -34,7 +67,13 @@ def read(files: Iterable[Path]) -> list[dict[str, Any]]:
             runs += [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
             runs += value.get("runs", [value])
-    return runs
+    whole = {run["run"]: run for run in runs if "validation" in run}
+    return [run for run in runs if whole.get(run["run"], run) is run]
+
+
+def variant(run: Mapping[str, Any]) -> str:
+    """Return what a run is called without its trainer and the seed of long answers."""
+    return re.sub(r"-long-\d+$", "", run["run"].partition("-")[2])
 
 
 def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -52,26 +91,26 @@ def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for run in drawn:
         rows.setdefault(run["run"].partition("-")[0], []).append(run)
-    variants = list(dict.fromkeys(run["run"].partition("-")[2] for run in drawn))
-    size = (WIDTH * len(PANELS), HEIGHT * max(len(rows), 1))
+    panels = PANELS | (LONG_PANELS if any(run.get("validation") for run in drawn) else {})
+    variants = list(dict.fromkeys(map(variant, drawn)))
+    size = (WIDTH * len(panels), HEIGHT * max(len(rows), 1))
     figure, axes = pyplot.subplots(
-        max(len(rows), 1), len(PANELS), figsize=size, squeeze=False, layout="constrained"
+        max(len(rows), 1), len(panels), figsize=size, squeeze=False, layout="constrained"
     )
-    for panels, (trainer, mine) in zip(axes, rows.items(), strict=False):
-        for panel, (tag, title) in zip(panels, PANELS.items(), strict=True):
+    for line, (trainer, mine) in zip(axes, rows.items(), strict=False):
+        for panel, (title, points) in zip(line, panels.items(), strict=True):
             for run in mine:
-                variant = run["run"].partition("-")[2]
-                values = run["curves"].get(tag, [])
-                colour = COLOURS[variants.index(variant) % len(COLOURS)]
-                steps = range(1, len(values) + 1)
-                panel.plot(steps, values, ".-", color=colour, label=variant, lw=1, ms=3)
+                colour = COLOURS[variants.index(variant(run)) % len(COLOURS)]
+                panel.plot(*points(run), ".-", color=colour, label=variant(run), lw=1, ms=3)
             panel.set_title(f"{trainer}: {title}", fontsize=9)
             panel.tick_params(labelsize=8)
             panel.xaxis.set_major_locator(MaxNLocator(integer=True))
             panel.grid(alpha=0.3)
-        panels[0].legend(fontsize=8)
-    for panel in axes[-1]:
-        panel.set_xlabel("step", fontsize=8)
+        handles, labels = line[0].get_legend_handles_labels()
+        legend = dict(zip(labels, handles, strict=True))
+        line[0].legend(legend.values(), legend, fontsize=8)
+    for panel, title in zip(axes[-1], panels, strict=True):
+        panel.set_xlabel("position" if "position" in title else "step", fontsize=8)
     metadata = {"Date": None} if file.suffix == ".svg" else None
     figure.savefig(file, metadata=metadata)
     pyplot.close(figure)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,16 +21,22 @@ class CharTokenizer:
     would each pad it differently. The fillers are ordinary tokens such as "<unused19>": an
     untrained policy that samples one writes visible nonsense, and no id is unknown to a decoder.
 
+    A subclass may set other ``tokens`` and the ``pattern`` that matches each of them in a text.
+
     Attributes:
         vocab_size: number of token ids, 128.
+        tokens: the characters.
+        pattern: regular expression of one token, for ``re`` and for ``tokenizers``.
         pad_id, bos_id, eos_id, unk_id: ids of the special tokens.
     """
 
     vocab_size = 128
+    tokens: Sequence[str] = CHARACTERS
+    pattern = r"[\s\S]"  # not ".", which does not match a newline
     pad_id, bos_id, eos_id, unk_id = range(len(SPECIAL))
 
     def __init__(self) -> None:
-        tokens = [*SPECIAL, *CHARACTERS]
+        tokens = [*SPECIAL, *self.tokens]
         tokens += [f"<unused{i}>" for i in range(len(tokens), self.vocab_size)]
         self._tokens = tokens
         self._ids = {token: i for i, token in enumerate(tokens)}
@@ -38,10 +45,10 @@ class CharTokenizer:
         """Return the token ids of ``text``, after BOS unless ``add_bos`` is False, without EOS.
 
         Raises:
-            KeyError: a character is not in ``CHARACTERS``. (The Hugging Face tokenizer returns
+            KeyError: a character is not in ``tokens``. (The Hugging Face tokenizer returns
                 ``<unk>`` instead, as that interface requires.)
         """
-        ids = [self._ids[character] for character in text]
+        ids = [self._ids[token] for token in re.findall(self.pattern, text)]
         return [self.bos_id, *ids] if add_bos else ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -55,8 +62,7 @@ class CharTokenizer:
 
         pad, bos, eos, unk = SPECIAL
         tokenizer = Tokenizer(models.WordLevel(self._ids, unk_token=unk))
-        # Not ".", which does not match a newline.
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(self.pattern), "isolated")
         tokenizer.decoder = decoders.Fuse()
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +48,8 @@ def test_medians_leave_the_first_step_out(benchmark: ModuleType) -> None:
         (["--gpus", 3], "does not divide 128"),
         (["--in-flight", "--gpus", 2], "--in-flight needs --trainer megatron --gpus 2"),
         (["--in-flight", "--single-controller"], "not allowed with"),
+        (["--task", "long"], "--task long needs --model and has no --family"),
+        (["--task", "long", "--model", "m", "--steps", 9999], "long has 16384 problems"),
     ],
 )
 def test_what_cannot_be_run_is_refused(
@@ -65,6 +67,48 @@ def test_what_cannot_be_run_is_refused(
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_resumed_run_is_put_together(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part was ended after its third step, and the second began at the third."""
+
+    class Events:
+        """In the place of tensorboard's reader; a file of it holds JSON here."""
+
+        def __init__(self, file: str) -> None:
+            self.found = json.loads(Path(file).read_text(encoding="utf-8"))
+
+        def Reload(self) -> None: ...
+
+        def Tags(self) -> dict[str, list[str]]:
+            return {"scalars": list(self.found)}
+
+        def Scalars(self, tag: str) -> list[SimpleNamespace]:
+            return [SimpleNamespace(step=step, value=value) for step, value in self.found[tag]]
+
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    reader: Any = ModuleType(name)
+    reader.EventAccumulator = Events
+    monkeypatch.setitem(sys.modules, name, reader)
+    accuracy = "validation/accuracy"
+    parts: list[dict[str, list[tuple[int, float]]]] = [
+        {"train/reward": [(1, 0.1), (2, 0.2), (3, 0.9)], accuracy: [(0, 0.4), (2, 0.5)]},
+        {"train/reward": [(3, 0.3), (4, 0.4)], accuracy: [(4, 0.6)]},
+    ]
+    for i, part in enumerate(parts, start=1):
+        folder = tmp_path / "logs" / f"exp_00{i}"
+        folder.mkdir(parents=True)
+        (folder / "events.out.tfevents.1").write_text(json.dumps(part), encoding="utf-8")
+    log = tmp_path / "run.log"
+    log.write_text("", encoding="utf-8")
+    whole = benchmark.summary(tmp_path / "logs", log, resumed=True)
+    assert whole["curves"]["train/reward"] == [0.1, 0.2, 0.3, 0.4]
+    assert whole["validation"]["steps"] == [0, 2, 4]
+    assert whole["validation"]["accuracy"] == [0.4, 0.5, 0.6]
+    last = benchmark.summary(tmp_path / "logs", log, resumed=False)
+    assert last["curves"]["train/reward"] == [0.3, 0.4] and "validation" not in last
 
 
 @pytest.mark.parametrize("lines", [False, True], ids=["one object", "a run a line"])
@@ -87,3 +131,31 @@ def test_curves(lines: bool, tmp_path: Path) -> None:
     for text in ("dtensor: reward", "megatron: token_mult_prob_error", ">bf16<", ">fp8rl<"):
         assert text in drawn
     assert "upstream" not in drawn
+
+
+def test_curves_and_table_of_long_answers(tmp_path: Path) -> None:
+    """More panels; the seeds of a variant share a colour, a line of the legend and a row."""
+    pytest.importorskip("matplotlib")
+    runs = []
+    for seed, kl in ((1, 1e-4), (2, 3e-4)):
+        made = run(f"megatron-fp8rl-long-{seed}", [0.5, 0.6])
+        for tag in ("gen_kl_error", "approx_entropy", "mean_gen_tokens_per_sample"):
+            made["curves"][f"train/{tag}"] = [kl, kl]
+        made["steps"] = 2
+        made["validation"] = {"steps": [2], "accuracy": [0.5], "avg_length": [700.0]}
+        made["positions"] = [{"start": 128, "tokens": 9, "kl": kl, "error": 1.01, "entropy": 0.1}]
+        runs.append(made)
+    results, figure = tmp_path / "results.json", tmp_path / "curves.svg"
+    ended = runs[0] | {"steps": 1}  # the part of a run that was resumed
+    results.write_text(json.dumps({"runs": [ended, *runs]}), encoding="utf-8")
+    command = [sys.executable, BENCHMARKS / "nemo_rl_curves.py", results, "--out", figure]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True)
+    drawn = figure.read_text(encoding="utf-8")
+    assert drawn.count(">fp8rl<") == 1
+    assert "megatron: validation accuracy" in drawn and "by position" in drawn
+
+    command = [sys.executable, BENCHMARKS / "long_table.py", results]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(told) == 3 and told[0].endswith("KL from token 128 |")
+    assert told[2].startswith("| fp8rl | 2 ± 0 | 0.5 ± 0 | 0.6 ± 0 | 0.5 ± 0 |")
+    assert told[2].endswith("| 0.0002 ± 0.00014 |")

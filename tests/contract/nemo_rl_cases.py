@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +22,10 @@ from nemo_rl.algorithms import grpo, loss
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl.algorithms.single_controller_utils import config as single_controller_config
 from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
+from nemo_rl.data.datasets import load_response_dataset
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.environments import math_environment
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils import config as nemo_config
@@ -668,6 +672,68 @@ def test_the_benchmarks_configs_are_accepted(trainer: str, gpus: int, tmp_path: 
         "fp8rl": "fp8_e4m3",
         "fp8rl-bf16kv": "auto",
     }
+
+
+def test_the_benchmarks_configs_of_long_answers_are_accepted(tmp_path: Path) -> None:
+    """In five variants, with room for the longest answer, validation and checkpoints."""
+    from transformers import Qwen3Config
+
+    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    command = [
+        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only", "--task", "long"),
+        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--model", tmp_path / "model"),
+        *("--trainer", "megatron", "--programs", "24,40", "--seed", 2),
+    ]
+    subprocess.run([str(part) for part in command], check=True)
+    nemo_config.register_omegaconf_resolvers()
+    found = {}
+    for file in tmp_path.glob("*.yaml"):
+        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
+        config = grpo.MasterConfig(**loaded)
+        announce_kv_cache(config.policy)
+        policy, vllm = config.policy, config.policy["generation"]["vllm_cfg"]
+        recipe = Recipe.from_dict(vllm["fp8rl"]) if vllm.get("fp8rl") else None
+        variant = file.stem.removeprefix("megatron-").removesuffix("-long-2")
+        found[variant] = recipe and (recipe.training, recipe.kv_cache.dtype, recipe.pins.layers)
+        assert vllm["max_model_len"] == policy["max_total_sequence_length"] == 1088
+        assert policy["dynamic_batching"]["train_mb_tokens"] >= policy["max_total_sequence_length"]
+        assert not policy["sequence_packing"]["enabled"]
+        assert config.grpo.seed == 2 and config.grpo.max_num_steps == 100
+        assert config.grpo.val_period > 0 and config.checkpointing["enabled"]
+        assert config.checkpointing["save_optimizer"]
+        assert file.stem in config.checkpointing["checkpoint_dir"]
+        assert config.loss_fn.reference_policy_kl_penalty == 0
+    for split, count in (("train", 16_384), ("validation", 128)):
+        asked = load_response_dataset(dict(config.data[split]) | {"env_name": "math"})
+        assert len(asked.dataset) == count and asked.val_dataset is None
+        prompt, answer = asked.dataset[0]["messages"]
+        assert prompt["content"].count("#") >= 24 and answer["content"].isdigit()
+    assert found == {
+        "bf16": None,
+        "upstream": None,
+        "fp8rl-rollout": (False, "auto", ()),
+        "fp8rl-bf16kv": (True, "auto", ()),
+        "fp8rl": (True, "fp8_e4m3", ()),
+    }
+
+
+def test_upstreams_verifier_judges_long_answers_as_their_checker_does() -> None:
+    """For the shortest and the longest, right ones and ones with slips."""
+    file = ROOT / "benchmarks" / "long_tasks.py"
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    tasks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tasks)
+    verifier: Any = math_environment.HFVerifyWorker
+    choose = random.Random(0)
+    asked = [tasks.problem(steps, choose) for steps in (24, 94) for _ in range(8)]
+    told = [tasks.demonstration(p.prompt, choose, slips=0.02) for p in asked]
+    found = verifier.__ray_actor_class__().verify(
+        told, [p.answer for p in asked], math_verify_impl="hf_math_verify"
+    )
+    ours = [tasks.is_right(p.answer, text) for p, text in zip(asked, told, strict=True)]
+    assert found == ours
+    assert 0 < sum(ours) < len(ours)
 
 
 @pytest.mark.parametrize("family", ["moonlight", "qwen3_5_moe", "minimax_m2"])

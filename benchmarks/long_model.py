@@ -1,0 +1,252 @@
+"""A Qwen3 of 50M to 200M parameters that runs list programs: where the runs of long answers start.
+
+    python benchmarks/long_model.py --folder MODEL [--size 50m|100m|200m] [--longest 40]
+                                    [--slips 0.02] [--limit SECONDS] [--stop-at ACCURACY]
+
+Trains on demonstrations of ``long_tasks.py`` in BF16 on one GPU, until the time limit or the
+accuracy, and writes the model and its tokenizer as a Hugging Face folder. The same command goes on
+from the checkpoint in the folder. Programs of equally many steps have prompts and answers of one
+length, so a batch of one number of steps has no padding and needs no mask. Programs start short and
+reach ``--longest`` when a third of the time has passed.
+
+Every half minute it prints tokens a second and the accuracy to be expected of sampled answers: the
+probability that the model gives to all tokens of a right answer, words aside, which one forward
+pass yields. At the end it samples. The slips bound the accuracy, by default at 0.98^steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from long_tasks import (
+    WORDS,
+    LongTokenizer,
+    answer_length,
+    demonstration,
+    is_right,
+    problem,
+    prompt_length,
+)
+from sums_model import CHAT, IGNORED
+from tiny_models import build, save
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
+    "50m": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 8},
+    "100m": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8},
+    "200m": {"hidden_size": 1280, "intermediate_size": 3840, "num_hidden_layers": 11},
+}
+"""Heads have 128 numbers; two KV heads serve all."""
+REPORT_S = 30.0
+CHECKPOINT = "checkpoint.pt"
+
+
+class WarmStart:
+    """The training of a model, which a checkpoint resumes.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.tokenizer = LongTokenizer()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(0)
+        shape = SIZES[options.size]
+        heads = shape["hidden_size"] // 128
+        self.model: Any = build(
+            "qwen3",
+            **shape,
+            num_attention_heads=heads,
+            num_key_value_heads=min(heads, 2),
+            max_position_embeddings=4096,
+            vocab_size=self.tokenizer.vocab_size,
+            bos_token_id=self.tokenizer.bos_id,
+            eos_token_id=self.tokenizer.eos_id,
+            pad_token_id=self.tokenizer.pad_id,
+        ).to(self.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=self.device.type == "cuda",
+        )
+        self.steps, self.tokens, self.seconds = 0, 0, 0.0
+        file = options.folder / CHECKPOINT
+        if file.is_file():
+            kept = torch.load(file, map_location=self.device)
+            self.model.load_state_dict(kept["model"])
+            self.optimizer.load_state_dict(kept["optimizer"])
+            self.steps, self.tokens, self.seconds = kept["done"]
+
+    def run(self) -> None:
+        """Train to the limit or the accuracy, print progress and keep checkpoints."""
+        began = reported = time.monotonic()
+        before, tokens = self.seconds, self.tokens
+        losses = []
+        finished = False
+        while not finished:
+            losses.append(self.step())
+            now = time.monotonic()
+            self.seconds = before + now - began
+            finished = self.progress() >= 1.0
+            if finished or now - reported >= REPORT_S:
+                accuracy = self.expected_accuracy()
+                told = {
+                    "step": self.steps,
+                    "seconds": round(self.seconds, 1),
+                    "tokens_per_second": round((self.tokens - tokens) / (now - reported)),
+                    "loss": round(torch.stack(losses).mean().item(), 4),
+                    "expected_accuracy": round(accuracy, 3),
+                }
+                sys.stdout.write(json.dumps(told) + "\n")
+                sys.stdout.flush()
+                finished |= accuracy >= self.options.stop_at
+                self.save_checkpoint()
+                reported, tokens, losses = time.monotonic(), self.tokens, []
+
+    def progress(self) -> float:
+        """The share that is done, of the steps or of the time."""
+        return max(self.steps / self.options.steps, self.seconds / self.options.limit)
+
+    def step(self) -> torch.Tensor:
+        """Make one step of AdamW and return its loss, in nats a token, without waiting for it."""
+        options, progress = self.options, self.progress()
+        # Linear warm-up, then a cosine to a twentieth.
+        ramp = min(1.0, (self.steps + 1) / 100) * (0.525 + 0.475 * math.cos(math.pi * progress))
+        for group in self.optimizer.param_groups:
+            group["lr"] = options.learning_rate * ramp
+        choose = random.Random(f"warm start/{self.steps}")
+        longest = min(options.longest, 3 + int(options.longest * progress * 3))
+        tokens, prompt = self.batch(choose.randint(1, longest), choose, options.slips)
+        labels = tokens.clone()
+        labels[:, :prompt] = IGNORED
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        self.tokens += tokens.numel()
+        return loss.detach()
+
+    def batch(
+        self, steps: int, choose: random.Random, slips: float, size: int | None = None
+    ) -> tuple[torch.Tensor, int]:
+        """Return demonstrations, int64 ``[size, length]``, and the length of the prompts.
+
+        Args:
+            steps: of each program.
+            choose: source of the choices.
+            slips: see ``long_tasks.demonstration``.
+            size: by default as many as ``--tokens`` holds.
+        """
+        rows = []
+        prompt = prompt_length(steps)
+        for _ in range(size or max(1, self.options.tokens // (prompt + answer_length(steps)))):
+            asked = problem(steps, choose).prompt
+            text = asked + demonstration(asked, choose, slips)
+            rows.append([*self.tokenizer.encode(text, add_bos=False), self.tokenizer.eos_id])
+        tokens = torch.tensor(rows)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        return tokens, prompt
+
+    @torch.no_grad()
+    def expected_accuracy(self, count: int = 32) -> float:
+        """Return the probability that a sampled answer goes the right way, with any words.
+
+        Args:
+            count: programs of ``--longest`` steps.
+        """
+        choose = random.Random("expected accuracy")
+        tokens, prompt = self.batch(self.options.longest, choose, 0.0, count)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = self.model(input_ids=tokens[:, :-1]).logits[:, prompt - 1 :]
+        logprobs = logits.float().log_softmax(-1)
+        asked = tokens[:, prompt:]
+        words = torch.tensor(
+            self.tokenizer.encode("".join(WORDS), add_bos=False), device=self.device
+        )
+        found = torch.where(
+            torch.isin(asked, words),
+            logprobs[..., words].logsumexp(-1),
+            logprobs.gather(-1, asked[..., None])[..., 0],
+        )
+        return found.sum(-1).exp().mean().item()
+
+    @torch.no_grad()
+    def sampled_accuracy(self, count: int) -> float:
+        """Return the share of right answers among those sampled at temperature 1.
+
+        Args:
+            count: programs of ``--longest`` steps, each answered once.
+        """
+        choose = random.Random("sampled accuracy")
+        steps = self.options.longest
+        asked = [problem(steps, choose) for _ in range(count)]
+        rows = [self.tokenizer.encode(p.prompt, add_bos=False) for p in asked]
+        with torch.autocast(self.device.type, torch.bfloat16):
+            tokens = self.model.generate(
+                torch.tensor(rows, device=self.device),
+                attention_mask=torch.ones(count, len(rows[0]), device=self.device),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=answer_length(steps),
+            )
+        told = [self.tokenizer.decode(row[len(rows[0]) :]) for row in tokens.tolist()]
+        return sum(is_right(p.answer, text) for p, text in zip(asked, told, strict=True)) / count
+
+    def save_checkpoint(self) -> None:
+        """Write what resumes the training, in the place of an older checkpoint."""
+        file = self.options.folder / CHECKPOINT
+        file.parent.mkdir(parents=True, exist_ok=True)
+        kept = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "done": (self.steps, self.tokens, self.seconds),
+        }
+        torch.save(kept, file.with_suffix(".new"))
+        file.with_suffix(".new").replace(file)
+
+    def save_model(self) -> None:
+        """Write the model in BF16 safetensors, and its tokenizer; the model ends on the CPU."""
+        save(self.model, "qwen3", self.options.folder)
+        hf = self.tokenizer.to_hf()
+        hf.chat_template = CHAT
+        hf.save_pretrained(self.options.folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--size", choices=tuple(SIZES), default="50m")
+    parser.add_argument("--longest", type=int, default=40, help="steps of a program")
+    parser.add_argument("--slips", type=float, default=0.02, help="share of lines with a slip")
+    parser.add_argument("--limit", type=float, default=210.0, help="seconds")
+    parser.add_argument("--steps", type=int, default=20_000, help="steps of AdamW at most")
+    parser.add_argument("--stop-at", type=float, default=1.0, help="expected accuracy")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a step")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--samples", type=int, default=64, help="answers sampled at the end")
+    options = parser.parse_args()
+    start = WarmStart(options)
+    start.run()
+    if options.samples:
+        told = {"sampled_accuracy": start.sampled_accuracy(options.samples)}
+        sys.stdout.write(json.dumps(told) + "\n")
+    start.save_model()
+
+
+if __name__ == "__main__":
+    main()

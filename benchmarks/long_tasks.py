@@ -1,0 +1,182 @@
+"""Problems whose right answer takes hundreds of tokens: programs over a list of digits.
+
+A prompt has the numbered instructions of a program and the list that it starts with. The answer
+repeats each instruction with the list that results, and boxes the last one::
+
+    #00+3#01~1|80461733
+    so#00+3=13794066now#01~1=77150842\\boxed{77150842}
+
+Every digit of a line is a digit of the line before, moved or plus a number, so that a small model
+learns a step quickly and fails by the number of steps. No instruction loses information: after a
+wrong digit the last list is wrong. Demonstrations have such slips, in lines that begin with two of
+the eight words. A policy that imitates them has two things to learn from its reward, to make no
+slips and to choose its words; and it is uncertain of one token in each line. Where all tokens have
+probability 1 no rounding of an engine shows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from fp8rl_demo.tasks import Problem
+from fp8rl_demo.tokenizer import CharTokenizer
+
+OPERATIONS = "+-<>~"
+WORDS = ("so", "then", "now", "next", "thus", "hence", "here", "well")
+CARELESS = WORDS[-2:]
+MOST_STEPS = 96
+WIDTH = 16
+"""Digits of the list."""
+LARGEST = 3
+"""Digit of an instruction. With ten of them a list says nothing of the next one until the digit is
+read too, and learning starts later."""
+Line = tuple[str, str]
+"""An instruction and the list after it."""
+_INSTRUCTION = re.compile(r"#(\d\d)(.)(\d)")
+_BOXED = re.compile(r"\\boxed\{(\d+)\}")
+
+
+class LongTokenizer(CharTokenizer):
+    """One token for each digit and sign, word, number of an instruction, and ``\\boxed{``: 128."""
+
+    tokens = (
+        *"0123456789",
+        *OPERATIONS,
+        *("|", "=", "\\boxed{", "}"),
+        *WORDS,
+        *(f"#{i:02}" for i in range(MOST_STEPS)),
+    )
+    pattern = rf"#\d\d|{'|'.join(WORDS)}|\\boxed\{{|[\s\S]"
+
+
+def step(operation: str, number: int, digits: Sequence[int]) -> list[int]:
+    """Apply one instruction: add or subtract, rotate left or right, reverse and add.
+
+    Args:
+        operation: a character of ``OPERATIONS``.
+        number: what to add or subtract, or how far to rotate.
+        digits: the list.
+    """
+    match operation:
+        case "+":
+            found = [x + number for x in digits]
+        case "-":
+            found = [x - number for x in digits]
+        case "<":
+            found = [*digits[number:], *digits[:number]]
+        case ">":
+            found = [*digits[-number:], *digits[:-number]]
+        case "~":
+            found = [x + number for x in reversed(digits)]
+        case _:
+            raise ValueError(f"'{operation}' is no operation; there are {OPERATIONS}")
+    return [x % 10 for x in found]
+
+
+def problem(steps: int, choose: random.Random) -> Problem:
+    """Return a random program and its last list.
+
+    Its instructions are numbered from anywhere, so that short programs teach all numbers.
+
+    Args:
+        steps: instructions of the program, 1 to ``MOST_STEPS``.
+        choose: source of the choices.
+
+    Raises:
+        ValueError: ``steps`` is out of range.
+    """
+    if not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"a program has 1 to {MOST_STEPS} steps, not {steps}")
+    first = choose.randint(0, MOST_STEPS - steps)
+    program = "".join(
+        f"#{i:02}{choose.choice(OPERATIONS)}{choose.randint(1, LARGEST)}"
+        for i in range(first, first + steps)
+    )
+    prompt = f"{program}|{_text([choose.randrange(10) for _ in range(WIDTH)])}"
+    *_, (_, digits) = run(prompt)
+    return Problem(prompt, digits)
+
+
+def prompt_length(steps: int) -> int:
+    """Return the tokens of the prompt of a program."""
+    return 3 * steps + 1 + WIDTH
+
+
+def answer_length(steps: int) -> int:
+    """Return the tokens of the answer to a program, with the end of the sequence."""
+    return (WIDTH + 5) * steps + WIDTH + 3
+
+
+def run(prompt: str, slips: Mapping[int, int] = MappingProxyType({})) -> Iterator[Line]:
+    """Yield each instruction of a prompt with the list that it results in.
+
+    Args:
+        prompt: as :func:`problem` has it.
+        slips: the digit of a line's list that is one too high, by the line. Later lines go on from
+            it.
+    """
+    program, _, start = prompt.partition("|")
+    digits = [int(x) for x in start]
+    for line, (number, operation, digit) in enumerate(_INSTRUCTION.findall(program)):
+        digits = step(operation, int(digit), digits)
+        if line in slips:
+            digits[slips[line]] = (digits[slips[line]] + 1) % 10
+        yield f"#{number}{operation}{digit}", _text(digits)
+
+
+def demonstration(prompt: str, choose: random.Random, slips: float = 0.0) -> str:
+    """Return an answer with random words, right but for slips.
+
+    Args:
+        prompt: as :func:`problem` has it.
+        choose: source of the choices.
+        slips: share of the lines that have one; all are lines of a word of ``CARELESS``.
+    """
+    words = [choose.choice(WORDS) for _ in range(prompt.count("#"))]
+    chance = slips * len(WORDS) / len(CARELESS)
+    slipped = {
+        line: choose.randrange(WIDTH)
+        for line, word in enumerate(words)
+        if word in CARELESS and choose.random() < chance
+    }
+    lines = list(run(prompt, slipped))
+    told = "".join(
+        f"{word}{what}={digits}" for word, (what, digits) in zip(words, lines, strict=True)
+    )
+    return f"{told}\\boxed{{{lines[-1][1]}}}"
+
+
+def is_right(answer: str, response: str) -> bool:
+    """Tell whether the last box of a response has the answer."""
+    boxed = _BOXED.findall(response)
+    return bool(boxed) and boxed[-1] == answer
+
+
+def problems(split: str, count: int, seed: int, shortest: int, longest: int) -> Iterator[Problem]:
+    """Yield problems of random numbers of steps, as a function of the arguments alone.
+
+    Args:
+        split: any name; other splits have other problems.
+        count: number of problems.
+        seed: seed of the choices.
+        shortest, longest: steps of a program, inclusive.
+    """
+    choose = random.Random(f"{split}/{seed}")
+    for _ in range(count):
+        yield problem(choose.randint(shortest, longest), choose)
+
+
+def write(file: Path, rows: Iterator[Problem]) -> Path:
+    """Write problems as JSONL for NeMo RL's ``ResponseDataset``."""
+    text = "".join(json.dumps({"input": p.prompt, "output": p.answer}) + "\n" for p in rows)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def _text(digits: Sequence[int]) -> str:
+    return "".join(map(str, digits))

@@ -1,0 +1,155 @@
+"""Long answers for ``nemo_rl.py --task long``: its data, its YAML, and mismatch by position."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from long_tasks import answer_length, problems, prompt_length, write
+
+PROBLEMS = 16_384
+"""Of the training data; each is asked once."""
+HELD_OUT = 128
+"""Problems of a validation, answered once each at temperature 1, as NeMo RL does."""
+VALIDATION_STEPS = 20
+"""Never before the first step, when an FP8 KV cache has no scales of the trainer."""
+CHECKPOINT_STEPS = 10
+ROUND = 64
+"""Sequences are padded to a multiple of this, as kernels in FP8 want it."""
+MICRO_BATCH_TOKENS = 16_384
+POSITIONS = (0, 128, 256, 512, 1024, 2048, 4096)
+"""Where each range of positions in a response begins."""
+
+
+def make_data(folder: Path, shortest: int, longest: int) -> Path:
+    """Write ``train.jsonl`` and ``validation.jsonl``, and return the former.
+
+    Args:
+        folder: to write.
+        shortest, longest: steps of a program, inclusive.
+    """
+    for split, count in (("train", PROBLEMS), ("validation", HELD_OUT)):
+        write(folder / f"{split}.jsonl", problems(split, count, 0, shortest, longest))
+    return folder / "train.jsonl"
+
+
+def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: Path) -> None:
+    """Change a YAML of the benchmark to long answers, in place.
+
+    Args:
+        value: the YAML.
+        longest: steps of the longest program.
+        data: file of the training data; ``validation.jsonl`` lies beside it.
+        checkpoints: folder for checkpoints, from the last of which a run goes on.
+    """
+    needed = prompt_length(longest) + answer_length(longest) + ROUND  # and what the checker says
+    length = -(-needed // ROUND) * ROUND
+    value["grpo"] |= {
+        "val_period": VALIDATION_STEPS,
+        "max_val_samples": HELD_OUT,
+        "val_batch_size": HELD_OUT,
+        "skip_reference_policy_logprobs_calculation": True,
+    }
+    value["loss_fn"]["reference_policy_kl_penalty"] = 0
+    policy = value["policy"]
+    tokens = max(MICRO_BATCH_TOKENS, length)
+    policy |= {
+        "max_total_sequence_length": length,
+        "make_sequence_length_divisible_by": ROUND,
+        "dynamic_batching": {
+            "enabled": True,
+            "train_mb_tokens": tokens,
+            "logprob_mb_tokens": tokens,
+            "sequence_length_round": ROUND,
+        },
+    }
+    policy["megatron_cfg"]["checkpoint"] = {"async_save": False}
+    # Decode steps in full graphs, without the minutes that torch.compile takes to start.
+    grpo = value["grpo"]
+    most = max(HELD_OUT, grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"])
+    generation = policy["generation"]
+    generation["vllm_cfg"]["enforce_eager"] = False
+    generation["vllm_kwargs"] = {
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, most + 1, 16)],
+        }
+    }
+    rows = value["data"]
+    rows["max_input_seq_length"] = prompt_length(longest) + 1
+    rows["train"]["split_validation_size"] = 0
+    rows["validation"] = rows["train"] | {"data_path": str(data.with_name("validation.jsonl"))}
+    value["checkpointing"] = {
+        "enabled": True,
+        "checkpoint_dir": str(checkpoints),
+        "metric_name": None,
+        "save_period": CHECKPOINT_STEPS,
+        "keep_top_k": 1,
+        "model_save_format": None,  # as DTensor's first worker has it; Megatron has its own
+    }
+    if "fp8rl" in value:
+        value["fp8rl"]["pins"] = {}  # upstream's FP8 has none either
+
+
+def by_position(files: Iterable[Path]) -> list[dict[str, float]]:
+    """Compare generation's log-probabilities with the trainer's, by position in the response.
+
+    Args:
+        files: ``train_data_step*.jsonl`` of NeMo RL, which have both for every token.
+
+    Returns:
+        For each range of positions that has tokens: its first position ``start``, ``tokens``, and
+        means in float64: ``kl`` (nats a token) and ``error``, computed as upstream's
+        ``gen_kl_error`` and ``token_mult_prob_error``, and ``entropy``, minus the log-probability
+        of what was sampled.
+    """
+    names = ("tokens", "kl", "error", "entropy")
+    sums = torch.zeros(len(POSITIONS), len(names), dtype=torch.float64)
+    starts = torch.tensor(POSITIONS)
+    for file in files:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                if not line.endswith("\n"):  # the driver was ended while it wrote
+                    break
+                row = {key: torch.tensor(kept) for key, kept in _numbers(json.loads(line))}
+                asked = (row["token_loss_mask"] * row["sample_loss_mask"][..., None]).bool()
+                generated = row["generation_logprobs"][asked].double()
+                log_ratio = row["prev_logprobs"][asked].double() - generated
+                found = torch.stack(
+                    (
+                        torch.ones_like(generated),
+                        log_ratio.exp() - 1 - log_ratio,
+                        log_ratio.abs().exp(),
+                        -generated,
+                    ),
+                    dim=1,
+                )
+                where = torch.bucketize(torch.arange(len(found)), starts, right=True) - 1
+                sums.index_add_(0, where, found)
+    return [
+        {"start": start, "tokens": int(row[0])}
+        | dict(zip(names[1:], (row[1:] / row[0]).tolist(), strict=True))
+        for start, row in zip(POSITIONS, sums, strict=True)
+        if row[0] > 0
+    ]
+
+
+def step_files(folders: Iterable[Path]) -> list[Path]:
+    """Return the files of a run's steps, of each the latest where a resumed run made it again.
+
+    Args:
+        folders: log folders of the run, the oldest first.
+    """
+    newest: dict[str, Path] = {}
+    for folder in folders:
+        newest |= {file.name: file for file in folder.glob("train_data_step*.jsonl")}
+    return list(newest.values())
+
+
+def _numbers(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    keys = ("token_loss_mask", "sample_loss_mask", "generation_logprobs", "prev_logprobs")
+    return [(key, row[key]) for key in keys]
