@@ -61,9 +61,9 @@ import yaml
 from nemo_rl_curves import draw
 from nemo_rl_long import PROBLEMS, by_position, long_answers, step_files
 from nemo_rl_long import make_data as make_long_data
-from nemo_rl_real import WARM_STEPS, is_complete, real_size, table
+from nemo_rl_real import WARM_STEPS, is_complete, is_shared, real_size, table
 from nemo_rl_real import make_data as make_real_data
-from real_model import SHAPES, make_weights, shape_of
+from real_model import SHAPES, shape_of
 from real_model import make_model as make_real_model
 from sums_model import make_model, problems
 from tiny_models import FAMILIES
@@ -525,6 +525,7 @@ def main() -> int:
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")
         if options.write_only:
             continue
+        shared = is_shared() if real else None
         command = [sys.executable, str(options.source / "examples" / driver)]
         with (folder / f"{name}.log").open("a" if long else "w", encoding="utf-8") as log:
             arguments = ["--config", str(file), *options.set]
@@ -534,6 +535,8 @@ def main() -> int:
         found = summary(logs, Path(log.name), long, warm) if logs.is_dir() else {}
         if options.family and found:
             found["gate"] = gate(options.family, found["curves"])
+        if real:
+            found["upper_bounds"] = shared
         runs.append({"run": name, "exit": code, **found})
         sys.stdout.write(json.dumps(runs[-1]) + "\n")
         if real and is_complete(runs[-1]):
@@ -550,10 +553,15 @@ def main() -> int:
 def prepare(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     """Return the folder of the model, made unless it is given, and the file of the data."""
     if options.task == "real":
-        shape = shape_of(options.size)
-        model = options.model or make_real_model(folder / f"model-{options.size}", shape)
-        if not options.write_only:
-            make_weights(model)
+        shape, model = shape_of(options.size), folder / f"model-{options.size}"
+        if options.model is not None:
+            model = options.model
+        elif options.write_only:
+            make_real_model(model, shape)
+        else:  # in a process of its own, which leaves nothing on the GPU
+            program = Path(__file__).with_name("real_model.py")
+            command = [sys.executable, program, model, "--size", options.size]
+            subprocess.run([str(part) for part in command], check=True)
         # Twice as many as needed: some are set apart for validation.
         count = 2 * options.steps * options.prompts
         return model.resolve(), make_real_data(folder / "prompts.jsonl", shape, count)

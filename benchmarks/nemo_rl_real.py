@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,9 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 """All answers are equally long, so nearly all steps have all sequences."""
 LEARNING_RATE = 1e-6
 CACHE_SLACK = 1.02
+IDLE_MIB, IDLE_LOAD = 1024, 0.25
+"""Memory in use of a GPU, and processes that want to run for each core, of a machine that does
+nothing else."""
 PHASES = {
     "rollout": ("generation",),
     "log-probabilities": ("policy_and_reference_logprobs",),
@@ -123,6 +130,31 @@ def cache_bytes(shape: Mapping[str, Any], sequences: int, fp8: bool) -> int:
     return int(token * tokens * (1 if fp8 else 2) * CACHE_SLACK)
 
 
+def is_shared(patience: float = 20) -> bool:
+    """Tell whether others use a GPU or the cores of this machine: then seconds are upper bounds.
+
+    Args:
+        patience: seconds that the workers of an earlier run have to end.
+    """
+    until = time.monotonic() + patience
+    while busy := _is_busy():
+        if time.monotonic() > until:
+            break
+        time.sleep(1)
+    return busy
+
+
+def _is_busy() -> bool:
+    running = int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0])
+    if running > 1 + IDLE_LOAD * (os.cpu_count() or 1):
+        return True
+    if shutil.which("nvidia-smi") is None:
+        return False
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    return any(float(used) > IDLE_MIB for used in told.split())
+
+
 def is_complete(run: Mapping[str, Any]) -> bool:
     """Tell whether a run has the steps of a median."""
     return run.get("steps", 0) >= WARM_STEPS + MEDIAN_STEPS
@@ -139,7 +171,7 @@ def phases(run: Mapping[str, Any]) -> dict[str, float]:
     return found | {"whole step": seconds[STEP]}
 
 
-def table(runs: Sequence[Mapping[str, Any]], variants: Iterable[str]) -> str:
+def table(runs: Sequence[Mapping[str, Any]], variants: Sequence[str]) -> str:
     """Return a table in Markdown: seconds by phase, their share of the first run's, and ratios.
 
     Args:
@@ -163,4 +195,7 @@ def table(runs: Sequence[Mapping[str, Any]], variants: Iterable[str]) -> str:
             ratio = f" ({seconds / found[phase]:.2f}x)" if found[phase] and seconds else ""
             row += f" {found[phase]:.2f}{ratio} |"
         lines.append(row)
+    bounds = [variant for variant, run in zip(variants, runs, strict=True) if run["upper_bounds"]]
+    if bounds:
+        lines += ["", f"Upper bounds, since others used the machine: {', '.join(bounds)}."]
     return "\n".join(lines)

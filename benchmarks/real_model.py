@@ -1,5 +1,7 @@
 """Qwen3 models in their true shapes with random weights: what ``nemo_rl.py --task real`` runs.
 
+    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b]
+
 Norms are 1 and matrices are normal with a standard deviation of 0.02, as before a pretraining. So
 activations are of order 1 in every layer, FP8 codes take every size, and a GPU draws the power that
 it draws with trained weights (``rollout.py`` says what near-zero weights do). The logits of a token
@@ -9,6 +11,7 @@ it is stopped.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -148,3 +151,15 @@ def _shards(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
         names.append(name)
         held += taken
     yield names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a model with random weights")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", choices=tuple(SHAPES), default="4b")
+    options = parser.parse_args()
+    make_weights(make_model(options.folder, shape_of(options.size)))
+
+
+if __name__ == "__main__":
+    main()
