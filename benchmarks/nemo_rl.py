@@ -79,7 +79,7 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "real": {
         "trainer": "megatron",
-        "variants": "bf16,upstream,fp8rl",
+        "variants": "bf16,fp8rl,upstream",
         "steps": 5,
         "prompts": 16,
         "generations": 16,
