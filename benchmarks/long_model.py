@@ -115,7 +115,7 @@ class WarmStart:
                 reported, tokens, losses = time.monotonic(), self.tokens, []
 
     def progress(self) -> float:
-        """The share that is done, of the steps or of the time."""
+        """Return the share that is done, of the steps or of the time."""
         return max(self.steps / self.options.steps, self.seconds / self.options.limit)
 
     def step(self) -> torch.Tensor:

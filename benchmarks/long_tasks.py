@@ -8,10 +8,10 @@ repeats each instruction with the list that results, and boxes the last one::
 
 Every digit of a line is a digit of the line before, moved or plus a number, so that a small model
 learns a step quickly and fails by the number of steps. No instruction loses information: after a
-wrong digit the last list is wrong. Demonstrations have such slips, in lines that begin with two of
-the eight words. A policy that imitates them has two things to learn from its reward, to make no
-slips and to choose its words; and it is uncertain of one token in each line. Where all tokens have
-probability 1 no rounding of an engine shows.
+wrong digit the last list is wrong. Demonstrations have such slips, in the first digit of lines that
+begin with two of the eight words. A policy that imitates them has two things to learn from its
+reward, to make no slips and to choose its words; and of these tokens it is uncertain. Where all
+tokens have probability 1 no rounding of an engine shows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from fp8rl_demo.tasks import Problem
 from fp8rl_demo.tokenizer import CharTokenizer
@@ -112,20 +111,19 @@ def answer_length(steps: int) -> int:
     return (WIDTH + 5) * steps + WIDTH + 3
 
 
-def run(prompt: str, slips: Mapping[int, int] = MappingProxyType({})) -> Iterator[Line]:
+def run(prompt: str, slips: Container[int] = ()) -> Iterator[Line]:
     """Yield each instruction of a prompt with the list that it results in.
 
     Args:
         prompt: as :func:`problem` has it.
-        slips: the digit of a line's list that is one too high, by the line. Later lines go on from
-            it.
+        slips: lines, from 0, where the first digit is one too high. Later lines go on from it.
     """
     program, _, start = prompt.partition("|")
     digits = [int(x) for x in start]
     for line, (number, operation, digit) in enumerate(_INSTRUCTION.findall(program)):
         digits = step(operation, int(digit), digits)
         if line in slips:
-            digits[slips[line]] = (digits[slips[line]] + 1) % 10
+            digits[0] = (digits[0] + 1) % 10
         yield f"#{number}{operation}{digit}", _text(digits)
 
 
@@ -140,9 +138,7 @@ def demonstration(prompt: str, choose: random.Random, slips: float = 0.0) -> str
     words = [choose.choice(WORDS) for _ in range(prompt.count("#"))]
     chance = slips * len(WORDS) / len(CARELESS)
     slipped = {
-        line: choose.randrange(WIDTH)
-        for line, word in enumerate(words)
-        if word in CARELESS and choose.random() < chance
+        line for line, word in enumerate(words) if word in CARELESS and choose.random() < chance
     }
     lines = list(run(prompt, slipped))
     told = "".join(

@@ -68,7 +68,7 @@ def test_slips_follow_two_of_the_words(tasks: ModuleType) -> None:
     """The example of the module's own description, and shares over many lines."""
     told = [digits for _, digits in tasks.run("#00+3#01~1|80461733")]
     assert told == ["13794066", "77150842"]
-    assert [d for _, d in tasks.run("#00+3#01~1|80461733", {0: 7})] == ["13794067", "87150842"]
+    assert [d for _, d in tasks.run("#00+3#01~1|80461733", {0})] == ["23794066", "77150843"]
     choose = random.Random(0)
     found = {word: [0, 0] for word in tasks.WORDS}
     for _ in range(300):
@@ -91,7 +91,7 @@ def test_slips_follow_two_of_the_words(tasks: ModuleType) -> None:
 def test_a_slip_anywhere_is_wrong_at_the_end(tasks: ModuleType) -> None:
     for seed in range(20):
         asked = tasks.problem(9, random.Random(seed))
-        *_, (_, digits) = tasks.run(asked.prompt, {seed % 9: seed % 16})
+        *_, (_, digits) = tasks.run(asked.prompt, {seed % 9})
         assert not tasks.is_right(asked.answer, rf"\boxed{{{digits}}}")
     assert not tasks.is_right("12", "21")
     assert not tasks.is_right("12", r"\boxed{12} or \boxed{21}")
