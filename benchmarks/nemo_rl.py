@@ -5,7 +5,8 @@
                                  [--single-controller | --in-flight] [--model HF_FOLDER]
                                  [--family FAMILY] [--prompts 32] [--generations 16]
                                  [--limit SECONDS] [--graphs] [--write-only] [--curves FILE.svg]
-                                 [--task sums|long] [--programs 24,40] [--seed 42]
+                                 [--task sums|long|real] [--programs 24,40] [--seed 42]
+                                 [--size 1.7b|4b|8b]
                                  [--set KEY=VALUE]...
 
 Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
@@ -29,6 +30,10 @@ steps of a program) of the model that ``long_model.py`` has made (``--model``), 
 prompts x 8 samples, in five variants: ``fp8rl-rollout`` is FP8 in rollouts alone. It validates and
 keeps checkpoints; the same command goes on from the last one. Printed beside the curves, which then
 are those of all parts of the run, are the validations and the mismatch by position.
+``--task real`` takes a Qwen3 of true shape with random weights (``real_model.py``; ``--size``) for
+five steps of 16 prompts x 16 samples, 512 tokens in and exactly 1,024 out, with the Megatron
+trainer and CUDA graphs. Its medians leave out two steps, and a table of them is written to
+``FOLDER/real-SIZE.md``. A variant whose result lies in the folder is not run again.
 ``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made (its
 exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
 driver; ``--curves`` draws the variants (``nemo_rl_curves.py``); each ``--set`` is an override that
@@ -47,6 +52,7 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -55,6 +61,10 @@ import yaml
 from nemo_rl_curves import draw
 from nemo_rl_long import PROBLEMS, by_position, long_answers, step_files
 from nemo_rl_long import make_data as make_long_data
+from nemo_rl_real import WARM_STEPS, is_complete, is_shared, real_size, table
+from nemo_rl_real import make_data as make_real_data
+from real_model import SHAPES, shape_of
+from real_model import make_model as make_real_model
 from sums_model import make_model, problems
 from tiny_models import FAMILIES
 
@@ -66,6 +76,13 @@ TASKS: dict[str, dict[str, Any]] = {
         "steps": 100,
         "prompts": 16,
         "generations": 8,
+    },
+    "real": {
+        "trainer": "megatron",
+        "variants": "bf16,fp8rl,upstream",
+        "steps": 5,
+        "prompts": 16,
+        "generations": 16,
     },
 }
 """Defaults of the other arguments."""
@@ -86,6 +103,11 @@ SECONDS = (
     "generation",
     "policy_and_reference_logprobs",
     "policy_training",
+    "data_processing",
+    "reward_calculation",
+    "advantage_calculation",
+    "logprob_inference_prep",
+    "training_prep",
     "exposed_generation",
     "weight_sync",
     "recompute_kv_scales",
@@ -97,6 +119,8 @@ SECONDS = (
 others."""
 SETUP = re.compile(r"^ +(Generation init|Policy init|Total setup): ([0-9.]+)s", re.MULTILINE)
 """Lines of the driver's."""
+PROGRESS = re.compile(r"Step \d+/\d+|Total step time: [0-9.]+s|Total setup: [0-9.]+s")
+"""Of the driver's log, what is shown while it runs."""
 BATCH = 128
 """Sequences of an optimizer step, in one micro-batch on each GPU."""
 CALIBRATION = re.compile(r"KV scales calibrated from .* in ([0-9.]+) s:")
@@ -245,6 +269,8 @@ def config(
     if options.task == "long":
         checkpoints = logs.with_name(logs.name.replace("logs", "checkpoints", 1))
         long_answers(value, options.programs[1], data, checkpoints)
+    if options.task == "real":
+        real_size(value, options.size, shape_of(options.size), variant, options.gpus)
     return value
 
 
@@ -332,8 +358,10 @@ def single_controller(value: dict[str, Any], source: Path, options: argparse.Nam
     value["data_plane"] = {"enabled": True, "storage_capacity": 8 * sequences}
 
 
-def summary(logs: Path, log: Path, resumed: bool) -> dict[str, Any]:
+def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, Any]:
     """``steps``, each of CURVES, ``seconds`` and ``setup``, from the run's tensorboard and log.
+
+    Medians leave out ``warm`` steps.
 
     A run that can be ``resumed`` consists of all runs of the folder, and has ``validation`` and
     ``positions`` too.
@@ -347,7 +375,9 @@ def summary(logs: Path, log: Path, resumed: bool) -> dict[str, Any]:
     told = {
         "steps": len(values.get("train/reward", [])),
         "curves": {tag: [round(x, 6) for x in values[tag]] for tag in CURVES if tag in values},
-        "seconds": {name: first_and_median(taken) for name, taken in seconds.items() if taken},
+        "seconds": {
+            name: first_and_median(taken, warm) for name, taken in seconds.items() if taken
+        },
         "setup": {name: float(taken) for name, taken in SETUP.findall(text)},
     }
     if resumed:
@@ -388,30 +418,46 @@ def gate(family: str, curves: dict[str, list[float]]) -> dict[str, Any]:
     return {"curve": curve, kind: round(found, 6), "bar": bar, "passed": found < bar}
 
 
-def first_and_median(taken: list[float]) -> dict[str, float]:
-    """``first``, and ``median`` of what follows it, if anything does."""
+def first_and_median(taken: list[float], warm: int = 1) -> dict[str, float]:
+    """``first``, and ``median`` of what follows the first ``warm`` ones, if anything does."""
     told = {"first": round(taken[0], 3)}
-    if len(taken) > 1:
-        told["median"] = round(statistics.median(taken[1:]), 3)
+    if len(taken) > warm:
+        told["median"] = round(statistics.median(taken[warm:]), 3)
     return told
 
 
 def run(command: list[str], source: Path, log: TextIO, limit: float | None) -> int | None:
-    """The driver's exit code; None where it was ended after ``limit`` seconds."""
-    try:
-        return subprocess.run(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "HF_HUB_OFFLINE": "1",
-                "NEMO_RL_CONFIGS": str(source.resolve() / "examples" / "configs"),
-            },
-            timeout=limit,
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return None
+    """The driver's exit code; None where it was ended after ``limit`` seconds.
+
+    The lines of its log that are :data:`PROGRESS` go to stderr as they come.
+    """
+    start = Path(log.name).stat().st_size
+    process = subprocess.Popen(
+        command,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "NEMO_RL_CONFIGS": str(source.resolve() / "examples" / "configs"),
+        },
+    )
+    began = time.monotonic()
+    with Path(log.name).open(encoding="utf-8", errors="replace") as lines:
+        lines.seek(start)
+        rest = ""
+        while True:
+            code = process.poll()
+            whole, _, rest = (rest + lines.read()).rpartition("\n")
+            for found in PROGRESS.findall(whole):
+                sys.stderr.write(f"{time.monotonic() - began:6.0f} s: {found}\n")
+            if code is not None:
+                return code
+            if limit is not None and time.monotonic() - began > limit:
+                process.kill()
+                process.wait()
+                return None
+            time.sleep(0.2)
 
 
 def main() -> int:
@@ -432,6 +478,7 @@ def main() -> int:
     parser.add_argument("--task", choices=tuple(TASKS), default="sums")
     parser.add_argument("--programs", type=_bounds, default=(24, 40), metavar="SHORTEST,LONGEST")
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--size", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")
@@ -451,6 +498,8 @@ def main() -> int:
             parser.error("--task long needs --model and has no --family")
         if options.steps * options.prompts > PROBLEMS:
             parser.error(f"--task long has {PROBLEMS} problems, fewer than --steps x --prompts")
+    if options.task == "real" and (options.trainer != "megatron" or options.family):
+        parser.error("--task real needs --trainer megatron and has no --family")
     loop = "-single-controller" if options.single_controller else ""
     loop = "-in-flight" if options.in_flight else loop
     if loop and (options.trainer != "megatron" or options.gpus != 2):
@@ -458,33 +507,68 @@ def main() -> int:
     driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    model = (options.model or make_model(folder / "model", options.family or "qwen3")).resolve()
-    long = options.task == "long"
-    data = make_long_data(folder, *options.programs) if long else make_data(folder / "sums.jsonl")
+    model, data = prepare(options, folder)
+    long, real = options.task == "long", options.task == "real"
     failed = 0
     runs = []
     for variant in variants:
         name = f"{options.trainer}-{variant}" + (f"-{options.gpus}" if options.gpus > 1 else "")
         name += loop + (f"-{options.family}" if options.family else "")
         name += f"-long-{options.seed}" if long else ""
+        name += f"-{options.size}" if real else ""
         logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
+        result = folder / f"{name}.json"
+        if real and result.is_file():
+            runs.append(json.loads(result.read_text(encoding="utf-8")))
+            continue
         value = config(options, model, data, logs, variant)
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")
         if options.write_only:
             continue
+        shared = is_shared() if real else None
         command = [sys.executable, str(options.source / "examples" / driver)]
         with (folder / f"{name}.log").open("a" if long else "w", encoding="utf-8") as log:
             arguments = ["--config", str(file), *options.set]
             code = run([*command, *arguments], options.source, log, options.limit)
         failed += code != 0
-        found = summary(logs, Path(log.name), resumed=long) if logs.is_dir() else {}
+        warm = WARM_STEPS if real else 1
+        found = summary(logs, Path(log.name), long, warm) if logs.is_dir() else {}
         if options.family and found:
             found["gate"] = gate(options.family, found["curves"])
+        if real:
+            found["upper_bounds"] = shared
         runs.append({"run": name, "exit": code, **found})
         sys.stdout.write(json.dumps(runs[-1]) + "\n")
+        if real and is_complete(runs[-1]):
+            result.write_text(json.dumps(runs[-1]), encoding="utf-8")
+    if real and runs:
+        text = table(runs, variants)
+        (folder / f"real-{options.size}.md").write_text(text + "\n", encoding="utf-8")
+        sys.stderr.write(text + "\n")
     if options.curves is not None:
         draw(runs, options.curves)
     return int(failed > 0)
+
+
+def prepare(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
+    """Return the folder of the model, made unless it is given, and the file of the data."""
+    if options.task == "real":
+        shape, model = shape_of(options.size), folder / f"model-{options.size}"
+        if options.model is not None:
+            model = options.model
+        elif options.write_only:
+            make_real_model(model, shape)
+        else:  # in a process of its own, which leaves nothing on the GPU
+            program = Path(__file__).with_name("real_model.py")
+            command = [sys.executable, program, model, "--size", options.size]
+            subprocess.run([str(part) for part in command], check=True)
+        # Twice as many as needed: some are set apart for validation.
+        count = 2 * options.steps * options.prompts
+        return model.resolve(), make_real_data(folder / "prompts.jsonl", shape, count)
+    model = options.model or make_model(folder / "model", options.family or "qwen3")
+    if options.task == "long":
+        return model.resolve(), make_long_data(folder, *options.programs)
+    return model.resolve(), make_data(folder / "sums.jsonl")
 
 
 def _bounds(text: str) -> tuple[int, int]:

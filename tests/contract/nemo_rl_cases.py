@@ -19,13 +19,17 @@ import torch
 pytest.importorskip("nemo_rl.algorithms.grpo", exc_type=ImportError)
 
 from nemo_rl.algorithms import grpo, loss
+from nemo_rl.algorithms import utils as nemo_utils
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl.algorithms.single_controller_utils import config as single_controller_config
 from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
 from nemo_rl.data.datasets import load_response_dataset
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.processors import math_hf_data_processor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.environments import math_environment
+from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.models.generation.vllm.quantization.fp8_train_utils import get_vllm_qkv_scale_names
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.utils import config as nemo_config
@@ -734,6 +738,62 @@ def test_upstreams_verifier_judges_long_answers_as_their_checker_does() -> None:
     ours = [tasks.is_right(p.answer, text) for p, text in zip(asked, told, strict=True)]
     assert found == ours
     assert 0 < sum(ours) < len(ours)
+
+
+@pytest.mark.parametrize("size", ["4b"])
+def test_the_benchmarks_configs_of_real_sizes_are_accepted(size: str, tmp_path: Path) -> None:
+    """Prompts of exactly 512 tokens, answers of exactly 1,024, and a cache for all of them."""
+    command = [
+        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only", "--task", "real"),
+        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--size", size),
+    ]
+    subprocess.run([str(part) for part in command], check=True)
+    nemo_config.register_omegaconf_resolvers()
+    found = {}
+    for file in tmp_path.glob("*.yaml"):
+        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
+        config = grpo.MasterConfig(**loaded)
+        announce_kv_cache(config.policy)
+        policy, generation = config.policy, config.policy["generation"]
+        vllm, megatron = generation["vllm_cfg"], config.policy["megatron_cfg"]
+        recipe = Recipe.from_dict(vllm["fp8rl"]) if vllm.get("fp8rl") else None
+        assert megatron["enabled"] and not policy["dtensor_cfg"]["enabled"]
+        found[file.stem] = (
+            vllm["precision"],
+            vllm["kv_cache_dtype"],
+            megatron["fp8_cfg"]["enabled"],
+            recipe and (recipe.training, recipe.kv_cache.dtype, recipe.pins.layers),
+        )
+        assert vllm["max_model_len"] == policy["max_total_sequence_length"] == 512 + 1024
+        assert generation["max_new_tokens"] == 1024 and generation["ignore_eos"]
+        assert generation["stop_token_ids"] == [] and not vllm["enforce_eager"]
+        assert not policy["offload_optimizer_for_refit"]
+        assert policy["train_global_batch_size"] == 256
+        assert config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt == 256
+        tokenizer = nemo_utils.get_tokenizer(policy["tokenizer"])
+        options = configure_generation_config(generation, tokenizer)
+        assert options["stop_token_ids"] == []
+        rows = load_response_dataset(dict(config.data["train"]) | {"env_name": "math"})
+        task = TaskDataSpec("math")
+        limit = config.data["max_input_seq_length"]
+        made = math_hf_data_processor(rows.dataset[0], task, tokenizer, limit, 0)
+        assert made["length"] == 512 and made["loss_multiplier"] == 1
+        assert made["extra_env_info"]["ground_truth"] in ("A", "B")
+        assert len(rows.dataset) >= config.grpo.max_num_steps * config.grpo.num_prompts_per_step
+        environments: Any = math_environment.MathEnvironment
+        kinds = environments.__ray_actor_class__.WORKER_CLASS_DICT
+        verifier = kinds[config.env["math"]["verifier_type"]]
+        answers = tokenizer.batch_decode(
+            torch.randint(len(tokenizer), (16, 1024)), skip_special_tokens=True
+        )
+        rewards = verifier.__ray_actor_class__().verify(answers, ["A"] * 8 + ["B"] * 8)
+        assert 0 < sum(rewards) < 16
+    bf16, fp8 = ("bfloat16", "auto", False, None), ("fp8", "fp8", True, None)
+    ours = ("bfloat16", "fp8", False, (True, "fp8_e4m3", ()))
+    assert found == {
+        f"megatron-{variant}-{size}": value
+        for variant, value in (("bf16", bf16), ("upstream", fp8), ("fp8rl", ours))
+    }
 
 
 @pytest.mark.parametrize("family", ["moonlight", "qwen3_5_moe", "minimax_m2"])

@@ -1,0 +1,201 @@
+"""A model of real size for ``nemo_rl.py --task real``: its data, its YAML, a table of phases."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from real_model import ANSWERS, prompt_words
+
+TOKENS_IN, TOKENS_OUT = 512, 1024
+WARM_STEPS = 2
+"""Steps before those whose median is given."""
+MEDIAN_STEPS = 3
+"""Steps that a median needs at least."""
+MICRO_BATCH = {"1.7b": 4, "4b": 4, "8b": 1}
+"""Sequences of a training micro-batch on one H200, without recomputation of activations."""
+LOGPROB_BATCH = 4
+BATCHED_TOKENS = 8192
+"""Of vLLM's steps that compute prompts."""
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+"""All answers are equally long, so nearly all steps have all sequences."""
+LEARNING_RATE = 1e-6
+CACHE_SLACK = 1.02
+IDLE_MIB, IDLE_LOAD = 1024, 0.25
+"""Memory in use of a GPU, and processes that want to run for each core, of a machine that does
+nothing else."""
+PHASES = {
+    "rollout": ("generation",),
+    "log-probabilities": ("policy_and_reference_logprobs",),
+    "training": ("policy_training",),
+    "weights to vLLM": ("prepare_for_generation/transfer_and_update_weights",),
+    "KV scales by the trainer": ("recompute_kv_scales",),
+    "sleep, wake-up, moves to and from the host": (
+        "prepare_for_generation/total",
+        "logprob_inference_prep",
+        "training_prep",
+    ),
+    "reward, advantages, batches": (
+        "data_processing",
+        "reward_calculation",
+        "advantage_calculation",
+    ),
+}
+"""Timers of NeMo RL, which are added up. The wake-up's contains the transfer of weights, which is
+taken off."""
+STEP = "total_step_time"
+
+
+def make_data(file: Path, shape: Mapping[str, Any], count: int) -> Path:
+    """Write prompts of exactly TOKENS_IN tokens, each with one of the answers.
+
+    Args:
+        file: to write.
+        shape: the model's ``config.json``.
+        count: number of prompts.
+    """
+    chosen, coin = prompt_words(shape), random.Random("real size")
+    with file.open("w", encoding="utf-8") as rows:
+        for _ in range(count):
+            prompt = " ".join(coin.choices(chosen, k=TOKENS_IN))
+            rows.write(json.dumps({"input": prompt, "output": coin.choice(ANSWERS)}) + "\n")
+    return file
+
+
+def real_size(
+    value: dict[str, Any], size: str, shape: Mapping[str, Any], variant: str, gpus: int
+) -> None:
+    """Change a YAML of the benchmark to a model of real size, in place.
+
+    Args:
+        value: the YAML.
+        size: key of MICRO_BATCH.
+        shape: the model's ``config.json``.
+        variant: says what is in FP8.
+        gpus: GPUs over which vLLM splits the model.
+    """
+    grpo, policy = value["grpo"], value["policy"]
+    sequences = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
+    grpo["skip_reference_policy_logprobs_calculation"] = True
+    value["loss_fn"]["reference_policy_kl_penalty"] = 0
+    policy |= {
+        "max_total_sequence_length": TOKENS_IN + TOKENS_OUT,
+        "train_global_batch_size": sequences,
+        "train_micro_batch_size": MICRO_BATCH[size],
+        "logprob_batch_size": LOGPROB_BATCH,
+        # The optimizer stays on the GPU; elsewhere its way to the host and back takes seconds.
+        "offload_optimizer_for_refit": False,
+    }
+    megatron = policy["megatron_cfg"]
+    megatron["optimizer"] |= {
+        "lr": LEARNING_RATE,
+        "min_lr": LEARNING_RATE,
+        # 10 bytes a parameter for 12, without which 8B has no room on a GPU.
+        "use_precision_aware_optimizer": size == "8b",
+    }
+    generation = policy["generation"]
+    fp8_cache = variant in ("upstream", "fp8rl")
+    generation |= {
+        "max_new_tokens": TOKENS_OUT,
+        # No answer ends early, whatever is sampled.
+        "ignore_eos": True,
+        "stop_token_ids": [],
+        "vllm_kwargs": {
+            "max_num_seqs": sequences,
+            "max_num_batched_tokens": BATCHED_TOKENS,
+            "kv_cache_memory_bytes": cache_bytes(shape, sequences, fp8_cache) // gpus,
+            "compilation_config": {
+                "cudagraph_capture_sizes": [n for n in GRAPH_SIZES if n < sequences] + [sequences]
+            },
+        },
+    }
+    generation["vllm_cfg"] |= {"enforce_eager": False, "use_deep_gemm": variant == "upstream"}
+    value["data"]["max_input_seq_length"] = TOKENS_IN + 1  # longer ones are cut
+    value["env"]["math"]["verifier_type"] = "english_multichoice"
+    if "fp8rl" in value:
+        value["fp8rl"]["pins"] = {}  # upstream's FP8 has none either
+
+
+def cache_bytes(shape: Mapping[str, Any], sequences: int, fp8: bool) -> int:
+    """Return the bytes of a KV cache that holds all sequences at once."""
+    token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    tokens = sequences * (TOKENS_IN + TOKENS_OUT)
+    return int(token * tokens * (1 if fp8 else 2) * CACHE_SLACK)
+
+
+def is_shared(patience: float = 20) -> bool:
+    """Tell whether others use a GPU or the cores of this machine: then seconds are upper bounds.
+
+    Args:
+        patience: seconds that the workers of an earlier run have to end.
+    """
+    until = time.monotonic() + patience
+    while busy := _is_busy():
+        if time.monotonic() > until:
+            break
+        time.sleep(1)
+    return busy
+
+
+def _is_busy() -> bool:
+    running = int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0])
+    if running > 1 + IDLE_LOAD * (os.cpu_count() or 1):
+        return True
+    if shutil.which("nvidia-smi") is None:
+        return False
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    return any(float(used) > IDLE_MIB for used in told.split())
+
+
+def is_complete(run: Mapping[str, Any]) -> bool:
+    """Tell whether a run has the steps of a median."""
+    return run.get("steps", 0) >= WARM_STEPS + MEDIAN_STEPS
+
+
+def phases(run: Mapping[str, Any]) -> dict[str, float]:
+    """Return the median seconds of each of PHASES, of the rest, and of the whole step."""
+    seconds = {name: told.get("median", 0.0) for name, told in run["seconds"].items()}
+    found = {
+        phase: sum(seconds.get(name, 0.0) for name in names) for phase, names in PHASES.items()
+    }
+    found["sleep, wake-up, moves to and from the host"] -= found["weights to vLLM"]
+    found["rest"] = seconds[STEP] - sum(found.values())
+    return found | {"whole step": seconds[STEP]}
+
+
+def table(runs: Sequence[Mapping[str, Any]], variants: Sequence[str]) -> str:
+    """Return a table in Markdown: seconds by phase, their share of the first run's, and ratios.
+
+    Args:
+        runs: results, the first of which is BF16.
+        variants: name of each.
+    """
+    columns = {
+        variant: phases(run)
+        for variant, run in zip(variants, runs, strict=True)
+        if is_complete(run)
+    }
+    if not columns:
+        return "No run has the steps of a median."
+    (first, base), *others = columns.items()
+    heads = [f"| median seconds | {first} | share |", *(f" {name} |" for name, _ in others)]
+    lines = ["".join(heads), "|" + " --- |" * (3 + len(others))]
+    for phase, seconds in base.items():
+        share = f"{seconds / base['whole step']:.0%}"
+        row = f"| {phase} | {seconds:.2f} | {share} |"
+        for _, found in others:
+            ratio = f" ({seconds / found[phase]:.2f}x)" if found[phase] and seconds else ""
+            row += f" {found[phase]:.2f}{ratio} |"
+        lines.append(row)
+    bounds = [variant for variant, run in zip(variants, runs, strict=True) if run["upper_bounds"]]
+    if bounds:
+        lines += ["", f"Upper bounds, since others used the machine: {', '.join(bounds)}."]
+    return "\n".join(lines)

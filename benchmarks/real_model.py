@@ -1,0 +1,165 @@
+"""Qwen3 models in their true shapes with random weights: what ``nemo_rl.py --task real`` runs.
+
+    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b]
+
+Norms are 1 and matrices are normal with a standard deviation of 0.02, as before a pretraining. So
+activations are of order 1 in every layer, FP8 codes take every size, and a GPU draws the power that
+it draws with trained weights (``rollout.py`` says what near-zero weights do). The logits of a token
+have a standard deviation of about 1: a policy with nearly the largest entropy, which goes on until
+it is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout import QWEN3_8B
+from sums_model import CHAT
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "8b": {},
+}
+"""Where each size differs from Qwen3-8B."""
+INDEX = "model.safetensors.index.json"
+"""Written last: a folder that has it is complete."""
+SHARD_BYTES = 2 << 30
+STD = 0.02
+ANSWERS = "AB"
+ANSWER_EVERY = 64
+"""Of so many words, one is each answer: a response of hundreds of random words has one."""
+
+
+def shape_of(size: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a size."""
+    return QWEN3_8B | SHAPES[size]
+
+
+def words(shape: Mapping[str, Any]) -> list[str]:
+    """Return the text of every token id.
+
+    NeMo RL's verifier of multiple choice takes the first "Answer: X" of a response. Here every 64th
+    word says A, and every 64th B, so half of the answers of a random policy are right. Without
+    rewards that differ all advantages would be 0, and a backward over zeros draws little power.
+    """
+    made = [f"w{i}" for i in range(shape["vocab_size"])]
+    for offset, answer in enumerate(ANSWERS):
+        for i in range(offset, len(made), ANSWER_EVERY):
+            made[i] = f"Answer:{answer}{i}"
+    made[shape["bos_token_id"]], made[shape["eos_token_id"]] = "<|endoftext|>", "<|im_end|>"
+    made[-1] = "<unk>"
+    return made
+
+
+def prompt_words(shape: Mapping[str, Any]) -> list[str]:
+    """Return the words of which prompts are made: all but answers and special tokens."""
+    return [word for word in words(shape) if word.startswith("w")]
+
+
+def make_model(folder: Path, shape: Mapping[str, Any]) -> Path:
+    """Write the config and a tokenizer.
+
+    Args:
+        folder: to write.
+        shape: a ``config.json`` of a Qwen3, e.g. that of :func:`shape_of`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape, indent=2), encoding="utf-8")
+    make_tokenizer(shape).save_pretrained(folder)
+    return folder
+
+
+def make_weights(folder: Path, seed: int = 0) -> None:
+    """Write the weights in BF16 safetensors, unless the folder has them already.
+
+    Args:
+        folder: with a config; an 8B model takes 16 GB.
+        seed: of the weights.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    if (folder / INDEX).is_file():
+        return
+    config = Qwen3Config.from_pretrained(folder)
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def weight(size: tuple[int, ...]) -> torch.Tensor:
+        made = torch.empty(size, dtype=torch.bfloat16, device=device)
+        made = made.fill_(1.0) if made.ndim == 1 else made.normal_(0, STD, generator=generator)
+        return made.cpu()
+
+    files = {}
+    for number, names in enumerate(_shards(shapes)):
+        file = f"model-{number:05}.safetensors"
+        tensors = {name: weight(shapes[name]) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(names, file)
+    total = sum(2 * math.prod(size) for size in shapes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def make_tokenizer(shape: Mapping[str, Any]) -> Any:
+    """Return a tokenizer with a word for every id of the model; a text has spaces between them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = words(shape)
+    ids = {word: i for i, word in enumerate(made)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=made[-1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=made[shape["bos_token_id"]],
+        eos_token=made[shape["eos_token_id"]],
+        unk_token=made[-1],
+        clean_up_tokenization_spaces=False,
+    )
+    hf.chat_template = CHAT
+    return hf
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
+    """Yield the names of the tensors of each file."""
+    names: list[str] = []
+    held = 0
+    for name, size in shapes.items():
+        taken = 2 * math.prod(size)
+        if names and held + taken > SHARD_BYTES:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += taken
+    yield names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a model with random weights")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", choices=tuple(SHAPES), default="4b")
+    options = parser.parse_args()
+    make_weights(make_model(options.folder, shape_of(options.size)))
+
+
+if __name__ == "__main__":
+    main()

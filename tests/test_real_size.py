@@ -1,0 +1,197 @@
+"""Models of real size for ``benchmarks/nemo_rl.py``: weights, words, cache, phases, resume."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8rl import PluginManager, Recipe
+from fp8rl.families import module_names
+from fp8rl.sizes import Sizes
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "bos_token_id": 1000,
+    "eos_token_id": 1001,
+}
+SECONDS = {
+    "generation": 10.0,
+    "policy_and_reference_logprobs": 4.0,
+    "policy_training": 12.0,
+    "prepare_for_generation/transfer_and_update_weights": 1.0,
+    "prepare_for_generation/total": 3.0,
+    "training_prep": 0.5,
+    "total_step_time": 31.0,
+}
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[SimpleNamespace]:
+    """The modules of the benchmark; the folder is not left on the path, for its ``nemo_rl``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        import nemo_rl_real
+        import real_model
+
+        spec = importlib.util.spec_from_file_location("benchmark", BENCHMARKS / "nemo_rl.py")
+        assert spec is not None and spec.loader is not None
+        program = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(program)
+        yield SimpleNamespace(model=real_model, runs=nemo_rl_real, program=program)
+
+
+def result(name: str, factor: float, *, shared: bool = False) -> dict[str, Any]:
+    seconds = {phase: {"first": 99.0, "median": s * factor} for phase, s in SECONDS.items()}
+    return {"run": name, "exit": 0, "steps": 5, "seconds": seconds, "upper_bounds": shared}
+
+
+# --- the model ---
+
+
+@pytest.mark.parametrize("size", ["1.7b", "4b", "8b"])
+def test_shapes_are_those_of_qwen3(real: SimpleNamespace, size: str) -> None:
+    shape = real.model.shape_of(size)
+    policy = PluginManager(discover=False).pin_policy(Recipe().pins, module_names(shape))
+    billions = {"1.7b": 1.72, "4b": 4.02, "8b": 8.19}[size]
+    assert Sizes.from_dict(shape, 1).elements(policy.report()) / 1e9 == pytest.approx(
+        billions, abs=0.005
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_is_written_once_and_loads(
+    real: SimpleNamespace, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(real.model, "SHARD_BYTES", 300_000)
+    shape = real.model.QWEN3_8B | SMALL | {"tie_word_embeddings": tied}
+    folder = real.model.make_model(tmp_path / "model", shape)
+    real.model.make_weights(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    before = (folder / real.model.INDEX).stat().st_mtime_ns
+    real.model.make_weights(folder)
+    assert (folder / real.model.INDEX).stat().st_mtime_ns == before
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    weights = dict(loaded.named_parameters())
+    index = json.loads((folder / real.model.INDEX).read_text(encoding="utf-8"))
+    assert set(index["weight_map"]) == set(weights)
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            assert (weight == 1).all(), name
+        else:
+            assert weight.detach().float().std().item() == pytest.approx(0.02, rel=0.1), name
+    logits = loaded(torch.randint(1024, (1, 64))).logits.float()
+    # Uniform logits would have log(1024); a width of 128 has a quarter of a real model's spread.
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+    assert 6 < entropy < 6.94
+
+
+def test_prompts_and_answers_are_words(real: SimpleNamespace, tmp_path: Path) -> None:
+    shape = real.model.QWEN3_8B
+    tokenizer = real.model.make_tokenizer(shape)
+    assert len(tokenizer) == shape["vocab_size"]
+    assert tokenizer.eos_token_id == shape["eos_token_id"]
+    assert tokenizer.pad_token_id == shape["bos_token_id"]
+    file = real.runs.make_data(tmp_path / "prompts.jsonl", shape, 3)
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        ids = tokenizer(row["input"], add_special_tokens=False)["input_ids"]
+        assert len(ids) == 512 and tokenizer.decode(ids) == row["input"]
+        assert row["output"] in ("A", "B") and "Answer" not in row["input"]
+
+
+# --- the runs ---
+
+
+def test_the_cache_holds_all_sequences(real: SimpleNamespace) -> None:
+    shape = real.model.shape_of("4b")
+    tokens = 256 * 1536
+    for fp8, bytes_a_token in ((False, 147_456), (True, 73_728)):  # as fp8rl estimate has it
+        needed = tokens * bytes_a_token
+        assert needed < real.runs.cache_bytes(shape, 256, fp8) < 1.03 * needed
+
+
+def test_medians_leave_two_steps_out(real: SimpleNamespace) -> None:
+    taken = real.program.first_and_median([9.0, 8.0, 1.0, 3.0, 2.0], 2)
+    assert taken == {"first": 9.0, "median": 2.0}
+    assert not real.runs.is_complete({"steps": 4})
+    assert not real.runs.is_complete({"exit": 1})
+
+
+def test_table(real: SimpleNamespace) -> None:
+    """Each second is in one row; a run without its steps has no column."""
+    found = real.runs.phases(result("bf16", 1))
+    assert found["sleep, wake-up, moves to and from the host"] == 2.5
+    assert found["rest"] == pytest.approx(1.5)
+    assert sum(found.values()) == pytest.approx(2 * found["whole step"])
+    runs = [
+        result("bf16", 1),
+        {"run": "up", "upper_bounds": False},
+        result("ours", 0.5, shared=True),
+    ]
+    text = real.runs.table(runs, ["bf16", "upstream", "fp8rl"])
+    assert "| median seconds | bf16 | share | fp8rl |" in text
+    assert "| rollout | 10.00 | 32% | 5.00 (2.00x) |" in text
+    assert "| whole step | 31.00 | 100% | 15.50 (2.00x) |" in text
+    assert text.endswith("Upper bounds, since others used the machine: fp8rl.")
+    assert real.runs.table(runs[1:2], ["upstream"]) == "No run has the steps of a median."
+
+
+def test_a_machine_is_shared_while_its_gpu_is_used(
+    real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = iter(["9000\n3", "9000\n3", "3\n3"])
+    monkeypatch.setattr(real.runs, "IDLE_LOAD", 1e9)
+    monkeypatch.setattr(real.runs.shutil, "which", lambda name: name)
+    answer = lambda *args, **kwargs: SimpleNamespace(stdout=next(used))  # noqa: E731
+    monkeypatch.setattr(real.runs.subprocess, "run", answer)
+    monkeypatch.setattr(real.runs.time, "sleep", lambda seconds: None)
+    assert not real.runs.is_shared()  # the workers of an earlier run have ended
+    used = iter(["9000"])
+    assert real.runs.is_shared(patience=0)
+
+
+def test_a_run_with_a_result_is_not_run_again(
+    real: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its result stands in the table, and a driver that ends at once has none."""
+    program: ModuleType = real.program
+    folder, source = tmp_path / "out", tmp_path / "source"
+    (source / "examples").mkdir(parents=True)
+    (source / "examples" / "run_grpo.py").write_text(
+        "print('==== Step 1/5 ====\\n  • Total step time: 41.20s')", encoding="utf-8"
+    )
+    folder.mkdir()
+    done = folder / "megatron-bf16-4b.json"
+    done.write_text(json.dumps(result("megatron-bf16-4b", 1)), encoding="utf-8")
+    command = ["nemo_rl.py", "--task", "real", "--source", source, "--folder", folder]
+    command += ["--model", tmp_path, "--variants", "bf16,fp8rl"]
+    monkeypatch.setattr(sys, "argv", [str(part) for part in command])
+    monkeypatch.setattr(program, "is_shared", lambda: False)
+    assert program.main() == 0
+    told = capsys.readouterr()
+    (line,) = told.out.splitlines()
+    assert json.loads(line)["run"] == "megatron-fp8rl-4b"
+    assert "s: Step 1/5\n" in told.err and "Total step time: 41.20s\n" in told.err
+    assert "| rollout | 10.00 |" in (folder / "real-4b.md").read_text(encoding="utf-8")
+    assert not (folder / "megatron-bf16-4b.log").exists()
+    assert not (folder / "megatron-fp8rl-4b.json").exists()
+    assert program.TASKS["real"]["trainer"] == "megatron"
