@@ -23,7 +23,16 @@ from typing import NamedTuple
 import torch
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
-from fp8rl.numerics import BLOCK, E4M3_MAX, FP8_DTYPE, Quantized, cdiv, on_device, quantize_blocks
+from fp8rl.numerics import (
+    BLOCK,
+    E4M3_MAX,
+    FP8_DTYPE,
+    Quantized,
+    Stacked,
+    cdiv,
+    on_device,
+    quantize_blocks,
+)
 from fp8rl.recipe import ScaleFormat
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,6 +46,9 @@ to the second number, because each launch costs the host time."""
 
 _ROWS, _COLS = BLOCK
 _PAIR = ("weight", "weight_scale_inv")
+
+LiveStack = Callable[[], Quantized]
+"""Returns one matrix of every expert of a layer: live codes ``[E, N, K]`` and their scales."""
 
 
 class Shard(NamedTuple):
@@ -76,6 +88,7 @@ class WriteBatch:
 
     def __init__(self) -> None:
         self._jobs: dict[ScaleFormat, list[tuple[torch.Tensor, Quantized]]] = {}
+        self._stacks: dict[LiveStack, tuple[ScaleFormat, list[torch.Tensor], list[int]]] = {}
         self._bytes, self._limit = 0, _LAUNCH_BYTES[0]
         self._shared: dict[int, tuple[BlockGrid, set[int]]] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -84,6 +97,20 @@ class WriteBatch:
     def quantize(self, rows: torch.Tensor, live: Quantized, scale_format: ScaleFormat) -> None:
         """Quantize rows into live codes and scales on the same device."""
         self._jobs.setdefault(scale_format, []).append((rows, live))
+        self._count(rows)
+
+    def quantize_expert(
+        self, rows: torch.Tensor, stack: LiveStack, number: int, scale_format: ScaleFormat
+    ) -> None:
+        """Quantize rows into one matrix of a live stack on the same device."""
+        jobs = self._stacks.get(stack)
+        if jobs is None:
+            jobs = self._stacks[stack] = (scale_format, [], [])
+        jobs[1].append(rows)
+        jobs[2].append(number)
+        self._count(rows)
+
+    def _count(self, rows: torch.Tensor) -> None:
         self._bytes += rows.nbytes
         if self._bytes >= self._limit:
             self._launch()
@@ -119,8 +146,13 @@ class WriteBatch:
 
     def _launch(self) -> None:
         jobs, self._jobs, self._bytes = self._jobs, {}, 0
-        for scale_format, together in jobs.items():
-            quantize_blocks(together, BLOCK, scale_format)
+        collected, self._stacks = self._stacks, {}
+        stacks: dict[ScaleFormat, list[Stacked]] = {}
+        for live, (scale_format, weights, at) in collected.items():
+            stacks.setdefault(scale_format, []).append(Stacked(weights, live(), at))
+        for scale_format in jobs.keys() | stacks.keys():
+            together = jobs.get(scale_format, [])
+            quantize_blocks(together, BLOCK, scale_format, stacks.get(scale_format, []))
 
 
 def _fill(jobs: Sequence[tuple[torch.Tensor, float]]) -> None:
@@ -410,11 +442,19 @@ class BlockGrid:
 
     def _collect(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:
         """Collect the quantization of a shard: blocks of its own now, shared ones at the end."""
-        self._incomplete.pop(start, None)
-        if not self._shared and rows.numel() <= self._chunk:
+        if self.in_one_piece(rows):
             self._put(start, rows, batch)
         else:
             self._collect_parts(start, rows, batch)
+        self.source_came(start)
+
+    def in_one_piece(self, rows: torch.Tensor) -> bool:
+        """Whether a shard shares no block and is small enough to be quantized at once."""
+        return not self._shared and rows.numel() <= self._chunk
+
+    def source_came(self, start: int) -> None:
+        """Note that a shard has come as a whole, and not as codes or scales."""
+        self._incomplete.pop(start, None)
         self._loaded.add(start)
 
     def _collect_parts(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:

@@ -19,7 +19,14 @@ from fp8rl.errors import RefitError
 from fp8rl.families import EXPERTS, Experts
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
-from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, WriteBatch, narrow
+from vllm_fp8rl.storage.block_grid import (
+    SOURCE_DTYPES,
+    BlockGrid,
+    LiveStack,
+    Shard,
+    WriteBatch,
+    narrow,
+)
 from vllm_fp8rl.storage.parameters import check_plain_dtype
 
 Matrix = Literal["w1", "w3", "w2"]
@@ -101,10 +108,14 @@ class ExpertLayout:
             matrix: which of its matrices.
             block: weight rows to a row of the stack: 128 for scales.
         """
+        return self.part_of(stack, matrix, block)[local]
+
+    def part_of(self, stack: torch.Tensor, matrix: Matrix, block: int = 1) -> torch.Tensor:
+        """The same rows of every local expert."""
         if matrix == "w2":
-            return stack[local]
+            return stack
         first = 0 if matrix == "w1" else self.padded // block
-        return stack[local, first : first + cdiv(self.intermediate, block)]
+        return stack[:, first : first + cdiv(self.intermediate, block)]
 
     def clear_padding(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
         """Write zeros to what no weight fills."""
@@ -143,10 +154,18 @@ class ExpertGrids:
         self.layout = layout
         self.scale_format = scale_format
         self._storage = storage
+        self._device = device
+        self._shards = {matrix: layout.shard(matrix) for matrix in MATRICES}
+        self._stacks: dict[Matrix, LiveStack] = {
+            matrix: partial(self._live, matrix)
+            for matrix in MATRICES
+            if matrix != "w2" or layout.padded == layout.intermediate
+        }
+        """Where every expert's matrix takes a weight as it is: none of its columns is padding."""
         self._grids = {
             (expert, matrix): BlockGrid(
                 layout.module_name(expert, matrix),
-                partial(self._live, local, matrix),
+                partial(self._live_of, local, matrix),
                 [layout.shard(matrix).rows],
                 layout.columns(matrix),
                 scale_format,
@@ -191,7 +210,17 @@ class ExpertGrids:
             RefitError: another shape.
             UnsupportedError: another dtype.
         """
-        self._grids[expert, matrix].write(self.layout.shard(matrix), tensor, batch)
+        grid, stack = self._grids[expert, matrix], self._stacks.get(matrix)
+        alike = tensor.dtype in SOURCE_DTYPES and tensor.device == self._device
+        if batch is None or stack is None or not alike:
+            grid.write(self._shards[matrix], tensor, batch)
+            return
+        rows = narrow(tensor, self._shards[matrix], f"{grid.name}.weight", grid.columns)
+        if not grid.in_one_piece(rows):
+            grid.load_source(0, rows, batch)
+            return
+        batch.quantize_expert(rows, stack, self.layout.local[expert], self.scale_format)
+        grid.source_came(0)
 
     def load_scales(
         self, expert: int, matrix: Matrix, scale_inv: torch.Tensor, batch: WriteBatch | None = None
@@ -203,19 +232,21 @@ class ExpertGrids:
             ScaleError: a scale that is not positive and finite.
             UnsupportedError: another dtype.
         """
-        self._grids[expert, matrix].write_scales(self.layout.shard(matrix), scale_inv, batch)
+        self._grids[expert, matrix].write_scales(self._shards[matrix], scale_inv, batch)
 
     def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
         """Write ``make(shape)`` to each matrix that was never written."""
         for grid in self._grids.values():
             grid.fill_missing(make)
 
-    def _live(self, local: int, matrix: Matrix) -> Quantized:
+    def _live(self, matrix: Matrix) -> Quantized:
         codes, scale_inv = self._storage(stack_of(matrix)), self._storage(scales_of(matrix))
-        return Quantized(
-            self.layout.rows_of(codes, local, matrix),
-            self.layout.rows_of(scale_inv, local, matrix, BLOCK[0]),
-        )
+        part_of = self.layout.part_of
+        return Quantized(part_of(codes, matrix), part_of(scale_inv, matrix, BLOCK[0]))
+
+    def _live_of(self, local: int, matrix: Matrix) -> Quantized:
+        codes, scale_inv = self._live(matrix)
+        return Quantized(codes[local], scale_inv[local])
 
 
 class PlainExperts:
