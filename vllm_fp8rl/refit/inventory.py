@@ -87,6 +87,10 @@ class Inventory:
         self._model = weakref.ref(model)
         self.entries = dict(entries_of(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
+        self.required = tuple(name for name, entry in self.entries.items() if entry.required)
+        """Names that must come, alone or in a fused tensor."""
+        self.special = self._tied() | {n for n, e in self.entries.items() if e.route is None}
+        """Names of tied tensors, and of those without a route."""
         self.prefix = _prefix(model)
         """What precedes these names in the whole model: empty if this is all of it; None for a part
         none of whose layers knows its whole name, or whose names differ in the checkpoint."""
@@ -131,6 +135,10 @@ class Inventory:
         if kept is None or kept._model() is not model or not kept._is_current(names):
             state.inventory = cls(model)
         return state.inventory
+
+    def _tied(self) -> set[str]:
+        aliases = {name: e.alias_of for name, e in self.entries.items() if e.alias_of is not None}
+        return {*aliases, *aliases.values()}
 
     def _is_current(self, names: Sequence[str]) -> bool:
         entries = [self._find(name) for name in names]
@@ -187,7 +195,7 @@ class Inventory:
         # vLLM's parameter classes pass every attribute through Python, to no effect.
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for name, tensor in tensors:
-                entry = self._find(name)
+                entry = self.entries.get(name) or self._find(name)
                 assert entry is not None and entry.route is not None
                 came.append(name)
                 entry.route(tensor, batch)

@@ -50,11 +50,13 @@ def start_finite_check(
     count = len(tensors)
 
     def answers() -> list[bool]:  # holds no reference to the tensors that a GPU reads
-        found = dict.fromkeys(range(count), True)
-        found |= {number: _finite_in_parts(tensor, limit) for number, tensor in others.items()}
+        found = [True] * count
+        for number, tensor in others.items():
+            found[number] = _finite_in_parts(tensor, limit)
         for numbers, wait in started:
-            found.update(zip(numbers, wait(), strict=True))
-        return list(found.values())
+            for number, good in zip(numbers, wait(), strict=True):
+                found[number] = good
+        return found
 
     return answers
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -181,21 +182,19 @@ def start_finite_check(
     with torch.cuda.device_of(tensors[0]):
         bad = torch.zeros(len(tensors), dtype=torch.int32, device=device)
         for dtype, numbers in groups.items():
-            table: list[int] = []
-            chunks = 0
-            for n in numbers:
-                count = tensors[n].numel()
-                chunks += cdiv(count, _CHUNK)
-                table += (tensors[n].data_ptr(), count, n, chunks)
+            addresses = [tensors[number].data_ptr() for number in numbers]
+            counts = [tensors[number].numel() for number in numbers]
+            ends = list(accumulate(cdiv(count, _CHUNK) for count in counts))
+            columns = torch.tensor([addresses, counts, numbers, ends], dtype=torch.int64)
             kind, magnitude = _MAGNITUDES[dtype]
-            _finite_kernel[(chunks,)](
-                on_device(torch.tensor(table, dtype=torch.int64), device),
+            _finite_kernel[(ends[-1],)](
+                on_device(columns.t().contiguous(), device),
                 bad,
                 len(numbers),
                 DTYPE=kind,
                 MAGNITUDE=magnitude,
                 LARGEST=largest_bits(dtype, limit),
-                ALIGNED=all_aligned(table[::4]),
+                ALIGNED=all_aligned(addresses),
                 CHUNK=_CHUNK,
                 STEP=_STEP,
                 num_warps=8,
