@@ -62,6 +62,11 @@ class Shard(NamedTuple):
     """Shape of the HF weight."""
 
 
+def chunk_elements(device: torch.device) -> int:
+    """Elements that are quantized at once on a device."""
+    return _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+
+
 def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch.Tensor:
     """This rank's part of an HF weight, as a view.
 
@@ -73,6 +78,11 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
             f"'{name}' takes a tensor of shape {shard.full}, but got {tuple(tensor.shape)}; send "
             "the whole HF tensor of the model that the engine was started with."
         )
+    return cut(tensor, shard, columns)
+
+
+def cut(tensor: torch.Tensor, shard: Shard, columns: int) -> torch.Tensor:
+    """The same for a tensor that is known to have the HF shape."""
     (row, column) = shard.origin
     if shard.full == (shard.rows, columns):
         return tensor
@@ -199,7 +209,7 @@ class BlockGrid:
         self.columns = columns
         self.device = torch.device(device)
         self._storage = storage
-        self._chunk = _CHUNK_ELEMENTS.get(self.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+        self._chunk = chunk_elements(self.device)
         self.scale_format = scale_format
         self._rows: dict[int, int] = {}
         total = 0
@@ -442,19 +452,11 @@ class BlockGrid:
 
     def _collect(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:
         """Collect the quantization of a shard: blocks of its own now, shared ones at the end."""
-        if self.in_one_piece(rows):
+        self._incomplete.pop(start, None)
+        if not self._shared and rows.numel() <= self._chunk:
             self._put(start, rows, batch)
         else:
             self._collect_parts(start, rows, batch)
-        self.source_came(start)
-
-    def in_one_piece(self, rows: torch.Tensor) -> bool:
-        """Whether a shard shares no block and is small enough to be quantized at once."""
-        return not self._shared and rows.numel() <= self._chunk
-
-    def source_came(self, start: int) -> None:
-        """Note that a shard has come as a whole, and not as codes or scales."""
-        self._incomplete.pop(start, None)
         self._loaded.add(start)
 
     def _collect_parts(self, start: int, rows: torch.Tensor, batch: WriteBatch) -> None:

@@ -25,6 +25,8 @@ from vllm_fp8rl.storage.block_grid import (
     LiveStack,
     Shard,
     WriteBatch,
+    chunk_elements,
+    cut,
     narrow,
 )
 from vllm_fp8rl.storage.parameters import check_plain_dtype
@@ -132,7 +134,8 @@ class ExpertGrids:
     """Writes expert matrices into the codes and scales of one layer, in any order.
 
     It stands for the grids of all matrices, and answers as one of them does
-    (:class:`~vllm_fp8rl.storage.block_grid.BlockGrid`).
+    (:class:`~vllm_fp8rl.storage.block_grid.BlockGrid`). A layer may have hundreds of matrices, so
+    one has a grid of its own only while it is written by itself, or waits for codes or scales.
 
     Args:
         layout: which experts this rank holds, and how much of each.
@@ -155,45 +158,47 @@ class ExpertGrids:
         self.scale_format = scale_format
         self._storage = storage
         self._device = device
+        self._on_unpaired = on_unpaired
         self._shards = {matrix: layout.shard(matrix) for matrix in MATRICES}
         self._stacks: dict[Matrix, LiveStack] = {
             matrix: partial(self._live, matrix)
             for matrix in MATRICES
-            if matrix != "w2" or layout.padded == layout.intermediate
+            if self._shards[matrix].rows * layout.columns(matrix) <= chunk_elements(device)
+            and (matrix != "w2" or layout.padded == layout.intermediate)
         }
-        """Where every expert's matrix takes a weight as it is: none of its columns is padding."""
-        self._grids = {
-            (expert, matrix): BlockGrid(
-                layout.module_name(expert, matrix),
-                partial(self._live_of, local, matrix),
-                [layout.shard(matrix).rows],
-                layout.columns(matrix),
-                scale_format,
-                device,
-                on_unpaired=on_unpaired,
-            )
-            for expert, local in layout.local.items()
-            for matrix in MATRICES
-        }
+        """The matrices whose weights are quantized together, each as it comes."""
+        self._missing = {(expert, matrix) for expert in layout.local for matrix in MATRICES}
+        self._unpaired: dict[tuple[int, Matrix], BlockGrid] = {}
+
+    def _grid(self, expert: int, matrix: Matrix) -> BlockGrid:
+        layout = self.layout
+        return BlockGrid(
+            layout.module_name(expert, matrix),
+            partial(self._live_of, layout.local[expert], matrix),
+            [self._shards[matrix].rows],
+            layout.columns(matrix),
+            self.scale_format,
+            self._device,
+            on_unpaired=self._on_unpaired,
+        )
 
     @property
     def complete(self) -> bool:
         """Every matrix has been written at least once."""
-        return all(grid.complete for grid in self._grids.values())
+        return not self._missing and not self._unpaired
 
     def require_paired(self) -> None:
         """Raise RefitError while FP8 codes wait for their scales, or scales for their codes."""
-        for grid in self._grids.values():
+        for grid in self._unpaired.values():
             grid.require_paired()
 
     def missing(self) -> list[str]:
         """HF names of the local matrices that were never written."""
-        return [self.layout.hf_name(*key) for key, grid in self._grids.items() if grid.missing()]
+        return [self.layout.hf_name(*key) for key in sorted(self._missing)]
 
     def forget_unpaired(self) -> None:
         """Drop what an abandoned transfer left behind, before a new one begins."""
-        for grid in self._grids.values():
-            grid.forget_unpaired()
+        self._unpaired.clear()
 
     def load(
         self, expert: int, matrix: Matrix, tensor: torch.Tensor, batch: WriteBatch | None = None
@@ -210,17 +215,15 @@ class ExpertGrids:
             RefitError: another shape.
             UnsupportedError: another dtype.
         """
-        grid, stack = self._grids[expert, matrix], self._stacks.get(matrix)
+        shard, stack = self._shards[matrix], self._stacks.get(matrix)
         alike = tensor.dtype in SOURCE_DTYPES and tensor.device == self._device
-        if batch is None or stack is None or not alike:
-            grid.write(self._shards[matrix], tensor, batch)
+        if batch is None or stack is None or not alike or tensor.shape != shard.full:
+            self._by_grid(expert, matrix, lambda grid: grid.write(shard, tensor, batch))
             return
-        rows = narrow(tensor, self._shards[matrix], f"{grid.name}.weight", grid.columns)
-        if not grid.in_one_piece(rows):
-            grid.load_source(0, rows, batch)
-            return
+        rows = cut(tensor, shard, self.layout.columns(matrix))
         batch.quantize_expert(rows, stack, self.layout.local[expert], self.scale_format)
-        grid.source_came(0)
+        self._unpaired.pop((expert, matrix), None)
+        self._missing.discard((expert, matrix))
 
     def load_scales(
         self, expert: int, matrix: Matrix, scale_inv: torch.Tensor, batch: WriteBatch | None = None
@@ -232,12 +235,24 @@ class ExpertGrids:
             ScaleError: a scale that is not positive and finite.
             UnsupportedError: another dtype.
         """
-        self._grids[expert, matrix].write_scales(self._shards[matrix], scale_inv, batch)
+        shard = self._shards[matrix]
+        self._by_grid(expert, matrix, lambda grid: grid.write_scales(shard, scale_inv, batch))
 
     def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
         """Write ``make(shape)`` to each matrix that was never written."""
-        for grid in self._grids.values():
-            grid.fill_missing(make)
+        for expert, matrix in sorted(self._missing):
+            self._by_grid(expert, matrix, lambda grid: grid.fill_missing(make))
+
+    def _by_grid(self, expert: int, matrix: Matrix, write: Callable[[BlockGrid], None]) -> None:
+        """Write to one matrix, and keep its grid while codes or scales wait there."""
+        key = (expert, matrix)
+        grid = self._unpaired.get(key) or self._grid(expert, matrix)
+        write(grid)
+        if grid.complete:
+            self._unpaired.pop(key, None)
+            self._missing.discard(key)
+        else:
+            self._unpaired[key] = grid
 
     def _live(self, matrix: Matrix) -> Quantized:
         codes, scale_inv = self._storage(stack_of(matrix)), self._storage(scales_of(matrix))
