@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from vllm.distributed import get_pp_group
@@ -46,8 +46,7 @@ _OF_LINEARS = ("weight", "weight_scale_inv", "bias")
 _SMALL = 1 << 20  # elements; larger copies are made at once, not together
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of the HF checkpoint."""
 
     shape: tuple[int, ...]
@@ -262,7 +261,7 @@ def entries_of(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
             owner = owners.setdefault(id(parameter), name)
             whole = shapes.get(names.of(name))
             for own_name, entry in _tensors(name, module, parameter, fused, whole):
-                tied = replace(entry, alias_of=names.of(owner), route=None)
+                tied = entry._replace(alias_of=names.of(owner), route=None)
                 yield names.of(own_name), entry if owner == name else tied
 
 

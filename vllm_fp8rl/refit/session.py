@@ -78,6 +78,7 @@ class RefitSession:
         self._entries: dict[str, Entry] = {}
         self._scales: frozenset[str] = frozenset()
         self._dtypes: dict[str, torch.dtype] = {}
+        self._parameters: set[str] = set()
         self._kv_scales: dict[str, float] = {}
         self._came: set[str] = set()
         """Names that have come, and those that came in a fused tensor."""
@@ -134,18 +135,19 @@ class RefitSession:
             ) from error
 
     def _load(self, batch: Tensors) -> None:
-        sent = scalars_on_host(steady(batch))
+        sent = steady(batch)
         entries, came = self._entries, self._came
         known = [item for item in sent if item[0] in entries]
         others = [item for item in sent if item[0] not in entries]
         others = [item for item in others if not self._inventory.leaves_out(item[0])]
+        left_out = len(sent) - len(known) - len(others)
         limit = self._guard.values.limit(self.model)
         finite = start_finite_check([tensor for _, tensor in known], limit)  # a GPU reads meanwhile
         arriving: dict[str, torch.dtype] = {}
         kv_scales: dict[str, float] = {}
         covered: set[str] = set()
         scales: list[Named] = []
-        for name, tensor in others:
+        for name, tensor in scalars_on_host(others):
             key = self._known_kv_scale(name)
             kv_scales[key] = check_scale(name, tensor)
             if key in arriving or key in came:
@@ -172,9 +174,10 @@ class RefitSession:
             self._write(known)
         self._kv_scales |= kv_scales
         self._dtypes |= arriving
+        self._parameters.update([entries[name].parameter for name, _ in known])
         self._scaled = scaled
         self._came |= arriving.keys() | covered
-        self._left_out += len(sent) - len(known) - len(others)
+        self._left_out += left_out
         self._bytes += sum(tensor.nbytes for _, tensor in sent)
 
     def __exit__(
@@ -199,10 +202,8 @@ class RefitSession:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # from now on the sender may free or reuse its tensors
         self.report = RefitReport(
-            parameters=len(
-                {self._entries[n].parameter for n in self._dtypes if n in self._entries}
-            ),
-            kv_scales=sum(name in self._scales for name in self._dtypes),
+            parameters=len(self._parameters),
+            kv_scales=len(self._scales & self._dtypes.keys()),
             tensors=len(self._dtypes) + self._left_out,
             received_bytes=self._bytes,
             seconds=time.perf_counter() - self._started,
