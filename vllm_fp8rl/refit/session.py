@@ -147,6 +147,7 @@ class RefitSession:
         kv_scales: dict[str, float] = {}
         covered: set[str] = set()
         scales: list[Named] = []
+        parameters: set[str] = set()
         for name, tensor in scalars_on_host(others):
             key = self._known_kv_scale(name)
             kv_scales[key] = check_scale(name, tensor)
@@ -158,6 +159,7 @@ class RefitSession:
             if name in arriving or name in came or name in covered:
                 raise came_twice(name)
             arriving[name] = dtype
+            parameters.add(entry.parameter)
             if entry.kind in _WEIGHTS and dtype in SOURCE_DTYPES and tensor.shape == entry.shape:
                 continue
             self._check(name, tensor, entry)
@@ -174,9 +176,9 @@ class RefitSession:
             self._write(known)
         self._kv_scales |= kv_scales
         self._dtypes |= arriving
-        self._parameters.update([entries[name].parameter for name, _ in known])
+        self._parameters |= parameters
         self._scaled = scaled
-        self._came |= arriving.keys() | covered
+        self._came.update(arriving, covered)
         self._left_out += left_out
         self._bytes += sum(tensor.nbytes for _, tensor in sent)
 

@@ -222,8 +222,9 @@ class ExpertGrids:
             return
         rows = cut(tensor, shard, self.layout.columns(matrix))
         batch.quantize_expert(rows, stack, self.layout.local[expert], self.scale_format)
-        self._unpaired.pop((expert, matrix), None)
-        self._missing.discard((expert, matrix))
+        if not self.complete:
+            self._unpaired.pop((expert, matrix), None)
+            self._missing.discard((expert, matrix))
 
     def load_scales(
         self, expert: int, matrix: Matrix, scale_inv: torch.Tensor, batch: WriteBatch | None = None
