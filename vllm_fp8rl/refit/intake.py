@@ -84,7 +84,7 @@ class Held:
 
     Tensors of one element may share memory, as KV scales do. A buffer that is filled again and
     again, unseen by torch, would look the same, so they are copied at once, unless they come from
-    a list.
+    a list. Between two tensors of a list no code of the sender runs that could write to the first.
 
     Args:
         tensors: the stream that they come from.

@@ -88,8 +88,10 @@ class Inventory:
         """By HF name, for every parameter of the model but its KV-cache scales."""
         self.required = tuple(name for name, entry in self.entries.items() if entry.required)
         """Names that must come, alone or in a fused tensor."""
-        self.special = self._tied() | {n for n, e in self.entries.items() if e.route is None}
-        """Names of tied tensors, and of those without a route."""
+        unrouted = {name: entry for name, entry in self.entries.items() if entry.route is None}
+        tied = {entry.alias_of for entry in unrouted.values() if entry.alias_of is not None}
+        self.special = unrouted.keys() | tied
+        """Names of tensors without a route, and of those that others are tied to."""
         self.prefix = _prefix(model)
         """What precedes these names in the whole model: empty if this is all of it; None for a part
         none of whose layers knows its whole name, or whose names differ in the checkpoint."""
@@ -134,10 +136,6 @@ class Inventory:
         if kept is None or kept._model() is not model or not kept._is_current(names):
             state.inventory = cls(model)
         return state.inventory
-
-    def _tied(self) -> set[str]:
-        aliases = {name: e.alias_of for name, e in self.entries.items() if e.alias_of is not None}
-        return {*aliases, *aliases.values()}
 
     def _is_current(self, names: Sequence[str]) -> bool:
         entries = [self._find(name) for name in names]

@@ -94,10 +94,15 @@ def quantize_blocks(
         UnsupportedError: wrong dtype, rank or scale format, or an ``out`` that does not fit;
             nothing is written then.
     """
-    some = list(jobs)  # one weight of each kind suffices: a model has thousands of experts
-    for weights, (codes, scale_inv), at in stacks:
-        first = Quantized(codes[min(at)], scale_inv[max(at)])
+    some = list(jobs)  # with one weight of each kind: a model has thousands of experts
+    for weights, out, at in stacks:
+        if len(at) != len(weights) or min(at) < 0 or max(at) >= min(map(len, out)):
+            raise UnsupportedError(
+                f"{len(weights)} weights cannot be written to the matrices {at} of a stack of "
+                f"{min(map(len, out))}; give the number of a matrix for each weight."
+            )
         kinds = {(w.shape, w.dtype, w.device): w for w in weights}
+        first = Quantized(out.codes[0], out.scale_inv[0])
         some += [(w, first) for w in kinds.values()]
     for w, out in some:
         check_source(w, ndim=2, scale_format=scale_format)

@@ -50,13 +50,11 @@ def start_finite_check(
     count = len(tensors)
 
     def answers() -> list[bool]:  # holds no reference to the tensors that a GPU reads
-        found = [True] * count
-        for number, tensor in others.items():
-            found[number] = _finite_in_parts(tensor, limit)
+        found = dict.fromkeys(range(count), True)
+        found |= {number: _finite_in_parts(tensor, limit) for number, tensor in others.items()}
         for numbers, wait in started:
-            for number, good in zip(numbers, wait(), strict=True):
-                found[number] = good
-        return found
+            found.update(zip(numbers, wait(), strict=True))
+        return list(found.values())
 
     return answers
 

@@ -38,10 +38,11 @@ class Quantized(NamedTuple):
 
 
 class Stacked(NamedTuple):
-    """Weights of one layer's experts, and the stack that takes their codes.
+    """Weights of a layer's experts, and the stack that takes their codes.
 
-    weights: ``[N, K]`` each. out: codes ``[E, N, K]`` and scale_inv ``[E, ceil(N/128),
-    ceil(K/128)]``; each matrix is contiguous. at: for each weight, the number of its matrix.
+    weights: at least one, ``[N, K]`` each.
+    out: codes ``[E, N, K]`` and scale_inv ``[E, ceil(N/128), ceil(K/128)]``; a matrix is contiguous.
+    at: for each weight, the number of its matrix in the stack; no number twice.
     """
 
     weights: list[torch.Tensor]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 
 import torch
 import triton
@@ -182,19 +181,21 @@ def start_finite_check(
     with torch.cuda.device_of(tensors[0]):
         bad = torch.zeros(len(tensors), dtype=torch.int32, device=device)
         for dtype, numbers in groups.items():
-            addresses = [tensors[number].data_ptr() for number in numbers]
-            counts = [tensors[number].numel() for number in numbers]
-            ends = list(accumulate(cdiv(count, _CHUNK) for count in counts))
-            columns = torch.tensor([addresses, counts, numbers, ends], dtype=torch.int64)
+            table: list[int] = []
+            chunks = 0
+            for n in numbers:
+                count = tensors[n].numel()
+                chunks += cdiv(count, _CHUNK)
+                table += (tensors[n].data_ptr(), count, n, chunks)
             kind, magnitude = _MAGNITUDES[dtype]
-            _finite_kernel[(ends[-1],)](
-                on_device(columns.t().contiguous(), device),
+            _finite_kernel[(chunks,)](
+                on_device(torch.tensor(table, dtype=torch.int64), device),
                 bad,
                 len(numbers),
                 DTYPE=kind,
                 MAGNITUDE=magnitude,
                 LARGEST=largest_bits(dtype, limit),
-                ALIGNED=all_aligned(addresses),
+                ALIGNED=all_aligned(table[::4]),
                 CHUNK=_CHUNK,
                 STEP=_STEP,
                 num_warps=8,
