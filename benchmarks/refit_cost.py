@@ -282,7 +282,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
     table = Table(title="Cost of a refit on CPU, one thread")
     heads = ("model", "parameters", "seconds", "GB/s", "extra MB", "one layer MB", "layers")
-    for head in (*heads, "tensors", "Python, µs each"):
+    for head in (*heads, "tensors", "Python µs"):
         table.add_column(head, justify="left" if head == "model" else "right")
     for row in rows:
         rate = row["received_bytes"] / row["seconds_median"] / 1e9
