@@ -141,6 +141,7 @@ class RefitSession:
         others = [item for item in sent if item[0] not in entries]
         others = [item for item in others if not self._inventory.leaves_out(item[0])]
         left_out = len(sent) - len(known) - len(others)
+        others = scalars_on_host(others)  # which waits for the GPU, so before it gets work
         limit = self._guard.values.limit(self.model)
         finite = start_finite_check([tensor for _, tensor in known], limit)  # a GPU reads meanwhile
         arriving: dict[str, torch.dtype] = {}
@@ -148,7 +149,7 @@ class RefitSession:
         covered: set[str] = set()
         scales: list[Named] = []
         parameters: set[str] = set()
-        for name, tensor in scalars_on_host(others):
+        for name, tensor in others:
             key = self._known_kv_scale(name)
             kv_scales[key] = check_scale(name, tensor)
             if key in arriving or key in came:

@@ -41,7 +41,8 @@ class Stacked(NamedTuple):
     """Weights of a layer's experts, and the stack that takes their codes.
 
     weights: at least one, ``[N, K]`` each.
-    out: codes ``[E, N, K]`` and scale_inv ``[E, ceil(N/128), ceil(K/128)]``; a matrix is contiguous.
+    out: codes ``[E, N, K]`` and scale_inv ``[E, ceil(N/128), ceil(K/128)]``; each matrix is
+    contiguous, the stack need not be.
     at: for each weight, the number of its matrix in the stack; no number twice.
     """
 
