@@ -218,7 +218,7 @@ class ExpertGrids:
         shard, stack = self._shards[matrix], self._stacks.get(matrix)
         alike = tensor.dtype in SOURCE_DTYPES and tensor.device == self._device
         if batch is None or stack is None or not alike or tensor.shape != shard.full:
-            self._by_grid(expert, matrix, lambda grid: grid.write(shard, tensor, batch))
+            self._by_grid(expert, matrix, BlockGrid.write, shard, tensor, batch)
             return
         rows = cut(tensor, shard, self.layout.columns(matrix))
         batch.quantize_expert(rows, stack, self.layout.local[expert], self.scale_format)
@@ -237,18 +237,20 @@ class ExpertGrids:
             UnsupportedError: another dtype.
         """
         shard = self._shards[matrix]
-        self._by_grid(expert, matrix, lambda grid: grid.write_scales(shard, scale_inv, batch))
+        self._by_grid(expert, matrix, BlockGrid.write_scales, shard, scale_inv, batch)
 
     def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
         """Write ``make(shape)`` to each matrix that was never written."""
         for expert, matrix in sorted(self._missing):
-            self._by_grid(expert, matrix, lambda grid: grid.fill_missing(make))
+            self._by_grid(expert, matrix, BlockGrid.fill_missing, make)
 
-    def _by_grid(self, expert: int, matrix: Matrix, write: Callable[[BlockGrid], None]) -> None:
+    def _by_grid(
+        self, expert: int, matrix: Matrix, write: Callable[..., None], *args: object
+    ) -> None:
         """Write to one matrix, and keep its grid while codes or scales wait there."""
         key = (expert, matrix)
         grid = self._unpaired.get(key) or self._grid(expert, matrix)
-        write(grid)
+        write(grid, *args)
         if grid.complete:
             self._unpaired.pop(key, None)
             self._missing.discard(key)
