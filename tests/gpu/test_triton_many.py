@@ -10,7 +10,7 @@ import importlib
 import pytest
 import torch
 
-from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, reference
+from fp8rl.numerics import FP8_DTYPE, Quantized, Stacked, all_finite, reference
 from support.triton_device import DEVICE, INTERPRETED
 
 many = importlib.import_module("fp8rl.numerics.triton.multi_tensor")
@@ -56,6 +56,37 @@ def test_quantize_equals_the_reference_one_by_one(scale_format):
     for (x, out), want in zip(jobs, wanted, strict=True):
         assert torch.equal(out.codes.view(torch.uint8).cpu(), want.codes.view(torch.uint8)), x.shape
         assert torch.equal(out.scale_inv.cpu(), want.scale_inv), x.shape
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("first", [0, 256])
+def test_a_stack_takes_the_codes_of_each_weight(scale_format, first):
+    """Rows of a larger stack, as gate and up lie in vLLM's; bytes beside them stay."""
+    torch.manual_seed(3)
+    weights = [
+        torch.randn(200, 384).bfloat16(),
+        torch.randn(200, 384).bfloat16(),
+        torch.randn(200, 384),
+        torch.randn(384, 200).bfloat16().t(),
+        torch.randn(200, 400).bfloat16()[:, 3:387],
+    ]
+    at = [4, 0, 6, 1, 3]
+    codes = torch.full((7, 512, 384), 0x55, dtype=torch.uint8, device=DEVICE)
+    scales = torch.full((7, 4, 3), 7.0, device=DEVICE)
+    live = codes[:, first : first + 200].view(FP8_DTYPE)
+    out = Quantized(live, scales[:, first // 128 : first // 128 + 2])
+    moved = [w.to(DEVICE) for w in weights]
+    job = (moved[0], filled(moved[0].shape))
+    many.quantize_blocks([job], (128, 128), scale_format, [Stacked(moved, out, at)])
+    for w, number in zip(weights, at, strict=True):
+        want = reference.quantize_block(w, (128, 128), scale_format)
+        found = out.codes[number].view(torch.uint8).cpu()
+        assert torch.equal(found, want.codes.view(torch.uint8)), number
+        assert torch.equal(out.scale_inv[number].cpu(), want.scale_inv), number
+    assert torch.equal(job[1].codes.view(torch.uint8), live[4].view(torch.uint8))
+    beside = codes.cpu()
+    beside[at, first : first + 200] = 0x55
+    assert (beside == 0x55).all()
 
 
 def clean() -> list[torch.Tensor]:

@@ -6,8 +6,7 @@ when the batch is read, and it looks complete. :class:`Held` detects that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from operator import itemgetter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def pulled(tensors: Any) -> Iterator[Named]:
         problem = _problem(tensor)
         if problem:
             raise RefitError(f"'{name}' {problem}.")
-        yield name, tensor
+        yield tuple(item)
 
 
 def steady(tensors: Any) -> Batch:
@@ -75,8 +74,8 @@ def steady(tensors: Any) -> Batch:
     if isinstance(tensors, Batch):
         return tensors
     held = Held(tensors)
-    for name, tensor in pulled(tensors):
-        held.add(name, tensor)
+    for item in pulled(tensors):
+        held.add(item)
     return held.release()
 
 
@@ -85,7 +84,7 @@ class Held:
 
     Tensors of one element may share memory, as KV scales do. A buffer that is filled again and
     again, unseen by torch, would look the same, so they are copied at once, unless they come from
-    a list.
+    a list. Between two tensors of a list no code of the sender runs that could write to the first.
 
     Args:
         tensors: the stream that they come from.
@@ -94,16 +93,16 @@ class Held:
     def __init__(self, tensors: Any) -> None:
         self._fixed = type(tensors) in _FIXED
         self.items = Batch()
-        self._came: list[Named] = []
+        self._copies: dict[int, Named] = {}
         self._versions: list[int] = []
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        own = tensor
-        if not self._fixed and tensor.numel() == 1 and tensor.data_ptr():
-            own = tensor.detach().clone()
-        self.items.append((name, own))
-        self._came.append((name, tensor))
-        self._versions.append(_version(own))
+    def add(self, item: Named) -> None:
+        if not self._fixed:
+            name, tensor = item
+            if tensor.numel() == 1 and tensor.data_ptr():
+                self._copies[len(self.items)] = name, tensor.detach().clone()
+            self._versions.append(_version(tensor))
+        self.items.append(item)
 
     def release(self, *coming: Named) -> Batch:
         """Return the batch and begin a new one.
@@ -114,16 +113,19 @@ class Held:
         Raises:
             RefitError: the memory of a tensor was written to, freed or used for another one since.
         """
-        items, came, versions = self.items, self._came, self._versions
-        self.items, self._came, self._versions = Batch(), [], []
-        _require_apart([*came, *coming])
-        for (name, tensor), version in zip(items, versions, strict=True):
-            if version != _version(tensor):
+        items, copies, versions = self.items, self._copies, self._versions
+        self.items, self._copies, self._versions = Batch(), {}, []
+        _require_apart([*items, *coming])
+        for number, version in enumerate(versions):
+            name, tensor = items[number]
+            if number not in copies and version != _version(tensor):
                 last = (coming or items)[-1][0]
                 raise RefitError(
                     f"The memory of '{name}' was written to before it was read, by the time that "
                     f"'{last}' had come; {_REMEDY}."
                 )
+        for number, copy in copies.items():
+            items[number] = copy
         return items
 
 
@@ -155,16 +157,17 @@ _Span = tuple[int, int, Named]
 """A tensor, with the address of its first byte and the number of bytes to its last."""
 
 
-def _require_apart(items: Iterable[Named]) -> None:
+def _require_apart(items: Sequence[Named]) -> None:
     """Raise RefitError for two tensors in the same memory.
 
     Tensors of one element may share it, which KV scales do; and embedding and output projection
     where they are tied.
     """
-    spans = sorted(map(_span, items), key=itemgetter(0))
+    starts = [tensor.data_ptr() for _, tensor in items]
     before: list[_Span] = []
     end = 0  # of all before
-    for span in spans:
+    for number in sorted(range(len(items)), key=starts.__getitem__):
+        span = _span(items[number])
         start, length, (name, _) = span
         if start >= end:
             before.clear()
@@ -250,15 +253,16 @@ def batches(tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1) -> Ite
     seen: set[str] = set()
     held = Held(tensors)
     size = 0
-    for name, tensor in pulled(tensors):
+    for item in pulled(tensors):
+        name, tensor = item
         if name in seen:
             raise came_twice(name)
         seen.add(name)
         cost = tensor.nbytes // gpu_factor if tensor.is_cuda else tensor.nbytes
         if held.items and size + cost > limit:
-            yield held.release((name, tensor))
+            yield held.release(item)
             size = 0
-        held.add(name, tensor)
+        held.add(item)
         size += cost
         if size >= limit:  # before the next is asked for, which may come in the same memory
             yield held.release()

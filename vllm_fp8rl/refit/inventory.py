@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from vllm.distributed import get_pp_group
@@ -46,8 +46,7 @@ _OF_LINEARS = ("weight", "weight_scale_inv", "bias")
 _SMALL = 1 << 20  # elements; larger copies are made at once, not together
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of the HF checkpoint."""
 
     shape: tuple[int, ...]
@@ -87,6 +86,12 @@ class Inventory:
         self._model = weakref.ref(model)
         self.entries = dict(entries_of(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
+        self.required = tuple(name for name, entry in self.entries.items() if entry.required)
+        """Names that must come, alone or in a fused tensor."""
+        unrouted = {name: entry for name, entry in self.entries.items() if entry.route is None}
+        tied = {entry.alias_of for entry in unrouted.values() if entry.alias_of is not None}
+        self.special = unrouted.keys() | tied
+        """Names of tensors without a route, and of those that others are tied to."""
         self.prefix = _prefix(model)
         """What precedes these names in the whole model: empty if this is all of it; None for a part
         none of whose layers knows its whole name, or whose names differ in the checkpoint."""
@@ -187,7 +192,7 @@ class Inventory:
         # vLLM's parameter classes pass every attribute through Python, to no effect.
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for name, tensor in tensors:
-                entry = self._find(name)
+                entry = self.entries.get(name) or self._find(name)
                 assert entry is not None and entry.route is not None
                 came.append(name)
                 entry.route(tensor, batch)
@@ -254,7 +259,7 @@ def entries_of(model: torch.nn.Module) -> Iterator[tuple[str, Entry]]:
             owner = owners.setdefault(id(parameter), name)
             whole = shapes.get(names.of(name))
             for own_name, entry in _tensors(name, module, parameter, fused, whole):
-                tied = replace(entry, alias_of=names.of(owner), route=None)
+                tied = entry._replace(alias_of=names.of(owner), route=None)
                 yield names.of(own_name), entry if owner == name else tied
 
 

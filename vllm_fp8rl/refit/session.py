@@ -25,7 +25,7 @@ from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.kv_observer import stop_observing
 from vllm_fp8rl.kv_scales import scales_change, set_kv_scales
-from vllm_fp8rl.refit.intake import came_twice, scalars_on_host, steady
+from vllm_fp8rl.refit.intake import Named, came_twice, scalars_on_host, steady
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, check_scales
 from vllm_fp8rl.values import not_finite
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 _SCALES = "_scale_inv"
+_WEIGHTS = ("codes", "plain")
 
 
 class RefitSession:
@@ -77,10 +78,13 @@ class RefitSession:
         self._entries: dict[str, Entry] = {}
         self._scales: frozenset[str] = frozenset()
         self._dtypes: dict[str, torch.dtype] = {}
+        self._parameters: set[str] = set()
         self._kv_scales: dict[str, float] = {}
-        self._covered: set[str] = set()
+        self._came: set[str] = set()
+        """Names that have come, and those that came in a fused tensor."""
         self._scaled: set[str] = set()
         self._written: set[str] = set()
+        """Tied tensors, by their first name."""
         self._left_out = 0
         self._bytes = 0
         self._started = 0.0
@@ -131,38 +135,52 @@ class RefitSession:
             ) from error
 
     def _load(self, batch: Tensors) -> None:
-        sent = scalars_on_host(steady(batch))
-        tensors = [item for item in sent if not self._inventory.leaves_out(item[0])]
-        known = [(name, tensor) for name, tensor in tensors if name in self._entries]
+        sent = steady(batch)
+        entries, came = self._entries, self._came
+        known = [item for item in sent if item[0] in entries]
+        others = [item for item in sent if item[0] not in entries]
+        others = [item for item in others if not self._inventory.leaves_out(item[0])]
+        left_out = len(sent) - len(known) - len(others)
+        others = scalars_on_host(others)  # which waits for the GPU, so before it gets work
         limit = self._guard.values.limit(self.model)
         finite = start_finite_check([tensor for _, tensor in known], limit)  # a GPU reads meanwhile
         arriving: dict[str, torch.dtype] = {}
         kv_scales: dict[str, float] = {}
-        covered = set(self._covered)
-        seen = (arriving, self._dtypes, covered)
-        for name, tensor in tensors:
-            entry, key = self._entries.get(name), name
-            if entry is None:
-                key = self._known_kv_scale(name)
-                kv_scales[key] = check_scale(name, tensor)
-            else:
-                self._check(name, tensor, entry)
-            if key in arriving or key in self._dtypes or key in covered:
+        covered: set[str] = set()
+        scales: list[Named] = []
+        parameters: set[str] = set()
+        for name, tensor in others:
+            key = self._known_kv_scale(name)
+            kv_scales[key] = check_scale(name, tensor)
+            if key in arriving or key in came:
                 raise came_twice(name)
             arriving[key] = tensor.dtype
-            if entry is not None and entry.covers:
-                if any(part in names for names in seen for part in entry.covers):
-                    raise came_twice(name)
-                covered.update(entry.covers)
+        for name, tensor in known:
+            entry, dtype = entries[name], tensor.dtype
+            if name in arriving or name in came or name in covered:
+                raise came_twice(name)
+            arriving[name] = dtype
+            parameters.add(entry.parameter)
+            if entry.kind in _WEIGHTS and dtype in SOURCE_DTYPES and tensor.shape == entry.shape:
+                continue
+            self._check(name, tensor, entry)
+            if entry.kind == "scales":
+                scales.append((name, tensor))
+            if any(part in names for names in (arriving, came, covered) for part in entry.covers):
+                raise came_twice(name)
+            covered.update(entry.covers)
         scaled = self._check_pairs(arriving)
         self._check_values(known, finite(), limit)
+        for name, tensor in scales:
+            check_scales(name, tensor, self._inventory.grids[0].scale_format)
         if known:
             self._write(known)
         self._kv_scales |= kv_scales
         self._dtypes |= arriving
+        self._parameters |= parameters
         self._scaled = scaled
-        self._covered = covered
-        self._left_out += len(sent) - len(tensors)
+        self._came.update(arriving, covered)
+        self._left_out += left_out
         self._bytes += sum(tensor.nbytes for _, tensor in sent)
 
     def __exit__(
@@ -187,10 +205,8 @@ class RefitSession:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # from now on the sender may free or reuse its tensors
         self.report = RefitReport(
-            parameters=len(
-                {self._entries[n].parameter for n in self._dtypes if n in self._entries}
-            ),
-            kv_scales=sum(name in self._scales for name in self._dtypes),
+            parameters=len(self._parameters),
+            kv_scales=len(self._scales & self._dtypes.keys()),
             tensors=len(self._dtypes) + self._left_out,
             received_bytes=self._bytes,
             seconds=time.perf_counter() - self._started,
@@ -250,22 +266,22 @@ class RefitSession:
     def _check_values(
         self, tensors: Sequence[tuple[str, torch.Tensor]], finite: Sequence[bool], limit: float
     ) -> None:
-        for (name, tensor), good in zip(tensors, finite, strict=True):
-            if not good:
-                raise RefitError(f"{not_finite(name, tensor, limit)}; the engine was not given it.")
-            if self._entries[name].kind == "scales":
-                check_scales(name, tensor, self._inventory.grids[0].scale_format)
+        if not all(finite):
+            name, tensor = tensors[finite.index(False)]
+            raise RefitError(f"{not_finite(name, tensor, limit)}; the engine was not given it.")
 
     def _write(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         if not self.wrote:
             self._begin_writing()
-        batch = list(self._untied(weights))
-        routed = [item for item in batch if self._entries[item[0]].route is not None]
-        self._inventory.write(routed, [])
-        rest = [item for item in batch if self._entries[item[0]].route is None]
+        special = self._inventory.special
+        batch = [item for item in weights if item[0] not in special]
+        others = list(self._untied([item for item in weights if item[0] in special]))
+        batch += [item for item in others if self._entries[item[0]].route is not None]
+        self._inventory.write(batch, [])
+        rest = [item for item in others if self._entries[item[0]].route is None]
         if rest:
             self._write_by_vllm(rest)
-        self._written.update(name for name, _ in batch)
+        self._written.update(name for name, _ in others)
 
     def _write_by_vllm(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write tensors for which the inventory has no route."""
@@ -322,11 +338,11 @@ class RefitSession:
         """
         batch: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
-            entry = self._entries.get(name)
-            first = (entry.alias_of or name) if entry else name
+            entry = self._entries[name]
+            first = entry.alias_of or name
             if first in batch:
                 same = torch.equal(batch[first], tensor)
-            elif entry is not None and first in self._written:
+            elif first in self._written:
                 same = _equals_live(self.model, entry, tensor)
             else:
                 batch[first] = tensor
@@ -352,9 +368,8 @@ class RefitSession:
                 )
 
     def _verify_complete(self) -> None:
-        received = self._dtypes
-        here = received.keys() | self._covered
-        missing = [n for n, entry in self._entries.items() if entry.required and n not in here]
+        received, came = self._dtypes, self._came
+        missing = [name for name in self._inventory.required if name not in came]
         missing += [
             name + _SCALES
             for name, dtype in received.items()

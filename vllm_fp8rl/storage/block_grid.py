@@ -23,7 +23,16 @@ from typing import NamedTuple
 import torch
 
 from fp8rl.errors import RefitError, ScaleError, UnsupportedError
-from fp8rl.numerics import BLOCK, E4M3_MAX, FP8_DTYPE, Quantized, cdiv, on_device, quantize_blocks
+from fp8rl.numerics import (
+    BLOCK,
+    E4M3_MAX,
+    FP8_DTYPE,
+    Quantized,
+    Stacked,
+    cdiv,
+    on_device,
+    quantize_blocks,
+)
 from fp8rl.recipe import ScaleFormat
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,6 +47,9 @@ to the second number, because each launch costs the host time."""
 _ROWS, _COLS = BLOCK
 _PAIR = ("weight", "weight_scale_inv")
 
+LiveStack = Callable[[], Quantized]
+"""Returns one matrix of every expert of a layer: live codes ``[E, N, K]`` and their scales."""
+
 
 class Shard(NamedTuple):
     """The part of an HF weight that becomes rows ``[start, start + rows)`` of the local matrix."""
@@ -48,6 +60,11 @@ class Shard(NamedTuple):
     """Row and column of its first element in the HF weight."""
     full: tuple[int, int]
     """Shape of the HF weight."""
+
+
+def chunk_elements(device: torch.device) -> int:
+    """Elements that are quantized at once on a device."""
+    return _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS_ELSEWHERE)
 
 
 def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch.Tensor:
@@ -61,6 +78,11 @@ def narrow(tensor: torch.Tensor, shard: Shard, name: str, columns: int) -> torch
             f"'{name}' takes a tensor of shape {shard.full}, but got {tuple(tensor.shape)}; send "
             "the whole HF tensor of the model that the engine was started with."
         )
+    return cut(tensor, shard, columns)
+
+
+def cut(tensor: torch.Tensor, shard: Shard, columns: int) -> torch.Tensor:
+    """The same for a tensor that is known to have the HF shape."""
     (row, column) = shard.origin
     if shard.full == (shard.rows, columns):
         return tensor
@@ -76,6 +98,7 @@ class WriteBatch:
 
     def __init__(self) -> None:
         self._jobs: dict[ScaleFormat, list[tuple[torch.Tensor, Quantized]]] = {}
+        self._stacks: dict[LiveStack, tuple[ScaleFormat, list[torch.Tensor], list[int]]] = {}
         self._bytes, self._limit = 0, _LAUNCH_BYTES[0]
         self._shared: dict[int, tuple[BlockGrid, set[int]]] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -84,6 +107,20 @@ class WriteBatch:
     def quantize(self, rows: torch.Tensor, live: Quantized, scale_format: ScaleFormat) -> None:
         """Quantize rows into live codes and scales on the same device."""
         self._jobs.setdefault(scale_format, []).append((rows, live))
+        self._count(rows)
+
+    def quantize_expert(
+        self, rows: torch.Tensor, stack: LiveStack, number: int, scale_format: ScaleFormat
+    ) -> None:
+        """Quantize rows into one matrix of a live stack on the same device."""
+        jobs = self._stacks.get(stack)
+        if jobs is None:
+            jobs = self._stacks[stack] = (scale_format, [], [])
+        jobs[1].append(rows)
+        jobs[2].append(number)
+        self._count(rows)
+
+    def _count(self, rows: torch.Tensor) -> None:
         self._bytes += rows.nbytes
         if self._bytes >= self._limit:
             self._launch()
@@ -119,8 +156,13 @@ class WriteBatch:
 
     def _launch(self) -> None:
         jobs, self._jobs, self._bytes = self._jobs, {}, 0
-        for scale_format, together in jobs.items():
-            quantize_blocks(together, BLOCK, scale_format)
+        collected, self._stacks = self._stacks, {}
+        stacks: dict[ScaleFormat, list[Stacked]] = {}
+        for live, (scale_format, weights, at) in collected.items():
+            stacks.setdefault(scale_format, []).append(Stacked(weights, live(), at))
+        for scale_format in jobs.keys() | stacks.keys():
+            together = jobs.get(scale_format, [])
+            quantize_blocks(together, BLOCK, scale_format, stacks.get(scale_format, []))
 
 
 def _fill(jobs: Sequence[tuple[torch.Tensor, float]]) -> None:
@@ -167,7 +209,7 @@ class BlockGrid:
         self.columns = columns
         self.device = torch.device(device)
         self._storage = storage
-        self._chunk = _CHUNK_ELEMENTS.get(self.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+        self._chunk = chunk_elements(self.device)
         self.scale_format = scale_format
         self._rows: dict[int, int] = {}
         total = 0

@@ -19,7 +19,16 @@ from fp8rl.errors import RefitError
 from fp8rl.families import EXPERTS, Experts
 from fp8rl.numerics import BLOCK, FP8_DTYPE, Quantized, cdiv
 from fp8rl.recipe import ScaleFormat
-from vllm_fp8rl.storage.block_grid import BlockGrid, Shard, WriteBatch, narrow
+from vllm_fp8rl.storage.block_grid import (
+    SOURCE_DTYPES,
+    BlockGrid,
+    LiveStack,
+    Shard,
+    WriteBatch,
+    chunk_elements,
+    cut,
+    narrow,
+)
 from vllm_fp8rl.storage.parameters import check_plain_dtype
 
 Matrix = Literal["w1", "w3", "w2"]
@@ -101,10 +110,14 @@ class ExpertLayout:
             matrix: which of its matrices.
             block: weight rows to a row of the stack: 128 for scales.
         """
+        return self.part_of(stack, matrix, block)[local]
+
+    def part_of(self, stack: torch.Tensor, matrix: Matrix, block: int = 1) -> torch.Tensor:
+        """The same rows of every local expert."""
         if matrix == "w2":
-            return stack[local]
+            return stack
         first = 0 if matrix == "w1" else self.padded // block
-        return stack[local, first : first + cdiv(self.intermediate, block)]
+        return stack[:, first : first + cdiv(self.intermediate, block)]
 
     def clear_padding(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
         """Write zeros to what no weight fills."""
@@ -121,7 +134,8 @@ class ExpertGrids:
     """Writes expert matrices into the codes and scales of one layer, in any order.
 
     It stands for the grids of all matrices, and answers as one of them does
-    (:class:`~vllm_fp8rl.storage.block_grid.BlockGrid`).
+    (:class:`~vllm_fp8rl.storage.block_grid.BlockGrid`). A layer may have hundreds of matrices, so
+    one has a grid of its own only while it is written by itself, or waits for codes or scales.
 
     Args:
         layout: which experts this rank holds, and how much of each.
@@ -143,38 +157,48 @@ class ExpertGrids:
         self.layout = layout
         self.scale_format = scale_format
         self._storage = storage
-        self._grids = {
-            (expert, matrix): BlockGrid(
-                layout.module_name(expert, matrix),
-                partial(self._live, local, matrix),
-                [layout.shard(matrix).rows],
-                layout.columns(matrix),
-                scale_format,
-                device,
-                on_unpaired=on_unpaired,
-            )
-            for expert, local in layout.local.items()
+        self._device = device
+        self._on_unpaired = on_unpaired
+        self._shards = {matrix: layout.shard(matrix) for matrix in MATRICES}
+        self._stacks: dict[Matrix, LiveStack] = {
+            matrix: partial(self._live, matrix)
             for matrix in MATRICES
+            if self._shards[matrix].rows * layout.columns(matrix) <= chunk_elements(device)
+            and (matrix != "w2" or layout.padded == layout.intermediate)
         }
+        """The matrices whose weights are quantized together, each as it comes."""
+        self._missing = {(expert, matrix) for expert in layout.local for matrix in MATRICES}
+        self._unpaired: dict[tuple[int, Matrix], BlockGrid] = {}
+
+    def _grid(self, expert: int, matrix: Matrix) -> BlockGrid:
+        layout = self.layout
+        return BlockGrid(
+            layout.module_name(expert, matrix),
+            partial(self._live_of, layout.local[expert], matrix),
+            [self._shards[matrix].rows],
+            layout.columns(matrix),
+            self.scale_format,
+            self._device,
+            on_unpaired=self._on_unpaired,
+        )
 
     @property
     def complete(self) -> bool:
         """Every matrix has been written at least once."""
-        return all(grid.complete for grid in self._grids.values())
+        return not self._missing and not self._unpaired
 
     def require_paired(self) -> None:
         """Raise RefitError while FP8 codes wait for their scales, or scales for their codes."""
-        for grid in self._grids.values():
+        for grid in self._unpaired.values():
             grid.require_paired()
 
     def missing(self) -> list[str]:
         """HF names of the local matrices that were never written."""
-        return [self.layout.hf_name(*key) for key, grid in self._grids.items() if grid.missing()]
+        return [self.layout.hf_name(*key) for key in sorted(self._missing)]
 
     def forget_unpaired(self) -> None:
         """Drop what an abandoned transfer left behind, before a new one begins."""
-        for grid in self._grids.values():
-            grid.forget_unpaired()
+        self._unpaired.clear()
 
     def load(
         self, expert: int, matrix: Matrix, tensor: torch.Tensor, batch: WriteBatch | None = None
@@ -191,7 +215,16 @@ class ExpertGrids:
             RefitError: another shape.
             UnsupportedError: another dtype.
         """
-        self._grids[expert, matrix].write(self.layout.shard(matrix), tensor, batch)
+        shard, stack = self._shards[matrix], self._stacks.get(matrix)
+        alike = tensor.dtype in SOURCE_DTYPES and tensor.device == self._device
+        if batch is None or stack is None or not alike or tensor.shape != shard.full:
+            self._by_grid(expert, matrix, BlockGrid.write, shard, tensor, batch)
+            return
+        rows = cut(tensor, shard, self.layout.columns(matrix))
+        batch.quantize_expert(rows, stack, self.layout.local[expert], self.scale_format)
+        if not self.complete:
+            self._unpaired.pop((expert, matrix), None)
+            self._missing.discard((expert, matrix))
 
     def load_scales(
         self, expert: int, matrix: Matrix, scale_inv: torch.Tensor, batch: WriteBatch | None = None
@@ -203,19 +236,35 @@ class ExpertGrids:
             ScaleError: a scale that is not positive and finite.
             UnsupportedError: another dtype.
         """
-        self._grids[expert, matrix].write_scales(self.layout.shard(matrix), scale_inv, batch)
+        shard = self._shards[matrix]
+        self._by_grid(expert, matrix, BlockGrid.write_scales, shard, scale_inv, batch)
 
     def fill_missing(self, make: Callable[[tuple[int, int]], torch.Tensor]) -> None:
         """Write ``make(shape)`` to each matrix that was never written."""
-        for grid in self._grids.values():
-            grid.fill_missing(make)
+        for expert, matrix in sorted(self._missing):
+            self._by_grid(expert, matrix, BlockGrid.fill_missing, make)
 
-    def _live(self, local: int, matrix: Matrix) -> Quantized:
+    def _by_grid(
+        self, expert: int, matrix: Matrix, write: Callable[..., None], *args: object
+    ) -> None:
+        """Write to one matrix, and keep its grid while codes or scales wait there."""
+        key = (expert, matrix)
+        grid = self._unpaired.get(key) or self._grid(expert, matrix)
+        write(grid, *args)
+        if grid.complete:
+            self._unpaired.pop(key, None)
+            self._missing.discard(key)
+        else:
+            self._unpaired[key] = grid
+
+    def _live(self, matrix: Matrix) -> Quantized:
         codes, scale_inv = self._storage(stack_of(matrix)), self._storage(scales_of(matrix))
-        return Quantized(
-            self.layout.rows_of(codes, local, matrix),
-            self.layout.rows_of(scale_inv, local, matrix, BLOCK[0]),
-        )
+        part_of = self.layout.part_of
+        return Quantized(part_of(codes, matrix), part_of(scale_inv, matrix, BLOCK[0]))
+
+    def _live_of(self, local: int, matrix: Matrix) -> Quantized:
+        codes, scale_inv = self._live(matrix)
+        return Quantized(codes[local], scale_inv[local])
 
 
 class PlainExperts:

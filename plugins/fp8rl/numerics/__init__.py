@@ -57,6 +57,7 @@ from fp8rl.numerics.formats import (
     MX_GROUP,
     Operand,
     Quantized,
+    Stacked,
     cdiv,
 )
 from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows, on_device
@@ -75,6 +76,7 @@ __all__ = [
     "GroupedRows",
     "Operand",
     "Quantized",
+    "Stacked",
     "all_finite",
     "amax_edges",
     "amax_into",

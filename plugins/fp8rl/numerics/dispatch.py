@@ -15,6 +15,7 @@ from fp8rl.numerics.formats import (
     GROUP,
     Operand,
     Quantized,
+    Stacked,
     cdiv,
     check_codes,
     check_out,
@@ -78,6 +79,7 @@ def quantize_blocks(
     jobs: Sequence[tuple[torch.Tensor, Quantized]],
     block: tuple[int, int] = BLOCK,
     scale_format: ScaleFormat = "fp32",
+    stacks: Sequence[Stacked] = (),
 ) -> None:
     """Apply :func:`quantize_block` to many weights, into given tensors, one launch for each shape.
 
@@ -86,17 +88,28 @@ def quantize_blocks(
             to the same memory.
         block: number of rows and columns of a block.
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+        stacks: more weights on that device, with the stacks of matrices to write to.
 
     Raises:
         UnsupportedError: wrong dtype, rank or scale format, or an ``out`` that does not fit;
             nothing is written then.
     """
-    for w, out in jobs:
+    some = list(jobs)  # with one weight of each kind: a model has thousands of experts
+    for weights, out, at in stacks:
+        if len(at) != len(weights) or min(at) < 0 or max(at) >= min(map(len, out)):
+            raise UnsupportedError(
+                f"{len(weights)} weights cannot be written to the matrices {at} of a stack of "
+                f"{min(map(len, out))}; give the number of a matrix for each weight."
+            )
+        kinds = {(w.shape, w.dtype, w.device): w for w in weights}
+        first = Quantized(out.codes[0], out.scale_inv[0])
+        some += [(w, first) for w in kinds.values()]
+    for w, out in some:
         check_source(w, ndim=2, scale_format=scale_format)
         check_out(out, w, block)
-    if jobs:
-        kernels = implementation(jobs[0][0], "multi_tensor")
-        kernels.quantize_blocks(jobs, block, scale_format)
+    if some:
+        kernels = implementation(some[0][0], "multi_tensor")
+        kernels.quantize_blocks(jobs, block, scale_format, stacks)
 
 
 def quantize_group(

@@ -37,6 +37,20 @@ class Quantized(NamedTuple):
     scale_inv: torch.Tensor
 
 
+class Stacked(NamedTuple):
+    """Weights of a layer's experts, and the stack that takes their codes.
+
+    weights: at least one, ``[N, K]`` each.
+    out: codes ``[E, N, K]`` and scale_inv ``[E, ceil(N/128), ceil(K/128)]``; each matrix is
+    contiguous, the stack need not be.
+    at: for each weight, the number of its matrix in the stack; no number twice.
+    """
+
+    weights: list[torch.Tensor]
+    out: Quantized
+    at: list[int]
+
+
 class Operand(NamedTuple):
     """One tensor quantized for products along either of its dimensions; a side may be None.
 

@@ -16,6 +16,7 @@ from fp8rl.numerics.formats import (
     GROUP,
     Operand,
     Quantized,
+    Stacked,
     cdiv,
 )
 from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows
@@ -97,10 +98,15 @@ def quantize_blocks(
     jobs: Sequence[tuple[torch.Tensor, Quantized]],
     block: tuple[int, int],
     scale_format: ScaleFormat,
+    stacks: Sequence[Stacked] = (),
 ) -> None:
     """See :func:`fp8rl.numerics.quantize_blocks`."""
     for w, out in jobs:
         quantize_block(w.detach(), block, scale_format, out)
+    for weights, (codes, scale_inv), at in stacks:
+        for w, number in zip(weights, at, strict=True):
+            out = Quantized(codes[number], scale_inv[number])
+            quantize_block(w.detach(), block, scale_format, out)
 
 
 def quantize_group(x: torch.Tensor, group: int, scale_format: ScaleFormat) -> Quantized:

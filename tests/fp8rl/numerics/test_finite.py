@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.numerics import FP8_DTYPE, Quantized, all_finite, quantize_block, quantize_blocks
+from fp8rl.numerics import (
+    BLOCK,
+    FP8_DTYPE,
+    Quantized,
+    Stacked,
+    all_finite,
+    quantize_block,
+    quantize_blocks,
+)
 from fp8rl.numerics.finite import largest_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, FP8_DTYPE]
@@ -73,3 +81,41 @@ def test_quantize_blocks_writes_nothing_where_one_is_refused():
     with pytest.raises(UnsupportedError):
         quantize_blocks([(torch.ones(4, 4), good), (torch.ones(4, 4), bad)])
     assert not good.codes.view(torch.uint8).any() and not good.scale_inv.any()
+
+
+def empty_stack(count: int, rows: int, columns: int) -> Quantized:
+    codes = torch.zeros(count, rows, columns, dtype=torch.uint8).view(FP8_DTYPE)
+    return Quantized(codes, torch.zeros(count, -(-rows // 128), -(-columns // 128)))
+
+
+def test_a_stack_takes_the_codes_of_each_weight():
+    """In a part of a larger stack, as gate and up lie in vLLM's; other matrices stay."""
+    whole = empty_stack(4, 256, 200)
+    out = Quantized(whole.codes[:, 128:], whole.scale_inv[:, 1:])
+    weights = [torch.randn(128, 200), torch.randn(128, 200).bfloat16(), torch.randn(200, 128).t()]
+    job = (torch.randn(5, 7), empty(5, 7))
+    quantize_blocks([job], BLOCK, "pow2", [Stacked(weights, out, [3, 0, 1])])
+    for w, number in zip(weights, (3, 0, 1), strict=True):
+        want = quantize_block(w, scale_format="pow2")
+        assert torch.equal(out.codes[number].view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(out.scale_inv[number], want.scale_inv)
+    assert not whole.codes[:, :128].view(torch.uint8).any() and not whole.scale_inv[:, 0].any()
+    assert not whole.codes[2].view(torch.uint8).any() and not whole.scale_inv[2].any()
+    assert job[1].scale_inv.all()
+
+
+@pytest.mark.parametrize(
+    ("weights", "at"),
+    [
+        ([torch.ones(4, 4)] * 2, [0, 2]),
+        ([torch.ones(4, 4)] * 2, [-1, 0]),
+        ([torch.ones(4, 4)] * 2, [0]),
+        ([torch.ones(4, 4), torch.ones(4, 3)], [0, 1]),
+        ([torch.ones(4, 4), torch.ones(4, 4).to(FP8_DTYPE)], [0, 1]),
+    ],
+)
+def test_a_stack_that_does_not_fit_is_refused(weights, at):
+    out = empty_stack(2, 4, 4)
+    with pytest.raises(UnsupportedError):
+        quantize_blocks([], BLOCK, "fp32", [Stacked(weights, out, at)])
+    assert not out.codes.view(torch.uint8).any() and not out.scale_inv.any()

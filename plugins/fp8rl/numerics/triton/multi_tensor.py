@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.finite import largest_bits
-from fp8rl.numerics.formats import FP8_DTYPE, Quantized, cdiv
+from fp8rl.numerics.formats import FP8_DTYPE, Quantized, Stacked, cdiv
 from fp8rl.numerics.grouped import on_device
 from fp8rl.numerics.triton.quantize import has_native_cast, quantize_tile
 from fp8rl.recipe import ScaleFormat
@@ -121,46 +121,44 @@ def quantize_blocks(
     jobs: Sequence[tuple[torch.Tensor, Quantized]],
     block: tuple[int, int],
     scale_format: ScaleFormat,
+    stacks: Sequence[Stacked] = (),
 ) -> None:
     """See :func:`fp8rl.numerics.quantize_blocks`; ``block`` sides are powers of two."""
-    groups: dict[tuple[object, ...], list[tuple[torch.Tensor, Quantized]]] = {}
-    for job in jobs:
-        x = job[0]
-        if x.numel():
-            groups.setdefault((x.shape, x.stride(), x.dtype), []).append(job)
-    if not groups:
-        return
-    device = jobs[0][0].device
-    table = [
-        pointer
-        for group in groups.values()
-        for x, (codes, scale_inv) in group
-        for pointer in (x.data_ptr(), codes.data_ptr(), scale_inv.data_ptr())
-    ]
-    with torch.cuda.device_of(jobs[0][0]):
-        addresses, first = on_device(torch.tensor(table, dtype=torch.int64), device), 0
-        for group in groups.values():
-            x = group[0][0]
-            (rows, cols), end = x.shape, first + 3 * len(group)
-            tile_cols = cdiv(cols, block[1])
-            wide = (p for i, p in enumerate(table[first:end]) if i % 3 < 2)
-            _multi_tensor_kernel[(cdiv(rows, block[0]) * tile_cols, len(group))](
-                addresses[first:],
-                rows,
-                cols,
-                x.stride(0),
-                x.stride(1),
+    groups: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[int]] = {}
+    """Addresses of weight, codes and scales, for the weights of one launch."""
+    for x, (codes, scale_inv) in jobs:
+        group = groups.setdefault((x.shape, x.stride(), x.dtype), [])
+        group += (x.data_ptr(), codes.data_ptr(), scale_inv.data_ptr())
+    for weights, (codes, scale_inv), at in stacks:
+        first, step = codes.data_ptr(), codes.stride(0)
+        first_scale, scale_step = scale_inv.data_ptr(), 4 * scale_inv.stride(0)
+        for x, number in zip(weights, at, strict=True):
+            group = groups.setdefault((x.shape, x.stride(), x.dtype), [])
+            group += (x.data_ptr(), first + number * step, first_scale + number * scale_step)
+    some = jobs[0][0] if jobs else stacks[0].weights[0]
+    table = [address for group in groups.values() for address in group]
+    with torch.cuda.device_of(some):
+        addresses = on_device(torch.tensor(table, dtype=torch.int64), some.device)
+        tables = addresses.split([len(group) for group in groups.values()])
+        for ((shape, steps, dtype), group), entries in zip(groups.items(), tables, strict=True):
+            tile_cols = cdiv(shape[1], block[1])
+            tiles = cdiv(shape[0], block[0]) * tile_cols
+            if not tiles:
+                continue
+            _multi_tensor_kernel[(tiles, len(group) // 3)](
+                entries,
+                *shape,
+                *steps,
                 tile_cols,
-                DTYPE=TRITON_DTYPES[x.dtype],
-                ALIGNED=all_aligned(wide),
+                DTYPE=TRITON_DTYPES[dtype],
+                ALIGNED=all_aligned(group[::3]) and all_aligned(group[1::3]),
                 TILE_ROWS=block[0],
                 TILE_COLS=block[1],
                 POW2=scale_format == "pow2",
-                NATIVE=has_native_cast(device),
+                NATIVE=has_native_cast(some.device),
                 num_warps=8,
                 enable_fp_fusion=False,
             )
-            first = end
 
 
 def start_finite_check(
