@@ -432,6 +432,8 @@ def sections(
 def _number(value: float) -> str:
     if isnan(value):
         return "-"
+    if value < 0.1:
+        return f"{value:.2g}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 

@@ -314,6 +314,12 @@ def test_command(tmp_path: Path) -> None:
         assert left_out in shown.output
 
 
+def test_short_times_have_digits(tmp_path: Path) -> None:
+    shown = run(QWEN3_1_7B, tmp_path, "--gpu", "h100", "--load", "1x1x1")
+    assert shown.exit_code == 0
+    assert "0.00 " not in shown.output
+
+
 def test_command_says_what_is_extrapolated(tmp_path: Path) -> None:
     arguments = ("--gpu", "h200", "--load", "512x128x128", "--tp", "2", "--fused-loss")
     shown = run(QWEN3_30B_A3B, tmp_path, *arguments)
