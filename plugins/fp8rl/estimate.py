@@ -283,14 +283,21 @@ def trainer_seconds(
         training: forward and backward; else a forward that gives logprobs.
         fused_loss: whether the loss is one kernel.
     """
+    seconds = layers_seconds(gpu, model, tokens, sequence, fp8, training=training)
+    seconds += linear_seconds(gpu, model.head, tokens, False, training=training)
+    forward, backward = _LOSS_BYTES[fused_loss]
+    loss = forward + backward if training else forward
+    return seconds + loss * tokens * model.head.outputs / gpu.copy
+
+
+def layers_seconds(
+    gpu: GPU, model: Model, tokens: float, sequence: float, fp8: bool, *, training: bool = False
+) -> float:
+    """Return the seconds of a micro-batch in the layers alone; see :func:`trainer_seconds`."""
     seconds = sum(
         count * linear_seconds(gpu, linear, tokens, fp8 and linear.fp8, training=training)
         for linear, count in model.linears.items()
     )
-    seconds += linear_seconds(gpu, model.head, tokens, False, training=training)
-    forward, backward = _LOSS_BYTES[fused_loss]
-    loss = forward + backward if training else forward
-    seconds += loss * tokens * model.head.outputs / gpu.copy
     seconds += (3.5 if training else 1) * attention_seconds(model, tokens, sequence)
     return seconds + (3 if training else 1) * elementwise_seconds(gpu, model, tokens)
 
