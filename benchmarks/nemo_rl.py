@@ -520,13 +520,16 @@ def main() -> int:
         if options.write_only:
             continue
         shared = is_shared() if real else None
+        earlier = set(logs.glob("*"))
         command = [sys.executable, str(options.source / "examples" / driver)]
         with (folder / f"{name}.log").open("a" if long else "w", encoding="utf-8") as log:
             arguments = ["--config", str(file), *options.set]
             code = run([*command, *arguments], options.source, log, options.limit)
         failed += code != 0
         warm = WARM_STEPS if real else 1
-        found = summary(logs, Path(log.name), long, warm) if logs.is_dir() else {}
+        # What an earlier run has logged is no result of one that ended before it logged anything.
+        logged = logs.is_dir() and (long or set(logs.glob("*")) > earlier)
+        found = summary(logs, Path(log.name), long, warm) if logged else {}
         if options.family and found:
             found["gate"] = gate(options.family, found["curves"])
         if real:

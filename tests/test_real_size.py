@@ -191,6 +191,8 @@ def test_a_run_with_a_result_is_not_run_again(
     command += ["--model", tmp_path, "--variants", "bf16,fp8rl"]
     monkeypatch.setattr(sys, "argv", [str(part) for part in command])
     monkeypatch.setattr(program, "is_shared", lambda: False)
+    (folder / "logs-megatron-fp8rl-4b" / "exp_001").mkdir(parents=True)
+    monkeypatch.setattr(program, "summary", lambda *arguments: pytest.fail("an earlier run's"))
     assert program.main() == 0
     told = capsys.readouterr()
     (line,) = told.out.splitlines()
