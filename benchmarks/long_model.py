@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from long_tasks import (
+    MOST_STEPS,
     WORDS,
     LongTokenizer,
     answer_length,
@@ -231,7 +232,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--size", choices=tuple(SIZES), default="50m")
-    parser.add_argument("--longest", type=int, default=40, help="steps of a program")
+    steps = range(1, MOST_STEPS + 1)
+    parser.add_argument(
+        "--longest", type=int, choices=steps, default=40, metavar="STEPS", help="of a program"
+    )
     parser.add_argument("--slips", type=float, default=0.02, help="share of lines with a slip")
     parser.add_argument("--limit", type=float, default=210.0, help="seconds")
     parser.add_argument("--steps", type=int, default=20_000, help="steps of AdamW at most")

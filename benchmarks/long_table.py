@@ -1,4 +1,4 @@
-"""A table of the runs of ``nemo_rl.py --task long``: each variant, over its seeds.
+"""A table of the runs of ``nemo_rl.py --task long``: each trainer and variant, over its seeds.
 
     python benchmarks/long_table.py RESULTS.json...
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_curves import read, variant
+from nemo_rl_curves import read, without_seed
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -35,9 +35,9 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
         "`token_mult_prob_error`": _median("train/token_mult_prob_error"),
         "`gen_kl_error`": _median("train/gen_kl_error"),
     } | {f"KL from token {start}": _kl(start) for start in starts}
-    lines = [f"| variant | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
-    for name in dict.fromkeys(map(variant, made)):
-        seeds = [run for run in made if variant(run) == name]
+    lines = [f"| run | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
+    for name in dict.fromkeys(map(without_seed, made)):
+        seeds = [run for run in made if without_seed(run) == name]
         cells = [_cell([find(run) for run in seeds]) for find in columns.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

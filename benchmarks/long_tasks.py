@@ -134,9 +134,14 @@ def demonstration(prompt: str, choose: random.Random, slips: float = 0.0) -> str
         prompt: as :func:`problem` has it.
         choose: source of the choices.
         slips: share of the lines that have one; all are lines of a word of ``CARELESS``.
+
+    Raises:
+        ValueError: there are not so many lines of these words.
     """
     words = [choose.choice(WORDS) for _ in range(prompt.count("#"))]
     chance = slips * len(WORDS) / len(CARELESS)
+    if not 0 <= chance <= 1:
+        raise ValueError(f"slips are 0 to {len(CARELESS) / len(WORDS)} of the lines, not {slips}")
     slipped = {
         line for line, word in enumerate(words) if word in CARELESS and choose.random() < chance
     }

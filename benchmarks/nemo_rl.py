@@ -58,12 +58,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
+from long_tasks import MOST_STEPS
 from nemo_rl_curves import draw
 from nemo_rl_long import PROBLEMS, by_position, long_answers, step_files
 from nemo_rl_long import make_data as make_long_data
 from nemo_rl_real import WARM_STEPS, is_complete, is_shared, real_size, table
 from nemo_rl_real import make_data as make_real_data
-from real_model import SHAPES, shape_of
+from nemo_rl_real import refusal as real_refusal
+from real_model import SHAPES, has_shape, shape_of
 from real_model import make_model as make_real_model
 from sums_model import make_model, problems
 from tiny_models import FAMILIES
@@ -72,6 +74,7 @@ VARIANTS = ("bf16", "upstream", "fp8rl", "fp8rl-bf16kv", "fp8rl-rollout")
 TASKS: dict[str, dict[str, Any]] = {
     "sums": {"variants": "bf16,upstream,fp8rl", "steps": 20, "prompts": 32, "generations": 16},
     "long": {
+        "trainer": "megatron",
         "variants": "bf16,fp8rl-rollout,fp8rl-bf16kv,fp8rl,upstream",
         "steps": 100,
         "prompts": 16,
@@ -476,7 +479,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--generations", type=int)
     parser.add_argument("--task", choices=tuple(TASKS), default="sums")
-    parser.add_argument("--programs", type=_bounds, default=(24, 40), metavar="SHORTEST,LONGEST")
+    parser.add_argument("--programs", type=bounds, default=(24, 40), metavar="SHORTEST,LONGEST")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--size", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--limit", type=float)
@@ -487,60 +490,54 @@ def main() -> int:
     parser.set_defaults(**TASKS[parser.parse_known_args()[0].task])
     options = parser.parse_args()
     variants = options.variants.split(",")
-    if unknown := sorted(set(variants) - set(VARIANTS)):
-        parser.error(f"--variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
-    if options.gpus < 1 or batch_size(options) % options.gpus:
-        parser.error(f"--gpus {options.gpus} does not divide {batch_size(options)} sequences")
-    if options.family and (options.trainer != "megatron" or options.gpus > 1):
-        parser.error("--family needs --trainer megatron and one GPU")
-    if options.task == "long":
-        if options.model is None or options.family:
-            parser.error("--task long needs --model and has no --family")
-        if options.steps * options.prompts > PROBLEMS:
-            parser.error(f"--task long has {PROBLEMS} problems, fewer than --steps x --prompts")
-    if options.task == "real" and (options.trainer != "megatron" or options.family):
-        parser.error("--task real needs --trainer megatron and has no --family")
-    loop = "-single-controller" if options.single_controller else ""
-    loop = "-in-flight" if options.in_flight else loop
-    if loop and (options.trainer != "megatron" or options.gpus != 2):
-        parser.error(f"-{loop} needs --trainer megatron --gpus 2")
+    if found := refusal(options, variants):
+        parser.error(found)
     driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    model, data = prepare(options, folder)
     long, real = options.task == "long", options.task == "real"
+    sequences = options.prompts * options.generations
+    results = {v: folder / f"{run_name(options, v)}.json" for v in variants}
+    kept = {
+        variant: json.loads(file.read_text(encoding="utf-8"))
+        for variant, file in results.items()
+        if real and not options.write_only and file.is_file()
+    }
+    for variant, done in kept.items():
+        if done.get("sequences", sequences) != sequences:
+            parser.error(f"{results[variant]} is of another number of sequences; move it away")
+    model, data = prepare(options, folder)
     failed = 0
     runs = []
     for variant in variants:
-        name = f"{options.trainer}-{variant}" + (f"-{options.gpus}" if options.gpus > 1 else "")
-        name += loop + (f"-{options.family}" if options.family else "")
-        name += f"-long-{options.seed}" if long else ""
-        name += f"-{options.size}" if real else ""
-        logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
-        result = folder / f"{name}.json"
-        if real and result.is_file():
-            runs.append(json.loads(result.read_text(encoding="utf-8")))
+        if variant in kept:
+            runs.append(kept[variant])
             continue
+        name = run_name(options, variant)
+        logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
         value = config(options, model, data, logs, variant)
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")
         if options.write_only:
             continue
         shared = is_shared() if real else None
+        earlier = set(logs.glob("*"))
         command = [sys.executable, str(options.source / "examples" / driver)]
         with (folder / f"{name}.log").open("a" if long else "w", encoding="utf-8") as log:
             arguments = ["--config", str(file), *options.set]
             code = run([*command, *arguments], options.source, log, options.limit)
         failed += code != 0
         warm = WARM_STEPS if real else 1
-        found = summary(logs, Path(log.name), long, warm) if logs.is_dir() else {}
+        # What an earlier run has logged is no result of one that ended before it logged anything.
+        logged = logs.is_dir() and (long or set(logs.glob("*")) > earlier)
+        found = summary(logs, Path(log.name), long, warm) if logged else {}
         if options.family and found:
             found["gate"] = gate(options.family, found["curves"])
         if real:
-            found["upper_bounds"] = shared
+            found |= {"upper_bounds": shared, "sequences": sequences, "set": options.set}
         runs.append({"run": name, "exit": code, **found})
         sys.stdout.write(json.dumps(runs[-1]) + "\n")
         if real and is_complete(runs[-1]):
-            result.write_text(json.dumps(runs[-1]), encoding="utf-8")
+            results[variant].write_text(json.dumps(runs[-1]), encoding="utf-8")
     if real and runs:
         text = table(runs, variants)
         (folder / f"real-{options.size}.md").write_text(text + "\n", encoding="utf-8")
@@ -548,6 +545,50 @@ def main() -> int:
     if options.curves is not None:
         draw(runs, options.curves)
     return int(failed > 0)
+
+
+def run_name(options: argparse.Namespace, variant: str) -> str:
+    """Return the name of a variant's run, which its files have."""
+    name = f"{options.trainer}-{variant}" + (f"-{options.gpus}" if options.gpus > 1 else "")
+    name += "-single-controller" if options.single_controller else ""
+    name += "-in-flight" if options.in_flight else ""
+    name += f"-{options.family}" if options.family else ""
+    name += f"-long-{options.seed}" if options.task == "long" else ""
+    return name + (f"-{options.size}" if options.task == "real" else "")
+
+
+def refusal(options: argparse.Namespace, variants: Sequence[str]) -> str | None:
+    """Say why options cannot be run together; None if they can."""
+    task, sequences = options.task, options.prompts * options.generations
+    megatron = options.trainer == "megatron"
+    if unknown := sorted(set(variants) - set(VARIANTS)):
+        return f"--variants: {', '.join(unknown)}; there are {', '.join(VARIANTS)}"
+    if min(options.steps, options.prompts, options.generations) < 1:
+        return "--steps, --prompts and --generations must be 1 or more"
+    if options.gpus < 1 or batch_size(options) % options.gpus:
+        return f"--gpus {options.gpus} does not divide {batch_size(options)} sequences"
+    if options.family and (not megatron or options.gpus > 1):
+        return "--family needs --trainer megatron and one GPU"
+    if "fp8rl-rollout" in variants and not megatron:
+        return "--variants fp8rl-rollout needs --trainer megatron; else it is fp8rl-bf16kv"
+    if options.single_controller or options.in_flight:
+        loop = "--single-controller" if options.single_controller else "--in-flight"
+        if not megatron or options.gpus != 2:
+            return f"{loop} needs --trainer megatron --gpus 2"
+        if task != "sums":
+            return f"{loop} has no --task {task}"
+    if task == "long":
+        if options.model is None or options.family:
+            return "--task long needs --model and has no --family"
+        if options.steps * options.prompts > PROBLEMS:
+            return f"--task long has {PROBLEMS} problems, fewer than --steps x --prompts"
+    if task == "real":
+        if not megatron or options.family:
+            return "--task real needs --trainer megatron and has no --family"
+        if options.model is not None and not has_shape(options.model, options.size):
+            return f"{options.model} is no model of real_model.py --size {options.size}"
+        return real_refusal(options.size, options.steps, sequences, options.gpus)
+    return None
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
@@ -571,8 +612,11 @@ def prepare(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     return model.resolve(), make_data(folder / "sums.jsonl")
 
 
-def _bounds(text: str) -> tuple[int, int]:
+def bounds(text: str) -> tuple[int, int]:
+    """Read the steps of the shortest and of the longest program."""
     shortest, longest = map(int, text.split(","))
+    if not 1 <= shortest <= longest <= MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"'{text}'; give SHORTEST,LONGEST from 1 to {MOST_STEPS}")
     return shortest, longest
 
 

@@ -71,9 +71,14 @@ def read(files: Iterable[Path]) -> list[dict[str, Any]]:
     return [run for run in runs if whole.get(run["run"], run) is run]
 
 
+def without_seed(run: Mapping[str, Any]) -> str:
+    """Return the name of a run, its trainer and variant, without the seed of long answers."""
+    return re.sub(r"-long-\d+$", "", run["run"])
+
+
 def variant(run: Mapping[str, Any]) -> str:
-    """Return what a run is called without its trainer and the seed of long answers."""
-    return re.sub(r"-long-\d+$", "", run["run"].partition("-")[2])
+    """Return the name of a run without its trainer and the seed of long answers."""
+    return without_seed(run).partition("-")[2]
 
 
 def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:

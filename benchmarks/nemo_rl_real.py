@@ -123,6 +123,23 @@ def real_size(
         value["fp8rl"]["pins"] = {}  # upstream's FP8 has none either
 
 
+def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:
+    """Say why a run would fail or would have no median; None if it has one.
+
+    Args:
+        size: key of MICRO_BATCH.
+        steps: steps of the run.
+        sequences: sequences of a step.
+        gpus: GPUs of the run.
+    """
+    least, share = WARM_STEPS + MEDIAN_STEPS, MICRO_BATCH[size] * gpus
+    if steps < least:
+        return f"--task real needs --steps {least} or more; its medians leave out {WARM_STEPS}"
+    if sequences % share:
+        return f"--task real needs a multiple of {share} sequences (--prompts x --generations)"
+    return None
+
+
 def cache_bytes(shape: Mapping[str, Any], sequences: int, fp8: bool) -> int:
     """Return the bytes of a KV cache that holds all sequences at once."""
     token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
@@ -198,4 +215,7 @@ def table(runs: Sequence[Mapping[str, Any]], variants: Sequence[str]) -> str:
     bounds = [variant for variant, run in zip(variants, runs, strict=True) if run["upper_bounds"]]
     if bounds:
         lines += ["", f"Upper bounds, since others used the machine: {', '.join(bounds)}."]
+    for variant, run in zip(variants, runs, strict=True):
+        if run.get("set"):
+            lines += ["", f"{variant} was run with --set {' --set '.join(run['set'])}."]
     return "\n".join(lines)

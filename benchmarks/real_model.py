@@ -47,6 +47,12 @@ def shape_of(size: str) -> dict[str, Any]:
     return QWEN3_8B | SHAPES[size]
 
 
+def has_shape(folder: Path, size: str) -> bool:
+    """Tell whether a folder has the ``config.json`` of a size."""
+    file = folder / "config.json"
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8")) == shape_of(size)
+
+
 def words(shape: Mapping[str, Any]) -> list[str]:
     """Return the text of every token id.
 

@@ -86,6 +86,8 @@ def test_slips_follow_two_of_the_words(tasks: ModuleType) -> None:
     careless = [shares.pop(word) for word in tasks.CARELESS]
     assert careless == pytest.approx([0.4, 0.4], abs=0.06)
     assert set(shares.values()) == {0.0}
+    with pytest.raises(ValueError, match=r"0 to 0.25 of the lines, not 0.3"):
+        tasks.demonstration(asked, choose, slips=0.3)
 
 
 def test_a_slip_anywhere_is_wrong_at_the_end(tasks: ModuleType) -> None:

@@ -48,6 +48,11 @@ def test_medians_leave_the_first_step_out(benchmark: ModuleType) -> None:
         (["--gpus", 3], "does not divide 128"),
         (["--in-flight", "--gpus", 2], "--in-flight needs --trainer megatron --gpus 2"),
         (["--in-flight", "--single-controller"], "not allowed with"),
+        (["--prompts", 0], "must be 1 or more"),
+        (["--variants", "fp8rl-rollout"], "else it is fp8rl-bf16kv"),
+        (["--programs", "40,24"], "SHORTEST,LONGEST from 1 to 96"),
+        (["--programs", "24,97"], "SHORTEST,LONGEST from 1 to 96"),
+        (["--task", "long", "--gpus", 2, "--in-flight"], "--in-flight has no --task long"),
         (["--task", "long"], "--task long needs --model and has no --family"),
         (["--task", "long", "--model", "m", "--steps", 9999], "long has 16384 problems"),
     ],
@@ -146,16 +151,18 @@ def test_curves_and_table_of_long_answers(tmp_path: Path) -> None:
         made["positions"] = [{"start": 128, "tokens": 9, "kl": kl, "error": 1.01, "entropy": 0.1}]
         runs.append(made)
     results, figure = tmp_path / "results.json", tmp_path / "curves.svg"
+    runs.append(runs[0] | {"run": "dtensor-fp8rl-long-1"})
     ended = runs[0] | {"steps": 1}  # the part of a run that was resumed
     results.write_text(json.dumps({"runs": [ended, *runs]}), encoding="utf-8")
     command = [sys.executable, BENCHMARKS / "nemo_rl_curves.py", results, "--out", figure]
     subprocess.run([str(part) for part in command], check=True, capture_output=True)
     drawn = figure.read_text(encoding="utf-8")
-    assert drawn.count(">fp8rl<") == 1
+    assert drawn.count(">fp8rl<") == 2  # one a trainer
     assert "megatron: validation accuracy" in drawn and "by position" in drawn
 
     command = [sys.executable, BENCHMARKS / "long_table.py", results]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert len(told) == 3 and told[0].endswith("KL from token 128 |")
-    assert told[2].startswith("| fp8rl | 2 ± 0 | 0.5 ± 0 | 0.6 ± 0 | 0.5 ± 0 |")
+    assert len(told) == 4 and told[0].endswith("KL from token 128 |")
+    assert told[2].startswith("| megatron-fp8rl | 2 ± 0 | 0.5 ± 0 | 0.6 ± 0 | 0.5 ± 0 |")
     assert told[2].endswith("| 0.0002 ± 0.00014 |")
+    assert told[3].startswith("| dtensor-fp8rl | 2 |")

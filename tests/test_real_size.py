@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.families import module_names
@@ -142,13 +143,16 @@ def test_table(real: SimpleNamespace) -> None:
     runs = [
         result("bf16", 1),
         {"run": "up", "upper_bounds": False},
-        result("ours", 0.5, shared=True),
+        result("ours", 0.5, shared=True) | {"set": ["a=1", "b=2"]},
     ]
     text = real.runs.table(runs, ["bf16", "upstream", "fp8rl"])
     assert "| median seconds | bf16 | share | fp8rl |" in text
     assert "| rollout | 10.00 | 32% | 5.00 (2.00x) |" in text
     assert "| whole step | 31.00 | 100% | 15.50 (2.00x) |" in text
-    assert text.endswith("Upper bounds, since others used the machine: fp8rl.")
+    assert text.endswith(
+        "Upper bounds, since others used the machine: fp8rl.\n\n"
+        "fp8rl was run with --set a=1 --set b=2."
+    )
     assert real.runs.table(runs[1:2], ["upstream"]) == "No run has the steps of a median."
 
 
@@ -183,9 +187,12 @@ def test_a_run_with_a_result_is_not_run_again(
     done = folder / "megatron-bf16-4b.json"
     done.write_text(json.dumps(result("megatron-bf16-4b", 1)), encoding="utf-8")
     command = ["nemo_rl.py", "--task", "real", "--source", source, "--folder", folder]
+    (tmp_path / "config.json").write_text(json.dumps(real.model.shape_of("4b")), encoding="utf-8")
     command += ["--model", tmp_path, "--variants", "bf16,fp8rl"]
     monkeypatch.setattr(sys, "argv", [str(part) for part in command])
     monkeypatch.setattr(program, "is_shared", lambda: False)
+    (folder / "logs-megatron-fp8rl-4b" / "exp_001").mkdir(parents=True)
+    monkeypatch.setattr(program, "summary", lambda *arguments: pytest.fail("an earlier run's"))
     assert program.main() == 0
     told = capsys.readouterr()
     (line,) = told.out.splitlines()
@@ -194,4 +201,42 @@ def test_a_run_with_a_result_is_not_run_again(
     assert "| rollout | 10.00 |" in (folder / "real-4b.md").read_text(encoding="utf-8")
     assert not (folder / "megatron-bf16-4b.log").exists()
     assert not (folder / "megatron-fp8rl-4b.json").exists()
-    assert program.TASKS["real"]["trainer"] == "megatron"
+    written = yaml.safe_load((folder / "megatron-fp8rl-4b.yaml").read_text(encoding="utf-8"))
+    assert written["policy"]["megatron_cfg"]["enabled"]
+
+    kept = result("megatron-bf16-4b", 1) | {"sequences": 128}
+    done.write_text(json.dumps(kept), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "another number of sequences" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--write-only"])
+    assert program.main() == 0
+    assert (folder / "megatron-bf16-4b.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "4"], "--steps 5 or more"),
+        (["--prompts", "3", "--generations", "1"], "a multiple of 4 sequences"),
+        (["--in-flight", "--gpus", "2"], "--in-flight has no --task real"),
+        (["--size", "8b"], "no model of real_model.py --size 8b"),
+        (["--trainer", "dtensor"], "needs --trainer megatron"),
+    ],
+)
+def test_what_has_no_median_is_refused(
+    real: SimpleNamespace,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(real.model.shape_of("4b")), encoding="utf-8")
+    folder = tmp_path / "out"
+    command = ["nemo_rl.py", "--task", "real", "--source", "x", "--folder", str(folder)]
+    monkeypatch.setattr(sys, "argv", [*command, "--model", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit):
+        real.program.main()
+    assert message in capsys.readouterr().err
+    assert not folder.exists()

@@ -16,7 +16,15 @@ from statistics import median
 from typing import Any, NamedTuple, cast
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.estimate import Load, Model, find_gpu, optimizer_seconds, rollout, trainer_seconds
+from fp8rl.estimate import (
+    Load,
+    Model,
+    find_gpu,
+    layers_seconds,
+    optimizer_seconds,
+    rollout,
+    trainer_seconds,
+)
 from fp8rl.families import module_names
 from fp8rl.measured import Engine
 
@@ -97,6 +105,7 @@ def model(config: dict[str, Any]) -> Model:
 def rows() -> Iterator[Row]:
     """Yield every measured figure that the estimate has something for."""
     yield from _rollouts()
+    yield from _layers()
     yield from _eight_layers()
     yield from _steps()
 
@@ -138,6 +147,28 @@ def _rollout(name: str, gpu: str, load: str, engine: str, figures: list[tuple[st
         median(figure for _, figure in figures),
         tuple(dict.fromkeys(file for file, _ in figures)),
     )
+
+
+def _layers() -> Iterator[Row]:
+    shapes = model({**QWEN3_8B, "num_hidden_layers": 1})
+    for name in ("h100", "h200"):
+        files = f"megatron_layer_{name}", f"megatron_layer_2_{name}"
+        runs = {file: result(file)["milliseconds"] for file in files}
+        if name == "h100":
+            runs["restructuring"] = result("restructuring")[name]["after"]["layer_milliseconds"]
+        for precision in ("BF16", "fp8rl"):
+            seconds = layers_seconds(
+                find_gpu(name), shapes, 8192, 4096, precision != "BF16", training=True
+            )
+            yield Row(
+                "a layer of Qwen3-8B, forward and backward",
+                name,
+                precision,
+                "ms",
+                1e3 * seconds,
+                median(each[f"{precision}, main_grad"] for each in runs.values()),
+                tuple(runs),
+            )
 
 
 def _eight_layers() -> Iterator[Row]:
@@ -200,8 +231,8 @@ def page(text: str) -> str:
             row.what,
             row.gpu.upper(),
             row.precision,
-            f"{row.predicted:,.0f} {row.unit}",
-            f"{row.measured:,.0f}" if row.measured >= 100 else f"{row.measured:.1f}",
+            f"{_number(row.predicted)} {row.unit}",
+            _number(row.measured),
             error if abs(row.error) <= BOUND else f"**{error}**",
             ", ".join(files),
         )
@@ -209,6 +240,10 @@ def page(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return "\n".join([before + BEGIN, "", *lines, "", END + after])
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ from fp8rl.measured import (
     GPU,
     GPUS,
     MEASURED_HIDDEN,
+    MEASURED_LENGTH,
+    MEASURED_LINEARS,
     PROFILED_REQUESTS,
     QUANTIZE,
     SAMPLER_BYTES_MOVED,
@@ -168,11 +170,14 @@ class Model:
 
 def require_served(config: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise UnsupportedError if a model does not run in FP8 as the recipe says."""
-    reason = unsupported_reason(config, rollout=recipe.rollout, training=recipe.training)
-    if reason is not None:
-        raise UnsupportedError(
-            f"fp8rl does not serve {reason}; set that side to false in --recipe, e.g. training."
-        )
+    for side, rollout, training in (
+        ("rollout", recipe.rollout, False),
+        ("training", False, recipe.training),
+    ):
+        if reason := unsupported_reason(config, rollout=rollout, training=training):
+            raise UnsupportedError(
+                f"fp8rl does not serve {reason}; set it to false: --recipe '{{\"{side}\": false}}'."
+            )
 
 
 def _require_measured(config: Mapping[str, Any]) -> None:
@@ -278,14 +283,21 @@ def trainer_seconds(
         training: forward and backward; else a forward that gives logprobs.
         fused_loss: whether the loss is one kernel.
     """
+    seconds = layers_seconds(gpu, model, tokens, sequence, fp8, training=training)
+    seconds += linear_seconds(gpu, model.head, tokens, False, training=training)
+    forward, backward = _LOSS_BYTES[fused_loss]
+    loss = forward + backward if training else forward
+    return seconds + loss * tokens * model.head.outputs / gpu.copy
+
+
+def layers_seconds(
+    gpu: GPU, model: Model, tokens: float, sequence: float, fp8: bool, *, training: bool = False
+) -> float:
+    """Return the seconds of a micro-batch in the layers alone; see :func:`trainer_seconds`."""
     seconds = sum(
         count * linear_seconds(gpu, linear, tokens, fp8 and linear.fp8, training=training)
         for linear, count in model.linears.items()
     )
-    seconds += linear_seconds(gpu, model.head, tokens, False, training=training)
-    forward, backward = _LOSS_BYTES[fused_loss]
-    loss = forward + backward if training else forward
-    seconds += loss * tokens * model.head.outputs / gpu.copy
     seconds += (3.5 if training else 1) * attention_seconds(model, tokens, sequence)
     return seconds + (3 if training else 1) * elementwise_seconds(gpu, model, tokens)
 
@@ -329,7 +341,8 @@ def rollout(
     cached: float = requests * (load.tokens_in + load.tokens_out / 2) * memory.kv_per_token
     share = DECODE[engine if fp8_kv else "bf16"].attention
     step = _products(gpu, model, requests, fp8) + cached / (share * gpu.copy)
-    step += model.layers * DECODE[engine].layer * max(1, requests / PROFILED_REQUESTS)
+    small = DECODE[engine if fp8 else "bf16"].layer
+    step += model.layers * small * max(1, requests / PROFILED_REQUESTS)
     step += product(gpu, model.head, requests, fp8=False)
     step += requests * model.head.outputs * SAMPLER_BYTES_MOVED / gpu.copy
     tokens = load.requests * load.tokens_in
@@ -372,8 +385,9 @@ def sections(
     )
     if all(found.requests < 1 for found in rollouts):
         raise UnsupportedError(
-            f"{gib(rollouts[-1].memory.weights)} of weights leave no room for one request on an "
-            f"{gpu.name} ({gpu.memory} GiB); raise --tp."
+            f"{gib(rollouts[-1].memory.weights)} of weights leave no room for one request of "
+            f"{load.tokens_in + load.tokens_out:,} tokens on an {gpu.name} ({gpu.memory} GiB); "
+            "raise --tp or give a shorter --load."
         )
     length = load.tokens_in + load.tokens_out
     batch = min(load.requests * length, MICRO_BATCH)
@@ -425,6 +439,8 @@ def sections(
 def _number(value: float) -> str:
     if isnan(value):
         return "-"
+    if value < 0.1:
+        return f"{value:.2g}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
@@ -433,10 +449,17 @@ def notes(gpu: GPU, model: Model, load: Load, tp: int) -> Iterator[str]:
     beyond = [gpu.extrapolated] if gpu.extrapolated else []
     if model.head.inputs != MEASURED_HIDDEN:
         beyond.append(f"a hidden size of {model.head.inputs:,} (measured {MEASURED_HIDDEN:,})")
+    shapes = {(linear.outputs, linear.inputs) for linear in model.linears if not linear.experts}
+    if not shapes <= MEASURED_LINEARS:
+        beyond.append("linear layers of other shapes")
     if any(linear.experts for linear in model.linears):
         beyond.append("experts, measured in training alone and with 512 tokens each")
     if not 64 <= load.requests <= PROFILED_REQUESTS:
         beyond.append(f"a load of {load.requests:,} requests (compared with runs of 64 and 256)")
+    if (length := load.tokens_in + load.tokens_out) > MEASURED_LENGTH:
+        beyond.append(
+            f"{length:,} tokens a request (compared with runs of up to {MEASURED_LENGTH:,})"
+        )
     if tp > 1:
         beyond.append("the split over GPUs")
     yield "Measured: kernels of Qwen3-8B's shapes on one H100."

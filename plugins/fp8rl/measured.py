@@ -41,6 +41,10 @@ GPUS = {
 
 MEASURED_HIDDEN = 4096
 """Hidden size of Qwen3-8B."""
+MEASURED_LINEARS = {(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)}
+"""Outputs and inputs of the linear layers of Qwen3-8B."""
+MEASURED_LENGTH = 6024
+"""Tokens of the longest requests in a rollout that the estimate was compared with."""
 FLOPS: dict[Precision, dict[Product, float]] = {
     "bf16": {"fprop": 747e12, "dgrad": 735e12, "wgrad": 642e12},
     "fp8": {"fprop": 1215e12, "dgrad": 1208e12, "wgrad": 873e12},

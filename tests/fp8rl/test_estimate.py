@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fp8rl.measured import (
     EXPERTS,
     FLOPS,
     GPUS,
+    MEASURED_LENGTH,
     PROFILED_REQUESTS,
     QUANTIZE,
     SAMPLER_BYTES_MOVED,
@@ -153,6 +155,8 @@ def test_weights_are_those_that_vllm_reports() -> None:
 def test_runs_are_met_within_the_bound() -> None:
     found = list(estimate_page.rows())
     assert len({row.what for row in found}) >= 6
+    loads = [pair for row in found for pair in re.findall(r"\((.+), (.+)\)", row.what)]
+    assert max(sum(int(x.replace(",", "")) for x in pair) for pair in loads) == MEASURED_LENGTH
     for row in found:
         assert abs(row.error) <= (0.25 if row.what in MISSED else estimate_page.BOUND), row
 
@@ -310,12 +314,26 @@ def test_command(tmp_path: Path) -> None:
         assert left_out in shown.output
 
 
+def test_short_times_have_digits(tmp_path: Path) -> None:
+    shown = run(QWEN3_1_7B, tmp_path, "--gpu", "h100", "--load", "1x1x1")
+    assert shown.exit_code == 0
+    assert "0.00 " not in shown.output
+
+
 def test_command_says_what_is_extrapolated(tmp_path: Path) -> None:
     arguments = ("--gpu", "h200", "--load", "512x128x128", "--tp", "2", "--fused-loss")
     shown = run(QWEN3_30B_A3B, tmp_path, *arguments)
     line = next(line for line in shown.output.splitlines() if line.startswith("Extrapolated"))
-    for part in ("an H200 counts", "2,048", "experts", "512 requests", "the split"):
+    parts = ("an H200 counts", "2,048", "other shapes", "experts", "512 requests", "the split")
+    for part in parts:
         assert part in line
+    wide = {**QWEN3_8B, "intermediate_size": 14336}
+    shown = run(wide, tmp_path, "--gpu", "h100", "--load", "64x1024x30000")
+    line = next(line for line in shown.output.splitlines() if line.startswith("Extrapolated"))
+    assert line == (
+        "Extrapolated: linear layers of other shapes; 31,024 tokens a request (compared with runs "
+        "of up to 6,024)."
+    )
 
 
 def test_command_follows_the_recipe(tmp_path: Path) -> None:
@@ -323,8 +341,9 @@ def test_command_follows_the_recipe(tmp_path: Path) -> None:
     plain = '{"rollout": false, "training": false, "kv_cache": {"dtype": "auto"}}'
     shown = run(QWEN3_8B, tmp_path, *arguments, plain)
     assert shown.exit_code == 0, shown.output
-    line = next(line for line in shown.output.splitlines() if "forward and backward" in line)
-    assert line.split("│")[-2].strip() == "1.00"
+    for phase in ("rollout  ", "log-probabilities", "forward and backward", "sum"):
+        line = next(line for line in shown.output.splitlines() if f"│ {phase}" in line)
+        assert line.split("│")[-2].strip() == "1.00", line
 
 
 def test_command_refuses_training_that_fp8rl_does_not_serve(tmp_path: Path) -> None:
@@ -333,6 +352,7 @@ def test_command_refuses_training_that_fp8rl_does_not_serve(tmp_path: Path) -> N
     config = {**mixtral, "num_experts_per_tok": 2, "num_hidden_layers": 4}
     shown = run(config, tmp_path, *arguments)
     assert "does not serve a Mixtral model" in str(shown.exception)
+    assert """--recipe '{"training": false}'""" in str(shown.exception)
     assert run(config, tmp_path, *arguments, "--recipe", '{"training": false}').exit_code == 0
 
 
