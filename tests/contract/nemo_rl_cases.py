@@ -100,7 +100,10 @@ KV = "recipes/llm/grpo-qwen3-8b-base-1n8g-fp8-kvcache-megatron.yaml"
 def test_an_upstream_recipe_with_the_block_runs_ours() -> None:
     config = master_config(KV, [], block(pins={"layers": [18]}, training=False))
     vllm = config.policy["generation"]["vllm_cfg"]
-    recipe = Recipe.from_dict({"pins": {"layers": [18]}, "training": False})
+    # The trainer rotates by TransformerEngine's fused kernel (apply_rope_fusion).
+    recipe = Recipe.from_dict(
+        {"pins": {"layers": [18]}, "training": False, "rope_dtype": "float32"}
+    )
     assert vllm["fp8rl"] == config.loss_fn.fp8rl == recipe.to_dict()
     assert (vllm["precision"], vllm["kv_cache_dtype"]) == ("bfloat16", "auto")
     assert config.policy["generation"]["vllm_kwargs"]["quantization"] == "fp8rl"
@@ -595,23 +598,51 @@ def test_asynchronous_engines_get_scales_and_upstream_shards_the_first_batch(
     assert [shard.size for shard in policy.worker_group.shards] == [4, 4]
 
 
-@pytest.mark.parametrize("loop", ["--in-flight", "--single-controller"])
-def test_the_benchmarks_asynchronous_configs_are_accepted(loop: str, tmp_path: Path) -> None:
+def written_configs(
+    folder: Path, *options: object, kind: Any = grpo.MasterConfig
+) -> dict[str, Any]:
+    """Let ``benchmarks/nemo_rl.py`` write its YAMLs, and read each by NeMo RL's own functions.
+
+    Args:
+        folder: for the YAMLs.
+        options: of its command line.
+        kind: NeMo RL's class of configs.
+
+    Returns:
+        Configs by the names of their files.
+    """
+    command = [sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only"]
+    command += ["--source", source("NEMO_RL_SRC"), "--folder", folder, *options]
+    subprocess.run([str(part) for part in command], check=True)
+    nemo_config.register_omegaconf_resolvers()
+    read = {f.stem: nemo_config.load_config(str(f)) for f in sorted(folder.glob("*.yaml"))}
+    return {
+        name: kind(**OmegaConf.to_container(loaded, resolve=True)) for name, loaded in read.items()
+    }
+
+
+@pytest.fixture
+def two_layers(tmp_path: Path) -> Path:
+    """Folder of a model's config."""
     from transformers import Qwen3Config
 
     Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path / "model")
-    command = [
-        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only", loop),
-        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--model", tmp_path / "model"),
-        *("--variants", "bf16,fp8rl,fp8rl-bf16kv", "--trainer", "megatron", "--gpus", 2),
-    ]
-    subprocess.run([str(part) for part in command], check=True)
-    nemo_config.register_omegaconf_resolvers()
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("loop", ["--in-flight", "--single-controller"])
+def test_the_benchmarks_asynchronous_configs_are_accepted(
+    loop: str, tmp_path: Path, two_layers: Path
+) -> None:
     made = {"--in-flight": grpo.MasterConfig}.get(loop, single_controller_config.MasterConfig)
+    configs = written_configs(
+        tmp_path,
+        *(loop, "--model", two_layers, "--variants", "bf16,fp8rl,fp8rl-bf16kv"),
+        *("--trainer", "megatron", "--gpus", 2),
+        kind=made,
+    )
     for variant, dtype in (("bf16", "auto"), ("fp8rl", "fp8"), ("fp8rl-bf16kv", "auto")):
-        file = tmp_path / f"megatron-{variant}-2-{loop[2:]}.yaml"
-        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
-        config = made(**loaded)
+        config = configs[f"megatron-{variant}-2-{loop[2:]}"]
         announce_kv_cache(config.policy)
         assert config.policy["generation"]["vllm_cfg"]["kv_cache_dtype"] == dtype
         assert config.policy["generation"]["colocated"]["enabled"] is False
@@ -639,27 +670,20 @@ def test_a_recipe_of_ours_resolves_on_the_real_configs(
 
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("trainer", ["dtensor", "megatron"])
-def test_the_benchmarks_configs_are_accepted(trainer: str, gpus: int, tmp_path: Path) -> None:
+def test_the_benchmarks_configs_are_accepted(
+    trainer: str, gpus: int, tmp_path: Path, two_layers: Path
+) -> None:
     """On one GPU, and with rollouts and training over two."""
-    from transformers import Qwen3Config
-
-    megatron = trainer == "megatron"
-    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path / "model")
-    command = [
-        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only"),
-        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--model", tmp_path / "model"),
-        *("--variants", "bf16,upstream,fp8rl,fp8rl-bf16kv"),
+    megatron, caches = trainer == "megatron", {}
+    configs = written_configs(
+        tmp_path,
+        *("--model", two_layers, "--variants", "bf16,upstream,fp8rl,fp8rl-bf16kv"),
         *("--trainer", trainer, "--gpus", gpus),
-    ]
-    subprocess.run([str(part) for part in command], check=True)
-    nemo_config.register_omegaconf_resolvers()
-    caches = {}
-    for file in tmp_path.glob("*.yaml"):
-        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
-        config = grpo.MasterConfig(**loaded)
+    )
+    for name, config in configs.items():
         announce_kv_cache(config.policy)
         policy, vllm = config.policy, config.policy["generation"]["vllm_cfg"]
-        variant = file.stem.removeprefix(f"{trainer}-").removesuffix("-2")
+        variant = name.removeprefix(f"{trainer}-").removesuffix("-2")
         ours = (vllm.get("fp8rl") or {}).get("kv_cache")
         caches[variant] = vllm["kv_cache_dtype"] if ours is None else ours["dtype"]
         # Rollouts take all GPUs together, and each has a trainer of its own.
@@ -678,26 +702,21 @@ def test_the_benchmarks_configs_are_accepted(trainer: str, gpus: int, tmp_path: 
     }
 
 
-def test_the_benchmarks_configs_of_long_answers_are_accepted(tmp_path: Path) -> None:
+def test_the_benchmarks_configs_of_long_answers_are_accepted(
+    tmp_path: Path, two_layers: Path
+) -> None:
     """In five variants, with room for the longest answer, validation and checkpoints."""
-    from transformers import Qwen3Config
-
-    Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path / "model")
-    command = [
-        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only", "--task", "long"),
-        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--model", tmp_path / "model"),
-        *("--trainer", "megatron", "--programs", "24,40", "--seed", 2),
-    ]
-    subprocess.run([str(part) for part in command], check=True)
-    nemo_config.register_omegaconf_resolvers()
     found = {}
-    for file in tmp_path.glob("*.yaml"):
-        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
-        config = grpo.MasterConfig(**loaded)
+    configs = written_configs(
+        tmp_path,
+        *("--task", "long", "--model", two_layers, "--trainer", "megatron"),
+        *("--programs", "24,40", "--seed", 2),
+    )
+    for name, config in configs.items():
         announce_kv_cache(config.policy)
         policy, vllm = config.policy, config.policy["generation"]["vllm_cfg"]
         recipe = Recipe.from_dict(vllm["fp8rl"]) if vllm.get("fp8rl") else None
-        variant = file.stem.removeprefix("megatron-").removesuffix("-long-2")
+        variant = name.removeprefix("megatron-").removesuffix("-long-2")
         found[variant] = recipe and (recipe.training, recipe.kv_cache.dtype, recipe.pins.layers)
         assert vllm["max_model_len"] == policy["max_total_sequence_length"] == 1088
         assert policy["dynamic_batching"]["train_mb_tokens"] >= policy["max_total_sequence_length"]
@@ -705,7 +724,7 @@ def test_the_benchmarks_configs_of_long_answers_are_accepted(tmp_path: Path) -> 
         assert config.grpo.seed == 2 and config.grpo.max_num_steps == 100
         assert config.grpo.val_period > 0 and config.checkpointing["enabled"]
         assert config.checkpointing["save_optimizer"]
-        assert file.stem in config.checkpointing["checkpoint_dir"]
+        assert name in config.checkpointing["checkpoint_dir"]
         assert config.loss_fn.reference_policy_kl_penalty == 0
     for split, count in (("train", 16_384), ("validation", 128)):
         asked = load_response_dataset(dict(config.data[split]) | {"env_name": "math"})
@@ -743,22 +762,14 @@ def test_upstreams_verifier_judges_long_answers_as_their_checker_does() -> None:
 @pytest.mark.parametrize("size", ["4b"])
 def test_the_benchmarks_configs_of_real_sizes_are_accepted(size: str, tmp_path: Path) -> None:
     """Prompts of exactly 512 tokens, answers of exactly 1,024, and a cache for all of them."""
-    command = [
-        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only", "--task", "real"),
-        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--size", size),
-    ]
-    subprocess.run([str(part) for part in command], check=True)
-    nemo_config.register_omegaconf_resolvers()
     found = {}
-    for file in tmp_path.glob("*.yaml"):
-        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
-        config = grpo.MasterConfig(**loaded)
+    for name, config in written_configs(tmp_path, "--task", "real", "--size", size).items():
         announce_kv_cache(config.policy)
         policy, generation = config.policy, config.policy["generation"]
         vllm, megatron = generation["vllm_cfg"], config.policy["megatron_cfg"]
         recipe = Recipe.from_dict(vllm["fp8rl"]) if vllm.get("fp8rl") else None
         assert megatron["enabled"] and not policy["dtensor_cfg"]["enabled"]
-        found[file.stem] = (
+        found[name] = (
             vllm["precision"],
             vllm["kv_cache_dtype"],
             megatron["fp8_cfg"]["enabled"],
@@ -810,18 +821,13 @@ def test_the_benchmarks_configs_of_a_family_are_accepted(
     # In a process of its own: beside the benchmark is a module with NeMo RL's name.
     made = [sys.executable, "-c", make, str(model), family]
     subprocess.run(made, cwd=ROOT / "benchmarks", check=True)
-    command = [
-        *(sys.executable, ROOT / "benchmarks" / "nemo_rl.py", "--write-only", "--family", family),
-        *("--source", source("NEMO_RL_SRC"), "--folder", tmp_path, "--model", model),
-        *("--variants", "bf16,fp8rl", "--trainer", "megatron", "--prompts", 16),
-        *("--generations", 8),
-    ]
-    subprocess.run([str(part) for part in command], check=True)
-    nemo_config.register_omegaconf_resolvers()
+    configs = written_configs(
+        tmp_path,
+        *("--family", family, "--model", model, "--variants", "bf16,fp8rl"),
+        *("--trainer", "megatron", "--prompts", 16, "--generations", 8),
+    )
     for variant in ("bf16", "fp8rl"):
-        file = tmp_path / f"megatron-{variant}-{family}.yaml"
-        loaded = OmegaConf.to_container(nemo_config.load_config(str(file)), resolve=True)
-        config = grpo.MasterConfig(**loaded)
+        config = configs[f"megatron-{variant}-{family}"]
         megatron, vllm = (
             config.policy["megatron_cfg"],
             config.policy["generation"]["vllm_cfg"],
