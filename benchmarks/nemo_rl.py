@@ -65,7 +65,7 @@ from nemo_rl_long import make_data as make_long_data
 from nemo_rl_real import WARM_STEPS, is_complete, is_shared, real_size, table
 from nemo_rl_real import make_data as make_real_data
 from nemo_rl_real import refusal as real_refusal
-from real_model import SHAPES, has_shape, shape_of
+from real_model import SIZES, has_shape, shape_of
 from real_model import make_model as make_real_model
 from sums_model import make_model, problems
 from tiny_models import FAMILIES
@@ -269,6 +269,11 @@ def config(
         generation = value["policy"]["generation"]
         generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
         generation["vllm_cfg"] |= {"tensor_parallel_size": 1, "async_engine": True}
+    if options.task != "sums":
+        value["grpo"]["skip_reference_policy_logprobs_calculation"] = True
+        value["loss_fn"]["reference_policy_kl_penalty"] = 0
+        if "fp8rl" in value:
+            value["fp8rl"]["pins"] = {}  # upstream's FP8 has none either
     if options.task == "long":
         checkpoints = logs.with_name(logs.name.replace("logs", "checkpoints", 1))
         long_answers(value, options.programs[1], data, checkpoints)
@@ -446,21 +451,23 @@ def run(command: list[str], source: Path, log: TextIO, limit: float | None) -> i
         },
     )
     began = time.monotonic()
-    with Path(log.name).open(encoding="utf-8", errors="replace") as lines:
-        lines.seek(start)
-        rest = ""
-        while True:
-            code = process.poll()
-            whole, _, rest = (rest + lines.read()).rpartition("\n")
-            for found in PROGRESS.findall(whole):
-                sys.stderr.write(f"{time.monotonic() - began:6.0f} s: {found}\n")
-            if code is not None:
-                return code
-            if limit is not None and time.monotonic() - began > limit:
-                process.kill()
-                process.wait()
-                return None
-            time.sleep(0.2)
+    try:
+        with Path(log.name).open(encoding="utf-8", errors="replace") as lines:
+            lines.seek(start)
+            rest = ""
+            while True:
+                code = process.poll()
+                whole, _, rest = (rest + lines.read()).rpartition("\n")
+                for found in PROGRESS.findall(whole):
+                    sys.stderr.write(f"{time.monotonic() - began:6.0f} s: {found}\n")
+                if code is not None:
+                    return code
+                if limit is not None and time.monotonic() - began > limit:
+                    return None
+                time.sleep(0.2)
+    finally:  # also where this is interrupted
+        process.kill()
+        process.wait()
 
 
 def main() -> int:
@@ -481,7 +488,7 @@ def main() -> int:
     parser.add_argument("--task", choices=tuple(TASKS), default="sums")
     parser.add_argument("--programs", type=bounds, default=(24, 40), metavar="SHORTEST,LONGEST")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--size", choices=tuple(SHAPES), default="4b")
+    parser.add_argument("--size", choices=SIZES, default="4b")
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")

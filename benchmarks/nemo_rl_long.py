@@ -51,9 +51,7 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
         "val_period": VALIDATION_STEPS,
         "max_val_samples": HELD_OUT,
         "val_batch_size": HELD_OUT,
-        "skip_reference_policy_logprobs_calculation": True,
     }
-    value["loss_fn"]["reference_policy_kl_penalty"] = 0
     policy = value["policy"]
     tokens = max(MICRO_BATCH_TOKENS, length)
     policy |= {
@@ -91,8 +89,6 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
         "keep_top_k": 1,
         "model_save_format": None,  # as DTensor's first worker has it; Megatron has its own
     }
-    if "fp8rl" in value:
-        value["fp8rl"]["pins"] = {}  # upstream's FP8 has none either
 
 
 def by_position(files: Iterable[Path]) -> list[dict[str, float]]:

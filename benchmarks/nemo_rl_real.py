@@ -83,8 +83,6 @@ def real_size(
     """
     grpo, policy = value["grpo"], value["policy"]
     sequences = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
-    grpo["skip_reference_policy_logprobs_calculation"] = True
-    value["loss_fn"]["reference_policy_kl_penalty"] = 0
     policy |= {
         "max_total_sequence_length": TOKENS_IN + TOKENS_OUT,
         "train_global_batch_size": sequences,
@@ -119,8 +117,6 @@ def real_size(
     generation["vllm_cfg"] |= {"enforce_eager": False, "use_deep_gemm": variant == "upstream"}
     value["data"]["max_input_seq_length"] = TOKENS_IN + 1  # longer ones are cut
     value["env"]["math"]["verifier_type"] = "english_multichoice"
-    if "fp8rl" in value:
-        value["fp8rl"]["pins"] = {}  # upstream's FP8 has none either
 
 
 def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:

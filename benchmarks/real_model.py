@@ -18,21 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout import QWEN3_8B
 from sums_model import CHAT
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "1.7b": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
-    "8b": {},
-}
-"""Where each size differs from Qwen3-8B."""
+SIZES = ("1.7b", "4b", "8b")
 INDEX = "model.safetensors.index.json"
 """Written last: a folder that has it is complete."""
 SHARD_BYTES = 2 << 30
@@ -44,7 +32,8 @@ ANSWER_EVERY = 64
 
 def shape_of(size: str) -> dict[str, Any]:
     """Return the ``config.json`` of a size."""
-    return QWEN3_8B | SHAPES[size]
+    file = Path(__file__).with_name("shapes") / f"qwen3_{size}.json"
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def has_shape(folder: Path, size: str) -> bool:
@@ -162,7 +151,7 @@ def _shards(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a model with random weights")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", choices=tuple(SHAPES), default="4b")
+    parser.add_argument("--size", choices=SIZES, default="4b")
     options = parser.parse_args()
     make_weights(make_model(options.folder, shape_of(options.size)))
 

@@ -172,23 +172,22 @@ def tensor_shapes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """
     hidden, inner, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     queries, keys = (shape[f"num_{kind}_heads"] * size for kind in ("attention", "key_value"))
+    mlp = _mlp("mlp", hidden, inner)
+    if "num_experts" in shape:
+        mlp = {"mlp.gate": (shape["num_experts"], hidden)}
+        for expert in range(shape["num_experts"]):
+            mlp |= _mlp(f"mlp.experts.{expert}", hidden, shape["moe_intermediate_size"])
     layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),
         "self_attn.o_proj": (hidden, queries),
-        **_mlp("mlp", hidden, inner),
+        **mlp,
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
         "self_attn.q_norm": (size,),
         "self_attn.k_norm": (size,),
     }
-    if "num_experts" in shape:
-        for matrix in _mlp("mlp", hidden, inner):
-            del layer[matrix]
-        layer["mlp.gate"] = (shape["num_experts"], hidden)
-        for expert in range(shape["num_experts"]):
-            layer |= _mlp(f"mlp.experts.{expert}", hidden, shape["moe_intermediate_size"])
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (shape["vocab_size"], hidden)}
     for index in range(shape["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}": dims for name, dims in layer.items()}
@@ -198,7 +197,7 @@ def tensor_shapes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": dims for name, dims in shapes.items()}
 
 
-def _mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+def _mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
     return {
         f"{name}.gate_proj": (inner, hidden),
         f"{name}.up_proj": (inner, hidden),

@@ -40,26 +40,9 @@ from facts import versions
 from processes import in_process, save
 
 VARIANTS = ("bf16", "stock", "stock-kv", "fp8rl", "fp8rl-kv")
-QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
+QWEN3_8B: dict[str, Any] = json.loads(
+    Path(__file__).with_name("shapes").joinpath("qwen3_8b.json").read_text(encoding="utf-8")
+)
 KV_SCALE = 0.05
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_a_model_is_written_once_and_loads(
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(real.model, "SHARD_BYTES", 300_000)
-    shape = real.model.QWEN3_8B | SMALL | {"tie_word_embeddings": tied}
+    shape = real.model.shape_of("8b") | SMALL | {"tie_word_embeddings": tied}
     folder = real.model.make_model(tmp_path / "model", shape)
     real.model.make_weights(folder)
     assert len(list(folder.glob("*.safetensors"))) > 2
@@ -103,7 +104,7 @@ def test_a_model_is_written_once_and_loads(
 
 
 def test_prompts_and_answers_are_words(real: SimpleNamespace, tmp_path: Path) -> None:
-    shape = real.model.QWEN3_8B
+    shape = real.model.shape_of("8b")
     tokenizer = real.model.make_tokenizer(shape)
     assert len(tokenizer) == shape["vocab_size"]
     assert tokenizer.eos_token_id == shape["eos_token_id"]
@@ -125,6 +126,29 @@ def test_the_cache_holds_all_sequences(real: SimpleNamespace) -> None:
     for fp8, bytes_a_token in ((False, 147_456), (True, 73_728)):  # as fp8rl estimate has it
         needed = tokens * bytes_a_token
         assert needed < real.runs.cache_bytes(shape, 256, fp8) < 1.03 * needed
+
+
+def test_a_driver_ends_at_its_limit_and_when_the_benchmark_is_interrupted(
+    real: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    class Recorded(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with (tmp_path / "log").open("w", encoding="utf-8") as log:
+        assert real.program.run(command, tmp_path, log, 0.5) is None
+        monkeypatch.setattr(real.program.time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            real.program.run(command, tmp_path, log, None)
+    assert [process.poll() for process in started] == [-9, -9]
 
 
 def test_medians_leave_two_steps_out(real: SimpleNamespace) -> None:

@@ -36,36 +36,15 @@ END = "<!-- written by tools/estimate_page.py: end -->"
 BOUND = 0.15
 """Largest relative error that counts as met."""
 
-QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-QWEN3_1_7B = {
-    **QWEN3_8B,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "tie_word_embeddings": True,
-}
-QWEN3_30B_A3B = {
-    **QWEN3_8B,
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
+
+def _shape(name: str) -> dict[str, Any]:
+    file = ROOT / "benchmarks" / "shapes" / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
+QWEN3_8B = _shape("qwen3_8b")
+QWEN3_1_7B = _shape("qwen3_1.7b")
+QWEN3_30B_A3B = _shape("qwen3_30b_a3b")
 CONFIGS = {"Qwen3-8B": QWEN3_8B, "Qwen3-30B-A3B": QWEN3_30B_A3B}
 _ROLLOUTS = ("rollout_h100", *(f"rollout_{number}_h100" for number in (2, 3, 4, 5)))
 _PRECISION = {

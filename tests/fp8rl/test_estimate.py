@@ -192,7 +192,7 @@ def test_linears_of_a_dense_model() -> None:
 
 
 def test_linears_of_experts_and_a_split() -> None:
-    config = {**QWEN3_30B_A3B, "mlp_only_layers": [0]}
+    config = {**QWEN3_30B_A3B, "intermediate_size": 12288, "mlp_only_layers": [0]}
     names = module_names(config)
     rows = PluginManager(discover=False).pin_policy(Pins(last=1), names).report()
     shapes = calculator.Model(config, rows, tp=2)
