@@ -79,6 +79,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "steps": 100,
         "prompts": 16,
         "generations": 8,
+        "programs": (24, 40),
     },
     "real": {
         "trainer": "megatron",
@@ -86,6 +87,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "steps": 5,
         "prompts": 16,
         "generations": 16,
+        "size": "4b",
     },
 }
 """Defaults of the other arguments."""
@@ -470,7 +472,8 @@ def run(command: list[str], source: Path, log: TextIO, limit: float | None) -> i
         process.wait()
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
+    """Read the arguments; ``variants`` is a list then."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
@@ -486,9 +489,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--generations", type=int)
     parser.add_argument("--task", choices=tuple(TASKS), default="sums")
-    parser.add_argument("--programs", type=bounds, default=(24, 40), metavar="SHORTEST,LONGEST")
+    parser.add_argument("--programs", type=bounds, metavar="SHORTEST,LONGEST")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--size", choices=SIZES, default="4b")
+    parser.add_argument("--size", choices=SIZES)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")
@@ -496,62 +499,88 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.set_defaults(**TASKS[parser.parse_known_args()[0].task])
     options = parser.parse_args()
-    variants = options.variants.split(",")
-    if found := refusal(options, variants):
+    options.variants = options.variants.split(",")
+    if found := refusal(options):
         parser.error(found)
-    driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
+    return options
+
+
+def main() -> int:
+    options = parse()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    long, real = options.task == "long", options.task == "real"
-    sequences = options.prompts * options.generations
-    results = {v: folder / f"{run_name(options, v)}.json" for v in variants}
-    kept = {
-        variant: json.loads(file.read_text(encoding="utf-8"))
-        for variant, file in results.items()
-        if real and not options.write_only and file.is_file()
-    }
-    for variant, done in kept.items():
-        if done.get("sequences", sequences) != sequences:
-            parser.error(f"{results[variant]} is of another number of sequences; move it away")
+    real = options.task == "real"
+    kept = kept_results(options, folder) if real and not options.write_only else {}
     model, data = prepare(options, folder)
-    failed = 0
-    runs = []
-    for variant in variants:
+    runs, failed = [], False
+    for variant in options.variants:
         if variant in kept:
             runs.append(kept[variant])
             continue
-        name = run_name(options, variant)
-        logs, file = folder / f"logs-{name}", folder / f"{name}.yaml"
+        logs = folder / f"logs-{run_name(options, variant)}"
+        file = folder / f"{run_name(options, variant)}.yaml"
         value = config(options, model, data, logs, variant)
         file.write_text(yaml.safe_dump(value, sort_keys=False), encoding="utf-8")
         if options.write_only:
             continue
-        shared = is_shared() if real else None
-        earlier = set(logs.glob("*"))
-        command = [sys.executable, str(options.source / "examples" / driver)]
-        with (folder / f"{name}.log").open("a" if long else "w", encoding="utf-8") as log:
-            arguments = ["--config", str(file), *options.set]
-            code = run([*command, *arguments], options.source, log, options.limit)
-        failed += code != 0
-        warm = WARM_STEPS if real else 1
-        # What an earlier run has logged is no result of one that ended before it logged anything.
-        logged = logs.is_dir() and (long or set(logs.glob("*")) > earlier)
-        found = summary(logs, Path(log.name), long, warm) if logged else {}
-        if options.family and found:
-            found["gate"] = gate(options.family, found["curves"])
-        if real:
-            found |= {"upper_bounds": shared, "sequences": sequences, "set": options.set}
-        runs.append({"run": name, "exit": code, **found})
+        runs.append(run_variant(options, file, logs))
+        failed |= runs[-1]["exit"] != 0
         sys.stdout.write(json.dumps(runs[-1]) + "\n")
         if real and is_complete(runs[-1]):
-            results[variant].write_text(json.dumps(runs[-1]), encoding="utf-8")
+            file.with_suffix(".json").write_text(json.dumps(runs[-1]), encoding="utf-8")
     if real and runs:
-        text = table(runs, variants)
+        text = table(runs, options.variants)
         (folder / f"real-{options.size}.md").write_text(text + "\n", encoding="utf-8")
         sys.stderr.write(text + "\n")
     if options.curves is not None:
         draw(runs, options.curves)
-    return int(failed > 0)
+    return int(failed)
+
+
+def kept_results(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of variants that an earlier run of this command has completed.
+
+    Raises:
+        SystemExit: one is of another number of sequences.
+    """
+    sequences = options.prompts * options.generations
+    found = {}
+    for variant in options.variants:
+        file = folder / f"{run_name(options, variant)}.json"
+        if not file.is_file():
+            continue
+        found[variant] = json.loads(file.read_text(encoding="utf-8"))
+        if found[variant].get("sequences", sequences) != sequences:
+            raise SystemExit(f"{file} is of another number of sequences; move it away")
+    return found
+
+
+def run_variant(options: argparse.Namespace, file: Path, logs: Path) -> dict[str, Any]:
+    """Run the driver with one variant's YAML and return what its logs tell.
+
+    Args:
+        options: of the benchmark.
+        file: the YAML; the driver's output goes beside it.
+        logs: folder of its tensorboard.
+    """
+    long, real = options.task == "long", options.task == "real"
+    driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
+    shared = is_shared() if real else None
+    earlier = set(logs.glob("*"))
+    command = [sys.executable, str(options.source / "examples" / driver)]
+    with file.with_suffix(".log").open("a" if long else "w", encoding="utf-8") as log:
+        arguments = ["--config", str(file), *options.set]
+        code = run([*command, *arguments], options.source, log, options.limit)
+    warm = WARM_STEPS if real else 1
+    # What an earlier run has logged is no result of one that ended before it logged anything.
+    logged = logs.is_dir() and (long or set(logs.glob("*")) > earlier)
+    found = summary(logs, Path(log.name), long, warm) if logged else {}
+    if options.family and found:
+        found["gate"] = gate(options.family, found["curves"])
+    if real:
+        sequences = options.prompts * options.generations
+        found |= {"upper_bounds": shared, "sequences": sequences, "set": options.set}
+    return {"run": file.stem, "exit": code, **found}
 
 
 def run_name(options: argparse.Namespace, variant: str) -> str:
@@ -564,8 +593,9 @@ def run_name(options: argparse.Namespace, variant: str) -> str:
     return name + (f"-{options.size}" if options.task == "real" else "")
 
 
-def refusal(options: argparse.Namespace, variants: Sequence[str]) -> str | None:
+def refusal(options: argparse.Namespace) -> str | None:
     """Say why options cannot be run together; None if they can."""
+    variants = options.variants
     task, sequences = options.task, options.prompts * options.generations
     megatron = options.trainer == "megatron"
     if unknown := sorted(set(variants) - set(VARIANTS)):
@@ -584,6 +614,9 @@ def refusal(options: argparse.Namespace, variants: Sequence[str]) -> str | None:
             return f"{loop} needs --trainer megatron --gpus 2"
         if task != "sums":
             return f"{loop} has no --task {task}"
+    for name, of_task in (("size", "real"), ("programs", "long")):
+        if task != of_task and getattr(options, name) is not None:
+            return f"--{name} is for --task {of_task}"
     if task == "long":
         if options.model is None or options.family:
             return "--task long needs --model and has no --family"

@@ -52,6 +52,8 @@ def test_medians_leave_the_first_step_out(benchmark: ModuleType) -> None:
         (["--variants", "fp8rl-rollout"], "else it is fp8rl-bf16kv"),
         (["--programs", "40,24"], "SHORTEST,LONGEST from 1 to 96"),
         (["--programs", "24,97"], "SHORTEST,LONGEST from 1 to 96"),
+        (["--programs", "24,40"], "--programs is for --task long"),
+        (["--task", "long", "--model", "m", "--size", "4b"], "--size is for --task real"),
         (["--task", "long", "--gpus", 2, "--in-flight"], "--in-flight has no --task long"),
         (["--task", "long"], "--task long needs --model and has no --family"),
         (["--task", "long", "--model", "m", "--steps", 9999], "long has 16384 problems"),
