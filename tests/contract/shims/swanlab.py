@@ -1,7 +1,5 @@
 """Stands for swanlab, which NeMo RL's logger imports at the top; no test logs through it."""
 
+from any_name import stand_in as __getattr__
 
-def __getattr__(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {})
+__all__ = ["__getattr__"]
