@@ -1,34 +1,22 @@
-"""Profile one decode step on a GPU by kernel, against the memory roofline.
+"""The GPU time of a decode step by kernel, against the memory roofline (``rollout.py --kernels``).
 
-    python benchmarks/decode_profile.py [--variants fp8rl-kv,stock-kv,bf16] [--out FILE.json]
-
-Engines as in ``benchmarks/rollout.py`` (Qwen3-8B shape, dummy weights, one process each). After
-``--steps`` decode steps, torch's profiler records ten more; times are GPU time per step. The
-roofline of a part is the bytes that it must read (the weights once, the KV cache of each request
-once) divided by the GPU's peak bandwidth. Arithmetic takes less at these batch sizes, see
+After half of the answers' tokens torch's profiler records ten steps; times are GPU time per step.
+The roofline of a part is the bytes that it must read (the weights once, the KV cache of each
+request once) divided by the GPU's peak bandwidth. Arithmetic takes less at these batch sizes, see
 ``flops_us``.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from facts import versions
-from processes import in_process
-from rollout import KV_SCALE, QWEN3_8B, VARIANTS, engine_arguments, give_weights
-
 PARTS = {  # a kernel belongs to the first part with a pattern that is in its name
-    "attention": ("flash::", "_attend", "_combine", "unified_attention"),
-    "cache write and query": ("reshape_and_cache", "scaled_fp8_quant"),
+    "attention": ("flash::", "_attend", "_combine", "unified_attention", "_fwd_grouped_kernel"),
+    "cache write and query": ("reshape_and_cache", "scaled_fp8_quant", "concat_and_cache"),
     "quantization, norm, SiLU": (
         "_rows_kernel",
         "_norm_kernel",
@@ -36,7 +24,9 @@ PARTS = {  # a kernel belongs to the first part with a pattern that is in its na
         "per_token_group",
         "rms_norm",
         "silu",
+        "act_and_mul",
     ),
+    "experts": ("fused_moe", "moe_", "topk", "topK", "Topk", "expert"),
     "linears": ("deep_gemm", "cutlass", "nvjet", "gemm", "w8a8"),
     "sampler": ("gumbel", "ArgMax", "softmax", "direct_copy_kernel"),
 }
@@ -46,85 +36,109 @@ PEAK_FP8 = 1.979e15
 
 
 def part_of(kernel: str) -> str:
+    """Return the part of a step to which a kernel belongs."""
     for part, patterns in PARTS.items():
         if any(pattern in kernel for pattern in patterns):
             return part
     return "other"
 
 
-def bounds(variant: str, requests: int, context: float, bandwidth: float) -> dict[str, float]:
-    """Return the shortest possible microseconds of a step's parts at a GPU's peak."""
-    shape = QWEN3_8B
-    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    weights = hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
-    vocabulary = shape["vocab_size"] * hidden
-    width = 2 if variant == "bf16" else 1
-    cached = shape["num_hidden_layers"] * 2 * kv_heads * head * (1 if "kv" in variant else 2)
-    linears = shape["num_hidden_layers"] * weights * width + vocabulary * 2
-    flops = 2 * requests * (shape["num_hidden_layers"] * weights + vocabulary)
+def weight_sizes(model: Any) -> dict[str, tuple[int, int]]:
+    """Return the bytes and the number of the weights that a step reads.
+
+    Args:
+        model: vLLM's model; a step reads one row a request of its embedding, which is left out.
+    """
+    sizes = {"linears": (0, 0), "experts": (0, 0)}
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name:
+            continue
+        part = "experts" if ".experts." in name else "linears"
+        held, count = sizes[part]
+        scales = "scale" in name.rpartition(".")[2]
+        sizes[part] = held + parameter.nbytes, count + (0 if scales else parameter.numel())
+    return sizes
+
+
+def cached_bytes(shape: Mapping[str, Any], variant: str) -> int:
+    """Return the bytes of a token in the KV cache of all layers.
+
+    Args:
+        shape: the model's ``config.json``.
+        variant: of ``rollout.py``; those that end with ``-kv`` have an FP8 cache.
+    """
+    if "kv_lora_rank" in shape:
+        values = shape["kv_lora_rank"] + shape["qk_rope_head_dim"]
+    else:
+        values = 2 * shape["num_key_value_heads"] * shape["head_dim"]
+    return shape["num_hidden_layers"] * values * (1 if variant.endswith("-kv") else 2)
+
+
+def bounds(
+    shape: Mapping[str, Any],
+    variant: str,
+    sizes: Mapping[str, tuple[int, int]],
+    requests: int,
+    context: float,
+    bandwidth: float,
+) -> dict[str, float]:
+    """Return the shortest possible microseconds of a step's parts at a GPU's peak.
+
+    Args:
+        shape: the model's ``config.json``.
+        variant: of ``rollout.py``.
+        sizes: what :func:`weight_sizes` returned.
+        requests: sequences of the step.
+        context: tokens of each in the cache.
+        bandwidth: bytes a second.
+    """
+    experts = shape.get("num_experts") or shape.get("n_routed_experts") or 1
+    chosen = shape.get("num_experts_per_tok", 1) / experts
+    flops = 2 * requests * (sizes["linears"][1] + chosen * sizes["experts"][1])
     return {
-        "attention": requests * context * cached / bandwidth * 1e6,
-        "linears": linears / bandwidth * 1e6,
-        "flops_us": flops * width / PEAK_FP8 * 1e6,
+        "attention": requests * context * cached_bytes(shape, variant) / bandwidth * 1e6,
+        "linears": sizes["linears"][0] / bandwidth * 1e6,
+        "experts": sizes["experts"][0] / bandwidth * 1e6,
+        "flops_us": flops * (2 if variant == "bf16" else 1) / PEAK_FP8 * 1e6,
     }
 
 
-def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def profile_decode(
+    llm: Any, variant: str, shape: Mapping[str, Any], load: tuple[int, int, int]
+) -> dict[str, Any]:
+    """Profile decode steps of a running engine in this process.
+
+    Args:
+        llm: vLLM's ``LLM`` that has served this load before.
+        variant: of ``rollout.py``.
+        shape: the model's ``config.json``.
+        load: requests, tokens in and tokens out of each.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
-    llm = LLM(
-        str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=options.input + 2 * options.steps,
-        max_num_seqs=options.prompts,
-        enable_prefix_caching=False,
-        seed=0,
-        **engine_arguments(variant, options.recipe),
-    )
-    engine = llm.llm_engine
-    model = engine.model_executor.driver_worker.worker.model_runner.get_model()
-    if variant == "fp8rl-kv":
-        from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
-
-        set_uncalibrated_kv_scales(model, KV_SCALE)
-    give_weights(model, codes=variant.startswith("stock"))
-
-    def add(tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
-        for i in range(options.prompts):
-            ids = [(i * 7919 + j * 104729) % 150000 for j in range(options.input)]
-            engine.add_request(f"{time.time()}-{i}", {"prompt_token_ids": ids}, sampling)
-
-    add(16)
-    while engine.has_unfinished_requests():
-        engine.step()
-    torch.cuda.synchronize()
-    add(options.steps + 3 * PROFILED)
+    engine, (requests, tokens_in, tokens_out) = llm.llm_engine, load
+    steps = tokens_out // 2
+    sampling = SamplingParams(max_tokens=steps + 3 * PROFILED, ignore_eos=True, detokenize=False)
+    for i in range(requests):
+        ids = [(i * 7919 + j * 104729) % 150000 for j in range(tokens_in)]
+        engine.add_request(f"{time.time()}-{i}", {"prompt_token_ids": ids}, sampling)
     # The last prompt's first token marks the first step that only decodes.
-    prefill = -(
-        -options.prompts
-        * options.input
-        // engine.vllm_config.scheduler_config.max_num_batched_tokens
-    )
+    most = engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prefill = -(-requests * tokens_in // most)
     wall: list[float] = []
     recording: Any = None
     while engine.has_unfinished_requests():
         step = len(wall) - prefill
-        if step == options.steps:
+        if step == steps:
             torch.cuda.synchronize()
             recording = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
             recording.__enter__()
         began = time.perf_counter()
         engine.step()
         wall.append(time.perf_counter() - began)
-        if step == options.steps + PROFILED - 1:
+        if step == steps + PROFILED - 1:
             torch.cuda.synchronize()
             recording.__exit__(None, None, None)
     kernels: dict[str, float] = defaultdict(float)
@@ -138,60 +152,38 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         parts[part_of(kernel)] += microseconds
     name = torch.cuda.get_device_name()
     bandwidth = next((b for gpu, b in PEAK_BANDWIDTH.items() if gpu in name), 3.35e12)
-    context = options.input + options.steps + PROFILED / 2
-    before = wall[prefill + options.steps - 2 * PROFILED : prefill + options.steps]
+    context = tokens_in + steps + PROFILED / 2
+    (sizes,) = llm.apply_model(weight_sizes)
     return {
-        "variant": variant,
-        "gpu": name,
-        "requests": options.prompts,
+        "requests": requests,
         "context": context,
-        "step_us": statistics.median(before) * 1e6,
+        "step_us": statistics.median(wall[prefill + steps - 2 * PROFILED : prefill + steps]) * 1e6,
         "gpu_span_us": (max(ends) - min(ends)) / PROFILED,
         "gpu_busy_us": sum(kernels.values()),
         "parts_us": dict(sorted(parts.items(), key=lambda pair: -pair[1])),
-        "bounds_us": bounds(variant, options.prompts, context, bandwidth),
-        "kernels_us": dict(sorted(kernels.items(), key=lambda pair: -pair[1])[:20]),
+        "bounds_us": bounds(shape, variant, sizes, requests, context, bandwidth),
+        "kernels_us": dict(sorted(kernels.items(), key=lambda pair: -pair[1])[:30]),
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: microseconds per step by part, and the share of the roofline."""
-    measured = [result for result in results if "parts_us" in result]
-    lines = ["| part | " + " | ".join(result["variant"] for result in measured) + " |"]
-    lines.append("| --- |" + " --- |" * len(measured))
+def table(steps: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a Markdown table: microseconds of a step by part, and the share of the roofline.
+
+    Args:
+        steps: what :func:`profile_decode` returned for each variant.
+    """
+    lines = ["| part | " + " | ".join(steps) + " |", "| --- |" + " --- |" * len(steps)]
     for part in [*PARTS, "other"]:
         cells = []
-        for result in measured:
-            took, bound = result["parts_us"].get(part, 0.0), result["bounds_us"].get(part)
+        for step in steps.values():
+            took, bound = step["parts_us"].get(part, 0.0), step["bounds_us"].get(part)
             share = f" ({bound / took:.0%})" if bound and took else ""
             cells.append(f"{took:.0f}{share}")
-        lines.append(f"| {part} | " + " | ".join(cells) + " |")
+        lines.append(_row(part, cells))
     for key in ("gpu_busy_us", "step_us"):
-        lines.append(f"| {key} | " + " | ".join(f"{r[key]:.0f}" for r in measured) + " |")
+        lines.append(_row(key, [f"{step[key]:.0f}" for step in steps.values()]))
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="GPU time of a decode step by kernel")
-    parser.add_argument("--variants", default="fp8rl-kv,stock-kv,bf16")
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--input", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument(
-        "--recipe", type=json.loads, default="{}", help="keys for fp8rl's variants, as JSON"
-    )
-    parser.add_argument("--out", type=Path, default=Path("decode_profile.json"))
-    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        options.out.write_text(json.dumps(run_variant(options.child, options)))
-        return
-    results = [
-        in_process(variant, VLLM_DEEP_GEMM_WARMUP="skip") for variant in options.variants.split(",")
-    ]
-    options.out.write_text(json.dumps({"versions": versions(), "results": results}, indent=1))
-    sys.stdout.write(table(results) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def _row(head: str, cells: Sequence[str]) -> str:
+    return f"| {head} | " + " | ".join(cells) + " |"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def cold_ms(call: Callable[[], object], repeats: int) -> float:
@@ -64,3 +66,25 @@ def by_function(load: Callable[[], object], count: int = 30) -> dict[str, list[f
         f"{Path(file).name}:{line}:{name}": [round(1e3 * stats[3], 2), round(1e3 * stats[2], 2)]
         for (file, line, name), stats in top
     }
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[dict[str, float]]:
+    """Collect the seconds in which Triton compiles a kernel, by its name; files on disk count 0."""
+    from triton import knobs
+
+    found: dict[str, float] = {}
+    before = knobs.compilation.listener
+
+    def heard(**told: Any) -> None:
+        if before is not None:
+            before(**told)
+        if not told["cache_hit"]:
+            name = told["metadata"]["name"]
+            found[name] = found.get(name, 0.0) + told["times"].total / 1e6
+
+    knobs.compilation.listener = heard
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = before

@@ -15,7 +15,8 @@ again after the refits. A refit sends every tensor of the model, already on the 
 ``--memory`` must leave room. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in all variants:
 kernels are then compiled when first met, here before anything is timed. ``--ranks 2`` splits the
 model over two GPUs, its experts whole on one of them each; refits, whose sender is this process,
-are then left out.
+are then left out. ``--kernels`` tells where the time of a decode step of the last load goes
+(``decode_profile.py``), and what the first refit's host does, which makes that one refit slower.
 
 ``--turn I/N:FOLDER`` is for N of these that start side by side on one GPU and are timed one after
 the other, which saves the time of N - 1 starts: the I-th (from 0) goes on when all have started and
@@ -29,6 +30,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -36,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from decode_profile import profile_decode, table
 from facts import versions
 from processes import in_process, save
 
@@ -131,7 +134,9 @@ def host_loop() -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]:
+def measure_refits(
+    llm: Any, count: int, *, with_scales: bool, profile_first: bool
+) -> dict[str, Any]:
     """Seconds of each refit and the memory that one takes beside the sender's tensors.
 
     ``refit_cpu_seconds`` are those in which this thread ran, which it also does while it waits for
@@ -140,7 +145,7 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
     tells the GPU's part, and another the host's, under a profiler.
     """
     import torch
-    from profiles import by_function, by_kernel
+    from profiles import by_function, by_kernel, compiled_kernels
 
     from vllm_fp8rl.refit import refit
 
@@ -150,20 +155,26 @@ def measure_refits(llm: Any, count: int, *, with_scales: bool) -> dict[str, Any]
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     seconds, cpu, loop = [], [], []
+
+    def one() -> None:
+        seconds.append(refit(llm, tensors, expect_kv_scales=with_scales).seconds)
+
+    found: dict[str, Any] = {}
     for _ in range(count):
         loop.append(host_loop())
         began = time.thread_time()
-        seconds.append(refit(llm, tensors, expect_kv_scales=with_scales).seconds)
+        with compiled_kernels() as compiled:
+            if profile_first and not seconds:
+                found["first_refit_host_ms_profiled"] = by_function(one)
+            else:
+                one()
         cpu.append(time.thread_time() - began)
+        found.setdefault("first_refit_compiled", compiled)
     torch.cuda.synchronize()
     growth = torch.cuda.memory_allocated() - held
     peak = torch.cuda.max_memory_allocated() - held
-
-    def one() -> None:
-        refit(llm, tensors, expect_kv_scales=with_scales)
-
-    return {
-        "refit_seconds": seconds,
+    return found | {
+        "refit_seconds": list(seconds),
         "refit_seconds_median": statistics.median(seconds),
         "refit_cpu_seconds": cpu,
         "refit_cpu_seconds_median": statistics.median(cpu),
@@ -254,8 +265,15 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_second": speeds,
             "median": statistics.median(speeds),
         }
+    if options.kernels:
+        result["decode_step"] = profile_decode(llm, variant, options.shape, options.loads[-1])
     if fp8rl and options.refits and options.ranks == 1:
-        result |= measure_refits(llm, options.refits, with_scales=variant == "fp8rl-kv")
+        result |= measure_refits(
+            llm,
+            options.refits,
+            with_scales=variant == "fp8rl-kv",
+            profile_first=options.kernels,
+        )
         if options.after:
             # The load that ran just before: a GPU that has warmed up is slower than a cold one.
             speeds = [generate(load, load[2]) for _ in range(repeats)]
@@ -284,6 +302,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=64, help="output tokens of the warm-up")
     parser.add_argument("--repeats", default="1")
     parser.add_argument("--refits", type=int, default=5)
+    parser.add_argument("--kernels", action="store_true", help="profile a decode step, see above")
     parser.add_argument("--after", action="store_true", help="measure speed again after refits")
     parser.add_argument("--memory", type=float, default=0.9, help="gpu_memory_utilization")
     parser.add_argument("--warmup", choices=("skip", "relax", "full"), default="skip")
@@ -314,6 +333,9 @@ def main() -> None:
     for variant in options.variants.split(","):
         results.append(in_process(variant, VLLM_DEEP_GEMM_WARMUP=options.warmup))
         save(found, options.out, results[-1])
+    steps = {each["variant"]: each["decode_step"] for each in results if "decode_step" in each}
+    if steps:
+        sys.stdout.write(table(steps) + "\n")
     if options.turn:
         number, _, place = options.turn
         for kind in ("started", "ended"):  # nobody waits for a start that failed

@@ -1,0 +1,90 @@
+"""``benchmarks/decode_profile.py``: parts and bounds of a decode step, from recorded kernels."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+RECORDED = json.loads(
+    (BENCHMARKS / "results" / "decode_profile_h100.json").read_text(encoding="utf-8")
+)["results"]
+H100 = 3.35e12
+
+
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "decode_profile", raising=False)
+    import decode_profile
+
+    return decode_profile
+
+
+def shape(name: str) -> dict[str, Any]:
+    return json.loads((BENCHMARKS / "shapes" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def model(name: str) -> torch.nn.Module:
+    """The model in BF16, without memory."""
+    values = shape(name)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: each["variant"])
+def test_kernels_belong_to_the_parts_that_were_recorded(
+    profile: ModuleType, recorded: dict[str, Any]
+) -> None:
+    """The twenty longest kernels of a run are in the file, and the sums of all by part."""
+    sums: dict[str, float] = defaultdict(float)
+    for kernel, microseconds in recorded["kernels_us"].items():
+        sums[profile.part_of(kernel)] += microseconds
+    assert set(sums) <= set(recorded["parts_us"])
+    for part in ("attention", "linears"):
+        assert sums[part] == pytest.approx(recorded["parts_us"][part], rel=0.03)
+    for part, microseconds in sums.items():
+        assert microseconds <= recorded["parts_us"][part] * 1.0001
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: each["variant"])
+def test_bounds_of_a_dense_model(profile: ModuleType, recorded: dict[str, Any]) -> None:
+    """As they were computed for the recorded run from the config's widths."""
+    sizes = profile.weight_sizes(model("qwen3_8b"))
+    if recorded["variant"] != "bf16":  # a byte a weight, but for lm_head
+        head = 2 * 4096 * 151936
+        sizes["linears"] = ((sizes["linears"][0] - head) // 2 + head, sizes["linears"][1])
+    variant, requests = recorded["variant"], recorded["requests"]
+    found = profile.bounds(shape("qwen3_8b"), variant, sizes, requests, recorded["context"], H100)
+    assert found.pop("experts") == 0
+    assert found == pytest.approx(recorded["bounds_us"], rel=2e-3)
+
+
+def test_bounds_of_experts_and_latents(profile: ModuleType) -> None:
+    sizes = profile.weight_sizes(model("qwen3_30b_a3b"))
+    assert sizes["experts"] == (2 * 48 * 128 * 3 * 2048 * 768, 48 * 128 * 3 * 2048 * 768)
+    found = profile.bounds(shape("qwen3_30b_a3b"), "bf16", sizes, 256, 1000, 1e12)
+    active = sizes["linears"][1] + sizes["experts"][1] * 8 / 128
+    assert found["flops_us"] == pytest.approx(2 * 256 * active * 2 / 1.979e15 * 1e6)
+    assert found["attention"] == pytest.approx(256 * 1000 * 48 * 2 * 4 * 128 * 2 / 1e6)
+    moonlight = shape("moonlight_16b_a3b")
+    assert profile.cached_bytes(moonlight, "fp8rl") == 27 * (512 + 64) * 2
+
+
+def test_table(profile: ModuleType) -> None:
+    steps = {each["variant"]: each for each in RECORDED}
+    head, _, attention, *_ = profile.table(steps).splitlines()
+    assert head == "| part | " + " | ".join(steps) + " |"
+    took = steps["bf16"]["parts_us"]["attention"]
+    share = steps["bf16"]["bounds_us"]["attention"] / took
+    assert f"| {took:.0f} ({share:.0%}) |" in attention
