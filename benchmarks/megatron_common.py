@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -122,6 +123,18 @@ def interleaved(
             end.synchronize()
             times[name].append(start.elapsed_time(end) / calls)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def enqueue_ms(call: Callable[[], object], repeats: int) -> float:
+    """Median milliseconds that the host takes to enqueue a call on an idle GPU."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 @contextmanager

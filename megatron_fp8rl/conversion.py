@@ -15,7 +15,7 @@ import torch
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape
-from fp8rl.numerics import BLOCK, GROUP, Quantized
+from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
@@ -40,6 +40,7 @@ class Setup:
     policy: PinPolicy
     backends: BackendChoice
     epoch: WeightEpoch
+    last_rows: LastExpertRows
     keep_codes: bool
     wrapped: bool
     """The model is the language model of a multimodal one."""
@@ -242,7 +243,7 @@ def prepare(
         (recipe.weights.scale_format, recipe.activations.scale_format),
         gemm_backend,
     )
-    return Setup(recipe, policy, backends, WeightEpoch(), keep_codes, wrapped)
+    return Setup(recipe, policy, backends, WeightEpoch(), LastExpertRows(), keep_codes, wrapped)
 
 
 def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
@@ -436,6 +437,7 @@ def _swap(site: Site, setup: Setup) -> None:
         setup.backends,
         setup.recipe.activations.scale_format,
         experts=site.names if site.grouped else (),
+        last_rows=setup.last_rows,
     )
 
 

@@ -115,7 +115,8 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         # In the order of the gradients in memory, so that a kernel can add to all of them as one
         # stack: megatron's buffers hold the last parameter first.
         trained.sort(key=lambda i: 0 if (total := totals[i]) is None else total.data_ptr())
-        ctx.expert_rows = expert_rows = ExpertRows(call.splits, row_alignment(x.device), trained)
+        last, alignment = call.state.last_rows, row_alignment(x.device)
+        ctx.expert_rows = expert_rows = last.of(call.splits, alignment, trained)
         operand, for_wgrad = call.quantize(x, expert_rows, rowwise=True, columnwise=bool(trained))
         assert operand is not None
         kept = () if for_wgrad is None else for_wgrad[:2]

@@ -12,7 +12,7 @@ them becomes NaN, so an overflow shows in the loss and in the gradient norm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import BackendChoice, Direction, GemmBackend, GemmShape
 from fp8rl.numerics import (
+    LastExpertRows,
     Operand,
     Quantized,
     quantize_operand,
@@ -49,6 +50,8 @@ class Fp8State:
     experts: tuple[str, ...] = ()
     """Names of all local experts of a grouped module, in the order of the weights; ``name`` leaves
     their numbers out."""
+    last_rows: LastExpertRows = field(default_factory=LastExpertRows)
+    """Shared by the grouped modules of a conversion."""
 
 
 class Fp8Module:

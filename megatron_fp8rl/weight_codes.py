@@ -72,6 +72,7 @@ class WeightCodes:
     ) -> None:
         self.layout = layout
         self.scale_format = scale_format
+        self._in_place = layout.in_place
         self._epoch = epoch
         self._keep = keep
         self._stacked = stacked
@@ -130,7 +131,10 @@ class WeightCodes:
     def _make(
         self, weights: Sequence[torch.Tensor], *, rowwise: bool = False, columnwise: bool = False
     ) -> Operand:
-        rows = [self._in_hf_order(weight) for weight in weights]
+        rows = weights
+        # Experts are many: a view of each would take the host as long as all that follows.
+        if not self._in_place or len(weights[0]) != self.layout.rows:
+            rows = [self._in_hf_order(weight) for weight in weights]
         if self._stacked:
             return quantize_weights(rows, self.scale_format, rowwise=rowwise, columnwise=columnwise)
         return quantize_weight(rows[0], self.scale_format, rowwise=rowwise, columnwise=columnwise)
@@ -143,7 +147,7 @@ class WeightCodes:
 
     def _in_hf_order(self, weight: torch.Tensor) -> torch.Tensor:
         rows = weight.detach()[: self.layout.rows]
-        return rows if self.layout.in_place else self.layout.to_hf(rows)
+        return rows if self._in_place else self.layout.to_hf(rows)
 
 
 def _present(side: Quantized | None) -> Quantized:

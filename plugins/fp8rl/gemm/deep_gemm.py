@@ -231,13 +231,15 @@ def _stacks(matrices: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
         The index of the first matrix of each run, and a view ``[matrices, rows, columns]`` of the
         run. A matrix that is not whole is a run by itself.
     """
-    starts = [0]
-    for i, (before, after) in enumerate(pairwise(matrices), start=1):
-        end = before.data_ptr() + before.numel() * before.element_size()
-        same = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-        whole = _is_whole(before) and _is_whole(after)
-        if not (whole and same and after.data_ptr() == end):
+    size, starts = matrices[0].numel() * matrices[0].element_size(), []
+    end = limit = -1  # of the run so far, and of the storage that holds it
+    for i, matrix in enumerate(matrices):
+        start, whole = matrix.data_ptr(), _is_whole(matrix)
+        if not whole or start != end or start + size > limit:
             starts.append(i)
+            storage = matrix.untyped_storage()
+            limit = storage.data_ptr() + storage.nbytes()
+        end = start + size if whole else -1
     stacks = []
     for first, end in pairwise([*starts, len(matrices)]):
         matrix = matrices[first]

@@ -60,7 +60,13 @@ from fp8rl.numerics.formats import (
     Stacked,
     cdiv,
 )
-from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows, on_device
+from fp8rl.numerics.grouped import (
+    ExpertRows,
+    GroupedColumns,
+    GroupedRows,
+    LastExpertRows,
+    on_device,
+)
 from fp8rl.numerics.mx import dequantize_mx, quantize_mx
 from fp8rl.numerics.reference import amax_edges, mark_inf
 
@@ -74,6 +80,7 @@ __all__ = [
     "ExpertRows",
     "GroupedColumns",
     "GroupedRows",
+    "LastExpertRows",
     "Operand",
     "Quantized",
     "Stacked",

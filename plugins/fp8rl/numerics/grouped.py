@@ -104,6 +104,21 @@ class ExpertRows:
         return self._column_sizes[device]
 
 
+class LastExpertRows:
+    """The rows of the last grouped product: the linears of a layer get the same tokens, and making
+    the tables for hundreds of experts takes the host as long as all else in a linear."""
+
+    def __init__(self) -> None:
+        self._last: ExpertRows | None = None
+
+    def of(self, splits: Sequence[int], alignment: int, order: Sequence[int]) -> ExpertRows:
+        """Return rows for these arguments of :class:`ExpertRows`, the last ones if they fit."""
+        last, key = self._last, (tuple(splits), alignment, tuple(order))
+        if last is None or (last.splits, last.alignment, last.order) != key:
+            self._last = last = ExpertRows(*key)
+        return last
+
+
 class GroupedRows(NamedTuple):
     """An operand of several experts, quantized in groups along its columns.
 

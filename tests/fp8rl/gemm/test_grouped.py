@@ -16,6 +16,7 @@ from fp8rl.gemm import (
 from fp8rl.gemm.deep_gemm import _stacks
 from fp8rl.numerics import (
     ExpertRows,
+    LastExpertRows,
     Quantized,
     quantize_grouped,
     quantize_operand,
@@ -155,3 +156,18 @@ def test_gradients_that_follow_each_other_are_one_stack():
     assert [len(s) for _, s in _stacks([a.t(), b.t()])] == [1, 1]
     # Where TMA cannot write each is alone, and gets a sum made elsewhere.
     assert [len(s) for _, s in _stacks(buffer[7:31].view(3, 2, 4).unbind())] == [1, 1, 1]
+    # Neighbours in memory, but each in a storage of its own.
+    memory = bytearray(64)
+    x, y = (torch.frombuffer(memory, dtype=torch.float32, count=8, offset=n) for n in (0, 32))
+    assert y.data_ptr() == x.data_ptr() + 32
+    assert [len(s) for _, s in _stacks([x.view(2, 4), y.view(2, 4)])] == [1, 1]
+
+
+def test_linears_of_a_layer_share_their_rows():
+    last = LastExpertRows()
+    rows = last.of([3, 0, 5], 128, [2, 0])
+    assert (rows.splits, rows.order) == ((3, 0, 5), (2, 0))
+    assert last.of((3, 0, 5), 128, (2, 0)) is rows
+    for other in (((3, 1, 4), 128, (2, 0)), ((3, 1, 4), 1, (2, 0)), ((3, 1, 4), 1, (0, 1, 2))):
+        found = last.of(*other)
+        assert (found.splits, found.alignment, found.order) == other

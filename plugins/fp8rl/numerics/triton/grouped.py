@@ -232,7 +232,8 @@ def quantize_weights(
     weights = [w.contiguous() for w in weights]
     first, experts = weights[0], len(weights)
     addresses = [w.data_ptr() for w in weights]
-    packed = can_pack_tiles(first) and all_aligned(addresses)
+    aligned = all_aligned(addresses)
+    packed = can_pack_tiles(first) and aligned
     if rowwise and columnwise and not packed:
         # Only the packed kernel makes both sides in one launch: see dual.quantize_weight.
         (by_rows, _), (_, by_columns) = (
@@ -258,7 +259,7 @@ def quantize_weights(
                 cols,
                 *blocks,
                 DTYPE=TRITON_DTYPES[first.dtype],
-                ALIGNED=all_aligned(addresses),
+                ALIGNED=aligned,
                 ROWWISE=rowwise,
                 COLUMNWISE=columnwise,
                 WHOLE=rows % GROUP == 0 and cols % GROUP == 0,
