@@ -30,9 +30,9 @@ from support.gpu_engine import (
     kv_scales,
     make_checkpoints,
     refit_tensors,
-    slope,
     start_engine,
 )
+from support.wrong_tensors import slope
 from vllm_fp8rl.kv_scales import kv_scale_state
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import gap

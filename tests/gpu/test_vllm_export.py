@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from fp8rl import Recipe
 from fp8rl.export import plan_export, write_export
 from fp8rl.recipe import KVCache, Pins
-from support.gpu_engine import PROMPTS, kv_scales, make_checkpoints, slope, start_engine
+from support.gpu_engine import PROMPTS, kv_scales, make_checkpoints, start_engine
 from support.lora import LORA, adapter, with_adapter
+from support.wrong_tensors import slope
 from vllm_fp8rl.export_check import check_export
 from vllm_fp8rl.testing.hf_reference import gap, load_reference
 

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 from fp8rl import Recipe
 from fp8rl.recipe import KVCache
 from support.gpu_engine import PROMPTS, Rollout, assert_as_close, refit_tensors, start_engine
+from support.wrong_tensors import changed_checkpoint, nearer, wrong_tensors
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import load_reference
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
@@ -54,16 +55,26 @@ def test_logprobs_equal_transformers_through_refits(kind: str, tmp_path: Path) -
     engine = start_engine(paths["a"], RECIPE)
     try:
         before = {n: p.data_ptr() for n, p in engine.model.named_parameters()}
+        tensors = {name: refit_tensors(path, RECIPE) for name, path in paths.items()}
         tokens = []
         for name in "aba":
-            tensors = refit_tensors(paths[name], RECIPE)
-            refit(engine.llm, tensors.items(), expect_kv_scales=False)
+            refit(engine.llm, tensors[name].items(), expect_kv_scales=False)
             tokens.append(engine.greedy())
             rollout = engine.rollout()
             expected = logprobs(paths[name], rollout, RECIPE)
             own = logprobs(paths[name], rollout, RECIPE, dtype=torch.bfloat16)
             plain = logprobs(paths[name], rollout, Recipe(rollout=False))
             assert_as_close(name, rollout.logprobs, expected, own, plain)
+            if name == "b":
+                wrong = {
+                    what: logprobs(
+                        changed_checkpoint(paths[name], tmp_path / "wrong", changes),
+                        rollout,
+                        RECIPE,
+                    )
+                    for what, changes in wrong_tensors(tensors["b"], tensors["a"]).items()
+                }
+                assert wrong and not nearer(rollout.logprobs, expected, wrong)
         assert tokens[0] == tokens[2] != tokens[1]
         assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == before
     finally:

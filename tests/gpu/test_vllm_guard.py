@@ -24,9 +24,9 @@ from support.gpu_engine import (
     kv_scales,
     make_checkpoints,
     refit_tensors,
-    slope,
     start_engine,
 )
+from support.wrong_tensors import slope
 from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.kv_scales import kv_scale_state, set_kv_scales
 from vllm_fp8rl.refit import RefitSession, drop_requests, refit

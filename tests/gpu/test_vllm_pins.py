@@ -18,9 +18,9 @@ from support.gpu_engine import (
     expected_logprobs,
     make_checkpoints,
     refit_tensors,
-    slope,
     start_engine,
 )
+from support.wrong_tensors import slope
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.testing.hf_reference import gap
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name
+from support.wrong_tensors import slope
 from vllm_fp8rl.testing.hf_reference import gap, load_reference, observed_kv_scales
 from vllm_fp8rl.testing.tiny import make_checkpoint
 
@@ -139,15 +140,6 @@ def expected_logprobs(path: Path, recipe: Recipe, rollout: Rollout, **options: A
     logprobs = load_reference(path, recipe, device="cuda", **options).many(sequences)
     rows = logprobs.split([len(sequence) - 1 for sequence in sequences])
     return torch.cat([r[-len(t) :] for r, t in zip(rows, rollout.tokens, strict=True)])
-
-
-def slope(actual: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> float:
-    """How much of the way from ``base`` to ``expected`` an engine goes: 1 all of it, 0 none.
-
-    What an engine rounds otherwise is noise that this averages out, unlike a mean of differences.
-    """
-    step = (expected - base).double()
-    return (((actual - base).double() @ step) / (step @ step)).item()
 
 
 def assert_as_close(

@@ -134,8 +134,10 @@ def load_reference(
         dtype: dtype of everything else; bfloat16 shows the effect of an engine's own rounding.
         device: device of the model; every device uses the reference formulas.
     """
-    kind = _model_class(Path(path))
-    model = kind.from_pretrained(os.fspath(path), dtype=dtype, attn_implementation=attention)
+    kind, config = _model_class(Path(path))
+    model = kind.from_pretrained(
+        os.fspath(path), config=config, dtype=dtype, attn_implementation=attention
+    )
     model.to(device).eval()  # type: ignore[arg-type]
     policy = PinPolicy(recipe.pins, module_names(model.config))
     experts = known_family(model.config).experts or EXPERTS
@@ -174,8 +176,7 @@ def load_exported(
     fp8 = {name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")}
     for name in fp8:
         stored[name] = dequantize_block(stored[name], stored.pop(f"{name}_scale_inv"))
-    kind = _model_class(folder)
-    config = kind.config_class.from_pretrained(path)
+    kind, config = _model_class(folder)
     del config.quantization_config  # transformers would need a GPU for it
     model = kind.from_pretrained(
         None, config=config, state_dict=stored, dtype=torch.float32, attn_implementation=attention
@@ -190,14 +191,21 @@ def load_exported(
     return Reference(model, kv_scales or None)
 
 
-def _model_class(folder: Path) -> Any:
-    """Return transformers' class of a checkpoint's model.
+def _model_class(folder: Path) -> tuple[Any, Any]:
+    """Return transformers' class of a checkpoint's model, and its config.
 
-    Its name is the config's: for ``AutoConfig`` vLLM before 0.32 has registered some configs of its
-    own, from which transformers cannot build a model.
+    The name of the class is the config's: for ``AutoConfig`` vLLM before 0.32 has registered some
+    configs of its own, from which transformers cannot build a model.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return getattr(transformers, config["architectures"][0])
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = getattr(transformers, stored["architectures"][0])
+    config = kind.config_class.from_pretrained(folder)
+    if (rotary_dim := stored.get("rotary_dim")) is not None:
+        # MiniMax-M2's. transformers before 5.18 takes no notice of it and rotates whole heads
+        # (huggingface/transformers#48241); vLLM and Megatron-Bridge rotate this part of each.
+        share = rotary_dim / config.head_dim
+        config.rope_parameters.setdefault("partial_rotary_factor", share)
+    return kind, config
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:
