@@ -851,6 +851,19 @@ def test_the_benchmarks_configs_of_a_family_are_accepted(
         assert config.policy["train_micro_batch_size"] == 128
 
 
+def test_small_models_with_delta_nets_are_trained_by_plain_torch(tmp_path: Path) -> None:
+    """Also where transformers finds flash-linear-attention, whose place a failure takes here."""
+    make = (
+        "import pathlib, sys, transformers.models.qwen3_5.modeling_qwen3_5 as modeling\n"
+        "modeling.chunk_gated_delta_rule = lambda *args, **options: 1 / 0\n"
+        "import sums_model\n"
+        "sums_model.make_model(pathlib.Path(sys.argv[1]), 'qwen3_5', steps=1, batch_size=2)\n"
+    )
+    made = [sys.executable, "-c", make, str(tmp_path / "model")]
+    subprocess.run(made, cwd=ROOT / "benchmarks", check=True)
+    assert list((tmp_path / "model").glob("*.safetensors"))
+
+
 # --- worker classes ---
 
 VLLM = "nemo_rl.models.generation.vllm"
