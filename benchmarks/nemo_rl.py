@@ -347,6 +347,15 @@ def cut_down(value: dict[str, Any], family: str, variant: str) -> None:
         generation["vllm_kwargs"]["moe_backend"] = "triton"
     if FAMILIES[family].vision:
         generation["vllm_kwargs"]["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+    if family == "moonlight" and variant == "bf16":
+        # Upstream's worker cannot import it: see `refusal`. Ours can, and does nothing else here.
+        policy["megatron_cfg"]["fp8rl"] = {"training": False}
+    if family == "deepseek_v3":
+        # Upstream's file has loss_fn.force_on_policy_ratio, which takes one optimizer step a step.
+        grpo = value["grpo"]
+        policy["train_global_batch_size"] = (
+            grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
+        )
     if family == "minimax_m2":
         # Upstream's file has the integer 0, which transformers 5.8 refuses.
         policy["hf_config_overrides"] = {"router_aux_loss_coef": 0.0}
@@ -606,6 +615,10 @@ def refusal(options: argparse.Namespace) -> str | None:
         return f"--gpus {options.gpus} does not divide {batch_size(options)} sequences"
     if options.family and (not megatron or options.gpus > 1):
         return "--family needs --trainer megatron and one GPU"
+    if options.family == "moonlight" and "upstream" in variants:
+        # Megatron-LM puts a norm in front of its linear_q_proj for which Megatron-Bridge has no
+        # weight (its issue 5261), and no key of NeMo RL's changes that; fp8rl's worker does.
+        return "--family moonlight has no --variants upstream: its worker cannot import the model"
     if "fp8rl-rollout" in variants and not megatron:
         return "--variants fp8rl-rollout needs --trainer megatron; else it is fp8rl-bf16kv"
     if options.single_controller or options.in_flight:

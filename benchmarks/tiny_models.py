@@ -8,6 +8,7 @@ real ones, for which the engines' attention kernels are written.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,11 @@ def build(family: str, **tokenizer: int) -> Any:
         config = getattr(transformers, f"{tiny.name}Config")(**shape)
         kind = getattr(transformers, f"{tiny.name}ForCausalLM")
     model = kind._from_config(config, experts_implementation="eager")
+    for module in model.modules():
+        if hasattr(module, "chunk_gated_delta_rule"):  # of the transformers that NeMo RL pins
+            # Not fla's: its backward on Hopper, by tilelang, cannot be compiled for float32.
+            modeling = sys.modules[type(module).__module__]
+            module.chunk_gated_delta_rule = modeling.torch_chunk_gated_delta_rule
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # zeros would hide a refit that loses it
             buffer.data = torch.empty(buffer.shape).uniform_(-0.05, 0.05)

@@ -50,6 +50,10 @@ def test_medians_leave_the_first_step_out(benchmark: ModuleType) -> None:
         (["--in-flight", "--single-controller"], "not allowed with"),
         (["--prompts", 0], "must be 1 or more"),
         (["--variants", "fp8rl-rollout"], "else it is fp8rl-bf16kv"),
+        (
+            ["--trainer", "megatron", "--family", "moonlight"],
+            "--family moonlight has no --variants upstream",
+        ),
         (["--programs", "40,24"], "SHORTEST,LONGEST from 1 to 96"),
         (["--programs", "24,97"], "SHORTEST,LONGEST from 1 to 96"),
         (["--programs", "24,40"], "--programs is for --task long"),

@@ -41,6 +41,7 @@ from fp8rl.errors import Fp8RLError
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext import GRPOConfig, GRPOLoss
 from nemo_rl_ext.config.guard import GuardConfig
+from nemo_rl_ext.config.keys import needs_our_trainer
 from nemo_rl_ext.config.merge import announce_kv_cache
 from nemo_rl_ext.driver import fallback
 from nemo_rl_ext.driver.batch_correction import WEIGHTS, BatchCorrection
@@ -807,7 +808,7 @@ def test_the_benchmarks_configs_of_real_sizes_are_accepted(size: str, tmp_path: 
     }
 
 
-@pytest.mark.parametrize("family", ["moonlight", "qwen3_5_moe", "minimax_m2"])
+@pytest.mark.parametrize("family", ["moonlight", "deepseek_v3", "qwen3_5_moe", "minimax_m2"])
 def test_the_benchmarks_configs_of_a_family_are_accepted(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -824,7 +825,7 @@ def test_the_benchmarks_configs_of_a_family_are_accepted(
     configs = written_configs(
         tmp_path,
         *("--family", family, "--model", model, "--variants", "bf16,fp8rl"),
-        *("--trainer", "megatron", "--prompts", 16, "--generations", 8),
+        *("--trainer", "megatron", "--prompts", 16, "--generations", 16),
     )
     for variant in ("bf16", "fp8rl"):
         config = configs[f"megatron-{variant}-{family}"]
@@ -838,6 +839,29 @@ def test_the_benchmarks_configs_of_a_family_are_accepted(
         assert vllm["tensor_parallel_size"] == vllm["expert_parallel_size"] == 1
         assert vllm["precision"] == "bfloat16" and not (megatron["fp8_cfg"] or {}).get("enabled")
         assert ("fp8rl" in vllm) == (variant == "fp8rl")
+        # Upstream's worker cannot build a Moonlight without the norm that its file lacks.
+        ours = variant == "fp8rl" or family == "moonlight"
+        assert needs_our_trainer(config.policy) == ours
+        if family == "moonlight" and variant == "bf16":
+            assert not Recipe.from_dict(megatron["fp8rl"]).training
+        # As grpo.setup() asserts.
+        assert config.loss_fn.force_on_policy_ratio == (family == "deepseek_v3")
+        size = 256 if config.loss_fn.force_on_policy_ratio else 128
+        assert config.policy["train_global_batch_size"] == size
+        assert config.policy["train_micro_batch_size"] == 128
+
+
+def test_small_models_with_delta_nets_are_trained_by_plain_torch(tmp_path: Path) -> None:
+    """Also where transformers finds flash-linear-attention, whose place a failure takes here."""
+    make = (
+        "import pathlib, sys, transformers.models.qwen3_5.modeling_qwen3_5 as modeling\n"
+        "modeling.chunk_gated_delta_rule = lambda *args, **options: 1 / 0\n"
+        "import sums_model\n"
+        "sums_model.make_model(pathlib.Path(sys.argv[1]), 'qwen3_5', steps=1, batch_size=2)\n"
+    )
+    made = [sys.executable, "-c", make, str(tmp_path / "model")]
+    subprocess.run(made, cwd=ROOT / "benchmarks", check=True)
+    assert list((tmp_path / "model").glob("*.safetensors"))
 
 
 # --- worker classes ---
