@@ -72,14 +72,15 @@ _EXPERT_BIAS = "mlp.router.expert_bias"
 """A buffer, float32 whatever the model's dtype is."""
 _INPUT_NORM = Rule(("input_layernorm.weight",))
 _MLP_NORM = Rule(("post_attention_layernorm.weight",))
+_HEAD_NORMS = Rule(("self_attn.q_norm.weight",)), Rule(("self_attn.k_norm.weight",))
 # In the order of the stream. Transformer Engine fuses a norm into the linear layer behind it.
 _LAYER_RULES: Mapping[str, Rule] = {
     "input_layernorm.weight": _INPUT_NORM,
     "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,
     "self_attention.linear_qkv.weight": _qkv("weight"),
     "self_attention.linear_qkv.bias": _qkv("bias"),
-    "self_attention.q_layernorm.weight": Rule(("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Rule(("self_attn.k_norm.weight",)),
+    "self_attention.q_layernorm.weight": _HEAD_NORMS[0],
+    "self_attention.k_layernorm.weight": _HEAD_NORMS[1],
     "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), tp_dim=1),
     "self_attention.linear_proj.bias": Rule(("self_attn.o_proj.bias",)),
     "pre_mlp_layernorm.weight": _MLP_NORM,
@@ -248,6 +249,13 @@ class ParameterMap:
             full[rule.tp_dim] *= self.tp_of(rule).size()
         if rule in (EMBEDDING, HEAD):
             full[0] = self.vocab_size
+        if rule in _HEAD_NORMS and full != [self.config.kv_channels]:
+            raise UnsupportedError(
+                f"Parameter '{where}' has {full[0]} values where a norm of one head has "
+                f"{self.config.kv_channels}: it norms all heads at once, as MiniMax-M2's does, "
+                "whose Hugging Face names are not known here; export it with Megatron-Bridge "
+                "(megatron_fp8rl.bridge.export_hf_weights)."
+            )
         rows = self.rows(rule)
         sizes = [sum(part) for part in self.sections(rule)]
         if rows is not None:

@@ -264,6 +264,15 @@ def test_a_module_without_a_hf_name_is_unsupported(mcore):
         export_hf(torch.nn.Linear(2, 2))
 
 
+def test_norms_of_all_heads_at_once_are_refused(mcore):
+    """MiniMax-M2's, in a model that otherwise looks like Qwen3-MoE."""
+    model = build_gpt(CONFIGS["qwen3-moe"])
+    norm = model.decoder.layers[0].self_attention.k_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().repeat(2))
+    with pytest.raises(UnsupportedError, match=r"k_layernorm\.weight' has .* as MiniMax-M2's"):
+        export_hf(model)
+
+
 def test_norms_fused_into_linear_layers(mcore):
     """Transformer Engine's layer spec keeps the norm's weight inside the linear layer after it."""
     config = CONFIGS["llama"]
