@@ -115,8 +115,10 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         # In the order of the gradients in memory, so that a kernel can add to all of them as one
         # stack: megatron's buffers hold the last parameter first.
         trained.sort(key=lambda i: 0 if (total := totals[i]) is None else total.data_ptr())
-        last, alignment = call.state.last_rows, row_alignment(x.device)
-        ctx.expert_rows = expert_rows = last.of(call.splits, alignment, trained)
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        ctx.expert_rows = expert_rows = call.state.last_rows.of(
+            call.splits, row_alignment(x.device), trained, stream
+        )
         operand, for_wgrad = call.quantize(x, expert_rows, rowwise=True, columnwise=bool(trained))
         assert operand is not None
         kept = () if for_wgrad is None else for_wgrad[:2]

@@ -109,13 +109,25 @@ class LastExpertRows:
     the tables for hundreds of experts takes the host as long as all else in a linear."""
 
     def __init__(self) -> None:
-        self._last: ExpertRows | None = None
+        self._last: tuple[ExpertRows | None, int] = None, 0
 
-    def of(self, splits: Sequence[int], alignment: int, order: Sequence[int]) -> ExpertRows:
-        """Return rows for these arguments of :class:`ExpertRows`, the last ones if they fit."""
-        last, key = self._last, (tuple(splits), alignment, tuple(order))
-        if last is None or (last.splits, last.alignment, last.order) != key:
-            self._last = last = ExpertRows(*key)
+    def of(
+        self, splits: Sequence[int], alignment: int, order: Sequence[int], stream: int = 0
+    ) -> ExpertRows:
+        """Return rows for these arguments of :class:`ExpertRows`, the last ones if they fit.
+
+        Args:
+            splits: as for :class:`ExpertRows`.
+            alignment: as for :class:`ExpertRows`.
+            order: as for :class:`ExpertRows`.
+            stream: CUDA stream of the product. On another one the tables may not have been copied
+                yet, and their memory may be used again while a kernel reads them.
+        """
+        key = tuple(splits), alignment, tuple(order)
+        last, its_stream = self._last
+        if last is None or its_stream != stream or (last.splits, last.alignment, last.order) != key:
+            last = ExpertRows(*key)
+            self._last = last, stream
         return last
 
 

@@ -171,3 +171,12 @@ def test_linears_of_a_layer_share_their_rows():
     for other in (((3, 1, 4), 128, (2, 0)), ((3, 1, 4), 1, (2, 0)), ((3, 1, 4), 1, (0, 1, 2))):
         found = last.of(*other)
         assert (found.splits, found.alignment, found.order) == other
+
+
+def test_rows_are_not_shared_between_streams():
+    """Nothing would order the copy of a table on one stream before its kernels on another."""
+    last, key = LastExpertRows(), ((3, 0, 5), 128, (2, 0))
+    rows = last.of(*key, stream=7)
+    assert last.of(*key, stream=7) is rows
+    others = [last.of(*key, stream=stream) for stream in (8, 7)]
+    assert rows not in others and others[0] is not others[1]
