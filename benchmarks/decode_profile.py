@@ -8,6 +8,7 @@ request once) divided by the GPU's peak bandwidth. Arithmetic takes less at thes
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -26,10 +27,13 @@ PARTS = {  # a kernel belongs to the first part with a pattern that is in its na
         "silu",
         "act_and_mul",
     ),
-    "experts": ("fused_moe", "moe_", "topk", "topK", "Topk", "expert"),
+    "experts": ("fused_moe", "moe_", "topk", "topK", "Topk", "expert"),  # and _GROUPED
     "linears": ("deep_gemm", "cutlass", "nvjet", "gemm", "w8a8"),
     "sampler": ("gumbel", "ArgMax", "softmax", "direct_copy_kernel"),
 }
+# Products of experts have DeepGEMM's kernels of plain products; their fifth parameter is the number
+# of experts (impls/sm90_fp8_gemm_1d2d.cuh).
+_GROUPED = re.compile(r"deep_gemm::\w+_impl<\([\w:]+\)\d+, (\d+u?, ){3}(?!1u?,)")
 PROFILED = 10
 PEAK_BANDWIDTH = {"H100 80GB HBM3": 3.35e12, "H200": 4.8e12}  # bytes/s, data sheets
 PEAK_FP8 = 1.979e15
@@ -37,6 +41,8 @@ PEAK_FP8 = 1.979e15
 
 def part_of(kernel: str) -> str:
     """Return the part of a step to which a kernel belongs."""
+    if _GROUPED.search(kernel):
+        return "experts"
     for part, patterns in PARTS.items():
         if any(pattern in kernel for pattern in patterns):
             return part

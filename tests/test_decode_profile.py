@@ -57,6 +57,15 @@ def test_kernels_belong_to_the_parts_that_were_recorded(
         assert microseconds <= recorded["parts_us"][part] * 1.0001
 
 
+def test_products_of_experts_are_told_from_others(profile: ModuleType) -> None:
+    """DeepGEMM has one kernel for both; the recorded ones are of a dense model."""
+    names = [name for each in RECORDED for name in each["kernels_us"] if "deep_gemm::" in name]
+    assert names
+    for name in names:
+        assert profile.part_of(name) == "linears"
+        assert profile.part_of(name.replace("u, 1u, ", "u, 64u, ", 1)) == "experts"
+
+
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: each["variant"])
 def test_bounds_of_a_dense_model(profile: ModuleType, recorded: dict[str, Any]) -> None:
     """As they were computed for the recorded run from the config's widths."""
