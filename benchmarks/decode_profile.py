@@ -35,6 +35,7 @@ PARTS = {  # a kernel belongs to the first part with a pattern that is in its na
 # of experts (impls/sm90_fp8_gemm_1d2d.cuh).
 _GROUPED = re.compile(r"deep_gemm::\w+_impl<\([\w:]+\)\d+, (\d+u?, ){3}(?!1u?,)")
 PROFILED = 10
+LEAST_TOKENS = 6 * PROFILED  # out: half of them go before, and PROFILED steps have room behind
 PEAK_BANDWIDTH = {"H100 80GB HBM3": 3.35e12, "H200": 4.8e12}  # bytes/s, data sheets
 PEAK_FP8 = 1.979e15
 

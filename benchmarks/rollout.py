@@ -38,7 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode_profile import profile_decode, table
+from decode_profile import LEAST_TOKENS, profile_decode, table
 from facts import versions
 from processes import in_process, save
 
@@ -320,6 +320,10 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.repeats = [int(text) for text in options.repeats.split(",")]
     options.loads = [parse_load(text) for text in options.loads.split(",")]
+    if options.kernels and options.ranks > 1:
+        parser.error("--kernels needs --ranks 1: kernels of other processes are not seen")
+    if options.kernels and options.loads[-1][2] < LEAST_TOKENS:
+        parser.error(f"--kernels needs {LEAST_TOKENS} tokens out or more in the last of --loads")
     return options
 
 

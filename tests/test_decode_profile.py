@@ -97,3 +97,25 @@ def test_table(profile: ModuleType) -> None:
     took = steps["bf16"]["parts_us"]["attention"]
     share = steps["bf16"]["bounds_us"]["attention"] / took
     assert f"| {took:.0f} ({share:.0%}) |" in attention
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "2"], "--kernels needs --ranks 1"),
+        (["--loads", "4x8x1024,4x8x59"], "--kernels needs 60 tokens out or more"),
+    ],
+)
+def test_loads_that_cannot_be_profiled_are_refused(
+    profile: ModuleType,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import rollout
+
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "--kernels", *arguments])
+    with pytest.raises(SystemExit):
+        rollout.parse()
+    assert message in capsys.readouterr().err
