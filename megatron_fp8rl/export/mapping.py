@@ -253,8 +253,8 @@ class ParameterMap:
             raise UnsupportedError(
                 f"Parameter '{where}' has {full[0]} values where a norm of one head has "
                 f"{self.config.kv_channels}: it norms all heads at once, as MiniMax-M2's does, "
-                "whose Hugging Face names are not known here; export it with Megatron-Bridge "
-                "(megatron_fp8rl.bridge.export_hf_weights)."
+                "whose Hugging Face names are not known here; let Megatron-Bridge load this model "
+                "and export it (megatron_fp8rl.bridge.export_hf_weights)."
             )
         rows = self.rows(rule)
         sizes = [sum(part) for part in self.sections(rule)]
