@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PARTS = {  # a kernel belongs to the first part with a pattern that is in its name
-    "attention": ("flash::", "_attend", "_combine", "unified_attention", "_fwd_grouped_kernel"),
+    "attention": (
+        "flash::",
+        "flash_fwd",
+        "_attend",
+        "_combine",
+        "unified_attention",
+        "_fwd_grouped_kernel",
+    ),
     "cache write and query": ("reshape_and_cache", "scaled_fp8_quant", "concat_and_cache"),
     "quantization, norm, SiLU": (
         "_rows_kernel",
@@ -27,7 +34,8 @@ PARTS = {  # a kernel belongs to the first part with a pattern that is in its na
         "silu",
         "act_and_mul",
     ),
-    "experts": ("fused_moe", "moe_", "topk", "topK", "Topk", "expert"),  # and _GROUPED
+    # and _GROUPED
+    "experts": ("fused_moe", "moe_", "topk", "topK", "Topk", "expert", "ep_scatter", "ep_gather"),
     "linears": ("deep_gemm", "cutlass", "nvjet", "gemm", "w8a8"),
     "sampler": ("gumbel", "ArgMax", "softmax", "direct_copy_kernel"),
 }

@@ -64,6 +64,9 @@ def test_products_of_experts_are_told_from_others(profile: ModuleType) -> None:
     for name in names:
         assert profile.part_of(name) == "linears"
         assert profile.part_of(name.replace("u, 1u, ", "u, 64u, ", 1)) == "experts"
+    assert profile.part_of("_fwd_kernel_ep_gather") == "experts"
+    mla = "void sm90::flash_fwd_splitkv_mla_kernel<Traits<cutlass::bfloat16_t> >"
+    assert profile.part_of(mla) == "attention"
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: each["variant"])
