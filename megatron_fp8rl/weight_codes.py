@@ -39,6 +39,10 @@ class WeightEpoch:
         hook = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, hook.remove)
 
+    def __reduce__(self) -> tuple[type[WeightEpoch], tuple[()]]:
+        """Give a copy a hook of its own: without one its codes would outlive optimizer steps."""
+        return WeightEpoch, ()
+
     def turn(self) -> None:
         """Mark every weight quantized so far as stale."""
         self.value += 1

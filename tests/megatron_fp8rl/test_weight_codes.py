@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -138,3 +139,14 @@ def test_both_sides_are_kept_together(epoch):
     assert codes.rowwise(weight) is rowwise and codes.columnwise(weight) is columnwise
     epoch.turn()
     assert codes.columnwise(weight) is not columnwise
+
+
+def test_a_copy_goes_stale_too(epoch):
+    """Also where the step leaves no trace on the weight, as megatron's."""
+    weight, codes = _weight(), copy.deepcopy(_codes(epoch))
+    before = codes.rowwise(weight)
+    other = torch.nn.Parameter(torch.zeros(1))
+    other.grad = torch.zeros(1)
+    torch.optim.SGD([other], lr=1.0).step()
+    weight.data.zero_()
+    assert before.codes.float().any() and not codes.rowwise(weight).codes.float().any()
