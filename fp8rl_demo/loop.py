@@ -130,7 +130,10 @@ class GrpoRun:
     def _steps(self, start: int, steps: int, model_folder: Path) -> None:
         for step in range(start, steps):
             line = self._step(step)
-            last = step + 1 == steps or self._events.stop_requested
+            # Read once: a request that comes while this step is written ends the next one, whose
+            # checkpoint is written too.
+            stop = self._events.stop_requested
+            last = step + 1 == steps or stop
             if last or (step + 1) % self._settings.validation_every == 0:
                 line["validation_accuracy"] = self._validate(step + 1)
             self._append("metrics.jsonl", line)
@@ -141,7 +144,7 @@ class GrpoRun:
             self._events("steps", step + 1, steps, note)
             if last or (step + 1) % self._settings.checkpoint_every == 0:
                 self._save(step + 1, model_folder)
-            if self._events.stop_requested:
+            if stop:
                 raise KeyboardInterrupt
 
     def _step(self, step: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from fp8rl.cli import build_app
 from fp8rl.errors import CheckpointError, Fp8RLError, OptionError
 from fp8rl_demo import checkpoint
 from fp8rl_demo.command import _resume_command
+from fp8rl_demo.events import EventWriter
+from fp8rl_demo.loop import GrpoRun
 from fp8rl_demo.rollout import ENGINE_ENV
 
 SETTINGS = {
@@ -209,6 +212,27 @@ def test_interrupt_then_resume_gives_the_same_bits(straight: Path, warm_started:
             line.pop("seconds")
             line.pop("validation_accuracy")  # the interrupted run validated where it stopped
         assert actual_line == expected_line
+
+
+def test_a_stop_that_comes_while_a_step_is_written_ends_the_next_one():
+    """Not the one that was written without a checkpoint; all around the loop stands in."""
+    events, saved = EventWriter(None), []
+
+    def append(name: str, line: dict[str, Any]) -> None:
+        events.stop_requested = True
+
+    run: Any = SimpleNamespace(
+        _events=events,
+        _settings=SimpleNamespace(validation_every=100, checkpoint_every=100),
+        _plugins=SimpleNamespace(hook=SimpleNamespace(step_finished=lambda **_: None)),
+        _step=lambda step: {"reward": 1.0, "mismatch": {"kl_k3": 0.0}, "loss_metrics": {}},
+        _validate=lambda step: 0.0,
+        _append=append,
+        _save=lambda step, folder: saved.append(step),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        GrpoRun._steps(run, 0, 9, Path())
+    assert saved == [2]
 
 
 def test_resume_with_other_options_is_refused(straight: Path):
