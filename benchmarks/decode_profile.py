@@ -118,6 +118,14 @@ def bounds(
     }
 
 
+def prompts(count: int, length: int) -> list[dict[str, list[int]]]:
+    """Return prompts of other tokens each, the same in every run."""
+    return [
+        {"prompt_token_ids": [(i * 7919 + j * 104729) % 150000 for j in range(length)]}
+        for i in range(count)
+    ]
+
+
 def profile_decode(
     llm: Any, variant: str, shape: Mapping[str, Any], load: tuple[int, int, int]
 ) -> dict[str, Any]:
@@ -136,9 +144,8 @@ def profile_decode(
     engine, (requests, tokens_in, tokens_out) = llm.llm_engine, load
     steps = tokens_out // 2
     sampling = SamplingParams(max_tokens=steps + 3 * PROFILED, ignore_eos=True, detokenize=False)
-    for i in range(requests):
-        ids = [(i * 7919 + j * 104729) % 150000 for j in range(tokens_in)]
-        engine.add_request(f"{time.time()}-{i}", {"prompt_token_ids": ids}, sampling)
+    for i, prompt in enumerate(prompts(requests, tokens_in)):
+        engine.add_request(f"{time.time()}-{i}", prompt, sampling)
     # The last prompt's first token marks the first step that only decodes.
     most = engine.vllm_config.scheduler_config.max_num_batched_tokens
     prefill = -(-requests * tokens_in // most)

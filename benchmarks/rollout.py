@@ -38,7 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode_profile import LEAST_TOKENS, profile_decode, table
+from decode_profile import LEAST_TOKENS, profile_decode, prompts, table
 from facts import versions
 from processes import in_process, save
 
@@ -221,7 +221,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=max(i + o for _, i, o in options.loads),
-        max_num_seqs=max(prompts for prompts, _, _ in options.loads),
+        max_num_seqs=max(count for count, _, _ in options.loads),
         gpu_memory_utilization=options.memory,
         kv_cache_memory_bytes=int(options.cache * 2**30) if options.cache else None,
         enable_prefix_caching=False,
@@ -242,11 +242,8 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         wait_for_turn(*options.turn)
 
     def generate(load: tuple[int, int, int], tokens: int) -> float:
-        prompts, length, _ = load
-        inputs = [
-            {"prompt_token_ids": [(i * 7919 + j * 104729) % 150000 for j in range(length)]}
-            for i in range(prompts)
-        ]
+        count, length, _ = load
+        inputs = prompts(count, length)
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
@@ -282,8 +279,8 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_load(text: str) -> tuple[int, int, int]:
-    prompts, length, tokens = (int(part) for part in text.split("x"))
-    return prompts, length, tokens
+    count, length, tokens = (int(part) for part in text.split("x"))
+    return count, length, tokens
 
 
 def parse_shape(text: str) -> dict[str, Any]:

@@ -76,7 +76,6 @@ class WeightCodes:
     ) -> None:
         self.layout = layout
         self.scale_format = scale_format
-        self._in_place = layout.in_place
         self._epoch = epoch
         self._keep = keep
         self._stacked = stacked
@@ -137,7 +136,7 @@ class WeightCodes:
     ) -> Operand:
         rows = weights
         # Experts are many: a view of each would take the host as long as all that follows.
-        if not self._in_place or len(weights[0]) != self.layout.rows:
+        if not self.layout.in_place or len(weights[0]) != self.layout.rows:
             rows = [self._in_hf_order(weight) for weight in weights]
         if self._stacked:
             return quantize_weights(rows, self.scale_format, rowwise=rowwise, columnwise=columnwise)
@@ -151,7 +150,7 @@ class WeightCodes:
 
     def _in_hf_order(self, weight: torch.Tensor) -> torch.Tensor:
         rows = weight.detach()[: self.layout.rows]
-        return rows if self._in_place else self.layout.to_hf(rows)
+        return rows if self.layout.in_place else self.layout.to_hf(rows)
 
 
 def _present(side: Quantized | None) -> Quantized:

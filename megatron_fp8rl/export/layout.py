@@ -11,6 +11,7 @@ a gated delta net has the rollout's order, ``[q; k; v; z; b; a]``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class RowLayout:
         """Megatron's order is HF's order."""
         return self.groups == 1 and not self.gated_heads
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         """The two orders differ only by whole blocks, so both give the same codes."""
         if all(n % BLOCK[0] == 0 for n in self.widths):

@@ -260,16 +260,14 @@ def quantize_weights(
     Raises:
         UnsupportedError: wrong dtype, rank or scale format, or weights that differ in shape.
     """
-    first = weights[0]
-    like = first.shape, first.dtype, first.device
-    if any((w.shape, w.dtype, w.device) != like for w in weights):
+    if len({(w.shape, w.dtype, w.device) for w in weights}) != 1:
         shapes = sorted({f"{tuple(w.shape)} {w.dtype} on {w.device}" for w in weights})
         raise UnsupportedError(
             f"The weights of experts must have one shape, dtype and device, not {shapes}; quantize "
             "them one by one."
         )
-    check_source(first, ndim=2, scale_format=scale_format)
-    kernels = implementation(first, "grouped")
+    check_source(weights[0], ndim=2, scale_format=scale_format)
+    kernels = implementation(weights[0], "grouped")
     with torch.no_grad():
         return kernels.quantize_weights(weights, scale_format, rowwise, columnwise)
 
