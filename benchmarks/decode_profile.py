@@ -15,6 +15,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8rl.families import expert_count, known_family, language_config, value_of
+from fp8rl.sizes import Sizes
+
 PARTS = {  # a kernel belongs to the first part with a pattern that is in its name
     "attention": (
         "flash::",
@@ -75,20 +78,6 @@ def weight_sizes(model: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def cached_bytes(shape: Mapping[str, Any], variant: str) -> int:
-    """Return the bytes of a token in the KV cache of all layers.
-
-    Args:
-        shape: the model's ``config.json``.
-        variant: of ``rollout.py``; those that end with ``-kv`` have an FP8 cache.
-    """
-    if "kv_lora_rank" in shape:
-        values = shape["kv_lora_rank"] + shape["qk_rope_head_dim"]
-    else:
-        values = 2 * shape["num_key_value_heads"] * shape["head_dim"]
-    return shape["num_hidden_layers"] * values * (1 if variant.endswith("-kv") else 2)
-
-
 def bounds(
     shape: Mapping[str, Any],
     variant: str,
@@ -107,11 +96,13 @@ def bounds(
         context: tokens of each in the cache.
         bandwidth: bytes a second.
     """
-    experts = shape.get("num_experts") or shape.get("n_routed_experts") or 1
-    chosen = shape.get("num_experts_per_tok", 1) / experts
+    cached = Sizes.from_dict(shape, 1).kv_per_token(1 if variant.endswith("-kv") else 2)
+    text = language_config(shape)
+    experts = expert_count(known_family(shape), text) or 1
+    chosen = value_of(text, "num_experts_per_tok", 1) / experts
     flops = 2 * requests * (sizes["linears"][1] + chosen * sizes["experts"][1])
     return {
-        "attention": requests * context * cached_bytes(shape, variant) / bandwidth * 1e6,
+        "attention": requests * context * cached / bandwidth * 1e6,
         "linears": sizes["linears"][0] / bandwidth * 1e6,
         "experts": sizes["experts"][0] / bandwidth * 1e6,
         "flops_us": flops * (2 if variant == "bf16" else 1) / PEAK_FP8 * 1e6,

@@ -14,6 +14,8 @@ from typing import Any
 
 from real_model import ANSWERS, prompt_words
 
+from fp8rl.sizes import Sizes
+
 TOKENS_IN, TOKENS_OUT = 512, 1024
 WARM_STEPS = 2
 """Steps before those whose median is given."""
@@ -138,9 +140,8 @@ def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:
 
 def cache_bytes(shape: Mapping[str, Any], sequences: int, fp8: bool) -> int:
     """Return the bytes of a KV cache that holds all sequences at once."""
-    token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    tokens = sequences * (TOKENS_IN + TOKENS_OUT)
-    return int(token * tokens * (1 if fp8 else 2) * CACHE_SLACK)
+    token = Sizes.from_dict(shape, 1).kv_per_token(1 if fp8 else 2)
+    return int(token * sequences * (TOKENS_IN + TOKENS_OUT) * CACHE_SLACK)
 
 
 def is_shared(patience: float = 20) -> bool:

@@ -89,8 +89,19 @@ def test_bounds_of_experts_and_latents(profile: ModuleType) -> None:
     active = sizes["linears"][1] + sizes["experts"][1] * 8 / 128
     assert found["flops_us"] == pytest.approx(2 * 256 * active * 2 / 1.979e15 * 1e6)
     assert found["attention"] == pytest.approx(256 * 1000 * 48 * 2 * 4 * 128 * 2 / 1e6)
-    moonlight = shape("moonlight_16b_a3b")
-    assert profile.cached_bytes(moonlight, "fp8rl") == 27 * (512 + 64) * 2
+    cached = profile.bounds(shape("moonlight_16b_a3b"), "fp8rl", sizes, 1, 1, 1e6)["attention"]
+    assert cached == 27 * (512 + 64) * 2
+
+
+def test_bounds_of_a_wrapped_model_with_linear_attention(profile: ModuleType) -> None:
+    """One layer of four caches keys and values; the config's keys are in its text part."""
+    qwen3_5 = shape("qwen3_5_9b")
+    wrapped = {"model_type": "qwen3_5", "text_config": qwen3_5, "vision_config": {}}
+    for config in (qwen3_5, wrapped):
+        found = profile.bounds(
+            config, "fp8rl-kv", {"linears": (1, 1), "experts": (0, 0)}, 1, 1, 1e6
+        )
+        assert found["attention"] == 8 * 2 * 4 * 256
 
 
 def test_table(profile: ModuleType) -> None:

@@ -143,10 +143,20 @@ class Sizes:
         scales = 4 * self._sum(fp8, lambda shape: math.prod(map(cdiv, shape, BLOCK)))
         plain = (self.elements(rows) - codes) * itemsize
         plain += (4 - itemsize) * self._parameters(rows, float32=True)
-        widths, latent = self._widths, self._family.attention.kv == "latent"
-        each = widths["kv_a"] if latent else 2 * self.kv_heads * self.head_size
-        layers = sum(row.kind == "o_proj" for row in rows)  # linear attention caches no tokens
-        return Bytes(codes, scales, plain, each * kv_itemsize * layers)
+        return Bytes(codes, scales, plain, self.kv_per_token(kv_itemsize, rows))
+
+    def kv_per_token(self, itemsize: int, rows: Sequence[PinRow] | None = None) -> int:
+        """Return the bytes of one token in the KV cache of one rank.
+
+        Args:
+            itemsize: bytes of an element in the KV cache.
+            rows: resolved table of all modules on the rank. None: the rank has all layers.
+        """
+        latent = self._family.attention.kv == "latent"
+        each = self._widths["kv_a"] if latent else 2 * self.kv_heads * self.head_size
+        held = self._modules.values() if rows is None else rows
+        # Linear attention caches no tokens, and its output layer is of another kind.
+        return each * itemsize * sum(module.kind == "o_proj" for module in held)
 
     def elements(self, rows: Sequence[PinRow]) -> int:
         """Return the number of parameters on one rank that has these modules."""

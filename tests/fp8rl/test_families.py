@@ -347,3 +347,4 @@ def test_latents_are_cached_once_and_linear_attention_not_at_all() -> None:
         rows = PinPolicy(Pins(), module_names(config)).report()
         layers = 4 if case == "Moonlight" else 1
         assert Sizes(config, 1).bytes(rows, 2, 1).kv_per_token == layers * expected, case
+        assert Sizes(config, 1).kv_per_token(2) == 2 * layers * expected, case
