@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# Two processes have a core each; and with more threads MKL sums a small product in another order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

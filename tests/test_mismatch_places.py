@@ -17,6 +17,7 @@ from fp8rl import Recipe
 from fp8rl.gemm import ReferenceBackend
 from fp8rl.kv_scales import scale_names
 from fp8rl.numerics import quantize_block, quantize_group
+from support.cpu import kernels_round
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 BF16 = torch.bfloat16
@@ -60,7 +61,10 @@ def test_norms() -> None:
 
 
 def test_rotary_embedding() -> None:
-    """vLLM's CPU kernel rounds once, its native method rounds each product, as Megatron does."""
+    """vLLM's CPU kernel rounds once, its native method rounds each product, as Megatron does.
+
+    On some CPUs the kernel drops bits instead; the table of the benchmark is of those that round.
+    """
     pytest.importorskip("vllm")
     pytest.importorskip("megatron.core")
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
@@ -77,7 +81,12 @@ def test_rotary_embedding() -> None:
     cache = torch.cat((angles.cos(), angles.sin()), -1).to(BF16)
     kernel, key = x.flatten(1).clone(), x.flatten(1).clone()
     ops.rotary_embedding(torch.arange(length), kernel, key, size, cache, True)
-    assert torch.equal(kernel.view_as(x), reference.rotate(x, angles[:, None], "once"))
+    once = reference.rotate(x, angles[:, None], "once")
+    if kernels_round():
+        assert torch.equal(kernel.view_as(x), once)
+    else:
+        dropped = once.view(torch.int16) - kernel.view_as(x).view(torch.int16)
+        assert dropped.unique().tolist() == [0, 1]
     native, _ = RotaryEmbedding.forward_static(
         torch.arange(length), x.flatten(1), None, size, size, cache, True
     )

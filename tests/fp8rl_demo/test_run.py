@@ -25,6 +25,7 @@ from fp8rl_demo.command import _resume_command
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.loop import GrpoRun
 from fp8rl_demo.rollout import ENGINE_ENV
+from support.cpu import kernels_round
 
 SETTINGS = {
     "model": {
@@ -101,14 +102,16 @@ def test_a_line_a_step_with_everything_promised(straight: Path):
 
 def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(warm_started: Path):
     """Norms, rotation, attention, FP8 products and logits round alike, so that the KL is 0 or near;
-    with vLLM's own norms and rotation and Megatron's own attention it is 1e-5."""
+    with vLLM's own norms and rotation and Megatron's own attention it is 1e-5. Where vLLM's kernels
+    drop bits, its attention and SwiGLU differ from the trainer's."""
     recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
     options = ("--compare", "fp8", "--steps", "2", "--recipe", json.dumps(recipe.to_dict()))
     command = _command(warm_started, *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
+    bound = 1e-6 if kernels_round() else 2e-5
     for line in _lines(warm_started / "fp8" / "metrics.jsonl"):
-        assert line["mismatch"]["kl_k3"] < 1e-6, line["mismatch"]
+        assert line["mismatch"]["kl_k3"] < bound, line["mismatch"]
 
 
 def test_a_checkpoint_is_exported_with_its_recipe_and_its_kv_scales(straight: Path, tmp_path: Path):
@@ -141,10 +144,11 @@ from vllm import LLM, SamplingParams
 from fp8rl import Recipe
 from fp8rl_demo.tokenizer import CharTokenizer
 from vllm_fp8rl import engine_args
+from vllm_fp8rl.testing.trainer_numerics import engine_options
 
 folder, recipe, prompts = sys.argv[1], Recipe.load(sys.argv[2]), json.loads(sys.argv[3])
 llm = LLM(folder, dtype="bfloat16", enforce_eager=True, max_model_len=32,
-          kv_cache_memory_bytes=16 << 20, **engine_args(recipe))
+          kv_cache_memory_bytes=16 << 20, **engine_options(), **engine_args(recipe))
 eos = CharTokenizer().eos_id
 params = SamplingParams(temperature=0, max_tokens=5, stop_token_ids=[eos])
 answers = [out.outputs[0].text for out in llm.generate(prompts, params, use_tqdm=False)]
@@ -153,7 +157,8 @@ print("ANSWERS", json.dumps(answers))
 
 
 def test_the_checkpoint_serves_in_vllm_as_it_is(straight: Path):
-    """Weights and KV scales from the folder give the answers that the run's engine gave."""
+    """Weights and KV scales from the folder give the answers that the run's engine gave, in an
+    engine that rounds as that one does."""
     samples = [row for row in _lines(straight / "fp8" / "samples.jsonl") if row["step"] == STEPS]
     recipe = json.loads((straight / "fp8" / "run.json").read_text())["recipe"]
     arguments = [json.dumps(recipe), json.dumps([row["prompt"] for row in samples])]

@@ -298,14 +298,14 @@ def test_two_ranks(mcore, paths, two_ranks, sequence_parallel):
         for found, expected in pairs:
             near = torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), 0)
             assert near > 0.98, (name, near)
-            assert 0.95 < found.norm() / expected.norm() < 1.05, name
+            assert 0.9 < found.norm() / expected.norm() < 1.1, name  # of b and a: 4 rows
 
 
 @pytest.fixture(scope="module")
 def two_ranks(paths, tmp_path_factory) -> list[Any]:
     folder = tmp_path_factory.mktemp("ranks")
     arguments = [str(paths["dense"]), str(folder)]
-    launch(delta_net_ranks.__file__, 2, arguments, timeout=300.0)
+    launch(delta_net_ranks.__file__, 2, arguments, timeout=300.0, env={"TORCHDYNAMO_DISABLE": "1"})
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

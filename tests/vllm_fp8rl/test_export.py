@@ -92,7 +92,12 @@ def test_stock_vllm_loads_it(engine, out, monkeypatch):
     monkeypatch.setattr(Kernel, "process_weights_after_loading", lambda self, layer: None)
     monkeypatch.setattr(Kernel, "apply_weights", product)
     arguments = {"quantization": None, "additional_config": {}, "dtype": "bfloat16"}
-    stock = start_engine(out, RECIPE, kv_cache_dtype="fp8", **arguments)
+    try:
+        stock = start_engine(out, RECIPE, kv_cache_dtype="fp8", **arguments)
+    except NotImplementedError as error:
+        if "requires x86 with AVX-512" not in str(error):
+            raise
+        pytest.skip(f"stock vLLM: {error}")
     keep_process_groups(stock)
     assert type(stock.llm.llm_engine.vllm_config.quant_config).__name__ == "Fp8Config"
     stored, live = read(out), stock.state()

@@ -3,7 +3,8 @@
 vLLM's norms on a CPU round to BF16 before and after the product with their weight and read the
 unrounded sum of residual and branch; torch's ``rms_norm``, which Megatron's local layers call,
 rounds once and reads the rounded sum. vLLM's rotary kernel rounds once, Megatron's rotation rounds
-every product.
+every product. On a CPU without AVX512-BF16 vLLM's kernels drop the lower bits instead of rounding
+them; those of attention and SwiGLU still do so with these options.
 Such a difference in the last bit of a BF16 value flips FP8 codes, and the flips spread through all
 layers (docs/measurements/mismatch.md).
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from vllm_fp8rl.quantization import config
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.inventory import Inventory
 from vllm_fp8rl.state import state_of
-from vllm_fp8rl.testing.hf_reference import gap, load_reference, noise_floor
+from vllm_fp8rl.testing.hf_reference import Attention, gap, load_reference
 from vllm_fp8rl.testing.tiny import make_family_checkpoint
 
 pytestmark = pytest.mark.usefixtures("experts_on_a_cpu")
@@ -91,12 +91,17 @@ def test_equals_transformers_through_refits(
     assert set(tensors["a"]) == {n for n, entry in inventory.entries.items() if entry.required}
     slow = {kind_of(n.rpartition(".")[0]) for n in tensors["a"] if not inventory.routes([n])}
     assert slow <= {"router", "norm", "linear"}  # these go through vLLM's own loaders
-    for name in "aba":
+    expected, others = (
+        [load_reference(path, recipe, attention=way).many(PROMPTS) for path in paths.values()]
+        for way in get_args(Attention)
+    )
+    # Of both checkpoints: few flips make the floor of one, and they differ from CPU to CPU.
+    floor = gap(torch.cat(expected), torch.cat(others))
+    for turn, name in enumerate("aba"):
         if said:
             refit(engine.llm, tensors[name].items(), expect_kv_scales=False)
-        floor = noise_floor(paths[name], recipe, PROMPTS)
         said.append(vllm_logprobs(engine))
-        found = gap(said[-1], load_reference(paths[name], recipe).many(PROMPTS))
+        found = gap(said[-1], expected[turn % 2])
         assert found.within(floor, FACTOR), (name, found, floor)
     assert said[0].equal(said[2]) and not said[0].equal(said[1])
     assert engine.pointers() == before

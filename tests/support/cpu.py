@@ -1,0 +1,20 @@
+"""What differs from one CPU to another."""
+
+from __future__ import annotations
+
+import torch
+
+
+def kernels_round() -> bool:
+    """Whether vLLM's CPU kernels round the float32 results that they store in BF16.
+
+    Those for CPUs without AVX512-BF16 drop the lower half of the bits instead (vLLM's
+    ``csrc/cpu/cpu_types_x86.hpp``), so that every second value is one bit smaller.
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    gate_and_up = torch.tensor([[8.0] * 32 + [1.0] * 32], dtype=torch.bfloat16)
+    out = torch.empty(1, 32, dtype=torch.bfloat16)
+    torch.ops._C.silu_and_mul(out, gate_and_up)  # 7.9973
+    return out.eq(8).all().item()
