@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 256,
-    "max_num_seqs": 8,
+    "max_num_seqs": 32,
     "kv_cache_memory_bytes": 32 << 20,
     "skip_tokenizer_init": True,
     "seed": 0,

@@ -29,7 +29,7 @@ from vllm_fp8rl.refit.asynchronous import refit_async, refit_async_from_files
 from vllm_fp8rl.refit.worker import RefitMixin
 
 LONG = [7, 8, 9]
-LENGTH = 200
+LENGTH = 96
 NORM = "model.norm.weight"
 
 

@@ -28,7 +28,7 @@ from vllm_fp8rl.refit.worker import EXTENSION
 
 SCRIPT = Path(__file__).with_name("async_cases.py")
 EXAMPLES = Path(__file__).parents[3] / "examples"
-LONG, LENGTH = [7, 8, 9], 200
+LONG, LENGTH = [7, 8, 9], 96
 
 
 @pytest.fixture(scope="module")
