@@ -122,7 +122,7 @@ def test_an_interrupted_refit_serves_old_or_new_or_refuses(engine: Engine, weigh
         total = calls()
     new = served(engine)
     assert old != new
-    for at in places(total, 8):
+    for at in places(total, 6):
         refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
         with pytest.raises(KeyboardInterrupt), interrupts(*at):
             refit(engine.llm, weights["b"].items(), expect_kv_scales=True, batch_bytes=1 << 17)
@@ -259,7 +259,7 @@ def test_an_interrupted_plain_load_serves_no_mixture(engine: Engine, weights: di
         load()
     new = served(engine)
     assert old != new
-    for at in places(calls(), 12):
+    for at in places(calls(), 8):
         refit(engine.llm, weights["a"].items(), expect_kv_scales=True)
         with interrupts(*at), suppress(KeyboardInterrupt):
             load()
