@@ -27,6 +27,10 @@ from vllm_fp8rl import engine_args
 from vllm_fp8rl.compat import TESTED, built_for_cpus, installed_version
 
 _SEQUENCES, _LENGTH = 4, 64
+_MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
+"""Arguments of an engine that takes no more of a GPU than its weights and these few tokens need; by
+default vLLM takes nine tenths of it, and does not start beside others. The second key is only what
+must be free where the first is set."""
 _MOST_ENGINES, _MOST_REFERENCE = 0.05, 1e-6
 """Mean absolute differences of logprobs in nats that are allowed: kernels of one precision differ
 by about a tenth of the first; transformers computes both sides alike."""
@@ -98,8 +102,10 @@ def _of_engines(
     scales = _stored_scales(out) if recipe.kv_cache.dtype != "auto" else {}
     # With its default vLLM rounds the scales of weights to powers of two on its own.
     powers = {"VLLM_USE_DEEP_GEMM_E8M0": str(int(recipe.weights.scale_format == "pow2"))}
-    stock = EngineJob(out, {"kv_cache_dtype": "fp8" if scales else "auto"}, environment=powers)
-    return run_engines([stock, EngineJob(checkpoint, engine_args(recipe), scales)], tokens)
+    cache = "fp8" if scales else "auto"
+    stock = EngineJob(out, {**_MEMORY, "kv_cache_dtype": cache}, environment=powers)
+    source = EngineJob(checkpoint, {**_MEMORY, **engine_args(recipe)}, scales)
+    return run_engines([stock, source], tokens)
 
 
 @dataclass(frozen=True)
