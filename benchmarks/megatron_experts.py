@@ -60,7 +60,7 @@ class Linear:
     def state(self, backends: BackendChoice, keep: bool = False, *, experts: int) -> Fp8State:
         """State of all experts, or of one alone with ``experts=0``."""
         layout = plain_layout("x", self.stack.shape[1])
-        codes = WeightCodes(layout, "fp32", WeightEpoch(), keep, stacked=experts > 0)
+        codes = WeightCodes(layout, "fp32", WeightEpoch(keep), stacked=experts > 0)
         names = tuple(f"experts.{i}" for i in range(experts))
         return Fp8State("experts", codes, backends, "fp32", names)
 

@@ -21,7 +21,7 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl import compat
-from megatron_fp8rl.conversion import Report, conversion_of, convert, fp8_classes
+from megatron_fp8rl.conversion import Conversion, Report, conversion_of, convert, fp8_classes
 from megatron_fp8rl.export import ModelChunks, fp8_wire
 from megatron_fp8rl.specs import say
 
@@ -45,6 +45,7 @@ def pre_wrap_hook(
     *,
     table_folder: str | os.PathLike[str] | None = None,
     report: Report = say,
+    converted: Callable[[Conversion], None] | None = None,
 ) -> Callable[[Chunks], Chunks]:
     """Make a hook for ``provider.register_pre_wrap_hook`` that converts the model.
 
@@ -52,9 +53,10 @@ def pre_wrap_hook(
         recipe: what runs in FP8; by default ``FP8RL_RECIPE``, or else the default recipe.
         table_folder: folder to save the resolved pins in, e.g. the checkpoint folder.
         report: function that takes the table of pins.
+        converted: function that takes the handle, also on a rank without an FP8 module.
 
     Returns:
-        ``hook(model) -> model``; the handle is ``conversion_of(model)``. It raises as
+        ``hook(model) -> model``; the handle is also ``conversion_of(model)``. It raises as
         :func:`megatron_fp8rl.convert`.
     """
 
@@ -63,6 +65,8 @@ def pre_wrap_hook(
         conversion = convert(model, recipe or Recipe.from_env() or Recipe(), report=report)
         if table_folder is not None:
             conversion.save_table(table_folder)
+        if converted is not None:
+            converted(conversion)
         return model
 
     return hook

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -41,7 +42,6 @@ class Setup:
     backends: BackendChoice
     epoch: WeightEpoch
     last_rows: LastExpertRows
-    keep_codes: bool
     wrapped: bool
     """The model is the language model of a multimodal one."""
 
@@ -78,7 +78,7 @@ class Conversion:
     def invalidate(self) -> None:
         """Quantize every weight anew at its next use.
 
-        This is needed only with ``keep_codes``, after weights were written through
+        This is needed only while codes are kept, after weights were written through
         ``parameter.data`` or through a buffer they are views of, which leaves no trace. Optimizer
         steps, ``load_state_dict``, in-place operations, moves to another device and
         ``train()``/``eval()`` are noticed.
@@ -86,6 +86,30 @@ class Conversion:
         self._require_current()
         for module in self._modules.values():
             module.fp8_setup.epoch.turn()
+
+    @contextmanager
+    def keeping_codes(self) -> Iterator[None]:
+        """Keep weight codes within this context and free them at its end, also after an error.
+
+        It saves what ``convert(.., keep_codes=True)`` does, for as much memory, e.g. over the
+        micro-batches of a batch: outside of it nothing is kept, and stale codes are impossible.
+        Within it :meth:`invalidate` says which changes of a weight are noticed. A model that was
+        converted with ``keep_codes=True`` goes on keeping its codes.
+        """
+        self._require_current()
+        inside = [m for m in self._modules.values() if not m.fp8_setup.epoch.keep]
+        epochs = {module.fp8_setup.epoch for module in inside}
+        codes = [module.fp8_state.codes for module in inside]  # close() takes them off the modules
+        try:
+            for epoch in epochs:
+                epoch.turn()  # codes of other chunks, or of a copied model, may be left
+                epoch.keep = True
+            yield
+        finally:
+            for epoch in epochs:
+                epoch.keep = False
+            for each in codes:
+                each.drop()
 
     def drop_codes(self) -> None:
         """Free the weight codes that are kept, e.g. before offloading."""
@@ -173,7 +197,8 @@ def convert(
             :mod:`fp8rl.gemm.table` chooses one for each.
         keep_codes: keep weight codes until the weights change, 2 bytes a parameter. This saves
             their quantization in all micro-batches of a step but the first; see
-            :meth:`Conversion.invalidate`. By default none are kept, and stale codes are impossible.
+            :meth:`Conversion.invalidate`. By default none are kept, and stale codes are impossible;
+            :meth:`Conversion.keeping_codes` keeps them for a while.
         report: function that takes the table of pins, once; by default it is logged.
 
     Raises:
@@ -243,7 +268,7 @@ def prepare(
         (recipe.weights.scale_format, recipe.activations.scale_format),
         gemm_backend,
     )
-    return Setup(recipe, policy, backends, WeightEpoch(), LastExpertRows(), keep_codes, wrapped)
+    return Setup(recipe, policy, backends, WeightEpoch(keep_codes), LastExpertRows(), wrapped)
 
 
 def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
@@ -427,7 +452,6 @@ def _swap(site: Site, setup: Setup) -> None:
         site.layout,
         setup.recipe.weights.scale_format,
         setup.epoch,
-        setup.keep_codes,
         stacked=site.grouped,
     )
     _become(site.module, fp8_classes()[type(site.module)], setup)

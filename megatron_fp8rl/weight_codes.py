@@ -21,14 +21,21 @@ from megatron_fp8rl.export.layout import RowLayout
 
 
 class WeightEpoch:
-    """Count the moments at which weights may have changed without a trace on the tensor.
+    """Count the moments at which weights may have changed without a trace on the tensor, and say
+    whether codes are kept between two of them.
 
     A hook on ``torch.optim`` advances it after every optimizer step; the hook is removed with the
     last owner of this object.
+
+    Args:
+        keep: keep the codes of an epoch until its end, or until a weight is known to have changed;
+            without it they are made at each use, so that stale codes are impossible.
+            :meth:`megatron_fp8rl.Conversion.keeping_codes` sets ``keep`` for a while.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: bool = False) -> None:
         self.value = 0
+        self.keep = self._always_keep = keep
         ref = weakref.ref(self)
 
         def after_step(*args: Any, **kwargs: Any) -> None:
@@ -39,9 +46,12 @@ class WeightEpoch:
         hook = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, hook.remove)
 
-    def __reduce__(self) -> tuple[type[WeightEpoch], tuple[()]]:
-        """Give a copy a hook of its own: without one its codes would outlive optimizer steps."""
-        return WeightEpoch, ()
+    def __reduce__(self) -> tuple[type[WeightEpoch], tuple[bool]]:
+        """Give a copy a hook of its own: without one its codes would outlive optimizer steps.
+
+        A copy that is made while codes are kept for a while does not keep any.
+        """
+        return WeightEpoch, (self._always_keep,)
 
     def turn(self) -> None:
         """Mark every weight quantized so far as stale."""
@@ -58,9 +68,7 @@ class WeightCodes:
     Args:
         layout: row order of each weight; blocks lie on the HF order.
         scale_format: format of the scales of the 128x128 blocks.
-        epoch: counter shared by all weights of a conversion.
-        keep: keep the codes until a weight is known to have changed; without it they are made at
-            each use, so that stale codes are impossible.
+        epoch: shared by all weights of a conversion; it also says whether codes are kept.
         stacked: hold the codes of all weights as one stack ``[experts, ..]``; without it the
             module has one weight.
     """
@@ -70,14 +78,12 @@ class WeightCodes:
         layout: RowLayout,
         scale_format: ScaleFormat,
         epoch: WeightEpoch,
-        keep: bool = False,
         *,
         stacked: bool = False,
     ) -> None:
         self.layout = layout
         self.scale_format = scale_format
         self._epoch = epoch
-        self._keep = keep
         self._stacked = stacked
         self.drop()
 
@@ -89,9 +95,10 @@ class WeightCodes:
     def rowwise(self, *weights: torch.Tensor, training: bool = False) -> Quantized:
         """Return the codes of the weights as they are now, for fprop.
 
-        With ``keep`` a change is seen if it bumps ``_version`` (any in-place operation on the
-        parameter, ``load_state_dict``), moves the storage, or comes from an optimizer step. Writing
-        through ``weight.data`` leaves no trace: call ``Conversion.invalidate()`` after it.
+        Where the epoch keeps codes, a change is seen if it bumps ``_version`` (any in-place
+        operation on the parameter, ``load_state_dict``), moves the storage, or comes from an
+        optimizer step. Writing through ``weight.data`` leaves no trace: call
+        ``Conversion.invalidate()`` after it.
 
         Args:
             weights: ``[layout.rows, K]`` each, in Megatron's row order; rows behind these have no
@@ -103,7 +110,7 @@ class WeightCodes:
             ``stacked`` behind a dimension of experts; with ``layout.apart`` the rows include the
             padding. A non-finite weight gives a NaN code.
         """
-        if not self._keep:
+        if not self._epoch.keep:
             return _present(self._make(weights, rowwise=True).rowwise)
         self._forget_if_changed(weights)
         if self._codes.rowwise is None:
@@ -114,7 +121,7 @@ class WeightCodes:
 
     def columnwise(self, *weights: torch.Tensor) -> Quantized:
         """Return the same codes and scales, the last two dimensions transposed, for dgrad."""
-        if not self._keep:
+        if not self._epoch.keep:
             return _present(self._make(weights, columnwise=True).columnwise)
         self._forget_if_changed(weights)
         if self._codes.columnwise is None:

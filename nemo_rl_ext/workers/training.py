@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,11 @@ from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.refit import NOT_SENT
 
 if TYPE_CHECKING:
+    from megatron_fp8rl.conversion import Conversion
     from megatron_fp8rl.kv_cache import KVCacheInTraining
     from megatron_fp8rl.observers import QKVObserver
     from megatron_fp8rl.router_replay import ReplayedRoutes
+    from nemo_rl_ext.workers.kept_codes import KeptCodes
 
 logger = logging.getLogger(LOGGER)
 
@@ -60,7 +62,8 @@ class Fp8Training:
 
     cfg: Any
     model: torch.nn.Module
-    get_logprobs: Callable[..., Any]
+    _kept_codes: KeptCodes | None = None
+    """None without an FP8 linear on this rank, and on a CPU."""
     _qkv_observer: QKVObserver | None = None
     _replayed_routes: ReplayedRoutes | None = None
     _kv_cache: KVCacheInTraining | None = None
@@ -106,7 +109,8 @@ class Fp8Training:
             from megatron_fp8rl.bridge import pre_wrap_hook
 
             hooks = options.get("additional_pre_wrap_hooks") or ()
-            options["additional_pre_wrap_hooks"] = [*hooks, pre_wrap_hook(recipe)]
+            ours = pre_wrap_hook(recipe, converted=self._keep_codes_of)
+            options["additional_pre_wrap_hooks"] = [*hooks, ours]
         state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
@@ -119,6 +123,12 @@ class Fp8Training:
 
             self._replayed_routes = ReplayedRoutes(state.model, skip_placeholders=True)
         return state
+
+    def _keep_codes_of(self, conversion: Conversion) -> None:
+        if torch.cuda.is_available() and conversion.modules:
+            from nemo_rl_ext.workers.kept_codes import KeptCodes
+
+            self._kept_codes = KeptCodes(conversion)
 
     def calibrate_qkv_fp8_scales(
         self,
@@ -168,7 +178,8 @@ class Fp8Training:
         if forward:
             self.model.eval()
             with torch.no_grad():
-                self.get_logprobs(
+                # Upstream's own: this batch is no measure of the memory that others need.
+                super().get_logprobs(  # type: ignore[misc]
                     data=data, micro_batch_size=micro_batch_size, require_router_replay=False
                 )
             amax = observer.amax()
@@ -234,15 +245,49 @@ class Fp8Training:
             Path(weights_path, SCALES_FILE).write_text(json.dumps(dict(self._kv_scales)))
         return result
 
-    def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Upstream's training of a batch; its metrics tell of clipped K and V and of replay."""
-        result = super().train(*args, **kwargs)  # type: ignore[misc]
+    def get_logprobs(self, *, data: Any, **kwargs: Any) -> Any:
+        """Upstream's log-probabilities of a batch, of the reference policy too; weight codes are
+        kept over its micro-batches where memory allows."""
+        with self._keeping_codes("get_logprobs", data):
+            return super().get_logprobs(data=data, **kwargs)  # type: ignore[misc]
+
+    def train(
+        self, data: Any, *args: Any, eval_mode: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Upstream's training of a batch, with one optimizer step or several.
+
+        Weight codes are kept between two steps, where memory allows. The metrics tell of clipped K
+        and V and of replay.
+        """
+        call = "train in eval_mode" if eval_mode else "train"
+        with self._keeping_codes(call, data, backward=not eval_mode):
+            result = super().train(data, *args, eval_mode=eval_mode, **kwargs)  # type: ignore[misc]
         return self._with_replay(self._with_clipped(result))
+
+    def train_microbatch(self, data: Any, *args: Any, **kwargs: Any) -> None:
+        """Upstream's piece of a step of the single controller, of several micro-batches."""
+        with self._keeping_codes("train_microbatch", data, backward=True):
+            super().train_microbatch(data, *args, **kwargs)  # type: ignore[misc]
 
     def finish_train_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As :meth:`train`, for the single controller, whose step comes in pieces."""
         result = super().finish_train_step(*args, **kwargs)  # type: ignore[misc]
         return self._with_replay(self._with_clipped(result))
+
+    def _log_gpu_mem(self, *args: Any, **kwargs: Any) -> None:
+        """Upstream's, which resets torch's peak of memory when the log's level is DEBUG, in
+        :meth:`train_microbatch` too."""
+        if self._kept_codes is not None:
+            self._kept_codes.note_peak()
+        super()._log_gpu_mem(*args, **kwargs)  # type: ignore[misc]
+
+    def _keeping_codes(
+        self, call: str, data: Any, *, backward: bool = False
+    ) -> AbstractContextManager[None]:
+        if self._kept_codes is None:
+            return nullcontext()
+        length = data["input_ids"].shape[1]
+        return self._kept_codes.during(call, length=length, backward=backward)
 
     def _with_replay(self, result: dict[str, Any]) -> dict[str, Any]:
         """Add what replay changed since the last step, log-probability forwards included."""

@@ -140,6 +140,21 @@ def test_the_worker_builds_every_model_in_its_constructor() -> None:
     assert called == {("__init__", builder) for builder in builders}
 
 
+def test_the_worker_resets_the_peak_of_memory_where_ours_looks_first() -> None:
+    """Elsewhere in a call ``KeptCodes`` would not see what it needs."""
+    module = "nemo_rl.models.policy.workers.megatron_policy_worker"
+    tree = ast.parse(file_of(module, source("NEMO_RL_SRC")).read_text(encoding="utf-8"))
+    resets = {
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Attribute) and call.attr.startswith("reset_")
+        if "memory_stats" in call.attr
+    }
+    assert resets == {"_log_gpu_mem"}
+
+
 def test_megatron_lm_has_the_norm_of_queries_that_is_left_out() -> None:
     core = source("MEGATRON_LM_SRC") / "megatron" / "core"
     file = core / "transformer" / "mla_qk_norm_config.py"

@@ -70,7 +70,7 @@ def test_every_direction(
     if main_grad:
         weight.main_grad, weight.grad_added_to_main_grad = total.clone(), False
     choice = BackendChoice({backend.name: backend}, [scale_format], backend.name)
-    codes = WeightCodes(layout, scale_format, WeightEpoch(), keep)
+    codes = WeightCodes(layout, scale_format, WeightEpoch(keep))
     state = Fp8State("model.layers.0.x", codes, choice, scale_format)
     call = Call(state=state, fusion=False, training=True)
     for _ in range(2):  # kept codes serve the second

@@ -20,8 +20,10 @@ from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.observers import QKVObserver
+from megatron_fp8rl.sites import weights_of
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
+from nemo_rl_ext.workers.kept_codes import KeptCodes
 from support.megatron import Trainer, losses
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -175,6 +177,29 @@ def test_by_default_no_codes_stay_in_memory():
 
     weights_and_more(True)  # kernels' own buffers
     assert weights_and_more(True) <= 1.05 * weights_and_more(False)
+
+
+@each_model
+def test_a_call_that_keeps_codes_takes_what_was_counted_and_frees_it(kind):
+    """What :class:`KeptCodes` decides by, on a device: two bytes of each weight in FP8."""
+    run = Run(kind)
+    weights = sum(w.numel() for m in run.conversion.modules.values() for w in weights_of(m))
+    kept_codes, held = KeptCodes(run.conversion), []
+    with torch.no_grad():
+        expected = _loss(run.ddp)
+    for seed in range(3):
+        with kept_codes.during("train", length=LENGTH, backward=True):
+            run.gradients(_tokens(seed))
+            inside = torch.cuda.memory_allocated()
+        held.append(inside - torch.cuda.memory_allocated())
+    assert held[0] == 0
+    assert held[1:] == pytest.approx([2 * weights] * 2, rel=0.02)
+    for _ in range(2):
+        with kept_codes.during("get_logprobs", length=LENGTH, backward=False), torch.no_grad():
+            found = [_loss(run.ddp) for _ in range(2)]
+            inside = torch.cuda.memory_allocated()
+        assert all(torch.equal(each, expected) for each in found)
+    assert inside - torch.cuda.memory_allocated() == pytest.approx(weights, rel=0.02)
 
 
 @pytest.mark.parametrize("percentile", [None, 99.9])

@@ -16,7 +16,7 @@ from fp8rl import PinPolicy, PluginManager, Recipe, hookimpl
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes_hf
+from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes, weight_codes_hf
 from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
@@ -315,6 +315,7 @@ def _assert_closed(handle: Conversion, folder: Any) -> None:
         lambda: handle.modules,
         handle.invalidate,
         handle.drop_codes,
+        lambda: handle.keeping_codes().__enter__(),
         lambda: handle.save_table(folder),
         lambda: handle.table_differences(folder),
     ):
@@ -540,6 +541,145 @@ def test_loading_weights_is_noticed_and_data_writes_after_invalidate(keep):
         assert not torch.equal(losses(gpt, ids), expected)
         conversion.invalidate()
     assert torch.equal(losses(gpt, ids), expected)
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Every weight that is quantized from now on, in order."""
+    weights: list[torch.Tensor] = []
+    quantize = weight_codes.quantize_weight
+
+    def noted(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        weights.append(weight)
+        return quantize(weight, *args, **options)
+
+    monkeypatch.setattr(weight_codes, "quantize_weight", noted)
+    return weights
+
+
+def _kept(conversion: Conversion) -> list[Quantized]:
+    """All codes that are in memory, of both sides."""
+    found: list[Any] = [module.fp8_state.codes._codes for module in conversion.modules.values()]
+    return [side for sides in found for side in sides if side is not None]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "launches"),
+    [
+        ({}, 8),  # both sides in one
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+            16,  # the first forward of a layer does not know of its backward
+        ),
+    ],
+    ids=["plain", "recomputed"],
+)
+def test_codes_are_made_once_for_all_micro_batches_that_keep_them(recompute, launches, quantized):
+    batches = [tokens(seed, batch=4) for seed in range(3)]
+    plain, keeping = (Trainer(_gpt(**recompute), fp8={}) for _ in range(2))
+    expected = plain.gradients(*batches)
+    once = len(quantized)
+    assert once >= 3 * 2 * 8
+    with keeping.conversion.keeping_codes():
+        assert keeping.gradients(*batches) == expected
+        assert len(quantized) - once == launches
+        kept = {name: m.fp8_state.codes._codes for name, m in keeping.conversion.modules.items()}
+        weights = {n.removesuffix(".weight"): t for n, t in export_hf(keeping.ddp)}
+        truth = quantize_block(weights["model.layers.0.mlp.down_proj"])
+        rowwise, columnwise = kept["model.layers.0.mlp.down_proj"]
+        assert _codes_equal(rowwise, truth)
+        assert _codes_equal(columnwise, Quantized(*(t.t().contiguous() for t in truth)))
+    for one, other in zip(plain.ddp.parameters(), keeping.ddp.parameters(), strict=True):
+        assert torch.equal(one.main_grad, other.main_grad)
+    assert not _kept(keeping.conversion)
+
+
+def test_forwards_without_gradients_keep_no_transposed_codes(quantized):
+    gpt, batches = _gpt(), [tokens(seed, batch=4) for seed in range(3)]
+    conversion = convert_alone(gpt)
+    with torch.no_grad():
+        expected = [losses(gpt, ids) for ids in batches]
+        made = len(quantized)
+        with conversion.keeping_codes():
+            found = [losses(gpt, ids) for ids in batches]
+            assert len(quantized) - made == len(_kept(conversion)) == 8
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_an_optimizer_step_while_codes_are_kept_makes_them_anew(distributed, quantized):
+    """As in a batch of several steps; naively the second goes on with the codes of the first."""
+    batches = [tokens(seed, batch=4) for seed in range(2)]
+    plain, keeping = (Trainer(_gpt(), fp8={}, distributed=distributed) for _ in range(2))
+    expected = [plain.step(*batches) for _ in range(3)]
+    quantized.clear()
+    with keeping.conversion.keeping_codes():
+        assert [keeping.step(*batches) for _ in range(3)] == expected
+    assert len(quantized) == 3 * 8
+    assert len({loss for loss, _ in expected}) == 3
+
+
+def test_nothing_is_kept_after_codes_were():
+    gpt, other = _gpt(seed=1), _gpt(seed=2)
+    ids = tokens(batch=4)
+    conversion = convert_alone(gpt)
+    convert_alone(other)
+
+    class Stop(Exception):
+        pass
+
+    with pytest.raises(Stop), conversion.keeping_codes():
+        before = losses(gpt, ids)
+        assert _kept(conversion)
+        raise Stop
+    assert not _kept(conversion)
+    expected = losses(other, ids)
+    assert not torch.equal(before, expected)
+    for mine, theirs in zip(gpt.parameters(), other.parameters(), strict=True):
+        mine.data.copy_(theirs.data)  # leaves no trace
+    assert torch.equal(losses(gpt, ids), expected)
+    with conversion.keeping_codes():
+        assert torch.equal(losses(gpt, ids), expected)
+
+
+def test_codes_that_a_handle_of_a_part_has_left_are_not_used_again():
+    """Chunks that were converted together keep codes together; a handle of one frees its own."""
+    chunks = _chunks()
+    convert_alone(chunks)
+    part = conversion_of(chunks[0])
+    linear: Any = conversion_of(chunks[1]).modules["model.layers.2.mlp.down_proj"]
+    x = torch.randn(2, 256, dtype=torch.bfloat16)
+    with part.keeping_codes():
+        before, _ = linear(x)
+    linear.weight.data.mul_(-1)
+    with part.keeping_codes():
+        assert torch.equal(linear(x)[0], -before)
+
+
+def test_a_model_that_always_keeps_codes_goes_on_with_them(quantized):
+    gpt, ids = _gpt(), tokens(batch=4)
+    conversion = convert_alone(gpt, keep_codes=True)
+    losses(gpt, ids)
+    with conversion.keeping_codes():
+        losses(gpt, ids)
+    losses(gpt, ids)
+    assert len(quantized) == 8
+
+
+def test_a_conversion_may_end_while_codes_are_kept():
+    gpt, ids = _gpt(), tokens(batch=4)
+    bf16 = losses(gpt, ids)
+    conversion = convert_alone(gpt)
+    codes = [module.fp8_state.codes for module in conversion.modules.values()]
+    with conversion.keeping_codes():
+        losses(gpt, ids)
+        conversion.close()
+    assert torch.equal(losses(gpt, ids), bf16)
+    assert not any(side for each in codes for side in each._codes)
 
 
 # ---- training

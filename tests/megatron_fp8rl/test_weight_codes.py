@@ -15,7 +15,7 @@ from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 @pytest.fixture
 def epoch():
-    return WeightEpoch()
+    return WeightEpoch(keep=True)
 
 
 def _weight(rows: int = 130, columns: int = 70) -> torch.nn.Parameter:
@@ -23,7 +23,7 @@ def _weight(rows: int = 130, columns: int = 70) -> torch.nn.Parameter:
 
 
 def _codes(epoch: WeightEpoch, rows: int = 130) -> WeightCodes:
-    return WeightCodes(plain_layout("o_proj", rows), "fp32", epoch, keep=True)
+    return WeightCodes(plain_layout("o_proj", rows), "fp32", epoch)
 
 
 def _same(codes, weight) -> bool:
@@ -119,9 +119,9 @@ def test_mark_inf_touches_infinities_alone():
     assert torch.equal(mark_inf(x)[:3], x[:3])
 
 
-def test_codes_that_are_not_kept_are_made_from_the_weight_as_it_is(epoch):
+def test_codes_that_are_not_kept_are_made_from_the_weight_as_it_is():
     weight = _weight()
-    codes = WeightCodes(plain_layout("o_proj", 130), "fp32", epoch)
+    codes = _codes(WeightEpoch())
     first = codes.rowwise(weight, training=True)
     assert codes.rowwise(weight) is not first
     weight.data.copy_(torch.randn_like(weight))  # leaves no trace on the tensor
@@ -139,6 +139,18 @@ def test_both_sides_are_kept_together(epoch):
     assert codes.rowwise(weight) is rowwise and codes.columnwise(weight) is columnwise
     epoch.turn()
     assert codes.columnwise(weight) is not columnwise
+
+
+def test_a_copy_made_while_codes_are_kept_for_a_while_keeps_none():
+    epoch = WeightEpoch()
+    epoch.keep = True
+    weight, codes = _weight(), _codes(epoch)
+    first = codes.rowwise(weight)
+    assert codes.rowwise(weight) is first
+    twin = copy.deepcopy(codes)
+    twin.rowwise(weight)
+    weight.data.zero_()
+    assert not twin.rowwise(weight).codes.float().any()
 
 
 def test_a_copy_goes_stale_too(epoch):

@@ -114,7 +114,7 @@ def fp8_states(
     names = tuple(f"experts.{i}.x" for i in range(experts))
 
     def state(name: str, experts: tuple[str, ...] = ()) -> Fp8State:
-        codes = WeightCodes(layout, "fp32", WeightEpoch(), keep, stacked=bool(experts))
+        codes = WeightCodes(layout, "fp32", WeightEpoch(keep), stacked=bool(experts))
         return Fp8State(name, codes, backends, "fp32", experts)
 
     return state("experts.x", names), [state(name) for name in names]

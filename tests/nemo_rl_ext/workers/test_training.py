@@ -19,10 +19,12 @@ from transformers import Qwen3Config
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, ScaleError
 from fp8rl.kv_scales import scale_names
+from megatron_fp8rl import weight_codes
 from megatron_fp8rl.conversion import conversion_of
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
-from nemo_rl_ext.workers import training
+from nemo_rl_ext.workers import kept_codes, training
+from nemo_rl_ext.workers.kept_codes import DeviceMemory
 from nemo_rl_ext.workers.training import Fp8Training
 from support.megatron import one_process
 
@@ -383,6 +385,202 @@ def test_scales_that_last_outlive_the_run(kind: str, tmp_path: Path) -> None:
     other = Worker(config, weights_path=str(tmp_path))  # a checkpoint without scales
     scaled(other.model, 1 / 64)
     assert other.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"] != first
+
+
+class Batches(MegatronPolicyWorkerImpl):
+    """Calls of upstream's kinds over batches of rows of tokens, two micro-batches each."""
+
+    def micro_batches(self, data: dict[str, torch.Tensor], grad: bool = True) -> list[torch.Tensor]:
+        found = []
+        with torch.set_grad_enabled(grad):
+            for ids in data["input_ids"].chunk(2):
+                logits = self.model(ids, torch.arange(ids.shape[1]).expand(len(ids), -1), None)
+                if grad:
+                    logits.float().pow(2).mean().backward()
+                found.append(logits.detach())
+        return found
+
+    def get_logprobs(  # type: ignore[override]
+        self, *, data: Any, micro_batch_size: int | None = None, require_router_replay: bool = True
+    ) -> list[torch.Tensor]:
+        self.model.eval()
+        return self.micro_batches(data, grad=False)
+
+    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False) -> dict[str, Any]:
+        self.model.train(not eval_mode)
+        logits = self.micro_batches(data, grad=not eval_mode)
+        if not eval_mode:
+            torch.optim.SGD(self.model.parameters(), lr=1e-2).step()
+            logits += self.micro_batches(data)
+        return {"all_mb_metrics": {}, "logits": logits}
+
+    def train_microbatch(self, data: Any) -> None:
+        self.micro_batches(data)
+        self._log_gpu_mem("chunk_exit")
+
+    def _log_gpu_mem(self, tag: str) -> None: ...
+
+
+class BatchWorker(Fp8Training, Batches):
+    upstream_module = upstream
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The memory of a GPU, of which this CPU has none: set by hand."""
+    monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda classes: None)
+    found = SimpleNamespace(available=1000 * 2**20, peak=0, resets=0)
+
+    class Written(DeviceMemory):
+        def total(self) -> int:
+            return 1000 * 2**20
+
+        def allocated(self) -> int:
+            return 0
+
+        def available(self) -> int:
+            return found.available
+
+        def peak(self) -> int:
+            return found.peak
+
+        def reset_peak(self) -> None:
+            found.resets += 1
+
+    monkeypatch.setattr(kept_codes, "DeviceMemory", Written)
+    return found
+
+
+def batch_worker(on_gpu: bool = True) -> BatchWorker:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+        return BatchWorker(policy({"kv_cache": {"dtype": "auto"}}))
+
+
+BATCH = {"input_ids": torch.arange(4 * 16).reshape(4, 16)}
+CALLS = {
+    "get_logprobs": lambda worker: worker.get_logprobs(data=BATCH),
+    "train": lambda worker: worker.train(BATCH, loss_fn=None)["logits"],
+    "train in eval_mode": lambda worker: worker.train(data=BATCH, loss_fn=None, eval_mode=True)[
+        "logits"
+    ],
+    "train_microbatch": lambda worker: worker.train_microbatch(data=BATCH),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "each", "kept"),
+    [
+        ("get_logprobs", 2 * 12, 12),  # 12 linears, one product in each of two micro-batches
+        ("train in eval_mode", 2 * 12, 12),
+        ("train", 2 * 2 * 2 * 12, 2 * 12),  # both sides at once, anew after the optimizer step
+        ("train_microbatch", 2 * 2 * 12, 12),
+    ],
+)
+def test_codes_are_kept_in_each_call_from_the_second_on(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, call: str, each: int, kept: int
+) -> None:
+    made: list[torch.Tensor] = []
+    quantize = weight_codes.quantize_weight
+
+    def noted(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        made.append(weight)
+        return quantize(weight, *args, **options)
+
+    monkeypatch.setattr(weight_codes, "quantize_weight", noted)
+    worker, plain = batch_worker(), batch_worker(on_gpu=False)
+    assert plain._kept_codes is None
+    counts = []
+    for _ in range(3):
+        expected = CALLS[call](plain)
+        before = len(made)
+        found = CALLS[call](worker)
+        counts.append(len(made) - before)
+        if found is not None:
+            assert torch.equal(torch.stack(found), torch.stack(expected))
+        for mine, theirs in zip(worker.model.parameters(), plain.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+        for module in conversion_of(worker.model).modules.values():
+            state: Any = module.fp8_state
+            assert state.codes._codes == (None, None), "freed with the call"
+    assert counts == [each, kept, kept]
+
+
+def test_no_codes_are_kept_where_the_device_is_full(device: SimpleNamespace) -> None:
+    worker = batch_worker()
+    (epoch,) = {m.fp8_setup.epoch for m in conversion_of(worker.model).modules.values()}
+    seen: list[bool] = []
+    handle = worker.model.register_forward_hook(lambda *_: seen.append(epoch.keep))
+    for available in (1000, 50, 1000):
+        device.available = available * 2**20
+        worker.get_logprobs(data=BATCH)
+    handle.remove()
+    assert seen == [False, False, False, False, True, True]
+    assert device.resets == 3
+
+
+def test_calls_without_backward_need_one_side_of_the_codes_and_are_a_kind_of_their_own(
+    device: SimpleNamespace,
+) -> None:
+    worker = batch_worker()
+    modules: list[Any] = list(conversion_of(worker.model).modules.values())
+    weights = sum(module.weight.numel() for module in modules)
+    seen: list[bool] = []
+    worker.model.register_forward_hook(lambda *_: seen.append(modules[0].fp8_setup.epoch.keep))
+
+    def keeps(call: str) -> bool:
+        seen.clear()
+        CALLS[call](worker)
+        (found,) = {*seen}
+        return found
+
+    assert [keeps("train in eval_mode") for _ in range(2)] == [False, True]
+    assert not keeps("train"), "what an evaluation needs is no measure"
+    for call in ("get_logprobs", "train_microbatch"):
+        assert not keeps(call)
+    device.available = 50 * 2**20 + int(1.5 * weights)
+    assert {call: keeps(call) for call in CALLS} == {
+        "get_logprobs": True,
+        "train in eval_mode": True,
+        "train": False,
+        "train_microbatch": False,
+    }
+
+
+def test_a_calibration_shows_nothing_of_what_other_calls_need(device: SimpleNamespace) -> None:
+    """Its batch may be four short rows of random tokens."""
+    worker = batch_worker()
+    worker.calibrate_qkv_fp8_scales(data=BATCH)
+    assert device.resets == 0
+
+
+def test_the_peak_is_looked_at_before_upstream_resets_it(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream's log line at the level DEBUG does, at the end of a piece of a step."""
+
+    def reset(self: Any, tag: str) -> None:
+        device.peak = 0
+
+    monkeypatch.setattr(Batches, "_log_gpu_mem", reset)
+    worker = batch_worker()
+    (epoch,) = {m.fp8_setup.epoch for m in conversion_of(worker.model).modules.values()}
+    seen: list[bool] = []
+    worker.model.register_forward_hook(lambda *_: seen.append(epoch.keep))
+    for peak in (900, 0):
+        device.peak = peak * 2**20
+        worker.train_microbatch(data=BATCH)
+    assert not any(seen), "1.25 times what the first needed is not there"
+
+
+def test_a_rank_without_an_fp8_linear_keeps_nothing(device: SimpleNamespace) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        worker = BatchWorker(policy({"pins": {"first": 3}, "kv_cache": {"dtype": "auto"}}))
+    assert worker._kept_codes is None
+    worker.get_logprobs(data=BATCH)
 
 
 def test_a_model_that_gives_nan_is_told() -> None:

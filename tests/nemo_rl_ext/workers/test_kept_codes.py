@@ -1,0 +1,190 @@
+"""When the trainer keeps weight codes over a call: by the memory that a device has written down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_fp8rl.conversion import Conversion
+from megatron_fp8rl.testing.models import build_gpt
+from nemo_rl_ext.names import LOGGER
+from nemo_rl_ext.workers.kept_codes import DeviceMemory, KeptCodes
+from support.megatron import convert_alone, dense, one_process
+
+CODES = 2 * ((128 + 2 * 128) * 128 + 128 * 128 + 2 * 256 * 128 + 128 * 256)
+"""Bytes of one side: two layers of q, k, v; o; gate, up; down, with one head of 128."""
+SIZE = 10_000_000
+
+
+class Device(DeviceMemory):
+    """Stands in for a GPU, which tests on a CPU do not have: the numbers are set by hand."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken = self.codes = self.most = 0
+
+    def total(self) -> int:
+        return self.size
+
+    def allocated(self) -> int:
+        return self.taken + self.codes
+
+    def available(self) -> int:
+        return self.size - self.allocated()
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.most = self.allocated()
+
+    def take(self, count: int) -> None:
+        self.taken += count
+        self.most = max(self.most, self.allocated())
+
+    def use(self, count: int) -> None:
+        """Take memory and give it back."""
+        self.take(count)
+        self.take(-count)
+
+
+@pytest.fixture
+def conversion() -> Iterator[Conversion]:
+    with one_process() as shim, shim.active():
+        config = dense(num_attention_heads=1, num_key_value_heads=1)
+        yield convert_alone(build_gpt(config))
+
+
+class Caller:
+    """Calls that need what they are told to, over codes whose memory the device counts."""
+
+    def __init__(self, conversion: Conversion, size: int = SIZE) -> None:
+        self.device = Device(size)
+        self.kept_codes = KeptCodes(conversion, self.device)
+        modules: list[Any] = list(conversion.modules.values())
+        (self.epoch,) = {module.fp8_setup.epoch for module in modules}
+        for module in modules:
+            module.fp8_state.codes.drop = self.free
+
+    def free(self) -> None:
+        self.device.codes = 0
+
+    def call(
+        self,
+        growth: int,
+        *,
+        kind: str = "train",
+        length: int = 100,
+        backward: bool = True,
+        lasting: int = 0,
+    ) -> bool:
+        """Return whether codes were kept."""
+        with self.kept_codes.during(kind, length=length, backward=backward):
+            kept = self.epoch.keep
+            if kept:
+                self.device.codes = CODES * (2 if backward else 1)
+            self.device.use(growth)
+            self.device.take(lasting)
+        assert not self.epoch.keep
+        return kept
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_codes_are_kept_where_they_fit_beside_what_a_call_has_needed(
+    conversion: Conversion, backward: bool, missing: int
+) -> None:
+    caller = Caller(conversion)
+    codes = 2 * CODES if backward else CODES
+    assert not caller.call(4_000_000, backward=backward), "nobody knows yet what it needs"
+    # 1.25 times what it needed, and a twentieth of the device.
+    caller.device.take(SIZE - codes - 5_000_000 - 500_000 + missing)
+    assert caller.call(4_000_000, backward=backward) == (not missing)
+
+
+def test_each_kind_of_call_shows_what_it_needs(conversion: Conversion) -> None:
+    caller = Caller(conversion)
+    assert [caller.call(8_000_000) for _ in range(3)] == [False, False, False]
+    assert [caller.call(10, kind="get_logprobs", backward=False) for _ in range(3)] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_what_kept_codes_take_is_not_what_a_call_needs(conversion: Conversion) -> None:
+    """Counted twice they would not fit the third time."""
+    caller = Caller(conversion, size=8 * CODES)
+    assert [caller.call(3 * CODES) for _ in range(5)] == [False, True, True, True, True]
+
+
+def test_a_batch_with_longer_rows_is_expected_to_need_more(conversion: Conversion) -> None:
+    caller = Caller(conversion)
+    lengths = {100: 2_000_000, 50: 1_000_000, 400: 8_000_000}
+    kept = [caller.call(lengths[length], length=length) for length in (100, 50, 400, 400, 50)]
+    # The first long one is expected to need 1.25 * 8 MB, by the calls before; it does, and from
+    # then on any call is expected to need as much.
+    assert kept == [False, True, False, False, False]
+
+
+def test_a_call_that_makes_state_which_lasts_is_no_measure(conversion: Conversion) -> None:
+    """The first optimizer step makes its moments: they are there before the second call."""
+    caller = Caller(conversion)
+    assert not caller.call(6_000_000, lasting=5_000_000)
+    assert not caller.call(1_000_000)
+    assert caller.call(1_000_000)
+
+
+def test_a_call_that_fails_is_no_measure(conversion: Conversion) -> None:
+    caller = Caller(conversion)
+    with (
+        pytest.raises(MemoryError),
+        caller.kept_codes.during("train", length=100, backward=True),
+    ):
+        raise MemoryError
+    assert not caller.call(1_000_000)
+    assert caller.call(1_000_000)
+    with (
+        pytest.raises(MemoryError),
+        caller.kept_codes.during("train", length=100, backward=True),
+    ):
+        assert caller.epoch.keep
+        raise MemoryError
+    assert not caller.epoch.keep
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_peak_that_someone_else_resets_counts_if_it_was_noted(
+    conversion: Conversion, noted: bool
+) -> None:
+    caller = Caller(conversion)
+    with caller.kept_codes.during("train", length=100, backward=True):
+        caller.device.use(9_000_000)
+        if noted:
+            caller.kept_codes.note_peak()
+        caller.device.reset_peak()
+    assert caller.call(0) == (not noted)
+
+
+def test_the_log_tells_of_each_decision_once(
+    conversion: Conversion, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    caller = Caller(conversion)
+    caller.call(1_000_000)
+    assert not caplog.messages
+    for _ in range(2):
+        caller.call(1_000_000)
+    (kept,) = caplog.messages
+    assert kept.startswith("fp8rl: train keeps the FP8 codes")
+    caller.device.take(8_000_000)
+    for _ in range(2):
+        caller.call(1_000_000)
+    assert caplog.messages[0] == kept
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].startswith("fp8rl: train does not keep the FP8 codes")
