@@ -79,12 +79,12 @@ class Caller:
         growth: int,
         *,
         kind: str = "train",
-        length: int = 100,
+        tokens: int = 100,
         backward: bool = True,
         lasting: int = 0,
     ) -> bool:
         """Return whether codes were kept."""
-        with self.kept_codes.during(kind, length=length, backward=backward):
+        with self.kept_codes.during(kind, tokens=tokens, backward=backward):
             kept = self.epoch.keep
             if kept:
                 self.device.codes = CODES * (2 if backward else 1)
@@ -123,11 +123,11 @@ def test_what_kept_codes_take_is_not_what_a_call_needs(conversion: Conversion) -
     assert [caller.call(3 * CODES) for _ in range(5)] == [False, True, True, True, True]
 
 
-def test_a_batch_with_longer_rows_is_expected_to_need_more(conversion: Conversion) -> None:
+def test_larger_micro_batches_are_expected_to_need_more(conversion: Conversion) -> None:
     caller = Caller(conversion)
-    lengths = {100: 2_000_000, 50: 1_000_000, 400: 8_000_000}
-    kept = [caller.call(lengths[length], length=length) for length in (100, 50, 400, 400, 50)]
-    # The first long one is expected to need 1.25 * 8 MB, by the calls before; it does, and from
+    needs = {100: 2_000_000, 50: 1_000_000, 400: 8_000_000}
+    kept = [caller.call(needs[tokens], tokens=tokens) for tokens in (100, 50, 400, 400, 50)]
+    # The first large one is expected to need 1.25 * 8 MB, by the calls before; it does, and from
     # then on any call is expected to need as much.
     assert kept == [False, True, False, False, False]
 
@@ -144,14 +144,14 @@ def test_a_call_that_fails_is_no_measure(conversion: Conversion) -> None:
     caller = Caller(conversion)
     with (
         pytest.raises(MemoryError),
-        caller.kept_codes.during("train", length=100, backward=True),
+        caller.kept_codes.during("train", tokens=100, backward=True),
     ):
         raise MemoryError
     assert not caller.call(1_000_000)
     assert caller.call(1_000_000)
     with (
         pytest.raises(MemoryError),
-        caller.kept_codes.during("train", length=100, backward=True),
+        caller.kept_codes.during("train", tokens=100, backward=True),
     ):
         assert caller.epoch.keep
         raise MemoryError
@@ -163,7 +163,7 @@ def test_a_peak_that_someone_else_resets_counts_if_it_was_noted(
     conversion: Conversion, noted: bool
 ) -> None:
     caller = Caller(conversion)
-    with caller.kept_codes.during("train", length=100, backward=True):
+    with caller.kept_codes.during("train", tokens=100, backward=True):
         caller.device.use(9_000_000)
         if noted:
             caller.kept_codes.note_peak()
