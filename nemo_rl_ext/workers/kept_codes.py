@@ -121,18 +121,19 @@ class KeptCodes:
 
     def _fits(self, call: str, tokens: int, size: int) -> bool:
         seen = self._seen[call]
-        growth = seen.growth * max(1.0, tokens / seen.tokens)
-        available = self._memory.available()
-        fits = size + GROWTH * growth + SPARE * self._memory.total() <= available
+        need = GROWTH * seen.growth * max(1.0, tokens / seen.tokens)
+        spare, available = SPARE * self._memory.total(), self._memory.available()
+        fits = size + need + spare <= available
         if self._kept.get(call) != fits:
             self._kept[call] = fits
             logger.info(
                 "fp8rl: %s %s the FP8 codes of its weights over its micro-batches: they take %.2f "
-                "GiB, the call itself about %.2f, and %.2f are available.",
+                "GiB, the call itself may need %.2f, %.2f stay free, and %.2f are available.",
                 call,
                 "keeps" if fits else "does not keep",
                 size / GIB,
-                growth / GIB,
+                need / GIB,
+                spare / GIB,
                 available / GIB,
             )
         return fits
