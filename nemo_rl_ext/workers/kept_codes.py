@@ -3,7 +3,8 @@
 A call of the worker (log-probabilities of a batch, training on it) has many micro-batches between
 two changes of the weights, and without kept codes each of them quantizes all weights anew. The
 codes take memory that the call may need, so they are kept where there is room for both, and freed
-with the call: nothing of them is there while weights are moved, loaded or sent, or vLLM generates.
+with the call: nothing of them is there while weights are moved, loaded or sent, or a vLLM that
+shares the GPU in turn generates.
 """
 
 from __future__ import annotations
