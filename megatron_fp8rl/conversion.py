@@ -94,7 +94,9 @@ class Conversion:
         It saves what ``convert(.., keep_codes=True)`` does, for as much memory, e.g. over the
         micro-batches of a batch: outside of it nothing is kept, and stale codes are impossible.
         Within it :meth:`invalidate` says which changes of a weight are noticed. A model that was
-        converted with ``keep_codes=True`` goes on keeping its codes.
+        converted with ``keep_codes=True`` goes on keeping its codes. Chunks that were converted
+        together keep codes together, and only those of this handle's chunks are freed: use a handle
+        of all of them.
         """
         self._require_current()
         inside = [m for m in self._modules.values() if not m.fp8_setup.epoch.keep]

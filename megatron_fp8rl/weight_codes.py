@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import Operand, Quantized, quantize_weight, quantize_weights
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.export.layout import RowLayout
@@ -25,7 +26,8 @@ class WeightEpoch:
     whether codes are kept between two of them.
 
     A hook on ``torch.optim`` advances it after every optimizer step; the hook is removed with the
-    last owner of this object.
+    last owner of this object. A replayed CUDA graph runs no hook, so a step that is captured while
+    codes are kept raises UnsupportedError.
 
     Args:
         keep: keep the codes of an epoch until its end, or until a weight is known to have changed;
@@ -40,8 +42,17 @@ class WeightEpoch:
 
         def after_step(*args: Any, **kwargs: Any) -> None:
             epoch = ref()
-            if epoch is not None:
-                epoch.turn()
+            if epoch is None:
+                return
+            captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+            if epoch.keep and captured:
+                raise UnsupportedError(
+                    "The optimizer's step is captured in a CUDA graph, whose replays leave no "
+                    "trace on the weights, so the codes that are kept would stay those of old "
+                    "weights; switch optimizer_cuda_graph off, or convert without keep_codes and "
+                    "leave Conversion.keeping_codes() before each step."
+                )
+            epoch.turn()
 
         hook = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, hook.remove)

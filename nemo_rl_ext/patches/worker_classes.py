@@ -119,7 +119,11 @@ UPSTREAM = (
         "MegatronPolicyWorkerImpl.broadcast_weights_for_collective",
         "self, *, kv_scales=...",
     ),
-    Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.get_logprobs", "self, *, data"),
+    Upstream(
+        _MEGATRON,
+        "MegatronPolicyWorkerImpl.get_logprobs",
+        "self, *, data, micro_batch_size=..., require_router_replay=...",
+    ),
     Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train", "self, data, *, loss_fn, eval_mode=..."),
     Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.train_microbatch", "self, data"),
     Upstream(_MEGATRON, "MegatronPolicyWorkerImpl.finish_train_step"),

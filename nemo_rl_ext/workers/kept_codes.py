@@ -3,7 +3,8 @@
 A call of the worker (log-probabilities of a batch, training on it) has many micro-batches between
 two changes of the weights, and without kept codes each of them quantizes all weights anew. The
 codes take memory that the call may need, so they are kept where there is room for both, and freed
-with the call: nothing of them is there while weights are moved, loaded or sent, or vLLM generates.
+with the call: nothing of them is there while weights are moved, loaded or sent, or a vLLM that
+shares the GPU in turn generates.
 """
 
 from __future__ import annotations
@@ -66,16 +67,16 @@ class _Seen:
 
     growth: int = 0
     """Memory beside what was taken before the call and beside kept codes, in bytes."""
-    length: int = 1
-    """Tokens in a row of the batch."""
+    tokens: int = 1
+    """See :meth:`KeptCodes.during`."""
 
 
 class KeptCodes:
     """Decide for each call of a worker whether it keeps weight codes, and keep them.
 
     The first call of each kind keeps none and shows what it needs. Later ones keep them where
-    ``GROWTH`` times that (more for a batch with longer rows), the codes and ``SPARE`` of the device
-    are available. Ranks decide for themselves and may differ: codes that are kept are, to the bit,
+    ``GROWTH`` times that (more for larger micro-batches), the codes and ``SPARE`` of the device are
+    available. Ranks decide for themselves and may differ: codes that are kept are, to the bit,
     those that would be made, and neither way has a collective operation.
 
     Args:
@@ -93,16 +94,17 @@ class KeptCodes:
         self._peak = 0
 
     @contextmanager
-    def during(self, call: str, *, length: int, backward: bool) -> Iterator[None]:
+    def during(self, call: str, *, tokens: int, backward: bool) -> Iterator[None]:
         """Keep the codes in one call, if there is room.
 
         Args:
             call: kind of the call; what one has needed is expected of the next of its kind.
-            length: tokens in a row of the batch, padding included.
+            tokens: tokens of the largest micro-batch, padding included, or any number that grows
+                with it: the call is expected to need memory in proportion.
             backward: the call runs backward too, which takes the codes a second time, transposed.
         """
         size = self._weights * (2 if backward else 1)  # of a byte; scales are 1/4096 of it
-        keep = call in self._seen and self._fits(call, length, size)
+        keep = call in self._seen and self._fits(call, tokens, size)
         before, self._peak = self._memory.allocated(), 0
         self._memory.reset_peak()
         with self._conversion.keeping_codes() if keep else nullcontext():
@@ -112,26 +114,27 @@ class KeptCodes:
             return
         seen = self._seen.setdefault(call, _Seen())
         seen.growth = max(seen.growth, self._peak - before - (size if keep else 0))
-        seen.length = max(seen.length, length)
+        seen.tokens = max(seen.tokens, tokens)
 
     def note_peak(self) -> None:
         """Remember the peak of the call that runs; to be called before anyone else resets it."""
         self._peak = max(self._peak, self._memory.peak())
 
-    def _fits(self, call: str, length: int, size: int) -> bool:
+    def _fits(self, call: str, tokens: int, size: int) -> bool:
         seen = self._seen[call]
-        growth = seen.growth * max(1.0, length / seen.length)
-        available = self._memory.available()
-        fits = size + GROWTH * growth + SPARE * self._memory.total() <= available
+        need = GROWTH * seen.growth * max(1.0, tokens / seen.tokens)
+        spare, available = SPARE * self._memory.total(), self._memory.available()
+        fits = size + need + spare <= available
         if self._kept.get(call) != fits:
             self._kept[call] = fits
             logger.info(
                 "fp8rl: %s %s the FP8 codes of its weights over its micro-batches: they take %.2f "
-                "GiB, the call itself about %.2f, and %.2f are available.",
+                "GiB, the call itself may need %.2f, %.2f stay free, and %.2f are available.",
                 call,
                 "keeps" if fits else "does not keep",
                 size / GIB,
-                growth / GIB,
+                need / GIB,
+                spare / GIB,
                 available / GIB,
             )
         return fits

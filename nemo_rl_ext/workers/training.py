@@ -286,8 +286,8 @@ class Fp8Training:
     ) -> AbstractContextManager[None]:
         if self._kept_codes is None:
             return nullcontext()
-        length = data["input_ids"].shape[1]
-        return self._kept_codes.during(call, length=length, backward=backward)
+        tokens = largest_micro_batch(self.cfg, data)
+        return self._kept_codes.during(call, tokens=tokens, backward=backward)
 
     def _with_replay(self, result: dict[str, Any]) -> dict[str, Any]:
         """Add what replay changed since the last step, log-probability forwards included."""
@@ -339,6 +339,23 @@ def sends_kv_scales(policy: Mapping[str, Any]) -> bool:
 def replays_routes(policy: Mapping[str, Any]) -> bool:
     """Whether this policy's router replay (R3) is on."""
     return bool((policy.get("router_replay") or {}).get("enabled"))
+
+
+def largest_micro_batch(policy: Mapping[str, Any], data: Any) -> int:
+    """Tokens of the largest micro-batch of a worker's batch, padding included.
+
+    Where all have as many rows, as without packing and dynamic batching, those of one row.
+    """
+    lengths = getattr(data, "micro_batch_lengths", None)  # of each step of the batch
+    if lengths is None:
+        return int(data["input_ids"].shape[1])
+    if not (policy.get("dynamic_batching") or {}).get("enabled"):
+        return max(length for step in lengths for length in step)  # packed: of all rows together
+    return max(
+        length * (end - start)  # padded to the longest row
+        for step, rows in zip(lengths, data.micro_batch_indices, strict=True)
+        for length, (start, end) in zip(step, rows, strict=True)
+    )
 
 
 def kv_cache_in_training(policy: Mapping[str, Any]) -> bool:

@@ -155,6 +155,20 @@ def test_the_worker_resets_the_peak_of_memory_where_ours_looks_first() -> None:
     assert resets == {"_log_gpu_mem"}
 
 
+def test_a_batch_tells_the_sizes_of_its_micro_batches() -> None:
+    """By other names ``largest_micro_batch`` would take packed ones for rows of one length."""
+    module = "nemo_rl.distributed.batched_data_dict"
+    tree = ast.parse(file_of(module, source("NEMO_RL_SRC")).read_text(encoding="utf-8"))
+    written = {
+        ast.unparse(target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
+    for name in ("micro_batch_lengths", "micro_batch_indices"):
+        assert {f"self.{name}", f"shard.{name}", f"batch.{name}"} <= written
+
+
 def test_megatron_lm_has_the_norm_of_queries_that_is_left_out() -> None:
     core = source("MEGATRON_LM_SRC") / "megatron" / "core"
     file = core / "transformer" / "mla_qk_norm_config.py"

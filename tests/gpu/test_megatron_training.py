@@ -188,14 +188,14 @@ def test_a_call_that_keeps_codes_takes_what_was_counted_and_frees_it(kind):
     with torch.no_grad():
         expected = _loss(run.ddp)
     for seed in range(3):
-        with kept_codes.during("train", length=LENGTH, backward=True):
+        with kept_codes.during("train", tokens=LENGTH, backward=True):
             run.gradients(_tokens(seed))
             inside = torch.cuda.memory_allocated()
         held.append(inside - torch.cuda.memory_allocated())
     assert held[0] == 0
     assert held[1:] == pytest.approx([2 * weights] * 2, rel=0.02)
     for _ in range(2):
-        with kept_codes.during("get_logprobs", length=LENGTH, backward=False), torch.no_grad():
+        with kept_codes.during("get_logprobs", tokens=LENGTH, backward=False), torch.no_grad():
             found = [_loss(run.ddp) for _ in range(2)]
             inside = torch.cuda.memory_allocated()
         assert all(torch.equal(each, expected) for each in found)

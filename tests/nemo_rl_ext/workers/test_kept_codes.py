@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("megatron.core")
 from megatron_fp8rl.conversion import Conversion
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.names import LOGGER
-from nemo_rl_ext.workers.kept_codes import DeviceMemory, KeptCodes
+from nemo_rl_ext.workers.kept_codes import GIB, DeviceMemory, KeptCodes
 from support.megatron import convert_alone, dense, one_process
 
 CODES = 2 * ((128 + 2 * 128) * 128 + 128 * 128 + 2 * 256 * 128 + 128 * 256)
@@ -79,12 +80,12 @@ class Caller:
         growth: int,
         *,
         kind: str = "train",
-        length: int = 100,
+        tokens: int = 100,
         backward: bool = True,
         lasting: int = 0,
     ) -> bool:
         """Return whether codes were kept."""
-        with self.kept_codes.during(kind, length=length, backward=backward):
+        with self.kept_codes.during(kind, tokens=tokens, backward=backward):
             kept = self.epoch.keep
             if kept:
                 self.device.codes = CODES * (2 if backward else 1)
@@ -123,11 +124,11 @@ def test_what_kept_codes_take_is_not_what_a_call_needs(conversion: Conversion) -
     assert [caller.call(3 * CODES) for _ in range(5)] == [False, True, True, True, True]
 
 
-def test_a_batch_with_longer_rows_is_expected_to_need_more(conversion: Conversion) -> None:
+def test_larger_micro_batches_are_expected_to_need_more(conversion: Conversion) -> None:
     caller = Caller(conversion)
-    lengths = {100: 2_000_000, 50: 1_000_000, 400: 8_000_000}
-    kept = [caller.call(lengths[length], length=length) for length in (100, 50, 400, 400, 50)]
-    # The first long one is expected to need 1.25 * 8 MB, by the calls before; it does, and from
+    needs = {100: 2_000_000, 50: 1_000_000, 400: 8_000_000}
+    kept = [caller.call(needs[tokens], tokens=tokens) for tokens in (100, 50, 400, 400, 50)]
+    # The first large one is expected to need 1.25 * 8 MB, by the calls before; it does, and from
     # then on any call is expected to need as much.
     assert kept == [False, True, False, False, False]
 
@@ -144,14 +145,14 @@ def test_a_call_that_fails_is_no_measure(conversion: Conversion) -> None:
     caller = Caller(conversion)
     with (
         pytest.raises(MemoryError),
-        caller.kept_codes.during("train", length=100, backward=True),
+        caller.kept_codes.during("train", tokens=100, backward=True),
     ):
         raise MemoryError
     assert not caller.call(1_000_000)
     assert caller.call(1_000_000)
     with (
         pytest.raises(MemoryError),
-        caller.kept_codes.during("train", length=100, backward=True),
+        caller.kept_codes.during("train", tokens=100, backward=True),
     ):
         assert caller.epoch.keep
         raise MemoryError
@@ -163,7 +164,7 @@ def test_a_peak_that_someone_else_resets_counts_if_it_was_noted(
     conversion: Conversion, noted: bool
 ) -> None:
     caller = Caller(conversion)
-    with caller.kept_codes.during("train", length=100, backward=True):
+    with caller.kept_codes.during("train", tokens=100, backward=True):
         caller.device.use(9_000_000)
         if noted:
             caller.kept_codes.note_peak()
@@ -175,16 +176,18 @@ def test_the_log_tells_of_each_decision_once(
     conversion: Conversion, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger=LOGGER)
-    caller = Caller(conversion)
-    caller.call(1_000_000)
+    caller = Caller(conversion, size=100 * GIB)
+    caller.call(10 * GIB)
     assert not caplog.messages
     for _ in range(2):
-        caller.call(1_000_000)
+        caller.call(10 * GIB)
     (kept,) = caplog.messages
     assert kept.startswith("fp8rl: train keeps the FP8 codes")
-    caller.device.take(8_000_000)
+    caller.device.take(83 * GIB)
     for _ in range(2):
-        caller.call(1_000_000)
+        caller.call(10 * GIB)
     assert caplog.messages[0] == kept
     assert len(caplog.messages) == 2
     assert caplog.messages[1].startswith("fp8rl: train does not keep the FP8 codes")
+    # By these numbers a reader finds the same: more than what is available.
+    assert re.findall(r"\d+\.\d+", caplog.messages[1]) == ["0.00", "12.50", "5.00", "17.00"]

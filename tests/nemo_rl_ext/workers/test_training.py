@@ -549,6 +549,37 @@ def test_calls_without_backward_need_one_side_of_the_codes_and_are_a_kind_of_the
     }
 
 
+class Sharded(dict[str, torch.Tensor]):
+    """A worker's batch as upstream packs its rows, or sorts them into micro-batches."""
+
+    def __init__(self, lengths: list[list[int]], rows: list[list[list[int]]]) -> None:
+        super().__init__(BATCH)
+        self.micro_batch_lengths, self.micro_batch_indices = lengths, rows
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "small", "large"),
+    [
+        (False, ([[9, 16]], [[[0, 1], [1, 2]]]), ([[16], [9, 60]], [[[0, 1]], [[0, 1], [1, 4]]])),
+        (True, ([[9, 16]], [[[0, 1], [1, 2]]]), ([[16], [9, 16]], [[[0, 1]], [[0, 1], [1, 4]]])),
+    ],
+    ids=["packed", "of dynamic size"],
+)
+def test_larger_micro_batches_of_rows_that_are_as_long_are_expected_to_need_more(
+    device: SimpleNamespace, dynamic: bool, small: Any, large: Any
+) -> None:
+    """By the rows' length alone codes would be kept where they do not fit."""
+    worker = batch_worker()
+    worker.cfg["dynamic_batching"] = {"enabled": dynamic}
+    (epoch,) = {m.fp8_setup.epoch for m in conversion_of(worker.model).modules.values()}
+    seen: list[bool] = []
+    worker.model.register_forward_hook(lambda *_: seen.append(epoch.keep))
+    device.peak = 300 * 2**20  # 1.25 times three times that is not there
+    for sizes in (small, small, large, small):
+        worker.get_logprobs(data=Sharded(*sizes))
+    assert seen[::2] == [False, True, False, True]
+
+
 def test_a_calibration_shows_nothing_of_what_other_calls_need(device: SimpleNamespace) -> None:
     """Its batch may be four short rows of random tokens."""
     worker = batch_worker()
