@@ -100,10 +100,14 @@ def _of_engines(
     checkpoint: Path, out: Path, recipe: Recipe, tokens: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
     scales = _stored_scales(out) if recipe.kv_cache.dtype != "auto" else {}
-    # With its default vLLM rounds the scales of weights to powers of two on its own.
-    powers = {"VLLM_USE_DEEP_GEMM_E8M0": str(int(recipe.weights.scale_format == "pow2"))}
+    settings = {
+        # With its default vLLM rounds the scales of weights to powers of two on its own.
+        "VLLM_USE_DEEP_GEMM_E8M0": str(int(recipe.weights.scale_format == "pow2")),
+        # Stock vLLM compiles thousands of kernels one by one, of which these tokens need a few.
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+    }
     cache = "fp8" if scales else "auto"
-    stock = EngineJob(out, {**_MEMORY, "kv_cache_dtype": cache}, environment=powers)
+    stock = EngineJob(out, {**_MEMORY, "kv_cache_dtype": cache}, environment=settings)
     source = EngineJob(checkpoint, {**_MEMORY, **engine_args(recipe)}, scales)
     return run_engines([stock, source], tokens)
 

@@ -28,13 +28,13 @@ def find_job() -> Job | None:
     """Describe the DeepGEMM that vLLM uses in this process, or return None to leave it alone.
 
     Call it once vLLM has chosen DeepGEMM for a layer: by then the package is imported and its cache
-    is named (``vllm/utils/deep_gemm.py``).
+    is named (``vllm/utils/deep_gemm.py``). ``VLLM_DEEP_GEMM_WARMUP=skip`` changes nothing: it is
+    about vLLM's own warm-up, for which an engine waits. Nothing waits for this one, and without it
+    an engine compiles the same kernels one by one while it captures graphs.
     """
     import torch
     from vllm import envs
 
-    if envs.VLLM_DEEP_GEMM_WARMUP == "skip":
-        return None
     names = ("deep_gemm", "vllm.third_party.deep_gemm")
     package = next((sys.modules[name] for name in names if name in sys.modules), None)
     cache = os.environ.get("DG_JIT_CACHE_DIR")
@@ -184,7 +184,6 @@ def _watch(process: subprocess.Popen[str], errors: IO[str], shapes: set[Shape]) 
 
 def _warn(reason: str) -> None:
     logger.warning(
-        "fp8rl: DeepGEMM's kernels are not compiled ahead, so the first steps will be slow: %s. "
-        "VLLM_DEEP_GEMM_WARMUP=skip leaves this out.",
+        "fp8rl: DeepGEMM's kernels are not compiled ahead, so the first steps will be slow: %s.",
         reason,
     )

@@ -251,10 +251,7 @@ def test_no_process_is_a_warning(
 
 def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("vllm").propagate = True
-    monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "skip", raising=False)
-    assert find_job() is None
-    assert caplog.text == ""
-    monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "relax")
+    monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", "relax", raising=False)
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
     assert find_job() is None
     assert "DG_JIT_USE_NVRTC is set" in caplog.text
@@ -268,6 +265,24 @@ def test_no_job_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert find_job() is None
     assert "kernels would run when they are listed" in caplog.text
+
+
+@pytest.mark.parametrize("setting", ["skip", "relax", "full"])
+def test_kernels_are_compiled_ahead_whatever_warm_up_vllm_has(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``skip`` is about the warm-up for which an engine waits."""
+    monkeypatch.setattr(envs, "VLLM_DEEP_GEMM_WARMUP", setting, raising=False)
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "jit")
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(__file__="deep_gemm/x.py"))
+    monkeypatch.setattr(warmup, "find_nvcc", lambda environ: Path("nvcc"))
+    gpu = SimpleNamespace(name="H100", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    job = find_job()
+    assert job is not None and job.cache == "jit"
+    assert job.full == (setting == "full")
 
 
 @settings(deadline=None)
