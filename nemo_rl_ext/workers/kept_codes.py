@@ -129,7 +129,8 @@ class KeptCodes:
             self._kept[call] = fits
             logger.info(
                 "fp8rl: %s %s the FP8 codes of its weights over its micro-batches: they take %.2f "
-                "GiB, the call itself may need %.2f, %.2f stay free, and %.2f are available.",
+                "GiB, the call itself may need %.2f, %.2f stay free, and %.2f are available "
+                "(FP8RL_KEEP_CODES=0 keeps none).",
                 call,
                 "keeps" if fits else "does not keep",
                 size / GIB,

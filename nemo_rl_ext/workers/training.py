@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -30,6 +31,8 @@ logger = logging.getLogger(LOGGER)
 
 KEY = "policy.megatron_cfg.fp8rl"
 ROLLOUT_KEY = "policy.generation.vllm_cfg.fp8rl"
+
+KEEP_CODES_ENV = "FP8RL_KEEP_CODES"
 
 SCALES_FILE = "fp8rl_kv_scales.json"
 """File of KV scales in the folder of a checkpoint's weights."""
@@ -63,7 +66,7 @@ class Fp8Training:
     cfg: Any
     model: torch.nn.Module
     _kept_codes: KeptCodes | None = None
-    """None without an FP8 linear on this rank, and on a CPU."""
+    """None without an FP8 linear on this rank, on a CPU, and where it is switched off."""
     _qkv_observer: QKVObserver | None = None
     _replayed_routes: ReplayedRoutes | None = None
     _kv_cache: KVCacheInTraining | None = None
@@ -125,7 +128,8 @@ class Fp8Training:
         return state
 
     def _keep_codes_of(self, conversion: Conversion) -> None:
-        if torch.cuda.is_available() and conversion.modules:
+        wanted = os.environ.get(KEEP_CODES_ENV) != "0"
+        if wanted and torch.cuda.is_available() and conversion.modules:
             from nemo_rl_ext.workers.kept_codes import KeptCodes
 
             self._kept_codes = KeptCodes(conversion)

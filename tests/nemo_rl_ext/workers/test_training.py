@@ -614,6 +614,14 @@ def test_a_rank_without_an_fp8_linear_keeps_nothing(device: SimpleNamespace) -> 
     worker.get_logprobs(data=BATCH)
 
 
+def test_keeping_is_switched_off_by_a_variable(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert batch_worker()._kept_codes is not None
+    monkeypatch.setenv("FP8RL_KEEP_CODES", "0")
+    assert batch_worker()._kept_codes is None
+
+
 def test_a_model_that_gives_nan_is_told() -> None:
     worker = Worker(policy({"training": False}))
     with torch.no_grad():
