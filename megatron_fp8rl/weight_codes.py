@@ -8,6 +8,7 @@ quantizes.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import Operand, Quantized, quantize_weight, quantize_weights
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.export.layout import RowLayout
+
+logger = logging.getLogger(__name__)
 
 
 class WeightEpoch:
@@ -26,8 +28,8 @@ class WeightEpoch:
     whether codes are kept between two of them.
 
     A hook on ``torch.optim`` advances it after every optimizer step; the hook is removed with the
-    last owner of this object. A replayed CUDA graph runs no hook, so a step that is captured while
-    codes are kept raises UnsupportedError.
+    last owner of this object. A replayed CUDA graph runs no hook, so nothing is kept any more once
+    a step has been captured in one.
 
     Args:
         keep: keep the codes of an epoch until its end, or until a weight is known to have changed;
@@ -37,25 +39,35 @@ class WeightEpoch:
 
     def __init__(self, keep: bool = False) -> None:
         self.value = 0
-        self.keep = self._always_keep = keep
+        self._keep = self._always_keep = keep
+        self._captured = False
         ref = weakref.ref(self)
 
         def after_step(*args: Any, **kwargs: Any) -> None:
             epoch = ref()
             if epoch is None:
                 return
-            captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-            if epoch.keep and captured:
-                raise UnsupportedError(
-                    "The optimizer's step is captured in a CUDA graph, whose replays leave no "
-                    "trace on the weights, so the codes that are kept would stay those of old "
-                    "weights; switch optimizer_cuda_graph off, or convert without keep_codes and "
-                    "leave Conversion.keeping_codes() before each step."
-                )
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                if epoch.keep:
+                    logger.warning(
+                        "fp8rl: an optimizer step is captured in a CUDA graph, whose replays leave "
+                        "no trace on the weights, so their FP8 codes are not kept any longer; "
+                        "switch optimizer_cuda_graph off to keep them."
+                    )
+                epoch._captured = True
             epoch.turn()
 
         hook = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, hook.remove)
+
+    @property
+    def keep(self) -> bool:
+        """Whether codes are kept now."""
+        return self._keep and not self._captured
+
+    @keep.setter
+    def keep(self, keep: bool) -> None:
+        self._keep = keep
 
     def __reduce__(self) -> tuple[type[WeightEpoch], tuple[bool]]:
         """Give a copy a hook of its own: without one its codes would outlive optimizer steps.
