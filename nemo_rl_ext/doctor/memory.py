@@ -233,7 +233,7 @@ def training_section(sections: Sections, training: Training, fp8: bool) -> Secti
     layout = f"TP {tensor}, PP {pipeline}" + (f", EP {expert}" if expert > 1 else "")
     optimizer = megatron.get("optimizer") or {}
     shared = ", shared by the replicas" if optimizer.get("use_distributed_optimizer") else ""
-    codes = "; FP8 codes are made anew for each use of a layer" if fp8 else ""
+    codes = "; FP8 codes come on top in a call, where it has room for them" if fp8 else ""
     return Section(
         f"memory of a GPU in training: Megatron, {layout}"
         + (" (the largest stage)" if pipeline > 1 else ""),

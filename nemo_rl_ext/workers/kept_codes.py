@@ -69,6 +69,8 @@ class _Seen:
     """Memory beside what was taken before the call and beside kept codes, in bytes."""
     tokens: int = 1
     """See :meth:`KeptCodes.during`."""
+    kept: bool | None = None
+    """What was decided and logged last."""
 
 
 class KeptCodes:
@@ -90,7 +92,6 @@ class KeptCodes:
         modules = conversion.modules.values()
         self._weights = sum(w.numel() for module in modules for w in weights_of(module))
         self._seen: dict[str, _Seen] = {}
-        self._kept: dict[str, bool] = {}
         self._peak = 0
 
     @contextmanager
@@ -125,8 +126,8 @@ class KeptCodes:
         need = GROWTH * seen.growth * max(1.0, tokens / seen.tokens)
         spare, available = SPARE * self._memory.total(), self._memory.available()
         fits = size + need + spare <= available
-        if self._kept.get(call) != fits:
-            self._kept[call] = fits
+        if seen.kept != fits:
+            seen.kept = fits
             logger.info(
                 "fp8rl: %s %s the FP8 codes of its weights over its micro-batches: they take %.2f "
                 "GiB, the call itself may need %.2f, %.2f stay free, and %.2f are available "

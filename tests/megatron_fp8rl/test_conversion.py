@@ -16,13 +16,22 @@ from fp8rl import PinPolicy, PluginManager, Recipe, hookimpl
 from fp8rl.errors import PinError, UnsupportedError
 from fp8rl.numerics import Quantized, quantize_block
 from fp8rl.recipe import Pins
-from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes, weight_codes_hf
+from megatron_fp8rl import Conversion, conversion_of, convert, table, weight_codes_hf
 from megatron_fp8rl import conversion as conversion_module
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.linear import Fp8ColumnParallelLinear, Fp8Module, Fp8RowParallelLinear
 from megatron_fp8rl.sites import sites
 from megatron_fp8rl.testing.models import build_gpt
-from support.megatron import Recording, Trainer, convert_alone, dense, losses, pinned, tokens
+from support.megatron import (
+    Recording,
+    Trainer,
+    convert_alone,
+    dense,
+    losses,
+    pinned,
+    quantized_weights,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
@@ -546,15 +555,7 @@ def test_loading_weights_is_noticed_and_data_writes_after_invalidate(keep):
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Every weight that is quantized from now on, in order."""
-    weights: list[torch.Tensor] = []
-    quantize = weight_codes.quantize_weight
-
-    def noted(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
-        weights.append(weight)
-        return quantize(weight, *args, **options)
-
-    monkeypatch.setattr(weight_codes, "quantize_weight", noted)
-    return weights
+    return quantized_weights(monkeypatch)
 
 
 def _kept(conversion: Conversion) -> list[Quantized]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -24,7 +25,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 from fp8rl import PluginManager, Recipe
 from fp8rl.gemm import BackendChoice, ReferenceBackend
 from fp8rl.recipe import Pins
-from megatron_fp8rl import Conversion, convert
+from megatron_fp8rl import Conversion, convert, weight_codes
 from megatron_fp8rl.export import load_hf
 from megatron_fp8rl.export.layout import RowLayout
 from megatron_fp8rl.linear import Fp8State
@@ -222,3 +223,16 @@ def one_process(**sizes: int) -> Iterator[CpuShim]:
         parallel_state.destroy_model_parallel()
         if ours:
             torch.distributed.destroy_process_group()
+
+
+def quantized_weights(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Return a list that takes every weight that is quantized alone from now on, in order."""
+    weights: list[torch.Tensor] = []
+    quantize = weight_codes.quantize_weight
+
+    def noted(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        weights.append(weight)
+        return quantize(weight, *args, **options)
+
+    monkeypatch.setattr(weight_codes, "quantize_weight", noted)
+    return weights

@@ -19,14 +19,13 @@ from transformers import Qwen3Config
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, ScaleError
 from fp8rl.kv_scales import scale_names
-from megatron_fp8rl import weight_codes
 from megatron_fp8rl.conversion import conversion_of
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers import kept_codes, training
 from nemo_rl_ext.workers.kept_codes import DeviceMemory
 from nemo_rl_ext.workers.training import Fp8Training
-from support.megatron import one_process
+from support.megatron import one_process, quantized_weights
 
 CONFIG = Qwen3Config(
     vocab_size=96,
@@ -480,14 +479,7 @@ CALLS = {
 def test_codes_are_kept_in_each_call_from_the_second_on(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, call: str, each: int, kept: int
 ) -> None:
-    made: list[torch.Tensor] = []
-    quantize = weight_codes.quantize_weight
-
-    def noted(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
-        made.append(weight)
-        return quantize(weight, *args, **options)
-
-    monkeypatch.setattr(weight_codes, "quantize_weight", noted)
+    made = quantized_weights(monkeypatch)
     worker, plain = batch_worker(), batch_worker(on_gpu=False)
     assert plain._kept_codes is None
     counts = []
