@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm import envs
 from vllm.distributed.parallel_state import get_dp_group
@@ -54,8 +55,29 @@ if TYPE_CHECKING:
 _BACKENDS = {"triton": Fp8MoeBackend.TRITON, "deep_gemm": Fp8MoeBackend.DEEPGEMM}
 """Values of vLLM's ``moe_backend``, in vLLM's own order for block FP8 on Hopper. vLLM's DeepGEMM
 backend runs Triton too, for fewer than 128 tokens or experts of at most 512 columns."""
+_NARROW = 512
+"""The most columns of experts that vLLM does not give to DeepGEMM (``_valid_deep_gemm``)."""
+_MANY_ROWS = 96
+"""Rows of an expert, on average, from which on DeepGEMM is the quicker one
+(``docs/measurements/rollouts.md``)."""
 
 ConfiguredKernel = tuple[FusedMoEQuantConfig, mk.FusedMoEKernel]
+
+
+class ExpertsByRows(TritonOrDeepGemmExperts):
+    """DeepGEMM where experts have many rows each, as of prompts, and Triton else, as in decode.
+
+    DeepGEMM's tiles have 128 rows of one expert. A decode step gives an expert a few rows, which
+    Triton's tiles of 16 to 64 rows fit. On Hopper vLLM by itself runs Triton for all.
+    """
+
+    def _select_experts_impl(
+        self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
+    ) -> mk.FusedMoEExpertsModular:
+        rows = hidden_states.shape[0] * self.moe_config.experts_per_token
+        if rows < _MANY_ROWS * self.moe_config.num_experts:
+            return self.fallback_experts
+        return super()._select_experts_impl(hidden_states, w1, w2)
 
 
 def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) -> ConfiguredKernel:
@@ -78,8 +100,7 @@ def delegate_experts(layer: RoutedExperts, moe: FusedMoEConfig, recipe: Recipe) 
         )
     _require_activation_scales(recipe)
     reasons = []
-    for name in _names(moe):
-        kernel = one_class(backend_to_kernel_cls(_BACKENDS[name]))
+    for name, kernel in _kernels(moe):
         reason = _unsupported_reason(name, kernel, moe)
         if reason is not None:
             reasons.append(f"{name}: {reason}")
@@ -144,12 +165,18 @@ def delegate_plain_experts(layer: RoutedExperts, moe: FusedMoEConfig) -> Configu
     return config, kernel
 
 
-def _names(moe: FusedMoEConfig) -> tuple[str, ...]:
-    if moe.moe_backend == "auto":
-        return tuple(_BACKENDS)
-    if moe.moe_backend not in _BACKENDS:
-        _refuse(moe.moe_backend)
-    return (moe.moe_backend,)
+def _kernels(moe: FusedMoEConfig) -> list[tuple[str, type[mk.FusedMoEExperts]]]:
+    """Return vLLM's kernels with the name of their backend, the one to prefer first."""
+    asked = moe.moe_backend
+    if asked not in ("auto", *_BACKENDS):
+        _refuse(asked)
+    names = _BACKENDS if asked == "auto" else (asked,)
+    found = [(name, one_class(backend_to_kernel_cls(_BACKENDS[name]))) for name in names]
+    # vLLM's DeepGEMM backend never changes kernels where scales are powers of two.
+    by_rows = asked == "auto" and moe.intermediate_size_per_partition > _NARROW
+    if by_rows and not is_deep_gemm_e8m0_used():
+        found.insert(0, ("deep_gemm", ExpertsByRows))
+    return found
 
 
 def _refuse(backend: str) -> None:
