@@ -150,7 +150,8 @@ def _experts_kernel(engine: VllmConfig, device: torch.device) -> tuple[str, str]
         return "cpu", _NO_FP8_UNITS
     asked = engine.kernel_config.moe_backend
     if asked == "auto":
-        return "triton", "the first choice; vLLM looks at the experts when the engine starts"
+        why = "DeepGEMM for prompts where it takes the experts, Triton for decode"
+        return "deep_gemm, triton", f"{why}; vLLM looks at them when the engine starts"
     return asked, "as moe_backend says"
 
 

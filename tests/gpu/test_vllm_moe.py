@@ -186,12 +186,16 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (actual - expected).norm(dim=1) / expected.norm(dim=1)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 300])
-@pytest.mark.parametrize("backend", ["triton", "deep_gemm"])
+@pytest.mark.parametrize("tokens", [1, 7, 300, 500])  # from 384 on "auto" takes DeepGEMM
+@pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm"])
 def test_kernels_equal_float64_on_the_same_operands(delegated, experts, backend, tokens) -> None:
     layer = experts.layer
     _, kernel = delegated.delegate_experts(layer, moe_config(backend), RECIPE)
-    names = {"triton": "TritonExperts", "deep_gemm": "TritonOrDeepGemmExperts"}
+    names = {
+        "auto": "ExpertsByRows",
+        "triton": "TritonExperts",
+        "deep_gemm": "TritonOrDeepGemmExperts",
+    }
     assert type(kernel.fused_experts).__name__ == names[backend]
     x, weights, ids, y = run(kernel, layer, tokens)
     w13 = dequantized(layer.w13_weight, layer.w13_weight_scale_inv)
@@ -208,7 +212,7 @@ def test_kernels_equal_float64_on_the_same_operands(delegated, experts, backend,
     assert other.median() > 2.5e-2
 
 
-@pytest.mark.parametrize("backend", ["triton", "deep_gemm"])
+@pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm"])
 def test_no_kernel_hides_the_router(delegated, experts: Experts, backend: str) -> None:
     """A monolithic kernel takes logits and chooses the experts itself: nothing to replay."""
     _, kernel = delegated.delegate_experts(experts.layer, moe_config(backend), RECIPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Recipe
@@ -10,6 +11,11 @@ from fp8rl.recipe import Recipe
 ACTIVATION_SCALES_ENV = "VLLM_USE_DEEP_GEMM_E8M0"
 """Whether all of vLLM's MoE kernels quantize activations with scales that are powers of two. vLLM's
 default is ``1``, on Hopper too."""
+TILES_ENV = "VLLM_TUNED_CONFIG_FOLDER"
+"""Folder in which vLLM looks for the tiles of its Triton kernel for experts before its own."""
+TILES = Path(__file__).with_name("expert_tiles")
+"""Tiles in vLLM's format, found by ``benchmarks/tune_experts.py``: a file for each number of
+experts, their width and GPU. Where there is none, vLLM takes its own file, or guesses."""
 
 
 def set_activation_scales(recipe: Recipe, *, experts: bool) -> None:
@@ -35,3 +41,12 @@ def set_activation_scales(recipe: Recipe, *, experts: bool) -> None:
             f"{recipe.activations.scale_format} scales; unset it, or, if another engine of this "
             "process has set it, start this one in a process of its own."
         )
+
+
+def offer_expert_tiles() -> None:
+    """Let vLLM find :data:`TILES`, unless the environment names another folder.
+
+    Call it before the first FP8 kernel of an engine with experts and without adapters: with a
+    folder vLLM also looks there for settings of its LoRA kernels.
+    """
+    os.environ.setdefault(TILES_ENV, str(TILES))

@@ -30,7 +30,7 @@ from vllm_fp8rl.compat import (
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.guard import RefitGuard
 from vllm_fp8rl.hf_names import HfNames
-from vllm_fp8rl.kernels.moe_settings import set_activation_scales
+from vllm_fp8rl.kernels.moe_settings import offer_expert_tiles, set_activation_scales
 from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
 from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.quantization.models import (
@@ -279,6 +279,8 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
         set_activation_scales(recipe, experts=is_moe(hf_config))
+        if is_moe(hf_config) and engine.lora_config is None:
+            offer_expert_tiles()
     names = module_names(engine.model_config.hf_config)
     policy = PluginManager().pin_policy(recipe.pins, names)
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 
 import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
+from fp8rl.numerics import BLOCK
 from fp8rl.recipe import ActivationFormat
-from vllm_fp8rl.kernels.moe_settings import ACTIVATION_SCALES_ENV, set_activation_scales
+from vllm_fp8rl.kernels.moe_settings import (
+    ACTIVATION_SCALES_ENV,
+    TILES,
+    TILES_ENV,
+    offer_expert_tiles,
+    set_activation_scales,
+)
 
 POW2 = Recipe(activations=ActivationFormat(scale_format="pow2"))
 
@@ -23,3 +32,32 @@ def test_the_recipe_decides_unless_the_environment_has(monkeypatch):
         assert os.environ[ACTIVATION_SCALES_ENV] == value
         with pytest.raises(UnsupportedError, match=f"{ACTIVATION_SCALES_ENV}={value} contradicts"):
             set_activation_scales(other, experts=True)
+
+
+def test_a_folder_of_the_user_stays(monkeypatch):
+    monkeypatch.setenv(TILES_ENV, "mine")
+    offer_expert_tiles()
+    assert os.environ[TILES_ENV] == "mine"
+
+
+def test_vllm_finds_the_tiles_of_a_gpu(monkeypatch):
+    """By vLLM's own lookup, for each file."""
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    monkeypatch.delenv(TILES_ENV, raising=False)
+    offer_expert_tiles()
+    files = sorted(TILES.glob("*.json"))
+    assert files
+    for file in files:
+        experts, width, gpu = re.match(r"E=(\d+),N=(\d+),device_name=(\w+),", file.name).groups()
+        platform = type(fused_moe.current_platform)
+        name = classmethod(lambda *_, gpu=gpu: gpu.replace("_", " "))
+        monkeypatch.setattr(platform, "get_device_name", name)
+        fused_moe.get_moe_configs.cache_clear()
+        found = fused_moe.get_moe_configs(int(experts), int(width), "fp8_w8a8", *BLOCK)
+        told = json.loads(file.read_text(encoding="utf-8"))
+        assert told.pop("triton_version")
+        assert found == {int(tokens): tiles for tokens, tiles in told.items()}
+        # Sums of 128 products, then of those, as with vLLM's own tiles.
+        assert {tiles["BLOCK_SIZE_K"] for tiles in found.values()} == {BLOCK[1]}
+    fused_moe.get_moe_configs.cache_clear()
