@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,6 +47,11 @@ def test_vllm_finds_the_tiles_of_a_gpu(monkeypatch):
 
     monkeypatch.delenv(TILES_ENV, raising=False)
     offer_expert_tiles()
+    # vLLM keeps what its settings were when the first engine of a process had started.
+    settings = SimpleNamespace(
+        VLLM_TUNED_CONFIG_FOLDER=os.environ[TILES_ENV], VLLM_BATCH_INVARIANT=False
+    )
+    monkeypatch.setattr(fused_moe, "envs", settings)
     files = sorted(TILES.glob("*.json"))
     assert files
     for file in files:
