@@ -22,8 +22,8 @@ WARM_STEPS = 2
 MEDIAN_STEPS = 3
 """Steps that a median needs at least."""
 MICRO_BATCH = {"1.7b": 4, "4b": 8, "8b": 1}
-"""Sequences of a training micro-batch on one H200, without recomputation of activations. With four of
-a 4B model the host was the limit, not the GPU."""
+"""Sequences of a training micro-batch on one H200, without recomputation of activations.
+With four of a 4B model the host was the limit, not the GPU."""
 LOGPROB_BATCH = 8
 BATCHED_TOKENS = 8192
 """Of vLLM's steps that compute prompts."""
