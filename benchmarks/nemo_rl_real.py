@@ -21,10 +21,9 @@ WARM_STEPS = 2
 """Steps before those whose median is given."""
 MEDIAN_STEPS = 3
 """Steps that a median needs at least."""
-MICRO_BATCH = {"1.7b": 4, "4b": 8, "8b": 1}
-"""Sequences of a training micro-batch on one H200, without recomputation of activations.
-With four of a 4B model the host was the limit, not the GPU."""
-LOGPROB_BATCH = 8
+MICRO_BATCH = {"1.7b": 4, "4b": 4, "8b": 1}
+"""Sequences of a training micro-batch on one H200, without recomputation of activations."""
+LOGPROB_BATCH = 4
 BATCHED_TOKENS = 8192
 """Of vLLM's steps that compute prompts."""
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)

@@ -45,6 +45,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.fused_moe.fused_moe import (
     get_config_file_name,
+    get_moe_configs,
     try_get_optimal_moe_config,
 )
 from vllm.v1.worker.workspace import init_workspace_manager
@@ -290,6 +291,8 @@ def main() -> None:
         job.join()
     experts.allocate()
     file: dict[str, Any] = {"triton_version": versions()["triton"]}
+    of_vllm = get_moe_configs(experts.count, experts.width, "fp8_w8a8", *BLOCK) or {}
+    file |= {str(tokens): tiles for tokens, tiles in of_vllm.items()}
     file |= {str(tokens): experts.default(tokens) for tokens in FEW}
     lines = []
     for found in tune(experts, tiles):

@@ -122,7 +122,7 @@ def _linears(
         shape, kernel, why = "", "-", ""
         if kind == "experts":
             if fp8:
-                kernel, why = _experts_kernel(engine, device)
+                kernel, why = _experts_kernel(engine, state.recipe, device)
         else:
             gemm = sizes.linear(kind)
             shape = f"{gemm.out_features} x {gemm.in_features}"
@@ -145,13 +145,18 @@ def _linears(
     )
 
 
-def _experts_kernel(engine: VllmConfig, device: torch.device) -> tuple[str, str]:
+def _experts_kernel(engine: VllmConfig, recipe: Recipe, device: torch.device) -> tuple[str, str]:
     if device.type != "cuda":
         return "cpu", _NO_FP8_UNITS
     asked = engine.kernel_config.moe_backend
     if asked == "auto":
-        why = "DeepGEMM for prompts where it takes the experts, Triton for decode"
-        return "deep_gemm, triton", f"{why}; vLLM looks at them when the engine starts"
+        pow2 = recipe.activations.scale_format == "pow2"
+        if pow2 or torch.cuda.get_device_capability(device) != (9, 0):
+            return "triton", "the first choice; vLLM looks at the experts when the engine starts"
+        return "triton, deep_gemm", (
+            "DeepGEMM where experts have many rows, as of prompts, if it takes them when the "
+            "engine starts (nvcc, more than 512 columns)"
+        )
     return asked, "as moe_backend says"
 
 

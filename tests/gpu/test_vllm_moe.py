@@ -198,6 +198,10 @@ def test_kernels_equal_float64_on_the_same_operands(delegated, experts, backend,
     }
     assert type(kernel.fused_experts).__name__ == names[backend]
     x, weights, ids, y = run(kernel, layer, tokens)
+    if backend == "auto":
+        fused = kernel.fused_experts
+        chosen = fused._select_experts_impl(x, layer.w13_weight, layer.w2_weight)
+        assert chosen is (fused.experts if tokens == 500 else fused.fallback_experts)
     w13 = dequantized(layer.w13_weight, layer.w13_weight_scale_inv)
     w2 = dequantized(layer.w2_weight, layer.w2_weight_scale_inv)
     expected = truth(w13, w2, x, weights, ids, fake_quantized)

@@ -68,7 +68,8 @@ class ExpertsByRows(TritonOrDeepGemmExperts):
     """DeepGEMM where experts have many rows each, as of prompts, and Triton else, as in decode.
 
     DeepGEMM's tiles have 128 rows of one expert. A decode step gives an expert a few rows, which
-    Triton's tiles of 16 to 64 rows fit. On Hopper vLLM by itself runs Triton for all.
+    Triton's tiles of 16 to 64 rows fit. On Hopper vLLM by itself runs Triton for all, without
+    expert parallel.
     """
 
     def _select_experts_impl(
@@ -172,8 +173,14 @@ def _kernels(moe: FusedMoEConfig) -> list[tuple[str, type[mk.FusedMoEExperts]]]:
         _refuse(asked)
     names = _BACKENDS if asked == "auto" else (asked,)
     found = [(name, one_class(backend_to_kernel_cls(_BACKENDS[name]))) for name in names]
-    # vLLM's DeepGEMM backend never changes kernels where scales are powers of two.
-    by_rows = asked == "auto" and moe.intermediate_size_per_partition > _NARROW
+    # vLLM's DeepGEMM backend never changes kernels where scales are powers of two. A dispatcher
+    # that counts the tokens of local experts has workspaces of DeepGEMM's size, too small for
+    # Triton.
+    by_rows = (
+        asked == "auto"
+        and moe.intermediate_size_per_partition > _NARROW
+        and not moe.moe_parallel_config.use_all2all_kernels
+    )
     if by_rows and not is_deep_gemm_e8m0_used():
         found.insert(0, ("deep_gemm", ExpertsByRows))
     return found

@@ -47,6 +47,8 @@ def offer_expert_tiles() -> None:
     """Let vLLM find :data:`TILES`, unless the environment names another folder.
 
     Call it before the first FP8 kernel of an engine with experts and without adapters: with a
-    folder vLLM also looks there for settings of its LoRA kernels.
+    folder vLLM also looks there for settings of its LoRA kernels, and a later engine of the process
+    with adapters warns that it found none. vLLM keeps its settings from the first engine of a
+    process on, so tiles are not found by one that follows an engine without experts.
     """
     os.environ.setdefault(TILES_ENV, str(TILES))

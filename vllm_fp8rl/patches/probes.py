@@ -345,6 +345,8 @@ PROBES = (
         positional=5, needs=_GPU_EXPERTS),
     Probe(13, f"{_MOE}.experts.triton_deep_gemm_moe",
         "TritonOrDeepGemmExperts._select_experts_impl", positional=4, needs=_GPU_EXPERTS),
+    Probe(13, f"{_MOE}.config", "FusedMoEParallelConfig", attributes="use_all2all_kernels",
+        needs=_GPU_EXPERTS),
     Probe(13, f"{_MOE}.experts.fallback", "FallbackExperts", attributes="fallback_experts",
         needs=_GPU_EXPERTS),
     Probe(13, f"{_MOE}.deep_gemm_utils", "compute_aligned_M_and_alignment", positional=0,

@@ -37,20 +37,30 @@ def test_experts_with_many_rows_go_to_deep_gemm(
 
 
 @pytest.mark.parametrize(
-    ("backend", "width", "pow2", "names"),
+    ("backend", "width", "pow2", "all2all", "names"),
     [
-        ("auto", 1408, False, ["deep_gemm by rows", "triton", "deep_gemm"]),
-        ("auto", 513, False, ["deep_gemm by rows", "triton", "deep_gemm"]),
-        ("auto", 512, False, ["triton", "deep_gemm"]),  # vLLM gives these to Triton anyway
-        ("auto", 1408, True, ["triton", "deep_gemm"]),
-        ("triton", 1408, False, ["triton"]),
-        ("deep_gemm", 1408, False, ["deep_gemm"]),
+        ("auto", 1408, False, False, ["deep_gemm by rows", "triton", "deep_gemm"]),
+        ("auto", 513, False, False, ["deep_gemm by rows", "triton", "deep_gemm"]),
+        ("auto", 512, False, False, ["triton", "deep_gemm"]),  # vLLM gives these to Triton anyway
+        ("auto", 1408, True, False, ["triton", "deep_gemm"]),
+        ("auto", 1408, False, True, ["triton", "deep_gemm"]),
+        ("triton", 1408, False, False, ["triton"]),
+        ("deep_gemm", 1408, False, False, ["deep_gemm"]),
     ],
 )
 def test_the_order_of_kernels(
-    monkeypatch: pytest.MonkeyPatch, backend: str, width: int, pow2: bool, names: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    width: int,
+    pow2: bool,
+    all2all: bool,
+    names: list[str],
 ) -> None:
     monkeypatch.setattr(fused_moe, "is_deep_gemm_e8m0_used", lambda: pow2)
-    moe = SimpleNamespace(moe_backend=backend, intermediate_size_per_partition=width)
+    moe = SimpleNamespace(
+        moe_backend=backend,
+        intermediate_size_per_partition=width,
+        moe_parallel_config=SimpleNamespace(use_all2all_kernels=all2all),
+    )
     found = fused_moe._kernels(moe)
     assert [name + " by rows" * (kernel is ExpertsByRows) for name, kernel in found] == names
