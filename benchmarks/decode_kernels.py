@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 from facts import versions
-from profiles import cold_ms, copy_bandwidth
+from profiles import cold_ms, copy_bandwidth, graph_ms
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.vllm_flash_attn import flash_attn_varlen_func
@@ -58,22 +57,7 @@ def cold(run: Callable[[], Any]) -> float:
 
 def in_graph(run: Callable[[], Any]) -> float:
     """Return the median microseconds of a launch in a CUDA graph of twenty."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / 20)
-    return statistics.median(times)
+    return graph_ms(run, 20, REPEATS) * 1e3
 
 
 def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:

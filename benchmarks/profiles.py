@@ -16,10 +16,33 @@ def cold_ms(call: Callable[[], object], repeats: int) -> float:
     flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # several times any L2 cache
     for _ in range(3):
         call()
+    return _median_ms(call, repeats, before=flush.zero_)
+
+
+def graph_ms(call: Callable[[], object], launches: int, repeats: int) -> float:
+    """Return the median milliseconds of a call in a CUDA graph of ``launches`` of them."""
+    import torch
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            call()
+    return _median_ms(graph.replay, repeats) / launches
+
+
+def _median_ms(
+    call: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None
+) -> float:
+    """Return the median milliseconds of the GPU for a call, without what is done before each."""
+    import torch
+
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
+        before()
         start.record()
         call()
         end.record()

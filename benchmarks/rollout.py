@@ -229,7 +229,6 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         enable_expert_parallel=options.ranks > 1,
         seed=0,
         **engine_arguments(variant, options.recipe),
-        **options.engine,
     )
     result: dict[str, Any] = {"variant": variant, "start_seconds": time.perf_counter() - began}
     result["probe_seconds"] = sum(probes)
@@ -310,9 +309,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("rollout.json"))
     parser.add_argument(
         "--recipe", type=json.loads, default="{}", help="keys for fp8rl's variants, as JSON"
-    )
-    parser.add_argument(
-        "--engine", type=json.loads, default="{}", help="arguments of vLLM's LLM, as JSON"
     )
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--cache", type=float, help="GiB of the KV cache, in place of --memory")

@@ -7,12 +7,13 @@ vLLM takes the tiles of its fused MoE kernel from a file named by the number of 
 width, the GPU and the quantization, in ``VLLM_TUNED_CONFIG_FOLDER`` or in its wheel, and guesses
 where there is none. For each number of tokens this times the whole of the experts (routing by
 chance, quantization, both products, SiLU) in a CUDA graph with the tiles that vLLM would take and
-with each of :func:`candidates`, and writes the quickest to ``FOLDER/NAME.json``, and all medians
-to ``FOLDER/times-NAME.json``. Tiles that are less than ``LEAST_GAIN`` quicker are not worth a
-difference: vLLM's own stay. All candidates add up blocks of 128 along K, as vLLM's do, so that
-sums stay the same. vLLM's DeepGEMM kernel for experts is timed too, where it takes them: fp8rl
-changes to it where experts have many rows (``vllm_fp8rl.kernels.fused_moe``). ``--ranks`` splits
-the width of the experts, as tensor parallel does. ``--jobs`` processes compile the tiles first.
+with each of :func:`candidates`. It writes the quickest to ``FOLDER/NAME.json``, and the medians of
+the twelve quickest to ``FOLDER/times-NAME.json``. Tiles that are less than ``LEAST_GAIN`` quicker
+are not worth a difference: vLLM's own stay. All candidates add up blocks of 128 along K, as vLLM's
+do, so that sums stay the same. vLLM's DeepGEMM kernel for experts is timed too, where it takes
+them: fp8rl changes to it where experts have many rows (``vllm_fp8rl.kernels.fused_moe``).
+``--ranks`` splits the width of the experts, as tensor parallel does. ``--jobs`` processes compile
+the tiles first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -34,6 +34,7 @@ os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # before vLLM: activation scales of
 
 import torch
 from facts import versions
+from profiles import graph_ms
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import fused_experts, override_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -116,12 +117,11 @@ class Experts:
         """Make the weights."""
         stacks = [(2 * self.width, self.hidden), (self.hidden, self.width)]
         self.weights = [self._codes(*each) for each in stacks]
-        scales = [
+        self.scales = [
             torch.full((self.count, -(-n // BLOCK[0]), -(-k // BLOCK[1])), 1e-3, device="cuda")
             for n, k in stacks
         ]
-        self.scales = scales
-        self.config = fp8_w8a8_moe_quant_config(*scales, block_shape=list(BLOCK))
+        self.config = fp8_w8a8_moe_quant_config(*self.scales, block_shape=list(BLOCK))
 
     def deep_gemm(self) -> Callable[[tuple[torch.Tensor, ...]], torch.Tensor]:
         """Return a call of vLLM's DeepGEMM kernel for experts, as an engine of fp8rl makes it."""
@@ -198,25 +198,6 @@ class Experts:
             )
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Return the median time of one call in a CUDA graph of several."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / LAUNCHES)
-    return statistics.median(times)
-
-
 def compile_some(experts: Experts, tiles: list[Tiles]) -> None:
     """Compile candidates in a process of its own, which leaves the files of Triton's cache."""
     experts.allocate()
@@ -240,7 +221,7 @@ def tune(experts: Experts, tiles: list[Tiles]) -> Iterator[dict[str, Any]]:
             return ((found.float() - expected).abs().max() / expected.abs().max()).item()
 
         def timed(chosen: Tiles, inputs: tuple[torch.Tensor, ...] = inputs) -> float:
-            return milliseconds(lambda: experts.run(inputs, chosen))
+            return graph_ms(lambda: experts.run(inputs, chosen), LAUNCHES, REPEATS)
 
         found: list[tuple[float, Tiles]] = []
         base = timed(default)
@@ -262,12 +243,12 @@ def tune(experts: Experts, tiles: list[Tiles]) -> Iterator[dict[str, Any]]:
             "best_ms": best,
             "chosen": chosen,
             "difference": differs(experts.run(inputs, chosen)),
-            "all": sorted(([round(ms, 5), *each.values()] for ms, each in found))[:12],
+            "quickest": sorted(([round(ms, 5), *each.values()] for ms, each in found))[:12],
         }
         if tokens >= BLOCK[0]:
             deep_gemm = deep_gemm or experts.deep_gemm()
             told["deep_gemm_difference"] = differs(deep_gemm(inputs))
-            told["deep_gemm_ms"] = milliseconds(partial(deep_gemm, inputs))
+            told["deep_gemm_ms"] = graph_ms(partial(deep_gemm, inputs), LAUNCHES, REPEATS)
         yield told
 
 

@@ -176,12 +176,12 @@ def _kernels(moe: FusedMoEConfig) -> list[tuple[str, type[mk.FusedMoEExperts]]]:
     # vLLM's DeepGEMM backend never changes kernels where scales are powers of two. A dispatcher
     # that counts the tokens of local experts has workspaces of DeepGEMM's size, too small for
     # Triton.
-    by_rows = (
+    if (
         asked == "auto"
         and moe.intermediate_size_per_partition > _NARROW
         and not moe.moe_parallel_config.use_all2all_kernels
-    )
-    if by_rows and not is_deep_gemm_e8m0_used():
+        and not is_deep_gemm_e8m0_used()
+    ):
         found.insert(0, ("deep_gemm", ExpertsByRows))
     return found
 

@@ -278,8 +278,9 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
     check_scale_source(engine.cache_config)
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
-        set_activation_scales(recipe, experts=is_moe(hf_config))
-        if is_moe(hf_config) and engine.lora_config is None:
+        experts = is_moe(hf_config)
+        set_activation_scales(recipe, experts=experts)
+        if experts and engine.lora_config is None:
             offer_expert_tiles()
     names = module_names(engine.model_config.hf_config)
     policy = PluginManager().pin_policy(recipe.pins, names)
