@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -90,7 +90,18 @@ class Fp8Linear(Fp8Module):
     leaves no trace on the parameter.
     """
 
+    in_gated_mlp: ClassVar[Literal["first", "second"] | None] = None
+    """Which linear of a gated MLP the class may be where the activation is fused: the first one
+    hands out gate and up, the second one takes them (:class:`megatron_fp8rl.swiglu.Fp8SwigluMLP`).
+    """
     fp8_state: Fp8State
+    fp8_link: Link | None = None
+    """Set by :class:`megatron_fp8rl.swiglu.Fp8SwigluMLP` during one forward."""
+
+    @property
+    def takes_gate_and_up(self) -> bool:
+        """Whether the input of this forward is gate and up, side by side."""
+        return self.fp8_link is not None and self.in_gated_mlp == "second"
 
     def train(self, mode: bool = True) -> Any:
         if mode != self.training:  # type: ignore[attr-defined]
@@ -108,8 +119,6 @@ class Fp8Linear(Fp8Module):
 
 class _LocalFp8Linear(Fp8Linear):
     weight: torch.nn.Parameter
-    fp8_link: Link | None = None
-    """Set by :class:`megatron_fp8rl.swiglu.Fp8SwigluMLP` during one forward."""
 
     def _forward_impl(
         self,
@@ -137,7 +146,7 @@ class _LocalFp8Linear(Fp8Linear):
             tp_group=tp_group,
             training=torch.is_grad_enabled() and weight.requires_grad,
             link=self.fp8_link,
-            swiglu=self.fp8_link is not None and isinstance(self, RowParallelLinear),
+            swiglu=self.takes_gate_and_up,
         )
         return fp8_linear(input, weight, bias, call)
 
@@ -146,12 +155,14 @@ class Fp8ColumnParallelLinear(_LocalFp8Linear, ColumnParallelLinear):
     """``ColumnParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
 
     upstream_class = ColumnParallelLinear
+    in_gated_mlp = "first"
 
 
 class Fp8RowParallelLinear(_LocalFp8Linear, RowParallelLinear):
     """``RowParallelLinear`` over FP8 operands; made by ``convert``, never built directly."""
 
     upstream_class = RowParallelLinear
+    in_gated_mlp = "second"
 
 
 FP8_CLASSES: dict[type, type[Fp8Linear]] = {

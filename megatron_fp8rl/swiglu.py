@@ -15,12 +15,7 @@ from megatron.core.transformer.mlp import MLP
 from torch.nn.modules.module import _has_any_global_hook
 
 from fp8rl.numerics import GROUP
-from megatron_fp8rl.linear import (
-    Fp8ColumnParallelLinear,
-    Fp8Module,
-    Fp8RowParallelLinear,
-    Link,
-)
+from megatron_fp8rl.linear import Fp8Module, Link
 
 
 class Fp8SwigluMLP(Fp8Module, MLP):
@@ -65,11 +60,12 @@ def _is_swiglu(mlp: Any) -> bool:
     return (
         bool(config.bias_activation_fusion and config.gated_linear_unit and plain)
         and mlp.activation_func is torch.nn.functional.silu
-        and type(fc1) is Fp8ColumnParallelLinear
-        and type(fc2) is Fp8RowParallelLinear
-        and fc1.bias is None
-        and not fc1.gather_output
-        and fc2.input_is_parallel
+        and getattr(type(fc1), "in_gated_mlp", None) == "first"
+        and getattr(type(fc2), "in_gated_mlp", None) == "second"
+        # TransformerEngine has an empty tensor in the place of a bias, and neither of the options.
+        and (fc1.bias is None or not fc1.bias.numel())
+        and not getattr(fc1, "gather_output", False)
+        and getattr(fc2, "input_is_parallel", True)
         and fc2.weight.shape[1] % GROUP == 0
     )
 

@@ -93,6 +93,8 @@ class _Fp8TELinear(Fp8Linear):
             sequence_parallel=column and module.sequence_parallel,
             allreduce_dgrad=column and not module.sequence_parallel,
             tp_group=module.tp_group if parallel else None,
+            link=module.fp8_link,
+            swiglu=module.takes_gate_and_up,
         )
         y = fp8_linear(x, weight, None if row else added, call)
         if row:  # the bias comes after the sum over ranks
@@ -110,12 +112,14 @@ class Fp8TEColumnParallelLinear(_Fp8TELinear, TEColumnParallelLinear):
     """``TEColumnParallelLinear`` over FP8 operands; made by ``convert``."""
 
     upstream_class = TEColumnParallelLinear
+    in_gated_mlp = "first"
 
 
 class Fp8TERowParallelLinear(_Fp8TELinear, TERowParallelLinear):
     """``TERowParallelLinear`` over FP8 operands; made by ``convert``."""
 
     upstream_class = TERowParallelLinear
+    in_gated_mlp = "second"
 
 
 class Fp8TELinear(_Fp8TELinear, TELinear):
@@ -128,6 +132,7 @@ class Fp8TELayerNormColumnParallelLinear(_Fp8TELinear, TELayerNormColumnParallel
     """``TELayerNormColumnParallelLinear`` over FP8 operands; made by ``convert``."""
 
     upstream_class = TELayerNormColumnParallelLinear
+    in_gated_mlp = "first"
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.return_layernorm_output:  # Megatron-Bridge sets it where it adds an adapter later

@@ -32,7 +32,7 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import DeepGemmBackend, GroupedShape
 from fp8rl.kv_scales import scale_name
-from fp8rl.numerics import quantize_block
+from fp8rl.numerics import quantize_block, reference
 from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import convert, te_classes, weight_codes_hf
@@ -43,6 +43,7 @@ from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.router_replay import ReplayedRoutes
 from megatron_fp8rl.sites import module_names
 from megatron_fp8rl.specs import layer_spec
+from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.launch import launch
 from support.attention import causal_attention, fake_quantized
 from support.processes import environment
@@ -223,6 +224,34 @@ def test_one_layer_against_transformer_engine(kind, bias):
         layer.return_layernorm_output = True  # as Megatron-Bridge does to give it an adapter
         with pytest.raises(UnsupportedError, match="does not serve LoRA"):
             layer(x)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 77])
+def test_a_fused_mlp_gives_what_separate_operations_give(length, monkeypatch):
+    gpt = _gpt(bias_activation_fusion=True)
+    _convert(gpt)
+    mlp = gpt.decoder.layers[0].mlp
+    assert type(mlp) is Fp8SwigluMLP
+    weights = [mlp.linear_fc1.weight, mlp.linear_fc1.layer_norm_weight, mlp.linear_fc2.weight]
+    x, grad = torch.randn(2, length, BATCH, 512, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y, bias = mlp(leaf)
+        assert bias is None
+        y.backward(grad)
+        made = [y.detach(), leaf.grad, *(weight.grad for weight in weights)]
+        for weight in weights:
+            weight.grad = None
+        return made
+
+    with monkeypatch.context() as patch:
+        for name in ("swiglu", "swiglu_grad"):
+            patch.delattr(reference, name)  # what computes the activation apart
+        fused = run()
+    mlp.give_back()
+    for got, expected in zip(fused, run(), strict=True):
+        assert relative_error(got, expected) < 5e-3
 
 
 def test_the_norm_of_a_zero_centered_weight_is_transformer_engines():

@@ -18,7 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.triton.quantize import encode, one_per_thread, quantization_scales
+from fp8rl.numerics.triton.quantize import (
+    encode,
+    has_packed_maximum,
+    one_per_thread,
+    quantization_scales,
+)
 
 PACKED_REGISTERS = 64  # registers of a thread: four programs fit a multiprocessor
 # Bytes of two words, numbered as for the instruction prmt; the lowest digit comes first.
@@ -31,7 +36,7 @@ _HIGH_HALVES = tl.constexpr(0x7632)  # a2 a3 b2 b3
 def can_pack(x: torch.Tensor) -> bool:
     """Whether rows of ``x`` can be read as aligned 64-bit words, on Hopper or later."""
     return (
-        (not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0))  # max.u16x2
+        has_packed_maximum(x.device)
         and x.dtype == torch.bfloat16
         and x.shape[1] % 128 == 0
         and x.stride(1) == 1

@@ -131,6 +131,13 @@ def has_native_cast(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@cache
+def has_packed_maximum(device: torch.device) -> bool:
+    """Whether the GPU compares two 16-bit numbers at a time (Hopper and later), or it is a CPU with
+    Triton's interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def quantize_block(
     w: torch.Tensor,
     block: tuple[int, int],
