@@ -21,9 +21,12 @@ WARM_STEPS = 2
 """Steps before those whose median is given."""
 MEDIAN_STEPS = 3
 """Steps that a median needs at least."""
-MICRO_BATCH = {"1.7b": 4, "4b": 4, "8b": 1}
-"""Sequences of a training micro-batch on one H200, without recomputation of activations."""
-LOGPROB_BATCH = 4
+MICRO_BATCH = {"1.7b": 16, "4b": 8, "8b": 2}
+"""Sequences of a training micro-batch on one H200, without recomputation of activations. Smaller
+ones leave the GPU waiting for the host."""
+LOGPROB_BATCH = 8
+LOGPROB_CHUNK = 256
+"""Tokens of a sequence whose logits are in float32 at once."""
 BATCHED_TOKENS = 8192
 """Of vLLM's steps that compute prompts."""
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
@@ -90,10 +93,13 @@ def real_size(
         "train_global_batch_size": sequences,
         "train_micro_batch_size": MICRO_BATCH[size],
         "logprob_batch_size": LOGPROB_BATCH,
+        # Whole float32 logits of 151,936 words would take half of a micro-batch's memory.
+        "logprob_chunk_size": LOGPROB_CHUNK,
         # The optimizer stays on the GPU; elsewhere its way to the host and back takes seconds.
         "offload_optimizer_for_refit": False,
     }
     megatron = policy["megatron_cfg"]
+    megatron["defer_fp32_logits"] = True
     megatron["optimizer"] |= {
         "lr": LEARNING_RATE,
         "min_lr": LEARNING_RATE,

@@ -21,6 +21,7 @@ import gzip
 import json
 import os
 import shutil
+import socket
 import statistics
 import sys
 import time
@@ -99,6 +100,13 @@ def made_batch(tokenizer: Any, policy: Any, sequences: int) -> Any:
             "sample_mask": torch.ones(sequences),
         }
     )
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -189,9 +197,13 @@ def main() -> None:
     fused = bool(policy["megatron_cfg"].get("use_fused_linear_logprobs"))
     loss = ClippedPGLossFn(config.loss_fn, use_fused_linear_logprobs=fused)
 
-    ray.init(num_gpus=1, include_dashboard=False, log_to_driver=True)
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    actor = ray.remote(num_gpus=1, runtime_env={"env_vars": rank})(worker_class(fp8))
+    ray.init()  # a Ray of its own, or the one that RAY_ADDRESS names
+    environment = {name: value for name, value in os.environ.items() if name.startswith("NRL_")}
+    environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(free_port())}
+    # As NeMo RL's workers have it: they choose among all GPUs of the machine.
+    environment |= {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    actor = ray.remote(num_gpus=1, runtime_env={"env_vars": environment})(worker_class(fp8))
     annotations = NamedSharding(
         layout=np.arange(1).reshape(1, 1, 1, 1),
         names=["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"],
