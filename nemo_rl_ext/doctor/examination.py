@@ -40,6 +40,7 @@ from nemo_rl_ext.doctor.installation import (
     installed_package,
     version,
 )
+from nemo_rl_ext.doctor.micro_batch import small_micro_batches
 from nemo_rl_ext.patches.upstream import KNOWN
 
 _MAPPINGS = (
@@ -165,7 +166,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
             facts |= _decisions(keys, sections)
             problems += _layout_problems(sections)
             found += _upstream_keys(keys, sections)
-            found += _modules(keys.recipe, sections, model, request.gpu_memory, problems)
+            found += _modules(keys.recipe, sections, model, request.gpu_memory, problems, notes)
     found.append(_patch_section(patches))
     if notes:
         found.append(Section("notes", ("",), tuple((note,) for note in notes)))
@@ -417,8 +418,12 @@ def _modules(
     model: Mapping[str, Any],
     gpu_memory: float | None,
     problems: list[str],
+    notes: list[str],
 ) -> list[Section]:
-    """Tables of the model's modules and of a GPU's memory, as far as the model is known."""
+    """Tables of the model's modules and of a GPU's memory, as far as the model is known.
+
+    What is refused is added to ``problems``, advice to ``notes``.
+    """
     in_fp8 = [name for name in ("rollout", "training") if getattr(recipe, name)]
     try:
         names = module_names(model) if family_of(model) else None
@@ -454,6 +459,8 @@ def _modules(
         training = memory.training_memory(sections, model, rows, gpus)
         if training is not None:
             found.append(memory.training_section(sections, training, recipe.training))
+        if recipe.training:
+            notes += small_micro_batches(sections, model, rows)
     return found
 
 

@@ -194,7 +194,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             table, shapes, requests, loaded, tp, fused_loss=fused_loss
         ):
             console.print(_section_table(section))
-        for note in calculator.notes(table, shapes, requests, tp):
+        for note in calculator.notes(table, shapes, requests, tp, loaded):
             console.print(note, markup=False, soft_wrap=True)
 
     @app.command("export")

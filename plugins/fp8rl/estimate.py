@@ -35,6 +35,7 @@ from fp8rl.measured import (
     FLOPS,
     GPU,
     GPUS,
+    HOST_LAYER,
     MEASURED_HIDDEN,
     MEASURED_LENGTH,
     MEASURED_LINEARS,
@@ -444,7 +445,27 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def notes(gpu: GPU, model: Model, load: Load, tp: int) -> Iterator[str]:
+def smallest_micro_batch(
+    gpu: GPU, model: Model, sequence: float, fp8: bool, *, training: bool
+) -> int:
+    """Return the tokens of a micro-batch below which the GPU waits for the host.
+
+    That is where the GPU computes a layer in the time in which the host enqueues it. Narrower
+    models need more tokens, and FP8 needs more than BF16.
+
+    Args:
+        gpu: table of the GPU.
+        model: the model.
+        sequence: length of the sequences.
+        fp8: whether linear layers are in FP8, but for those that are pinned.
+        training: forward and backward; else a forward that gives logprobs.
+    """
+    host = HOST_LAYER["forward and backward" if training else "log-probabilities"]
+    seconds = layers_seconds(gpu, model, MICRO_BATCH, sequence, fp8, training=training)
+    return round(MICRO_BATCH * host * model.layers / seconds)
+
+
+def notes(gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe) -> Iterator[str]:
     """Yield a sentence each: what was measured, what goes beyond that, and what is left out."""
     beyond = [gpu.extrapolated] if gpu.extrapolated else []
     if model.head.inputs != MEASURED_HIDDEN:
@@ -467,6 +488,18 @@ def notes(gpu: GPU, model: Model, load: Load, tp: int) -> Iterator[str]:
     yield (
         "Left out: waits of the GPU for the host, communication, Ray, refits, sleep and wake-up, "
         "recomputation, and in memory the activations of training."
+    )
+    length = load.tokens_in + load.tokens_out
+    plain, fp8 = (
+        max(
+            smallest_micro_batch(gpu, model, length, fp8, training=training)
+            for training in (False, True)
+        )
+        for fp8 in (False, recipe.training)
+    )
+    yield (
+        f"The GPU waits for the host, and FP8 gives less, in micro-batches below about {fp8:,} "
+        f"tokens (BF16: {plain:,}), on a host like the one that was measured."
     )
     needed = (2 + 4 + ADAM_BYTES) * model.parameters
     if needed > gpu.memory * GIB:

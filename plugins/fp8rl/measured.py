@@ -87,3 +87,6 @@ DECODE: dict[Engine, Decode] = {
 PROFILED_REQUESTS = 256
 SAMPLER_BYTES_MOVED = 28.6
 """The sampler's time for a logit, as bytes at a copy's bandwidth (``decode_profile_h100.json``)."""
+HOST_LAYER = {"log-probabilities": 3.66e-3, "forward and backward": 9.63e-3}
+"""Seconds in which a host enqueues one layer of a micro-batch, FP8 and TransformerEngine's spec, in
+NeMo RL's worker: a run whose GPU waited for it (``nemo_rl_real_4b_h200.json``)."""

@@ -26,6 +26,7 @@ from fp8rl.measured import (
     EXPERTS,
     FLOPS,
     GPUS,
+    HOST_LAYER,
     MEASURED_LENGTH,
     PROFILED_REQUESTS,
     QUANTIZE,
@@ -147,6 +148,33 @@ def test_weights_are_those_that_vllm_reports() -> None:
         line = next(text for _, text in each["timeline"] if "Model loading" in text)
         measured = float(line.split()[3])
         assert shapes.bytes(fp8, fp8).weights / GIB == pytest.approx(measured, rel=0.01)
+
+
+def test_host() -> None:
+    """From the run of Qwen3-4B whose micro-batches of four sequences left the GPU waiting."""
+    found = result("nemo_rl_real_4b_h200")
+    _, fp8rl = found["runs"]
+    phases = {
+        "log-probabilities": "policy_and_reference_logprobs",
+        "forward and backward": "policy_training",
+    }
+    assert (fp8rl["run"], fp8rl["sequences"]) == ("megatron-fp8rl-4b", 256)
+    for name, phase in phases.items():
+        layers = 36 * fp8rl["sequences"] / 4
+        assert close(fp8rl["seconds"][phase]["median"] / layers) == HOST_LAYER[name]
+
+
+def test_micro_batches_that_leave_the_gpu_waiting() -> None:
+    """At that size the GPU takes as long for a layer as the host."""
+    shapes, h200 = model(QWEN3_8B), GPUS["h200"]
+    for training, name in ((False, "log-probabilities"), (True, "forward and backward")):
+        sizes = [
+            calculator.smallest_micro_batch(h200, shapes, 1536, fp8, training=training)
+            for fp8 in (False, True)
+        ]
+        assert sizes[0] < sizes[1]
+        seconds = calculator.layers_seconds(h200, shapes, sizes[1], 1536, True, training=training)
+        assert seconds == pytest.approx(36 * HOST_LAYER[name], rel=0.1)
 
 
 # Runs
@@ -312,6 +340,14 @@ def test_command(tmp_path: Path) -> None:
     assert "Extrapolated: nothing." in shown.output
     for left_out in ("host", "communication", "Ray"):
         assert left_out in shown.output
+    sizes = [
+        max(
+            calculator.smallest_micro_batch(H100, model(QWEN3_8B), 1536, fp8, training=training)
+            for training in (False, True)
+        )
+        for fp8 in (True, False)
+    ]
+    assert f"below about {sizes[0]:,} tokens (BF16: {sizes[1]:,})" in shown.output
 
 
 def test_short_times_have_digits(tmp_path: Path) -> None:
