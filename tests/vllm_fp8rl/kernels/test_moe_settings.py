@@ -8,6 +8,8 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
@@ -20,6 +22,8 @@ from vllm_fp8rl.kernels.moe_settings import (
     offer_expert_tiles,
     set_activation_scales,
 )
+from vllm_fp8rl.quantization import config
+from vllm_fp8rl.testing.tiny import make_checkpoint, make_moe_checkpoint
 
 POW2 = Recipe(activations=ActivationFormat(scale_format="pow2"))
 
@@ -67,3 +71,33 @@ def test_vllm_finds_the_tiles_of_a_gpu(monkeypatch):
         # Sums of 128 products, then of those, as with vLLM's own tiles.
         assert {tiles["BLOCK_SIZE_K"] for tiles in found.values()} == {BLOCK[1]}
     fused_moe.get_moe_configs.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("experts", "adapters", "rollout", "offered"),
+    [
+        (True, False, True, True),
+        (True, True, True, False),  # vLLM would look there for its LoRA kernels too
+        (True, False, False, False),
+        (False, False, True, False),
+    ],
+)
+def test_an_engine_on_a_gpu_sets_them(experts, adapters, rollout, offered, tmp_path, monkeypatch):
+    """The engine's config is that of a CPU; that it is for a GPU is told alone."""
+    make = make_moe_checkpoint if experts else make_checkpoint
+    path = make(tmp_path / "model", 0)
+    made = EngineArgs(
+        str(path), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64
+    ).create_engine_config()
+    monkeypatch.setattr(made.device_config, "device_type", "cuda")
+    monkeypatch.setattr(config, "_probe", lambda engine: None)  # of a GPU's internals
+    monkeypatch.setattr(config, "_check_adapters", lambda engine: None)
+    if adapters:
+        made.lora_config = SimpleNamespace()
+    made.additional_config = {"fp8rl": {"rollout": rollout, "kv_cache": {"dtype": "auto"}}}
+    for name in (TILES_ENV, ACTIVATION_SCALES_ENV):
+        monkeypatch.delenv(name, raising=False)
+    with set_current_vllm_config(made):
+        config._resolve(made, None, None)
+    assert (os.environ.get(TILES_ENV) == str(TILES)) is offered
+    assert os.environ.get(ACTIVATION_SCALES_ENV) == ("0" if rollout else None)
