@@ -19,13 +19,14 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import os
 import shutil
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +133,11 @@ def profiled(call: Callable[[], object], file: Path) -> dict[str, Any]:
     with raw.open("rb") as whole, gzip.open(f"{raw}.gz", "wb", compresslevel=4) as packed:
         shutil.copyfileobj(whole, packed)
     raw.unlink()
-    spans = sorted(
+    spans = [
         (event.time_range.start, event.time_range.end)
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    )
-    busy, until = 0.0, 0.0
-    for begun, ended in spans:
-        busy += max(0.0, ended - max(begun, until))
-        until = max(until, ended)
+    ]
     rows = profiler.key_averages()
 
     def top(attribute: str, on_device: bool) -> list[tuple[str, int, float]]:
@@ -151,11 +148,20 @@ def profiled(call: Callable[[], object], file: Path) -> dict[str, Any]:
     return {
         "milliseconds": round(1e3 * plain, 1),
         "under_profiler_milliseconds": round(1e3 * seconds, 1),
-        "gpu_busy_milliseconds": round(busy / 1e3, 1),
+        "gpu_busy_milliseconds": round(covered(spans) / 1e3, 1),
         "launches": len(spans),
         "kernels": top("self_device_time_total", on_device=True),
         "host": top("self_cpu_time_total", on_device=False),
     }
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of what spans from a beginning to an end cover together."""
+    total, until = 0.0, -math.inf
+    for begun, ended in sorted(spans):
+        total += max(0.0, ended - max(begun, until))
+        until = max(until, ended)
+    return total
 
 
 def main() -> None:
