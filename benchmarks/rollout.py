@@ -15,7 +15,10 @@ again after the refits. A refit sends every tensor of the model, already on the 
 ``--memory`` must leave room. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in all variants:
 kernels are then compiled when first met, here before anything is timed. ``--ranks 2`` splits the
 model over two GPUs, its experts whole on one of them each; refits, whose sender is this process,
-are then left out. ``--kernels`` tells where the time of a decode step of the last load goes
+are then left out. ``--engine-process`` gives vLLM's engine a process of its own, as vLLM has it by
+default and NeMo RL's synchronous worker does not: the host's part of a step, which limits small
+models with many requests, is then shared by two processes. Refits are left out too.
+``--kernels`` tells where the time of a decode step of the last load goes
 (``decode_profile.py``), and what the first refit's host does, which makes that one refit slower.
 
 ``--turn I/N:FOLDER`` is for N of these that start side by side on one GPU and are timed one after
@@ -205,8 +208,9 @@ def time_probes() -> list[float]:
 
 def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     """One engine, from start to the last refit."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if options.ranks > 1:  # for a function that is sent to the workers
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options.engine_process else "0"
+    here = options.ranks == 1 and not options.engine_process
+    if not here:  # for a function that is sent to the workers
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     import torch
@@ -264,7 +268,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         }
     if options.kernels:
         result["decode_step"] = profile_decode(llm, variant, options.shape, options.loads[-1])
-    if fp8rl and options.refits and options.ranks == 1:
+    if fp8rl and options.refits and here:
         result |= measure_refits(
             llm,
             options.refits,
@@ -311,14 +315,18 @@ def parse() -> argparse.Namespace:
         "--recipe", type=json.loads, default="{}", help="keys for fp8rl's variants, as JSON"
     )
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the engine")
+    parser.add_argument("--engine-process", action="store_true", help="see above")
     parser.add_argument("--cache", type=float, help="GiB of the KV cache, in place of --memory")
     parser.add_argument("--turn", type=parse_turn, help="I/N:FOLDER, see above")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.repeats = [int(text) for text in options.repeats.split(",")]
     options.loads = [parse_load(text) for text in options.loads.split(",")]
-    if options.kernels and options.ranks > 1:
-        parser.error("--kernels needs --ranks 1: kernels of other processes are not seen")
+    if options.kernels and (options.ranks > 1 or options.engine_process):
+        parser.error(
+            "--kernels needs --ranks 1 and no --engine-process: kernels of other processes are "
+            "not seen"
+        )
     if options.kernels and options.loads[-1][2] < LEAST_TOKENS:
         parser.error(f"--kernels needs {LEAST_TOKENS} tokens out or more in the last of --loads")
     return options
