@@ -21,9 +21,9 @@ WARM_STEPS = 2
 """Steps before those whose median is given."""
 MEDIAN_STEPS = 3
 """Steps that a median needs at least."""
-MICRO_BATCH = {"1.7b": 16, "4b": 8, "8b": 2}
-"""Sequences of a training micro-batch on one H200, without recomputation of activations. Smaller
-ones leave the GPU waiting for the host."""
+MICRO_BATCH = {"1.7b": 8, "4b": 8, "8b": 2}
+"""Sequences of a training micro-batch on one H200, without recomputation of activations. They are
+as many as have room, since in small ones the GPU waits for the host."""
 LOGPROB_BATCH = 8
 LOGPROB_CHUNK = 256
 """Tokens of a sequence whose logits are in float32 at once."""

@@ -141,7 +141,12 @@ def profiled(call: Callable[[], object], file: Path) -> dict[str, Any]:
     rows = profiler.key_averages()
 
     def top(attribute: str, on_device: bool) -> list[tuple[str, int, float]]:
-        chosen = [row for row in rows if (row.device_type == DeviceType.CUDA) == on_device]
+        chosen = [
+            row
+            for row in rows
+            if (row.device_type == DeviceType.CUDA) == on_device
+            and not (on_device and row.is_user_annotation)
+        ]
         chosen.sort(key=lambda row: -getattr(row, attribute))
         return [(r.key[:150], r.count, round(getattr(r, attribute) / 1e3, 3)) for r in chosen[:TOP]]
 
@@ -149,7 +154,7 @@ def profiled(call: Callable[[], object], file: Path) -> dict[str, Any]:
         "milliseconds": round(1e3 * plain, 1),
         "under_profiler_milliseconds": round(1e3 * seconds, 1),
         "gpu_busy_milliseconds": round(covered(spans) / 1e3, 1),
-        "launches": len(spans),
+        "gpu_operations": len(spans),
         "kernels": top("self_device_time_total", on_device=True),
         "host": top("self_cpu_time_total", on_device=False),
     }

@@ -91,9 +91,9 @@ class Fp8Linear(Fp8Module):
     """
 
     in_gated_mlp: ClassVar[Literal["first", "second"] | None] = None
-    """Which linear of a gated MLP the class may be where the activation is fused: the first one
-    hands out gate and up, the second one takes them (:class:`megatron_fp8rl.swiglu.Fp8SwigluMLP`).
-    """
+    """Which linear of a gated MLP exactly this class may be where the activation is fused: the
+    first one hands out gate and up, the second one takes them
+    (:class:`megatron_fp8rl.swiglu.Fp8SwigluMLP`)."""
     fp8_state: Fp8State
     fp8_link: Link | None = None
     """Set by :class:`megatron_fp8rl.swiglu.Fp8SwigluMLP` during one forward."""

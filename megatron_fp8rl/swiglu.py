@@ -60,8 +60,9 @@ def _is_swiglu(mlp: Any) -> bool:
     return (
         bool(config.bias_activation_fusion and config.gated_linear_unit and plain)
         and mlp.activation_func is torch.nn.functional.silu
-        and getattr(type(fc1), "in_gated_mlp", None) == "first"
-        and getattr(type(fc2), "in_gated_mlp", None) == "second"
+        # Its own attribute: a subclass that somebody has put in its place may look at its input.
+        and vars(type(fc1)).get("in_gated_mlp") == "first"
+        and vars(type(fc2)).get("in_gated_mlp") == "second"
         # TransformerEngine has an empty tensor in the place of a bias, and neither of the options.
         and (fc1.bias is None or not fc1.bias.numel())
         and not getattr(fc1, "gather_output", False)

@@ -44,6 +44,7 @@ def _shape(name: str) -> dict[str, Any]:
 
 QWEN3_8B = _shape("qwen3_8b")
 QWEN3_1_7B = _shape("qwen3_1.7b")
+QWEN3_4B = _shape("qwen3_4b")
 QWEN3_30B_A3B = _shape("qwen3_30b_a3b")
 CONFIGS = {"Qwen3-8B": QWEN3_8B, "Qwen3-30B-A3B": QWEN3_30B_A3B}
 _ROLLOUTS = ("rollout_h100", *(f"rollout_{number}_h100" for number in (2, 3, 4, 5)))

@@ -1,4 +1,4 @@
-"""Micro-batches of the trainer so small that the GPU waits for the host: FP8 gains little there."""
+"""Micro-batches of the trainer so small that the GPU waits for the host: FP8 gains less there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from fp8rl.errors import Fp8RLError
 from fp8rl.estimate import Model, find_gpu, smallest_micro_batch
 from fp8rl.pinning import PinRow
 from nemo_rl_ext.config.keys import Sections
+from nemo_rl_ext.doctor.memory import gpus_of
 
+_DRIVERS = ("grpo", "single_controller", "ppo")
+"""Those that compute log-probabilities and train, each in micro-batches of its key."""
 _GPU = "h100"
 """The slowest GPU that was measured: a faster one waits for the host even more."""
 _PHASES = (
@@ -25,6 +28,8 @@ def small_micro_batches(
 ) -> Iterator[str]:
     """Yield a sentence for each phase of a Megatron trainer in FP8 whose micro-batch is too small.
 
+    Nothing is said of a model whose layers were not measured, and where a rank has no more tokens.
+
     Args:
         sections: the config, with ``policy.megatron_cfg.enabled``.
         model: values of the model's ``config.json``.
@@ -32,40 +37,48 @@ def small_micro_batches(
     """
     megatron, policy = sections.megatron, sections.policy
     length = policy.get("max_total_sequence_length")
-    ranks = int(megatron.get("context_parallel_size") or 1)
-    try:
-        shapes = Model(model, rows, int(megatron.get("tensor_model_parallel_size") or 1))
-    except Fp8RLError:  # an attention or a split that was not measured: nothing is known
+    if sections.driver.name not in _DRIVERS or not isinstance(length, int):
         return
+    tensor, context, pipeline = (
+        int(megatron.get(f"{kind}_parallel_size") or 1)
+        for kind in ("tensor_model", "context", "pipeline_model")
+    )
+    try:
+        shapes = Model(model, rows, tensor)
+        if any(linear.experts for linear in shapes.linears):
+            return
+    except Fp8RLError:  # an attention or a split that was not measured
+        return
+    replicas = max(gpus_of(sections).training // (tensor * context * pipeline), 1)
+    whole = policy.get("train_global_batch_size")
+    most = whole // replicas * length if isinstance(whole, int) else None
+    roomy = policy.get("logprob_chunk_size") and megatron.get("defer_fp32_logits")
+    room = (
+        ""
+        if roomy
+        else "; policy.logprob_chunk_size and policy.megatron_cfg.defer_fp32_logits make room"
+    )
     for phase, sequences, packed, training in _PHASES:
-        found = _tokens(policy, sequences, packed, length)
-        if found is None or not isinstance(length, int):
-            continue
-        tokens, key = found
-        least = ranks * smallest_micro_batch(
-            find_gpu(_GPU), shapes, length, True, training=training
-        )
-        if tokens < least:
+        tokens, key = _tokens(policy, sequences, packed, length)
+        least = context * smallest_micro_batch(find_gpu(_GPU), shapes, length, training=training)
+        if tokens is not None and tokens < least and (most is None or tokens < most):
             yield (
                 f"A micro-batch of {phase} has at most {tokens:,} tokens ({key}). On a host like "
                 f"the one that was measured the GPU waits for launches below about {least:,} "
-                f"(H100; more on a faster GPU), and FP8 gains little there. Raise it; "
-                "policy.logprob_chunk_size with policy.megatron_cfg.defer_fp32_logits makes room "
-                "(docs/estimate.md)."
+                "(H100; more on a faster GPU), and FP8 gains less there. Make it larger"
+                f"{room} (docs/nemo_rl.md)."
             )
 
 
 def _tokens(
-    policy: Mapping[str, Any], sequences: str, packed: str, length: Any
-) -> tuple[int, str] | None:
-    """Return the most tokens of a micro-batch, and the keys that say so; None if none do."""
+    policy: Mapping[str, Any], sequences: str, packed: str, length: int
+) -> tuple[int | None, str]:
+    """Return the most tokens of a micro-batch, None if no key says, and the keys that say so."""
     for section in ("sequence_packing", "dynamic_batching"):
         settings = policy.get(section) or {}
         if settings.get("enabled"):
             tokens = settings.get(packed)
-            key = f"policy.{section}.{packed}"
-            return (tokens, key) if isinstance(tokens, int) else None
+            return tokens if isinstance(tokens, int) else None, f"policy.{section}.{packed}"
     count = policy.get(sequences)
-    if not isinstance(count, int) or not isinstance(length, int):
-        return None
-    return count * length, f"policy.{sequences} x policy.max_total_sequence_length"
+    key = f"policy.{sequences} x policy.max_total_sequence_length"
+    return count * length if isinstance(count, int) else None, key

@@ -445,23 +445,20 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def smallest_micro_batch(
-    gpu: GPU, model: Model, sequence: float, fp8: bool, *, training: bool
-) -> int:
-    """Return the tokens of a micro-batch below which the GPU waits for the host.
+def smallest_micro_batch(gpu: GPU, model: Model, sequence: float, *, training: bool) -> int:
+    """Return the tokens of a micro-batch in FP8 below which the GPU may wait for the host.
 
-    That is where the GPU computes a layer in the time in which the host enqueues it. Narrower
-    models need more tokens, and FP8 needs more than BF16.
+    That is where the GPU takes as long for a micro-batch as a host that was measured; narrower
+    models need more tokens. Dense models alone: no host was measured with experts.
 
     Args:
         gpu: table of the GPU.
         model: the model.
         sequence: length of the sequences.
-        fp8: whether linear layers are in FP8, but for those that are pinned.
         training: forward and backward; else a forward that gives logprobs.
     """
     host = HOST_LAYER["forward and backward" if training else "log-probabilities"]
-    seconds = layers_seconds(gpu, model, MICRO_BATCH, sequence, fp8, training=training)
+    seconds = trainer_seconds(gpu, model, MICRO_BATCH, sequence, True, training=training)
     return round(MICRO_BATCH * host * model.layers / seconds)
 
 
@@ -489,18 +486,15 @@ def notes(gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe) -> Iterat
         "Left out: waits of the GPU for the host, communication, Ray, refits, sleep and wake-up, "
         "recomputation, and in memory the activations of training."
     )
-    length = load.tokens_in + load.tokens_out
-    plain, fp8 = (
-        max(
-            smallest_micro_batch(gpu, model, length, fp8, training=training)
+    if recipe.training and not any(linear.experts for linear in model.linears):
+        least = max(
+            smallest_micro_batch(gpu, model, length, training=training)
             for training in (False, True)
         )
-        for fp8 in (False, recipe.training)
-    )
-    yield (
-        f"The GPU waits for the host, and FP8 gives less, in micro-batches below about {fp8:,} "
-        f"tokens (BF16: {plain:,}), on a host like the one that was measured."
-    )
+        yield (
+            f"Micro-batches below about {least:,} tokens may leave the GPU waiting for the host; "
+            "FP8 gives less there."
+        )
     needed = (2 + 4 + ADAM_BYTES) * model.parameters
     if needed > gpu.memory * GIB:
         yield (

@@ -88,5 +88,7 @@ PROFILED_REQUESTS = 256
 SAMPLER_BYTES_MOVED = 28.6
 """The sampler's time for a logit, as bytes at a copy's bandwidth (``decode_profile_h100.json``)."""
 HOST_LAYER = {"log-probabilities": 3.66e-3, "forward and backward": 9.63e-3}
-"""Seconds in which a host enqueues one layer of a micro-batch, FP8 and TransformerEngine's spec, in
-NeMo RL's worker: a run whose GPU waited for it (``nemo_rl_real_4b_h200.json``)."""
+"""Seconds of a phase for one layer of a micro-batch, dense, in FP8 and with TransformerEngine's
+spec, in NeMo RL's worker, where the GPU waited for the host (``nemo_rl_real_4b_h200.json``). They
+contain the head, the loss and what the worker adds to a call, and are from before SwiGLU was fused
+there: an upper bound of the host's time."""

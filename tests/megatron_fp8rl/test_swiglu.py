@@ -241,6 +241,22 @@ def test_a_linear_that_was_replaced_is_called(quantized):
     assert mlp.linear_fc1.extra.grad.isfinite().all() and mlp.linear_fc1.extra.grad.any()
 
 
+@pytest.mark.parametrize("name", ["linear_fc1", "linear_fc2"])
+def test_a_subclass_that_was_put_in_place_sees_what_megatron_would_show_it(name, quantized):
+    """As quantizers of other packages do: they change the class of a built module."""
+    _, mlp = _mlp()
+    linear, seen = getattr(mlp, name), []
+
+    class Watching(type(linear)):
+        def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append(input_.shape[-1])
+            return super().forward(input_, *args, **kwargs)
+
+    linear.__class__ = Watching
+    _apart(mlp, torch.randn(8, 1, 128).bfloat16(), quantized)
+    assert seen == [128 if name == "linear_fc1" else 256]
+
+
 # ----
 
 

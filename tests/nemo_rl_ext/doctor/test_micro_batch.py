@@ -18,29 +18,33 @@ from nemo_rl_ext.doctor.micro_batch import small_micro_batches
 
 SHAPES = Path(__file__).resolve().parents[3] / "benchmarks" / "shapes"
 LENGTH = 2048
+ONE_SEQUENCE = {"train_micro_batch_size": 1, "logprob_batch_size": 1}
+GIVES_ROOM = {"logprob_chunk_size": 256}
 
 
 def shape(name: str) -> dict[str, Any]:
     return json.loads((SHAPES / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def told(policy: dict[str, Any], model: dict[str, Any], **megatron: Any) -> list[str]:
+def told(
+    policy: dict[str, Any], model: dict[str, Any], driver: str = "grpo", **megatron: Any
+) -> list[str]:
     value = {
         "max_total_sequence_length": LENGTH,
+        "train_global_batch_size": 512,
         "train_micro_batch_size": 16,
         "logprob_batch_size": 16,
         "megatron_cfg": {"enabled": True, **megatron},
         **policy,
     }
     rows = PluginManager().pin_policy(Pins(), module_names(model)).report()
-    return list(small_micro_batches(Sections({"policy": value}, DRIVERS["grpo"]), model, rows))
+    config = {"policy": value, "cluster": {"num_nodes": 1, "gpus_per_node": 8}}
+    return list(small_micro_batches(Sections(config, DRIVERS[driver]), model, rows))
 
 
 def least(model: dict[str, Any], *, training: bool, tp: int = 1) -> int:
     rows = PluginManager().pin_policy(Pins(), module_names(model)).report()
-    return smallest_micro_batch(
-        find_gpu("h100"), Model(model, rows, tp), LENGTH, True, training=training
-    )
+    return smallest_micro_batch(find_gpu("h100"), Model(model, rows, tp), LENGTH, training=training)
 
 
 def test_large_micro_batches_are_no_topic() -> None:
@@ -59,6 +63,14 @@ def test_each_phase_is_told_with_its_keys() -> None:
     )
     (line,) = told({"logprob_batch_size": 1}, model)
     assert "of log-probabilities" in line and f"about {logprobs:,} " in line
+
+
+def test_keys_that_make_room_are_named_where_they_are_not_set() -> None:
+    model, small = shape("qwen3_4b"), {"train_micro_batch_size": 1}
+    (line,) = told(small, model)
+    assert "policy.logprob_chunk_size" in line
+    (line,) = told({**small, **GIVES_ROOM}, model, defer_fp32_logits=True)
+    assert "policy.logprob_chunk_size" not in line and "Make it larger (docs/" in line
 
 
 @pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
@@ -83,11 +95,18 @@ def test_a_rank_has_a_part_of_the_layer_or_of_the_tokens() -> None:
     assert f"about {2 * whole:,} " in line
 
 
+def test_a_rank_with_no_more_sequences_is_told_nothing() -> None:
+    model = shape("qwen3_4b")
+    assert len(told(ONE_SEQUENCE, model)) == 2
+    assert not told({**ONE_SEQUENCE, "train_global_batch_size": 8}, model)  # one for each GPU
+    assert told({**ONE_SEQUENCE, "train_global_batch_size": 8}, model, tensor_model_parallel_size=2)
+
+
 @pytest.mark.parametrize(
     "policy",
     [
         {"train_micro_batch_size": None, "logprob_batch_size": "4"},
-        {"max_total_sequence_length": None},
+        {**ONE_SEQUENCE, "max_total_sequence_length": None},
         {"sequence_packing": {"enabled": True}},
     ],
 )
@@ -95,7 +114,15 @@ def test_keys_that_are_missing_or_text_are_left_to_nemo_rl(policy: dict[str, Any
     assert not told(policy, shape("qwen3_4b"))
 
 
-def test_a_model_that_was_not_measured_is_no_topic() -> None:
-    small = {"train_micro_batch_size": 1, "logprob_batch_size": 1}
-    assert told(small, shape("qwen3_4b"))
-    assert not told(small, shape("moonlight_16b_a3b"))
+@pytest.mark.parametrize("name", ["moonlight_16b_a3b", "qwen3_30b_a3b"])
+def test_layers_that_were_not_measured_are_no_topic(name: str) -> None:
+    """Multi-latent attention, and experts."""
+    assert told(ONE_SEQUENCE, shape("qwen3_4b"))
+    assert not told(ONE_SEQUENCE, shape(name))
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_drivers_that_have_other_micro_batches_are_no_topic(driver: str) -> None:
+    """DPO counts half of its sequences; a student computes no log-probabilities."""
+    speaks = bool(told(ONE_SEQUENCE, shape("qwen3_4b"), driver))
+    assert speaks is (driver in ("grpo", "single_controller", "ppo"))

@@ -133,8 +133,8 @@ def has_native_cast(device: torch.device) -> bool:
 
 @cache
 def has_packed_maximum(device: torch.device) -> bool:
-    """Whether the GPU compares two 16-bit numbers at a time (Hopper and later), or it is a CPU with
-    Triton's interpreter."""
+    """Whether the device compares two 16-bit numbers at a time: Hopper and later, and a CPU, where
+    Triton's interpreter runs."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
