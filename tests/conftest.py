@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
+# For the processes that tests start: the sitecustomize.py in there.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [
+        str(Path(__file__).parent / "support" / "startup"),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
+)
 # Two processes have a core each; and with more threads MKL sums a small product in another order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+import support.startup.sitecustomize  # noqa: F401  this process has started without it
+
 pytest.register_assert_rewrite("support")
-ENGINES = {Path(__file__).parent / name for name in ("vllm_fp8rl", "fuzz")}
+TESTS = Path(__file__).parent
+ENGINES = {TESTS / name for name in ("vllm_fp8rl", "fuzz")}
+# Long ones that need neither an engine nor Megatron in this process: they start others.
+PROCESSES = {
+    TESTS / "fp8rl_demo" / "test_run.py",
+    TESTS / "nemo_rl_ext" / "patches" / "test_activation.py",
+    TESTS / "nemo_rl_ext" / "workers" / "test_in_flight.py",
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in this hook too
@@ -19,7 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests around live engines in this process in one, all others in the other.
 
     An engine's process groups end when a test of Megatron's ends its own, so the two must not mix.
+    Files of ``PROCESSES`` are small groups, which pytest-xdist gives at the end to whoever is free.
     """
     for item in items:
-        group = "engine" if ENGINES & set(item.path.parents) else "others"
+        if item.path in PROCESSES:
+            group = item.path.stem
+        else:
+            group = "engine" if ENGINES & set(item.path.parents) else "others"
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish() -> None:
+    """No test frees what was imported: tests that collect garbage need not look through it."""
+    gc.freeze()

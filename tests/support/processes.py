@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import multiprocessing
@@ -94,12 +95,21 @@ def answer(done: subprocess.CompletedProcess[str]) -> Any:
 
 
 def fork_engines() -> None:
-    """Let vLLM fork the processes of this process's engines, so that none imports vLLM again.
+    """Let vLLM fork the processes of this process's engines, and let them wait without a core.
 
-    vLLM's platform for CPUs always spawns them, which takes 8 s of CPU time for each. Engines of
-    ``tp_refit.py`` and ``async_cases.py`` are spawned.
+    vLLM's platform for CPUs always spawns them, and each imports vLLM again for 8 s of CPU time.
+    Those of ``async_cases.py`` and of ``examples/vllm_push.py``, which test_frameworks.py runs as a
+    user does, are spawned.
+
+    Each process asks for messages without a pause for a second after the last one, before it
+    sleeps until the next one comes: that second is cut short, for two cores have other work to do.
     """
     for name in ("engine.utils", "executor.multiproc_executor"):
         module: Any = importlib.import_module(f"vllm.v1.{name}")
         assert callable(module.get_mp_context)
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    queue: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    if hasattr(queue, "SpinCondition"):  # not in the oldest vLLM that we serve
+        queue.SpinCondition.__init__ = functools.partialmethod(
+            queue.SpinCondition.__init__, busy_loop_s=0.01
+        )

@@ -21,6 +21,7 @@ from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import scale_name, scale_names
 from fp8rl.numerics import quantize_block
 from support.engine import KV_SCALE, LAYERS, PROMPTS, load_tensors, start_engine
+from support.processes import fork_engines
 
 
 def pointers(worker) -> dict[str, int]:
@@ -158,6 +159,7 @@ def main(root: Path) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    fork_engines()
     print(json.dumps(main(Path(sys.argv[1]))), flush=True)  # noqa: T201
     # A shutdown may wait for ever for the sockets of the worker that was killed (vLLM 0.30.0).
     os._exit(0)
