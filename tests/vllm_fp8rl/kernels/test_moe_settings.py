@@ -92,6 +92,8 @@ def test_an_engine_on_a_gpu_sets_them(experts, adapters, rollout, offered, tmp_p
     monkeypatch.setattr(made.device_config, "device_type", "cuda")
     monkeypatch.setattr(config, "_probe", lambda engine: None)  # of a GPU's internals
     monkeypatch.setattr(config, "_check_adapters", lambda engine: None)
+    # It watches the modules that are built next, which here are another test's.
+    monkeypatch.setattr(config, "_replacement", lambda engine, recipe: None)
     if adapters:
         made.lora_config = SimpleNamespace()
     made.additional_config = {"fp8rl": {"rollout": rollout, "kv_cache": {"dtype": "auto"}}}
