@@ -32,10 +32,10 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import DeepGemmBackend, GroupedShape
 from fp8rl.kv_scales import scale_name
-from fp8rl.numerics import quantize_block, reference
+from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl import convert, linear, te_classes, weight_codes_hf
+from megatron_fp8rl import convert, te_classes, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.norms import normalize
@@ -46,6 +46,7 @@ from megatron_fp8rl.specs import layer_spec
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.launch import launch
 from support.attention import causal_attention, fake_quantized
+from support.fused_swiglu import fused_alone
 from support.processes import environment
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -250,15 +251,9 @@ def test_a_fused_mlp_gives_what_separate_operations_give(length, monkeypatch):
             weight.grad = None
         return made
 
-    calls = []
-    with monkeypatch.context() as patch:
-        for name in ("quantize_swiglu", "quantize_swiglu_grad"):
-            function = getattr(linear, name)
-            patch.setattr(linear, name, lambda *a, f=function, **k: calls.append(f) or f(*a, **k))
-        for name in ("swiglu", "swiglu_grad"):
-            patch.delattr(reference, name)  # what their kernels fall back to
+    with fused_alone(monkeypatch) as calls:
         fused = run()
-    assert len(calls) == 2
+    assert calls == ["quantize_swiglu", "quantize_swiglu_grad"]
     mlp.give_back()
     for got, expected in zip(fused, run(), strict=True):
         assert relative_error(got, expected) < 5e-3

@@ -14,16 +14,17 @@ pytest.importorskip("megatron.core")
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
-from fp8rl.numerics import quantize_block, reference
+from fp8rl.numerics import quantize_block
 from fp8rl.recipe import Pins
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl import convert, linear, weight_codes_hf
+from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.sites import weights_of
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers.kept_codes import KeptCodes
+from support.fused_swiglu import fused_alone
 from support.megatron import Trainer, losses
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -248,15 +249,9 @@ def test_a_fused_mlp_gives_what_separate_operations_give(tokens, monkeypatch):
         return made
 
     assert isinstance(mlp, Fp8SwigluMLP)
-    calls = []
-    with monkeypatch.context() as patch:
-        for name in ("quantize_swiglu", "quantize_swiglu_grad"):
-            function = getattr(linear, name)
-            patch.setattr(linear, name, lambda *a, f=function, **k: calls.append(f) or f(*a, **k))
-        for name in ("swiglu", "swiglu_grad"):
-            patch.delattr(reference, name)  # what their kernels fall back to
+    with fused_alone(monkeypatch) as calls:
         fused = run()
-    assert len(calls) == 2
+    assert calls == ["quantize_swiglu", "quantize_swiglu_grad"]
     mlp.give_back()
     for got, expected in zip(fused, run(), strict=True):
         assert relative_error(got, expected) < 5e-3
