@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,14 +19,12 @@ def fused_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     calls: list[str] = []
     with monkeypatch.context() as patch:
         for name in ("quantize_swiglu", "quantize_swiglu_grad"):
-
-            def call(
-                *args: Any, name: str = name, function: Any = getattr(linear, name), **options: Any
-            ) -> Any:
-                calls.append(name)
-                return function(*args, **options)
-
-            patch.setattr(linear, name, call)
+            patch.setattr(linear, name, partial(_call, calls, name, getattr(linear, name)))
         for name in ("swiglu", "swiglu_grad"):
             patch.delattr(reference, name)
         yield calls
+
+
+def _call(calls: list[str], name: str, function: Any, *args: Any, **options: Any) -> Any:
+    calls.append(name)
+    return function(*args, **options)
