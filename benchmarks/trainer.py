@@ -17,12 +17,9 @@ itself slows the host, so a share below 1 is an upper bound of what the host cos
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import os
-import shutil
-import socket
 import statistics
 import sys
 import time
@@ -103,13 +100,6 @@ def made_batch(tokenizer: Any, policy: Any, sequences: int) -> Any:
     )
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def timed(call: Callable[[], object]) -> float:
     """Return the seconds of a call on a GPU that is idle before and after."""
     torch.cuda.synchronize()
@@ -128,11 +118,7 @@ def profiled(call: Callable[[], object], file: Path) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         seconds = timed(call)
     file.parent.mkdir(parents=True, exist_ok=True)
-    raw = file.with_suffix(".json")
-    profiler.export_chrome_trace(str(raw))
-    with raw.open("rb") as whole, gzip.open(f"{raw}.gz", "wb", compresslevel=4) as packed:
-        shutil.copyfileobj(whole, packed)
-    raw.unlink()
+    profiler.export_chrome_trace(f"{file}.json.gz")
     spans = [
         (event.time_range.start, event.time_range.end)
         for event in profiler.events()
@@ -194,6 +180,7 @@ def main() -> None:
         register_omegaconf_resolvers,
     )
     from omegaconf import OmegaConf
+    from torch.distributed.elastic.utils.distributed import get_free_port
 
     register_omegaconf_resolvers()
     read = load_config(str(options.config))
@@ -211,7 +198,7 @@ def main() -> None:
     ray.init()  # a Ray of its own, or the one that RAY_ADDRESS names
     environment = {name: value for name, value in os.environ.items() if name.startswith("NRL_")}
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment |= {"MASTER_PORT": str(free_port())}
+    environment |= {"MASTER_PORT": str(get_free_port())}
     # As NeMo RL's workers have it: they choose among all GPUs of the machine.
     environment |= {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     actor = ray.remote(num_gpus=1, runtime_env={"env_vars": environment})(worker_class(fp8))

@@ -196,8 +196,8 @@ def training_memory(
     optimizer = megatron.get("optimizer") or {}
     if optimizer.get("optimizer", "adam") != "adam" or (megatron.get("peft") or {}).get("enabled"):
         return None
-    tensor, pipeline = _size(megatron, "tensor"), _size(megatron, "pipeline")
-    expert_ranks = _size(megatron, "expert") * int(megatron.get("expert_tensor_parallel_size") or 1)
+    tensor, pipeline = (ranks_of(megatron, kind) for kind in ("tensor_model", "pipeline_model"))
+    expert_ranks = ranks_of(megatron, "expert_model") * ranks_of(megatron, "expert_tensor")
     sizes = Sizes.from_dict(model, tensor, expert_ranks=expert_ranks)
     dense, experts = max(
         (
@@ -228,8 +228,8 @@ def training_memory(
 def training_section(sections: Sections, training: Training, fp8: bool) -> Section:
     """Describe :class:`Training` in a table; ``fp8`` says whether the trainer runs in FP8."""
     megatron = sections.megatron
-    tensor, pipeline = _size(megatron, "tensor"), _size(megatron, "pipeline")
-    expert = _size(megatron, "expert")
+    tensor, pipeline = (ranks_of(megatron, kind) for kind in ("tensor_model", "pipeline_model"))
+    expert = ranks_of(megatron, "expert_model")
     layout = f"TP {tensor}, PP {pipeline}" + (f", EP {expert}" if expert > 1 else "")
     optimizer = megatron.get("optimizer") or {}
     shared = ", shared by the replicas" if optimizer.get("use_distributed_optimizer") else ""
@@ -247,9 +247,9 @@ def training_section(sections: Sections, training: Training, fp8: bool) -> Secti
     )
 
 
-def _size(megatron: Mapping[str, Any], kind: str) -> int:
-    suffix = "_model_parallel_size"
-    return int(megatron.get(f"{kind}{suffix}") or 1)
+def ranks_of(megatron: Mapping[str, Any], kind: str) -> int:
+    """Return a parallel size of the trainer, 1 by default; ``kind`` is e.g. ``tensor_model``."""
+    return int(megatron.get(f"{kind}_parallel_size") or 1)
 
 
 def _stages(

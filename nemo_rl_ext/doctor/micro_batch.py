@@ -9,7 +9,7 @@ from fp8rl.errors import Fp8RLError
 from fp8rl.estimate import Model, find_gpu, smallest_micro_batch
 from fp8rl.pinning import PinRow
 from nemo_rl_ext.config.keys import Sections
-from nemo_rl_ext.doctor.memory import gpus_of
+from nemo_rl_ext.doctor.memory import gpus_of, ranks_of
 
 _DRIVERS = ("grpo", "single_controller", "ppo")
 """Those that compute log-probabilities and train, each in micro-batches of its key."""
@@ -40,8 +40,7 @@ def small_micro_batches(
     if sections.driver.name not in _DRIVERS or not isinstance(length, int):
         return
     tensor, context, pipeline = (
-        int(megatron.get(f"{kind}_parallel_size") or 1)
-        for kind in ("tensor_model", "context", "pipeline_model")
+        ranks_of(megatron, kind) for kind in ("tensor_model", "context", "pipeline_model")
     )
     try:
         shapes = Model(model, rows, tensor)
@@ -58,9 +57,10 @@ def small_micro_batches(
         if roomy
         else "; policy.logprob_chunk_size and policy.megatron_cfg.defer_fp32_logits make room"
     )
+    gpu = find_gpu(_GPU)
     for phase, sequences, packed, training in _PHASES:
         tokens, key = _tokens(policy, sequences, packed, length)
-        least = context * smallest_micro_batch(find_gpu(_GPU), shapes, length, training=training)
+        least = context * smallest_micro_batch(gpu, shapes, length, training=training)
         if tokens is not None and tokens < least and (most is None or tokens < most):
             yield (
                 f"A micro-batch of {phase} has at most {tokens:,} tokens ({key}). On a host like "

@@ -46,7 +46,7 @@ from megatron_fp8rl.specs import layer_spec
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.launch import launch
 from support.attention import causal_attention, fake_quantized
-from support.fused_swiglu import fused_alone
+from support.fused_swiglu import compare_with_separate
 from support.processes import environment
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -178,9 +178,8 @@ def test_gradients_are_near_those_of_transformer_engine(experts, fused):
     assert set(fp8) == set(bf16)
     for name, grad in fp8.items():
         assert grad.isfinite().all(), name
-        # E4M3 operands in three products a layer; routed tokens may change their expert, and each
-        # has few of them here: 0.69 was seen on an H200.
-        limit = 0.25 if experts is None else 0.8
+        # E4M3 operands in three products a layer; routed tokens may change their expert.
+        limit = 0.25 if experts is None else 0.6
         assert relative_error(grad.float(), bf16[name].float()) < limit, name
     assert any(not torch.equal(fp8[name], bf16[name]) for name in fp8)
 
@@ -240,23 +239,7 @@ def test_a_fused_mlp_gives_what_separate_operations_give(length, monkeypatch):
     assert type(mlp) is Fp8SwigluMLP
     weights = [mlp.linear_fc1.weight, mlp.linear_fc1.layer_norm_weight, mlp.linear_fc2.weight]
     x, grad = torch.randn(2, length, BATCH, 512, device="cuda", dtype=torch.bfloat16)
-
-    def run() -> list[torch.Tensor]:
-        leaf = x.clone().requires_grad_()
-        y, bias = mlp(leaf)
-        assert bias is None
-        y.backward(grad)
-        made = [y.detach(), leaf.grad, *(weight.grad for weight in weights)]
-        for weight in weights:
-            weight.grad = None
-        return made
-
-    with fused_alone(monkeypatch) as calls:
-        fused = run()
-    assert calls == ["quantize_swiglu", "quantize_swiglu_grad"]
-    mlp.give_back()
-    for got, expected in zip(fused, run(), strict=True):
-        assert relative_error(got, expected) < 5e-3
+    compare_with_separate(mlp, x, grad, weights, monkeypatch)
 
 
 def test_the_norm_of_a_zero_centered_weight_is_transformer_engines():

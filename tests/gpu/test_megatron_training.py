@@ -24,7 +24,7 @@ from megatron_fp8rl.sites import weights_of
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers.kept_codes import KeptCodes
-from support.fused_swiglu import fused_alone
+from support.fused_swiglu import compare_with_separate
 from support.megatron import Trainer, losses
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -238,20 +238,5 @@ def test_a_fused_mlp_gives_what_separate_operations_give(tokens, monkeypatch):
     mlp = gpt.decoder.layers[0].mlp
     weights = [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
     x, grad = torch.randn(2, tokens, 1, 512, device="cuda", dtype=torch.bfloat16)
-
-    def run() -> list[torch.Tensor]:
-        leaf = x.clone().requires_grad_()
-        y, _ = mlp(leaf)
-        y.backward(grad)
-        made = [y.detach(), leaf.grad, *(weight.grad for weight in weights)]
-        for weight in weights:
-            weight.grad = None
-        return made
-
     assert isinstance(mlp, Fp8SwigluMLP)
-    with fused_alone(monkeypatch) as calls:
-        fused = run()
-    assert calls == ["quantize_swiglu", "quantize_swiglu_grad"]
-    mlp.give_back()
-    for got, expected in zip(fused, run(), strict=True):
-        assert relative_error(got, expected) < 5e-3
+    compare_with_separate(mlp, x, grad, weights, monkeypatch)

@@ -13,10 +13,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl import linear
 from megatron_fp8rl.linear import Link
 from megatron_fp8rl.swiglu import Fp8SwigluMLP
 from megatron_fp8rl.testing.models import build_gpt
+from support.fused_swiglu import Calls, spy_on_swiglu
 from support.megatron import convert_alone, dense, losses, moe
 
 pytestmark = pytest.mark.usefixtures("mcore")
@@ -67,21 +67,9 @@ def test_results_and_gradients_are_those_of_the_separate_operations():
 
 
 @pytest.fixture
-def quantized(monkeypatch) -> Iterator[list[tuple[str, torch.Size]]]:
+def quantized(monkeypatch) -> Iterator[Calls]:
     """Calls of the fused functions and the shape of gate and up; nothing is compiled."""
-    calls: list[tuple[str, torch.Size]] = []
-
-    def spy(name: str) -> None:
-        function = getattr(linear, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            calls.append((name, args[-2].shape))
-            return function(*args, **options)
-
-        monkeypatch.setattr(linear, name, call)
-
-    spy("quantize_swiglu")
-    spy("quantize_swiglu_grad")
+    calls = spy_on_swiglu(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield calls
 

@@ -1,30 +1,62 @@
-"""Tell whether a fused SwiGLU ran, and let nothing else compute it."""
+"""Tell whether a fused SwiGLU ran, and compare it with the separate operations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from fp8rl.numerics import reference
+from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl import linear
 
+FUSED = ("quantize_swiglu", "quantize_swiglu_grad")
+Calls = list[tuple[str, torch.Size]]
 
-@contextmanager
-def fused_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Yield the names of the fused functions that were called; their fallback is gone inside."""
-    calls: list[str] = []
+
+def spy_on_swiglu(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Return a list to which each call of a fused function adds its name and the shape of gate and
+    up."""
+    calls: Calls = []
+    for name in FUSED:
+        monkeypatch.setattr(linear, name, partial(_call, calls, name, getattr(linear, name)))
+    return calls
+
+
+def compare_with_separate(
+    mlp: Any,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    weights: Sequence[torch.nn.Parameter],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compare a fused MLP on a GPU with itself after ``give_back``: y, dx and the weights'
+    gradients. Nothing but the kernels computes the activation in the fused run."""
+
+    def run() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y, bias = mlp(leaf)
+        assert bias is None
+        y.backward(grad)
+        made = [y.detach(), leaf.grad, *(weight.grad for weight in weights)]
+        for weight in weights:
+            weight.grad = None
+        return made
+
     with monkeypatch.context() as patch:
-        for name in ("quantize_swiglu", "quantize_swiglu_grad"):
-            patch.setattr(linear, name, partial(_call, calls, name, getattr(linear, name)))
+        calls = spy_on_swiglu(patch)
         for name in ("swiglu", "swiglu_grad"):
-            patch.delattr(reference, name)
-        yield calls
+            patch.delattr(reference, name)  # what computes the activation apart
+        fused = run()
+    assert [name for name, _ in calls] == list(FUSED)
+    mlp.give_back()
+    for got, expected in zip(fused, run(), strict=True):
+        assert relative_error(got, expected) < 5e-3
 
 
-def _call(calls: list[str], name: str, function: Any, *args: Any, **options: Any) -> Any:
-    calls.append(name)
+def _call(calls: Calls, name: str, function: Any, *args: Any, **options: Any) -> Any:
+    calls.append((name, args[-2].shape))
     return function(*args, **options)
