@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,9 +23,12 @@ from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
 
-GROWTH = 1.25
-"""A call may need this many times as much as the ones before: batches differ, and torch's allocator
-cannot use all that it holds."""
+GROWTH = 1.1
+"""A call may need this many times as much as the ones before with equally long micro-batches:
+torch's allocator cannot use all that it holds."""
+
+GROWTH_WITH_EXPERTS = 1.25
+"""The same where the model has experts: a batch may send them more tokens than the ones before."""
 
 SPARE = 0.05
 """Share of the device that stays free beside, for what does not come from torch's allocator."""
@@ -77,9 +81,10 @@ class KeptCodes:
     """Decide for each call of a worker whether it keeps weight codes, and keep them.
 
     The first call of each kind keeps none and shows what it needs. Later ones keep them where
-    ``GROWTH`` times that (more for larger micro-batches), the codes and ``SPARE`` of the device are
-    available. Ranks decide for themselves and may differ: codes that are kept are, to the bit,
-    those that would be made, and neither way has a collective operation.
+    ``GROWTH`` times that (``GROWTH_WITH_EXPERTS`` where the model has experts; more for larger
+    micro-batches), the codes and ``SPARE`` of the device are available. Ranks decide for themselves
+    and may differ: codes that are kept are, to the bit, those that would be made, and neither way
+    has a collective operation.
 
     Args:
         conversion: handle of the worker's model.
@@ -89,7 +94,10 @@ class KeptCodes:
     def __init__(self, conversion: Conversion, memory: DeviceMemory | None = None) -> None:
         self._conversion = conversion
         self._memory = memory or DeviceMemory()
-        modules = conversion.modules.values()
+        modules: list[Any] = list(conversion.modules.values())
+        # Of the model, whose experts may all be pinned to BF16.
+        experts = any(module.config.num_moe_experts for module in modules)
+        self._growth = GROWTH_WITH_EXPERTS if experts else GROWTH
         self._weights = sum(w.numel() for module in modules for w in weights_of(module))
         self._seen: dict[str, _Seen] = {}
         self._peak = 0
@@ -123,7 +131,7 @@ class KeptCodes:
 
     def _fits(self, call: str, tokens: int, size: int) -> bool:
         seen = self._seen[call]
-        need = GROWTH * seen.growth * max(1.0, tokens / seen.tokens)
+        need = self._growth * seen.growth * max(1.0, tokens / seen.tokens)
         spare, available = SPARE * self._memory.total(), self._memory.available()
         fits = size + need + spare <= available
         if seen.kept != fits:

@@ -171,16 +171,26 @@ def test_classes_parameters_and_state_stay_as_they_are(experts):
     ids=["dense", "dense, SwiGLU fused", "experts"],
 )
 def test_gradients_are_near_those_of_transformer_engine(experts, fused):
-    gpt = _gpt(experts, bias_activation_fusion=fused)
+    """Tokens visit the same experts both times: one that changes them moves whole gradients.
+
+    With the local spec on a CPU the largest error of a gradient is 0.82 where 5 to 9% of the tokens
+    change, 0.14 where none does.
+    """
+    RouterReplay.clear_global_router_replay_instances()
+    gpt = _gpt(experts, bias_activation_fusion=fused, moe_enable_routing_replay=experts is not None)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     bf16 = _gradients(gpt)
+    RouterReplay.set_replay_data(RouterReplay.get_recorded_data())
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     _convert(gpt)
     fp8 = _gradients(gpt)
+    RouterReplay.clear_global_router_replay_action()
+    RouterReplay.clear_global_router_replay_instances()
     assert set(fp8) == set(bf16)
     for name, grad in fp8.items():
         assert grad.isfinite().all(), name
-        # E4M3 operands in three products a layer; routed tokens may change their expert.
-        limit = 0.25 if experts is None else 0.6
-        assert relative_error(grad.float(), bf16[name].float()) < limit, name
+        # E4M3 operands in three products a layer.
+        assert relative_error(grad.float(), bf16[name].float()) < 0.25, name
     assert any(not torch.equal(fp8[name], bf16[name]) for name in fp8)
 
 
