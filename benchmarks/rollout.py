@@ -15,9 +15,11 @@ again after the refits. A refit sends every tensor of the model, already on the 
 ``--memory`` must leave room. ``--warmup skip`` leaves out vLLM's DeepGEMM warm-up in all variants:
 kernels are then compiled when first met, here before anything is timed. ``--ranks 2`` splits the
 model over two GPUs, its experts whole on one of them each; refits, whose sender is this process,
-are then left out. ``--engine-process`` gives vLLM's engine a process of its own, as vLLM has it by
-default and NeMo RL's synchronous worker does not: the host's part of a step, which limits small
-models with many requests, is then shared by two processes. Refits are left out too.
+are then left out. ``--apart engine`` gives vLLM's engine a process of its own, as vLLM has it by
+default and NeMo RL's synchronous worker does not; ``--apart worker`` the model alone
+(``distributed_executor_backend="mp"``). The host's part of a step, which limits small models with
+many requests, is then shared by two processes. Refits are left out too. ``--logprobs`` asks for the
+log-probability of each token, as NeMo RL does.
 ``--kernels`` tells where the time of a decode step of the last load goes
 (``decode_profile.py``), and what the first refit's host does, which makes that one refit slower.
 
@@ -208,8 +210,8 @@ def time_probes() -> list[float]:
 
 def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     """One engine, from start to the last refit."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options.engine_process else "0"
-    here = options.ranks == 1 and not options.engine_process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options.apart == "engine" else "0"
+    here = options.ranks == 1 and options.apart is None
     if not here:  # for a function that is sent to the workers
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -230,6 +232,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         kv_cache_memory_bytes=int(options.cache * 2**30) if options.cache else None,
         enable_prefix_caching=False,
         tensor_parallel_size=options.ranks,
+        distributed_executor_backend="mp" if options.apart == "worker" else None,
         enable_expert_parallel=options.ranks > 1,
         seed=0,
         **engine_arguments(variant, options.recipe),
@@ -248,7 +251,12 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
     def generate(load: tuple[int, int, int], tokens: int) -> float:
         count, length, _ = load
         inputs = prompts(count, length)
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0 if options.logprobs else None,
+        )
         began = time.perf_counter()
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -315,17 +323,17 @@ def parse() -> argparse.Namespace:
         "--recipe", type=json.loads, default="{}", help="keys for fp8rl's variants, as JSON"
     )
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the engine")
-    parser.add_argument("--engine-process", action="store_true", help="see above")
+    parser.add_argument("--apart", choices=("engine", "worker"), help="see above")
+    parser.add_argument("--logprobs", action="store_true", help="see above")
     parser.add_argument("--cache", type=float, help="GiB of the KV cache, in place of --memory")
     parser.add_argument("--turn", type=parse_turn, help="I/N:FOLDER, see above")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.repeats = [int(text) for text in options.repeats.split(",")]
     options.loads = [parse_load(text) for text in options.loads.split(",")]
-    if options.kernels and (options.ranks > 1 or options.engine_process):
+    if options.kernels and (options.ranks > 1 or options.apart):
         parser.error(
-            "--kernels needs --ranks 1 and no --engine-process: kernels of other processes are "
-            "not seen"
+            "--kernels needs --ranks 1 and no --apart: kernels of other processes are not seen"
         )
     if options.kernels and options.loads[-1][2] < LEAST_TOKENS:
         parser.error(f"--kernels needs {LEAST_TOKENS} tokens out or more in the last of --loads")
