@@ -31,9 +31,11 @@ _MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}
 """Arguments of an engine that takes no more of a GPU than its weights and these few tokens need; by
 default vLLM takes nine tenths of it, and does not start beside others. The second key is only what
 must be free where the first is set."""
-_MOST_ENGINES, _MOST_REFERENCE = 0.05, 1e-6
-"""Mean absolute differences of logprobs in nats that are allowed: kernels of one precision differ
-by about a tenth of the first; transformers computes both sides alike."""
+_MOST_ENGINES, _MOST_FP8_CACHE, _MOST_REFERENCE = 0.05, 0.1, 1e-6
+"""Mean absolute differences of logprobs in nats that are allowed. Kernels of one precision differ
+by about a tenth of the first. Over an FP8 cache stock vLLM quantizes the queries of prompts too,
+which fp8rl leaves in 16 bits: in a random model of two layers that is 0.06, where one 128x128 block
+of a weight with a wrong scale is 0.11 to 0.27. transformers computes both sides alike."""
 
 
 def check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
@@ -54,7 +56,7 @@ def check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
     if engines:
         found = _of_engines(checkpoint, out, recipe, tokens.tolist())
         compared = "stock vLLM with OUT, vLLM with fp8rl with CHECKPOINT"
-        most = _MOST_ENGINES
+        most = _MOST_ENGINES if recipe.kv_cache.dtype == "auto" else _MOST_FP8_CACHE
     else:
         found = _of_transformers(checkpoint, out, recipe, tokens)
         compared = "transformers, fake-quantized, with OUT and with CHECKPOINT"
