@@ -32,8 +32,9 @@ keeps checkpoints; the same command goes on from the last one. Printed beside th
 are those of all parts of the run, are the validations and the mismatch by position.
 ``--task real`` takes a Qwen3 of true shape with random weights (``real_model.py``; ``--size``) for
 five steps of 16 prompts x 16 samples, 512 tokens in and exactly 1,024 out, with the Megatron
-trainer and CUDA graphs. Its medians leave out two steps, and a table of them is written to
-``FOLDER/real-SIZE.md``. A variant whose result lies in the folder is not run again.
+trainer and CUDA graphs; with ``--gpus 2`` each GPU has an engine of its own. Its medians leave out
+two steps, and a table of them is written to ``FOLDER/real-SIZE.md``. A variant whose result lies in
+the folder is not run again.
 ``--limit`` ends a variant's driver after so many seconds, and prints the steps it has made (its
 exit is then null). ``--graphs`` lets vLLM capture CUDA graphs; ``--write-only`` stops before the
 driver; ``--curves`` draws the variants (``nemo_rl_curves.py``); each ``--set`` is an override that

@@ -24,7 +24,9 @@ MEDIAN_STEPS = 3
 MICRO_BATCH = {"1.7b": 8, "4b": 8, "8b": 2}
 """Sequences of a training micro-batch on one H200, without recomputation of activations. They are
 as many as have room, since in small ones the GPU waits for the host."""
-LOGPROB_BATCH = 8
+MICRO_BATCH_OF_TWO = {"1.7b": 8, "4b": 8, "8b": 4}
+"""The same on each of two H200s or more, which share the optimizer's state."""
+LOGPROB_BATCH = 16
 LOGPROB_CHUNK = 256
 """Tokens of a sequence whose logits are in float32 at once."""
 BATCHED_TOKENS = 8192
@@ -84,14 +86,14 @@ def real_size(
         size: key of MICRO_BATCH.
         shape: the model's ``config.json``.
         variant: says what is in FP8.
-        gpus: GPUs over which vLLM splits the model.
+        gpus: GPUs, each of which has an engine of its own and trains on its share.
     """
     grpo, policy = value["grpo"], value["policy"]
     sequences = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
     policy |= {
         "max_total_sequence_length": TOKENS_IN + TOKENS_OUT,
         "train_global_batch_size": sequences,
-        "train_micro_batch_size": MICRO_BATCH[size],
+        "train_micro_batch_size": micro_batch(size, gpus),
         "logprob_batch_size": LOGPROB_BATCH,
         # Whole float32 logits of 151,936 words would take half of a micro-batch's memory.
         "logprob_chunk_size": LOGPROB_CHUNK,
@@ -104,27 +106,36 @@ def real_size(
         "lr": LEARNING_RATE,
         "min_lr": LEARNING_RATE,
         # 10 bytes a parameter for 12, without which 8B has no room on a GPU.
-        "use_precision_aware_optimizer": size == "8b",
+        "use_precision_aware_optimizer": size == "8b" and gpus == 1,
     }
     generation = policy["generation"]
-    fp8_cache = variant in ("upstream", "fp8rl")
+    fp8_cache, of_engine = variant in ("upstream", "fp8rl"), sequences // gpus
     generation |= {
         "max_new_tokens": TOKENS_OUT,
         # No answer ends early, whatever is sampled.
         "ignore_eos": True,
         "stop_token_ids": [],
         "vllm_kwargs": {
-            "max_num_seqs": sequences,
+            "max_num_seqs": of_engine,
             "max_num_batched_tokens": BATCHED_TOKENS,
-            "kv_cache_memory_bytes": cache_bytes(shape, sequences, fp8_cache) // gpus,
+            "kv_cache_memory_bytes": cache_bytes(shape, of_engine, fp8_cache),
             "compilation_config": {
-                "cudagraph_capture_sizes": [n for n in GRAPH_SIZES if n < sequences] + [sequences]
+                "cudagraph_capture_sizes": [n for n in GRAPH_SIZES if n < of_engine] + [of_engine]
             },
         },
     }
-    generation["vllm_cfg"] |= {"enforce_eager": False, "use_deep_gemm": variant == "upstream"}
+    generation["vllm_cfg"] |= {
+        "tensor_parallel_size": 1,
+        "enforce_eager": False,
+        "use_deep_gemm": variant == "upstream",
+    }
     value["data"]["max_input_seq_length"] = TOKENS_IN + 1  # longer ones are cut
     value["env"]["math"]["verifier_type"] = "english_multichoice"
+
+
+def micro_batch(size: str, gpus: int) -> int:
+    """Return the sequences of a training micro-batch."""
+    return (MICRO_BATCH if gpus == 1 else MICRO_BATCH_OF_TWO)[size]
 
 
 def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:
@@ -136,7 +147,7 @@ def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:
         sequences: sequences of a step.
         gpus: GPUs of the run.
     """
-    least, share = WARM_STEPS + MEDIAN_STEPS, MICRO_BATCH[size] * gpus
+    least, share = WARM_STEPS + MEDIAN_STEPS, max(micro_batch(size, gpus), LOGPROB_BATCH) * gpus
     if steps < least:
         return f"--task real needs --steps {least} or more; its medians leave out {WARM_STEPS}"
     if sequences % share:

@@ -151,6 +151,31 @@ def test_a_driver_ends_at_its_limit_and_when_the_benchmark_is_interrupted(
     assert [process.poll() for process in started] == [-9, -9]
 
 
+@pytest.mark.parametrize(("gpus", "engine", "micro"), [(1, 256, 2), (2, 128, 4)])
+def test_each_gpu_has_an_engine_for_its_share(
+    real: SimpleNamespace, gpus: int, engine: int, micro: int, tmp_path: Path
+) -> None:
+    options = ["--task", "real", "--size", "8b", "--source", str(tmp_path), "--folder", "x"]
+    options += ["--gpus", str(gpus)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["nemo_rl.py", *options])
+        given = real.program.parse()
+    value = real.program.config(given, tmp_path, tmp_path / "data", tmp_path / "logs", "fp8rl")
+    assert value["cluster"]["gpus_per_node"] == gpus
+    policy, shape = value["policy"], real.model.shape_of("8b")
+    assert policy["train_micro_batch_size"] == micro
+    assert policy["train_global_batch_size"] == 256
+    kwargs = policy["generation"]["vllm_kwargs"]
+    assert policy["generation"]["vllm_cfg"]["tensor_parallel_size"] == 1
+    assert kwargs["max_num_seqs"] == engine
+    assert kwargs["kv_cache_memory_bytes"] == real.runs.cache_bytes(shape, engine, fp8=True)
+    graphs = kwargs["compilation_config"]["cudagraph_capture_sizes"]
+    assert graphs == sorted(set(graphs)) and graphs[-1] == engine
+    # Moments of 8B have room on one GPU only in their smaller form.
+    optimizer = policy["megatron_cfg"]["optimizer"]
+    assert optimizer["use_precision_aware_optimizer"] == (gpus == 1)
+
+
 def test_medians_leave_two_steps_out(real: SimpleNamespace) -> None:
     taken = real.program.first_and_median([9.0, 8.0, 1.0, 3.0, 2.0], 2)
     assert taken == {"first": 9.0, "median": 2.0}
@@ -241,7 +266,7 @@ def test_a_run_with_a_result_is_not_run_again(
     ("arguments", "message"),
     [
         (["--steps", "4"], "--steps 5 or more"),
-        (["--prompts", "3", "--generations", "1"], "a multiple of 8 sequences"),
+        (["--prompts", "3", "--generations", "1"], "a multiple of 16 sequences"),
         (["--in-flight", "--gpus", "2"], "--in-flight has no --task real"),
         (["--size", "8b"], "no model of real_model.py --size 8b"),
         (["--trainer", "dtensor"], "needs --trainer megatron"),
