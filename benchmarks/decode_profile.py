@@ -118,7 +118,11 @@ def prompts(count: int, length: int) -> list[dict[str, list[int]]]:
 
 
 def profile_decode(
-    llm: Any, variant: str, shape: Mapping[str, Any], load: tuple[int, int, int]
+    llm: Any,
+    variant: str,
+    shape: Mapping[str, Any],
+    load: tuple[int, int, int],
+    logprobs: bool = False,
 ) -> dict[str, Any]:
     """Profile decode steps of a running engine in this process.
 
@@ -127,6 +131,7 @@ def profile_decode(
         variant: of ``rollout.py``.
         shape: the model's ``config.json``.
         load: requests, tokens in and tokens out of each.
+        logprobs: ask for the log-probability of each token.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -134,7 +139,12 @@ def profile_decode(
 
     engine, (requests, tokens_in, tokens_out) = llm.llm_engine, load
     steps = tokens_out // 2
-    sampling = SamplingParams(max_tokens=steps + 3 * PROFILED, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        max_tokens=steps + 3 * PROFILED,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0 if logprobs else None,
+    )
     for i, prompt in enumerate(prompts(requests, tokens_in)):
         engine.add_request(f"{time.time()}-{i}", prompt, sampling)
     # The last prompt's first token marks the first step that only decodes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -25,8 +26,9 @@ MICRO_BATCH = {"1.7b": 8, "4b": 8, "8b": 2}
 """Sequences of a training micro-batch on one H200, without recomputation of activations. They are
 as many as have room, since in small ones the GPU waits for the host."""
 MICRO_BATCH_OF_TWO = {"1.7b": 8, "4b": 8, "8b": 4}
-"""The same on each of two H200s or more, which share the optimizer's state."""
+"""The same on each of two H200s or more, which share the optimizer's state: by count, not run."""
 LOGPROB_BATCH = 16
+"""Sequences of a micro-batch of log-probabilities, which keep no activations."""
 LOGPROB_CHUNK = 256
 """Tokens of a sequence whose logits are in float32 at once."""
 BATCHED_TOKENS = 8192
@@ -147,7 +149,8 @@ def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:
         sequences: sequences of a step.
         gpus: GPUs of the run.
     """
-    least, share = WARM_STEPS + MEDIAN_STEPS, max(micro_batch(size, gpus), LOGPROB_BATCH) * gpus
+    least = WARM_STEPS + MEDIAN_STEPS
+    share = math.lcm(micro_batch(size, gpus), LOGPROB_BATCH) * gpus
     if steps < least:
         return f"--task real needs --steps {least} or more; its medians leave out {WARM_STEPS}"
     if sequences % share:

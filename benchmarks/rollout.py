@@ -275,7 +275,8 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
             "median": statistics.median(speeds),
         }
     if options.kernels:
-        result["decode_step"] = profile_decode(llm, variant, options.shape, options.loads[-1])
+        load, logprobs = options.loads[-1], options.logprobs
+        result["decode_step"] = profile_decode(llm, variant, options.shape, load, logprobs)
     if fp8rl and options.refits and here:
         result |= measure_refits(
             llm,
@@ -331,6 +332,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.repeats = [int(text) for text in options.repeats.split(",")]
     options.loads = [parse_load(text) for text in options.loads.split(",")]
+    if options.apart and options.ranks > 1:
+        parser.error("--apart needs --ranks 1: more ranks have processes of their own anyway")
     if options.kernels and (options.ranks > 1 or options.apart):
         parser.error(
             "--kernels needs --ranks 1 and no --apart: kernels of other processes are not seen"

@@ -267,6 +267,7 @@ def test_a_run_with_a_result_is_not_run_again(
     [
         (["--steps", "4"], "--steps 5 or more"),
         (["--prompts", "3", "--generations", "1"], "a multiple of 16 sequences"),
+        (["--prompts", "3", "--generations", "16", "--gpus", "2"], "a multiple of 32 sequences"),
         (["--in-flight", "--gpus", "2"], "--in-flight has no --task real"),
         (["--size", "8b"], "no model of real_model.py --size 8b"),
         (["--trainer", "dtensor"], "needs --trainer megatron"),

@@ -34,8 +34,8 @@ must be free where the first is set."""
 _MOST_ENGINES, _MOST_FP8_CACHE, _MOST_REFERENCE = 0.05, 0.1, 1e-6
 """Mean absolute differences of logprobs in nats that are allowed. Kernels of one precision differ
 by about a tenth of the first. Over an FP8 cache stock vLLM quantizes the queries of prompts too,
-which fp8rl leaves in 16 bits: in a random model of two layers that is 0.06, where one 128x128 block
-of a weight with a wrong scale is 0.11 to 0.27. transformers computes both sides alike."""
+which fp8rl leaves in 16 bits: in a random model of two layers that alone is 0.06. transformers
+computes both sides alike."""
 
 
 def check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:

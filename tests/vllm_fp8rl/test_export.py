@@ -29,6 +29,7 @@ from support.engine import (
 from support.no_torchvision import without_torchvision
 from support.teacher_forced import PROMPTS as PROMPTS_TO_SCORE
 from support.teacher_forced import vllm_logprobs
+from vllm_fp8rl import export_check
 from vllm_fp8rl.calibration import send_kv_scales
 from vllm_fp8rl.compat import require_cpu_router
 from vllm_fp8rl.export_check import EngineJob, check_export, run_engines
@@ -146,6 +147,29 @@ def test_check_finds_equal_logprobs_and_a_wrong_scale(tmp_path, kind):
     save_file(tensors, file)
     (problem,) = check_export(checkpoint, out, RECIPE).problems
     assert "export again with the recipe of the rollouts" in problem
+
+
+@pytest.mark.parametrize(
+    ("cache", "difference", "passes"),
+    [
+        ("auto", 0.04, True),
+        ("auto", 0.07, False),
+        ("fp8_e4m3", 0.07, True),
+        ("fp8_e4m3", 0.11, False),
+    ],
+)
+def test_engines_may_differ_more_over_an_fp8_cache(
+    checkpoints, out, monkeypatch, cache, difference, passes
+):
+    """The bounds alone: the engines that only a GPU can compare are not started."""
+    found = [torch.zeros(4, 63), torch.full((4, 63), difference)]
+    monkeypatch.setattr(export_check, "_of_engines", lambda *_: found)
+    monkeypatch.setattr(export_check, "built_for_cpus", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    recipe = Recipe.from_dict({"kv_cache": {"dtype": cache}})
+    told = check_export(checkpoints["a"], out, recipe)
+    assert told.facts["compared"].startswith("stock vLLM")
+    assert bool(told.problems) == (not passes)
 
 
 def test_check_runs_an_engine_in_a_process_of_its_own(other_engine, checkpoints, out, monkeypatch):

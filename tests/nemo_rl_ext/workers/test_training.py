@@ -566,7 +566,8 @@ def test_larger_micro_batches_of_rows_that_are_as_long_are_expected_to_need_more
     (epoch,) = {m.fp8_setup.epoch for m in conversion_of(worker.model).modules.values()}
     seen: list[bool] = []
     worker.model.register_forward_hook(lambda *_: seen.append(epoch.keep))
-    device.peak = 300 * 2**20  # 1.25 times three times that is not there
+    # 1.1 times three times that is not there beside a twentieth of the device.
+    device.peak = 300 * 2**20
     for sizes in (small, small, large, small):
         worker.get_logprobs(data=Sharded(*sizes))
     assert seen[::2] == [False, True, False, True]
@@ -595,7 +596,7 @@ def test_the_peak_is_looked_at_before_upstream_resets_it(
     for peak in (900, 0):
         device.peak = peak * 2**20
         worker.train_microbatch(data=BATCH)
-    assert not any(seen), "1.25 times what the first needed is not there"
+    assert not any(seen), "1.1 times what the first needed is not there beside a twentieth"
 
 
 def test_a_rank_without_an_fp8_linear_keeps_nothing(device: SimpleNamespace) -> None:
