@@ -18,6 +18,7 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import next_scales, power_of_two_scales
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
+from nemo_rl_ext.workers.logprobs import FUSED_ENV, use_fused_logprobs
 from nemo_rl_ext.workers.refit import NOT_SENT
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class Fp8Training:
 
         Its attention sees K and V as the rollouts' FP8 cache holds them, once a refit has sent
         scales (``kv_cache.in_training``).
+        Log-probabilities that are computed in chunks are those of
+        :class:`nemo_rl_ext.workers.logprobs.FusedLogprob`.
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
@@ -114,6 +117,8 @@ class Fp8Training:
             hooks = options.get("additional_pre_wrap_hooks") or ()
             ours = pre_wrap_hook(recipe, converted=self._keep_codes_of)
             options["additional_pre_wrap_hooks"] = [*hooks, ours]
+            if torch.cuda.is_available() and os.environ.get(FUSED_ENV) != "0":
+                use_fused_logprobs()
         state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)

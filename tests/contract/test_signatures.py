@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.doctor.installation import relied_on
 from nemo_rl_ext.patches.upstream import Upstream, compare_source
+from nemo_rl_ext.workers.logprobs import FusedLogprob
 from support.sources import ROOT, parameters, source
 
 RELIED_ON = [
@@ -25,6 +27,18 @@ def file_of(module: str, root: Path) -> Path:
 @pytest.mark.parametrize("upstream", RELIED_ON)
 def test_upstream_has_what_a_patch_relies_on(upstream: Upstream) -> None:
     compare_source(str(source("NEMO_RL_SRC") / "nemo_rl"), upstream)
+
+
+def test_upstreams_log_probabilities_take_what_ours_take() -> None:
+    compare_source(
+        str(source("NEMO_RL_SRC") / "nemo_rl"),
+        Upstream(
+            "nemo_rl.distributed.model_utils",
+            "ChunkedDistributedLogprob.forward",
+            ", ".join(inspect.signature(FusedLogprob.forward).parameters),
+            replaced=True,
+        ),
+    )
 
 
 def calls(file: Path, function: str) -> list[tuple[int, str]]:

@@ -428,7 +428,12 @@ class BatchWorker(Fp8Training, Batches):
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The memory of a GPU, of which this CPU has none: set by hand."""
     monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda classes: None)
-    found = SimpleNamespace(available=1000 * 2**20, peak=0, resets=0)
+    found = SimpleNamespace(available=1000 * 2**20, peak=0, resets=0, fused=0)
+
+    def fuse() -> None:  # upstream's module is not here
+        found.fused += 1
+
+    monkeypatch.setattr(training, "use_fused_logprobs", fuse)
 
     class Written(DeviceMemory):
         def total(self) -> int:
@@ -597,6 +602,16 @@ def test_the_peak_is_looked_at_before_upstream_resets_it(
         device.peak = peak * 2**20
         worker.train_microbatch(data=BATCH)
     assert not any(seen), "1.1 times what the first needed is not there beside a twentieth"
+
+
+@pytest.mark.parametrize(("value", "times"), [(None, 1), ("1", 1), ("0", 0)])
+def test_log_probabilities_are_fused_unless_switched_off(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, value: str | None, times: int
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("FP8RL_FUSED_LOGPROBS", value)
+    batch_worker()
+    assert device.fused == times
 
 
 def test_a_rank_without_an_fp8_linear_keeps_nothing(device: SimpleNamespace) -> None:

@@ -1,0 +1,68 @@
+"""Ranks that share a vocabulary, for ``test_logprobs.py``: each compares its part with float64.
+
+A CPU has no Triton, so ``kernels`` stands in for the two kernels, in plain torch. The kernels
+themselves are compared with float64 in ``tests/gpu/test_triton_logprobs.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+WORDS, SHAPE = 1000, (3, 7)
+
+
+def kernels() -> ModuleType:
+    """A module with the two functions of ``fp8rl.numerics.triton.logprobs``."""
+
+    def row_sums(logits: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = logits.float()
+        most = x.amax(-1)
+        here = (chosen >= 0) & (chosen < x.shape[-1])
+        logit = x.gather(-1, chosen.where(here, 0)[..., None])[..., 0].where(here, 0.0)
+        return most, (x - most[..., None]).exp().sum(-1), logit
+
+    def logprob_gradient(
+        logits: torch.Tensor, chosen: torch.Tensor, normalizer: torch.Tensor, grad: torch.Tensor
+    ) -> torch.Tensor:
+        is_chosen = torch.arange(logits.shape[-1]) == chosen[..., None]
+        share = (logits.float() - normalizer[..., None]).exp()
+        return ((is_chosen.float() - share) * grad[..., None]).to(logits.dtype)
+
+    module: Any = ModuleType("fp8rl.numerics.triton.logprobs")
+    module.row_sums, module.logprob_gradient = row_sums, logprob_gradient
+    return module
+
+
+def main() -> None:
+    from megatron_fp8rl.testing.launch import join
+    from nemo_rl_ext.workers.logprobs import FusedLogprob
+
+    rank, ranks = join()
+    sys.modules["fp8rl.numerics.triton.logprobs"] = kernels()
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(*SHAPE, WORDS, generator=generator)
+    target = torch.randint(0, WORDS, SHAPE, generator=generator)
+    grad = torch.randn(SHAPE, generator=generator)
+    exact = logits.double().requires_grad_(True)
+    expected = exact.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    expected.backward(grad.double())
+
+    first, last = rank * WORDS // ranks, (rank + 1) * WORDS // ranks
+    own = logits[..., first:last].clone().requires_grad_(True)
+    group = torch.distributed.group.WORLD
+    found = FusedLogprob.apply(own, target, first, last, 4, group, False)
+    found.backward(grad)
+    assert (found - expected).abs().max() < 1e-5
+    assert own.grad is not None and exact.grad is not None
+    assert (own.grad - exact.grad[..., first:last]).abs().max() < 1e-5
+    with torch.no_grad():
+        assert torch.equal(FusedLogprob.apply(own, target, first, last, 4, group, True), found)
+    sys.stdout.write("compared\n")
+
+
+if __name__ == "__main__":
+    main()
