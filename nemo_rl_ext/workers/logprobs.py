@@ -3,7 +3,8 @@
 Upstream's class goes through the logits of a chunk about eight times, in float32: to convert them,
 for the maximum, the difference, the exponential, the sum and the logarithm. With 151,936 words that
 is a third of what the head of a 4B model costs. This class has its signature and its results, up to
-the order of float32 sums, and takes its place in the process of a worker that trains in FP8.
+the order of float32 sums, and takes its place in the process of a worker that trains in FP8, where
+:data:`FUSED_ENV` is 1. It is off by default until it has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from fp8rl.errors import UnsupportedError
 
 FUSED_ENV = "FP8RL_FUSED_LOGPROBS"
+"""Set in ``policy.megatron_cfg.env_vars``."""
 
 
 class FusedLogprob(torch.autograd.Function):
@@ -89,6 +91,6 @@ def use_fused_logprobs() -> None:
     if expected != found:
         raise UnsupportedError(
             f"nemo_rl.distributed.model_utils.ChunkedDistributedLogprob takes {', '.join(found)}, "
-            f"not {', '.join(expected)}; set {FUSED_ENV}=0 in policy.megatron_cfg.env_vars."
+            f"not {', '.join(expected)}; remove {FUSED_ENV} from policy.megatron_cfg.env_vars."
         )
     model_utils.ChunkedDistributedLogprob = FusedLogprob

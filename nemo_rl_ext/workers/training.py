@@ -103,7 +103,7 @@ class Fp8Training:
         Its attention sees K and V as the rollouts' FP8 cache holds them, once a refit has sent
         scales (``kv_cache.in_training``).
         Log-probabilities that are computed in chunks are those of
-        :class:`nemo_rl_ext.workers.logprobs.FusedLogprob`.
+        :class:`nemo_rl_ext.workers.logprobs.FusedLogprob`, where the environment asks for it.
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
@@ -117,7 +117,7 @@ class Fp8Training:
             hooks = options.get("additional_pre_wrap_hooks") or ()
             ours = pre_wrap_hook(recipe, converted=self._keep_codes_of)
             options["additional_pre_wrap_hooks"] = [*hooks, ours]
-            if torch.cuda.is_available() and os.environ.get(FUSED_ENV) != "0":
+            if torch.cuda.is_available() and os.environ.get(FUSED_ENV) == "1":
                 use_fused_logprobs()
         state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):

@@ -604,8 +604,8 @@ def test_the_peak_is_looked_at_before_upstream_resets_it(
     assert not any(seen), "1.1 times what the first needed is not there beside a twentieth"
 
 
-@pytest.mark.parametrize(("value", "times"), [(None, 1), ("1", 1), ("0", 0)])
-def test_log_probabilities_are_fused_unless_switched_off(
+@pytest.mark.parametrize(("value", "times"), [(None, 0), ("1", 1), ("0", 0)])
+def test_log_probabilities_are_fused_where_it_is_asked_for(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, value: str | None, times: int
 ) -> None:
     if value is not None:
