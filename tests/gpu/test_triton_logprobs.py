@@ -5,11 +5,15 @@ Needs a CUDA GPU; with ``TRITON_INTERPRET=1`` and triton installed it runs on th
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
-from fp8rl.numerics.triton.logprobs import logprob_gradient, row_sums
 from support.triton_device import DEVICE, INTERPRETED
+
+kernels = importlib.import_module("fp8rl.numerics.triton.logprobs")
+row_sums, logprob_gradient = kernels.row_sums, kernels.logprob_gradient
 
 CHOSEN = 5
 
