@@ -22,11 +22,10 @@ WARM_STEPS = 2
 """Steps before those whose median is given."""
 MEDIAN_STEPS = 3
 """Steps that a median needs at least."""
-MICRO_BATCH = {"1.7b": 8, "4b": 8, "8b": 2}
-"""Sequences of a training micro-batch on one H200, without recomputation of activations. They are
-as many as have room, since in small ones the GPU waits for the host."""
-MICRO_BATCH_OF_TWO = {"1.7b": 8, "4b": 8, "8b": 4}
-"""The same on each of two H200s or more, which share the optimizer's state: by count, not run."""
+MICRO_BATCH = {"1.7b": (8, 8), "4b": (8, 8), "8b": (2, 4)}
+"""Sequences of a training micro-batch on one H200, and on each of several, which share the
+optimizer's state (by count, not run); without recomputation of activations. They are as many as
+have room, since in small ones the GPU waits for the host."""
 LOGPROB_BATCH = 16
 """Sequences of a micro-batch of log-probabilities, which keep no activations."""
 LOGPROB_CHUNK = 256
@@ -137,7 +136,8 @@ def real_size(
 
 def micro_batch(size: str, gpus: int) -> int:
     """Return the sequences of a training micro-batch."""
-    return (MICRO_BATCH if gpus == 1 else MICRO_BATCH_OF_TWO)[size]
+    alone, shared = MICRO_BATCH[size]
+    return alone if gpus == 1 else shared
 
 
 def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:

@@ -9,15 +9,22 @@ the order of float32 sums, and takes its place in the process of a worker that t
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
 from fp8rl.errors import UnsupportedError
+from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 FUSED_ENV = "FP8RL_FUSED_LOGPROBS"
 """Set in ``policy.megatron_cfg.env_vars``."""
+UPSTREAM = Upstream(
+    "nemo_rl.distributed.model_utils",
+    "ChunkedDistributedLogprob.forward",
+    "ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, "
+    "inference_only=...",
+    replaced=True,
+)
 
 
 class FusedLogprob(torch.autograd.Function):
@@ -84,13 +91,11 @@ def use_fused_logprobs() -> None:
     """
     from nemo_rl.distributed import model_utils
 
-    theirs = model_utils.ChunkedDistributedLogprob
-    expected, found = (
-        list(inspect.signature(each.forward).parameters) for each in (FusedLogprob, theirs)
-    )
-    if expected != found:
+    try:
+        resolve(model_utils, UPSTREAM)
+    except UnsupportedError as error:
         raise UnsupportedError(
-            f"nemo_rl.distributed.model_utils.ChunkedDistributedLogprob takes {', '.join(found)}, "
-            f"not {', '.join(expected)}; remove {FUSED_ENV} from policy.megatron_cfg.env_vars."
-        )
+            f"{error} Install the NeMo RL that docs/nemo_rl.md names, or remove {FUSED_ENV} from "
+            "policy.megatron_cfg.env_vars."
+        ) from None
     model_utils.ChunkedDistributedLogprob = FusedLogprob

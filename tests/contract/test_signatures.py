@@ -11,7 +11,7 @@ import pytest
 from nemo_rl_ext.config.drivers import DRIVERS
 from nemo_rl_ext.doctor.installation import relied_on
 from nemo_rl_ext.patches.upstream import Upstream, compare_source
-from nemo_rl_ext.workers.logprobs import FusedLogprob
+from nemo_rl_ext.workers import logprobs
 from support.sources import ROOT, parameters, source
 
 RELIED_ON = [
@@ -30,15 +30,9 @@ def test_upstream_has_what_a_patch_relies_on(upstream: Upstream) -> None:
 
 
 def test_upstreams_log_probabilities_take_what_ours_take() -> None:
-    compare_source(
-        str(source("NEMO_RL_SRC") / "nemo_rl"),
-        Upstream(
-            "nemo_rl.distributed.model_utils",
-            "ChunkedDistributedLogprob.forward",
-            ", ".join(inspect.signature(FusedLogprob.forward).parameters),
-            replaced=True,
-        ),
-    )
+    compare_source(str(source("NEMO_RL_SRC") / "nemo_rl"), logprobs.UPSTREAM)
+    ours = ", ".join(inspect.signature(logprobs.FusedLogprob.forward).parameters)
+    assert ours == str(logprobs.UPSTREAM.parameters).replace("=...", "")
 
 
 def calls(file: Path, function: str) -> list[tuple[int, str]]:
