@@ -22,10 +22,13 @@ WARM_STEPS = 2
 """Steps before those whose median is given."""
 MEDIAN_STEPS = 3
 """Steps that a median needs at least."""
-MICRO_BATCH = {"1.7b": (8, 8), "4b": (8, 8), "8b": (2, 4)}
+MICRO_BATCH = {"1.7b": (8, 8), "4b": (8, 8), "8b": (8, 4)}
 """Sequences of a training micro-batch on one H200, and on each of several, which share the
-optimizer's state (by count, not run); without recomputation of activations. They are as many as
-have room, since in small ones the GPU waits for the host."""
+optimizer's state (by count, not run). They are as many as have room, since in small ones the GPU
+waits for the host."""
+RECOMPUTED = ("8b",)
+"""Sizes whose activations are computed again in the backward pass on one GPU; without that 8B has
+room for micro-batches of two there."""
 LOGPROB_BATCH = 16
 """Sequences of a micro-batch of log-probabilities, which keep no activations."""
 LOGPROB_CHUNK = 256
@@ -103,6 +106,7 @@ def real_size(
     }
     megatron = policy["megatron_cfg"]
     megatron["defer_fp32_logits"] = True
+    megatron["activation_checkpointing"] = size in RECOMPUTED and gpus == 1
     megatron["optimizer"] |= {
         "lr": LEARNING_RATE,
         "min_lr": LEARNING_RATE,

@@ -48,7 +48,8 @@ class FusedLogprob(torch.autograd.Function):
             vocab_parallel_logits: ``[B, S, V]``, this rank's part of the vocabulary.
             target: words of the whole vocabulary ``[B, S]``.
             vocab_start_index: first word of this rank's part.
-            vocab_end_index: the word after its last.
+            vocab_end_index: the word after its last. A target that no rank has is 0 in the result,
+                as with upstream's class.
             chunk_size: upstream's; nothing is computed in chunks here.
             tp_group: ranks that share the vocabulary.
             inference_only: no backward follows.
@@ -59,25 +60,27 @@ class FusedLogprob(torch.autograd.Function):
         from fp8rl.numerics.triton.logprobs import row_sums
 
         chosen = target - vocab_start_index  # a number outside the part has no logit here
+        here = (target >= vocab_start_index) & (target < vocab_end_index)
         most, total, logit = row_sums(vocab_parallel_logits, chosen)
         if torch.distributed.get_world_size(tp_group) > 1:
             own = most.clone()
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, tp_group)
-            summed = torch.stack((total * (own - most).exp(), logit))
+            summed = torch.stack((total * (own - most).exp(), logit, here.float()))
             torch.distributed.all_reduce(summed, group=tp_group)
-            total, logit = summed.unbind()
-        normalizer = most + total.log()
+            total, logit, known = summed.unbind()
+            here = known > 0
+        spread = total.log()
         if not inference_only:
-            ctx.save_for_backward(vocab_parallel_logits, chosen, normalizer)
-        return logit - normalizer
+            ctx.save_for_backward(vocab_parallel_logits, chosen, most, spread)
+        return torch.where(here, (logit - most) - spread, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of the logits; the other arguments have none."""
         from fp8rl.numerics.triton.logprobs import logprob_gradient
 
-        logits, chosen, normalizer = ctx.saved_tensors
-        gradient = logprob_gradient(logits, chosen, normalizer, grad_outputs[0])
+        logits, chosen, most, spread = ctx.saved_tensors
+        gradient = logprob_gradient(logits, chosen, most, spread, grad_outputs[0])
         return gradient, None, None, None, None, None, None
 
 

@@ -119,6 +119,7 @@ class Fp8Training:
             options["additional_pre_wrap_hooks"] = [*hooks, ours]
             if torch.cuda.is_available() and os.environ.get(FUSED_ENV) == "1":
                 use_fused_logprobs()
+                _tell_of_fused_logprobs(policy)
         state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
@@ -399,6 +400,18 @@ def _saved_scales(weights_path: str | None) -> Scales:
         return {}
     found: Scales = json.loads(Path(weights_path, SCALES_FILE).read_text())
     return found
+
+
+def _tell_of_fused_logprobs(policy: Mapping[str, Any]) -> None:
+    """Log what the environment has asked for, and what keeps it from having an effect."""
+    if policy.get("logprob_chunk_size") is None:
+        logger.warning(
+            "fp8rl: %s=1 has no effect, because log-probabilities are not computed in chunks; set "
+            "policy.logprob_chunk_size and policy.megatron_cfg.defer_fp32_logits.",
+            FUSED_ENV,
+        )
+    else:
+        logger.info("fp8rl: log-probabilities take one pass over the logits.")
 
 
 def _observe(model: torch.nn.Module) -> QKVObserver:

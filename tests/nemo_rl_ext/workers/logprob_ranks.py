@@ -26,10 +26,14 @@ def kernels() -> ModuleType:
         return most, (x - most[..., None]).exp().sum(-1), logit
 
     def logprob_gradient(
-        logits: torch.Tensor, chosen: torch.Tensor, normalizer: torch.Tensor, grad: torch.Tensor
+        logits: torch.Tensor,
+        chosen: torch.Tensor,
+        most: torch.Tensor,
+        spread: torch.Tensor,
+        grad: torch.Tensor,
     ) -> torch.Tensor:
         is_chosen = torch.arange(logits.shape[-1]) == chosen[..., None]
-        share = (logits.float() - normalizer[..., None]).exp()
+        share = (logits.float() - most[..., None] - spread[..., None]).exp()
         return ((is_chosen.float() - share) * grad[..., None]).to(logits.dtype)
 
     module: Any = ModuleType("fp8rl.numerics.triton.logprobs")
@@ -44,7 +48,8 @@ def main() -> None:
     rank, ranks = join()
     sys.modules["fp8rl.numerics.triton.logprobs"] = kernels()
     generator = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(*SHAPE, WORDS, generator=generator)
+    # 1000 more than usual, which must not cost precision.
+    logits = 1000 + 4 * torch.randn(*SHAPE, WORDS, generator=generator)
     target = torch.randint(0, WORDS, SHAPE, generator=generator)
     grad = torch.randn(SHAPE, generator=generator)
     exact = logits.double().requires_grad_(True)
@@ -61,6 +66,9 @@ def main() -> None:
     assert (own.grad - exact.grad[..., first:last]).abs().max() < 1e-5
     with torch.no_grad():
         assert torch.equal(FusedLogprob.apply(own, target, first, last, 4, group, True), found)
+        nobodys = torch.tensor([[-100] * 7, [WORDS + 9] * 7, [5] * 7])
+        given = FusedLogprob.apply(own, nobodys, first, last, 4, group, True)
+        assert (given[:2] == 0).all() and (given[2] < 0).all()  # as upstream's class has it
     sys.stdout.write("compared\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -612,6 +613,42 @@ def test_log_probabilities_are_fused_where_it_is_asked_for(
         monkeypatch.setenv("FP8RL_FUSED_LOGPROBS", value)
     batch_worker()
     assert device.fused == times
+
+
+@pytest.mark.parametrize(
+    ("keys", "on_gpu", "options"),
+    [
+        ({"training": False}, True, {}),
+        ({}, False, {}),
+        ({}, True, {"init_optimizer": False}),
+    ],
+    ids=["training in BF16", "CPU", "teacher"],
+)
+def test_other_workers_keep_upstreams_log_probabilities(
+    device: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, Any],
+    on_gpu: bool,
+    options: dict[str, Any],
+) -> None:
+    monkeypatch.setenv("FP8RL_FUSED_LOGPROBS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    BatchWorker(policy({"kv_cache": {"dtype": "auto"}, **keys}), **options)
+    assert device.fused == 0
+
+
+def test_fused_log_probabilities_are_told(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have no effect where upstream does not compute them in chunks."""
+    monkeypatch.setenv("FP8RL_FUSED_LOGPROBS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    caplog.set_level(logging.INFO)
+    for chunk in (None, 256):
+        BatchWorker(policy({"kv_cache": {"dtype": "auto"}}) | {"logprob_chunk_size": chunk})
+    without, with_chunks = caplog.messages[-2:]
+    assert "set policy.logprob_chunk_size" in without
+    assert "one pass over the logits" in with_chunks
 
 
 def test_a_rank_without_an_fp8_linear_keeps_nothing(device: SimpleNamespace) -> None:

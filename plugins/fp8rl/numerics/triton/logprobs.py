@@ -13,8 +13,8 @@ import triton.language as tl
 
 _WIDTH = 4096
 """Words of a row that one program has at a time."""
-_NOTHING = -1e30
-"""Below every logit: a lane that has seen no word."""
+_NOTHING = torch.finfo(torch.float32).min
+"""Not above any finite logit: a lane that has seen no word."""
 
 
 @triton.jit
@@ -53,7 +53,8 @@ def _row_kernel(
 def _gradient_kernel(
     logits_ptr,
     chosen_ptr,
-    normalizer_ptr,
+    most_ptr,
+    spread_ptr,
     grad_ptr,
     out_ptr,
     words,
@@ -67,7 +68,7 @@ def _gradient_kernel(
     word = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = word < words
     x = tl.load(at + word, inside, other=0.0)
-    share = tl.exp(x.to(tl.float32) - tl.load(normalizer_ptr + row))
+    share = tl.exp((x.to(tl.float32) - tl.load(most_ptr + row)) - tl.load(spread_ptr + row))
     is_chosen = (word == tl.load(chosen_ptr + row)).to(tl.float32)
     gradient = (is_chosen - share) * tl.load(grad_ptr + row)
     tl.store(out_ptr + row * words + word, gradient.to(x.dtype), inside)
@@ -85,7 +86,15 @@ def row_sums(
     Returns:
         Three float32 tensors ``[B, S]``: the largest logit, the sum of ``exp(logit - largest)``,
         and the logit of the chosen word, 0 where it lies outside.
+
+    Raises:
+        ValueError: there is not one chosen word for each row of logits.
     """
+    if chosen.shape != logits.shape[:2]:
+        raise ValueError(
+            f"Words of shape {tuple(chosen.shape)} are chosen from logits of shape "
+            f"{tuple(logits.shape)}; give one word for each row of logits."
+        )
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     found = [logits.new_empty(logits.shape[:2], dtype=torch.float32) for _ in range(3)]
     rows, words = chosen.numel(), logits.shape[2]
@@ -106,15 +115,20 @@ def row_sums(
 
 
 def logprob_gradient(
-    logits: torch.Tensor, chosen: torch.Tensor, normalizer: torch.Tensor, grad: torch.Tensor
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    most: torch.Tensor,
+    spread: torch.Tensor,
+    grad: torch.Tensor,
 ) -> torch.Tensor:
     """Return the gradient of the chosen words' log-probabilities, rounded once.
 
     Args:
         logits: see :func:`row_sums`.
         chosen: see :func:`row_sums`.
-        normalizer: float32 ``[B, S]``, the logarithm of the sum of ``exp(logit)`` over the whole
-            vocabulary.
+        most: float32 ``[B, S]``, the largest logit of the whole vocabulary.
+        spread: float32 ``[B, S]``, the logarithm of the sum of ``exp(logit - most)`` over the whole
+            vocabulary. It is apart from ``most`` so that large logits do not round it.
         grad: gradient of the log-probabilities ``[B, S]``.
 
     Returns:
@@ -127,7 +141,8 @@ def logprob_gradient(
         _gradient_kernel[(rows, triton.cdiv(words, _WIDTH))](
             logits,
             chosen.contiguous(),
-            normalizer.contiguous(),
+            most.contiguous(),
+            spread.contiguous(),
             grad.float().contiguous(),
             out,
             words,
