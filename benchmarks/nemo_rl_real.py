@@ -29,8 +29,8 @@ waits for the host."""
 RECOMPUTED = ("8b",)
 """Sizes whose activations are computed again in the backward pass on one GPU; without that 8B has
 room for micro-batches of two there."""
-LOGPROB_BATCH = 16
-"""Sequences of a micro-batch of log-probabilities, which keep no activations."""
+LOGPROB_BATCH = {"1.7b": 16, "4b": 16, "8b": 8}
+"""Sequences of a micro-batch of log-probabilities, which keep no activations but logits twice."""
 LOGPROB_CHUNK = 256
 """Tokens of a sequence whose logits are in float32 at once."""
 BATCHED_TOKENS = 8192
@@ -98,7 +98,7 @@ def real_size(
         "max_total_sequence_length": TOKENS_IN + TOKENS_OUT,
         "train_global_batch_size": sequences,
         "train_micro_batch_size": micro_batch(size, gpus),
-        "logprob_batch_size": LOGPROB_BATCH,
+        "logprob_batch_size": LOGPROB_BATCH[size],
         # Whole float32 logits of 151,936 words would take half of a micro-batch's memory.
         "logprob_chunk_size": LOGPROB_CHUNK,
         # The optimizer stays on the GPU; elsewhere its way to the host and back takes seconds.
@@ -154,7 +154,7 @@ def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:
         gpus: GPUs of the run.
     """
     least = WARM_STEPS + MEDIAN_STEPS
-    share = math.lcm(micro_batch(size, gpus), LOGPROB_BATCH) * gpus
+    share = math.lcm(micro_batch(size, gpus), LOGPROB_BATCH[size]) * gpus
     if steps < least:
         return f"--task real needs --steps {least} or more; its medians leave out {WARM_STEPS}"
     if sequences % share:

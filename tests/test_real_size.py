@@ -151,7 +151,7 @@ def test_a_driver_ends_at_its_limit_and_when_the_benchmark_is_interrupted(
     assert [process.poll() for process in started] == [-9, -9]
 
 
-@pytest.mark.parametrize(("gpus", "engine", "micro"), [(1, 256, 2), (2, 128, 4)])
+@pytest.mark.parametrize(("gpus", "engine", "micro"), [(1, 256, 8), (2, 128, 4)])
 def test_each_gpu_has_an_engine_for_its_share(
     real: SimpleNamespace, gpus: int, engine: int, micro: int, tmp_path: Path
 ) -> None:
@@ -174,6 +174,7 @@ def test_each_gpu_has_an_engine_for_its_share(
     # Moments of 8B have room on one GPU only in their smaller form.
     optimizer = policy["megatron_cfg"]["optimizer"]
     assert optimizer["use_precision_aware_optimizer"] == (gpus == 1)
+    assert policy["megatron_cfg"]["activation_checkpointing"] == (gpus == 1)
 
 
 def test_medians_leave_two_steps_out(real: SimpleNamespace) -> None:
