@@ -3,21 +3,27 @@
 Upstream's class goes through the logits of a chunk about eight times, in float32: to convert them,
 for the maximum, the difference, the exponential, the sum and the logarithm. With 151,936 words that
 is a third of what the head of a 4B model costs. This class has its signature and its results, up to
-the order of float32 sums, and takes its place in the process of a worker that trains in FP8, where
-:data:`FUSED_ENV` is 1. It is off by default until it has been measured on a GPU.
+the order of float32 sums, and takes its place in the process of a worker that trains in FP8.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fp8rl.errors import UnsupportedError
+from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
+logger = logging.getLogger(LOGGER)
+
 FUSED_ENV = "FP8RL_FUSED_LOGPROBS"
-"""Set in ``policy.megatron_cfg.env_vars``."""
+"""Set in ``policy.megatron_cfg.env_vars``: 0 leaves upstream's class, 1 refuses to start where it
+would stay for another reason."""
 UPSTREAM = Upstream(
     "nemo_rl.distributed.model_utils",
     "ChunkedDistributedLogprob.forward",
@@ -84,21 +90,40 @@ class FusedLogprob(torch.autograd.Function):
         return gradient, None, None, None, None, None, None
 
 
-def use_fused_logprobs() -> None:
+def fuse_logprobs(policy: Mapping[str, Any]) -> None:
     """Let upstream's functions of this process compute chunked log-probabilities with our class.
 
-    They look the class up by its name, and there is no key for another one.
+    They look the class up by its name, and there is no key for another one. Where upstream's class
+    has changed, it stays, and the log says so: only the speed is another one.
+
+    Args:
+        policy: NeMo RL's section of that name.
 
     Raises:
-        UnsupportedError: upstream's class takes other arguments.
+        UnsupportedError: :data:`FUSED_ENV` is 1 and upstream's class would stay.
     """
+    wanted = os.environ.get(FUSED_ENV)
+    if wanted == "0":
+        return
+    if policy.get("logprob_chunk_size") is None:
+        if wanted == "1":
+            raise UnsupportedError(
+                f"{FUSED_ENV}=1 has no effect where log-probabilities are not computed in chunks; "
+                "set policy.logprob_chunk_size and policy.megatron_cfg.defer_fp32_logits, or "
+                "remove it from policy.megatron_cfg.env_vars."
+            )
+        return
     from nemo_rl.distributed import model_utils
 
     try:
         resolve(model_utils, UPSTREAM)
     except UnsupportedError as error:
-        raise UnsupportedError(
-            f"{error} Install the NeMo RL that docs/nemo_rl.md names, or remove {FUSED_ENV} from "
-            "policy.megatron_cfg.env_vars."
-        ) from None
+        if wanted == "1":
+            raise UnsupportedError(
+                f"{error} Install the NeMo RL that docs/nemo_rl.md names, or remove {FUSED_ENV} "
+                "from policy.megatron_cfg.env_vars."
+            ) from None
+        logger.warning("fp8rl: upstream's class computes log-probabilities. %s", error)
+        return
     model_utils.ChunkedDistributedLogprob = FusedLogprob
+    logger.info("fp8rl: log-probabilities take one pass over the logits.")

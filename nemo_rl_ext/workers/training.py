@@ -18,7 +18,7 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import next_scales, power_of_two_scales
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
-from nemo_rl_ext.workers.logprobs import FUSED_ENV, use_fused_logprobs
+from nemo_rl_ext.workers.logprobs import fuse_logprobs
 from nemo_rl_ext.workers.refit import NOT_SENT
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class Fp8Training:
 
         Its attention sees K and V as the rollouts' FP8 cache holds them, once a refit has sent
         scales (``kv_cache.in_training``).
-        Log-probabilities that are computed in chunks are those of
-        :class:`nemo_rl_ext.workers.logprobs.FusedLogprob`, where the environment asks for it.
+        On a GPU log-probabilities that are computed in chunks are those of
+        :class:`nemo_rl_ext.workers.logprobs.FusedLogprob`.
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
         A model without optimizer is a frozen teacher with a copy of the policy's section: it stays
         in BF16.
@@ -117,9 +117,8 @@ class Fp8Training:
             hooks = options.get("additional_pre_wrap_hooks") or ()
             ours = pre_wrap_hook(recipe, converted=self._keep_codes_of)
             options["additional_pre_wrap_hooks"] = [*hooks, ours]
-            if torch.cuda.is_available() and os.environ.get(FUSED_ENV) == "1":
-                use_fused_logprobs()
-                _tell_of_fused_logprobs(policy)
+            if torch.cuda.is_available():
+                fuse_logprobs(policy)
         state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
@@ -400,18 +399,6 @@ def _saved_scales(weights_path: str | None) -> Scales:
         return {}
     found: Scales = json.loads(Path(weights_path, SCALES_FILE).read_text())
     return found
-
-
-def _tell_of_fused_logprobs(policy: Mapping[str, Any]) -> None:
-    """Log what the environment has asked for, and what keeps it from having an effect."""
-    if policy.get("logprob_chunk_size") is None:
-        logger.warning(
-            "fp8rl: %s=1 has no effect, because log-probabilities are not computed in chunks; set "
-            "policy.logprob_chunk_size and policy.megatron_cfg.defer_fp32_logits.",
-            FUSED_ENV,
-        )
-    else:
-        logger.info("fp8rl: log-probabilities take one pass over the logits.")
 
 
 def _observe(model: torch.nn.Module) -> QKVObserver:

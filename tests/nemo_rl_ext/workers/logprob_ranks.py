@@ -1,49 +1,21 @@
 """Ranks that share a vocabulary, for ``test_logprobs.py``: each compares its part with float64.
 
-A CPU has no Triton, so ``kernels`` stands in for the two kernels, in plain torch. The kernels
-themselves are compared with float64 in ``tests/gpu/test_triton_logprobs.py``.
+A CPU has no Triton, so the two kernels have stand-ins (``tests/support/logprob_kernels.py``).
 """
 
 from __future__ import annotations
 
 import sys
-from types import ModuleType
-from typing import Any
 
 import torch
 
 WORDS, SHAPE = 1000, (3, 7)
 
 
-def kernels() -> ModuleType:
-    """A module with the two functions of ``fp8rl.numerics.triton.logprobs``."""
-
-    def row_sums(logits: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = logits.float()
-        most = x.amax(-1)
-        here = (chosen >= 0) & (chosen < x.shape[-1])
-        logit = x.gather(-1, chosen.where(here, 0)[..., None])[..., 0].where(here, 0.0)
-        return most, (x - most[..., None]).exp().sum(-1), logit
-
-    def logprob_gradient(
-        logits: torch.Tensor,
-        chosen: torch.Tensor,
-        most: torch.Tensor,
-        spread: torch.Tensor,
-        grad: torch.Tensor,
-    ) -> torch.Tensor:
-        is_chosen = torch.arange(logits.shape[-1]) == chosen[..., None]
-        share = (logits.float() - most[..., None] - spread[..., None]).exp()
-        return ((is_chosen.float() - share) * grad[..., None]).to(logits.dtype)
-
-    module: Any = ModuleType("fp8rl.numerics.triton.logprobs")
-    module.row_sums, module.logprob_gradient = row_sums, logprob_gradient
-    return module
-
-
 def main() -> None:
     from megatron_fp8rl.testing.launch import join
     from nemo_rl_ext.workers.logprobs import FusedLogprob
+    from support.logprob_kernels import kernels
 
     rank, ranks = join()
     sys.modules["fp8rl.numerics.triton.logprobs"] = kernels()
@@ -69,6 +41,7 @@ def main() -> None:
         nobodys = torch.tensor([[-100] * 7, [WORDS + 9] * 7, [5] * 7])
         given = FusedLogprob.apply(own, nobodys, first, last, 4, group, True)
         assert (given[:2] == 0).all() and (given[2] < 0).all()  # as upstream's class has it
+    torch.distributed.destroy_process_group()  # gloo's threads must not outlive the process
     sys.stdout.write("compared\n")
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.testing.launch import launch
-from nemo_rl_ext.workers.logprobs import FusedLogprob, use_fused_logprobs
+from nemo_rl_ext.workers.logprobs import FusedLogprob, fuse_logprobs
 from support.processes import environment
 
 RANKS = Path(__file__).with_name("logprob_ranks.py")
@@ -48,8 +48,11 @@ class Others(torch.autograd.Function):
         raise NotImplementedError
 
 
-def upstream(monkeypatch: pytest.MonkeyPatch, kind: type) -> Any:
+def upstream(monkeypatch: pytest.MonkeyPatch, kind: type, wanted: str | None) -> Any:
     """Upstream's module with a class in its place, and nothing else."""
+    monkeypatch.delenv("FP8RL_FUSED_LOGPROBS", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("FP8RL_FUSED_LOGPROBS", wanted)
     names = ("nemo_rl", "nemo_rl.distributed", "nemo_rl.distributed.model_utils")
     modules: list[Any] = [ModuleType(name) for name in names]
     for name, module in zip(names, modules, strict=True):
@@ -59,15 +62,49 @@ def upstream(monkeypatch: pytest.MonkeyPatch, kind: type) -> Any:
     return modules[2]
 
 
-def test_it_takes_the_place_of_upstreams_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = upstream(monkeypatch, Theirs)
+CHUNKED = {"logprob_chunk_size": 256}
+
+
+@pytest.mark.parametrize("wanted", [None, "1"])
+def test_it_takes_the_place_of_upstreams_class(
+    monkeypatch: pytest.MonkeyPatch, wanted: str | None
+) -> None:
+    module = upstream(monkeypatch, Theirs, wanted)
     for _ in range(2):  # a second worker of the process finds ours
-        use_fused_logprobs()
+        fuse_logprobs(CHUNKED)
         assert module.ChunkedDistributedLogprob is FusedLogprob
 
 
-def test_a_class_with_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = upstream(monkeypatch, Others)
-    with pytest.raises(UnsupportedError, match="remove FP8RL_FUSED_LOGPROBS"):
-        use_fused_logprobs()
+@pytest.mark.parametrize(("wanted", "policy"), [("0", CHUNKED), (None, {})])
+def test_upstreams_class_stays(
+    monkeypatch: pytest.MonkeyPatch, wanted: str | None, policy: dict[str, Any]
+) -> None:
+    """Where that is asked for, and where log-probabilities are not computed in chunks."""
+    module = upstream(monkeypatch, Theirs, wanted)
+    fuse_logprobs(policy)
+    assert module.ChunkedDistributedLogprob is Theirs
+
+
+def test_a_class_with_other_arguments_stays_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = upstream(monkeypatch, Others, None)
+    fuse_logprobs(CHUNKED)
     assert module.ChunkedDistributedLogprob is Others
+    assert "upstream's class computes log-probabilities" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "remedy"),
+    [
+        (Others, CHUNKED, "Install the NeMo RL .* or remove FP8RL_FUSED_LOGPROBS"),
+        (Theirs, {}, "set policy.logprob_chunk_size"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: type, policy: dict[str, Any], remedy: str
+) -> None:
+    module = upstream(monkeypatch, kind, "1")
+    with pytest.raises(UnsupportedError, match=remedy):
+        fuse_logprobs(policy)
+    assert module.ChunkedDistributedLogprob is kind

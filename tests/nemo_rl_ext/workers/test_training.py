@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -431,10 +430,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr("megatron_fp8rl.compat.register_with_bridge", lambda classes: None)
     found = SimpleNamespace(available=1000 * 2**20, peak=0, resets=0, fused=0)
 
-    def fuse() -> None:  # upstream's module is not here
+    def fuse(policy: Any) -> None:  # upstream's module is not here
         found.fused += 1
 
-    monkeypatch.setattr(training, "use_fused_logprobs", fuse)
+    monkeypatch.setattr(training, "fuse_logprobs", fuse)
 
     class Written(DeviceMemory):
         def total(self) -> int:
@@ -605,14 +604,11 @@ def test_the_peak_is_looked_at_before_upstream_resets_it(
     assert not any(seen), "1.1 times what the first needed is not there beside a twentieth"
 
 
-@pytest.mark.parametrize(("value", "times"), [(None, 0), ("1", 1), ("0", 0)])
-def test_log_probabilities_are_fused_where_it_is_asked_for(
-    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, value: str | None, times: int
+def test_log_probabilities_of_a_worker_that_trains_in_fp8_are_fused(
+    device: SimpleNamespace,
 ) -> None:
-    if value is not None:
-        monkeypatch.setenv("FP8RL_FUSED_LOGPROBS", value)
     batch_worker()
-    assert device.fused == times
+    assert device.fused == 1
 
 
 @pytest.mark.parametrize(
@@ -631,24 +627,9 @@ def test_other_workers_keep_upstreams_log_probabilities(
     on_gpu: bool,
     options: dict[str, Any],
 ) -> None:
-    monkeypatch.setenv("FP8RL_FUSED_LOGPROBS", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     BatchWorker(policy({"kv_cache": {"dtype": "auto"}, **keys}), **options)
     assert device.fused == 0
-
-
-def test_fused_log_probabilities_are_told(
-    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They have no effect where upstream does not compute them in chunks."""
-    monkeypatch.setenv("FP8RL_FUSED_LOGPROBS", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    caplog.set_level(logging.INFO)
-    for chunk in (None, 256):
-        BatchWorker(policy({"kv_cache": {"dtype": "auto"}}) | {"logprob_chunk_size": chunk})
-    without, with_chunks = caplog.messages[-2:]
-    assert "set policy.logprob_chunk_size" in without
-    assert "one pass over the logits" in with_chunks
 
 
 def test_a_rank_without_an_fp8_linear_keeps_nothing(device: SimpleNamespace) -> None:
