@@ -38,6 +38,8 @@ BATCHED_TOKENS = 8192
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 """All answers are equally long, so nearly all steps have all sequences."""
 LEARNING_RATE = 1e-6
+KV_BLOCK = 16
+"""Tokens of a block of vLLM's KV cache."""
 CACHE_SLACK = 1.02
 IDLE_MIB, IDLE_LOAD = 1024, 0.25
 """Memory in use of a GPU, and processes that want to run for each core, of a machine that does
@@ -115,6 +117,7 @@ def real_size(
     }
     generation = policy["generation"]
     fp8_cache, of_engine = variant in ("upstream", "fp8rl"), sequences // gpus
+    prompts = -(-grpo["num_prompts_per_step"] // gpus)
     generation |= {
         "max_new_tokens": TOKENS_OUT,
         # No answer ends early, whatever is sampled.
@@ -123,7 +126,7 @@ def real_size(
         "vllm_kwargs": {
             "max_num_seqs": of_engine,
             "max_num_batched_tokens": BATCHED_TOKENS,
-            "kv_cache_memory_bytes": cache_bytes(shape, of_engine, fp8_cache),
+            "kv_cache_memory_bytes": cache_bytes(shape, prompts, of_engine, fp8_cache),
             "compilation_config": {
                 "cudagraph_capture_sizes": [n for n in GRAPH_SIZES if n < of_engine] + [of_engine]
             },
@@ -162,10 +165,20 @@ def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:
     return None
 
 
-def cache_bytes(shape: Mapping[str, Any], sequences: int, fp8: bool) -> int:
-    """Return the bytes of a KV cache that holds all sequences at once."""
+def cache_bytes(shape: Mapping[str, Any], prompts: int, sequences: int, fp8: bool) -> int:
+    """Return the bytes of a KV cache that holds all sequences at once.
+
+    The samples of a prompt share its blocks but for the last one (prefix caching).
+
+    Args:
+        shape: the model's ``config.json``.
+        prompts: different prompts.
+        sequences: samples of all of them.
+        fp8: whether a value takes one byte.
+    """
     token = Sizes.from_dict(shape, 1).kv_per_token(1 if fp8 else 2)
-    return int(token * sequences * (TOKENS_IN + TOKENS_OUT) * CACHE_SLACK)
+    tokens = prompts * TOKENS_IN + sequences * (TOKENS_OUT + 2 * KV_BLOCK)
+    return int(token * tokens * CACHE_SLACK)
 
 
 def is_shared(patience: float = 20) -> bool:
