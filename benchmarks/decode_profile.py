@@ -37,6 +37,7 @@ PARTS = {  # a kernel belongs to the first part with a pattern that is in its na
         "silu",
         "act_and_mul",
     ),
+    "log-probabilities": ("_topk_log_softmax", "_ranks_kernel"),
     # and _GROUPED
     "experts": ("fused_moe", "moe_", "topk", "topK", "Topk", "expert", "ep_scatter", "ep_gather"),
     "linears": ("deep_gemm", "cutlass", "nvjet", "gemm", "w8a8"),
@@ -46,7 +47,7 @@ PARTS = {  # a kernel belongs to the first part with a pattern that is in its na
 # of experts (impls/sm90_fp8_gemm_1d2d.cuh).
 _GROUPED = re.compile(r"deep_gemm::\w+_impl<\([\w:]+\)\d+, (\d+u?, ){3}(?!1u?,)")
 PROFILED = 10
-LEAST_TOKENS = 6 * PROFILED  # out: half of them go before, and PROFILED steps have room behind
+LEAST_TOKENS = 8 * PROFILED  # out: half of them go before; twice PROFILED steps have room behind
 PEAK_BANDWIDTH = {"H100 80GB HBM3": 3.35e12, "H200": 4.8e12}  # bytes/s, data sheets
 PEAK_FP8 = 1.979e15
 
@@ -109,10 +110,16 @@ def bounds(
     }
 
 
-def prompts(count: int, length: int) -> list[dict[str, list[int]]]:
-    """Return prompts of other tokens each, the same in every run."""
+def prompts(count: int, length: int, samples: int = 1) -> list[dict[str, list[int]]]:
+    """Return prompts, the same in every run.
+
+    Args:
+        count: number of prompts.
+        length: tokens of each.
+        samples: how many neighbours are equal.
+    """
     return [
-        {"prompt_token_ids": [(i * 7919 + j * 104729) % 150000 for j in range(length)]}
+        {"prompt_token_ids": [(i // samples * 7919 + j * 104729) % 150000 for j in range(length)]}
         for i in range(count)
     ]
 
@@ -123,8 +130,12 @@ def profile_decode(
     shape: Mapping[str, Any],
     load: tuple[int, int, int],
     logprobs: bool = False,
+    samples: int = 1,
 ) -> dict[str, Any]:
     """Profile decode steps of a running engine in this process.
+
+    The host's functions are those of PROFILED steps more, under Python's profiler, which makes them
+    slower. A GPU that works for less than ``step_us`` waits for the host.
 
     Args:
         llm: vLLM's ``LLM`` that has served this load before.
@@ -132,26 +143,35 @@ def profile_decode(
         shape: the model's ``config.json``.
         load: requests, tokens in and tokens out of each.
         logprobs: ask for the log-probability of each token.
+        samples: requests with the same prompt.
     """
     import torch
+    from profiles import by_function
     from torch.profiler import ProfilerActivity, profile
     from vllm import SamplingParams
 
     engine, (requests, tokens_in, tokens_out) = llm.llm_engine, load
     steps = tokens_out // 2
     sampling = SamplingParams(
-        max_tokens=steps + 3 * PROFILED,
+        max_tokens=steps + 4 * PROFILED,
         ignore_eos=True,
         detokenize=False,
         logprobs=0 if logprobs else None,
     )
-    for i, prompt in enumerate(prompts(requests, tokens_in)):
+    for i, prompt in enumerate(prompts(requests, tokens_in, samples)):
         engine.add_request(f"{time.time()}-{i}", prompt, sampling)
     # The last prompt's first token marks the first step that only decodes.
     most = engine.vllm_config.scheduler_config.max_num_batched_tokens
-    prefill = -(-requests * tokens_in // most)
+    caching = engine.vllm_config.cache_config.enable_prefix_caching
+    prefill = -(-requests * tokens_in // (samples if caching else 1) // most)
     wall: list[float] = []
     recording: Any = None
+    host: dict[str, list[float]] = {}
+
+    def several() -> None:
+        for _ in range(PROFILED):
+            engine.step()
+
     while engine.has_unfinished_requests():
         step = len(wall) - prefill
         if step == steps:
@@ -164,6 +184,7 @@ def profile_decode(
         if step == steps + PROFILED - 1:
             torch.cuda.synchronize()
             recording.__exit__(None, None, None)
+            host = by_function(several)
     kernels: dict[str, float] = defaultdict(float)
     ends = []
     for event in recording.events():
@@ -186,6 +207,9 @@ def profile_decode(
         "parts_us": dict(sorted(parts.items(), key=lambda pair: -pair[1])),
         "bounds_us": bounds(shape, variant, sizes, requests, context, bandwidth),
         "kernels_us": dict(sorted(kernels.items(), key=lambda pair: -pair[1])[:30]),
+        "host_ms_profiled": {
+            name: [round(each / PROFILED, 3) for each in taken] for name, taken in host.items()
+        },
     }
 
 

@@ -19,7 +19,8 @@ are then left out. ``--apart engine`` gives vLLM's engine a process of its own, 
 default and NeMo RL's synchronous worker does not; ``--apart worker`` the model alone
 (``distributed_executor_backend="mp"``). The host's part of a step, which limits small models with
 many requests, is then shared by two processes. Refits are left out too. ``--logprobs`` asks for the
-log-probability of each token, as NeMo RL does.
+log-probability of each token, as NeMo RL does, and ``--samples 16`` gives so many requests the same
+prompt, which is then computed once.
 ``--kernels`` tells where the time of a decode step of the last load goes
 (``decode_profile.py``), and what the first refit's host does, which makes that one refit slower.
 
@@ -230,7 +231,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=max(count for count, _, _ in options.loads),
         gpu_memory_utilization=options.memory,
         kv_cache_memory_bytes=int(options.cache * 2**30) if options.cache else None,
-        enable_prefix_caching=False,
+        enable_prefix_caching=options.samples > 1,
         tensor_parallel_size=options.ranks,
         distributed_executor_backend="mp" if options.apart == "worker" else None,
         enable_expert_parallel=options.ranks > 1,
@@ -250,13 +251,15 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
 
     def generate(load: tuple[int, int, int], tokens: int) -> float:
         count, length, _ = load
-        inputs = prompts(count, length)
+        inputs = prompts(count, length, options.samples)
         sampling = SamplingParams(
             max_tokens=tokens,
             ignore_eos=True,
             detokenize=False,
             logprobs=0 if options.logprobs else None,
         )
+        if options.samples > 1:  # as NeMo RL does after each refit
+            llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(inputs, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -276,7 +279,9 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
         }
     if options.kernels:
         load, logprobs = options.loads[-1], options.logprobs
-        result["decode_step"] = profile_decode(llm, variant, options.shape, load, logprobs)
+        result["decode_step"] = profile_decode(
+            llm, variant, options.shape, load, logprobs, options.samples
+        )
     if fp8rl and options.refits and here:
         result |= measure_refits(
             llm,
@@ -326,6 +331,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--apart", choices=("engine", "worker"), help="see above")
     parser.add_argument("--logprobs", action="store_true", help="see above")
+    parser.add_argument("--samples", type=int, default=1, help="requests with the same prompt")
     parser.add_argument("--cache", type=float, help="GiB of the KV cache, in place of --memory")
     parser.add_argument("--turn", type=parse_turn, help="I/N:FOLDER, see above")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)

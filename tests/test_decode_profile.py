@@ -82,6 +82,16 @@ def test_bounds_of_a_dense_model(profile: ModuleType, recorded: dict[str, Any]) 
     assert found == pytest.approx(recorded["bounds_us"], rel=2e-3)
 
 
+def test_log_probabilities_are_no_experts(profile: ModuleType) -> None:
+    assert profile.part_of("_topk_log_softmax_kernel") == "log-probabilities"
+    assert profile.part_of("void vllm::moe::topkGating<8>") == "experts"
+
+
+def test_samples_of_a_prompt_are_neighbours(profile: ModuleType) -> None:
+    first, second, third = profile.prompts(3, 5, samples=2)
+    assert first == second != third
+
+
 def test_bounds_of_experts_and_latents(profile: ModuleType) -> None:
     sizes = profile.weight_sizes(model("qwen3_30b_a3b"))
     assert sizes["experts"] == (2 * 48 * 128 * 3 * 2048 * 768, 48 * 128 * 3 * 2048 * 768)
@@ -117,7 +127,7 @@ def test_table(profile: ModuleType) -> None:
     ("arguments", "message"),
     [
         (["--ranks", "2"], "--kernels needs --ranks 1"),
-        (["--loads", "4x8x1024,4x8x59"], "--kernels needs 60 tokens out or more"),
+        (["--loads", "4x8x1024,4x8x79"], "--kernels needs 80 tokens out or more"),
     ],
 )
 def test_loads_that_cannot_be_profiled_are_refused(
