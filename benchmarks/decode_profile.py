@@ -158,13 +158,11 @@ def profile_decode(
         detokenize=False,
         logprobs=0 if logprobs else None,
     )
+    if samples > 1:
+        llm.reset_prefix_cache()
     for i, prompt in enumerate(prompts(requests, tokens_in, samples)):
         engine.add_request(f"{time.time()}-{i}", prompt, sampling)
-    # The last prompt's first token marks the first step that only decodes.
-    most = engine.vllm_config.scheduler_config.max_num_batched_tokens
-    caching = engine.vllm_config.cache_config.enable_prefix_caching
-    prefill = -(-requests * tokens_in // (samples if caching else 1) // most)
-    wall: list[float] = []
+    decoding: list[float] = []
     recording: Any = None
     host: dict[str, list[float]] = {}
 
@@ -173,15 +171,17 @@ def profile_decode(
             engine.step()
 
     while engine.has_unfinished_requests():
-        step = len(wall) - prefill
-        if step == steps:
+        if recording is None and len(decoding) == steps:
             torch.cuda.synchronize()
             recording = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
             recording.__enter__()
         began = time.perf_counter()
-        engine.step()
-        wall.append(time.perf_counter() - began)
-        if step == steps + PROFILED - 1:
+        outputs = engine.step()
+        took = time.perf_counter() - began
+        if len(outputs) < requests:  # some prompts are still computed
+            continue
+        decoding.append(took)
+        if len(decoding) == steps + PROFILED:
             torch.cuda.synchronize()
             recording.__exit__(None, None, None)
             host = by_function(several)
@@ -201,7 +201,7 @@ def profile_decode(
     return {
         "requests": requests,
         "context": context,
-        "step_us": statistics.median(wall[prefill + steps - 2 * PROFILED : prefill + steps]) * 1e6,
+        "step_us": statistics.median(decoding[steps - 2 * PROFILED : steps]) * 1e6,
         "gpu_span_us": (max(ends) - min(ends)) / PROFILED,
         "gpu_busy_us": sum(kernels.values()),
         "parts_us": dict(sorted(parts.items(), key=lambda pair: -pair[1])),

@@ -30,7 +30,8 @@ RECOMPUTED = ("8b",)
 """Sizes whose activations are computed again in the backward pass on one GPU; without that 8B has
 room for micro-batches of two there."""
 LOGPROB_BATCH = {"1.7b": 16, "4b": 16, "8b": 8}
-"""Sequences of a micro-batch of log-probabilities, which keep no activations but logits twice."""
+"""Sequences of a micro-batch of log-probabilities. No activations are kept there, but Megatron
+copies the logits once, which takes 5 GB for eight sequences."""
 LOGPROB_CHUNK = 256
 """Tokens of a sequence whose logits are in float32 at once."""
 BATCHED_TOKENS = 8192

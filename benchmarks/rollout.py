@@ -340,6 +340,8 @@ def parse() -> argparse.Namespace:
     options.loads = [parse_load(text) for text in options.loads.split(",")]
     if options.apart and options.ranks > 1:
         parser.error("--apart needs --ranks 1: more ranks have processes of their own anyway")
+    if options.samples < 1:
+        parser.error("--samples must be 1 or more")
     if options.kernels and (options.ranks > 1 or options.apart):
         parser.error(
             "--kernels needs --ranks 1 and no --apart: kernels of other processes are not seen"

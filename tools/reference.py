@@ -85,7 +85,7 @@ ENVIRONMENT = {
     "FP8RL_DEBUG": "1: the `fp8rl` command shows tracebacks, as `--debug` does",
     "FP8RL_AUTOLOAD": "0: `import torch` does not load fp8rl into NeMo RL's driver",
     "FP8RL_FUSED_LOGPROBS": "0: NeMo RL's Megatron worker leaves log-probabilities to upstream's "
-    "class; 1: it does not start where it would have to",
+    "class; 1: with `training: true` on a GPU it does not start where it would have to",
     "FP8RL_KEEP_CODES": "0: NeMo RL's Megatron worker keeps no weight codes over micro-batches",
     "FP8RL_CPU_WEIGHT_CACHE": "0: vLLM on a CPU keeps no float32 copy of each FP8 weight",
     "FP8RL_TORCH_INDEX": "package index from which `make install` takes PyTorch",

@@ -22,8 +22,8 @@ from nemo_rl_ext.patches.upstream import Upstream, resolve
 logger = logging.getLogger(LOGGER)
 
 FUSED_ENV = "FP8RL_FUSED_LOGPROBS"
-"""Set in ``policy.megatron_cfg.env_vars``: 0 leaves upstream's class, 1 refuses to start where it
-would stay for another reason."""
+"""Set in ``policy.megatron_cfg.env_vars``: 0 leaves upstream's class, 1 refuses to start where
+:func:`fuse_logprobs` would leave it for another reason."""
 UPSTREAM = Upstream(
     "nemo_rl.distributed.model_utils",
     "ChunkedDistributedLogprob.forward",
@@ -94,7 +94,7 @@ def fuse_logprobs(policy: Mapping[str, Any]) -> None:
     """Let upstream's functions of this process compute chunked log-probabilities with our class.
 
     They look the class up by its name, and there is no key for another one. Where upstream's class
-    has changed, it stays, and the log says so: only the speed is another one.
+    takes other arguments, it stays, and the log says so: only the speed is another one.
 
     Args:
         policy: NeMo RL's section of that name.
