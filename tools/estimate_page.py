@@ -88,6 +88,7 @@ def rows() -> Iterator[Row]:
     yield from _layers()
     yield from _eight_layers()
     yield from _steps()
+    yield from _in_nemo_rl()
 
 
 def _rollouts() -> Iterator[Row]:
@@ -195,6 +196,38 @@ def _steps() -> Iterator[Row]:
                 1e3 * seconds,
                 median(each[precision]["milliseconds"]["total"] for _, _, each in mine),
                 tuple(dict.fromkeys(file for _, file, _ in mine)),
+            )
+
+
+def _in_nemo_rl() -> Iterator[Row]:
+    """Yield the trainer's phases in NeMo RL's driver, without the host's and the engine's."""
+    file = "nemo_rl_real_8b_h200"
+    found, shapes, gpu = result(file), model(QWEN3_8B), find_gpu("h200")
+    length, batch = 512 + 1024, 8 * (512 + 1024)
+    for run, precision in (("bf16", "BF16"), ("fp8rl", "fp8rl")):
+        each = found["runs"][run]
+        for what, phase, training in (
+            ("log-probabilities", "policy_and_reference_logprobs", False),
+            ("training, recomputed", "policy_training", True),
+        ):
+            seconds = (each["sequences"] * length / batch) * trainer_seconds(
+                gpu,
+                shapes,
+                batch,
+                length,
+                precision != "BF16",
+                training=training,
+                fused_loss=precision != "BF16",  # fp8rl's worker goes over the logits once
+                recompute=training,
+            )
+            yield Row(
+                f"Qwen3-8B in NeMo RL, {each['sequences']} x {length:,} tokens, {what}",
+                "h200",
+                precision,
+                "s",
+                seconds + optimizer_seconds(gpu, shapes) * training,
+                each["seconds"][phase]["median"],
+                (file,),
             )
 
 

@@ -174,6 +174,9 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         fused_loss: Annotated[
             bool, typer.Option("--fused-loss", help="The trainer's loss is one kernel.")
         ] = False,
+        recompute: Annotated[
+            bool, typer.Option("--recompute", help="The backward computes all activations again.")
+        ] = False,
     ) -> None:
         """Estimate time and memory of a step of RL in BF16 and FP8, from measured kernels.
 
@@ -191,7 +194,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         calculator.require_served(config, loaded)
         console = Console()
         for section in calculator.sections(
-            table, shapes, requests, loaded, tp, fused_loss=fused_loss
+            table, shapes, requests, loaded, tp, fused_loss=fused_loss, recompute=recompute
         ):
             console.print(_section_table(section))
         for note in calculator.notes(table, shapes, requests, tp, loaded):

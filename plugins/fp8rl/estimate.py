@@ -272,6 +272,7 @@ def trainer_seconds(
     *,
     training: bool = False,
     fused_loss: bool = False,
+    recompute: bool = False,
 ) -> float:
     """Return the seconds of a micro-batch in the trainer, without the optimizer.
 
@@ -283,9 +284,12 @@ def trainer_seconds(
         fp8: whether linear layers are in FP8, but for those that are pinned.
         training: forward and backward; else a forward that gives logprobs.
         fused_loss: whether the loss is one kernel.
+        recompute: whether the backward computes the layers' activations again.
     """
     seconds = layers_seconds(gpu, model, tokens, sequence, fp8, training=training)
     seconds += linear_seconds(gpu, model.head, tokens, False, training=training)
+    if training and recompute:
+        seconds += layers_seconds(gpu, model, tokens, sequence, fp8)
     forward, backward = _LOSS_BYTES[fused_loss]
     loss = forward + backward if training else forward
     return seconds + loss * tokens * model.head.outputs / gpu.copy
@@ -363,7 +367,14 @@ def _products(gpu: GPU, model: Model, tokens: float, fp8: bool) -> float:
 
 
 def sections(
-    gpu: GPU, model: Model, load: Load, recipe: Recipe, tp: int, *, fused_loss: bool
+    gpu: GPU,
+    model: Model,
+    load: Load,
+    recipe: Recipe,
+    tp: int,
+    *,
+    fused_loss: bool,
+    recompute: bool,
 ) -> tuple[Section, Section]:
     """Estimate a step in BF16, with vLLM's own FP8 and with fp8rl: tables of time and memory.
 
@@ -374,6 +385,7 @@ def sections(
         recipe: says what fp8rl has in FP8.
         tp: tensor parallel size, for the title.
         fused_loss: whether the trainer's loss is one kernel.
+        recompute: whether the backward computes the layers' activations again.
 
     Raises:
         UnsupportedError: the GPU has no room for one request in any of them.
@@ -400,7 +412,14 @@ def sections(
         plain, fp8 = (
             batches
             * trainer_seconds(
-                gpu, model, batch, length, fp8, training=training, fused_loss=fused_loss
+                gpu,
+                model,
+                batch,
+                length,
+                fp8,
+                training=training,
+                fused_loss=fused_loss,
+                recompute=recompute,
             )
             for fp8 in (False, recipe.training)
         )
@@ -484,7 +503,7 @@ def notes(gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe) -> Iterat
     yield f"Extrapolated: {'; '.join(beyond) or 'nothing'}."
     yield (
         "Left out: waits of the GPU for the host, communication, Ray, refits, sleep and wake-up, "
-        "recomputation, and in memory the activations of training."
+        "and in memory the activations of training."
     )
     if recipe.training and not any(linear.experts for linear in model.linears):
         least = max(

@@ -200,7 +200,9 @@ def test_page_has_todays_figures() -> None:
 def test_page_has_todays_example() -> None:
     text = estimate_page.PAGE.read_text(encoding="utf-8")
     load = Load(256, 512, 1024)
-    times, _ = calculator.sections(H100, model(QWEN3_8B), load, Recipe(), 1, fused_loss=False)
+    times, _ = calculator.sections(
+        H100, model(QWEN3_8B), load, Recipe(), 1, fused_loss=False, recompute=False
+    )
     for cells in (("seconds of 256 x (512, 1,024) on one H100", *times.columns[1:]), *times.rows):
         assert "| " + " | ".join(cells).rstrip() + " |" in text
 
@@ -363,6 +365,26 @@ def test_short_times_have_digits(tmp_path: Path) -> None:
     shown = run(QWEN3_1_7B, tmp_path, "--gpu", "h100", "--load", "1x1x1")
     assert shown.exit_code == 0
     assert "0.00 " not in shown.output
+
+
+def test_activations_that_are_computed_again_cost_a_forward_of_the_layers(tmp_path: Path) -> None:
+    shapes = model(QWEN3_8B)
+    again = calculator.layers_seconds(H100, shapes, 8192, 1536, True)
+    kept, recomputed = (
+        calculator.trainer_seconds(
+            H100, shapes, 8192, 1536, True, training=True, recompute=recompute
+        )
+        for recompute in (False, True)
+    )
+    assert recomputed - kept == pytest.approx(again)
+    arguments = ("--gpu", "h100", "--load", "64x512x1024")
+    plain, more = (run(QWEN3_8B, tmp_path, *arguments, *own) for own in ((), ("--recompute",)))
+    rows = [
+        [line for line in shown.output.splitlines() if name in line]
+        for name in ("log-probabilities", "forward and backward")
+        for shown in (plain, more)
+    ]
+    assert rows[0] == rows[1] and rows[2] != rows[3]
 
 
 def test_command_says_what_is_extrapolated(tmp_path: Path) -> None:
