@@ -25,7 +25,7 @@ from fp8rl_demo.command import _resume_command
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.loop import GrpoRun
 from fp8rl_demo.rollout import ENGINE_ENV
-from support.cpu import kernels_round
+from support.cpu import attends_in_amx, kernels_round
 
 SETTINGS = {
     "model": {
@@ -103,13 +103,14 @@ def test_a_line_a_step_with_everything_promised(straight: Path):
 def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(warm_started: Path):
     """Norms, rotation, attention, FP8 products and logits round alike, so that the KL is 0 or near;
     with vLLM's own norms and rotation and Megatron's own attention it is 1e-5. Where vLLM's kernels
-    drop bits, its attention and SwiGLU differ from the trainer's."""
+    drop bits, its attention and SwiGLU differ from the trainer's, and its attention where the CPU
+    has AMX (4e-6)."""
     recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
     options = ("--compare", "fp8", "--steps", "2", "--recipe", json.dumps(recipe.to_dict()))
     command = _command(warm_started, *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
-    bound = 1e-6 if kernels_round() else 2e-5
+    bound = 2e-5 if not kernels_round() else 8e-6 if attends_in_amx() else 1e-6
     for line in _lines(warm_started / "fp8" / "metrics.jsonl"):
         assert line["mismatch"]["kl_k3"] < bound, line["mismatch"]
 

@@ -56,7 +56,10 @@ each_topology = pytest.mark.parametrize("name", TOPOLOGIES)
 @each_topology
 def test_losses_equal_one_process(single, ranks, name):
     expected = single_run(single, name)["losses"]
-    checks.check_losses(name, ranks.of(name), expected, exact=TOPOLOGIES[name].tp == 1)
+    topology = TOPOLOGIES[name]
+    # An expert gets the rows of all ranks, and a BLAS may add few rows in another order.
+    exact = topology.tp == topology.ep == 1
+    checks.check_losses(name, ranks.of(name), expected, exact=exact)
 
 
 @each_topology

@@ -18,3 +18,9 @@ def kernels_round() -> bool:
     out = torch.empty(1, 32, dtype=torch.bfloat16)
     torch.ops._C.silu_and_mul(out, gate_and_up)  # 7.9973
     return out.eq(8).all().item()
+
+
+def attends_in_amx() -> bool:
+    """Whether vLLM's attention of BF16 runs on AMX, which multiplies probabilities rounded to BF16
+    (``_get_attn_isa`` in ``vllm/v1/attention/backends/cpu_attn.py``)."""
+    return torch.cpu._is_amx_tile_supported()

@@ -15,6 +15,7 @@ from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.families import kind_of
 from fp8rl.recipe import KVCache, Pins
 from support.engine import Engine, load_tensors
+from support.mla import NATIVE_ROPE, ON_A_CPU
 from support.teacher_forced import FACTOR, PROMPTS, vllm_logprobs
 from vllm_fp8rl.quantization import config
 from vllm_fp8rl.refit import refit
@@ -80,10 +81,10 @@ def test_equals_transformers_through_refits(
         for seed, name in enumerate("ab")
     }
     tensors = {name: load_tensors(path) for name, path in paths.items()}
-    # vLLM's rotary kernel for CPUs is wrong for multi-latent attention.
-    native_rope = {"custom_ops": ["-rotary_embedding"]}
-    recipe = PUBLISHED if kind == "glm4_moe_lite" else RECIPE
-    engine = moe_engine(paths["a"], recipe, compilation_config=native_rope)
+    latent = kind == "glm4_moe_lite"
+    recipe = PUBLISHED if latent else RECIPE
+    arguments = ON_A_CPU if latent else {"compilation_config": NATIVE_ROPE}
+    engine = moe_engine(paths["a"], recipe, **arguments)
     if kind == "minimax_m2":
         with_grouped_router(engine)
     before, said = engine.pointers(), []
