@@ -55,7 +55,7 @@ class Layer:
             self.builder = Fp8RLCpuMetadataBuilder(spec, [name], config, torch.device("cpu"))
         if not self.impl.stores_fp8:
             self.builder._fp8_layers = []  # the engine's own layer has an FP8 cache
-        isa = attention_isa(self.attention, self.attention.impl)
+        isa = attention_isa(self.attention, self.impl)
         self.scales = SimpleNamespace(_k_scale_float=K_SCALE, _v_scale_float=V_SCALE, isa=isa)
         width = torch.uint8 if self.impl.stores_fp8 else dtype
         self.cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_SIZE, dtype=width)
