@@ -69,30 +69,32 @@ def add_sources(folder: Path, checkouts: dict[str, Path]) -> None:
         checkouts: the checkout of each of :data:`PARTS`.
 
     Raises:
-        SystemExit: a checkout lacks what is copied of it.
+        SystemExit: a checkout lacks what is copied of it, or fp8rl is not installed; nothing has
+            been written.
     """
-    for name, parts in PARTS.items():
-        for part in parts:
-            source, target = checkouts[name] / part, folder / "src" / name / part
-            if not source.exists():
-                option = name.replace("_", "-")
-                raise SystemExit(f"'{source}' does not exist; give a checkout as --{option}.")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if source.is_dir():
-                shutil.copytree(source, target, dirs_exist_ok=True)
-            else:
-                shutil.copy(source, target)
-    for name in STAND_INS:
-        shutil.copy(ROOT / "tests" / "contract" / "shims" / name, folder / name)
-    # Ray makes an environment of its own for TransferQueue by what this requires.
-    (queue,) = re.findall(r"^TransferQueue==\S+", PACKAGES.read_text(encoding="utf-8"), re.M)
-    write_metadata(folder / "nemo_rl-0.dist-info", "nemo-rl", "0", f"Requires-Dist: {queue}\n")
     try:
         ours = distribution("fp8rl")
     except PackageNotFoundError:
         raise SystemExit(
             "fp8rl is not installed here; run this with the Python of 'make install'."
         ) from None
+    copied = [(name, part) for name, parts in PARTS.items() for part in parts]
+    for name, part in copied:
+        if not (source := checkouts[name] / part).exists():
+            option = name.replace("_", "-")
+            raise SystemExit(f"'{source}' does not exist; give a checkout as --{option}.")
+    for name, part in copied:
+        source, target = checkouts[name] / part, folder / "src" / name / part
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)
+    for name in STAND_INS:
+        shutil.copy(ROOT / "tests" / "contract" / "shims" / name, folder / name)
+    # Ray makes an environment of its own for TransferQueue by what this requires.
+    (queue,) = re.findall(r"^TransferQueue==\S+", PACKAGES.read_text(encoding="utf-8"), re.M)
+    write_metadata(folder / "nemo_rl-0.dist-info", "nemo-rl", "0", f"Requires-Dist: {queue}\n")
     info = folder / f"fp8rl-{ours.version}.dist-info"
     write_metadata(info, "fp8rl", ours.version)
     (info / "entry_points.txt").write_text(ours.read_text("entry_points.txt") or "", "utf-8")

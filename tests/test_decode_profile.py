@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "benchmarks"
+from support.benchmarks import BENCHMARKS, imported
+
 RECORDED = json.loads(
     (BENCHMARKS / "results" / "decode_profile_h100.json").read_text(encoding="utf-8")
 )["results"]
@@ -23,11 +22,7 @@ H100 = 3.35e12
 
 @pytest.fixture
 def profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.delitem(sys.modules, "decode_profile", raising=False)
-    import decode_profile
-
-    return decode_profile
+    return imported("decode_profile", monkeypatch)
 
 
 def shape(name: str) -> dict[str, Any]:

@@ -6,22 +6,17 @@ The worker itself runs on a GPU alone; NeMo RL's batch is a dictionary here.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from support.benchmarks import imported
 
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.delitem(sys.modules, "trainer", raising=False)
-    import trainer
-
-    return trainer
+    return imported("trainer", monkeypatch)
 
 
 def test_spans_that_overlap_count_once(trainer: ModuleType) -> None:
