@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_profile import LEAST_TOKENS, profile_decode, prompts, table
-from facts import versions
+from facts import host_loop, versions
 from processes import in_process, save
 
 VARIANTS = ("bf16", "stock", "stock-kv", "fp8rl", "fp8rl-kv")
@@ -130,14 +130,6 @@ def give_scales(model: Any) -> None:
     from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 
     set_uncalibrated_kv_scales(model, KV_SCALE)
-
-
-def host_loop() -> float:
-    """Milliseconds that a hundred thousand rounds of Python take on this host at the moment."""
-    began, total = time.perf_counter(), 0
-    for number in range(100_000):
-        total += number
-    return (time.perf_counter() - began) * 1e3
 
 
 def measure_refits(

@@ -197,6 +197,7 @@ def main() -> None:
 
     ray.init()  # a Ray of its own, or the one that RAY_ADDRESS names
     environment = {name: value for name, value in os.environ.items() if name.startswith("NRL_")}
+    environment |= policy["megatron_cfg"].get("env_vars") or {}
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(get_free_port())}
     # As NeMo RL's workers have it: they choose among all GPUs of the machine.

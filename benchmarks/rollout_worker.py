@@ -1,0 +1,300 @@
+"""NeMo RL's vLLM worker alone, on a model of real size: the seconds of a rollout, where they go.
+
+    python benchmarks/rollout_worker.py CONFIG.yaml [--sequences 256,128] [--repeats 3]
+                                        [--spy PY_SPY] [--set KEY=VALUE]... [--out FILE]
+
+Takes a YAML that ``nemo_rl.py --task real`` has written (``--write-only`` writes it and the model's
+``config.json``; ``real_model.py`` the weights, which are loaded here), builds the cluster and the
+worker that ``run_grpo.py`` would, without a trainer, and gives it the prompts of a step: wake-up,
+``generate``, sleep, as the driver does. With an FP8 KV cache the first rollout begins with vLLM's
+own calibration. The first rollout is left out of the median. ``--sequences`` takes fewer than the
+step has, one number after the other in the same engine.
+
+Then one rollout tells its steps apart: milliseconds of each call of the engine's ``step`` (the
+median of all, and of each tenth of the rollout), Python's garbage collections by generation, and
+what ``generate`` does outside of steps. In a last one torch's profiler records ten decode steps
+half-way, and the one after them that vLLM has begun. ``--spy`` names the program of py-spy, which
+samples the worker's Python stacks during another rollout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PROFILED = 10
+TOP = 40
+SPY_SECONDS = 6
+
+
+def made_prompts(config: Any, tokenizer: Any, tokens_in: int) -> Any:
+    """Return the prompts of a step, each as often as it has samples, as the driver pads them."""
+    import torch
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    generator = torch.Generator().manual_seed(0)
+    count, samples = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    tokens = torch.randint(0, len(tokenizer) - 2, (count, tokens_in), generator=generator)
+    return BatchedDataDict(
+        {
+            "input_ids": tokens.repeat_interleave(samples, dim=0),
+            "input_lengths": torch.full((count * samples,), tokens_in),
+        }
+    )
+
+
+def in_steps(worker: Any, data: Any) -> dict[str, Any]:
+    """Run a rollout in the worker's process and tell its steps apart."""
+    engine = worker.llm.llm_engine
+    steps: list[float] = []
+    pauses: dict[int, list[tuple[float, int]]] = {0: [], 1: [], 2: []}
+    begun = [0.0]
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            begun[0] = time.perf_counter()
+        else:
+            took = time.perf_counter() - begun[0]
+            pauses[info["generation"]].append((took, info["collected"]))
+
+    inner = engine.step
+
+    def step() -> Any:
+        began = time.perf_counter()
+        outputs = inner()
+        steps.append(time.perf_counter() - began)
+        return outputs
+
+    engine.step = step
+    gc.callbacks.append(collected)
+    began = time.perf_counter()
+    try:
+        worker.generate(data)
+    finally:
+        seconds = time.perf_counter() - began
+        gc.callbacks.remove(collected)
+        del engine.step
+    tenth = max(1, len(steps) // 10)
+    return {
+        "seconds": seconds,
+        "steps": len(steps),
+        "in_steps_seconds": sum(steps),
+        "step_ms": 1e3 * statistics.median(steps),
+        "step_ms_by_tenth": [
+            round(1e3 * statistics.median(steps[i : i + tenth]), 3)
+            for i in range(0, len(steps), tenth)
+        ],
+        "collections": {
+            number: {
+                "count": len(taken),
+                "seconds": sum(seconds for seconds, _ in taken),
+                "longest_ms": 1e3 * max(seconds for seconds, _ in taken),
+                "freed": sum(freed for _, freed in taken),
+            }
+            for number, taken in pauses.items()
+            if taken
+        },
+        "async_scheduling": engine.vllm_config.scheduler_config.async_scheduling,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def start_profiler(vllm_worker: Any) -> None:
+    """Start torch's profiler in the process that has the model."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()  # else the step that is on its way counts as well
+    vllm_worker.rollout_profiler = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+    vllm_worker.rollout_profiler.__enter__()
+
+
+def stop_profiler(vllm_worker: Any) -> tuple[list[tuple[str, float, float]], dict[str, Any]]:
+    """Return each kernel's name, start and end, and the host's operations; microseconds."""
+    import torch
+
+    torch.cuda.synchronize()
+    profiler = vllm_worker.rollout_profiler
+    profiler.__exit__(None, None, None)
+    del vllm_worker.rollout_profiler
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    rows = profiler.key_averages()
+    host = {r.key[:120]: [r.count, r.self_cpu_time_total] for r in rows if r.self_cpu_time_total}
+    return kernels, dict(sorted(host.items(), key=lambda row: -row[1][1])[:TOP])
+
+
+def profiled(worker: Any, data: Any) -> dict[str, Any]:
+    """Run a rollout in the worker's process and profile PROFILED decode steps half-way."""
+    engine = worker.llm.llm_engine
+    inner = engine.step
+    half = int(worker.cfg["max_new_tokens"]) // 2
+    if half < PROFILED:
+        raise ValueError(
+            f"A profile needs answers of {2 * PROFILED} tokens; these have {2 * half}."
+        )
+    counted, marks, found = [0], [], []
+
+    def step() -> Any:
+        if counted[0] == half:
+            worker.llm.collective_rpc(start_profiler)
+        if half <= counted[0] <= half + PROFILED:
+            marks.append(time.perf_counter())
+        if counted[0] == half + PROFILED:
+            found.extend(worker.llm.collective_rpc(stop_profiler))
+        counted[0] += 1
+        return inner()
+
+    engine.step = step
+    try:
+        worker.generate(data)
+    finally:
+        del engine.step
+    ((spans, host),) = found
+    kernels: dict[str, float] = {}
+    busy, until = 0.0, float("-inf")
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        kernels[name] = kernels.get(name, 0.0) + (end - start) / PROFILED
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return {
+        "step_us_under_profiler": 1e6 * (marks[-1] - marks[0]) / PROFILED,
+        "gpu_busy_us": busy / PROFILED,
+        "gpu_span_us": (until - min(start for _, start, _ in spans)) / PROFILED,
+        "kernels_us": dict(sorted(kernels.items(), key=lambda row: -row[1])[:TOP]),
+        "host_us_of_all_steps": host,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time NeMo RL's vLLM worker alone")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--sequences", type=parse_counts)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--spy", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    from facts import host_loop
+    from nemo_rl_real import TOKENS_IN
+
+    # Beside this file lies one with the name of NeMo RL's package; Ray would tell its workers too.
+    sys.path = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).parent]
+    import ray
+    from nemo_rl.algorithms.grpo import MasterConfig  # before the keys are read
+    from nemo_rl.algorithms.utils import get_tokenizer
+    from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+    from nemo_rl.models.generation import configure_generation_config
+    from nemo_rl.models.generation.vllm import VllmGeneration
+    from nemo_rl.utils.config import (
+        load_config,
+        parse_hydra_overrides,
+        register_omegaconf_resolvers,
+    )
+    from omegaconf import OmegaConf
+
+    register_omegaconf_resolvers()
+    read = load_config(str(options.config))
+    if options.set:
+        read = parse_hydra_overrides(read, options.set)
+    config = MasterConfig(**OmegaConf.to_container(read, resolve=True))
+    init_ray()
+    tokenizer = get_tokenizer(config.policy["tokenizer"])
+    generation = configure_generation_config(config.policy["generation"], tokenizer)
+    generation["model_name"] = config.policy["model_name"]
+    generation["vllm_cfg"]["load_format"] = "auto"  # no trainer sends weights
+    data = made_prompts(config, tokenizer, TOKENS_IN)
+    began = time.perf_counter()
+    cluster = RayVirtualCluster(
+        name="rollout_worker",
+        bundle_ct_per_node_list=[1],
+        use_gpus=True,
+        num_gpus_per_node=1,
+        max_colocated_worker_groups=1,
+    )
+    engine = VllmGeneration(cluster=cluster, config=generation)
+    engine.finish_generation()
+    found: dict[str, Any] = {
+        "config": options.config.name,
+        "set": options.set,
+        "start_seconds": time.perf_counter() - began,
+        "host_loop_ms": [host_loop() for _ in range(10)],
+        "loads": {},
+    }
+    for count in options.sequences or [len(data["input_ids"])]:
+        found["loads"][count] = load = {}
+        for part in measured(engine, data.slice(0, count), options, count):
+            load.update(part)
+            write(found, options.out)
+    engine.shutdown()
+    ray.shutdown()
+
+
+def measured(engine: Any, data: Any, options: argparse.Namespace, count: int) -> Iterator[Any]:
+    """Measure rollouts of these prompts; yield each part of the result when it is known."""
+    import ray
+
+    (actor,) = engine.worker_group.workers
+    rollouts = []
+    for _ in range(options.repeats + 1):
+        began = time.perf_counter()
+        engine.prepare_for_generation()
+        woken = time.perf_counter()
+        engine.generate(data)
+        generated = time.perf_counter()
+        engine.finish_generation()
+        rollouts.append(
+            {
+                "wake_up": woken - began,
+                "generate": generated - woken,
+                "sleep": time.perf_counter() - generated,
+            }
+        )
+    yield {
+        "rollouts": rollouts,
+        "generate_median": statistics.median(each["generate"] for each in rollouts[1:] or rollouts),
+    }
+    engine.prepare_for_generation()
+    for name, call in {"steps": in_steps, "profile": profiled}.items():
+        yield {name: ray.get(actor.__ray_call__.remote(call, data))}
+    if options.spy is not None:
+        pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+        running = actor.__ray_call__.remote(lambda worker, data: worker.generate(data).size, data)
+        time.sleep(1)
+        stacks = (options.out or Path("rollout.json")).with_suffix(f".{count}.stacks")
+        command = [str(options.spy), "record", "--pid", str(pid), "--duration", str(SPY_SECONDS)]
+        command += ["--rate", "100", "--idle", "--subprocesses", "--nonblocking"]
+        command += ["--format", "raw", "--output", str(stacks)]
+        subprocess.run(command, check=False)
+        ray.get(running)
+    engine.finish_generation()
+
+
+def parse_counts(text: str) -> list[int]:
+    """The numbers of ``--sequences``."""
+    return [int(part) for part in text.split(",")]
+
+
+def write(found: dict[str, Any], out: Path | None) -> None:
+    """Print what was found; write it to ``out`` too."""
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
