@@ -61,6 +61,7 @@ UPSTREAM = (
         "self, llm_kwargs",
         replaced=True,
     ),
+    Upstream(f"{_VLLM}.vllm_worker", "VllmGenerationWorkerImpl.generate", "self, data"),
     Upstream(
         f"{_VLLM}.vllm_worker_async",
         "VllmAsyncGenerationWorkerImpl._create_engine",

@@ -110,7 +110,11 @@ class RestartableEngine:
                 "replace; set 'policy.generation.refit_transport' to null (CUDA IPC or NCCL "
                 "broadcast)."
             )
-        llm_kwargs = {**llm_kwargs, "worker_extension_cls": self.worker_extension}
+        llm_kwargs = {
+            **llm_kwargs,
+            "worker_extension_cls": self.worker_extension,
+            "distributed_executor_backend": self._executor(llm_kwargs),
+        }
         # Upstream turns some arguments into objects in place.
         self._engine_arguments = copy.deepcopy(llm_kwargs)
         super()._create_engine(llm_kwargs)  # type: ignore[misc]
@@ -120,6 +124,27 @@ class RestartableEngine:
             from nemo_rl_ext.workers.self_calibration import CalibratingLLM
 
             self.llm = CalibratingLLM(self.llm)
+
+    def _executor(self, llm_kwargs: dict[str, Any]) -> Any:
+        """Return how vLLM runs its workers: upstream's choice, or where it has none the config's.
+
+        Upstream writes its choice over the user's key in ``vllm_kwargs``: "ray" for several GPUs,
+        "uni" where data-parallel engines share experts, else None, which is vLLM's "uni". With "mp"
+        the model has a process of its own, and the host's part of a step is shared by two.
+        """
+        chosen = llm_kwargs.get("distributed_executor_backend")
+        asked = (self.cfg.get("vllm_kwargs") or {}).get("distributed_executor_backend")
+        if asked is None or asked == chosen:
+            return chosen
+        if chosen is None and asked in ("mp", "uni"):
+            return asked
+        logger.warning(
+            "'policy.generation.vllm_kwargs.distributed_executor_backend' is '%s', which this "
+            "engine cannot have in NeMo RL; its workers run with '%s'.",
+            asked,
+            chosen or "uni",
+        )
+        return chosen
 
     def hold_if_idle(self) -> bool:
         """Let new requests wait, unless some are running; whether they wait."""

@@ -7,6 +7,8 @@ This module must not import vLLM: upstream sets its environment first.
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
@@ -14,10 +16,24 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 
 from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.rollout_engine import RestartableEngine
+from nemo_rl_ext.workers.rollout_outputs import SampledLogprobs, collector_paused
 
 
 class Fp8VllmGenerationWorkerImpl(RestartableEngine, VllmGenerationWorkerImpl):
-    """Upstream's synchronous worker."""
+    """Upstream's synchronous worker, with less of a rollout's work on the host."""
+
+    def generate(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's ``generate``, whose log-probabilities are written a sequence at a time."""
+        llm = self.llm
+        self.llm = kept = SampledLogprobs(llm)
+        try:
+            with collector_paused():
+                result = super().generate(data, *args, **kwargs)
+        finally:
+            self.llm = llm
+        if len(data["input_ids"]):
+            kept.write(result["logprobs"], data["input_lengths"])
+        return result
 
 
 class Fp8VllmAsyncGenerationWorkerImpl(

@@ -39,6 +39,7 @@ GUARD = {
     },
     "++loss_fn.fp8rl_guard.fallback_after": 1,
 }
+APART = {"++policy.generation.vllm_kwargs.distributed_executor_backend": "mp"}
 MODULES = (
     "accelerate",
     "datasets",
@@ -72,19 +73,30 @@ class Run:
     """What a run of the driver leaves behind."""
 
     gpus: int
+    overrides: dict[str, Any]
     result: dict[str, Any]
     log: str
     source_changed: bool
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one GPU", "two GPUs"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, {}), (1, APART), (2, {})],
+    ids=["one GPU", "one GPU, model apart", "two GPUs"],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return drive(tmp_path_factory, request.param, STEPS)
+    gpus, overrides = request.param
+    return drive(tmp_path_factory, gpus, STEPS, overrides)
 
 
-@pytest.fixture(scope="module")
-def fallen_back(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return drive(tmp_path_factory, 2, 4, GUARD)
+@pytest.fixture(
+    scope="module",
+    params=[(1, GUARD | APART), (2, GUARD)],
+    ids=["one GPU, model apart", "two GPUs"],
+)
+def fallen_back(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    gpus, overrides = request.param
+    return drive(tmp_path_factory, gpus, 4, overrides)
 
 
 def drive(
@@ -138,7 +150,7 @@ def drive(
     assert done.stdout, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["exit"] == 0, f"exit {result['exit']}: {said[-6000:]}{done.stderr[-2000:]}"
-    return Run(gpus, result, said, digest(root) != before)
+    return Run(gpus, more or {}, result, said, digest(root) != before)
 
 
 def test_the_driver_ends_well_and_nothing_of_nemo_rl_is_changed(run: Run) -> None:
@@ -157,6 +169,12 @@ def test_vllm_runs_quantized_by_fp8rl(run: Run) -> None:
     assert "quantization=fp8rl" in engine
     assert "kv_cache_dtype=fp8_e4m3" in engine
     assert re.search(r"fp8rl: 28 of 28 linear modules in FP8", run.log)
+
+
+def test_the_model_is_in_a_process_of_its_own_where_the_config_asks_for_it(run: Run) -> None:
+    """Upstream writes None over the key, and the model would stay in its worker's process."""
+    apart = run.overrides == APART or run.gpus > 1  # by Ray, as upstream has it
+    assert ("(Worker pid=" in run.log) == apart
 
 
 def test_each_step_refits_all_and_then_calibrates(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,14 +98,17 @@ def refit(worker: Any, path: Path, scales: dict[str, float] | None = None) -> No
     worker.llm.llm_engine.reset_prefix_cache()
 
 
-def generate(worker: Any) -> torch.Tensor:
-    """Greedy; (prompts, tokens) with padding."""
+def batch() -> Any:
     longest = max(map(len, PROMPTS))
     ids = torch.tensor([p + [0] * (longest - len(p)) for p in PROMPTS])
-    data = BatchedDataDict(
+    return BatchedDataDict(
         {"input_ids": ids, "input_lengths": torch.tensor([len(p) for p in PROMPTS])}
     )
-    return worker.generate(data, greedy=True)["output_ids"]
+
+
+def generate(worker: Any) -> torch.Tensor:
+    """Greedy; (prompts, tokens) with padding."""
+    return worker.generate(batch(), greedy=True)["output_ids"]
 
 
 def teacher_forced(worker: Any) -> list[float]:
@@ -157,6 +161,46 @@ def test_generation_is_as_with_the_same_scales_from_a_trainer(worker: Any, folde
     assert teacher_forced(worker) == logprobs
     refit(worker, folder / "a", {name: 16 * scale for name, scale in found.items()})
     assert teacher_forced(worker) != logprobs
+
+
+def test_a_rollout_is_upstreams_to_the_bit(worker: Any, folder: Path) -> None:
+    """Ours writes log-probabilities a sequence at a time, upstream one by one."""
+    refit(worker, folder / "a")
+    generate(worker)  # which calibrates
+    llm = worker.llm
+    ours = worker.generate(batch(), greedy=True)
+    assert worker.llm is llm
+    theirs = VllmGenerationWorkerImpl.generate(worker, batch(), greedy=True)
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        assert torch.equal(ours[key], theirs[key]), key
+    sampled = ours["logprobs"] != 0
+    assert sampled.sum() == TOKENS * len(PROMPTS)
+
+
+def test_a_batch_of_nothing_is_upstreams(worker: Any) -> None:
+    nothing = BatchedDataDict(
+        {"input_ids": torch.zeros(0, 4), "input_lengths": torch.zeros(0, dtype=torch.long)}
+    )
+    assert worker.generate(nothing)["logprobs"].shape == (0, 0)
+
+
+def test_the_collector_waits_while_the_worker_generates(
+    worker: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refit(worker, folder / "a")
+    engine, seen = worker.llm.llm_engine, []
+    inner = engine.step
+
+    def step() -> Any:
+        seen.append(gc.isenabled())
+        return inner()
+
+    monkeypatch.setattr(engine, "step", step)
+    assert gc.isenabled()
+    generate(worker)
+    assert set(seen) == {False}
+    assert gc.isenabled()
 
 
 def test_the_engines_workers_get_our_extension() -> None:

@@ -47,6 +47,26 @@ class Upstream:
         self.llm = LLM(**llm_kwargs)
 
 
+class Asked:
+    """Stands for NeMo RL's worker: what its engine was asked for."""
+
+    given: Any = None
+    llm: Any = None
+
+    def __init__(self, executor: str | None) -> None:
+        self.cfg = {
+            "vllm_cfg": {"async_engine": True},
+            "vllm_kwargs": {"distributed_executor_backend": executor},
+        }
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        self.given = llm_kwargs
+
+
+class Recorded(RestartableEngine, Asked):
+    pass
+
+
 class Worker(RestartableEngine, Upstream):
     worker_extension = f"{Closing.__module__}.{Closing.__name__}"
 
@@ -151,6 +171,41 @@ def test_an_extension_of_another_transport_is_not_replaced() -> None:
     ):
         other._create_engine({"worker_extension_cls": given})
     assert other.llm is None
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "taken"),
+    [
+        (None, None, None),
+        (None, "mp", "mp"),
+        (None, "uni", "uni"),
+        ("ray", None, "ray"),
+        ("ray", "ray", "ray"),
+    ],
+)
+def test_the_configs_executor_is_taken_where_upstream_has_none(
+    given: str | None, asked: str | None, taken: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Upstream writes its own choice over the user's, None for an engine of one GPU."""
+    other = Recorded(asked)
+    other._create_engine({"distributed_executor_backend": given})
+    assert other.given["distributed_executor_backend"] == taken
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [("ray", "mp"), ("uni", "mp"), (None, "ray"), (None, "external_launcher")]
+)
+def test_an_executor_that_the_engine_cannot_have_is_told(
+    given: str | None, asked: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By "ray" vLLM would wait for a second GPU, inside the actor that has the only one."""
+    other = Recorded(asked)
+    other._create_engine({"distributed_executor_backend": given})
+    assert other.given["distributed_executor_backend"] == given
+    (message,) = caplog.messages
+    assert f"vllm_kwargs.distributed_executor_backend' is '{asked}'" in message
+    assert message.endswith(f"run with '{given or 'uni'}'.")
 
 
 def test_an_engine_asks_for_no_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

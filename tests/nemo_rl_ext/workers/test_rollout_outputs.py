@@ -1,0 +1,100 @@
+"""Log-probabilities of a rollout: an ``LLM`` of vLLM's outputs, without an engine.
+
+tests/contract/worker_cases.py compares with upstream's own worker over a real one.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from nemo_rl_ext.workers.rollout_outputs import SampledLogprobs, collector_paused
+
+LENGTHS = [3, 1, 2]
+"""Tokens of each answer."""
+
+
+def output(tokens: list[int], logprobs: Any) -> RequestOutput:
+    completion = CompletionOutput(0, "", tokens, None, logprobs, finish_reason="length")
+    return RequestOutput("0", None, [1, 2], None, [completion], finished=True)
+
+
+def entries(tokens: list[int], flat: bool = False) -> Any:
+    """Log-probabilities as vLLM gives them; the most probable token is another one."""
+    made: Any = FlatLogprobs() if flat else []
+    for place, token in enumerate(tokens):
+        made.append({token: Logprob(-0.1 * token - place, 2, None), 999: Logprob(-0.01, 1, None)})
+    return made
+
+
+class Llm:
+    """Stands for vLLM's ``LLM``."""
+
+    def __init__(self, outputs: list[RequestOutput]) -> None:
+        self.outputs, self.asked = outputs, None
+
+    def generate(self, prompts: object, **options: object) -> list[RequestOutput]:
+        self.asked = (prompts, options)
+        return self.outputs
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_values_come_behind_their_prompts_and_nowhere_else(flat: bool) -> None:
+    tokens = [[7 * i + j for j in range(length)] for i, length in enumerate(LENGTHS)]
+    llm = Llm([output(row, entries(row, flat)) for row in tokens])
+    kept = SampledLogprobs(llm)
+    outputs = kept.generate("prompts", use_tqdm=False)
+    assert llm.asked == ("prompts", {"use_tqdm": False})
+    assert [list(o.outputs[0].token_ids) for o in outputs] == tokens
+    assert not any(o.outputs[0].logprobs for o in outputs)
+    written, prompts = torch.zeros(3, 9), [4, 6, 2]
+    kept.write(written, torch.tensor(prompts))
+    expected = torch.zeros(3, 9)
+    for i, row in enumerate(tokens):
+        for j, token in enumerate(row):
+            expected[i, prompts[i] + j] = -0.1 * token - j
+    assert torch.equal(written, expected)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, entries([5, 6]), entries([5, 6, 8]), [*entries([5, 6]), None]],
+    ids=["none", "too few", "of another token", "none of the last token"],
+)
+def test_tokens_without_a_logprob_are_refused(given: Any) -> None:
+    """Upstream leaves 0 for them, which is a probability of 1."""
+    kept = SampledLogprobs(Llm([output([5, 6, 7], given)]))
+    with pytest.raises(RuntimeError, match="of 3 sampled tokens"):
+        kept.generate("prompts")
+
+
+def test_values_of_another_source_are_not_written_over() -> None:
+    kept = SampledLogprobs(Llm([output([5], entries([5]))]))
+    kept.generate("prompts")
+    with pytest.raises(RuntimeError, match="does not get from vLLM's outputs"):
+        kept.write(torch.full((1, 3), -1.0), torch.tensor([2]))
+
+
+def test_the_engine_is_reached_through_it() -> None:
+    llm = Llm([])
+    assert SampledLogprobs(llm).outputs is llm.outputs
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_waits_and_then_is_as_before(on: bool) -> None:
+    was_on = gc.isenabled()
+    try:
+        gc.enable() if on else gc.disable()
+        with pytest.raises(ValueError, match="a rollout"), collector_paused():
+            assert not gc.isenabled()
+            raise ValueError("a rollout that fails")
+        assert gc.isenabled() == on
+    finally:
+        gc.enable() if was_on else gc.disable()
