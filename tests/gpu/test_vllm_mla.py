@@ -29,7 +29,6 @@ from support.gpu_engine import (
     PROMPTS,
     GpuEngine,
     Rollout,
-    agreement,
     assert_as_close,
     refit_tensors,
     start_engine,
@@ -82,6 +81,12 @@ class Case:
         rows = reference.many(sequences).split([len(sequence) - 1 for sequence in sequences])
         return torch.cat([r[-len(t) :] for r, t in zip(rows, rollout.tokens, strict=True)])
 
+    def assert_as_transformers(self, name: str, rollout: Rollout) -> None:
+        expected = self.expected(name, rollout, self.recipe)
+        own = self.expected(name, rollout, self.recipe, dtype=torch.bfloat16)
+        plain = self.expected(name, rollout, Recipe(rollout=False))
+        assert_as_close(name, rollout.logprobs, expected, own, plain)
+
 
 def checkpoints(root: Path, **changes: Any) -> dict[str, Path]:
     shape = SHAPE | changes
@@ -103,7 +108,7 @@ def case(
 
 
 def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(case: Case) -> None:
-    engine, recipe = case.engine, case.recipe
+    engine = case.engine
 
     def places() -> dict[str, int]:
         tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
@@ -119,11 +124,7 @@ def test_logprobs_equal_transformers_after_each_refit_and_tokens_come_back(case:
     for name in ("a", "b", "a"):
         case.give(name)
         tokens.append(engine.greedy())
-        rollout = engine.rollout()
-        expected = case.expected(name, rollout, recipe)
-        own = case.expected(name, rollout, recipe, dtype=torch.bfloat16)
-        plain = case.expected(name, rollout, Recipe(rollout=False))
-        assert_as_close(name, rollout.logprobs, expected, own, plain)
+        case.assert_as_transformers(name, engine.rollout())
     assert tokens[0] == tokens[2] != tokens[1]
     assert places() == before
 
@@ -156,10 +157,8 @@ def test_an_fp8_latent_cache_is_refused(case: Case) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_say_the_same(case: Case) -> None:
+def test_two_gpus_equal_transformers_after_a_refit(case: Case) -> None:
     """Heads split over ranks, experts whole on one of them."""
-    case.give("a")
-    tokens = case.engine.greedy()
     split = start_engine(
         case.paths["b"],
         case.recipe,
@@ -170,7 +169,8 @@ def test_two_gpus_say_the_same(case: Case) -> None:
     try:
         tensors = refit_tensors(case.paths["a"], case.recipe)
         refit(split.llm, tensors.items(), expect_kv_scales=False)
-        found = split.greedy()
+        rollout = split.rollout()
     finally:
         split.llm.llm_engine.engine_core.shutdown()
-    assert agreement(tokens, found) > 0.5  # another order of additions flips codes
+    # Tokens cannot be compared: another order of additions flips codes, and then a choice.
+    case.assert_as_transformers("a", rollout)
