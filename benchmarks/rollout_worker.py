@@ -31,6 +31,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from facts import host_loop
+from nemo_rl_config import add_arguments, read_config
+from nemo_rl_real import TOKENS_IN
+
 PROFILED = 10
 TOP = 40
 SPY_SECONDS = 6
@@ -180,40 +184,19 @@ def profiled(worker: Any, data: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time NeMo RL's vLLM worker alone")
-    parser.add_argument("config", type=Path)
+    add_arguments(parser)
     parser.add_argument("--sequences", type=parse_counts)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--spy", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    from facts import host_loop
-    from nemo_rl_real import TOKENS_IN
-
-    # Beside this file lies one with the name of NeMo RL's package; Ray would tell its workers too.
-    sys.path = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).parent]
+    config, tokenizer = read_config(options)
     import ray
-    from nemo_rl.algorithms.grpo import MasterConfig  # before the keys are read
-    from nemo_rl.algorithms.utils import get_tokenizer
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-    from nemo_rl.models.generation import configure_generation_config
     from nemo_rl.models.generation.vllm import VllmGeneration
-    from nemo_rl.utils.config import (
-        load_config,
-        parse_hydra_overrides,
-        register_omegaconf_resolvers,
-    )
-    from omegaconf import OmegaConf
 
-    register_omegaconf_resolvers()
-    read = load_config(str(options.config))
-    if options.set:
-        read = parse_hydra_overrides(read, options.set)
-    config = MasterConfig(**OmegaConf.to_container(read, resolve=True))
     init_ray()
-    tokenizer = get_tokenizer(config.policy["tokenizer"])
-    generation = configure_generation_config(config.policy["generation"], tokenizer)
+    generation = config.policy["generation"]
     generation["model_name"] = config.policy["model_name"]
     generation["vllm_cfg"]["load_format"] = "auto"  # no trainer sends weights
     data = made_prompts(config, tokenizer, TOKENS_IN)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nemo_rl_config import add_arguments, read_config
 
 TOP = 45
 """Kernels and host operations of a profile."""
@@ -157,39 +158,20 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time NeMo RL's Megatron worker alone")
-    parser.add_argument("config", type=Path)
+    add_arguments(parser)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--profile", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    # Beside this file lies one with the name of NeMo RL's package; Ray would tell its workers too.
-    sys.path = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).parent]
+    config, tokenizer = read_config(options)
     import numpy as np
     import ray
-    from nemo_rl.algorithms.grpo import MasterConfig  # before the keys are read
     from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
-    from nemo_rl.algorithms.utils import get_tokenizer
     from nemo_rl.distributed.named_sharding import NamedSharding
-    from nemo_rl.models.generation import configure_generation_config
-    from nemo_rl.utils.config import (
-        load_config,
-        parse_hydra_overrides,
-        register_omegaconf_resolvers,
-    )
-    from omegaconf import OmegaConf
     from torch.distributed.elastic.utils.distributed import get_free_port
 
-    register_omegaconf_resolvers()
-    read = load_config(str(options.config))
-    if options.set:
-        read = parse_hydra_overrides(read, options.set)
-    config = MasterConfig(**OmegaConf.to_container(read, resolve=True))
     policy = config.policy
-    tokenizer = get_tokenizer(policy["tokenizer"])
-    policy["generation"] = configure_generation_config(policy["generation"], tokenizer)
     policy["megatron_cfg"]["train_iters"] = config.grpo.max_num_steps
     fp8 = "fp8rl" in policy["megatron_cfg"]
     fused = bool(policy["megatron_cfg"].get("use_fused_linear_logprobs"))
