@@ -34,6 +34,7 @@ from typing import Any
 from facts import host_loop
 from nemo_rl_config import add_arguments, read_config
 from nemo_rl_real import TOKENS_IN
+from trainer import covered
 
 PROFILED = 10
 TOP = 40
@@ -141,7 +142,12 @@ def stop_profiler(vllm_worker: Any) -> tuple[list[tuple[str, float, float]], dic
 
 
 def profiled(worker: Any, data: Any) -> dict[str, Any]:
-    """Run a rollout in the worker's process and profile PROFILED decode steps half-way."""
+    """Run a rollout in the worker's process and profile PROFILED decode steps half-way.
+
+    Returns:
+        ``seconds`` of these steps by the clock; of the process that has the model ``spans``, each
+        kernel's name, start and end, and ``host``, its operations; in microseconds.
+    """
     engine = worker.llm.llm_engine
     inner = engine.step
     half = int(worker.cfg["max_new_tokens"]) // 2
@@ -167,18 +173,21 @@ def profiled(worker: Any, data: Any) -> dict[str, Any]:
     finally:
         del engine.step
     ((spans, host),) = found
+    return {"seconds": marks[-1] - marks[0], "spans": spans, "host": host}
+
+
+def a_step(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what :func:`profiled` found for one step."""
     kernels: dict[str, float] = {}
-    busy, until = 0.0, float("-inf")
-    for name, start, end in sorted(spans, key=lambda span: span[1]):
+    for name, start, end in found["spans"]:
         kernels[name] = kernels.get(name, 0.0) + (end - start) / PROFILED
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
+    times = [(start, end) for _, start, end in found["spans"]]
     return {
-        "step_us_under_profiler": 1e6 * (marks[-1] - marks[0]) / PROFILED,
-        "gpu_busy_us": busy / PROFILED,
-        "gpu_span_us": (until - min(start for _, start, _ in spans)) / PROFILED,
+        "step_us_under_profiler": 1e6 * found["seconds"] / PROFILED,
+        "gpu_busy_us": covered(times) / PROFILED,
+        "gpu_span_us": (max(end for _, end in times) - min(times)[0]) / PROFILED,
         "kernels_us": dict(sorted(kernels.items(), key=lambda row: -row[1])[:TOP]),
-        "host_us_of_all_steps": host,
+        "host_us_of_all_steps": found["host"],
     }
 
 
@@ -251,8 +260,8 @@ def measured(engine: Any, data: Any, options: argparse.Namespace, count: int) ->
         "generate_median": statistics.median(each["generate"] for each in rollouts[1:] or rollouts),
     }
     engine.prepare_for_generation()
-    for name, call in {"steps": in_steps, "profile": profiled}.items():
-        yield {name: ray.get(actor.__ray_call__.remote(call, data))}
+    yield {"steps": ray.get(actor.__ray_call__.remote(in_steps, data))}
+    yield {"profile": a_step(ray.get(actor.__ray_call__.remote(profiled, data)))}
     if options.spy is not None:
         pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
         running = actor.__ray_call__.remote(lambda worker, data: worker.generate(data).size, data)

@@ -31,8 +31,7 @@ class Fp8VllmGenerationWorkerImpl(RestartableEngine, VllmGenerationWorkerImpl):
                 result = super().generate(data, *args, **kwargs)
         finally:
             self.llm = llm
-        if len(data["input_ids"]):
-            kept.write(result["logprobs"], data["input_lengths"])
+        kept.write(result["logprobs"], data["input_lengths"])
         return result
 
 
