@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
@@ -201,11 +202,11 @@ def _steps() -> Iterator[Row]:
 
 def _in_nemo_rl() -> Iterator[Row]:
     """Yield the trainer's phases in NeMo RL's driver, without the host's and the engine's."""
-    file = "nemo_rl_real_8b_h200"
-    found, shapes, gpu = result(file), model(QWEN3_8B), find_gpu("h200")
+    shapes, gpu = model(QWEN3_8B), find_gpu("h200")
     length, batch = 512 + 1024, 8 * (512 + 1024)
-    for run, precision in (("bf16", "BF16"), ("fp8rl", "fp8rl")):
-        each = found["runs"][run]
+    files = ("nemo_rl_real_8b_h200", "nemo_rl_real_8b_2_h200")
+    for file, (run, precision) in product(files, (("bf16", "BF16"), ("fp8rl", "fp8rl"))):
+        each = result(file)["runs"][run]
         for what, phase, training in (
             ("log-probabilities", "policy_and_reference_logprobs", False),
             ("training, recomputed", "policy_training", True),
