@@ -54,6 +54,10 @@ LONG_PANELS = {
 COLOURS = ("#444444", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e")
 WIDTH, HEIGHT = 4.6, 2.6
 """Inches of a panel."""
+COLUMNS = 3
+"""Panels side by side; more of a trainer go below."""
+MARKED = 40
+"""Points of a run that are marked; more are a line alone."""
 
 
 def read(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -98,24 +102,30 @@ def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
         rows.setdefault(run["run"].partition("-")[0], []).append(run)
     panels = PANELS | (LONG_PANELS if any(run.get("validation") for run in drawn) else {})
     variants = list(dict.fromkeys(map(variant, drawn)))
-    size = (WIDTH * len(panels), HEIGHT * max(len(rows), 1))
+    columns = min(len(panels), COLUMNS)
+    height = -(-len(panels) // columns)
+    size = (WIDTH * columns, HEIGHT * max(len(rows), 1) * height)
     figure, axes = pyplot.subplots(
-        max(len(rows), 1), len(panels), figsize=size, squeeze=False, layout="constrained"
+        max(len(rows), 1) * height, columns, figsize=size, squeeze=False, layout="constrained"
     )
-    for line, (trainer, mine) in zip(axes, rows.items(), strict=False):
-        for panel, (title, points) in zip(line, panels.items(), strict=True):
+    for number, (trainer, mine) in enumerate(rows.items()):
+        line = list(axes[number * height : (number + 1) * height].flat)
+        for panel, (title, points) in zip(line, panels.items(), strict=False):
             for run in mine:
+                found = points(run)
                 colour = COLOURS[variants.index(variant(run)) % len(COLOURS)]
-                panel.plot(*points(run), ".-", color=colour, label=variant(run), lw=1, ms=3)
+                line_style = ".-" if len(found[0]) <= MARKED else "-"
+                panel.plot(*found, line_style, color=colour, label=variant(run), lw=1, ms=3)
             panel.set_title(f"{trainer}: {title}", fontsize=9)
+            panel.set_xlabel("position" if "position" in title else "step", fontsize=8)
             panel.tick_params(labelsize=8)
             panel.xaxis.set_major_locator(MaxNLocator(integer=True))
             panel.grid(alpha=0.3)
         handles, labels = line[0].get_legend_handles_labels()
         legend = dict(zip(labels, handles, strict=True))
         line[0].legend(legend.values(), legend, fontsize=8)
-    for panel, title in zip(axes[-1], panels, strict=True):
-        panel.set_xlabel("position" if "position" in title else "step", fontsize=8)
+        for empty in line[len(panels) :]:
+            empty.set_axis_off()
     metadata = {"Date": None} if file.suffix == ".svg" else None
     figure.savefig(file, metadata=metadata)
     pyplot.close(figure)
