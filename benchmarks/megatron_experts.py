@@ -4,9 +4,9 @@
         [--tokens 8192] [--top 8] [--rounds 9] [--out FILE.json]
 
 The two grouped linears of a layer of Qwen3-30B-A3B (gate and up, down), without what lies between
-them: in BF16 as one grouped product (``torch._grouped_mm``) and expert by expert, in FP8 as one
-grouped linear and expert by expert. FP8 times include the quantization of activations, gradients
-and weights; with "codes kept" that of the weights is left out. All add weight gradients to a
+them: in BF16 as one grouped product (``torch._grouped_mm``), in FP8 as one grouped linear. FP8
+times include the quantization of activations, gradients and weights; with "codes kept" that of the
+weights is left out. All add weight gradients to a
 float32 ``main_grad`` in one buffer, last expert first, as megatron's DDP has them. Tokens are
 shared out unevenly, the same for all. "Host" is the time in which a call is enqueued: where it is
 near the call's own, the host is what limits it.
@@ -32,7 +32,7 @@ from fp8rl.gemm import BackendChoice
 from fp8rl.numerics import LastExpertRows
 from megatron_fp8rl.export.layout import plain_layout
 from megatron_fp8rl.grouped import grouped_linear
-from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
+from megatron_fp8rl.linear import Fp8State
 from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
 
 GPU = torch.device("cuda")
@@ -57,44 +57,24 @@ class Linear:
         for i, weight in enumerate(self.weights):
             weight.main_grad = self.main_grad[experts - 1 - i]  # type: ignore[attr-defined]
 
-    def state(self, backends: BackendChoice, keep: bool = False, *, experts: int) -> Fp8State:
-        """State of all experts, or of one alone with ``experts=0``."""
+    def state(self, backends: BackendChoice, keep: bool) -> Fp8State:
         layout = plain_layout("x", self.stack.shape[1])
-        codes = WeightCodes(layout, "fp32", WeightEpoch(keep), stacked=experts > 0)
-        names = tuple(f"experts.{i}" for i in range(experts))
+        codes = WeightCodes(layout, "fp32", WeightEpoch(keep), stacked=True)
+        names = tuple(f"experts.{i}" for i in range(len(self.weights)))
         return Fp8State("experts", codes, backends, "fp32", names)
 
     def bf16_grouped(self, x: torch.Tensor) -> torch.Tensor:
         return torch._grouped_mm(x, self.stack.mT, offs=self.ends)
 
-    def bf16_loop(self, x: torch.Tensor) -> torch.Tensor:
-        runs = zip(x.split(self.splits), self.weights, strict=True)
-        return torch.cat([torch.nn.functional.linear(run, w) for run, w in runs])
-
     def fp8_grouped(self, x: torch.Tensor, state: Fp8State) -> torch.Tensor:
         return grouped_linear(x, self.splits, self.weights, None, state, fusion=True)
-
-    def fp8_loop(self, backends: BackendChoice) -> Forward:
-        states = [self.state(backends, experts=0) for _ in self.weights]
-        calls = [Call(state, fusion=True, training=True) for state in states]
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            runs = zip(x.split(self.splits), self.weights, calls, strict=True)
-            return torch.cat([fp8_linear(run, w, None, call) for run, w, call in runs])
-
-        return forward
 
     def step(self, forward: Forward) -> None:
         """Forward, backward, and what DDP adds to ``main_grad`` where the linear did not."""
         forward(self.x).backward(self.grad)
         if self.stack.grad is not None:
             self.main_grad.add_(self.stack.grad)
-        grads = [(w, w.grad) for w in self.weights if w.grad is not None]
-        if grads:
-            torch._foreach_add_([w.main_grad for w, _ in grads], [g for _, g in grads])
         self.x.grad = self.stack.grad = None
-        for weight in self.weights:
-            weight.grad = None
 
 
 def shares(experts: int, tokens: int) -> list[int]:
@@ -113,7 +93,7 @@ def variants(linears: Sequence[Linear], backends: BackendChoice) -> dict[str, Ca
         return call
 
     def grouped(keep: bool) -> Callable[[], None]:
-        states = [x.state(backends, keep, experts=len(x.weights)) for x in linears]
+        states = [x.state(backends, keep) for x in linears]
 
         def call() -> None:
             last_rows = LastExpertRows()  # of one layer: the next one gets other tokens
@@ -125,10 +105,8 @@ def variants(linears: Sequence[Linear], backends: BackendChoice) -> dict[str, Ca
 
     return {
         "BF16, torch._grouped_mm": all_of([x.bf16_grouped for x in linears]),
-        "BF16, each expert": all_of([x.bf16_loop for x in linears]),
         "fp8rl, grouped": grouped(keep=False),
         "fp8rl, grouped, codes kept": grouped(keep=True),
-        "fp8rl, each expert": all_of([x.fp8_loop(backends) for x in linears]),
     }
 
 

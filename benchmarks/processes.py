@@ -19,15 +19,15 @@ def in_process(variant: str, **environment: str) -> dict[str, Any]:
         environment: variables to set for the process.
 
     Returns:
-        The result that the process wrote, or its exit status as ``failed``.
+        The result that the process wrote; if it failed, with its exit status as ``failed`` and
+        what it had written before.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
         command = [sys.executable, *sys.argv, "--child", variant, "--out", str(out)]
         done = subprocess.run(command, env=os.environ | environment, check=False)
-        if done.returncode:
-            return {"variant": variant, "failed": done.returncode}
-        return json.loads(out.read_text())
+        written = json.loads(out.read_text()) if out.is_file() else {"variant": variant}
+        return written | ({"failed": done.returncode} if done.returncode else {})
 
 
 def save(found: object, out: Path, newest: dict[str, Any]) -> None:

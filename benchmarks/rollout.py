@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -87,6 +88,14 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
     if with_scales:
         for name in sorted(required_kv_scales(model)):
             yield name, torch.tensor(KV_SCALE, device="cuda")
+
+
+def stream_bytes(model: Any) -> int:
+    """Return the bytes of the tensors that :func:`stream` makes, but for the scales."""
+    from vllm_fp8rl.refit.inventory import Inventory
+
+    entries = Inventory.of(model).entries.values()
+    return sum(2 * math.prod(entry.shape) for entry in entries if entry.required)
 
 
 def give_weights(model: Any, codes: bool) -> None:
@@ -148,6 +157,12 @@ def measure_refits(
     from vllm_fp8rl.refit import refit
 
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    needed, free = stream_bytes(model), torch.cuda.mem_get_info()[0]
+    if needed > free:
+        raise SystemExit(
+            f"The tensors of a refit take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} are "
+            "free; make the engine's share smaller (--memory or --cache), or take --refits 0."
+        )
     tensors = list(stream(model, with_scales=with_scales))
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
@@ -275,6 +290,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> dict[str, Any]:
             llm, variant, options.shape, load, logprobs, options.samples
         )
     if fp8rl and options.refits and here:
+        options.out.write_text(json.dumps(result))  # which a refit that fails must not take away
         result |= measure_refits(
             llm,
             options.refits,
