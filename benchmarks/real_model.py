@@ -1,6 +1,6 @@
 """Qwen3 models in their true shapes with random weights: what ``nemo_rl.py --task real`` runs.
 
-    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b]
+    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b] [--layers 8]
 
 Norms are 1 and matrices are normal with a standard deviation of 0.02, as before a pretraining. So
 activations are of order 1 in every layer, FP8 codes take every size, and a GPU draws the power that
@@ -152,8 +152,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a model with random weights")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=SIZES, default="4b")
+    parser.add_argument("--layers", type=int, help="in the place of the size's own")
     options = parser.parse_args()
-    make_weights(make_model(options.folder, shape_of(options.size)))
+    shape = shape_of(options.size)
+    if options.layers is not None:
+        shape["num_hidden_layers"] = options.layers
+    make_weights(make_model(options.folder, shape))
 
 
 if __name__ == "__main__":
