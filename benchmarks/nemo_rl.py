@@ -394,7 +394,7 @@ def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, An
     seconds["engine_calibration"] = [float(taken) for taken in CALIBRATION.findall(text)]
     told = {
         "steps": len(values.get("train/reward", [])),
-        "curves": {tag: [round(x, 6) for x in values[tag]] for tag in CURVES if tag in values},
+        "curves": {tag: [digits(x) for x in values[tag]] for tag in CURVES if tag in values},
         "seconds": {
             name: first_and_median(taken, warm) for name, taken in seconds.items() if taken
         },
@@ -403,10 +403,15 @@ def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, An
     if resumed:
         validation = {name: found.get(f"validation/{name}", {}) for name in VALIDATION}
         told["validation"] = {"steps": list(validation["accuracy"])} | {
-            name: [round(x, 6) for x in by_step.values()] for name, by_step in validation.items()
+            name: [digits(x) for x in by_step.values()] for name, by_step in validation.items()
         }
         told["positions"] = by_position(step_files(folders))
     return told
+
+
+def digits(x: float) -> float:
+    """Round to seven significant digits, as many as a float32 has: KL may be far below 1e-6."""
+    return float(f"{x:.7g}")
 
 
 def scalars(folders: Sequence[Path]) -> dict[str, dict[int, float]]:

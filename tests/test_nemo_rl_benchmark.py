@@ -106,7 +106,11 @@ def test_a_resumed_run_is_put_together(
     accuracy = "validation/accuracy"
     parts: list[dict[str, list[tuple[int, float]]]] = [
         {"train/reward": [(1, 0.1), (2, 0.2), (3, 0.9)], accuracy: [(0, 0.4), (2, 0.5)]},
-        {"train/reward": [(3, 0.3), (4, 0.4)], accuracy: [(4, 0.6)]},
+        {
+            "train/reward": [(3, 0.3), (4, 0.4)],
+            "train/gen_kl_error": [(4, 1.23456789e-7)],
+            accuracy: [(4, 0.6)],
+        },
     ]
     for i, part in enumerate(parts, start=1):
         folder = tmp_path / "logs" / f"exp_00{i}"
@@ -116,6 +120,7 @@ def test_a_resumed_run_is_put_together(
     log.write_text("", encoding="utf-8")
     whole = benchmark.summary(tmp_path / "logs", log, resumed=True)
     assert whole["curves"]["train/reward"] == [0.1, 0.2, 0.3, 0.4]
+    assert whole["curves"]["train/gen_kl_error"] == [1.234568e-7]
     assert whole["validation"]["steps"] == [0, 2, 4]
     assert whole["validation"]["accuracy"] == [0.4, 0.5, 0.6]
     last = benchmark.summary(tmp_path / "logs", log, resumed=False)
