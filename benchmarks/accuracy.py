@@ -1,12 +1,16 @@
 """Accuracy and rollout/trainer mismatch of the demo, for each precision, over several seeds.
 
-    python benchmarks/accuracy.py [--seeds 0,1,2] [--steps 40] [--out out/accuracy]
+    python benchmarks/accuracy.py [--seeds 0,1,2] [--steps 40] [--rates 1e-4,5e-4]
+                                  [--out out/accuracy]
 
 Runs ``fp8rl demo --compare bf16,fp8-rollout,fp8`` once a seed with the real engines, the two FP8
 precisions once more with a BF16 KV cache, which tells the linear layers' share of the mismatch from
 the cache's, and ``fp8`` with a trainer that attends over BF16 keys and values. Finished seeds are
 not run again. Writes ``benchmarks/results/accuracy_cpu.json``
 and the table of ``docs/measurements/accuracy.md``.
+
+``--rates`` runs the three precisions at other learning rates of GRPO instead, where that in BF16
+begins to fail too, and writes ``benchmarks/results/learning_rates_cpu.json``.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import json
 import statistics
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +38,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rates", help="learning rates, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("out/accuracy"))
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if args.rates:
+        for rate, seed in product(map(float, args.rates.split(",")), seeds):
+            folder = args.out / f"seed-{seed}-rate-{rate:g}"
+            settings = {"learning_rate": rate}
+            found = _run(folder, PRECISIONS, seed, args.steps, "", DEMO_RECIPE, settings)
+            rows += [{"learning_rate": rate} | row for row in found]
+        command = f"--rates {args.rates} --seeds {args.seeds} --steps {args.steps}"
+        _write("learning_rates_cpu", command, folder / "fp8" / "run.json", rows)
+        return
     for seed in seeds:
-        for folder, precisions, suffix, kv_cache in (
+        for name, precisions, suffix, kv_cache in (
             (f"seed-{seed}", PRECISIONS, "", KVCache()),
             (f"seed-{seed}-bf16-kv", PRECISIONS[1:], BF16_KV, KVCache(dtype="auto")),
             (f"seed-{seed}-bf16-attention", ("fp8",), BF16_ATTENTION, KVCache(in_training=False)),
         ):
             recipe = DEMO_RECIPE.model_copy(update={"kv_cache": kv_cache})
-            rows += _run(args.out / folder, precisions, seed, args.steps, suffix, recipe)
-    run = json.loads((args.out / f"seed-{seeds[0]}" / "fp8" / "run.json").read_text())
-    result = {
-        "command": f"python benchmarks/accuracy.py --seeds {args.seeds} --steps {args.steps}",
-        "versions": run["versions"],
-        "recipe": run["recipe"],
-        "settings": run["settings"],
-        "runs": rows,
-    }
-    target = ROOT / "benchmarks" / "results" / "accuracy_cpu.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
+            rows += _run(args.out / name, precisions, seed, args.steps, suffix, recipe, {})
+    first = args.out / f"seed-{seeds[0]}" / "fp8" / "run.json"
+    _write("accuracy_cpu", f"--seeds {args.seeds} --steps {args.steps}", first, rows)
     table = _table(rows)
     document = ROOT / "docs" / "measurements" / "accuracy.md"
     before, _, rest = document.read_text().partition(MARK)
@@ -64,13 +70,31 @@ def main() -> None:
     sys.stdout.write(table + "\n")
 
 
+def _write(name: str, arguments: str, facts: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the runs to ``benchmarks/results``, with versions, recipe and settings of one."""
+    run = json.loads(facts.read_text())
+    result = {
+        "command": f"python benchmarks/accuracy.py {arguments}",
+        **{key: run[key] for key in ("versions", "recipe", "settings")},
+        "runs": rows,
+    }
+    target = ROOT / "benchmarks" / "results" / f"{name}.json"
+    target.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def _run(
-    folder: Path, precisions: tuple[str, ...], seed: int, steps: int, suffix: str, recipe: Recipe
+    folder: Path,
+    precisions: tuple[str, ...],
+    seed: int,
+    steps: int,
+    suffix: str,
+    recipe: Recipe,
+    settings: dict[str, Any],
 ) -> list[dict[str, Any]]:
     if not all(_steps_done(folder / p) >= steps for p in precisions):
         command = ["-m", "fp8rl", "demo", "--compare", ",".join(precisions)]
         command += ["--seed", str(seed), "--steps", str(steps), "--out", str(folder)]
-        command += ["--recipe", json.dumps(recipe.to_dict())]
+        command += ["--recipe", json.dumps(recipe.to_dict()), "--settings", json.dumps(settings)]
         subprocess.run([sys.executable, *command], check=True)
     return [_summary(folder / p, p + suffix, seed) for p in precisions]
 
@@ -97,6 +121,7 @@ def _summary(folder: Path, precision: str, seed: int) -> dict[str, Any]:
         "steps": len(steps),
         "accuracy_before": validation[0]["accuracy"],
         "accuracy_after": validation[-1]["accuracy"],
+        "accuracy": [line["accuracy"] for line in validation],
         "reward_first_quarter": statistics.fmean(s["reward"] for s in steps[: len(tail)]),
         "reward_last_quarter": statistics.fmean(s["reward"] for s in tail),
         "kl_k3": mean("kl_k3"),
