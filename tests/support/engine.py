@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -161,10 +162,25 @@ def register_model(path: Path) -> None:
         ModelRegistry.register_model(name, getattr(source, name))
 
 
+@functools.cache
+def replace_kernels_once() -> None:
+    """Let vLLM replace its Triton kernels with the first engine of a process alone.
+
+    For each engine it looks through all that every module holds, which is two thirds of a start.
+    """
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    name = "register_triton_kernel_overrides"
+    if hasattr(platform, name):  # there may be releases without it
+        setattr(platform, name, staticmethod(functools.cache(getattr(platform, name))))
+
+
 def start_engine(path: Path, recipe: Recipe, **changes: Any) -> Engine:
     """An in-process engine, float32 so that numeric assertions can be tight."""
     from vllm import LLM
 
     register_model(path)
+    replace_kernels_once()
     arguments = SETTINGS | vllm_fp8rl.engine_args(recipe) | changes
     return Engine(LLM(str(path), **arguments), recipe)
