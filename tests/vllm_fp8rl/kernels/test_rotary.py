@@ -164,12 +164,13 @@ def test_rounding_in_bits_is_the_cast() -> None:
 COMPILED = """
 import json
 import torch
-from torch._inductor import metrics
+from torch._inductor import config, metrics
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.ir.ops import rms_norm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm_fp8rl.kernels.rotary import Float32Rotary
 
+config.cpp.vec_isa_ok = True  # which a compilation of its own would find out
 torch.set_num_threads(1)
 with set_current_vllm_config(VllmConfig()):
     vllms = get_rope(64, 64, True, {"rope_theta": 1e4}, torch.bfloat16)
