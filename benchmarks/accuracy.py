@@ -75,7 +75,9 @@ def _write(name: str, arguments: str, facts: Path, rows: list[dict[str, Any]]) -
     run = json.loads(facts.read_text())
     result = {
         "command": f"python benchmarks/accuracy.py {arguments}",
-        **{key: run[key] for key in ("versions", "recipe", "settings")},
+        **{key: run[key] for key in ("versions", "recipe")},
+        # What differs from run to run stands in each.
+        "settings": {k: v for k, v in run["settings"].items() if k not in rows[0]},
         "runs": rows,
     }
     target = ROOT / "benchmarks" / "results" / f"{name}.json"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ def in_process(variant: str, **environment: str) -> dict[str, Any]:
         out = Path(folder, "result.json")
         command = [sys.executable, *sys.argv, "--child", variant, "--out", str(out)]
         done = subprocess.run(command, env=os.environ | environment, check=False)
-        written = json.loads(out.read_text()) if out.is_file() else {"variant": variant}
-        return written | ({"failed": done.returncode} if done.returncode else {})
+        if not done.returncode:
+            return json.loads(out.read_text())
+        found: dict[str, Any] = {"variant": variant}
+        with suppress(FileNotFoundError, json.JSONDecodeError):  # nothing, or half of it
+            found |= json.loads(out.read_text())
+        return found | {"failed": done.returncode}
 
 
 def save(found: object, out: Path, newest: dict[str, Any]) -> None:

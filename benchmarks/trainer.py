@@ -11,9 +11,9 @@ each kind, which compiles kernels, is left out of the medians.
 A model of fewer layers, here eight of 8B in micro-batches of 8,192 tokens, is a few keys away:
 
     python benchmarks/real_model.py out/8-layers --size 8b --layers 8
-    python benchmarks/trainer.py out/real/megatron-fp8rl-8b.yaml --sequences 32
-        --set policy.model_name=out/8-layers --set policy.max_total_sequence_length=4096
-        --set policy.train_micro_batch_size=2 --set policy.logprob_batch_size=2
+    python benchmarks/trainer.py out/real/megatron-fp8rl-8b.yaml --sequences 32 \\
+        --set policy.model_name=$PWD/out/8-layers --set policy.max_total_sequence_length=4096 \\
+        --set policy.train_micro_batch_size=2 --set policy.logprob_batch_size=2 \\
         --set policy.megatron_cfg.activation_checkpointing=false
 
 ``--profile`` adds one call of each kind of two micro-batches under torch's profiler: the time in
