@@ -6,10 +6,9 @@
 The two grouped linears of a layer of Qwen3-30B-A3B (gate and up, down), without what lies between
 them: in BF16 as one grouped product (``torch._grouped_mm``), in FP8 as one grouped linear. FP8
 times include the quantization of activations, gradients and weights; with "codes kept" that of the
-weights is left out. All add weight gradients to a
-float32 ``main_grad`` in one buffer, last expert first, as megatron's DDP has them. Tokens are
-shared out unevenly, the same for all. "Host" is the time in which a call is enqueued: where it is
-near the call's own, the host is what limits it.
+weights is left out. All add weight gradients to a float32 ``main_grad`` in one buffer, last expert
+first, as megatron's DDP has them. Tokens are shared out unevenly, the same for all. "Host" is the
+time in which a call is enqueued: where it is near the call's own, the host is what limits it.
 """
 
 from __future__ import annotations

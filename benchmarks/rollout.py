@@ -79,23 +79,21 @@ def stream(model: Any, *, with_scales: bool) -> Iterator[tuple[str, Any]]:
     import torch
 
     from vllm_fp8rl.kv_scales import required_kv_scales
-    from vllm_fp8rl.refit.inventory import Inventory
 
-    for name, entry in Inventory.of(model).entries.items():
-        if entry.required:
-            made = torch.empty(entry.shape, dtype=torch.bfloat16, device="cuda")
-            yield name, made.uniform_(-1e-3, 1e-3) if made.ndim > 1 else made.fill_(1.0)
+    for name, shape in required_shapes(model).items():
+        made = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        yield name, made.uniform_(-1e-3, 1e-3) if made.ndim > 1 else made.fill_(1.0)
     if with_scales:
         for name in sorted(required_kv_scales(model)):
             yield name, torch.tensor(KV_SCALE, device="cuda")
 
 
-def stream_bytes(model: Any) -> int:
-    """Return the bytes of the tensors that :func:`stream` makes, but for the scales."""
+def required_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every HF tensor that a refit of the model requires, by name."""
     from vllm_fp8rl.refit.inventory import Inventory
 
-    entries = Inventory.of(model).entries.values()
-    return sum(2 * math.prod(entry.shape) for entry in entries if entry.required)
+    entries = Inventory.of(model).entries.items()
+    return {name: entry.shape for name, entry in entries if entry.required}
 
 
 def give_weights(model: Any, codes: bool) -> None:
@@ -157,7 +155,8 @@ def measure_refits(
     from vllm_fp8rl.refit import refit
 
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-    needed, free = stream_bytes(model), torch.cuda.mem_get_info()[0]
+    needed = sum(2 * math.prod(shape) for shape in required_shapes(model).values())
+    free = torch.cuda.mem_get_info()[0]
     if needed > free:
         raise SystemExit(
             f"The tensors of a refit take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} are "
