@@ -68,12 +68,19 @@ class Linear:
     def fp8_grouped(self, x: torch.Tensor, state: Fp8State) -> torch.Tensor:
         return grouped_linear(x, self.splits, self.weights, None, state, fusion=True)
 
-    def step(self, forward: Forward) -> None:
-        """Forward, backward, and what DDP adds to ``main_grad`` where the linear did not."""
-        forward(self.x).backward(self.grad)
+    def add_up(self) -> None:
+        """What DDP adds to ``main_grad`` where the linear did not."""
         if self.stack.grad is not None:
             self.main_grad.add_(self.stack.grad)
         self.x.grad = self.stack.grad = None
+
+
+def step(linears: Sequence[Linear], forwards: Sequence[Forward]) -> None:
+    """All forwards, then one backward pass, as in training."""
+    made = [forward(linear.x) for linear, forward in zip(linears, forwards, strict=True)]
+    torch.autograd.backward(made, [linear.grad for linear in linears])
+    for linear in linears:
+        linear.add_up()
 
 
 def shares(experts: int, tokens: int) -> list[int]:
@@ -84,26 +91,19 @@ def shares(experts: int, tokens: int) -> list[int]:
 
 
 def variants(linears: Sequence[Linear], backends: BackendChoice) -> dict[str, Callable[[], None]]:
-    def all_of(forwards: Sequence[Forward]) -> Callable[[], None]:
-        def call() -> None:
-            for linear, forward in zip(linears, forwards, strict=True):
-                linear.step(forward)
-
-        return call
-
     def grouped(keep: bool) -> Callable[[], None]:
         states = [x.state(backends, keep) for x in linears]
 
         def call() -> None:
             last_rows = LastExpertRows()  # of one layer: the next one gets other tokens
-            for linear, state in zip(linears, states, strict=True):
-                own = replace(state, last_rows=last_rows)
-                linear.step(partial(linear.fp8_grouped, state=own))
+            own = [replace(state, last_rows=last_rows) for state in states]
+            pairs = zip(linears, own, strict=True)
+            step(linears, [partial(x.fp8_grouped, state=state) for x, state in pairs])
 
         return call
 
     return {
-        "BF16, torch._grouped_mm": all_of([x.bf16_grouped for x in linears]),
+        "BF16, torch._grouped_mm": lambda: step(linears, [x.bf16_grouped for x in linears]),
         "fp8rl, grouped": grouped(keep=False),
         "fp8rl, grouped, codes kept": grouped(keep=True),
     }

@@ -23,7 +23,6 @@ from fp8rl.numerics import (
     GroupedRows,
     quantize_grouped,
     row_alignment,
-    unpad,
 )
 from megatron_fp8rl.linear import (
     Fp8State,
@@ -126,7 +125,6 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         codes = call.state.codes
         backend = call.backend("fprop", weights[0], expert_rows)
         y = backend.grouped_fprop(operand, codes.rowwise(*weights, training=bool(trained)), x.dtype)
-        y = unpad(y, expert_rows)
         if not codes.layout.in_place:
             y = codes.layout.from_hf(y, -1)
         if biases:
@@ -170,7 +168,6 @@ class _Fp8GroupedFunction(torch.autograd.Function):
             assert operand is not None
             backend = call.backend("dgrad", weights[0], expert_rows)
             grad_x = backend.grouped_dgrad(operand, codes.columnwise(*weights), ctx.x_dtype)
-            grad_x = unpad(grad_x, expert_rows)
         products: dict[int, torch.Tensor] = {}
         if wanted:
             assert grad_t is not None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8rl.numerics import Operand, Quantized, quantize_weight, quantize_weights
+from fp8rl.numerics import Addresses, Operand, Quantized, quantize_weight, quantize_weights
 from fp8rl.recipe import ScaleFormat
 from megatron_fp8rl.export.layout import RowLayout
 
@@ -108,6 +108,7 @@ class WeightCodes:
         self.scale_format = scale_format
         self._epoch = epoch
         self._stacked = stacked
+        self._addresses = Addresses()
         self.drop()
 
     def drop(self) -> None:
@@ -169,7 +170,13 @@ class WeightCodes:
         if not self.layout.in_place or len(weights[0]) != self.layout.rows:
             rows = [self._in_hf_order(weight) for weight in weights]
         if self._stacked:
-            return quantize_weights(rows, self.scale_format, rowwise=rowwise, columnwise=columnwise)
+            return quantize_weights(
+                rows,
+                self.scale_format,
+                rowwise=rowwise,
+                columnwise=columnwise,
+                known=self._addresses,
+            )
         return quantize_weight(rows[0], self.scale_format, rowwise=rowwise, columnwise=columnwise)
 
     def _forget_if_changed(self, weights: Sequence[torch.Tensor]) -> None:

@@ -15,9 +15,11 @@ import torch
 from fp8rl.gemm import BackendChoice, GroupedShape, builtin_backends
 from fp8rl.gemm.table import DIRECTIONS
 from fp8rl.numerics import (
+    Addresses,
     ExpertRows,
     GroupedRows,
     Quantized,
+    place_boundaries,
     quantize_grouped,
     quantize_weights,
     reference,
@@ -57,18 +59,25 @@ def test_each_expert_has_the_codes_it_would_have_alone(splits, cols, order, dtyp
     for scale_format, by_rows in (("fp32", rows), ("pow2", only_rows)):
         for expert, run in enumerate(x.split(splits)):
             n, alone = len(run), reference.quantize_operand(run, scale_format, True, True)
-            got = by_rows.of(expert)
-            _equal(got.codes[:n], alone.rowwise.codes)
-            _equal(got.scale_inv[:n], alone.rowwise.scale_inv)
-            assert not got.codes[n:].float().any()
+            _equal(by_rows.of(expert).codes, alone.rowwise.codes)
+            _equal(by_rows.of(expert).scale_inv, alone.rowwise.scale_inv)
             if scale_format == "fp32" and expert in expert_rows.order:
                 got = columns.at(expert_rows.order.index(expert))
                 _equal(got.codes[:, :n], alone.columnwise.codes)
                 _equal(got.scale_inv, alone.columnwise.scale_inv)
                 assert not got.codes[:, n:].float().any()
-    padded = torch.randn(expert_rows.rows, cols, device=DEVICE)
-    parts = zip(expert_rows.starts, splits, strict=True)
-    _equal(kernels.unpad(padded, expert_rows), torch.cat([padded[s : s + n] for s, n in parts]))
+        tiles = zip(
+            expert_rows.boundaries,
+            range(expert_rows.first_boundary, expert_rows.rows, kernels.ALIGNMENT),
+            strict=True,
+        )
+        for (_, start, n), place in tiles:  # once more in a tile of one expert alone
+            _equal(by_rows.codes[place : place + n], by_rows.codes[start : start + n])
+            _equal(by_rows.scale_inv[place : place + n], by_rows.scale_inv[start : start + n])
+    y = torch.randn(expert_rows.rows, cols, device=DEVICE)
+    expected = y.clone()
+    reference.place_boundaries(expected, expert_rows)
+    _equal(place_boundaries(y, expert_rows), expected[: sum(splits)])
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (200, 130)])
@@ -77,12 +86,16 @@ def test_a_stack_has_the_codes_of_each_weight(shape, dtype):
     torch.manual_seed(0)
     weights = [torch.randn(shape).to(dtype) for _ in range(3)]
     weights[1][5, 7] = torch.nan
-    made = kernels.quantize_weights([w.to(DEVICE) for w in weights], "fp32", True, True)
-    for side, expected in zip(
-        made, reference.quantize_weights(weights, "fp32", True, True), strict=True
-    ):
-        _equal(side.codes, expected.codes)
-        _equal(side.scale_inv, expected.scale_inv)
+    expected = reference.quantize_weights(weights, "fp32", True, True, Addresses())
+    known, there = Addresses(), [w.to(DEVICE) for w in weights]
+    moved = [w.clone() for w in there]
+    for at in (there, there, moved):
+        for w in (w for w in there if at is moved):
+            w.zero_()  # an old address would show
+        made = kernels.quantize_weights(at, "fp32", True, True, known)
+        for got, side in zip(made, expected, strict=True):
+            _equal(got.codes, side.codes)
+            _equal(got.scale_inv, side.scale_inv)
 
 
 def _exact(q: Quantized, blocks: bool = False) -> torch.Tensor:
@@ -164,7 +177,7 @@ def test_a_nan_shows_in_its_row_alone(name):
     rows, _ = quantize_grouped(x, expert_rows, columnwise=False)
     weights = [torch.randn(OUT, IN, device=DEVICE).bfloat16() for _ in range(5)]
     w, _ = quantize_weights(weights, columnwise=False)
-    y = kernels.unpad(GROUPED[name].grouped_fprop(rows, w, torch.bfloat16), expert_rows)
+    y = GROUPED[name].grouped_fprop(rows, w, torch.bfloat16)
     assert y.isnan().all(1).nonzero().flatten().tolist() == [117]
     assert y.isnan().any(1).sum() == 1
 

@@ -28,7 +28,7 @@ class GroupedShape(NamedTuple):
     """The linear layers of this rank's experts: one shape, each over its own tokens."""
 
     sizes: tuple[int, ...]
-    """Tokens of each expert, padded as :class:`fp8rl.numerics.ExpertRows` does."""
+    """Tokens of each expert, padded as for a columnwise :class:`fp8rl.numerics.ExpertRows`."""
     out_features: int
     in_features: int
     dtype: torch.dtype = torch.bfloat16
@@ -99,10 +99,10 @@ class GroupedBackend(Protocol):
         """Return None if the backend serves the case, otherwise the reason why not."""
 
     def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        """``[expert_rows.rows, out]``: ``[tokens, in] x [out, in]`` of each expert."""
+        """``[expert_rows.tokens, out]``: ``[tokens, in] x [out, in]`` of each expert."""
 
     def grouped_dgrad(self, grad: GroupedRows, w_t: Quantized, dtype: torch.dtype) -> torch.Tensor:
-        """``[expert_rows.rows, in]``: ``[tokens, out] x [in, out]`` of each expert."""
+        """``[expert_rows.tokens, in]``: ``[tokens, out] x [in, out]`` of each expert."""
 
     def grouped_wgrad(
         self,

@@ -15,7 +15,7 @@ import torch
 
 from fp8rl.gemm.backend import GemmShape, GroupedShape
 from fp8rl.gemm.scaled_mm import groups_outermost
-from fp8rl.numerics import GROUP, GroupedColumns, GroupedRows, Quantized
+from fp8rl.numerics import GROUP, GroupedColumns, GroupedRows, Quantized, place_boundaries
 from fp8rl.recipe import ScaleFormat
 
 _HOPPER = (9, 0)
@@ -64,9 +64,9 @@ def load_deep_gemm() -> ModuleType:
 class DeepGemmBackend:
     """``fp8_gemm_nt``: blocks in fprop and dgrad, 1x128 groups on both sides in wgrad.
 
-    Experts use ``m_grouped_fp8_gemm_nt_contiguous``, whose tiles must not cross the end of an
-    expert, and ``k_grouped_fp8_gemm_nt_contiguous``, which adds to a stack of float32 matrices and
-    is compiled for each number of experts.
+    Experts use ``m_grouped_fp8_gemm_nt_contiguous``, whose tiles each have the weight of one expert
+    (:class:`fp8rl.numerics.ExpertRows`), and ``k_grouped_fp8_gemm_nt_contiguous``, which adds to a
+    stack of float32 matrices and is compiled for each number of experts.
 
     Args:
         load: function that imports the library, called when support is first asked for.
@@ -182,7 +182,7 @@ class DeepGemmBackend:
         getattr(self._library, _BY_ROWS)(
             scaled, (w.codes, w.scale_inv), out, experts, disable_ue8m0_cast=True
         )
-        return out
+        return place_boundaries(out, a.expert_rows)
 
     def _by_columns(
         self, a: GroupedColumns, b: GroupedColumns, first: int, total: torch.Tensor

@@ -35,6 +35,7 @@ from fp8rl.numerics.dispatch import (
     dequantize_block,
     dequantize_group,
     fake_quantize_kv,
+    place_boundaries,
     quantize_block,
     quantize_blocks,
     quantize_group,
@@ -45,7 +46,6 @@ from fp8rl.numerics.dispatch import (
     quantize_weight,
     quantize_weights,
     row_alignment,
-    unpad,
 )
 from fp8rl.numerics.finite import all_finite, parts, start_finite_check
 from fp8rl.numerics.formats import (
@@ -61,6 +61,7 @@ from fp8rl.numerics.formats import (
     cdiv,
 )
 from fp8rl.numerics.grouped import (
+    Addresses,
     ExpertRows,
     GroupedColumns,
     GroupedRows,
@@ -77,6 +78,7 @@ __all__ = [
     "FP8_DTYPE",
     "GROUP",
     "MX_GROUP",
+    "Addresses",
     "ExpertRows",
     "GroupedColumns",
     "GroupedRows",
@@ -96,6 +98,7 @@ __all__ = [
     "mark_inf",
     "on_device",
     "parts",
+    "place_boundaries",
     "quantize_block",
     "quantize_blocks",
     "quantize_group",
@@ -108,5 +111,4 @@ __all__ = [
     "quantize_weights",
     "row_alignment",
     "start_finite_check",
-    "unpad",
 ]

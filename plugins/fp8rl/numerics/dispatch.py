@@ -22,7 +22,7 @@ from fp8rl.numerics.formats import (
     check_scale_shape,
     check_source,
 )
-from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows
+from fp8rl.numerics.grouped import Addresses, ExpertRows, GroupedColumns, GroupedRows
 from fp8rl.recipe import ScaleFormat
 
 
@@ -196,7 +196,7 @@ def quantize_weight(
 
 
 def row_alignment(device: torch.device) -> int:
-    """Multiple to which :func:`quantize_grouped` pads the rows of each expert on this device."""
+    """Rows of a tile of one expert on this device: the alignment of :class:`ExpertRows`."""
     return implementation(torch.empty(0, device=device), "grouped").ALIGNMENT
 
 
@@ -220,7 +220,7 @@ def quantize_grouped(
 
     Returns:
         The rowwise and the columnwise side, or None. Each expert's part has the codes and scales
-        of :func:`quantize_operand` on its rows alone; padded rows are zeros.
+        of :func:`quantize_operand` on its rows alone; padded rows of the columnwise side are zeros.
 
     Raises:
         UnsupportedError: wrong dtype, rank or scale format, or expert_rows that do not fit ``x``.
@@ -242,6 +242,7 @@ def quantize_weights(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    known: Addresses | None = None,
 ) -> Operand:
     """Apply :func:`quantize_weight` to the weights of many experts, into one stack.
 
@@ -252,6 +253,7 @@ def quantize_weights(
         scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
         rowwise: make the codes ``[E, N, K]``.
         columnwise: make the codes ``[E, K, N]``; a CPU returns views of the rowwise codes.
+        known: the addresses of the module's weights, which saves a GPU their copy in each call.
 
     Returns:
         rowwise: codes ``float8_e4m3fn [E, N, K]``, scale_inv ``float32 [E, ceil(N/128),
@@ -269,22 +271,25 @@ def quantize_weights(
     check_source(weights[0], ndim=2, scale_format=scale_format)
     kernels = implementation(weights[0], "grouped")
     with torch.no_grad():
-        return kernels.quantize_weights(weights, scale_format, rowwise, columnwise)
+        return kernels.quantize_weights(
+            weights, scale_format, rowwise, columnwise, known or Addresses()
+        )
 
 
-def unpad(x: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
-    """Drop the padding rows of ``x``.
+def place_boundaries(y: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
+    """Copy the rows of boundary tiles to their places in a grouped product.
 
     Args:
-        x: ``[expert_rows.rows, K]``, contiguous; returned as it is where nothing is padded.
+        y: ``[expert_rows.rows, N]``, contiguous, each tile the product with its expert's weight;
+            changed in place.
         expert_rows: where each expert's rows lie.
 
     Returns:
-        ``[expert_rows.tokens, K]``, contiguous.
+        ``[expert_rows.tokens, N]``, contiguous, a view of ``y``.
     """
-    if not expert_rows.padded:
-        return x
-    return implementation(x, "grouped").unpad(x, expert_rows)
+    if expert_rows.boundaries and y.numel():
+        implementation(y, "grouped").place_boundaries(y, expert_rows)
+    return y[: expert_rows.tokens]
 
 
 def quantize_swiglu(

@@ -13,11 +13,19 @@ from fp8rl.numerics.formats import GROUP, Quantized, cdiv
 
 
 class ExpertRows:
-    """Where each expert's rows lie, padded to a multiple of ``alignment``.
+    """Where each expert's rows lie in the two operands of a grouped product.
 
-    A rowwise operand holds the rows in the order of the experts. A columnwise operand has the
-    expert ``order[position]`` at each position, so that a kernel can add its result to gradients
-    that lie in memory in another order than the experts, or can leave experts out.
+    **Rowwise** operands hold the rows as the source does, expert after expert without gaps. Kernels
+    multiply tiles of ``alignment`` rows by the weight of one expert. A tile belongs to the expert
+    of its first row; an expert that begins inside a tile has its rows up to the tile's end once
+    more, in a *boundary tile* behind all others. A product of such an operand is whole once the
+    rows of boundary tiles are copied to their places (:func:`fp8rl.numerics.place_boundaries`), a
+    few for each expert, where padding every expert would mean to copy all of them.
+
+    **Columnwise** operands have groups along each expert's own rows, padded with zeros to a
+    multiple of ``alignment``. The expert ``order[position]`` lies at each position, so that a
+    kernel can add its result to gradients that lie in memory in another order than the experts, or
+    can leave experts out.
 
     Args:
         splits: number of rows of each expert in the tensor to quantize, 0 allowed.
@@ -41,14 +49,22 @@ class ExpertRows:
                 f"The order of {len(self.splits)} experts cannot be {self.order}; name each "
                 "at most once."
             )
-        self.sizes = tuple(cdiv(rows, alignment) * alignment for rows in self.splits)
-        """Padded rows of each expert."""
-        self.starts = tuple(accumulate(self.sizes, initial=0))[:-1]
-        """First padded row of each expert in a rowwise operand."""
-        self.rows = sum(self.sizes)
-        """Padded rows of all experts."""
+        self.starts = tuple(accumulate(self.splits, initial=0))[:-1]
+        """First row of each expert in the source and in a rowwise operand."""
         self.tokens = sum(self.splits)
         """Rows of the tensor to quantize."""
+        self.boundaries = tuple(
+            (expert, start, min(rows, -start % alignment))
+            for expert, (start, rows) in enumerate(zip(self.starts, self.splits, strict=True))
+            if rows and start % alignment
+        )
+        """Boundary tiles: the expert, its first row, and its rows up to the end of that tile."""
+        self.first_boundary = cdiv(self.tokens, alignment) * alignment
+        """First row of the boundary tiles in a rowwise operand."""
+        self.rows = self.first_boundary + alignment * len(self.boundaries)
+        """Rows of a rowwise operand."""
+        self.sizes = tuple(cdiv(rows, alignment) * alignment for rows in self.splits)
+        """Padded rows of each expert in a columnwise operand."""
         self.column_sizes = tuple(self.sizes[expert] for expert in self.order)
         """Padded rows at each position of a columnwise operand."""
         self.column_starts = tuple(accumulate(self.column_sizes, initial=0))
@@ -56,52 +72,77 @@ class ExpertRows:
         groups = (cdiv(size, GROUP) for size in self.column_sizes)
         self.group_starts = tuple(accumulate(groups, initial=0))
         """First group of 128 rows at each position, and the end."""
-        self._tables: dict[torch.device, torch.Tensor] = {}
-        self._experts: dict[torch.device, torch.Tensor] = {}
-        self._column_sizes: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def padded(self) -> bool:
-        """Whether a rowwise operand has more rows than the tensor it was made from."""
-        return self.rows != self.tokens
+        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """A table (int32 ``[rows / 128, 6]``) for kernels with one program a tile of 128 rows.
+        """A table (int32 ``[tiles, 6]``) for kernels with one program a tile of 128 rows.
 
-        The columns describe a tile: its first source row; its number of source rows; its expert;
-        the expert's first tile and its number of tiles in columnwise memory (0 tiles if the expert
-        is left out); the tile's number within the expert. It needs ``alignment`` 128, and is copied
-        to a GPU once.
+        Each expert's rows are cut into tiles from its first one on; the boundary tiles follow. The
+        columns describe a tile: its first source row; its number of rows; its first row in a
+        rowwise operand; the expert's first tile and its number of tiles in columnwise memory (0
+        tiles if the expert is left out, and for a boundary tile); the tile's number within the
+        expert. It needs ``alignment`` 128.
         """
-        if device not in self._tables:
-            splits = torch.tensor(self.splits, dtype=torch.int64)
-            tiles = torch.tensor(self.sizes, dtype=torch.int64) // GROUP
-            column_first, column_tiles = torch.zeros_like(tiles), torch.zeros_like(tiles)
-            order = torch.tensor(self.order, dtype=torch.int64)
-            column_tiles[order] = tiles[order]
-            column_first[order] = torch.tensor(self.column_starts[:-1], dtype=torch.int64) // GROUP
-            expert = torch.arange(len(tiles)).repeat_interleave(tiles)
-            within = torch.arange(len(expert)) - (tiles.cumsum(0) - tiles)[expert]
-            source = (splits.cumsum(0) - splits)[expert] + within * GROUP
-            left = (splits[expert] - within * GROUP).clamp_(max=GROUP)
-            columns = (source, left, expert, column_first[expert], column_tiles[expert], within)
-            self._tables[device] = on_device(torch.stack(columns, 1).int(), device)
-        return self._tables[device]
+        return self._on(device)[0]
 
     def experts(self, device: torch.device) -> torch.Tensor:
-        """The expert of each padded row, int32 ``[rows]``, contiguous; needs ``alignment`` 128."""
-        if device not in self._experts:
-            expert = self.table(device)[:, 2:3]
-            # A single tile would stay a view with a stride of 0.
-            self._experts[device] = expert.expand(-1, GROUP).reshape(-1).contiguous()
-        return self._experts[device]
+        """The expert by whose weight each row of a rowwise operand is multiplied.
+
+        int32 ``[rows]``, contiguous, one expert for each tile; needs ``alignment`` 128.
+        """
+        return self._on(device)[1]
 
     def column_sizes_on(self, device: torch.device) -> torch.Tensor:
-        """:attr:`column_sizes` as an int32 tensor on ``device``."""
-        if device not in self._column_sizes:
-            sizes = torch.tensor(self.column_sizes, dtype=torch.int32)
-            self._column_sizes[device] = on_device(sizes, device)
-        return self._column_sizes[device]
+        """:attr:`column_sizes` as an int32 tensor on ``device``; needs ``alignment`` 128."""
+        return self._on(device)[2]
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three tables, which go to a GPU once, in one copy."""
+        if device not in self._tables:
+            table, owners = self._tiles(), self._owners()
+            sizes = torch.tensor(self.column_sizes, dtype=torch.int64)
+            together = torch.cat((table.flatten(), owners, sizes)).int()
+            parts = on_device(together, device).split([table.numel(), len(owners), len(sizes)])
+            # A single tile would stay a view with a stride of 0.
+            experts = parts[1][:, None].expand(-1, GROUP).reshape(-1).contiguous()
+            self._tables[device] = parts[0].view(table.shape), experts, parts[2]
+        return self._tables[device]
+
+    def _tiles(self) -> torch.Tensor:
+        """See :meth:`table`."""
+        splits = torch.tensor(self.splits, dtype=torch.int64)
+        tiles = torch.tensor(self.sizes, dtype=torch.int64) // GROUP
+        column_first, column_tiles = torch.zeros_like(tiles), torch.zeros_like(tiles)
+        order = torch.tensor(self.order, dtype=torch.int64)
+        column_tiles[order] = tiles[order]
+        column_first[order] = torch.tensor(self.column_starts[:-1], dtype=torch.int64) // GROUP
+        first = tiles.cumsum(0) - tiles
+        expert = _last_begun(first, sum(self.sizes) // GROUP)
+        within = torch.arange(len(expert)) - first[expert]
+        source = (splits.cumsum(0) - splits)[expert] + within * GROUP
+        left = (splits[expert] - within * GROUP).clamp_(max=GROUP)
+        columns = (source, left, source, column_first[expert], column_tiles[expert], within)
+        places = range(self.first_boundary, self.rows, GROUP)
+        pairs = zip(self.boundaries, places, strict=True)
+        more = [(start, rows, place, 0, 0, 0) for (_, start, rows), place in pairs]
+        boundaries = torch.tensor(more, dtype=torch.int64).view(-1, len(columns))
+        return torch.cat((torch.stack(columns, 1), boundaries))
+
+    def _owners(self) -> torch.Tensor:
+        """The expert of each tile of a rowwise operand."""
+        starts = torch.tensor(self.starts, dtype=torch.int64)
+        owners = _last_begun((starts + GROUP - 1) // GROUP, self.first_boundary // GROUP)
+        boundaries = [expert for expert, _, _ in self.boundaries]
+        return torch.cat((owners, torch.tensor(boundaries, dtype=torch.int64)))
+
+
+def _last_begun(first: torch.Tensor, tiles: int) -> torch.Tensor:
+    """For each tile the last of the runs that begin at the tiles ``first``, which do not descend.
+
+    The same as ``repeat_interleave``, for which torch wakes all its threads: on a host with other
+    work that took 4.6 ms, longer than the products of 32 experts.
+    """
+    return first.bincount(minlength=tiles)[:tiles].cumsum(0) - 1
 
 
 class LastExpertRows:
@@ -131,11 +172,32 @@ class LastExpertRows:
         return last
 
 
+class Addresses:
+    """Where the weights of a module's experts lie, on their GPU: copied when they have moved."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[list[int], torch.device, int], torch.Tensor] | None = None
+
+    def on_device(self, addresses: list[int], device: torch.device, stream: int) -> torch.Tensor:
+        """Return the addresses as an int64 tensor on ``device``.
+
+        Args:
+            addresses: of each weight.
+            device: a GPU.
+            stream: CUDA stream of the kernel that reads them, as for :meth:`LastExpertRows.of`.
+        """
+        key = addresses, device, stream
+        if self._last is None or self._last[0] != key:
+            self._last = key, on_device(torch.tensor(addresses, dtype=torch.int64), device)
+        return self._last[1]
+
+
 class GroupedRows(NamedTuple):
     """An operand of several experts, quantized in groups along its columns.
 
     codes: ``[expert_rows.rows, K]``; scale_inv: ``[expert_rows.rows, ceil(K/128)]``, with the
-    groups outermost in memory on a GPU. Padded rows have zero codes.
+    groups outermost in memory on a GPU. What is behind the last expert's rows, and behind those of
+    each boundary tile, is not set.
     """
 
     codes: torch.Tensor
@@ -145,7 +207,7 @@ class GroupedRows(NamedTuple):
     def of(self, expert: int) -> Quantized:
         """The part of one expert; its scales are as dense as if it had been quantized alone."""
         start = self.expert_rows.starts[expert]
-        rows = slice(start, start + self.expert_rows.sizes[expert])
+        rows = slice(start, start + self.expert_rows.splits[expert])
         scale_inv = self.scale_inv[rows]
         if scale_inv.stride(0) == 1:
             scale_inv = scale_inv.t().contiguous().t()

@@ -19,7 +19,7 @@ from fp8rl.numerics.formats import (
     Stacked,
     cdiv,
 )
-from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows
+from fp8rl.numerics.grouped import Addresses, ExpertRows, GroupedColumns, GroupedRows
 from fp8rl.recipe import ScaleFormat
 
 
@@ -153,7 +153,7 @@ def quantize_weight(
 
 
 ALIGNMENT = 1
-"""Rows of an expert are padded to a multiple of this, so not at all."""
+"""Rows of a tile of one expert: there are no tiles."""
 
 
 def quantize_grouped(
@@ -182,7 +182,11 @@ def quantize_grouped(
 
 
 def quantize_weights(
-    weights: Sequence[torch.Tensor], scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+    weights: Sequence[torch.Tensor],
+    scale_format: ScaleFormat,
+    rowwise: bool,
+    columnwise: bool,
+    known: Addresses,
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_weights`."""
     made = [quantize_block(mark_inf(w), BLOCK, scale_format) for w in weights]
@@ -194,10 +198,11 @@ def quantize_weights(
     )
 
 
-def unpad(x: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
-    """See :func:`fp8rl.numerics.unpad`."""
-    runs = zip(expert_rows.starts, expert_rows.splits, strict=True)
-    return torch.cat([x[start : start + rows] for start, rows in runs])
+def place_boundaries(y: torch.Tensor, expert_rows: ExpertRows) -> None:
+    """See :func:`fp8rl.numerics.place_boundaries`."""
+    places = range(expert_rows.first_boundary, expert_rows.rows, expert_rows.alignment)
+    for (_, start, rows), place in zip(expert_rows.boundaries, places, strict=True):
+        y[start : start + rows] = y[place : place + rows]
 
 
 def swiglu(h: torch.Tensor) -> torch.Tensor:

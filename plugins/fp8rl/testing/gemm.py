@@ -109,7 +109,9 @@ def _parts(a: Any, b: Any, result: Any) -> Iterator[tuple[Quantized, Quantized, 
         for position in range(len(expert_rows.order)):
             yield a.at(position), b.at(position), result[position]
         return
-    for expert, (start, size) in enumerate(zip(expert_rows.starts, expert_rows.sizes, strict=True)):
+    for expert, (start, size) in enumerate(
+        zip(expert_rows.starts, expert_rows.splits, strict=True)
+    ):
         weight = Quantized(b.codes[expert], b.scale_inv[expert])
         yield a.of(expert), weight, result[start : start + size]
 

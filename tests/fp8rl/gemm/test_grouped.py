@@ -15,15 +15,16 @@ from fp8rl.gemm import (
 )
 from fp8rl.gemm.deep_gemm import _stacks
 from fp8rl.numerics import (
+    Addresses,
     ExpertRows,
     LastExpertRows,
     Quantized,
+    place_boundaries,
     quantize_grouped,
     quantize_operand,
     quantize_weight,
     quantize_weights,
     row_alignment,
-    unpad,
 )
 from fp8rl.testing.numeric import relative_error
 
@@ -66,7 +67,7 @@ def test_each_part_is_that_of_the_expert_alone(splits, random, scale_format):
         _same(rows.of(expert), alone.rowwise)
         if expert in order:
             _same(columns.at(order.index(expert)), alone.columnwise)
-    assert unpad(x, expert_rows) is x
+    assert expert_rows.rows == len(x) and torch.equal(place_boundaries(x, expert_rows), x)
     assert quantize_grouped(x, expert_rows, rowwise=False, columnwise=False) == (None, None)
 
 
@@ -130,18 +131,40 @@ def test_what_does_not_fit_is_refused():
 
 def test_tiles_tell_where_rows_come_from_and_go_to():
     expert_rows = ExpertRows((130, 0, 5, 256), 128, (3, 0))
-    assert expert_rows.sizes == (256, 0, 128, 256) and expert_rows.starts == (0, 256, 256, 384)
-    assert expert_rows.column_starts == (0, 256, 512) and expert_rows.padded
+    assert expert_rows.sizes == (256, 0, 128, 256) and expert_rows.starts == (0, 130, 130, 135)
+    assert expert_rows.column_starts == (0, 256, 512)
+    assert expert_rows.boundaries == ((2, 130, 5), (3, 135, 121))
+    assert (expert_rows.tokens, expert_rows.first_boundary, expert_rows.rows) == (391, 512, 768)
     assert expert_rows.table(CPU).tolist() == [
-        # source row, rows, expert, first tile in columnwise memory, tiles there, number
+        # source row, rows, row to write, first tile in columnwise memory, tiles there, number
         [0, 128, 0, 2, 2, 0],
-        [128, 2, 0, 2, 2, 1],
-        [130, 5, 2, 0, 0, 0],
-        [135, 128, 3, 0, 2, 0],
-        [263, 128, 3, 0, 2, 1],
+        [128, 2, 128, 2, 2, 1],
+        [130, 5, 130, 0, 0, 0],
+        [135, 128, 135, 0, 2, 0],
+        [263, 128, 263, 0, 2, 1],
+        [130, 5, 512, 0, 0, 0],
+        [135, 121, 640, 0, 0, 0],
     ]
-    assert expert_rows.experts(CPU).tolist() == [0] * 256 + [2] * 128 + [3] * 256
+    owners = [0, 0, 3, 3, 2, 3]
+    assert expert_rows.experts(CPU).tolist() == [e for e in owners for _ in range(128)]
     assert expert_rows.column_sizes_on(CPU).tolist() == [256, 256]
+
+
+@quick
+@given(st.lists(st.sampled_from([0, 1, 5, 127, 128, 129, 256, 300]), min_size=1, max_size=9))
+def test_a_product_by_tiles_is_that_of_each_expert(splits):
+    """Each tile is multiplied by one expert's number, then boundary tiles go to their places."""
+    expert_rows = ExpertRows(splits, 128)
+    source = torch.arange(1.0, sum(splits) + 1)[:, None]
+    operand = torch.full((expert_rows.rows, 1), torch.nan)
+    for first, rows, place, *_ in expert_rows.table(CPU).tolist():
+        operand[place : place + rows] = source[first : first + rows]
+    owners = expert_rows.experts(CPU)
+    assert len(owners) == expert_rows.rows and owners.is_contiguous()
+    assert all(tile.unique().numel() == 1 for tile in owners.view(-1, 128))
+    y = place_boundaries(operand * (owners[:, None] + 1), expert_rows)
+    runs = source.split(splits)
+    assert torch.equal(y, torch.cat([run * (e + 1) for e, run in enumerate(runs)]))
 
 
 def test_gradients_that_follow_each_other_are_one_stack():
@@ -180,3 +203,11 @@ def test_rows_are_not_shared_between_streams():
     assert last.of(*key, stream=7) is rows
     others = [last.of(*key, stream=stream) for stream in (8, 7)]
     assert rows not in others and others[0] is not others[1]
+
+
+def test_addresses_are_copied_when_they_have_changed():
+    known = Addresses()
+    table = known.on_device([5, 2**40], CPU, 0)
+    assert table.tolist() == [5, 2**40] and known.on_device([5, 2**40], CPU, 0) is table
+    assert known.on_device([5, 7], CPU, 0).tolist() == [5, 7]
+    assert known.on_device([5, 7], CPU, 1) is not known.on_device([5, 7], CPU, 0)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
-from fp8rl.numerics.grouped import ExpertRows, GroupedColumns, GroupedRows, on_device
+from fp8rl.numerics.grouped import Addresses, ExpertRows, GroupedColumns, GroupedRows
 from fp8rl.numerics.triton.dual import REGISTERS, quantize_dual_tile, side_pointers
 from fp8rl.numerics.triton.multi_tensor import TRITON_DTYPES, all_aligned
 from fp8rl.numerics.triton.packed import (
@@ -28,8 +28,8 @@ from fp8rl.numerics.triton.quantize import has_native_cast
 from fp8rl.recipe import ScaleFormat
 
 ALIGNMENT = GROUP
-"""Rows of every expert are padded to a multiple of this."""
-_COPIED_COLUMNS = 1024  # of one program of the unpadding copy
+"""Rows of a tile that kernels multiply by the weight of one expert."""
+_COPIED_COLUMNS = 1024  # of one program of the copy of boundary tiles
 
 
 @triton.jit
@@ -49,7 +49,6 @@ def _grouped_kernel(
     scale_inv_ptr,
     codes_t_ptr,
     scale_inv_t_ptr,
-    rows,
     cols,
     stride_row,
     stride_col,
@@ -63,9 +62,8 @@ def _grouped_kernel(
     WHOLE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    tile_row = (tl.program_id(0) // tile_cols).to(tl.int64)
     tile_col = (tl.program_id(0) % tile_cols).to(tl.int64)
-    entry = table_ptr + tile_row * 6
+    entry = table_ptr + (tl.program_id(0) // tile_cols).to(tl.int64) * 6
     row = tl.arange(0, 128)
     col = tl.arange(0, 128)
     left = tl.load(entry + 1)
@@ -73,17 +71,19 @@ def _grouped_kernel(
     at = x_ptr + row[:, None] * stride_row + col[None, :] * stride_col
     inside_cols = col < cols - tile_col * 128
     if ROWWISE:
+        # The rows behind these are another expert's: they are not written.
+        place = tl.load(entry + 2).to(tl.int64)
         if PACKED:
-            codes_at = codes_ptr + (tile_row * cols + tile_col) * 128
-            rowwise = (codes_at, scale_inv_ptr + tile_col * scale_stride + tile_row * 128, cols)
+            codes_at = codes_ptr + place * cols + tile_col * 128
+            rowwise = (codes_at, scale_inv_ptr + tile_col * scale_stride + place, cols)
             quantize_packed_tile(
-                x_ptr, stride_row, left, rowwise, None, False, True, True, POW2, NATIVE
+                x_ptr, stride_row, left, rowwise, None, False, True, False, POW2, NATIVE
             )
         else:
             x = _load_rows(at, left, inside_cols, WHOLE)
-            rowwise = (codes_ptr, scale_inv_ptr, scale_stride)
+            rowwise = (codes_ptr + place * cols, scale_inv_ptr + place, scale_stride)
             quantize_dual_tile(
-                x, tile_row, tile_col, (rows, cols), rowwise, None, False, POW2, NATIVE, WHOLE
+                x, 0, tile_col, (left, cols), rowwise, None, False, POW2, NATIVE, False
             )
     if COLUMNWISE:
         tiles = tl.load(entry + 4).to(tl.int64)
@@ -165,19 +165,20 @@ def _weights_kernel(
         )
 
 
-@triton.jit
-def _unpad_kernel(x_ptr, table_ptr, out_ptr, cols, STEP: tl.constexpr):
-    """Copy the source rows of one tile of 128 padded rows, 16 at a time."""
-    tile = tl.program_id(0).to(tl.int64)
-    first = tl.load(table_ptr + tile * 6).to(tl.int64)
-    left = tl.load(table_ptr + tile * 6 + 1)
+@triton.jit(do_not_specialize=["first"])
+def _boundary_kernel(y_ptr, table_ptr, first, cols, STEP: tl.constexpr):
+    """Copy the rows of one boundary tile to where the tile of another expert has its own result."""
+    entry = table_ptr + (first + tl.program_id(0)).to(tl.int64) * 6
+    source = tl.load(entry).to(tl.int64)
+    left = tl.load(entry + 1)
+    place = tl.load(entry + 2).to(tl.int64)
     col = tl.program_id(1) * STEP + tl.arange(0, STEP)
     for begin in range(0, left, 16):
         row = begin + tl.arange(0, 16)
         inside = (row < left)[:, None] & (col < cols)[None, :]
         offset = row[:, None].to(tl.int64) * cols + col[None, :]
-        x = tl.load(x_ptr + tile * 128 * cols + offset, inside)
-        tl.store(out_ptr + first * cols + offset, x, inside)
+        y = tl.load(y_ptr + place * cols + offset, inside)
+        tl.store(y_ptr + source * cols + offset, y, inside)
 
 
 def quantize_grouped(
@@ -203,15 +204,15 @@ def quantize_grouped(
             x.new_empty(expert_rows.group_starts[-1], cols, dtype=torch.float32),
             expert_rows,
         )
-    if rows and cols:
+    table = expert_rows.table(x.device)
+    if len(table) and cols:
         sides = [None if side is None else Quantized(*side[:2]) for side in (by_rows, by_columns)]
         with torch.cuda.device_of(x):
-            _grouped_kernel[(rows // GROUP * groups,)](
+            _grouped_kernel[(len(table) * groups,)](
                 x,
-                expert_rows.table(x.device),
+                table,
                 *side_pointers(sides[0], x),
                 *side_pointers(sides[1], x),
-                rows,
                 cols,
                 *x.stride(),
                 rows,
@@ -226,7 +227,11 @@ def quantize_grouped(
 
 
 def quantize_weights(
-    weights: Sequence[torch.Tensor], scale_format: ScaleFormat, rowwise: bool, columnwise: bool
+    weights: Sequence[torch.Tensor],
+    scale_format: ScaleFormat,
+    rowwise: bool,
+    columnwise: bool,
+    known: Addresses,
 ) -> Operand:
     """See :func:`fp8rl.numerics.quantize_weights`."""
     weights = [w.contiguous() for w in weights]
@@ -237,7 +242,7 @@ def quantize_weights(
     if rowwise and columnwise and not packed:
         # Only the packed kernel makes both sides in one launch: see dual.quantize_weight.
         (by_rows, _), (_, by_columns) = (
-            quantize_weights(weights, scale_format, one, not one) for one in (True, False)
+            quantize_weights(weights, scale_format, one, not one, known) for one in (True, False)
         )
         return Operand(by_rows, by_columns)
     rows, cols = first.shape
@@ -252,7 +257,7 @@ def quantize_weights(
     if first.numel():
         with torch.cuda.device_of(first):
             _weights_kernel[(blocks[0] * blocks[1], experts)](
-                on_device(torch.tensor(addresses, dtype=torch.int64), first.device),
+                known.on_device(addresses, first.device, _stream(first.device)),
                 *side_pointers(made, first),
                 *side_pointers(made_t, first),
                 rows,
@@ -268,6 +273,10 @@ def quantize_weights(
     return Operand(made, made_t)
 
 
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def _options(x: torch.Tensor, scale_format: ScaleFormat, packed: bool) -> dict[str, Any]:
     return {
         "POW2": scale_format == "pow2",
@@ -279,13 +288,10 @@ def _options(x: torch.Tensor, scale_format: ScaleFormat, packed: bool) -> dict[s
     }
 
 
-def unpad(x: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
-    """See :func:`fp8rl.numerics.unpad`."""
-    cols = x.shape[1]
-    out = x.new_empty(expert_rows.tokens, cols)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            _unpad_kernel[(expert_rows.rows // GROUP, cdiv(cols, _COPIED_COLUMNS))](
-                x, expert_rows.table(x.device), out, cols, STEP=_COPIED_COLUMNS, num_warps=8
-            )
-    return out
+def place_boundaries(y: torch.Tensor, expert_rows: ExpertRows) -> None:
+    """See :func:`fp8rl.numerics.place_boundaries`."""
+    table, cols, tiles = expert_rows.table(y.device), y.shape[1], len(expert_rows.boundaries)
+    with torch.cuda.device_of(y):
+        _boundary_kernel[(tiles, cdiv(cols, _COPIED_COLUMNS))](
+            y, table, len(table) - tiles, cols, STEP=_COPIED_COLUMNS, num_warps=8
+        )
