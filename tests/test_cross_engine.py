@@ -6,7 +6,6 @@ Real Megatron-Core and real vLLM modules, in two gloo processes: see cross_engin
 from __future__ import annotations
 
 import json
-import os
 import re
 import textwrap
 import uuid
@@ -29,8 +28,8 @@ from megatron_fp8rl import convert, weight_codes_hf
 from megatron_fp8rl.export import export_hf, fp8_wire
 from megatron_fp8rl.sites import module_names as trainer_names
 from megatron_fp8rl.testing.cpu_shim import CpuShim, init_gloo
-from megatron_fp8rl.testing.launch import launch
 from megatron_fp8rl.testing.models import build_gpt, transformer_config
+from support.processes import run_ranks
 from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, ExpertLayout, empty_stacks, stack_of
 
 SCRIPT = Path(__file__).with_name("cross_engine_cases.py")
@@ -115,9 +114,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     out = tmp_path_factory.mktemp("cross-engine")
     # vLLM's CPU worker would set the last one; here there is no worker. It names shared memory,
     # which outlives a run that is killed.
-    path = os.pathsep.join(filter(None, (str(plugins), os.environ.get("PYTHONPATH"))))
-    env = {"PYTHONPATH": path, "VLLM_DIST_IDENT": uuid.uuid4().hex}
-    launch(SCRIPT, 2, [str(out), json.dumps(CASES)], timeout=240, env=env)
+    name = uuid.uuid4().hex
+    arguments = out, json.dumps(CASES)
+    run_ranks(SCRIPT, 2, *arguments, timeout=240, folders=(plugins,), VLLM_DIST_IDENT=name)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import indent
 from types import SimpleNamespace
@@ -20,6 +17,7 @@ import yaml
 from fp8rl import Recipe, hookspecs
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape, ReferenceBackend
+from support.processes import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -82,19 +80,14 @@ def normal(text: str) -> str:
     return " ".join(text.split())
 
 
-def run_script(tmp_path: Path, arguments: list[str], *parts: str) -> str:
-    """Run code in a fresh process beside the README's recipe.yaml; what it prints."""
+def run_parts(tmp_path: Path, arguments: list[str], *parts: str) -> str:
+    """Run code in a process of its own beside the README's recipe.yaml; what it prints."""
     (recipe,) = [text for text in fenced("yaml") if text.startswith("# recipe.yaml")]
     (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    (tmp_path / "script.py").write_text("\n".join(parts), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "script.py", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, **ENGINE_ENV},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    script = tmp_path / "script.py"
+    here = f"import os\nos.chdir({str(tmp_path)!r})"
+    script.write_text("\n".join((here, *parts)), encoding="utf-8")
+    done = run_forked(script, *arguments, timeout=200, **ENGINE_ENV)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -213,7 +206,7 @@ def test_engine_snippets(tmp_path):
     words = shlex.split(serve.replace("\\\n", " "))
     assert words[:3] == ["vllm", "serve", "my-model"]
     inside = indent(MEGATRON_BEFORE + block("megatron") + MEGATRON_AFTER, "    ")
-    out = run_script(
+    out = run_parts(
         tmp_path,
         words[3:],
         BEFORE,

@@ -25,7 +25,9 @@ from fp8rl_demo.command import _resume_command
 from fp8rl_demo.events import EventWriter
 from fp8rl_demo.loop import GrpoRun
 from fp8rl_demo.rollout import ENGINE_ENV
+from fp8rl_demo.settings import recipe_for
 from support.cpu import attends_in_amx, kernels_round
+from support.processes import run_forked
 
 SETTINGS = {
     "model": {
@@ -45,6 +47,7 @@ SETTINGS = {
 }
 STEPS = 5
 TIMEOUT = 150
+JOB = Path(__file__).with_name("job.py")
 
 
 def _command(out: Path, *options: str) -> list[str]:
@@ -106,9 +109,15 @@ def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(warm
     drop bits, its attention and SwiGLU differ from the trainer's, and its attention where the CPU
     has AMX (4e-6)."""
     recipe = Recipe.from_dict({"pins": {"last": 1}, "kv_cache": {"dtype": "auto"}})
-    options = ("--compare", "fp8", "--steps", "2", "--recipe", json.dumps(recipe.to_dict()))
-    command = _command(warm_started, *options)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    job = {
+        "settings": SETTINGS,
+        "warm_start": str(checkpoint.latest(warm_started / "warm-start")),
+        "folder": str(warm_started / "fp8"),
+        "precision": "fp8",
+        "recipe": recipe_for("fp8", recipe).to_dict(),
+        "steps": 2,
+    }
+    done = run_forked(JOB, json.dumps(job), timeout=TIMEOUT, **ENGINE_ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     bound = 2e-5 if not kernels_round() else 8e-6 if attends_in_amx() else 1e-6
     for line in _lines(warm_started / "fp8" / "metrics.jsonl"):
@@ -157,19 +166,16 @@ print("ANSWERS", json.dumps(answers))
 """
 
 
-def test_the_checkpoint_serves_in_vllm_as_it_is(straight: Path):
+def test_the_checkpoint_serves_in_vllm_as_it_is(straight: Path, tmp_path: Path):
     """Weights and KV scales from the folder give the answers that the run's engine gave, in an
     engine that rounds as that one does."""
     samples = [row for row in _lines(straight / "fp8" / "samples.jsonl") if row["step"] == STEPS]
     recipe = json.loads((straight / "fp8" / "run.json").read_text())["recipe"]
     arguments = [json.dumps(recipe), json.dumps([row["prompt"] for row in samples])]
-    done = subprocess.run(
-        [sys.executable, "-c", SERVE, str(straight / "fp8" / f"step-{STEPS:06d}"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env={**os.environ, **ENGINE_ENV},
-    )
+    script = tmp_path / "serve.py"
+    script.write_text(SERVE)
+    folder = straight / "fp8" / f"step-{STEPS:06d}"
+    done = run_forked(script, folder, *arguments, timeout=TIMEOUT, **ENGINE_ENV)
     assert done.returncode == 0, done.stderr
     (answers,) = [line[8:] for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert json.loads(answers) == [row["completion"] for row in samples]

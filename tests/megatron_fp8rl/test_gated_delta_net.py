@@ -25,9 +25,9 @@ from megatron_fp8rl.export.mapping import read_model
 from megatron_fp8rl.kv_cache import KVCacheInTraining
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.sites import module_names, sites
-from megatron_fp8rl.testing.launch import launch
 from support.gated_delta_net import token_by_token
 from support.megatron import convert_alone, hf_gpt, logprobs, prompts
+from support.processes import run_ranks
 from vllm_fp8rl.testing.hf_reference import gap, load_reference
 from vllm_fp8rl.testing.tiny import make_qwen35_checkpoint
 
@@ -304,8 +304,8 @@ def test_two_ranks(mcore, paths, two_ranks, sequence_parallel):
 @pytest.fixture(scope="module")
 def two_ranks(paths, tmp_path_factory) -> list[Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    arguments = [str(paths["dense"]), str(folder)]
-    launch(delta_net_ranks.__file__, 2, arguments, timeout=300.0, env={"TORCHDYNAMO_DISABLE": "1"})
+    arguments = paths["dense"], folder
+    run_ranks(Path(delta_net_ranks.__file__), 2, *arguments, timeout=300, TORCHDYNAMO_DISABLE="1")
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

@@ -14,7 +14,7 @@ from megatron_fp8rl.testing.launch import LaunchError, launch
 from support.cpu import few_rows_add_alike
 from support.parallel import cases, checks
 from support.parallel.run import SINGLES, TOPOLOGIES, random_weights
-from support.processes import environment
+from support.processes import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def ranks(tmp_path_factory, weights) -> checks.Results:
     out = tmp_path_factory.mktemp("parallel")
     for kind, tensors in weights.items():
         save_file(tensors, out / f"{kind}.safetensors")
-    arguments = [str(out), json.dumps(dict.fromkeys(TOPOLOGIES)), "cpu"]
-    launch(cases.WORKER, 2, arguments, timeout=180, env=environment())
+    arguments = out, json.dumps(dict.fromkeys(TOPOLOGIES)), "cpu"
+    run_ranks(cases.WORKER, 2, *arguments, timeout=180)
     return checks.Results(out)
 
 

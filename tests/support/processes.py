@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from collections.abc import Mapping
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+
+from megatron_fp8rl.testing.launch import RENDEZVOUS
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -82,6 +89,114 @@ def run_script(
         check=False,
     )
     return answer(done)
+
+
+def run_forked(
+    script: Path,
+    *arguments: object,
+    timeout: float,
+    folders: tuple[Path, ...] = (),
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process that has imported the engines already, whatever its exit code.
+
+    Imports take an engine's process most of its time: 6 s for vLLM and 2 s for Megatron. The first
+    call starts a process that has them and runs nothing, and each script is run in a fork of it,
+    which is as fresh as a new process. What is read at import is as ``support/engine.py`` has it.
+
+    Args:
+        script: file to run.
+        arguments: given to the script as strings.
+        timeout: seconds.
+        folders: further folders from which the script imports.
+        variables: environment variables that change.
+    """
+    command = [str(script), *map(str, arguments)]
+    (done,) = _forked(command, [environment(*folders, **variables)], timeout)
+    return done
+
+
+def run_ranks(
+    script: Path,
+    ranks: int,
+    *arguments: object,
+    timeout: float,
+    folders: tuple[Path, ...] = (),
+    **variables: str,
+) -> list[str]:
+    """As :func:`run_forked`, in several processes of one world, which the script joins.
+
+    It stands for ``launch``, whose processes each import the engines.
+
+    Returns:
+        stdout of each rank.
+    """
+    command = [str(script), *map(str, arguments)]
+    with tempfile.TemporaryDirectory(prefix="fp8rl-ranks-") as folder:
+        shared = environment(*folders, **variables) | {
+            "WORLD_SIZE": str(ranks),
+            "GLOO_SOCKET_IFNAME": "lo",
+            RENDEZVOUS: str(Path(folder, "store")),
+        }
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        found = _forked(command, [shared | place for place in places], timeout)
+    failed = [f"{done.returncode}: {done.stderr[-6000:]}" for done in found if done.returncode]
+    assert not failed, "\n".join(failed)
+    return [done.stdout for done in found]
+
+
+def engines_imported() -> Any:
+    """``multiprocessing`` whose processes are forked from one that has imported the engines."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["engines_imported"])  # in support/startup
+    return context
+
+
+def _forked(
+    command: list[str], environments: list[dict[str, str]], timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """Fork a process for each environment and wait for all; one that fails ends the others."""
+    context = engines_imported()
+    with tempfile.TemporaryDirectory(prefix="fp8rl-forked-") as folder:
+        started: list[tuple[Any, Path, Path]] = []
+        for number, env in enumerate(environments):
+            out, err = Path(folder, f"{number}.out"), Path(folder, f"{number}.err")
+            process = context.Process(target=_run_as_script, args=(command, env, out, err))
+            process.start()
+            started.append((process, out, err))
+        processes = [process for process, *_ in started]
+        deadline = time.monotonic() + timeout
+        while any(each.is_alive() for each in processes) and time.monotonic() < deadline:
+            if any(each.exitcode for each in processes):
+                break
+            left = [each.sentinel for each in processes if each.is_alive()]
+            connection.wait(left, timeout=1.0)
+        late = time.monotonic() >= deadline
+        for process in processes:
+            process.kill()  # which those that have ended do not mind
+            process.join()
+        found = [
+            subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
+            for process, out, err in started
+        ]
+    if late:
+        raise subprocess.TimeoutExpired(command, timeout, found[0].stdout, found[0].stderr)
+    return found
+
+
+def _run_as_script(command: list[str], env: dict[str, str], out: Path, err: Path) -> None:
+    """In a forked process: what ``python script arguments`` does."""
+    for number, file in ((1, out), (2, err)):
+        with file.open("w") as opened:
+            os.dup2(opened.fileno(), number)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [str(Path(command[0]).parent), *env["PYTHONPATH"].split(os.pathsep)]
+    sys.argv[:] = command
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
 def answer(done: subprocess.CompletedProcess[str]) -> Any:

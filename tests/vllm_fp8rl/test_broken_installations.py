@@ -9,7 +9,7 @@ import pytest
 
 from support import broken_installations
 from support.broken_installations import CASES
-from support.processes import run_script
+from support.processes import answer, run_forked
 
 BY = ("by argument", "once more", "by the model's config")
 
@@ -18,7 +18,9 @@ BY = ("by argument", "once more", "by the model's config")
 def found(checkpoints: dict[str, Path]) -> dict[str, Any]:
     """Of each installation, what vLLM says to each way of asking."""
     # Made-up installations must lie before the real one, which may be a checkout.
-    return run_script(Path(broken_installations.__file__), checkpoints["a"].parent, timeout=180)
+    return answer(
+        run_forked(Path(broken_installations.__file__), checkpoints["a"].parent, timeout=180)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,7 +12,7 @@ import pytest
 
 from fp8rl.errors import RefitError
 from nemo_rl_ext.workers.in_flight import RefitInFlight
-from support.processes import run_script
+from support.processes import answer, run_forked
 from vllm_fp8rl.testing.tiny import make_checkpoint
 
 SCRIPT = Path(__file__).with_name("in_flight_cases.py")
@@ -24,7 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("checkpoints")
     for seed, name in enumerate("ab"):
         make_checkpoint(root / name, seed)
-    return run_script(SCRIPT, root, timeout=240)
+    return answer(run_forked(SCRIPT, root, timeout=240))
 
 
 def test_requests_go_on_where_no_scale_has_changed(found: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.processes import run_script
+from support.processes import answer, engines_imported, run_forked
 
 pytest.importorskip("vllm")
 import vllm_fp8rl
@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asynchronous(folder: Path) -> Iterator[Future[dict[str, Any]]]:
     """What the script finds, which runs beside the tests of a synchronous engine."""
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(run_script, SCRIPT, folder, timeout=240)
+        yield pool.submit(lambda: answer(run_forked(SCRIPT, folder, timeout=240)))
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,8 @@ def worker(folder: Path) -> Iterator[Any]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a restart changes it
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # The core of the engine that is made again: vLLM would spawn it, to import all anew.
+        patch.setattr("vllm.v1.engine.utils.get_mp_context", engines_imported)
         made._create_engine(arguments)
         first = made.llm
         yield made

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from fp8rl import Recipe
 from support.engine import PROMPTS, Engine, keep_process_groups, start_engine
-from support.processes import answer, run_code
+from support.processes import answer, run_forked
 from vllm_fp8rl.kernels.replacement import ModuleReplacement
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason, nearest_bf16
 from vllm_fp8rl.testing.tiny import make_checkpoint
@@ -170,6 +170,7 @@ from vllm.ir.ops import rms_norm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm_fp8rl.kernels.rotary import Float32Rotary
 
+torch._dynamo.config.disable = False  # support/engine.py switches it off for the other tests
 config.cpp.vec_isa_ok = True  # which a compilation of its own would find out
 torch.set_num_threads(1)
 with set_current_vllm_config(VllmConfig()):
@@ -204,11 +205,10 @@ print(json.dumps([before, after, equal, behind]))
 
 def test_compiled_it_is_one_kernel_and_reads_the_rounded_norm(tmp_path: Path) -> None:
     """Inductor alone would rotate the unrounded norm of a query, which no trainer does."""
-    variables = {
-        "TORCHDYNAMO_DISABLE": "0",  # support/engine.py switches it off for the other tests
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-    }
-    assert answer(run_code(COMPILED, timeout=300, **variables)) == [1, 1, True, True]
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED)
+    variables = {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    assert answer(run_forked(script, timeout=300, **variables)) == [1, 1, True, True]
 
 
 def test_modules_of_other_engines_stay(config: VllmConfig) -> None:

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import answer, run_code
+from support.processes import answer, run_forked
 from vllm_fp8rl.testing.tiny import make_moe_checkpoint
 
 CODE = """
 import json
 import sys
 from pathlib import Path
+import torch
 from torch._dynamo.utils import counters
 from vllm.config import CompilationMode
 from support.engine import load_tensors, start_engine
 from fp8rl import Recipe
 from vllm_fp8rl.refit import refit
 
+torch._dynamo.config.disable = False  # support/engine.py switches it off for the other tests
 a, b = (Path(name) for name in sys.argv[1:])
 recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
 once = {"mode": CompilationMode.DYNAMO_TRACE_ONCE, "backend": "eager"}
@@ -44,8 +46,7 @@ def test_compiled_model_follows_refits(tmp_path: Path):
         make_moe_checkpoint(tmp_path / name, seed, mlp_only_layers=[0])
         for seed, name in enumerate("ab")
     ]
-    variables = {
-        "TORCHDYNAMO_DISABLE": "0",  # support/engine.py switches it off for the other tests
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
-    }
-    assert answer(run_code(CODE, *paths, timeout=540, **variables)) == [True, True, True]
+    script = tmp_path / "compiled.py"
+    script.write_text(CODE)
+    variables = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    assert answer(run_forked(script, *paths, timeout=540, **variables)) == [True, True, True]

@@ -16,7 +16,7 @@ from vllm.config import ParallelConfig
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
 from support.engine import LAYERS, PROMPTS, Engine, load_tensors
-from support.processes import run_script
+from support.processes import answer, run_forked
 from vllm_fp8rl.quantization.config import Fp8RLConfig
 from vllm_fp8rl.refit.asynchronous import (
     _AsyncWorkers,
@@ -33,7 +33,7 @@ LONG, LENGTH = [7, 8, 9], 96
 
 @pytest.fixture(scope="module")
 def found(checkpoints: dict[str, Path]) -> dict[str, Any]:
-    return run_script(SCRIPT, checkpoints["a"].parent, timeout=240, folders=(EXAMPLES,))
+    return answer(run_forked(SCRIPT, checkpoints["a"].parent, timeout=240, folders=(EXAMPLES,)))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from fp8rl import Recipe
 from fp8rl.recipe import KVCache
 from support.engine import PROMPTS
 from support.mla import ALL, ON_A_CPU, SHAPES
-from support.processes import run_script
+from support.processes import answer, run_forked
 from support.teacher_forced import vllm_logprobs
 from support.towers import TEXT_ONLY
 from vllm_fp8rl.compat import require_cpu_router
@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(root: Path) -> dict[str, dict[str, Any]]:
     """What each kind of engine over two ranks gives."""
-    return run_script(SCRIPT, root, timeout=540)
+    return answer(run_forked(SCRIPT, root, timeout=540))
 
 
 def found_by(two_ranks: dict[str, dict[str, Any]], kind: str) -> Any:

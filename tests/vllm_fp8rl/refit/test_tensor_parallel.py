@@ -10,7 +10,7 @@ import torch
 from fp8rl import Recipe
 from fp8rl.numerics import dequantize_block, quantize_block
 from support.engine import PROMPTS, load_tensors, make_checkpoint
-from support.processes import run_script
+from support.processes import answer, run_forked
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight, PlainWeight
 from vllm_fp8rl.testing.hf_reference import observed_kv_scales
@@ -23,7 +23,7 @@ def test_two_ranks(tmp_path):
     # 328 columns of gate and up make 164 a rank: their boundary lies within a block.
     for seed, name in enumerate("ab"):
         make_checkpoint(tmp_path / name, 40 + seed, intermediate_size=328)
-    found = run_script(SCRIPT, tmp_path, timeout=540)
+    found = answer(run_forked(SCRIPT, tmp_path, timeout=540))
     assert found["codes"] is True
     assert found["there_and_back"] is True
     assert found["recovered"] is True
