@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import envs
 
+from support.processes import run_forked
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup, program, warmup
 from vllm_fp8rl.deep_gemm_warmup.job import Job, Shape
 from vllm_fp8rl.deep_gemm_warmup.lister import rows_to_try
@@ -124,21 +124,26 @@ def run_program(job: Job, shapes: list[Shape]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+PRODUCTS = """
+import json, sys
+import torch, deep_gemm
+f8 = torch.float8_e4m3fn
+n, k, numbers = map(json.loads, sys.argv[1:])
+for rows in numbers:
+    x = torch.empty(rows, k, dtype=f8), torch.empty(k // 128, rows).t()
+    deep_gemm.fp8_gemm_nt(x, (torch.empty(n, k, dtype=f8), None), None, True)
+"""
+
+
 def meet(job: Job, shape: Shape, *numbers: int) -> None:
     """What an engine does at products of so many rows, in a process of its own."""
-    code = (
-        "import torch, deep_gemm; f8 = torch.float8_e4m3fn\n"
-        f"n, k = {shape.n}, {shape.k}\n"
-        f"for rows in {numbers}:\n"
-        "    x = torch.empty(rows, k, dtype=f8), torch.empty(k // 128, rows).t()\n"
-        "    deep_gemm.fp8_gemm_nt(x, (torch.empty(n, k, dtype=f8), None), None, True)"
-    )
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(job.package).parent),
-        "DG_JIT_CACHE_DIR": job.cache,
-        "DG_JIT_NVCC_COMPILER": job.nvcc,
-    }
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    folder = Path(job.package).parent
+    script = folder / "products.py"
+    script.write_text(PRODUCTS)
+    names = {"DG_JIT_CACHE_DIR": job.cache, "DG_JIT_NVCC_COMPILER": job.nvcc}
+    arguments = shape.n, shape.k, list(numbers)
+    done = run_forked(script, *arguments, timeout=60, folders=(folder,), **names)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_engine_finds_what_two_processes_have_made_together(job: Job) -> None:
