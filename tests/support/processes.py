@@ -166,22 +166,22 @@ def _forked(
             started.append((process, out, err))
         processes = [process for process, *_ in started]
         deadline = time.monotonic() + timeout
-        while any(each.is_alive() for each in processes) and time.monotonic() < deadline:
-            if any(each.exitcode for each in processes):
-                break
-            left = [each.sentinel for each in processes if each.is_alive()]
-            connection.wait(left, timeout=1.0)
-        late = time.monotonic() >= deadline
-        for process in processes:
-            process.kill()  # which those that have ended do not mind
-            process.join()
-        found = [
-            subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
+        try:
+            while left := [each.sentinel for each in processes if each.is_alive()]:
+                if any(each.exitcode for each in processes) or time.monotonic() > deadline:
+                    break
+                connection.wait(left, timeout=1.0)
+        finally:
+            for process in processes:
+                process.kill()  # which those that have ended do not mind
+                process.join()
+        late = f"It did not end within {timeout:g} s." if time.monotonic() > deadline else ""
+        return [
+            subprocess.CompletedProcess(
+                command, process.exitcode, out.read_text(), err.read_text() + late
+            )
             for process, out, err in started
         ]
-    if late:
-        raise subprocess.TimeoutExpired(command, timeout, found[0].stdout, found[0].stderr)
-    return found
 
 
 def _run_as_script(command: list[str], env: dict[str, str], out: Path, err: Path) -> None:

@@ -14,13 +14,20 @@ import pytest
 
 from nemo_rl_ext.patch_finder import PATCHES, PatchFinder, install
 from nemo_rl_ext.patches.upstream import Upstream
-from support.processes import run_code
+from support.processes import run_code, run_forked
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(code: str, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     return run_code(code, timeout=120, folders=() if path is None else (path,), **env)
+
+
+def run_after_torch(code: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """In a process that has imported torch, and with it our finder, before ``code`` runs."""
+    script = path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    return run_forked(script, timeout=120, folders=(path,))
 
 
 def package(tmp_path: Path, files: dict[str, str]) -> Path:
@@ -126,7 +133,7 @@ def test_a_module_of_the_list_is_wrapped_and_others_are_not(tmp_path: Path) -> N
         print(type(config.__spec__.loader).__name__, type(config.__loader__).__name__)
         print(config.load_config("x"), inspect.getsource(config).splitlines()[0])
     """
-    assert run(code, path).stdout.splitlines() == [
+    assert run_after_torch(code, path).stdout.splitlines() == [
         "True False",
         "SourceFileLoader SourceFileLoader",
         "x def load_config(config_path):",
@@ -177,7 +184,7 @@ def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> No
         except Exception as error:
             print(type(error).__name__, error)
     """
-    untouched, message = run(code, path).stdout.splitlines()
+    untouched, message = run_after_torch(code, path).stdout.splitlines()
     assert untouched == "x"
     assert message == (
         "UnsupportedError 'policy.megatron_cfg.fp8rl' is set, but fp8rl's patch 'start' does not "
@@ -207,7 +214,7 @@ def test_a_decorated_function_is_compared_by_its_source(tmp_path: Path, paramete
         from nemo_rl_ext.patch_finder import installed
         print(*installed().failures.values())
     """
-    message = run(code, path).stdout.strip()
+    message = run_after_torch(code, path).stdout.strip()
     assert ("load_config takes (path), which does not fit (config_path)" in message) == (
         parameter == "path"
     )
@@ -238,7 +245,7 @@ def test_a_driver_reads_what_only_workers_import(tmp_path: Path) -> None:
         key = "nemo_rl.models.generation.vllm.vllm_backend", "worker_classes"
         print(installed().failures[key])
     """
-    refused, reason = run(code, path).stdout.strip().splitlines()
+    refused, reason = run_after_torch(code, path).stdout.strip().splitlines()
     assert "fp8rl's patch" in refused
     assert "_load_hf_weights takes (self, policy_weights, strict=...)" in reason
 
