@@ -14,19 +14,19 @@ _random = random.Random(5)
 PROMPTS = [[_random.randrange(2, 512) for _ in range(12)] for _ in range(96)]
 
 
-def vllm_logprobs(engine: Engine) -> torch.Tensor:
+def vllm_logprobs(engine: Engine, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
     """Logprobs of every prompt token but the first, in the order of the reference."""
     from vllm import SamplingParams
 
     outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        [{"prompt_token_ids": prompt} for prompt in prompts],
         SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
         use_tqdm=False,
     )
     return torch.tensor(
         [
             output.prompt_logprobs[position][prompt[position]].logprob
-            for output, prompt in zip(outputs, PROMPTS, strict=True)
+            for output, prompt in zip(outputs, prompts, strict=True)
             for position in range(1, len(prompt))
         ]
     )

@@ -29,8 +29,8 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
+from support import teacher_forced
 from support.gated_delta_net import compute_in_float32, token_by_token
-from support.teacher_forced import PROMPTS, vllm_logprobs
 from vllm_fp8rl.calibration import calibrate_kv_scales
 from vllm_fp8rl.quantization import refittable
 from vllm_fp8rl.refit import inventory, refit
@@ -42,6 +42,9 @@ from vllm_fp8rl.testing.hf_reference import Gap, gap, load_reference, observed_k
 from vllm_fp8rl.testing.tiny import make_qwen35_checkpoint
 
 WORKER = {"worker_extension_cls": "vllm_fp8rl.refit.worker.RefitWorker"}
+PROMPTS = teacher_forced.PROMPTS[:48]
+"""A recurrence takes long on a CPU, and half of the prompts tell as much: noise and a wrong layer
+lie as far apart."""
 FACTOR = 2.0
 """Bound on the distance from transformers, in units of its own noise."""
 ATTENTION = 3
@@ -144,7 +147,7 @@ def test_equals_transformers_before_and_after_a_refit(
         report = refit(engine.llm, sent.items(), expect_kv_scales=True)
         assert report.kv_scales == len(SCALE_NAMES)
         assert report.left_out == sum(tensor.startswith("model.visual.") for tensor in sent)
-        actual = vllm_logprobs(engine)
+        actual = teacher_forced.vllm_logprobs(engine, PROMPTS)
         expected = load_reference(path, engine.recipe, kv_scales=scales).many(PROMPTS)
         floor = floor_of(path, engine.recipe, scales, expected)
         assert gap(actual, expected).within(floor, FACTOR), (name, gap(actual, expected), floor)
@@ -179,7 +182,9 @@ def test_the_kernels_of_a_cpu_are_near_transformers(dense: Engine, paths: dict[s
     rounded = load_reference(path, dense.recipe, kv_scales=scales, dtype=torch.bfloat16).many(
         PROMPTS
     )
-    assert gap(vllm_logprobs(dense), exact).mean < 2 * gap(rounded, exact).mean
+    assert (
+        gap(teacher_forced.vllm_logprobs(dense, PROMPTS), exact).mean < 2 * gap(rounded, exact).mean
+    )
 
 
 @pytest.mark.parametrize("shape", ["dense", "moe"])
