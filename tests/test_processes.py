@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ sys.exit(3)
         assert (done.returncode, done.stderr) == (3, "told")
     body = "print(hasattr(sys, 'given'), 'LEFT' in os.environ, 'left' in sys.modules)"
     assert run_forked(script(tmp_path, body), timeout=100).stdout == "False False False\n"
+
+
+def test_the_engines_are_there_before_it_begins(tmp_path: Path) -> None:
+    """Else each script would import them by itself, and nobody would notice but for the time."""
+    body = "print('engines_imported' in sys.modules, 'vllm' in sys.modules)"
+    found = run_forked(script(tmp_path, body), timeout=100).stdout
+    assert found == f"True {find_spec('vllm') is not None}\n"
 
 
 def test_what_ends_with_the_process_is_ended(tmp_path: Path) -> None:
