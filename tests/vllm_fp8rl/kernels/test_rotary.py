@@ -170,7 +170,6 @@ from vllm.ir.ops import rms_norm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm_fp8rl.kernels.rotary import Float32Rotary
 
-torch._dynamo.config.disable = False  # support/engine.py switches it off for the other tests
 config.cpp.vec_isa_ok = True  # which a compilation of its own would find out
 torch.set_num_threads(1)
 with set_current_vllm_config(VllmConfig()):
@@ -207,7 +206,10 @@ def test_compiled_it_is_one_kernel_and_reads_the_rounded_norm(tmp_path: Path) ->
     """Inductor alone would rotate the unrounded norm of a query, which no trainer does."""
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED)
-    variables = {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    variables = {
+        "TORCHDYNAMO_DISABLE": "0",  # support/engine.py switches it off for the other tests
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
     assert answer(run_forked(script, timeout=300, **variables)) == [1, 1, True, True]
 
 

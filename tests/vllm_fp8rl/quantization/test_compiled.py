@@ -17,14 +17,12 @@ CODE = """
 import json
 import sys
 from pathlib import Path
-import torch
 from torch._dynamo.utils import counters
 from vllm.config import CompilationMode
 from support.engine import load_tensors, start_engine
 from fp8rl import Recipe
 from vllm_fp8rl.refit import refit
 
-torch._dynamo.config.disable = False  # support/engine.py switches it off for the other tests
 a, b = (Path(name) for name in sys.argv[1:])
 recipe = Recipe.from_dict({"kv_cache": {"dtype": "auto"}})
 once = {"mode": CompilationMode.DYNAMO_TRACE_ONCE, "backend": "eager"}
@@ -48,5 +46,8 @@ def test_compiled_model_follows_refits(tmp_path: Path):
     ]
     script = tmp_path / "compiled.py"
     script.write_text(CODE)
-    variables = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    variables = {
+        "TORCHDYNAMO_DISABLE": "0",  # support/engine.py switches it off for the other tests
+        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+    }
     assert answer(run_forked(script, *paths, timeout=540, **variables)) == [True, True, True]
