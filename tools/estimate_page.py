@@ -93,7 +93,7 @@ def rows() -> Iterator[Row]:
 
 
 def _rollouts() -> Iterator[Row]:
-    noted, folders = result("noted")["qwen3_30b_a3b"], result("restructuring")["h200"]
+    folders = result("restructuring")["h200"]
     runs = [
         (file, "Qwen3-8B", each)
         for file in (*_ROLLOUTS, "versions_gpu")
@@ -101,10 +101,9 @@ def _rollouts() -> Iterator[Row]:
     ]
     for key, name in (("rollout", "Qwen3-8B"), ("rollout_30b_a3b", "Qwen3-30B-A3B")):
         runs += [("restructuring", name, each) for each in folders[key]["after"]["results"]]
-    found: dict[tuple[str, str, str, str], list[tuple[str, float]]] = {
-        ("Qwen3-30B-A3B", "h200", "256x512x1024", engine): [("noted", noted[engine])]
-        for engine in ("bf16", "fp8rl")
-    }
+    mixture = "rollout_30b_h200"
+    runs += [(mixture, "Qwen3-30B-A3B", each) for each in result(mixture)["results"]]
+    found: dict[tuple[str, str, str, str], list[tuple[str, float]]] = {}
     for file, name, each in runs:
         gpu, engine = each["gpu"].split()[1].lower(), each["variant"].removesuffix("-kv")
         for load, speeds in each["loads"].items():
