@@ -6,7 +6,7 @@
                                  [--family FAMILY] [--prompts 32] [--generations 16]
                                  [--limit SECONDS] [--graphs] [--write-only] [--curves FILE.svg]
                                  [--task sums|long|real] [--programs 24,40] [--seed 42]
-                                 [--size 1.7b|4b|8b]
+                                 [--size 1.7b|4b|8b|30b-a3b-12l]
                                  [--set KEY=VALUE]...
 
 Trains a small Qwen3 for seconds (``sums_model.py``; or takes ``--model``), writes sums as JSONL and
@@ -506,7 +506,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", choices=tuple(TASKS), default="sums")
     parser.add_argument("--programs", type=bounds, metavar="SHORTEST,LONGEST")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--size", choices=SIZES)
+    parser.add_argument("--size", choices=tuple(SIZES))
     parser.add_argument("--limit", type=float)
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--write-only", action="store_true")

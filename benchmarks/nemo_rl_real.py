@@ -15,6 +15,7 @@ from typing import Any
 
 from real_model import ANSWERS, prompt_words
 
+from fp8rl.families import expert_count, known_family
 from fp8rl.sizes import Sizes
 
 TOKENS_IN, TOKENS_OUT = 512, 1024
@@ -22,14 +23,15 @@ WARM_STEPS = 2
 """Steps before those whose median is given."""
 MEDIAN_STEPS = 3
 """Steps that a median needs at least."""
-MICRO_BATCH = {"1.7b": (8, 8), "4b": (8, 8), "8b": (8, 4)}
+MICRO_BATCH = {"1.7b": (8, 8), "4b": (8, 8), "8b": (8, 4), "30b-a3b-12l": (4, 8)}
 """Sequences of a training micro-batch on one H200, and on each of several, which share the
 optimizer's state (by count, not run). They are as many as have room, since in small ones the GPU
 waits for the host."""
-RECOMPUTED = ("8b",)
-"""Sizes whose activations are computed again in the backward pass on one GPU; without that 8B has
-room for micro-batches of two there."""
-LOGPROB_BATCH = {"1.7b": 16, "4b": 16, "8b": 8}
+TIGHT = ("8b", "30b-a3b-12l")
+"""Sizes for which one GPU is tight: activations are computed again in the backward pass (without
+that 8B has room for micro-batches of two there), and the optimizer takes 10 bytes a parameter for
+12."""
+LOGPROB_BATCH = {"1.7b": 16, "4b": 16, "8b": 8, "30b-a3b-12l": 8}
 """Sequences of a micro-batch of log-probabilities. No activations are kept there, but Megatron
 copies the logits once, which takes 5 GB for eight sequences."""
 LOGPROB_CHUNK = 256
@@ -93,7 +95,8 @@ def real_size(
         size: key of MICRO_BATCH.
         shape: the model's ``config.json``.
         variant: says what is in FP8.
-        gpus: GPUs, each of which has an engine of its own and trains on its share.
+        gpus: GPUs, each of which has an engine of its own and trains on its share, with its share
+            of the experts.
     """
     grpo, policy = value["grpo"], value["policy"]
     sequences = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
@@ -109,12 +112,14 @@ def real_size(
     }
     megatron = policy["megatron_cfg"]
     megatron["defer_fp32_logits"] = True
-    megatron["activation_checkpointing"] = size in RECOMPUTED and gpus == 1
+    tight = size in TIGHT and gpus == 1
+    megatron["activation_checkpointing"] = tight
+    if expert_count(known_family(shape), shape):
+        megatron["expert_model_parallel_size"] = gpus
     megatron["optimizer"] |= {
         "lr": LEARNING_RATE,
         "min_lr": LEARNING_RATE,
-        # 10 bytes a parameter for 12, without which 8B has no room on a GPU.
-        "use_precision_aware_optimizer": size == "8b" and gpus == 1,
+        "use_precision_aware_optimizer": tight,
     }
     generation = policy["generation"]
     fp8_cache, of_engine = variant in ("upstream", "fp8rl"), sequences // gpus

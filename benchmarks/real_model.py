@@ -1,12 +1,12 @@
 """Qwen3 models in their true shapes with random weights: what ``nemo_rl.py --task real`` runs.
 
-    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b] [--layers 8]
+    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b|30b-a3b-12l] [--layers 8]
 
 Norms are 1 and matrices are normal with a standard deviation of 0.02, as before a pretraining. So
 activations are of order 1 in every layer, FP8 codes take every size, and a GPU draws the power that
 it draws with trained weights (``rollout.py`` says what near-zero weights do). The logits of a token
 have a standard deviation of about 1: a policy with nearly the largest entropy, which goes on until
-it is stopped.
+it is stopped. ``30b-a3b-12l`` has the first 12 of the 48 layers of Qwen3-30B-A3B, with all experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from typing import Any
 
 from sums_model import CHAT
 
-SIZES = ("1.7b", "4b", "8b")
+SIZES = {
+    "1.7b": ("qwen3_1.7b", None),
+    "4b": ("qwen3_4b", None),
+    "8b": ("qwen3_8b", None),
+    "30b-a3b-12l": ("qwen3_30b_a3b", 12),
+}
+"""The file in ``shapes`` of each size, and its layers where they are fewer than the file's."""
 INDEX = "model.safetensors.index.json"
 """Written last: a folder that has it is complete."""
 SHARD_BYTES = 2 << 30
@@ -32,8 +38,10 @@ ANSWER_EVERY = 64
 
 def shape_of(size: str) -> dict[str, Any]:
     """Return the ``config.json`` of a size."""
-    file = Path(__file__).with_name("shapes") / f"qwen3_{size}.json"
-    return json.loads(file.read_text(encoding="utf-8"))
+    name, layers = SIZES[size]
+    file = Path(__file__).with_name("shapes") / f"{name}.json"
+    shape: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return shape if layers is None else shape | {"num_hidden_layers": layers}
 
 
 def has_shape(folder: Path, size: str) -> bool:
@@ -80,19 +88,21 @@ def make_weights(folder: Path, seed: int = 0) -> None:
     """Write the weights in BF16 safetensors, unless the folder has them already.
 
     Args:
-        folder: with a config; an 8B model takes 16 GB.
+        folder: with a config; 8B and 30b-a3b-12l take 16 GB.
         seed: of the weights.
     """
     import torch
     from safetensors.torch import save_file
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if (folder / INDEX).is_file():
         return
-    config = Qwen3Config.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
-    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        model = AutoModelForCausalLM.from_config(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        shapes |= of_checkpoint(name, tuple(parameter.shape))
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,6 +122,27 @@ def make_weights(folder: Path, seed: int = 0) -> None:
     total = sum(2 * math.prod(size) for size in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def of_checkpoint(name: str, size: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that a checkpoint has for a parameter of transformers.
+
+    transformers 5 holds the experts of a layer as stacks, checkpoints have a tensor for each.
+
+    Args:
+        name: of the parameter.
+        size: its shape; of a stack ``[experts, out, in]``.
+    """
+    experts, _, kind = name.rpartition(".experts.")
+    if len(size) != 3:
+        return {name: size}
+    count, rows, columns = size
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    return {
+        f"{experts}.experts.{expert}.{each}.weight": (rows // len(kinds), columns)
+        for expert in range(count)
+        for each in kinds
+    }
 
 
 def make_tokenizer(shape: Mapping[str, Any]) -> Any:
@@ -151,7 +182,7 @@ def _shards(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a model with random weights")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--size", choices=SIZES, default="4b")
+    parser.add_argument("--size", choices=tuple(SIZES), default="4b")
     parser.add_argument("--layers", type=int, help="in the place of the size's own")
     options = parser.parse_args()
     shape = shape_of(options.size)

@@ -64,11 +64,11 @@ def result(name: str, factor: float, *, shared: bool = False) -> dict[str, Any]:
 # --- the model ---
 
 
-@pytest.mark.parametrize("size", ["1.7b", "4b", "8b"])
+@pytest.mark.parametrize("size", ["1.7b", "4b", "8b", "30b-a3b-12l"])
 def test_shapes_are_those_of_qwen3(real: SimpleNamespace, size: str) -> None:
     shape = real.model.shape_of(size)
     policy = PluginManager(discover=False).pin_policy(Recipe().pins, module_names(shape))
-    billions = {"1.7b": 1.72, "4b": 4.02, "8b": 8.19}[size]
+    billions = {"1.7b": 1.72, "4b": 4.02, "8b": 8.19, "30b-a3b-12l": 8.10}[size]
     assert Sizes.from_dict(shape, 1).elements(policy.report()) / 1e9 == pytest.approx(
         billions, abs=0.005
     )
@@ -101,6 +101,29 @@ def test_a_model_is_written_once_and_loads(
     # Uniform logits would have log(1024); a width of 128 has a quarter of a real model's spread.
     entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
     assert 6 < entropy < 6.94
+
+
+def test_experts_are_written_one_by_one(real: SimpleNamespace, tmp_path: Path) -> None:
+    """As a checkpoint has them, which transformers makes to stacks, NeMo RL's bridge and vLLM to
+    shards."""
+    from transformers import AutoModelForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    shape = real.model.shape_of("30b-a3b-12l")
+    assert shape["num_hidden_layers"] == 12 and shape["num_experts"] == 128
+    folder = real.model.make_model(tmp_path, shape | SMALL | experts)
+    real.model.make_weights(folder)
+    names = json.loads((folder / real.model.INDEX).read_text(encoding="utf-8"))["weight_map"]
+    assert {name for name in module_names(shape | SMALL | experts) if ".experts." in name} == {
+        name.removesuffix(".weight") for name in names if ".experts." in name
+    }
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    for name, weight in loaded.named_parameters():
+        if weight.ndim > 1:
+            assert weight.detach().float().std().item() == pytest.approx(0.02, rel=0.1), name
 
 
 def test_prompts_and_answers_are_words(real: SimpleNamespace, tmp_path: Path) -> None:
@@ -177,6 +200,27 @@ def test_each_gpu_has_an_engine_for_its_share(
     optimizer = policy["megatron_cfg"]["optimizer"]
     assert optimizer["use_precision_aware_optimizer"] == (gpus == 1)
     assert policy["megatron_cfg"]["activation_checkpointing"] == (gpus == 1)
+
+
+@pytest.mark.parametrize(("gpus", "micro"), [(1, 4), (4, 8)])
+def test_experts_are_shared_by_the_gpus(
+    real: SimpleNamespace, gpus: int, micro: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--task", "real", "--size", "30b-a3b-12l", "--source", str(tmp_path)]
+    command = ["nemo_rl.py", *options, "--folder", "x", "--gpus", str(gpus)]
+    monkeypatch.setattr(sys, "argv", command)
+    given = real.program.parse()
+    value = real.program.config(given, tmp_path, tmp_path / "data", tmp_path / "logs", "fp8rl")
+    policy = value["policy"]
+    assert policy["megatron_cfg"]["expert_model_parallel_size"] == gpus
+    assert policy["megatron_cfg"]["activation_checkpointing"] == (gpus == 1)
+    assert policy["train_micro_batch_size"] == micro
+    assert policy["generation"]["vllm_cfg"]["tensor_parallel_size"] == 1
+    monkeypatch.setattr(sys, "argv", [*command, "--size", "8b"])
+    dense = real.program.config(
+        real.program.parse(), tmp_path, tmp_path / "data", tmp_path / "logs", "fp8rl"
+    )
+    assert "expert_model_parallel_size" not in dense["policy"]["megatron_cfg"]
 
 
 def test_medians_leave_two_steps_out(real: SimpleNamespace) -> None:

@@ -760,7 +760,7 @@ def test_upstreams_verifier_judges_long_answers_as_their_checker_does() -> None:
     assert 0 < sum(ours) < len(ours)
 
 
-@pytest.mark.parametrize("size", ["4b"])
+@pytest.mark.parametrize("size", ["4b", "30b-a3b-12l"])
 def test_the_benchmarks_configs_of_real_sizes_are_accepted(size: str, tmp_path: Path) -> None:
     """Prompts of exactly 512 tokens, answers of exactly 1,024, and a cache for all of them."""
     found = {}
