@@ -125,6 +125,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         codes = call.state.codes
         backend = call.backend("fprop", weights[0], expert_rows)
         y = backend.grouped_fprop(operand, codes.rowwise(*weights, training=bool(trained)), x.dtype)
+        _check_rows(y, call, backend)
         if not codes.layout.in_place:
             y = codes.layout.from_hf(y, -1)
         if biases:
@@ -168,6 +169,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
             assert operand is not None
             backend = call.backend("dgrad", weights[0], expert_rows)
             grad_x = backend.grouped_dgrad(operand, codes.columnwise(*weights), ctx.x_dtype)
+            _check_rows(grad_x, call, backend)
         products: dict[int, torch.Tensor] = {}
         if wanted:
             assert grad_t is not None
@@ -176,6 +178,20 @@ class _Fp8GroupedFunction(torch.autograd.Function):
             products = _weight_grads(call, grad_t, x_t, weights, ctx.main_grads)
         handed = _hand_over(ctx.main_grads, weights, wanted, products)
         return grad_x, None, *handed, *grad_biases
+
+
+def _check_rows(product: torch.Tensor, call: _GroupedCall, backend: GroupedBackend) -> None:
+    """Refuse a product with other rows than one for each token.
+
+    Raises:
+        UnsupportedError: naming the module and the backend.
+    """
+    if len(product) != sum(call.splits):
+        raise UnsupportedError(
+            f"GEMM backend '{backend.name}' returned {len(product)} rows for the "
+            f"{sum(call.splits)} tokens of '{call.state.name}'; let it end with "
+            "fp8rl.numerics.place_boundaries."
+        )
 
 
 def _weight_grads(

@@ -195,3 +195,17 @@ def test_a_backend_of_a_plugin_gets_all_experts_in_one_call():
     # The reference itself goes on to the products of each expert.
     grouped = [name for name in own.calls if name.startswith("grouped_")]
     assert grouped == ["grouped_fprop", "grouped_dgrad", "grouped_wgrad"]
+
+
+def test_a_backend_that_returns_padded_rows_is_refused():
+    class Padded(ReferenceBackend):
+        name = "padded"
+
+        def grouped_fprop(self, x, w, dtype):
+            return torch.nn.functional.pad(super().grouped_fprop(x, w, dtype), (0, 0, 0, 98))
+
+    state, _ = fp8_states(2, plain_layout("x", OUT), BackendChoice({"padded": Padded()}, ["fp32"]))
+    with pytest.raises(UnsupportedError, match="'padded' returned 128 rows for the 30 tokens"):
+        grouped_linear(
+            torch.randn(30, IN).bfloat16(), (10, 20), _weights(2, "none"), None, state, fusion=False
+        )

@@ -142,7 +142,7 @@ class DeepGemmBackend:
             return f"needs multiples of {GROUP} tokens of each expert"
         alignment = getattr(library, _TILE_ROWS)()
         if GROUP % alignment:
-            return f"its tiles were set to {alignment} rows, which reach over an expert's end"
+            return f"its tiles were set to {alignment} rows, which may hold rows of two weights"
         return None
 
     def grouped_fprop(self, x: GroupedRows, w: Quantized, dtype: torch.dtype) -> torch.Tensor:

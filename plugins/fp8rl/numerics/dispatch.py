@@ -285,11 +285,20 @@ def place_boundaries(y: torch.Tensor, expert_rows: ExpertRows) -> torch.Tensor:
         expert_rows: where each expert's rows lie.
 
     Returns:
-        ``[expert_rows.tokens, N]``, contiguous, a view of ``y``.
+        ``y`` itself, cut to ``[expert_rows.tokens, N]``. It is no view, since autograd refuses to
+        change a view in place that a custom function returns; its memory stays as large as it was.
+
+    Raises:
+        UnsupportedError: ``y`` has another number of rows, or is not contiguous.
     """
+    if y.ndim != 2 or len(y) != expert_rows.rows or not y.is_contiguous():
+        raise UnsupportedError(
+            f"A grouped product of shape {tuple(y.shape)} and strides {y.stride()} does not fit "
+            f"{expert_rows.rows} rows; give a contiguous matrix with a row for each of the operand."
+        )
     if expert_rows.boundaries and y.numel():
         implementation(y, "grouped").place_boundaries(y, expert_rows)
-    return y[: expert_rows.tokens]
+    return y.resize_(expert_rows.tokens, y.shape[1])
 
 
 def quantize_swiglu(

@@ -165,6 +165,15 @@ def test_a_product_by_tiles_is_that_of_each_expert(splits):
     y = place_boundaries(operand * (owners[:, None] + 1), expert_rows)
     runs = source.split(splits)
     assert torch.equal(y, torch.cat([run * (e + 1) for e, run in enumerate(runs)]))
+    assert not y._is_view()  # autograd lets nobody change a view of a custom function in place
+
+
+def test_a_product_of_other_rows_is_refused():
+    expert_rows = ExpertRows((3, 200), 128)
+    assert expert_rows.rows == 384
+    for y in (torch.ones(203, 4), torch.ones(384), torch.ones(4, 384).t()):
+        with pytest.raises(UnsupportedError, match="does not fit 384 rows"):
+            place_boundaries(y, expert_rows)
 
 
 def test_gradients_that_follow_each_other_are_one_stack():
