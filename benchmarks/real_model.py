@@ -20,6 +20,8 @@ from typing import Any
 
 from sums_model import CHAT
 
+from fp8rl.families import FUSED
+
 SIZES = {
     "1.7b": ("qwen3_1.7b", None),
     "4b": ("qwen3_4b", None),
@@ -133,13 +135,12 @@ def of_checkpoint(name: str, size: tuple[int, ...]) -> dict[str, tuple[int, ...]
         name: of the parameter.
         size: its shape; of a stack ``[experts, out, in]``.
     """
-    experts, _, kind = name.rpartition(".experts.")
     if len(size) != 3:
         return {name: size}
-    count, rows, columns = size
-    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    (experts, _, kind), (count, rows, columns) = name.rpartition("."), size
+    kinds = FUSED.get(kind, (kind,))
     return {
-        f"{experts}.experts.{expert}.{each}.weight": (rows // len(kinds), columns)
+        f"{experts}.{expert}.{each}.weight": (rows // len(kinds), columns)
         for expert in range(count)
         for each in kinds
     }

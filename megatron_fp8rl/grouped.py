@@ -23,6 +23,7 @@ from fp8rl.numerics import (
     GroupedRows,
     quantize_grouped,
     row_alignment,
+    stream_of,
 )
 from megatron_fp8rl.linear import (
     Fp8State,
@@ -114,9 +115,8 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         # In the order of the gradients in memory, so that a kernel can add to all of them as one
         # stack: megatron's buffers hold the last parameter first.
         trained.sort(key=lambda i: 0 if (total := totals[i]) is None else total.data_ptr())
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         ctx.expert_rows = expert_rows = call.state.last_rows.of(
-            call.splits, row_alignment(x.device), trained, stream
+            call.splits, row_alignment(x.device), trained, stream_of(x.device)
         )
         operand, for_wgrad = call.quantize(x, expert_rows, rowwise=True, columnwise=bool(trained))
         assert operand is not None

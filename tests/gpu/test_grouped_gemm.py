@@ -66,12 +66,7 @@ def test_each_expert_has_the_codes_it_would_have_alone(splits, cols, order, dtyp
                 _equal(got.codes[:, :n], alone.columnwise.codes)
                 _equal(got.scale_inv, alone.columnwise.scale_inv)
                 assert not got.codes[:, n:].float().any()
-        tiles = zip(
-            expert_rows.boundaries,
-            range(expert_rows.first_boundary, expert_rows.rows, kernels.ALIGNMENT),
-            strict=True,
-        )
-        for (_, start, n), place in tiles:  # once more in a tile of one expert alone
+        for _, start, n, place in expert_rows.boundaries:  # once more, in a tile of one expert
             _equal(by_rows.codes[place : place + n], by_rows.codes[start : start + n])
             _equal(by_rows.scale_inv[place : place + n], by_rows.scale_inv[start : start + n])
     y = torch.randn(expert_rows.rows, cols, device=DEVICE)

@@ -54,14 +54,7 @@ def run_code(
         variables: environment variables that change.
     """
     program = [code] if code == "-m" else ["-c", textwrap.dedent(code)]
-    return subprocess.run(
-        [sys.executable, *program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment(*folders, **variables),
-        check=False,
-    )
+    return _run([*program, *map(str, arguments)], timeout, environment(*folders, **variables))
 
 
 def run_script(
@@ -80,15 +73,22 @@ def run_script(
         folders: further folders from which the script imports.
         variables: environment variables that change.
     """
-    done = subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
+    env = environment(*folders, **(variables or {}))
+    return answer(_run([str(script), *map(str, arguments)], timeout, env))
+
+
+def _run(
+    program: list[str], timeout: float, env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of Python's in a process of its own, whatever its exit code."""
+    return subprocess.run(
+        [sys.executable, *program],
         capture_output=True,
         text=True,
         timeout=timeout,
-        env=environment(*folders, **(variables or {})),
+        env=env,
         check=False,
     )
-    return answer(done)
 
 
 def run_forked(
@@ -102,7 +102,9 @@ def run_forked(
 
     Imports take an engine's process most of its time: 6 s for vLLM and 2 s for Megatron. The first
     call starts a process that has them and runs nothing, and each script is run in a fork of it,
-    which is as fresh as a new process. What is read at import is as ``support/engine.py`` has it.
+    with an environment, arguments and path of its own. What is read at import is as
+    ``support/engine.py`` has it, so a test of imports, or of what a user's new process does, needs
+    :func:`run_script` or :func:`run_code`.
 
     Args:
         script: file to run.
@@ -146,7 +148,11 @@ def run_ranks(
 
 
 def engines_imported() -> Any:
-    """``multiprocessing`` whose processes are forked from one that has imported the engines."""
+    """``multiprocessing`` whose processes are forked from one that has imported the engines.
+
+    A process that is started here by itself has the environment that this one had at its first
+    call, and not what a test has set since.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["engines_imported"])  # in support/startup
     return context

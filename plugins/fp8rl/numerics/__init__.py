@@ -67,6 +67,7 @@ from fp8rl.numerics.grouped import (
     GroupedRows,
     LastExpertRows,
     on_device,
+    stream_of,
 )
 from fp8rl.numerics.mx import dequantize_mx, quantize_mx
 from fp8rl.numerics.reference import amax_edges, mark_inf
@@ -111,4 +112,5 @@ __all__ = [
     "quantize_weights",
     "row_alignment",
     "start_finite_check",
+    "stream_of",
 ]

@@ -12,6 +12,18 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.numerics.formats import GROUP, Quantized, cdiv
 
 
+class Boundary(NamedTuple):
+    """A tile that holds an expert's first rows once more, since they begin inside another tile."""
+
+    expert: int
+    start: int
+    """First row in the source."""
+    rows: int
+    """Rows up to the end of the tile inside which they begin, or all of the expert."""
+    place: int
+    """First row of this tile in a rowwise operand."""
+
+
 class ExpertRows:
     """Where each expert's rows lie in the two operands of a grouped product.
 
@@ -53,16 +65,17 @@ class ExpertRows:
         """First row of each expert in the source and in a rowwise operand."""
         self.tokens = sum(self.splits)
         """Rows of the tensor to quantize."""
-        self.boundaries = tuple(
-            (expert, start, min(rows, -start % alignment))
-            for expert, (start, rows) in enumerate(zip(self.starts, self.splits, strict=True))
-            if rows and start % alignment
-        )
-        """Boundary tiles: the expert, its first row, and its rows up to the end of that tile."""
         self.first_boundary = cdiv(self.tokens, alignment) * alignment
         """First row of the boundary tiles in a rowwise operand."""
-        self.rows = self.first_boundary + alignment * len(self.boundaries)
+        self.rows = self.first_boundary
         """Rows of a rowwise operand."""
+        boundaries = []
+        for expert, (start, rows) in enumerate(zip(self.starts, self.splits, strict=True)):
+            if rows and start % alignment:
+                inside = min(rows, -start % alignment)
+                boundaries.append(Boundary(expert, start, inside, self.rows))
+                self.rows += alignment
+        self.boundaries = tuple(boundaries)
         self.sizes = tuple(cdiv(rows, alignment) * alignment for rows in self.splits)
         """Padded rows of each expert in a columnwise operand."""
         self.column_sizes = tuple(self.sizes[expert] for expert in self.order)
@@ -122,9 +135,7 @@ class ExpertRows:
         source = (splits.cumsum(0) - splits)[expert] + within * GROUP
         left = (splits[expert] - within * GROUP).clamp_(max=GROUP)
         columns = (source, left, source, column_first[expert], column_tiles[expert], within)
-        places = range(self.first_boundary, self.rows, GROUP)
-        pairs = zip(self.boundaries, places, strict=True)
-        more = [(start, rows, place, 0, 0, 0) for (_, start, rows), place in pairs]
+        more = [(tile.start, tile.rows, tile.place, 0, 0, 0) for tile in self.boundaries]
         boundaries = torch.tensor(more, dtype=torch.int64).view(-1, len(columns))
         return torch.cat((torch.stack(columns, 1), boundaries))
 
@@ -132,7 +143,7 @@ class ExpertRows:
         """The expert of each tile of a rowwise operand."""
         starts = torch.tensor(self.starts, dtype=torch.int64)
         owners = _last_begun((starts + GROUP - 1) // GROUP, self.first_boundary // GROUP)
-        boundaries = [expert for expert, _, _ in self.boundaries]
+        boundaries = [tile.expert for tile in self.boundaries]
         return torch.cat((owners, torch.tensor(boundaries, dtype=torch.int64)))
 
 
@@ -236,3 +247,8 @@ class GroupedColumns(NamedTuple):
 def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a small host tensor to ``device``; it is pinned first so that the host need not wait."""
     return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the CUDA stream on which kernels of a device are enqueued now; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

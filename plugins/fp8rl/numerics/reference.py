@@ -153,7 +153,7 @@ def quantize_weight(
 
 
 ALIGNMENT = 1
-"""Rows of a tile of one expert: there are no tiles."""
+"""Rows of a tile of one expert: 1, so no tile holds rows of two."""
 
 
 def quantize_grouped(
@@ -200,8 +200,7 @@ def quantize_weights(
 
 def place_boundaries(y: torch.Tensor, expert_rows: ExpertRows) -> None:
     """See :func:`fp8rl.numerics.place_boundaries`."""
-    places = range(expert_rows.first_boundary, expert_rows.rows, expert_rows.alignment)
-    for (_, start, rows), place in zip(expert_rows.boundaries, places, strict=True):
+    for _, start, rows, place in expert_rows.boundaries:
         y[start : start + rows] = y[place : place + rows]
 
 

@@ -133,7 +133,7 @@ def test_tiles_tell_where_rows_come_from_and_go_to():
     expert_rows = ExpertRows((130, 0, 5, 256), 128, (3, 0))
     assert expert_rows.sizes == (256, 0, 128, 256) and expert_rows.starts == (0, 130, 130, 135)
     assert expert_rows.column_starts == (0, 256, 512)
-    assert expert_rows.boundaries == ((2, 130, 5), (3, 135, 121))
+    assert expert_rows.boundaries == ((2, 130, 5, 512), (3, 135, 121, 640))
     assert (expert_rows.tokens, expert_rows.first_boundary, expert_rows.rows) == (391, 512, 768)
     assert expert_rows.table(CPU).tolist() == [
         # source row, rows, row to write, first tile in columnwise memory, tiles there, number

@@ -15,7 +15,13 @@ import triton
 import triton.language as tl
 
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP, Operand, Quantized, cdiv
-from fp8rl.numerics.grouped import Addresses, ExpertRows, GroupedColumns, GroupedRows
+from fp8rl.numerics.grouped import (
+    Addresses,
+    ExpertRows,
+    GroupedColumns,
+    GroupedRows,
+    stream_of,
+)
 from fp8rl.numerics.triton.dual import REGISTERS, quantize_dual_tile, side_pointers
 from fp8rl.numerics.triton.multi_tensor import TRITON_DTYPES, all_aligned
 from fp8rl.numerics.triton.packed import (
@@ -257,7 +263,7 @@ def quantize_weights(
     if first.numel():
         with torch.cuda.device_of(first):
             _weights_kernel[(blocks[0] * blocks[1], experts)](
-                known.on_device(addresses, first.device, _stream(first.device)),
+                known.on_device(addresses, first.device, stream_of(first.device)),
                 *side_pointers(made, first),
                 *side_pointers(made_t, first),
                 rows,
@@ -271,10 +277,6 @@ def quantize_weights(
                 **_options(first, scale_format, packed),
             )
     return Operand(made, made_t)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _options(x: torch.Tensor, scale_format: ScaleFormat, packed: bool) -> dict[str, Any]:
