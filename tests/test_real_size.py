@@ -216,11 +216,15 @@ def test_experts_are_shared_by_the_gpus(
     assert policy["megatron_cfg"]["activation_checkpointing"] == (gpus == 1)
     assert policy["train_micro_batch_size"] == micro
     assert policy["generation"]["vllm_cfg"]["tensor_parallel_size"] == 1
+    assert "moe_backend" not in policy["generation"]["vllm_kwargs"]
+    bf16 = real.program.config(given, tmp_path, tmp_path / "data", tmp_path / "logs", "bf16")
+    assert bf16["policy"]["generation"]["vllm_kwargs"]["moe_backend"] == "triton"
     monkeypatch.setattr(sys, "argv", [*command, "--size", "8b"])
     dense = real.program.config(
-        real.program.parse(), tmp_path, tmp_path / "data", tmp_path / "logs", "fp8rl"
+        real.program.parse(), tmp_path, tmp_path / "data", tmp_path / "logs", "bf16"
     )
     assert "expert_model_parallel_size" not in dense["policy"]["megatron_cfg"]
+    assert "moe_backend" not in dense["policy"]["generation"]["vllm_kwargs"]
 
 
 def test_medians_leave_two_steps_out(real: SimpleNamespace) -> None:
