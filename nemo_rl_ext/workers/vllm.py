@@ -16,10 +16,12 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 
 from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.rollout_engine import RestartableEngine
-from nemo_rl_ext.workers.rollout_outputs import SampledLogprobs, collector_paused
+from nemo_rl_ext.workers.rollout_outputs import RequestsFlatLogprobs, SampledLogprobs
 
 
-class Fp8VllmGenerationWorkerImpl(RestartableEngine, VllmGenerationWorkerImpl):
+class Fp8VllmGenerationWorkerImpl(
+    RequestsFlatLogprobs, RestartableEngine, VllmGenerationWorkerImpl
+):
     """Upstream's synchronous worker, with less of a rollout's work on the host."""
 
     def generate(self, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,8 +29,7 @@ class Fp8VllmGenerationWorkerImpl(RestartableEngine, VllmGenerationWorkerImpl):
         llm = self.llm
         self.llm = kept = SampledLogprobs(llm)
         try:
-            with collector_paused():
-                result = super().generate(data, *args, **kwargs)
+            result = super().generate(data, *args, **kwargs)
         finally:
             self.llm = llm
         kept.write(result["logprobs"], data["input_lengths"])
@@ -36,9 +37,9 @@ class Fp8VllmGenerationWorkerImpl(RestartableEngine, VllmGenerationWorkerImpl):
 
 
 class Fp8VllmAsyncGenerationWorkerImpl(
-    RefitInFlight, RestartableEngine, VllmAsyncGenerationWorkerImpl
+    RefitInFlight, RequestsFlatLogprobs, RestartableEngine, VllmAsyncGenerationWorkerImpl
 ):
-    """Upstream's asynchronous worker."""
+    """Upstream's asynchronous worker, with less of a rollout's work on the host."""
 
 
 @ray.remote(runtime_env=get_nsight_config_if_pattern_matches("vllm_generation_worker"))

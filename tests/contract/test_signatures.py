@@ -118,6 +118,17 @@ def test_the_synchronous_worker_generates_through_its_engine_alone() -> None:
         assert {call for call in used if call.startswith("self.llm")} == {"self.llm.generate"}
 
 
+@pytest.mark.parametrize("module", ["vllm_worker", "vllm_worker_async"])
+def test_workers_build_the_parameters_of_a_rollout_in_one_method(module: str) -> None:
+    file = file_of(f"nemo_rl.models.generation.vllm.{module}", source("NEMO_RL_SRC"))
+    calls = [
+        node
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._build_sampling_params"
+    ]
+    assert calls and not any(call.args for call in calls)
+
+
 def test_bridge_takes_a_list_of_pre_wrap_hooks() -> None:
     bridge = source("MEGATRON_BRIDGE_SRC") / "src"
     file = file_of("megatron.bridge.models.model_provider", bridge)

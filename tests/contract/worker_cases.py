@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 from ray import cloudpickle
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 
 import vllm_fp8rl
 from fp8rl import Recipe
@@ -185,22 +185,23 @@ def test_a_batch_of_nothing_is_upstreams(worker: Any) -> None:
     assert worker.generate(nothing)["logprobs"].shape == (0, 0)
 
 
-def test_the_collector_waits_while_the_worker_generates(
+def test_vllm_gives_log_probabilities_in_flat_lists(
     worker: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An object for each token would keep the garbage collector busy."""
     refit(worker, folder / "a")
-    engine, seen = worker.llm.llm_engine, []
-    inner = engine.step
+    generate(worker)  # which calibrates
+    llm: Any = worker.llm.__wrapped__
+    seen, inner = [], llm.generate
 
-    def step() -> Any:
-        seen.append(gc.isenabled())
-        return inner()
+    def generated(*args: Any, **options: Any) -> Any:
+        outputs = inner(*args, **options)
+        seen.extend(type(output.outputs[0].logprobs) for output in outputs)
+        return outputs
 
-    monkeypatch.setattr(engine, "step", step)
-    assert gc.isenabled()
+    monkeypatch.setattr(llm, "generate", generated)
     generate(worker)
-    assert set(seen) == {False}
-    assert gc.isenabled()
+    assert seen == [FlatLogprobs] * len(PROMPTS)
 
 
 def test_the_engines_workers_get_our_extension() -> None:

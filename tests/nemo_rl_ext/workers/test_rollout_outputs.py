@@ -5,17 +5,17 @@ tests/contract/worker_cases.py compares with upstream's own worker over a real o
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from nemo_rl_ext.workers.rollout_outputs import SampledLogprobs, collector_paused
+from nemo_rl_ext.workers.rollout_outputs import RequestsFlatLogprobs, SampledLogprobs
 
 LENGTHS = [3, 1, 2]
 """Tokens of each answer."""
@@ -26,9 +26,9 @@ def output(tokens: list[int], logprobs: Any) -> RequestOutput:
     return RequestOutput("0", None, [1, 2], None, [completion], finished=True)
 
 
-def entries(tokens: list[int], flat: bool = False) -> Any:
+def entries(tokens: list[int]) -> FlatLogprobs:
     """Log-probabilities as vLLM gives them; the most probable token is another one."""
-    made: Any = FlatLogprobs() if flat else []
+    made = FlatLogprobs()
     for place, token in enumerate(tokens):
         made.append({token: Logprob(-0.1 * token - place, 2, None), 999: Logprob(-0.01, 1, None)})
     return made
@@ -45,10 +45,9 @@ class Llm:
         return self.outputs
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_values_come_behind_their_prompts_and_nowhere_else(flat: bool) -> None:
+def test_values_come_behind_their_prompts_and_nowhere_else() -> None:
     tokens = [[7 * i + j for j in range(length)] for i, length in enumerate(LENGTHS)]
-    llm = Llm([output(row, entries(row, flat)) for row in tokens])
+    llm = Llm([output(row, entries(row)) for row in tokens])
     kept = SampledLogprobs(llm)
     outputs = kept.generate("prompts", use_tqdm=False)
     assert llm.asked == ("prompts", {"use_tqdm": False})
@@ -65,8 +64,8 @@ def test_values_come_behind_their_prompts_and_nowhere_else(flat: bool) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [None, entries([5, 6]), entries([5, 6, 8]), [*entries([5, 6]), None]],
-    ids=["none", "too few", "of another token", "none of the last token"],
+    [None, entries([5, 6]), entries([5, 6, 8]), entries([5, 6, 7, 8]), list(entries([5, 6, 7]))],
+    ids=["none", "too few", "of another token", "too many", "not flat"],
 )
 def test_tokens_without_a_logprob_are_refused(given: Any) -> None:
     """Upstream leaves 0 for them, which is a probability of 1."""
@@ -87,14 +86,16 @@ def test_the_engine_is_reached_through_it() -> None:
     assert SampledLogprobs(llm).outputs is llm.outputs
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_the_collector_waits_and_then_is_as_before(on: bool) -> None:
-    was_on = gc.isenabled()
-    try:
-        gc.enable() if on else gc.disable()
-        with pytest.raises(ValueError, match="a rollout"), collector_paused():
-            assert not gc.isenabled()
-            raise ValueError("a rollout that fails")
-        assert gc.isenabled() == on
-    finally:
-        gc.enable() if was_on else gc.disable()
+class Upstream:
+    """Stands for NeMo RL's worker."""
+
+    def _build_sampling_params(self, **options: Any) -> SamplingParams:
+        return SamplingParams(logprobs=0, **options)
+
+
+def test_requests_ask_for_flat_lists() -> None:
+    class Worker(RequestsFlatLogprobs, Upstream):
+        pass
+
+    params = Worker()._build_sampling_params(max_tokens=7)
+    assert params.flat_logprobs and params.max_tokens == 7
