@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import hypot, isnan, nan
+from math import hypot, isnan, log, nan
 from typing import Any, NamedTuple
 
 from fp8rl.adapters import Section
@@ -41,6 +41,7 @@ from fp8rl.measured import (
     MEASURED_LINEARS,
     PROFILED_REQUESTS,
     QUANTIZE,
+    ROLLOUT_EXPERTS,
     SAMPLER_BYTES_MOVED,
     Engine,
     Precision,
@@ -208,7 +209,7 @@ def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def product(gpu: GPU, linear: Linear, tokens: float, fp8: bool, kind: Product = "fprop") -> float:
-    """Return the seconds of one product of a linear layer."""
+    """Return the seconds of one product of a linear layer; of experts as if they were one."""
     precision: Precision = "fp8" if fp8 else "bf16"
     size, weights = 1 if fp8 else 2, float(linear.outputs * linear.inputs)
     rows = tokens * linear.top
@@ -217,8 +218,22 @@ def product(gpu: GPU, linear: Linear, tokens: float, fp8: bool, kind: Product = 
         weights *= linear.experts * (1 - (1 - linear.top / linear.experts) ** tokens)
     moved: float = rows * (linear.inputs * size + linear.outputs * 2)
     moved += weights * (8 if kind == "wgrad" else size)  # reads and writes a float32 gradient
-    seconds = hypot(flops / FLOPS[precision][kind], moved / gpu.copy)
-    return seconds * EXPERTS[precision] if linear.experts else seconds
+    return hypot(flops / FLOPS[precision][kind], moved / gpu.copy)
+
+
+def experts_factor(linear: Linear, tokens: float, fp8: bool) -> float:
+    """Return how many times longer experts take in training than :func:`product` says.
+
+    Between the measured numbers of tokens of an expert it goes with their logarithm; beyond them it
+    stays. It is 1 for a layer that all tokens visit.
+    """
+    if not linear.experts:
+        return 1.0
+    precision: Precision = "fp8" if fp8 else "bf16"
+    few, many = sorted(EXPERTS)
+    each = min(max(tokens * linear.top / linear.experts, few), many)
+    way = log(each / few) / log(many / few)
+    return EXPERTS[few][precision] * (1 - way) + EXPERTS[many][precision] * way
 
 
 def linear_seconds(
@@ -235,16 +250,16 @@ def linear_seconds(
     """
     kinds: tuple[Product, ...] = ("fprop", "dgrad", "wgrad") if training else ("fprop",)
     seconds = sum(product(gpu, linear, tokens, fp8, kind) for kind in kinds)
+    factor = experts_factor(linear, tokens, fp8)
     if not fp8:
-        return seconds
+        return factor * seconds
     rows, each = tokens * linear.top, 4 if training else 3  # reads 2 bytes, writes 1 for each side
     moved: float = each * linear.outputs * linear.inputs * max(linear.experts, 1)
     # The kernels of SwiGLU quantize what they compute, without a read of their own.
     moved += rows * linear.inputs * (each - 2 * (linear.name == "down_proj"))
     if training:
         moved += rows * linear.outputs * (4 - 2 * (linear.name == "gate_up_proj"))
-    quantize = moved / (QUANTIZE * gpu.copy)
-    return seconds + (quantize * EXPERTS["fp8"] if linear.experts else quantize)
+    return factor * (seconds + moved / (QUANTIZE * gpu.copy))
 
 
 def attention_seconds(model: Model, tokens: float, sequence: float) -> float:
@@ -360,10 +375,12 @@ def rollout(
 
 def _products(gpu: GPU, model: Model, tokens: float, fp8: bool) -> float:
     """Return the seconds of the products of all layers in vLLM."""
-    return sum(
-        count * product(gpu, linear, tokens, fp8 and linear.fp8)
-        for linear, count in model.linears.items()
-    )
+    seconds = 0.0
+    for linear, count in model.linears.items():
+        in_fp8 = fp8 and linear.fp8
+        factor = ROLLOUT_EXPERTS["fp8" if in_fp8 else "bf16"] if linear.experts else 1
+        seconds += count * factor * product(gpu, linear, tokens, in_fp8)
+    return seconds
 
 
 def sections(
@@ -490,7 +507,7 @@ def notes(gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe) -> Iterat
     if not shapes <= MEASURED_LINEARS:
         beyond.append("linear layers of other shapes")
     if any(linear.experts for linear in model.linears):
-        beyond.append("experts, measured in training alone and with 512 tokens each")
+        beyond.append("experts, measured in training alone and with 512 and 4,096 tokens each")
     if not 64 <= load.requests <= PROFILED_REQUESTS:
         beyond.append(f"a load of {load.requests:,} requests (compared with runs of 64 and 256)")
     if (length := load.tokens_in + load.tokens_out) > MEASURED_LENGTH:

@@ -54,9 +54,17 @@ FLOPS: dict[Precision, dict[Product, float]] = {
 QUANTIZE = 0.853
 """Share of a copy's bandwidth at which operands and weights are quantized on both sides
 (``megatron_linears_h100.json``)."""
-EXPERTS: dict[Precision, float] = {"bf16": 1.37, "fp8": 1.84}
-"""How many times longer than their roofline grouped experts take, forward and backward
-(``megatron_experts_h100.json``)."""
+EXPERTS: dict[int, dict[Precision, float]] = {
+    512: {"bf16": 1.39, "fp8": 1.39},
+    4096: {"bf16": 1.11, "fp8": 1.06},
+}
+"""By tokens of an expert: how many times longer than their roofline grouped experts take in
+training, forward and backward, weights quantized in both (``megatron_experts_2_h100.json``)."""
+ROLLOUT_EXPERTS: dict[Precision, float] = {"bf16": 1.37, "fp8": 1.84}
+"""The same in rollouts: the factors of an earlier training (``megatron_experts_h100.json``). vLLM's
+experts themselves are quicker (1.25 in FP8) and its attention over few KV heads is slower than
+:data:`DECODE` says (0.59 for 0.918; both ``rollout_30b_h200.json``), which together gives rollouts
+of Qwen3-30B-A3B within 7%."""
 ATTENTION_FLOPS = 343e12
 """FLOP/s of causal attention: what is left of a layer in BF16, forward and backward, without its
 linear layers and elementwise kernels (``restructuring.json``, ``megatron_linears_h100.json``)."""

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from fp8rl import PluginManager, Recipe, cli
 from fp8rl import estimate as calculator
 from fp8rl.errors import Fp8RLError, ModelError, OptionError, UnsupportedError
-from fp8rl.estimate import Load, find_gpu
+from fp8rl.estimate import Linear, Load, find_gpu
 from fp8rl.families import module_names
 from fp8rl.measured import (
     ADAM_BYTES_MOVED,
@@ -30,6 +30,7 @@ from fp8rl.measured import (
     MEASURED_LENGTH,
     PROFILED_REQUESTS,
     QUANTIZE,
+    ROLLOUT_EXPERTS,
     SAMPLER_BYTES_MOVED,
 )
 from fp8rl.recipe import Pins
@@ -72,17 +73,49 @@ def test_products() -> None:
     assert close(moved / seconds / 1e9 / found["copy_gigabytes_per_second"]) == QUANTIZE
 
 
+def experts_seconds(tokens: int, count: int, fp8: bool) -> float:
+    """Forward and backward of ``count`` experts of Qwen3-30B-A3B."""
+    shapes = model({**QWEN3_30B_A3B, "num_hidden_layers": 1, "num_experts": count})
+    return sum(
+        calculator.linear_seconds(H100, linear, tokens, fp8, training=True)
+        for linear in shapes.linears
+        if linear.experts
+    )
+
+
 def test_experts() -> None:
-    shapes = model({**QWEN3_30B_A3B, "num_hidden_layers": 1})
+    """The two measured loads; between them and beyond them the factor goes with the tokens."""
+    for run in result("megatron_experts_2_h100")["runs"].values():
+        tokens, count = run["options"]["tokens"], run["options"]["experts"]
+        for fp8, key in ((False, "BF16, torch._grouped_mm"), (True, "fp8rl, grouped")):
+            measured = 1e-3 * run["milliseconds"][key]
+            assert experts_seconds(tokens, count, fp8) == close(measured)
+    expert = Linear("gate_up_proj", 1536, 2048, True, experts=128, top=8)
+    factors = [calculator.experts_factor(expert, n, True) for n in (2048, 8192, 23170, 65536, 1e6)]
+    assert factors[0] == factors[1] == EXPERTS[512]["fp8"]
+    assert factors[2] == pytest.approx((factors[1] + factors[3]) / 2, rel=1e-3)
+    assert factors[3] == factors[4] == EXPERTS[4096]["fp8"]
+    dense = Linear("o_proj", 2048, 4096, True)
+    assert calculator.experts_factor(dense, 8192, True) == 1
+
+
+def test_experts_of_rollouts() -> None:
+    """They have the factors of an earlier training; two errors there are about equally large."""
     found = result("megatron_experts_h100")["milliseconds"]
     for precision, key in (("bf16", "BF16, torch._grouped_mm"), ("fp8", "fp8rl, grouped")):
-        seconds = sum(
-            calculator.linear_seconds(H100, linear, 8192, precision == "fp8", training=True)
-            for linear in shapes.linears
-            if linear.experts
-        )
-        assert seconds == close(1e-3 * found[key])
-        assert EXPERTS[precision] > 1
+        roofline = experts_seconds(8192, 128, precision == "fp8") / EXPERTS[512][precision]
+        assert close(1e-3 * found[key] / roofline) == ROLLOUT_EXPERTS[precision]
+    step = result("rollout_30b_h200")["results"][0]["decode_step"]
+    roofline = sum(
+        count * calculator.product(GPUS["h200"], linear, step["requests"], fp8=True)
+        for linear, count in model(QWEN3_30B_A3B).linears.items()
+        if linear.experts
+    )
+    parts = step["parts_us"]
+    assert 1e-6 * parts["experts"] / roofline == pytest.approx(1.25, abs=0.01)
+    cached = step["requests"] * step["context"] * 48 * 2 * 4 * 128
+    share = 1e6 * cached / GPUS["h200"].copy / parts["attention"]
+    assert share == pytest.approx(0.59, abs=0.01)
 
 
 def test_attention_of_training() -> None:
