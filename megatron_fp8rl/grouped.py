@@ -87,10 +87,8 @@ class _GroupedCall:
             x, expert_rows, self.state.activation_format, rowwise=rowwise, columnwise=columnwise
         )
 
-    def backend(
-        self, direction: Direction, weight: torch.Tensor, expert_rows: ExpertRows
-    ) -> GroupedBackend:
-        shape = GroupedShape(expert_rows.sizes, weight.shape[0], weight.shape[1], weight.dtype)
+    def backend(self, direction: Direction, weight: torch.Tensor) -> GroupedBackend:
+        shape = GroupedShape(self.splits, weight.shape[0], weight.shape[1], weight.dtype)
         return self.state.backends.pick_grouped(weight.device, shape, self.state.name, direction)
 
 
@@ -123,7 +121,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
         kept = () if for_wgrad is None else for_wgrad[:2]
         ctx.save_for_backward(*weights, *kept)
         codes = call.state.codes
-        backend = call.backend("fprop", weights[0], expert_rows)
+        backend = call.backend("fprop", weights[0])
         y = backend.grouped_fprop(operand, codes.rowwise(*weights, training=bool(trained)), x.dtype)
         _check_rows(y, call, backend)
         if not codes.layout.in_place:
@@ -167,7 +165,7 @@ class _Fp8GroupedFunction(torch.autograd.Function):
                 reordered = codes.layout.to_hf(grad, -1)
                 operand, _ = call.quantize(reordered, expert_rows, rowwise=True, columnwise=False)
             assert operand is not None
-            backend = call.backend("dgrad", weights[0], expert_rows)
+            backend = call.backend("dgrad", weights[0])
             grad_x = backend.grouped_dgrad(operand, codes.columnwise(*weights), ctx.x_dtype)
             _check_rows(grad_x, call, backend)
         products: dict[int, torch.Tensor] = {}
@@ -208,7 +206,7 @@ def _weight_grads(
     # One kernel adds to gradients of one dtype; where only some experts have any, none is added to.
     out = [t for t in totals if t is not None] if len(dtypes) == 1 and None not in dtypes else None
     direction: Direction = "wgrad_add" if out and out[0].dtype == torch.float32 else "wgrad"
-    backend = call.backend(direction, weights[0], x_t.expert_rows)
+    backend = call.backend(direction, weights[0])
     if out is not None:
         backend.grouped_wgrad(grad_t, x_t, out[0].dtype, out)
         return {}

@@ -113,7 +113,7 @@ def test_every_direction(name, splits):
     backend = GROUPED[name]
     order = list(reversed(range(len(splits))))
     expert_rows = ExpertRows(splits, kernels.ALIGNMENT, order)
-    shape = GroupedShape(expert_rows.sizes, OUT, IN)
+    shape = GroupedShape(tuple(splits), OUT, IN)
     reason = backend.supports_grouped(DEVICE, shape, "fp32")
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
@@ -164,7 +164,7 @@ def _together(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_nan_shows_in_its_row_alone(name):
     expert_rows = ExpertRows((100, 0, 200, 0, 0), kernels.ALIGNMENT)
-    if GROUPED[name].supports_grouped(DEVICE, GroupedShape(expert_rows.sizes, OUT, IN), "fp32"):
+    if GROUPED[name].supports_grouped(DEVICE, GroupedShape(expert_rows.splits, OUT, IN), "fp32"):
         pytest.skip(f"{name} does not serve this")
     torch.manual_seed(0)
     x = torch.randn(300, IN, device=DEVICE).bfloat16()
@@ -181,7 +181,7 @@ def test_a_nan_shows_in_its_row_alone(name):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", GROUPED)
 def test_random_operands_against_float64(name, direction):
-    shape = GroupedShape((128, 0, 384, 128, 128), OUT, IN)
+    shape = GroupedShape((100, 0, 384, 7, 130), OUT, IN)
     if GROUPED[name].supports_grouped(DEVICE, shape, "fp32"):
         pytest.skip(f"{name} does not serve this")
     assert product_error(GROUPED[name], direction, shape, DEVICE) < 1e-2

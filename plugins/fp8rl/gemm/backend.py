@@ -28,7 +28,7 @@ class GroupedShape(NamedTuple):
     """The linear layers of this rank's experts: one shape, each over its own tokens."""
 
     sizes: tuple[int, ...]
-    """Tokens of each expert, padded as for a columnwise :class:`fp8rl.numerics.ExpertRows`."""
+    """Tokens of each expert, 0 allowed; operands lie as :class:`fp8rl.numerics.ExpertRows` says."""
     out_features: int
     in_features: int
     dtype: torch.dtype = torch.bfloat16
@@ -36,7 +36,7 @@ class GroupedShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Padded tokens of all experts."""
+        """Tokens of all experts."""
         return sum(self.sizes)
 
 

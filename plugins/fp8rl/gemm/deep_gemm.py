@@ -138,8 +138,6 @@ class DeepGemmBackend:
         for function in (_BY_ROWS, _BY_COLUMNS, _TILE_ROWS):
             if not hasattr(library, function):
                 return f"this copy of the library has no {function}"
-        if any(tokens % GROUP for tokens in shape.sizes):
-            return f"needs multiples of {GROUP} tokens of each expert"
         alignment = getattr(library, _TILE_ROWS)()
         if GROUP % alignment:
             return f"its tiles were set to {alignment} rows, which may hold rows of two weights"
