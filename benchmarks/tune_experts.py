@@ -7,9 +7,9 @@ vLLM takes the tiles of its fused MoE kernel from a file named by the number of 
 width, the GPU and the quantization, in ``VLLM_TUNED_CONFIG_FOLDER`` or in its wheel, and guesses
 where there is none. For each number of tokens this times the whole of the experts (routing by
 chance, quantization, both products, SiLU) in a CUDA graph with the tiles that vLLM would take and
-with each of :func:`candidates`. It writes the quickest to ``FOLDER/NAME.json``, and the medians of
-the twelve quickest to ``FOLDER/times-NAME.json``. Tiles that are less than ``LEAST_GAIN`` quicker
-are not worth a difference: vLLM's own stay. All candidates add up blocks of 128 along K, as vLLM's
+with each of :func:`candidates`. It writes the medians of the twelve quickest to
+``FOLDER/times-NAME.json``, and few of them that are nearly as quick to ``FOLDER/NAME.json``
+(few_tiles.py). All candidates add up blocks of 128 along K, as vLLM's
 do, so that sums stay the same. vLLM's DeepGEMM kernel for experts is timed too, where it takes
 them: fp8rl changes to it where experts have many rows (``vllm_fp8rl.kernels.fused_moe``).
 ``--ranks`` splits the width of the experts, as tensor parallel does. ``--jobs`` processes compile
@@ -34,6 +34,7 @@ os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # before vLLM: activation scales of
 
 import torch
 from facts import versions
+from few_tiles import choose, text
 from profiles import graph_ms
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import fused_experts, override_config
@@ -46,7 +47,6 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.fused_moe.fused_moe import (
     get_config_file_name,
-    get_moe_configs,
     try_get_optimal_moe_config,
 )
 from vllm.v1.worker.workspace import init_workspace_manager
@@ -56,12 +56,9 @@ from fp8rl.families import expert_count, known_family, language_config, value_of
 from fp8rl.numerics import BLOCK, FP8_DTYPE
 
 TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-FEW = (1, 2, 4, 8)
-"""Tokens for which vLLM's tiles stay; without them it would take those of 16."""
 MANY = 1024
 """From here on tiles of few rows are left out, before it those of 128."""
 LAUNCHES, REPEATS = 4, 5
-LEAST_GAIN = 0.03
 Tiles = dict[str, int]
 
 
@@ -232,17 +229,14 @@ def tune(experts: Experts, tiles: list[Tiles]) -> Iterator[dict[str, Any]]:
                 found.append((timed(each), each))
             except Exception as error:
                 sys.stderr.write(f"{tokens} tokens, {each}: {type(error).__name__}\n")
-        best, chosen = min(found, key=lambda one: one[0])
+        best, quickest = min(found, key=lambda one: one[0])
         base = min(base, timed(default))
-        if best > base * (1 - LEAST_GAIN):
-            chosen = default
         told = {
             "tokens": tokens,
             "default_ms": base,
             "default": default,
             "best_ms": best,
-            "chosen": chosen,
-            "difference": differs(experts.run(inputs, chosen)),
+            "difference": differs(experts.run(inputs, quickest)),
             "quickest": sorted(([round(ms, 5), *each.values()] for ms, each in found))[:12],
         }
         if tokens >= BLOCK[0]:
@@ -271,16 +265,11 @@ def main() -> None:
     for job in jobs:
         job.join()
     experts.allocate()
-    file: dict[str, Any] = {"triton_version": versions()["triton"]}
-    of_vllm = get_moe_configs(experts.count, experts.width, "fp8_w8a8", *BLOCK) or {}
-    file |= {str(tokens): tiles for tokens, tiles in of_vllm.items()}
-    file |= {str(tokens): experts.default(tokens) for tokens in FEW}
     lines = []
     for found in tune(experts, tiles):
         lines.append(found)
-        file[str(found["tokens"])] = found["chosen"]
         line = f"{found['tokens']:5} tokens: {found['default_ms']:.4f} ms, best "
-        line += f"{found['best_ms']:.4f} {list(found['chosen'].values())}"
+        line += f"{found['best_ms']:.4f} {found['quickest'][0][1:]}"
         if "deep_gemm_ms" in found:
             line += f", DeepGEMM {found['deep_gemm_ms']:.4f}"
         sys.stdout.write(line + "\n")
@@ -288,7 +277,8 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         told = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "tokens": lines}
         (options.out / f"times-{experts.name}").write_text(json.dumps(told), encoding="utf-8")
-        (options.out / experts.name).write_text(json.dumps(file, indent=1), encoding="utf-8")
+        table = text(choose(lines), versions()["triton"])
+        (options.out / experts.name).write_text(table, encoding="utf-8")
 
 
 if __name__ == "__main__":
