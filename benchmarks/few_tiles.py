@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ KEYS = (
     "num_stages",
 )
 WITHIN = 1.01
+MOST_COVERS = 10_000
+"""Sets of the smallest size that are compared; of more, the first, which have quick tiles."""
 FEW = (1, 2, 4, 8)
 """Tokens that were not measured: they get the narrowest tiles of the set, since they make few."""
 Tiles = tuple[int, ...]
@@ -51,12 +54,16 @@ def choose(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """
     measured = {row["tokens"]: times(row) for row in rows}
     good = {
-        tokens: {tiles for tiles, taken in found.items() if taken <= WITHIN * min(found.values())}
+        tokens: [
+            tiles
+            for tiles in sorted(found, key=lambda each: (found[each], each))
+            if found[tiles] <= WITHIN * min(found.values())
+        ]
         for tokens, found in measured.items()
     }
 
     def best(tokens: int, chosen: frozenset[Tiles]) -> Tiles:
-        return min(good[tokens] & chosen, key=lambda tiles: (measured[tokens][tiles], tiles))
+        return next(tiles for tiles in good[tokens] if tiles in chosen)
 
     def slowness(chosen: frozenset[Tiles]) -> float:
         return sum(
@@ -64,25 +71,30 @@ def choose(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
             for tokens, found in measured.items()
         )
 
-    sets: set[frozenset[Tiles]] = set()
+    found: list[frozenset[Tiles]] = []
     size = 0
-    while not sets:
+    while not found:
         size += 1
-        sets = set(_covers(list(good.values()), frozenset(), size))
-    chosen = min(sets, key=lambda each: (slowness(each), sorted(each)))
+        covers = islice(_covers(list(good.values()), frozenset(), size), MOST_COVERS)
+        found = list(set(covers))
+    chosen = min(found, key=lambda each: (slowness(each), sorted(each)))
     few = min(chosen, key=lambda tiles: tiles[:2])
     table = dict.fromkeys(FEW, few) | {tokens: best(tokens, chosen) for tokens in measured}
     return {str(tokens): dict(zip(KEYS, tiles, strict=True)) for tokens, tiles in table.items()}
 
 
 def _covers(
-    good: Sequence[set[Tiles]], chosen: frozenset[Tiles], left: int
+    good: Sequence[Sequence[Tiles]], chosen: frozenset[Tiles], left: int
 ) -> Iterator[frozenset[Tiles]]:
     """Yield the sets that have a good one for everything, with at most ``left`` more tiles."""
-    open_ones = [each for each in good if not each & chosen]
+    open_ones = [each for each in good if chosen.isdisjoint(each)]
+    apart: list[frozenset[Tiles]] = []  # each of these needs tiles of its own
+    for each in sorted(open_ones, key=len):
+        if all(other.isdisjoint(each) for other in apart):
+            apart.append(frozenset(each))
     if not open_ones:
         yield chosen
-    elif left:
+    elif len(apart) <= left:
         for tiles in min(open_ones, key=len):
             yield from _covers(open_ones, chosen | {tiles}, left - 1)
 
@@ -95,7 +107,10 @@ def text(table: Mapping[str, Mapping[str, int]], triton: str) -> str:
 
 
 def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the file of each model in a file of results."""
+    """Yield name and text of the file of each model in a file of results.
+
+    Results of ``--ranks`` have ``ranks``.
+    """
     gpu = results["gpu"].replace(" ", "_")
     for model, rows in results.items():
         file = SHAPES / f"{model}.json"
@@ -103,6 +118,7 @@ def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             continue
         shape = language_config(json.loads(file.read_text(encoding="utf-8")))
         experts, width = expert_count(known_family(shape), shape), shape["moe_intermediate_size"]
+        width //= results.get("ranks", 1)
         name = f"E={experts},N={width},device_name={gpu},dtype=fp8_w8a8,block_shape=[128,128].json"
         yield name, text(choose(rows), results["versions"]["triton"])
 

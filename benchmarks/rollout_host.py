@@ -5,9 +5,9 @@
 
 An in-process vLLM engine on a CPU generates from a Qwen3 of one layer of 64 units and 1,024 words,
 and gives the log-probability of each sampled token, as NeMo RL asks for. The ways to give them take
-turns in one engine: a dict and an object a token, as upstream has it; the same with Python's
-garbage collector paused; and flat lists (``SamplingParams.flat_logprobs``), as fp8rl's workers have
-it.
+turns in one engine, in this order: a dict and an object a token, as upstream has it; the same with
+Python's garbage collector paused; and flat lists (``SamplingParams.flat_logprobs``), as fp8rl's
+workers have it. The time has the model's own in it, which is the same for all.
 """
 
 from __future__ import annotations

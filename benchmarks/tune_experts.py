@@ -277,8 +277,8 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         told = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "tokens": lines}
         (options.out / f"times-{experts.name}").write_text(json.dumps(told), encoding="utf-8")
-        table = text(choose(lines), versions()["triton"])
-        (options.out / experts.name).write_text(table, encoding="utf-8")
+    table = text(choose(lines), versions()["triton"])
+    (options.out / experts.name).write_text(table, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -69,3 +69,13 @@ def test_one_set_is_taken_where_it_is_good_for_all(few_tiles: ModuleType) -> Non
     table = few_tiles.choose(rows)
     assert tuple(table["16"].values()) == NARROW and tuple(table["256"].values()) == WIDE
     assert tuple(table["1"].values()) == NARROW
+
+
+def test_many_rows_apart_are_no_search_without_end(few_tiles: ModuleType) -> None:
+    """Each needs tiles of its own: as many sets as rows, found without trying smaller ones."""
+    rows = [
+        row(n, WIDE, 9.0, quickest={(n, k, 128, 1, 4, 3): 1.0 + 1e-4 * k for k in range(12)})
+        for n in range(1, 9)
+    ]
+    table = few_tiles.choose(rows)
+    assert [tuple(table[str(n)].values())[:2] for n in range(1, 9)] == [(n, 0) for n in range(1, 9)]

@@ -59,12 +59,13 @@ EXPERTS: dict[int, dict[Precision, float]] = {
     4096: {"bf16": 1.11, "fp8": 1.06},
 }
 """By tokens of an expert: how many times longer than their roofline grouped experts take in
-training, forward and backward, weights quantized in both (``megatron_experts_2_h100.json``)."""
+training, forward and backward; in FP8 weights are quantized in each direction
+(``megatron_experts_2_h100.json``)."""
 ROLLOUT_EXPERTS: dict[Precision, float] = {"bf16": 1.37, "fp8": 1.84}
 """The same in rollouts: the factors of an earlier training (``megatron_experts_h100.json``). vLLM's
 experts themselves are quicker (1.25 in FP8) and its attention over few KV heads is slower than
-:data:`DECODE` says (0.59 for 0.918; both ``rollout_30b_h200.json``), which together gives rollouts
-of Qwen3-30B-A3B within 7%."""
+:data:`DECODE` says (0.59 for 0.918; both ``rollout_30b_h200.json``). The factors were kept because
+rollouts of Qwen3-30B-A3B come out within 7% with them at 256 requests (13% too slow at 64)."""
 ATTENTION_FLOPS = 343e12
 """FLOP/s of causal attention: what is left of a layer in BF16, forward and backward, without its
 linear layers and elementwise kernels (``restructuring.json``, ``megatron_linears_h100.json``)."""

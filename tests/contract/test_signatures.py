@@ -119,7 +119,7 @@ def test_the_synchronous_worker_generates_through_its_engine_alone() -> None:
 
 
 @pytest.mark.parametrize("module", ["vllm_worker", "vllm_worker_async"])
-def test_workers_build_the_parameters_of_a_rollout_in_one_method(module: str) -> None:
+def test_the_parameters_of_a_rollout_are_built_with_keywords(module: str) -> None:
     file = file_of(f"nemo_rl.models.generation.vllm.{module}", source("NEMO_RL_SRC"))
     calls = [
         node

@@ -204,6 +204,14 @@ def test_vllm_gives_log_probabilities_in_flat_lists(
     assert seen == [FlatLogprobs] * len(PROMPTS)
 
 
+def test_asynchronous_requests_ask_for_flat_lists_too() -> None:
+    worker = object.__new__(Fp8VllmAsyncGenerationWorkerImpl)
+    worker.SamplingParams = SamplingParams
+    worker.cfg = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "stop_token_ids": []}
+    params = worker._build_sampling_params(greedy=False, stop_strings=None, max_new_tokens=3)
+    assert params.flat_logprobs and params.logprobs == 0 and params.max_tokens == 3
+
+
 def test_the_engines_workers_get_our_extension() -> None:
     named = Fp8VllmGenerationWorkerImpl.worker_extension.rpartition(".")
     assert named[::2] == (Fp8VllmWorkerExtension.__module__, Fp8VllmWorkerExtension.__name__)

@@ -5,6 +5,7 @@ tests/contract/worker_cases.py compares with upstream's own worker over a real o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,10 +27,13 @@ def output(tokens: list[int], logprobs: Any) -> RequestOutput:
     return RequestOutput("0", None, [1, 2], None, [completion], finished=True)
 
 
-def entries(tokens: list[int]) -> FlatLogprobs:
-    """Log-probabilities as vLLM gives them; the most probable token is another one."""
+def entries(tokens: Sequence[int | None]) -> FlatLogprobs:
+    """Log-probabilities as vLLM gives them, or none; the most probable token is another one."""
     made = FlatLogprobs()
     for place, token in enumerate(tokens):
+        if token is None:
+            made.append(None)
+            continue
         made.append({token: Logprob(-0.1 * token - place, 2, None), 999: Logprob(-0.01, 1, None)})
     return made
 
@@ -64,13 +68,20 @@ def test_values_come_behind_their_prompts_and_nowhere_else() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [None, entries([5, 6]), entries([5, 6, 8]), entries([5, 6, 7, 8]), list(entries([5, 6, 7]))],
-    ids=["none", "too few", "of another token", "too many", "not flat"],
+    [
+        pytest.param(None, id="none"),
+        pytest.param(entries([5, 6]), id="too few"),
+        pytest.param(entries([5, 6, 8]), id="of another token"),
+        pytest.param(entries([5, 6, 6, 8]), id="too many"),
+        pytest.param(entries([5, 6, None]), id="none of the last token"),
+        pytest.param(entries([5, None, 6]), id="none of a token in the middle"),
+        pytest.param(list(entries([5, 6, 6])), id="not flat"),
+    ],
 )
 def test_tokens_without_a_logprob_are_refused(given: Any) -> None:
     """Upstream leaves 0 for them, which is a probability of 1."""
-    kept = SampledLogprobs(Llm([output([5, 6, 7], given)]))
-    with pytest.raises(RuntimeError, match="of 3 sampled tokens"):
+    kept = SampledLogprobs(Llm([output([5, 6, 6], given)]))
+    with pytest.raises(RuntimeError, match="for 3 sampled tokens"):
         kept.generate("prompts")
 
 
