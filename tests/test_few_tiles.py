@@ -12,14 +12,7 @@ from support.benchmarks import BENCHMARKS, imported
 from vllm_fp8rl.kernels.moe_settings import TILES
 
 RESULTS = json.loads((BENCHMARKS / "results" / "expert_tiles_h200.json").read_text())
-KEYS = (
-    "BLOCK_SIZE_M",
-    "BLOCK_SIZE_N",
-    "BLOCK_SIZE_K",
-    "GROUP_SIZE_M",
-    "num_warps",
-    "num_stages",
-)
+KEYS = tuple(RESULTS["qwen3_30b_a3b"][0]["default"])
 WIDE, NARROW, OTHER = (64, 128, 128, 1, 4, 3), (16, 64, 128, 1, 4, 3), (32, 64, 128, 1, 4, 3)
 
 
