@@ -171,6 +171,9 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             str | None, typer.Option(help="Recipe file or JSON; else FP8RL_RECIPE, else defaults.")
         ] = None,
         tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")] = 1,
+        ep: Annotated[
+            int, typer.Option("--ep", min=1, help="GPUs that share the experts in training.")
+        ] = 1,
         fused_loss: Annotated[
             bool, typer.Option("--fused-loss", help="The trainer's loss is one kernel.")
         ] = False,
@@ -190,7 +193,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         loaded = _load_recipe(recipe, plugins)
         config, names = folder_config(model), folder_module_names(model)
         rows = plugins.pin_policy(loaded.pins, names).report()
-        shapes = calculator.Model(config, rows, tp)
+        shapes = calculator.Model(config, rows, tp, ep)
         calculator.require_served(config, loaded)
         console = Console()
         for section in calculator.sections(

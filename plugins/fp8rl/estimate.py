@@ -116,6 +116,13 @@ class Linear:
     """Number of experts; 0 for a layer that all tokens visit."""
     top: int = 1
     """Experts of a token."""
+    ep: int = 1
+    """GPUs that share the experts, each with tokens of its own."""
+
+    @property
+    def local(self) -> float:
+        """Weights of this shape on a GPU."""
+        return self.experts / self.ep if self.experts else 1
 
 
 class Model:
@@ -125,6 +132,7 @@ class Model:
         config: values of the model's ``config.json``.
         rows: resolved table of its modules.
         tp: tensor parallel size.
+        ep: GPUs that share the experts in training.
 
     Raises:
         ModelError: the config lacks a key, or has a value that no model has.
@@ -132,7 +140,9 @@ class Model:
         OptionError: the model cannot be split like this.
     """
 
-    def __init__(self, config: Mapping[str, Any], rows: Sequence[PinRow], tp: int = 1) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], rows: Sequence[PinRow], tp: int = 1, ep: int = 1
+    ) -> None:
         _require_measured(config)
         self._sizes, self._rows = Sizes.from_dict(config, tp), rows
         if problem := self._sizes.split_problem():
@@ -143,10 +153,28 @@ class Model:
         self.kv_heads = self._sizes.kv_heads * self._sizes.head_size
         self.linears = Counter(self._linears(config))
         """Each with the number of layers that have it."""
+        experts, _ = _experts(config)
+        if ep > 1 and (not experts or experts % ep):
+            raise OptionError(
+                f"--ep is {ep}, and the model has {experts or 'no'} experts in a layer; give a "
+                "divisor of their number, or leave it out."
+            )
+        self.ep = ep
+        self.trained = Counter(
+            {
+                replace(linear, ep=ep) if linear.experts else linear: count
+                for linear, count in self.linears.items()
+            }
+        )
+        """The same in the trainer."""
         embedding = next(row.name for row in rows if row.kind == "embed_tokens")
         vocabulary, hidden = self._sizes.shape(embedding)
         self.head = Linear("lm_head", vocabulary, hidden, fp8=False)
-        self.parameters = self._sizes.elements(rows)
+        self.parameters = Sizes.from_dict(config, tp, expert_ranks=ep).elements(rows)
+        """Parameters on a GPU that trains."""
+        self.optimized = self._sizes.elements(rows) // ep
+        """Of these, those whose optimizer states it holds: Megatron's distributed optimizer shares
+        out the parameters that all ``ep`` GPUs have."""
 
     def bytes(self, fp8: bool, fp8_kv: bool) -> Bytes:
         """Return the bytes of weights and KV cache in vLLM."""
@@ -215,7 +243,7 @@ def product(gpu: GPU, linear: Linear, tokens: float, fp8: bool, kind: Product = 
     rows = tokens * linear.top
     flops = 2 * rows * weights
     if linear.experts:  # experts that no token visits are not read
-        weights *= linear.experts * (1 - (1 - linear.top / linear.experts) ** tokens)
+        weights *= linear.local * (1 - (1 - linear.top / linear.experts) ** (tokens * linear.ep))
     moved: float = rows * (linear.inputs * size + linear.outputs * 2)
     moved += weights * (8 if kind == "wgrad" else size)  # reads and writes a float32 gradient
     return hypot(flops / FLOPS[precision][kind], moved / gpu.copy)
@@ -231,7 +259,7 @@ def experts_factor(linear: Linear, tokens: float, fp8: bool) -> float:
         return 1.0
     precision: Precision = "fp8" if fp8 else "bf16"
     few, many = sorted(EXPERTS)
-    each = min(max(tokens * linear.top / linear.experts, few), many)
+    each = min(max(tokens * linear.top / linear.local, few), many)
     way = log(each / few) / log(many / few)
     return EXPERTS[few][precision] * (1 - way) + EXPERTS[many][precision] * way
 
@@ -254,7 +282,7 @@ def linear_seconds(
     if not fp8:
         return factor * seconds
     rows, each = tokens * linear.top, 4 if training else 3  # reads 2 bytes, writes 1 for each side
-    moved: float = each * linear.outputs * linear.inputs * max(linear.experts, 1)
+    moved: float = each * linear.outputs * linear.inputs * linear.local
     # The kernels of SwiGLU quantize what they compute, without a read of their own.
     moved += rows * linear.inputs * (each - 2 * (linear.name == "down_proj"))
     if training:
@@ -316,7 +344,7 @@ def layers_seconds(
     """Return the seconds of a micro-batch in the layers alone; see :func:`trainer_seconds`."""
     seconds = sum(
         count * linear_seconds(gpu, linear, tokens, fp8 and linear.fp8, training=training)
-        for linear, count in model.linears.items()
+        for linear, count in model.trained.items()
     )
     seconds += (3.5 if training else 1) * attention_seconds(model, tokens, sequence)
     return seconds + (3 if training else 1) * elementwise_seconds(gpu, model, tokens)
@@ -324,7 +352,7 @@ def layers_seconds(
 
 def optimizer_seconds(gpu: GPU, model: Model) -> float:
     """Return the seconds of a step of Adam."""
-    return model.parameters * ADAM_BYTES_MOVED / gpu.copy
+    return model.optimized * ADAM_BYTES_MOVED / gpu.copy
 
 
 @dataclass(frozen=True)
@@ -444,6 +472,8 @@ def sections(
     rows.append(("optimizer", adam := optimizer_seconds(gpu, model), nan, adam))
     rows.append(("sum", sum(row[1] for row in rows), nan, sum(row[3] for row in rows)))
     where = f"{tp} {gpu.name}s, TP {tp}" if tp > 1 else f"one {gpu.name}"
+    if model.ep > 1:
+        where += f", trained with EP {model.ep}, each GPU on a load of its own"
     times = Section(
         f"seconds of {load.requests:,} x ({load.tokens_in:,}, {load.tokens_out:,}) on {where}",
         ("", "BF16", "vLLM's own FP8", "fp8rl", "over BF16"),
@@ -453,9 +483,9 @@ def sections(
         ),
     )
     trained = {
-        "training: weights": 2,
-        "gradients, float32": 4,
-        "main weights, Adam's moments": ADAM_BYTES,
+        "training: weights": 2 * model.parameters,
+        "gradients, float32": 4 * model.parameters,
+        "main weights, Adam's moments": ADAM_BYTES * model.optimized,
     }
     memory = Section(
         f"memory of a GPU, which has {gpu.memory} GiB",
@@ -464,10 +494,7 @@ def sections(
             ("rollout: weights", *(gib(each.memory.weights) for each in rollouts)),
             ("KV cache, bytes a token", *(f"{each.memory.kv_per_token:,}" for each in rollouts)),
             ("requests at once", *(f"{int(each.requests):,}" for each in rollouts)),
-            *(
-                (name, gib(size * model.parameters), "-", gib(size * model.parameters))
-                for name, size in trained.items()
-            ),
+            *((name, gib(held), "-", gib(held)) for name, held in trained.items()),
         ),
     )
     return times, memory
@@ -514,7 +541,7 @@ def notes(gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe) -> Iterat
         beyond.append(
             f"{length:,} tokens a request (compared with runs of up to {MEASURED_LENGTH:,})"
         )
-    if tp > 1:
+    if tp > 1 or model.ep > 1:
         beyond.append("the split over GPUs")
     yield "Measured: kernels of Qwen3-8B's shapes on one H100."
     yield f"Extrapolated: {'; '.join(beyond) or 'nothing'}."
@@ -531,7 +558,7 @@ def notes(gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe) -> Iterat
             f"Micro-batches below about {least:,} tokens may leave the GPU waiting for the host; "
             "FP8 gives less there."
         )
-    needed = (2 + 4 + ADAM_BYTES) * model.parameters
+    needed = (2 + 4) * model.parameters + ADAM_BYTES * model.optimized
     if needed > gpu.memory * GIB:
         yield (
             f"Training needs {gib(needed)} and activations, more than a GPU has: its seconds are "

@@ -99,6 +99,38 @@ def test_experts() -> None:
     assert calculator.experts_factor(dense, 8192, True) == 1
 
 
+def test_experts_that_gpus_share() -> None:
+    """Each of four GPUs has a quarter of them, and tokens of all four; Adam's states are shared."""
+    names = module_names(QWEN3_30B_A3B)
+    rows = PluginManager(discover=False).pin_policy(Pins(), names).report()
+    shared = calculator.Model(QWEN3_30B_A3B, rows, ep=4)
+    quarter, whole = model({**QWEN3_30B_A3B, "num_experts": 32}), model(QWEN3_30B_A3B)
+    for fp8 in (False, True):
+        for training in (False, True):
+            found, expected = (
+                calculator.layers_seconds(H100, each, 8192, 1536, fp8, training=training)
+                for each in (shared, quarter)
+            )
+            assert found == pytest.approx(expected)
+    routers = 48 * 2048 * 96  # of the experts that other GPUs have
+    assert shared.parameters == quarter.parameters + routers
+    assert shared.optimized == whole.parameters // 4
+    load = Load(256, 512, 1024)
+    rollouts = [
+        calculator.rollout(H100, each, load, "fp8rl", fp8=True, fp8_kv=True)
+        for each in (shared, whole)
+    ]
+    assert rollouts[0] == rollouts[1]
+
+
+@pytest.mark.parametrize(("config", "ep"), [(QWEN3_30B_A3B, 5), (QWEN3_8B, 2)])
+def test_experts_that_cannot_be_shared(config: dict[str, Any], ep: int, tmp_path: Path) -> None:
+    arguments = ("--gpu", "h100", "--load", "64x512x64", "--ep", str(ep))
+    refused = run(config, tmp_path, *arguments)
+    assert isinstance(refused.exception, OptionError)
+    assert f"--ep is {ep}" in str(refused.exception)
+
+
 def test_experts_of_rollouts() -> None:
     """They have the factors of an earlier training; two errors there are about equally large."""
     found = result("megatron_experts_h100")["milliseconds"]
@@ -427,6 +459,10 @@ def test_command_says_what_is_extrapolated(tmp_path: Path) -> None:
     parts = ("an H200 counts", "2,048", "other shapes", "experts", "512 requests", "the split")
     for part in parts:
         assert part in line
+    shown = run(QWEN3_30B_A3B, tmp_path, *arguments[:4], "--ep", "4")
+    assert "trained with EP 4" in " ".join(shown.output.split())
+    line = next(line for line in shown.output.splitlines() if line.startswith("Extrapolated"))
+    assert "the split" in line
     wide = {**QWEN3_8B, "intermediate_size": 14336}
     shown = run(wide, tmp_path, "--gpu", "h100", "--load", "64x1024x30000")
     line = next(line for line in shown.output.splitlines() if line.startswith("Extrapolated"))
