@@ -107,10 +107,7 @@ def text(table: Mapping[str, Mapping[str, int]], triton: str) -> str:
 
 
 def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the file of each model in a file of results.
-
-    Results of ``--ranks`` have ``ranks``.
-    """
+    """Yield name and text of the file of each model in a file of results, all on one GPU."""
     gpu = results["gpu"].replace(" ", "_")
     for model, rows in results.items():
         file = SHAPES / f"{model}.json"
@@ -118,7 +115,6 @@ def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             continue
         shape = language_config(json.loads(file.read_text(encoding="utf-8")))
         experts, width = expert_count(known_family(shape), shape), shape["moe_intermediate_size"]
-        width //= results.get("ranks", 1)
         name = f"E={experts},N={width},device_name={gpu},dtype=fp8_w8a8,block_shape=[128,128].json"
         yield name, text(choose(rows), results["versions"]["triton"])
 

@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Collection(NamedTuple):
+    """A collection of Python's garbage collector."""
+
+    generation: int
+    seconds: float
+    freed: int
+
+
+@contextmanager
+def garbage_collections() -> Iterator[list[Collection]]:
+    """Yield a list to which each garbage collection of the block is added."""
+    seen: list[Collection] = []
+    begun = [0.0]
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            begun[0] = time.perf_counter()
+        else:
+            took = time.perf_counter() - begun[0]
+            seen.append(Collection(info["generation"], took, info["collected"]))
+
+    gc.callbacks.append(collected)
+    try:
+        yield seen
+    finally:
+        gc.callbacks.remove(collected)
 
 
 def cold_ms(call: Callable[[], object], repeats: int) -> float:

@@ -24,6 +24,7 @@ from typing import Any
 
 from facts import host_loop, versions
 from processes import save
+from profiles import garbage_collections
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -52,23 +53,6 @@ WAYS = {
 }
 
 
-class Collections:
-    """Counts collections of Python's garbage collector, and their seconds."""
-
-    def __init__(self) -> None:
-        self.count, self.seconds, self._began = 0, 0.0, 0.0
-        gc.callbacks.append(self._called)
-
-    def _called(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-        else:
-            self.count, self.seconds = (
-                self.count + 1,
-                self.seconds + time.perf_counter() - self._began,
-            )
-
-
 def measure(llm: Any, options: argparse.Namespace, *, flat: bool, collect: bool) -> dict[str, Any]:
     """Return the seconds of one rollout."""
     from vllm import SamplingParams
@@ -78,21 +62,20 @@ def measure(llm: Any, options: argparse.Namespace, *, flat: bool, collect: bool)
     )
     prompts = [{"prompt_token_ids": [3 + i] * PROMPT_TOKENS} for i in range(options.requests)]
     gc.collect()
-    collections = Collections()
     if not collect:
         gc.disable()
     try:
-        began, used = time.perf_counter(), time.thread_time()
-        llm.generate(prompts, params, use_tqdm=False)
-        seconds, cpu = time.perf_counter() - began, time.thread_time() - used
+        with garbage_collections() as seen:
+            began, used = time.perf_counter(), time.thread_time()
+            llm.generate(prompts, params, use_tqdm=False)
+            seconds, cpu = time.perf_counter() - began, time.thread_time() - used
     finally:
         gc.enable()
-        gc.callbacks.pop()
     return {
         "seconds": round(seconds, 3),
         "cpu_seconds": round(cpu, 3),
-        "collections": collections.count,
-        "collection_seconds": round(collections.seconds, 3),
+        "collections": len(seen),
+        "collection_seconds": round(sum(each.seconds for each in seen), 3),
     }
 
 

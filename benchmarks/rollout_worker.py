@@ -20,7 +20,6 @@ samples the worker's Python stacks during another rollout.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -34,6 +33,7 @@ from typing import Any
 from facts import host_loop
 from nemo_rl_config import add_arguments, read_config
 from nemo_rl_real import TOKENS_IN
+from profiles import garbage_collections
 from trainer import covered
 
 PROFILED = 10
@@ -61,16 +61,6 @@ def in_steps(worker: Any, data: Any) -> dict[str, Any]:
     """Run a rollout in the worker's process and tell its steps apart."""
     engine = worker.llm.llm_engine
     steps: list[float] = []
-    pauses: dict[int, list[tuple[float, int]]] = {0: [], 1: [], 2: []}
-    begun = [0.0]
-
-    def collected(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            begun[0] = time.perf_counter()
-        else:
-            took = time.perf_counter() - begun[0]
-            pauses[info["generation"]].append((took, info["collected"]))
-
     inner = engine.step
 
     def step() -> Any:
@@ -80,13 +70,12 @@ def in_steps(worker: Any, data: Any) -> dict[str, Any]:
         return outputs
 
     engine.step = step
-    gc.callbacks.append(collected)
     began = time.perf_counter()
     try:
-        worker.generate(data)
+        with garbage_collections() as seen:
+            worker.generate(data)
     finally:
         seconds = time.perf_counter() - began
-        gc.callbacks.remove(collected)
         del engine.step
     tenth = max(1, len(steps) // 10)
     return {
@@ -101,12 +90,12 @@ def in_steps(worker: Any, data: Any) -> dict[str, Any]:
         "collections": {
             number: {
                 "count": len(taken),
-                "seconds": sum(seconds for seconds, _ in taken),
-                "longest_ms": 1e3 * max(seconds for seconds, _ in taken),
-                "freed": sum(freed for _, freed in taken),
+                "seconds": sum(each.seconds for each in taken),
+                "longest_ms": 1e3 * max(each.seconds for each in taken),
+                "freed": sum(each.freed for each in taken),
             }
-            for number, taken in pauses.items()
-            if taken
+            for number in range(3)
+            if (taken := [each for each in seen if each.generation == number])
         },
         "async_scheduling": engine.vllm_config.scheduler_config.async_scheduling,
         "cores": len(os.sched_getaffinity(0)),

@@ -34,7 +34,7 @@ os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # before vLLM: activation scales of
 
 import torch
 from facts import versions
-from few_tiles import choose, text
+from few_tiles import KEYS, choose, text
 from profiles import graph_ms
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import fused_experts, override_config
@@ -74,16 +74,8 @@ def candidates() -> list[Tiles]:
             continue
         if (stages == 2 and rows < 64) or (stages == 5 and rows * columns > 64 * 128):
             continue
-        found.append(
-            {
-                "BLOCK_SIZE_M": rows,
-                "BLOCK_SIZE_N": columns,
-                "BLOCK_SIZE_K": BLOCK[1],
-                "GROUP_SIZE_M": group,
-                "num_warps": warps,
-                "num_stages": stages,
-            }
-        )
+        values = (rows, columns, BLOCK[1], group, warps, stages)
+        found.append(dict(zip(KEYS, values, strict=True)))
     return found
 
 

@@ -120,9 +120,9 @@ class Linear:
     """GPUs that share the experts, each with tokens of its own."""
 
     @property
-    def local(self) -> float:
+    def local(self) -> int:
         """Weights of this shape on a GPU."""
-        return self.experts / self.ep if self.experts else 1
+        return self.experts // self.ep if self.experts else 1
 
 
 class Model:
@@ -170,9 +170,11 @@ class Model:
         embedding = next(row.name for row in rows if row.kind == "embed_tokens")
         vocabulary, hidden = self._sizes.shape(embedding)
         self.head = Linear("lm_head", vocabulary, hidden, fp8=False)
-        self.parameters = Sizes.from_dict(config, tp, expert_ranks=ep).elements(rows)
+        whole = self._sizes.elements(rows)
+        of_experts = self._sizes.elements([row for row in rows if row.kind == "experts"])
+        self.parameters = whole - of_experts + of_experts // ep
         """Parameters on a GPU that trains."""
-        self.optimized = self._sizes.elements(rows) // ep
+        self.optimized = whole // ep
         """Of these, those whose optimizer states it holds: Megatron's distributed optimizer shares
         out the parameters that all ``ep`` GPUs have."""
 

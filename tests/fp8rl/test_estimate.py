@@ -34,7 +34,7 @@ from fp8rl.measured import (
     SAMPLER_BYTES_MOVED,
 )
 from fp8rl.recipe import Pins
-from fp8rl.sizes import ADAM_BYTES, GIB
+from fp8rl.sizes import ADAM_BYTES, GIB, Sizes
 from support.processes import run_code
 
 H100 = GPUS["h100"]
@@ -115,6 +115,11 @@ def test_experts_that_gpus_share() -> None:
     routers = 48 * 2048 * 96  # of the experts that other GPUs have
     assert shared.parameters == quarter.parameters + routers
     assert shared.optimized == whole.parameters // 4
+    # With tensor parallel too, a GPU has a part of each of its experts.
+    both, split = (calculator.Model(QWEN3_30B_A3B, rows, tp=2, ep=ep) for ep in (4, 1))
+    assert split.parameters == Sizes.from_dict(QWEN3_30B_A3B, 2).elements(rows)
+    experts = 48 * 128 * 3 * 2048 * 768 // 2
+    assert both.parameters == split.parameters - experts * 3 // 4
     load = Load(256, 512, 1024)
     rollouts = [
         calculator.rollout(H100, each, load, "fp8rl", fp8=True, fp8_kv=True)
