@@ -19,11 +19,11 @@ from typing import Any
 Points = tuple[Sequence[float], Sequence[float]]
 
 
-def by_step(tag: str) -> Callable[[Mapping[str, Any]], Points]:
-    """Return what finds the points of a curve in a run: steps and values."""
+def by_step(tag: str, less: float = 0.0) -> Callable[[Mapping[str, Any]], Points]:
+    """Return what finds the points of a curve in a run: steps and values, minus ``less``."""
 
     def points(run: Mapping[str, Any]) -> Points:
-        values = run["curves"].get(tag, [])
+        values = [value - less for value in run["curves"].get(tag, [])]
         return range(1, len(values) + 1), values
 
     return points
@@ -43,14 +43,15 @@ def kl_by_position(run: Mapping[str, Any]) -> Points:
 
 PANELS = {
     "reward, mean of a step": by_step("train/reward"),
-    "token_mult_prob_error": by_step("train/token_mult_prob_error"),
+    "token_mult_prob_error - 1": by_step("train/token_mult_prob_error", less=1.0),
 }
 LONG_PANELS = {
     "validation accuracy": validation,
     "entropy, nats a token": by_step("train/approx_entropy"),
     "gen_kl_error by position": kl_by_position,
 }
-"""Drawn where a run has a validation."""
+"""Drawn where a run has a validation. Errors have a logarithmic axis: a single rare token can make
+the error of a step thousands of times as large as that of others."""
 COLOURS = ("#444444", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e")
 WIDTH, HEIGHT = 4.6, 2.6
 """Inches of a panel."""
@@ -117,13 +118,16 @@ def draw(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
                 line_style = ".-" if len(found[0]) <= MARKED else "-"
                 panel.plot(*found, line_style, color=colour, label=variant(run), lw=1, ms=3)
             panel.set_title(f"{trainer}: {title}", fontsize=9)
+            if "error" in title:
+                panel.set_yscale("log")
             panel.set_xlabel("position" if "position" in title else "step", fontsize=8)
             panel.tick_params(labelsize=8)
             panel.xaxis.set_major_locator(MaxNLocator(integer=True))
             panel.grid(alpha=0.3)
         handles, labels = line[0].get_legend_handles_labels()
         legend = dict(zip(labels, handles, strict=True))
-        line[0].legend(legend.values(), legend, fontsize=8)
+        names = line[0].legend(legend.values(), legend, fontsize=7)
+        names.set_in_layout(False)  # a long name may cover a panel, and shall not push them apart
         for empty in line[len(panels) :]:
             empty.set_axis_off()
     metadata = {"Date": None} if file.suffix == ".svg" else None
