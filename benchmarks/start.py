@@ -7,7 +7,8 @@ Each variant has its own caches (vLLM's, inductor's, Triton's, DeepGEMM's), empt
 ``--again`` starts it a second time with the caches of the first start. The model has the shape of
 Qwen3-8B and random weights (``load_format="dummy"``). The result has the seconds from the call of
 ``LLM`` and from the start of the process, the times of vLLM's log lines, the number of DeepGEMM
-kernels in the cache when ``LLM`` returned and after the first steps, and the seconds of the first
+kernels in the cache when ``LLM`` returned and after the first steps, the Triton kernels that the
+process itself compiled (inductor compiles its own in others), and the seconds of the first
 step of each kind beside the median of three further ones: a step that compiles is slow.
 """
 
@@ -65,6 +66,23 @@ class Timeline:
         return record
 
 
+class TritonKernels:
+    """Notes each Triton kernel that this process compiles: name, start and length in seconds."""
+
+    def __init__(self) -> None:
+        from triton import knobs
+
+        self.compiled: list[tuple[str, float, float]] = []
+        self._began = time.time()
+        knobs.compilation.listener = self._listen
+
+    def _listen(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            seconds = times.total / 1e6
+            ended = time.time() - self._began
+            self.compiled.append((src.name, round(ended - seconds, 1), round(seconds, 2)))
+
+
 def deep_gemm_kernels() -> int:
     return len(list(Path(os.environ["DG_JIT_CACHE_DIR"]).glob("cache/kernel.*")))
 
@@ -78,7 +96,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
 
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(QWEN3_8B | options.shape))
-    timeline = Timeline()
+    timeline, triton_kernels = Timeline(), TritonKernels()
     called = time.perf_counter()
     llm = LLM(
         str(folder),
@@ -127,6 +145,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
         result["steps"][name] = {"first": first, "later": statistics.median(later)}
     result["deep_gemm_kernels_after_steps"] = deep_gemm_kernels()
     result["timeline"] = timeline.marks
+    result["triton_kernels"] = triton_kernels.compiled
     return result
 
 

@@ -2,7 +2,9 @@
 
 It reads a :class:`Job` as one line of JSON from stdin, then one :class:`Shape` per line until stdin
 is closed, and answers with one line of JSON on stdout. DeepGEMM itself compiles a kernel when it is
-first called, one after the other, about 2 s each; here nvcc runs on all cores at once.
+first called, one after the other, about 2 s each; here nvcc runs on half of the cores at once. On
+all of them torch.compile, which the engine runs at the same time, takes 2 to 7 s longer
+(``docs/measurements/start.md``).
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
     Raises:
         RuntimeError: nvcc or DeepGEMM failed.
     """
-    cores = len(os.sched_getaffinity(0))
+    compilers = max(1, len(os.sched_getaffinity(0)) // 2)
     compiled = 0
     lister: KernelLister | None = None
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(cores) as pool:
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(compilers) as pool:
         try:
             for batch in _batches(shapes):
                 with _locked(Path(job.cache) / "fp8rl"):
