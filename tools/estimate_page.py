@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, cast
 from fp8rl import PluginManager, Recipe
 from fp8rl.estimate import (
     Load,
+    Loss,
     Model,
     find_gpu,
     layers_seconds,
@@ -77,10 +77,10 @@ def result(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def model(config: dict[str, Any]) -> Model:
-    """Return the shapes of a model whose linear layers are all in FP8."""
+def model(config: dict[str, Any], ep: int = 1) -> Model:
+    """Return the shapes of a model whose linear layers are all in FP8; ``ep`` GPUs train it."""
     policy = PluginManager(discover=False).pin_policy(Recipe().pins, module_names(config))
-    return Model(config, policy.report())
+    return Model(config, policy.report(), ep=ep)
 
 
 def rows() -> Iterator[Row]:
@@ -89,6 +89,7 @@ def rows() -> Iterator[Row]:
     yield from _layers()
     yield from _eight_layers()
     yield from _steps()
+    yield from _trainer_alone()
     yield from _in_nemo_rl()
 
 
@@ -163,7 +164,7 @@ def _eight_layers() -> Iterator[Row]:
                 4096,
                 precision != "BF16",
                 training=what == "forward and backward",
-                fused_loss=True,
+                loss="one pass",
             )
             name = f"8 layers of Qwen3-8B, {what}"
             yield Row(name, "h100", precision, "ms", 1e3 * seconds, measured, ("noted",))
@@ -186,7 +187,7 @@ def _steps() -> Iterator[Row]:
         gpu, mine = find_gpu(name), [run for run in runs if run[0] == name]
         for precision in ("BF16", "fp8rl"):
             seconds = 2 * trainer_seconds(
-                gpu, shapes, 8192, 4096, precision != "BF16", training=True
+                gpu, shapes, 8192, 4096, precision != "BF16", training=True, loss="Megatron"
             ) + optimizer_seconds(gpu, shapes)
             yield Row(
                 "Qwen3-1.7B, a step of two micro-batches",
@@ -199,36 +200,95 @@ def _steps() -> Iterator[Row]:
             )
 
 
-def _in_nemo_rl() -> Iterator[Row]:
-    """Yield the trainer's phases in NeMo RL's driver, without the host's and the engine's."""
-    shapes, gpu = model(QWEN3_8B), find_gpu("h200")
-    length, batch = 512 + 1024, 8 * (512 + 1024)
-    files = ("nemo_rl_real_8b_h200", "nemo_rl_real_8b_2_h200")
-    for file, (run, precision) in product(files, (("bf16", "BF16"), ("fp8rl", "fp8rl"))):
-        each = result(file)["runs"][run]
-        for what, phase, training in (
-            ("log-probabilities", "policy_and_reference_logprobs", False),
-            ("training, recomputed", "policy_training", True),
-        ):
-            seconds = (each["sequences"] * length / batch) * trainer_seconds(
+class Training(NamedTuple):
+    """A run of NeMo RL's Megatron worker, in its driver or alone."""
+
+    what: str
+    gpu: str
+    shapes: Model
+    sequences: int
+    micro_batch: int
+    length: int
+    file: str
+    recompute: bool = False
+    one_pass: bool = True
+    """Whether fp8rl's worker went over the logits once, as it has since the runs of Qwen3-4B."""
+
+    def rows(self, precision: str, measured: dict[bool, float]) -> Iterator[Row]:
+        """Yield log-probabilities and training, whose seconds ``measured`` has."""
+        fp8, gpu = precision != "BF16", find_gpu(self.gpu)
+        loss: Loss = "one pass" if fp8 and self.one_pass else "NeMo RL"
+        for training in (False, True):
+            recompute = training and self.recompute
+            seconds = (self.sequences / self.micro_batch) * trainer_seconds(
                 gpu,
-                shapes,
-                batch,
-                length,
-                precision != "BF16",
+                self.shapes,
+                self.micro_batch * self.length,
+                self.length,
+                fp8,
                 training=training,
-                fused_loss=precision != "BF16",  # fp8rl's worker goes over the logits once
-                recompute=training,
+                loss=loss,
+                recompute=recompute,
             )
+            phase = "training" if training else "log-probabilities"
             yield Row(
-                f"Qwen3-8B in NeMo RL, {each['sequences']} x {length:,} tokens, {what}",
-                "h200",
+                f"{self.what}, {self.sequences} x {self.length:,} tokens, {phase}"
+                f"{', recomputed' if recompute else ''}",
+                self.gpu,
                 precision,
                 "s",
-                seconds + optimizer_seconds(gpu, shapes) * training,
-                each["seconds"][phase]["median"],
-                (file,),
+                seconds + optimizer_seconds(gpu, self.shapes) * training,
+                measured[training],
+                (self.file,),
             )
+
+
+def _trainer_alone() -> Iterator[Row]:
+    """Yield the calls of NeMo RL's Megatron worker alone."""
+    eight, small = model({**QWEN3_8B, "num_hidden_layers": 8}), model(QWEN3_4B)
+    runs = (
+        Training("8 layers of Qwen3-8B", "h100", eight, 32, 2, 4096, "trainer_8_layers_h100"),
+        Training("8 layers of Qwen3-8B", "h200", eight, 32, 2, 4096, "trainer_8_layers_h200"),
+        Training("Qwen3-1.7B", "h100", model(QWEN3_1_7B), 64, 8, 1536, "trainer_1.7b_h100"),
+        *(
+            Training(name, "h200", small, 32, count, 1536, "trainer_4b_h200", one_pass=False)
+            for name, count in (("Qwen3-4B", 8), ("Qwen3-4B, micro-batches of 4", 4))
+        ),
+    )
+    for run in runs:
+        found = result(run.file)
+        found = found.get("runs") or found[{4: "four", 8: "eight"}[run.micro_batch] + "_sequences"]
+        for variant, precision in (("bf16", "BF16"), ("fp8rl", "fp8rl")):
+            seconds = found[variant]["seconds"]
+            calls = {False: seconds["get_logprobs"], True: seconds["train"]}
+            yield from run.rows(precision, {on: each["median"] for on, each in calls.items()})
+
+
+def _in_nemo_rl() -> Iterator[Row]:
+    """Yield the trainer's phases in NeMo RL's driver, without the host's and the engine's."""
+    large, small = "Qwen3-8B in NeMo RL", "Qwen3-4B in NeMo RL"
+    mixture, dense = "12 layers of Qwen3-30B-A3B in NeMo RL, EP 4", model(QWEN3_8B)
+    shared = model({**QWEN3_30B_A3B, "num_hidden_layers": 12}, ep=4)
+    four, eight = "nemo_rl_real_4b_3_h200", "nemo_rl_real_8b_h200"
+    again, sparse = "nemo_rl_real_8b_2_h200", "nemo_rl_real_30b_a3b_12l_h200"
+    runs = (
+        Training(small, "h200", model(QWEN3_4B), 256, 8, 1536, four, one_pass=False),
+        Training(large, "h200", dense, 128, 8, 1536, eight, recompute=True),
+        Training(large, "h200", dense, 256, 8, 1536, again, recompute=True),
+        Training(mixture, "h200", shared, 256, 8, 1536, sparse),
+    )
+    phases = {False: "policy_and_reference_logprobs", True: "policy_training"}
+    for run in runs:
+        for variant, precision in (("bf16", "BF16"), ("fp8rl", "fp8rl")):
+            found = result(run.file)["runs"][variant]
+            yield from run.rows(precision, {on: _seconds(found, phases[on]) for on in phases})
+
+
+def _seconds(run: dict[str, Any], phase: str) -> float:
+    """Return the median of a phase in a driver's steps, without the first two if it lists all."""
+    if "seconds_of_each_step" in run:
+        return median(run["seconds_of_each_step"][phase][2:])
+    return run["seconds"][phase]["median"]
 
 
 def page(text: str) -> str:

@@ -175,7 +175,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             int, typer.Option("--ep", min=1, help="GPUs that share the experts in training.")
         ] = 1,
         fused_loss: Annotated[
-            bool, typer.Option("--fused-loss", help="The trainer's loss is one kernel.")
+            bool, typer.Option("--fused-loss", help="BF16's loss is one kernel, as fp8rl's is.")
         ] = False,
         recompute: Annotated[
             bool, typer.Option("--recompute", help="The backward computes all activations again.")
@@ -200,7 +200,7 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             table, shapes, requests, loaded, tp, fused_loss=fused_loss, recompute=recompute
         ):
             console.print(_section_table(section))
-        for note in calculator.notes(table, shapes, requests, tp, loaded):
+        for note in calculator.notes(table, shapes, requests, tp, loaded, fused_loss=fused_loss):
             console.print(note, markup=False, soft_wrap=True)
 
     @app.command("export")

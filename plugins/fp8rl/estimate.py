@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot, isnan, log, nan
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fp8rl.adapters import Section
 from fp8rl.errors import ModelError, OptionError, UnsupportedError
@@ -36,6 +36,7 @@ from fp8rl.measured import (
     GPU,
     GPUS,
     HOST_LAYER,
+    LOSS_BYTES_MOVED,
     MEASURED_HIDDEN,
     MEASURED_LENGTH,
     MEASURED_LINEARS,
@@ -59,9 +60,17 @@ _HIDDEN_PASSES, _HEAD_PASSES, _INNER_PASSES = 13, 12, 3
 """Reads and writes of the elementwise kernels in a layer's forward: of the residual stream (norms,
 residual sums), of queries and keys (norms, rotary embedding), and of SwiGLU's output width. A
 backward has twice as many."""
-_LOSS_BYTES = {False: (38, 22), True: (6, 6)}
-"""Bytes that the loss moves for one logit, forward and backward: computed in float32, an operation
-after the other, as NeMo RL does (``nemo_rl/distributed/model_utils.py``), or fused (True)."""
+Loss = Literal["one pass", "Megatron", "NeMo RL"]
+"""How the trainer computes logprobs and the loss from logits: in one kernel, as fp8rl's worker for
+NeMo RL or Megatron's ``cross_entropy_loss_fusion`` do; as Megatron does without; as NeMo RL does
+(``nemo_rl/distributed/model_utils.py``)."""
+_LOSS_BYTES: dict[Loss, tuple[float, float]] = {
+    "one pass": (6, 12),
+    "Megatron": (38, 60),
+    "NeMo RL": (LOSS_BYTES_MOVED["log-probabilities"], LOSS_BYTES_MOVED["forward and backward"]),
+}
+"""Bytes that it moves for one logit, forward alone; forward and backward. NeMo RL's are measured,
+the others counted."""
 _LINEARS = frozenset(("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts"))
 
 
@@ -316,7 +325,7 @@ def trainer_seconds(
     fp8: bool,
     *,
     training: bool = False,
-    fused_loss: bool = False,
+    loss: Loss = "NeMo RL",
     recompute: bool = False,
 ) -> float:
     """Return the seconds of a micro-batch in the trainer, without the optimizer.
@@ -328,16 +337,19 @@ def trainer_seconds(
         sequence: length of its sequences.
         fp8: whether linear layers are in FP8, but for those that are pinned.
         training: forward and backward; else a forward that gives logprobs.
-        fused_loss: whether the loss is one kernel.
+        loss: how logprobs and the loss are computed.
         recompute: whether the backward computes the layers' activations again.
     """
     seconds = layers_seconds(gpu, model, tokens, sequence, fp8, training=training)
     seconds += linear_seconds(gpu, model.head, tokens, False, training=training)
     if training and recompute:
         seconds += layers_seconds(gpu, model, tokens, sequence, fp8)
-    forward, backward = _LOSS_BYTES[fused_loss]
-    loss = forward + backward if training else forward
-    return seconds + loss * tokens * model.head.outputs / gpu.copy
+    return seconds + loss_seconds(gpu, model, tokens, loss, training=training)
+
+
+def loss_seconds(gpu: GPU, model: Model, tokens: float, loss: Loss, *, training: bool) -> float:
+    """Return the seconds from logits to logprobs and, in training, to their gradient."""
+    return _LOSS_BYTES[loss][training] * tokens * model.head.outputs / gpu.copy
 
 
 def layers_seconds(
@@ -431,7 +443,8 @@ def sections(
         load: requests of the step's rollout, whose tokens are then trained on.
         recipe: says what fp8rl has in FP8.
         tp: tensor parallel size, for the title.
-        fused_loss: whether the trainer's loss is one kernel.
+        fused_loss: whether BF16's loss is one kernel too; in FP8 training it always is, since
+            fp8rl's worker for NeMo RL has such a kernel.
         recompute: whether the backward computes the layers' activations again.
 
     Raises:
@@ -465,7 +478,7 @@ def sections(
                 length,
                 fp8,
                 training=training,
-                fused_loss=fused_loss,
+                loss="one pass" if fused_loss or fp8 else "NeMo RL",
                 recompute=recompute,
             )
             for fp8 in (False, recipe.training)
@@ -523,12 +536,19 @@ def smallest_micro_batch(gpu: GPU, model: Model, sequence: float, *, training: b
         training: forward and backward; else a forward that gives logprobs.
     """
     host = HOST_LAYER["forward and backward" if training else "log-probabilities"]
-    seconds = trainer_seconds(gpu, model, MICRO_BATCH, sequence, True, training=training)
+    seconds = trainer_seconds(
+        gpu, model, MICRO_BATCH, sequence, True, training=training, loss="one pass"
+    )
     return round(MICRO_BATCH * host * model.layers / seconds)
 
 
-def notes(gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe) -> Iterator[str]:
-    """Yield a sentence each: what was measured, what goes beyond that, and what is left out."""
+def notes(
+    gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe, *, fused_loss: bool
+) -> Iterator[str]:
+    """Yield a sentence each: what was measured, what goes beyond that, and what is left out.
+
+    Args are those of :func:`sections`.
+    """
     beyond = [gpu.extrapolated] if gpu.extrapolated else []
     if model.head.inputs != MEASURED_HIDDEN:
         beyond.append(f"a hidden size of {model.head.inputs:,} (measured {MEASURED_HIDDEN:,})")
@@ -551,6 +571,17 @@ def notes(gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe) -> Iterat
         "Left out: waits of the GPU for the host, communication, Ray, refits, sleep and wake-up, "
         "and in memory the activations of training."
     )
+    if recipe.training and not fused_loss:
+        tokens = load.requests * length
+        apart, once = (
+            sum(loss_seconds(gpu, model, tokens, loss, training=on) for on in (False, True))
+            for loss in ("NeMo RL", "one pass")
+        )
+        yield (
+            f"fp8rl's trainer goes over the logits once, where NeMo RL has many operations: "
+            f"{_number(apart - once)} s of what it gains are not FP8's (--fused-loss counts one "
+            "pass for BF16 too)."
+        )
     if recipe.training and not any(linear.experts for linear in model.linears):
         least = max(
             smallest_micro_batch(gpu, model, length, training=training)

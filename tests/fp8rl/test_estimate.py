@@ -27,6 +27,7 @@ from fp8rl.measured import (
     FLOPS,
     GPUS,
     HOST_LAYER,
+    LOSS_BYTES_MOVED,
     MEASURED_LENGTH,
     PROFILED_REQUESTS,
     QUANTIZE,
@@ -38,8 +39,16 @@ from fp8rl.sizes import ADAM_BYTES, GIB, Sizes
 from support.processes import run_code
 
 H100 = GPUS["h100"]
-MISSED = {"Qwen3-1.7B, a step of two micro-batches"}
-"""What docs/estimate.md says is off by more than the bound."""
+MISSED = {
+    "Qwen3-1.7B, a step of two micro-batches": 0.21,
+    "Qwen3-1.7B, 64 x 1,536 tokens, training": 0.18,
+    "Qwen3-4B, 32 x 1,536 tokens, training": 0.21,
+    "Qwen3-4B, micro-batches of 4, 32 x 1,536 tokens, log-probabilities": 0.33,
+    "Qwen3-4B, micro-batches of 4, 32 x 1,536 tokens, training": 0.37,
+    "12 layers of Qwen3-30B-A3B in NeMo RL, EP 4, 256 x 1,536 tokens, log-probabilities": 0.73,
+    "12 layers of Qwen3-30B-A3B in NeMo RL, EP 4, 256 x 1,536 tokens, training": 0.68,
+}
+"""What docs/estimate.md says is off by more than the bound, and by how much at most."""
 
 
 def close(value: float, *, digits: int = 3) -> Any:
@@ -166,6 +175,20 @@ def test_attention_of_training() -> None:
     assert 3.5 * calculator.attention_seconds(shapes, 8192, 4096) == close(rest)
 
 
+def test_loss_of_nemo_rl() -> None:
+    """It is what eight layers take longer with it than with one pass, whose bytes are counted."""
+    runs = result("trainer_8_layers_h200")["runs"]
+    logits, h200 = 32 * 4096 * QWEN3_8B["vocab_size"], GPUS["h200"]
+    shapes = model(QWEN3_8B)
+    for phase, call in (("log-probabilities", "get_logprobs"), ("forward and backward", "train")):
+        apart, once = (runs[run]["seconds"][call]["median"] for run in ("fp8rl-unfused", "fp8rl"))
+        training = call == "train"
+        counted = calculator.loss_seconds(
+            h200, shapes, logits / shapes.head.outputs, "one pass", training=training
+        )
+        assert close((apart - once + counted) * h200.copy / logits) == LOSS_BYTES_MOVED[phase]
+
+
 def test_decode_steps() -> None:
     for each in result("decode_profile_h100")["results"]:
         engine = each["variant"].removesuffix("-kv")
@@ -241,7 +264,9 @@ def test_micro_batches_that_leave_the_gpu_waiting() -> None:
     for training, name in ((False, "log-probabilities"), (True, "forward and backward")):
         least = calculator.smallest_micro_batch(h200, shapes, 1536, training=training)
         assert 4 * 1536 < least < 8 * 1536
-        seconds = calculator.trainer_seconds(h200, shapes, least, 1536, True, training=training)
+        seconds = calculator.trainer_seconds(
+            h200, shapes, least, 1536, True, training=training, loss="one pass"
+        )
         assert seconds == pytest.approx(36 * HOST_LAYER[name], rel=0.05)
         wide = calculator.smallest_micro_batch(h200, model(QWEN3_8B), 1536, training=training)
         assert wide < least
@@ -258,7 +283,9 @@ def test_runs_are_met_within_the_bound() -> None:
     loads = [pair for row in found for pair in re.findall(r"\((.+), (.+)\)", row.what)]
     assert max(sum(int(x.replace(",", "")) for x in pair) for pair in loads) == MEASURED_LENGTH
     for row in found:
-        assert abs(row.error) <= (0.25 if row.what in MISSED else estimate_page.BOUND), row
+        assert abs(row.error) <= MISSED.get(row.what, estimate_page.BOUND), row
+    for what, bound in MISSED.items():  # no looser than it must be
+        assert bound - max(abs(row.error) for row in found if row.what == what) < 0.01
 
 
 def test_page_has_todays_figures() -> None:
@@ -412,6 +439,20 @@ def test_command(tmp_path: Path) -> None:
     )
     assert rows["training: weights"] == ["15.26 GiB", "-", "15.26 GiB"]
     assert "Extrapolated: nothing." in shown.output
+    lengths = 256 * 1536 * QWEN3_8B["vocab_size"]
+    not_fp8 = lengths * (sum(LOSS_BYTES_MOVED.values()) - 6 - 12) / H100.copy
+    assert f"{not_fp8:.2f} s of what it gains are not FP8's" in shown.output
+    arguments = ("--gpu", "h100", "--load", "256x512x1024", "--fused-loss")
+    fused = run(QWEN3_8B, tmp_path, *arguments)
+    assert "not FP8's" not in fused.output
+    sums = [
+        [cell.strip() for cell in line.split("│")]
+        for output in (shown.output, fused.output)
+        for line in output.splitlines()
+        if "│ sum" in line
+    ]
+    assert float(sums[0][2]) - float(sums[1][2]) == pytest.approx(not_fp8, abs=0.02)
+    assert sums[0][4] == sums[1][4]
     for left_out in ("host", "communication", "Ray"):
         assert left_out in shown.output
     least = max(
