@@ -7,6 +7,10 @@ activations are of order 1 in every layer, FP8 codes take every size, and a GPU 
 it draws with trained weights (``rollout.py`` says what near-zero weights do). The logits of a token
 have a standard deviation of about 1: a policy with nearly the largest entropy, which goes on until
 it is stopped. ``30b-a3b-12l`` has the first 12 of the 48 layers of Qwen3-30B-A3B, with all experts.
+
+Experts need more (:func:`deviation`): what attention adds is nearly the same for all tokens,
+because random queries attend to all positions alike. With 0.02 everywhere the tokens of a layer
+soon differ little, and a third of the experts get none of them (``real_routes.py``).
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ INDEX = "model.safetensors.index.json"
 """Written last: a folder that has it is complete."""
 SHARD_BYTES = 2 << 30
 STD = 0.02
+"""Standard deviation of the matrices of dense models."""
 ANSWERS = "AB"
 ANSWER_EVERY = 64
 """Of so many words, one is each answer: a response of hundreds of random words has one."""
@@ -110,20 +115,39 @@ def make_weights(folder: Path, seed: int = 0) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
 
-    def weight(size: tuple[int, ...]) -> torch.Tensor:
-        made = torch.empty(size, dtype=torch.bfloat16, device=device)
-        made = made.fill_(1.0) if made.ndim == 1 else made.normal_(0, STD, generator=generator)
-        return made.cpu()
+    def weight(name: str) -> torch.Tensor:
+        made = torch.empty(shapes[name], dtype=torch.bfloat16, device=device)
+        if made.ndim == 1:
+            return made.fill_(1.0).cpu()
+        return made.normal_(0, deviation(name, config), generator=generator).cpu()
 
     files = {}
     for number, names in enumerate(_shards(shapes)):
         file = f"model-{number:05}.safetensors"
-        tensors = {name: weight(shapes[name]) for name in names}
+        tensors = {name: weight(name) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(names, file)
     total = sum(2 * math.prod(size) for size in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def deviation(name: str, config: Any) -> float:
+    """Return the standard deviation of a matrix.
+
+    In a model with experts the embedding has 1, and what adds to the residual stream is scaled down
+    by the square root of the number of such layers (GPT-2), so that tokens stay apart.
+
+    Args:
+        name: of its tensor in a checkpoint.
+        config: of transformers.
+    """
+    if not getattr(config, "num_experts", 0):
+        return STD
+    if name.endswith("embed_tokens.weight"):
+        return 1.0
+    adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return STD / math.sqrt(2 * config.num_hidden_layers) if adds else STD
 
 
 def of_checkpoint(name: str, size: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
