@@ -40,6 +40,7 @@ from nemo_rl_ext.doctor.installation import (
     installed_package,
     version,
 )
+from nemo_rl_ext.doctor.logits import logits_in_many_operations
 from nemo_rl_ext.doctor.micro_batch import small_micro_batches
 from nemo_rl_ext.patches.upstream import KNOWN
 
@@ -461,6 +462,7 @@ def _modules(
             found.append(memory.training_section(sections, training, recipe.training))
         if recipe.training:
             notes += small_micro_batches(sections, model, rows)
+            notes += logits_in_many_operations(sections)
     return found
 
 

@@ -16,14 +16,11 @@ from typing import Any
 import torch
 
 from fp8rl.errors import UnsupportedError
-from nemo_rl_ext.names import LOGGER
+from nemo_rl_ext.names import FUSED_ENV, LOGGER
 from nemo_rl_ext.patches.upstream import Upstream, resolve
 
 logger = logging.getLogger(LOGGER)
 
-FUSED_ENV = "FP8RL_FUSED_LOGPROBS"
-"""Set in ``policy.megatron_cfg.env_vars``: 0 leaves upstream's class, 1 refuses to start where
-:func:`fuse_logprobs` would leave it for another reason."""
 UPSTREAM = Upstream(
     "nemo_rl.distributed.model_utils",
     "ChunkedDistributedLogprob.forward",

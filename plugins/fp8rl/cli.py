@@ -175,7 +175,14 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             int, typer.Option("--ep", min=1, help="GPUs that share the experts in training.")
         ] = 1,
         fused_loss: Annotated[
-            bool, typer.Option("--fused-loss", help="BF16's loss is one kernel, as fp8rl's is.")
+            bool, typer.Option("--fused-loss", help="BF16 and FP8 have a loss in one kernel.")
+        ] = False,
+        logprob_chunks: Annotated[
+            bool,
+            typer.Option(
+                "--logprob-chunks",
+                help="NeMo RL has a logprob_chunk_size: fp8rl goes over the logits once.",
+            ),
         ] = False,
         recompute: Annotated[
             bool, typer.Option("--recompute", help="The backward computes all activations again.")
@@ -195,12 +202,16 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         rows = plugins.pin_policy(loaded.pins, names).report()
         shapes = calculator.Model(config, rows, tp, ep)
         calculator.require_served(config, loaded)
+        losses: tuple[calculator.Loss, calculator.Loss] = (
+            "one pass" if fused_loss else "NeMo RL",
+            "one pass" if fused_loss or (logprob_chunks and loaded.training) else "NeMo RL",
+        )
         console = Console()
         for section in calculator.sections(
-            table, shapes, requests, loaded, tp, fused_loss=fused_loss, recompute=recompute
+            table, shapes, requests, loaded, tp, losses=losses, recompute=recompute
         ):
             console.print(_section_table(section))
-        for note in calculator.notes(table, shapes, requests, tp, loaded, fused_loss=fused_loss):
+        for note in calculator.notes(table, shapes, requests, tp, loaded, losses=losses):
             console.print(note, markup=False, soft_wrap=True)
 
     @app.command("export")

@@ -432,7 +432,7 @@ def sections(
     recipe: Recipe,
     tp: int,
     *,
-    fused_loss: bool,
+    losses: tuple[Loss, Loss],
     recompute: bool,
 ) -> tuple[Section, Section]:
     """Estimate a step in BF16, with vLLM's own FP8 and with fp8rl: tables of time and memory.
@@ -443,8 +443,7 @@ def sections(
         load: requests of the step's rollout, whose tokens are then trained on.
         recipe: says what fp8rl has in FP8.
         tp: tensor parallel size, for the title.
-        fused_loss: whether BF16's loss is one kernel too; in FP8 training it always is, since
-            fp8rl's worker for NeMo RL has such a kernel.
+        losses: how BF16 and fp8rl compute logprobs and the loss.
         recompute: whether the backward computes the layers' activations again.
 
     Raises:
@@ -478,10 +477,10 @@ def sections(
                 length,
                 fp8,
                 training=training,
-                loss="one pass" if fused_loss or fp8 else "NeMo RL",
+                loss=loss,
                 recompute=recompute,
             )
-            for fp8 in (False, recipe.training)
+            for fp8, loss in zip((False, recipe.training), losses, strict=True)
         )
         rows.append((name, plain, nan, fp8))
     rows.append(("optimizer", adam := optimizer_seconds(gpu, model), nan, adam))
@@ -523,7 +522,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def smallest_micro_batch(gpu: GPU, model: Model, sequence: float, *, training: bool) -> int:
+def smallest_micro_batch(
+    gpu: GPU, model: Model, sequence: float, *, training: bool, loss: Loss = "NeMo RL"
+) -> int:
     """Return the tokens of a micro-batch in FP8 below which the GPU may wait for the host.
 
     That is where the GPU takes as long for a micro-batch as a host that was measured; narrower
@@ -534,20 +535,19 @@ def smallest_micro_batch(gpu: GPU, model: Model, sequence: float, *, training: b
         model: the model.
         sequence: length of the sequences.
         training: forward and backward; else a forward that gives logprobs.
+        loss: how logprobs and the loss are computed.
     """
     host = HOST_LAYER["forward and backward" if training else "log-probabilities"]
-    seconds = trainer_seconds(
-        gpu, model, MICRO_BATCH, sequence, True, training=training, loss="one pass"
-    )
+    seconds = trainer_seconds(gpu, model, MICRO_BATCH, sequence, True, training=training, loss=loss)
     return round(MICRO_BATCH * host * model.layers / seconds)
 
 
 def notes(
-    gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe, *, fused_loss: bool
+    gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe, *, losses: tuple[Loss, Loss]
 ) -> Iterator[str]:
     """Yield a sentence each: what was measured, what goes beyond that, and what is left out.
 
-    Args are those of :func:`sections`.
+    The arguments are those of :func:`sections`.
     """
     beyond = [gpu.extrapolated] if gpu.extrapolated else []
     if model.head.inputs != MEASURED_HIDDEN:
@@ -571,20 +571,21 @@ def notes(
         "Left out: waits of the GPU for the host, communication, Ray, refits, sleep and wake-up, "
         "and in memory the activations of training."
     )
-    if recipe.training and not fused_loss:
-        tokens = load.requests * length
-        apart, once = (
-            sum(loss_seconds(gpu, model, tokens, loss, training=on) for on in (False, True))
-            for loss in ("NeMo RL", "one pass")
+    plain, own = (
+        sum(
+            loss_seconds(gpu, model, load.requests * length, loss, training=training)
+            for training in (False, True)
         )
+        for loss in losses
+    )
+    if plain != own:
         yield (
-            f"fp8rl's trainer goes over the logits once, where NeMo RL has many operations: "
-            f"{_number(apart - once)} s of what it gains are not FP8's (--fused-loss counts one "
-            "pass for BF16 too)."
+            f"{_number(plain - own)} s of what fp8rl gains are not FP8's: it goes over the logits "
+            "once, where NeMo RL has an operation after the other."
         )
     if recipe.training and not any(linear.experts for linear in model.linears):
         least = max(
-            smallest_micro_batch(gpu, model, length, training=training)
+            smallest_micro_batch(gpu, model, length, training=training, loss=losses[1])
             for training in (False, True)
         )
         yield (

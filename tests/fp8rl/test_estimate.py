@@ -264,9 +264,11 @@ def test_micro_batches_that_leave_the_gpu_waiting() -> None:
     for training, name in ((False, "log-probabilities"), (True, "forward and backward")):
         least = calculator.smallest_micro_batch(h200, shapes, 1536, training=training)
         assert 4 * 1536 < least < 8 * 1536
-        seconds = calculator.trainer_seconds(
-            h200, shapes, least, 1536, True, training=training, loss="one pass"
+        once = calculator.smallest_micro_batch(
+            h200, shapes, 1536, training=training, loss="one pass"
         )
+        assert least < once < 8 * 1536
+        seconds = calculator.trainer_seconds(h200, shapes, least, 1536, True, training=training)
         assert seconds == pytest.approx(36 * HOST_LAYER[name], rel=0.05)
         wide = calculator.smallest_micro_batch(h200, model(QWEN3_8B), 1536, training=training)
         assert wide < least
@@ -298,7 +300,7 @@ def test_page_has_todays_example() -> None:
     text = estimate_page.PAGE.read_text(encoding="utf-8")
     load = Load(256, 512, 1024)
     times, _ = calculator.sections(
-        H100, model(QWEN3_8B), load, Recipe(), 1, fused_loss=False, recompute=False
+        H100, model(QWEN3_8B), load, Recipe(), 1, losses=("NeMo RL", "NeMo RL"), recompute=False
     )
     for cells in (("seconds of 256 x (512, 1,024) on one H100", *times.columns[1:]), *times.rows):
         assert "| " + " | ".join(cells).rstrip() + " |" in text
@@ -439,20 +441,6 @@ def test_command(tmp_path: Path) -> None:
     )
     assert rows["training: weights"] == ["15.26 GiB", "-", "15.26 GiB"]
     assert "Extrapolated: nothing." in shown.output
-    lengths = 256 * 1536 * QWEN3_8B["vocab_size"]
-    not_fp8 = lengths * (sum(LOSS_BYTES_MOVED.values()) - 6 - 12) / H100.copy
-    assert f"{not_fp8:.2f} s of what it gains are not FP8's" in shown.output
-    arguments = ("--gpu", "h100", "--load", "256x512x1024", "--fused-loss")
-    fused = run(QWEN3_8B, tmp_path, *arguments)
-    assert "not FP8's" not in fused.output
-    sums = [
-        [cell.strip() for cell in line.split("│")]
-        for output in (shown.output, fused.output)
-        for line in output.splitlines()
-        if "│ sum" in line
-    ]
-    assert float(sums[0][2]) - float(sums[1][2]) == pytest.approx(not_fp8, abs=0.02)
-    assert sums[0][4] == sums[1][4]
     for left_out in ("host", "communication", "Ray"):
         assert left_out in shown.output
     least = max(
@@ -470,6 +458,27 @@ def test_command(tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "Micro-batches" not in shown.output
     shown = run(QWEN3_30B_A3B, tmp_path, "--gpu", "h200", "--load", "64x512x64")
     assert shown.exit_code == 0 and "Micro-batches" not in shown.output
+
+
+def test_one_pass_over_the_logits_is_no_gain_of_fp8(tmp_path: Path) -> None:
+    """It is fp8rl's with chunks, both precisions' with a fused loss, and a line says how much."""
+    logits = 256 * 1536 * QWEN3_8B["vocab_size"]
+    saved = logits * (sum(LOSS_BYTES_MOVED.values()) - 6 - 12) / H100.copy
+    arguments = ("--gpu", "h100", "--load", "256x512x1024")
+    sums, notes = [], []
+    for own in ((), ("--logprob-chunks",), ("--fused-loss",)):
+        shown = run(QWEN3_8B, tmp_path, *arguments, *own)
+        (line,) = [line for line in shown.output.splitlines() if "│ sum" in line]
+        cells = [cell.strip() for cell in line.split("│")]
+        sums.append((float(cells[2]), float(cells[4])))
+        notes.append(f"{saved:.2f} s of what fp8rl gains are not FP8's" in shown.output)
+    neither, chunks, fused = sums
+    assert notes == [False, True, False]
+    assert chunks[0] == neither[0] and chunks[1] == fused[1]
+    for before, after in ((neither[1], chunks[1]), (neither[0], fused[0])):
+        assert before - after == pytest.approx(saved, abs=0.02)
+    plain = (*arguments, "--logprob-chunks", "--recipe", '{"training": false}')
+    assert "not FP8's" not in run(QWEN3_8B, tmp_path, *plain).output
 
 
 def test_short_times_have_digits(tmp_path: Path) -> None:
