@@ -41,6 +41,8 @@ def kl_by_position(run: Mapping[str, Any]) -> Points:
     return [row["start"] for row in found], [row["kl"] for row in found]
 
 
+# Errors have a logarithmic axis: a single rare token can make the error of a step thousands of
+# times as large as that of others. A step without any error has no point there.
 PANELS = {
     "reward, mean of a step": by_step("train/reward"),
     "token_mult_prob_error - 1": by_step("train/token_mult_prob_error", less=1.0),
@@ -50,8 +52,7 @@ LONG_PANELS = {
     "entropy, nats a token": by_step("train/approx_entropy"),
     "gen_kl_error by position": kl_by_position,
 }
-"""Drawn where a run has a validation. Errors have a logarithmic axis: a single rare token can make
-the error of a step thousands of times as large as that of others."""
+"""Drawn where a run has a validation."""
 COLOURS = ("#444444", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e")
 WIDTH, HEIGHT = 4.6, 2.6
 """Inches of a panel."""

@@ -1,6 +1,6 @@
 """Qwen3 models in their true shapes with random weights: what ``nemo_rl.py --task real`` runs.
 
-    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b|30b-a3b-12l] [--layers 8]
+    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b|30b-a3b-12l] [--layers 8] [--plain]
 
 Norms are 1 and matrices are normal with a standard deviation of 0.02, as before a pretraining. So
 activations are of order 1 in every layer, FP8 codes take every size, and a GPU draws the power that
@@ -10,7 +10,8 @@ it is stopped. ``30b-a3b-12l`` has the first 12 of the 48 layers of Qwen3-30B-A3
 
 Experts need more (:func:`deviation`): what attention adds is nearly the same for all tokens,
 because random queries attend to all positions alike. With 0.02 everywhere the tokens of a layer
-soon differ little, and a third of the experts get none of them (``real_routes.py``).
+soon differ little, and a quarter of the experts get none of them (``real_routes.py``); ``--plain``
+draws such weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from sums_model import CHAT
 
-from fp8rl.families import FUSED
+from fp8rl.families import FUSED, expert_count, known_family
 
 SIZES = {
     "1.7b": ("qwen3_1.7b", None),
@@ -91,12 +92,13 @@ def make_model(folder: Path, shape: Mapping[str, Any]) -> Path:
     return folder
 
 
-def make_weights(folder: Path, seed: int = 0) -> None:
+def make_weights(folder: Path, seed: int = 0, *, plain: bool = False) -> None:
     """Write the weights in BF16 safetensors, unless the folder has them already.
 
     Args:
         folder: with a config; 8B and 30b-a3b-12l take 16 GB.
         seed: of the weights.
+        plain: every matrix has :data:`STD`, with experts too.
     """
     import torch
     from safetensors.torch import save_file
@@ -104,6 +106,7 @@ def make_weights(folder: Path, seed: int = 0) -> None:
 
     if (folder / INDEX).is_file():
         return
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -119,7 +122,8 @@ def make_weights(folder: Path, seed: int = 0) -> None:
         made = torch.empty(shapes[name], dtype=torch.bfloat16, device=device)
         if made.ndim == 1:
             return made.fill_(1.0).cpu()
-        return made.normal_(0, deviation(name, config), generator=generator).cpu()
+        std = STD if plain else deviation(name, written)
+        return made.normal_(0, std, generator=generator).cpu()
 
     files = {}
     for number, names in enumerate(_shards(shapes)):
@@ -132,7 +136,7 @@ def make_weights(folder: Path, seed: int = 0) -> None:
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
-def deviation(name: str, config: Any) -> float:
+def deviation(name: str, config: Mapping[str, Any]) -> float:
     """Return the standard deviation of a matrix.
 
     In a model with experts the embedding has 1, and what adds to the residual stream is scaled down
@@ -140,14 +144,14 @@ def deviation(name: str, config: Any) -> float:
 
     Args:
         name: of its tensor in a checkpoint.
-        config: of transformers.
+        config: the model's ``config.json``.
     """
-    if not getattr(config, "num_experts", 0):
+    if not expert_count(known_family(config), config):
         return STD
     if name.endswith("embed_tokens.weight"):
         return 1.0
     adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return STD / math.sqrt(2 * config.num_hidden_layers) if adds else STD
+    return STD / math.sqrt(2 * config["num_hidden_layers"]) if adds else STD
 
 
 def of_checkpoint(name: str, size: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -209,11 +213,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=tuple(SIZES), default="4b")
     parser.add_argument("--layers", type=int, help="in the place of the size's own")
+    parser.add_argument("--plain", action="store_true", help="0.02 in every matrix")
     options = parser.parse_args()
     shape = shape_of(options.size)
     if options.layers is not None:
         shape["num_hidden_layers"] = options.layers
-    make_weights(make_model(options.folder, shape))
+    make_weights(make_model(options.folder, shape), plain=options.plain)
 
 
 if __name__ == "__main__":

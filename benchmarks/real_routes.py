@@ -23,9 +23,12 @@ def expert_loads(folder: Path, tokens: int, length: int = 512) -> list[torch.Ten
     """Return, for each layer with experts, the tokens of each of them.
 
     Args:
-        folder: of the model.
+        folder: of the model, whose router takes the largest logits of all experts (Qwen3).
         tokens: how many random tokens, in sequences of ``length``.
         length: of a sequence.
+
+    Raises:
+        ValueError: the model has no such routers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -34,14 +37,16 @@ def expert_loads(folder: Path, tokens: int, length: int = 512) -> list[torch.Ten
     config, loads = model.config, []
 
     def count(module: Any, given: tuple[torch.Tensor, ...], _: Any) -> None:
-        hidden = given[0].reshape(-1, config.hidden_size)
+        hidden = given[0].reshape(-1, config.hidden_size)[:tokens]
         logits = torch.nn.functional.linear(hidden.float(), module.weight.float())
         chosen = logits.topk(config.num_experts_per_tok, dim=-1).indices
         loads.append(torch.bincount(chosen.flatten(), minlength=config.num_experts).cpu())
 
-    for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
-            module.register_forward_hook(count)
+    routers = [each for name, each in model.named_modules() if name.endswith("mlp.gate")]
+    if not routers or not hasattr(config, "num_experts"):
+        raise ValueError(f"the model in {folder} has no routers of Qwen3's kind")
+    for router in routers:
+        router.register_forward_hook(count)
     generator = torch.Generator().manual_seed(0)
     size = -(-tokens // length), length
     ids = torch.randint(0, config.vocab_size, size, generator=generator)
@@ -53,7 +58,7 @@ def expert_loads(folder: Path, tokens: int, length: int = 512) -> list[torch.Ten
 def balance(load: torch.Tensor, gpus: int) -> dict[str, float]:
     """Return how unequal the load of a layer's experts is, and that of GPUs that share them."""
     load = load.float()
-    of_gpu = load.view(gpus, -1).sum(1)
+    of_gpu = torch.stack([part.sum() for part in load.tensor_split(gpus)])
     return {
         "busiest expert over mean": round((load.max() / load.mean()).item(), 2),
         "busiest GPU over mean": round((of_gpu.max() / of_gpu.mean()).item(), 2),

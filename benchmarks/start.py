@@ -8,8 +8,8 @@ Each variant has its own caches (vLLM's, inductor's, Triton's, DeepGEMM's), empt
 Qwen3-8B and random weights (``load_format="dummy"``). The result has the seconds from the call of
 ``LLM`` and from the start of the process, the times of vLLM's log lines, the number of DeepGEMM
 kernels in the cache when ``LLM`` returned and after the first steps, the Triton kernels that the
-process itself compiled (inductor compiles its own in others), and the seconds of the first
-step of each kind beside the median of three further ones: a step that compiles is slow.
+process compiled, inductor's among them, and the seconds of the first step of each kind beside the
+median of three further ones: a step that compiles is slow.
 """
 
 from __future__ import annotations

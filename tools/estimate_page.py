@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
@@ -54,6 +54,10 @@ _PRECISION = {
     "stock": "vLLM's own FP8, FP8 KV cache",
     "fp8rl": "fp8rl, FP8 KV cache",
 }
+
+
+VARIANTS = (("bf16", "BF16"), ("fp8rl", "fp8rl"))
+CHUNKS: Loss = "NeMo RL in chunks"
 
 
 class Row(NamedTuple):
@@ -201,7 +205,7 @@ def _steps() -> Iterator[Row]:
 
 
 class Training(NamedTuple):
-    """A run of NeMo RL's Megatron worker, in its driver or alone."""
+    """Runs of NeMo RL's Megatron worker, in its driver or alone, in one precision."""
 
     what: str
     gpu: str
@@ -209,15 +213,15 @@ class Training(NamedTuple):
     sequences: int
     micro_batch: int
     length: int
-    file: str
+    precision: str
+    loss: Loss
+    runs: Sequence[tuple[str, float, float]]
+    """File, and seconds of log-probabilities and of training, of each run."""
     recompute: bool = False
-    one_pass: bool = True
-    """Whether fp8rl's worker went over the logits once, as it has since the runs of Qwen3-4B."""
 
-    def rows(self, precision: str, measured: dict[bool, float]) -> Iterator[Row]:
-        """Yield log-probabilities and training, whose seconds ``measured`` has."""
-        fp8, gpu = precision != "BF16", find_gpu(self.gpu)
-        loss: Loss = "one pass" if fp8 and self.one_pass else "NeMo RL"
+    def rows(self) -> Iterator[Row]:
+        """Yield log-probabilities and training, beside the median of the runs."""
+        gpu = find_gpu(self.gpu)
         for training in (False, True):
             recompute = training and self.recompute
             seconds = (self.sequences / self.micro_batch) * trainer_seconds(
@@ -225,9 +229,9 @@ class Training(NamedTuple):
                 self.shapes,
                 self.micro_batch * self.length,
                 self.length,
-                fp8,
+                self.precision != "BF16",
                 training=training,
-                loss=loss,
+                loss=self.loss,
                 recompute=recompute,
             )
             phase = "training" if training else "log-probabilities"
@@ -235,60 +239,89 @@ class Training(NamedTuple):
                 f"{self.what}, {self.sequences} x {self.length:,} tokens, {phase}"
                 f"{', recomputed' if recompute else ''}",
                 self.gpu,
-                precision,
+                self.precision,
                 "s",
                 seconds + optimizer_seconds(gpu, self.shapes) * training,
-                measured[training],
-                (self.file,),
+                median(run[1 + training] for run in self.runs),
+                tuple(dict.fromkeys(run[0] for run in self.runs)),
             )
 
 
 def _trainer_alone() -> Iterator[Row]:
     """Yield the calls of NeMo RL's Megatron worker alone."""
-    eight, small = model({**QWEN3_8B, "num_hidden_layers": 8}), model(QWEN3_4B)
-    runs = (
-        Training("8 layers of Qwen3-8B", "h100", eight, 32, 2, 4096, "trainer_8_layers_h100"),
-        Training("8 layers of Qwen3-8B", "h200", eight, 32, 2, 4096, "trainer_8_layers_h200"),
-        Training("Qwen3-1.7B", "h100", model(QWEN3_1_7B), 64, 8, 1536, "trainer_1.7b_h100"),
-        *(
-            Training(name, "h200", small, 32, count, 1536, "trainer_4b_h200", one_pass=False)
-            for name, count in (("Qwen3-4B", 8), ("Qwen3-4B, micro-batches of 4", 4))
-        ),
-    )
-    for run in runs:
-        found = result(run.file)
-        found = found.get("runs") or found[{4: "four", 8: "eight"}[run.micro_batch] + "_sequences"]
-        for variant, precision in (("bf16", "BF16"), ("fp8rl", "fp8rl")):
-            seconds = found[variant]["seconds"]
-            calls = {False: seconds["get_logprobs"], True: seconds["train"]}
-            yield from run.rows(precision, {on: each["median"] for on, each in calls.items()})
+
+    def calls(file: str, runs: dict[str, Any], *names: str) -> list[tuple[str, float, float]]:
+        found = [runs[name]["seconds"] for name in names]
+        return [(file, each["get_logprobs"]["median"], each["train"]["median"]) for each in found]
+
+    eight = model({**QWEN3_8B, "num_hidden_layers": 8})
+    for gpu in ("h100", "h200"):
+        file = f"trainer_8_layers_{gpu}"
+        what = "8 layers of Qwen3-8B", gpu, eight, 32, 2, 4096
+        found = result(file)["runs"]
+        yield from Training(*what, "BF16", CHUNKS, calls(file, found, "bf16")).rows()
+        yield from Training(*what, "fp8rl", "one pass", calls(file, found, "fp8rl")).rows()
+    file = "trainer_1.7b_h100"
+    what = "Qwen3-1.7B", "h100", model(QWEN3_1_7B), 64, 8, 1536
+    found = result(file)["runs"]
+    yield from Training(*what, "BF16", CHUNKS, calls(file, found, "bf16")).rows()
+    twice = calls(file, found, "fp8rl", "fp8rl, again")
+    yield from Training(*what, "fp8rl", "one pass", twice).rows()
+    file = "trainer_4b_h200"
+    losses: tuple[tuple[str, int, Loss], ...] = (("eight", 8, CHUNKS), ("four", 4, "NeMo RL"))
+    for name, count, loss in losses:
+        found = result(file)[f"{name}_sequences"]
+        what = f"Qwen3-4B, micro-batches of {count}", "h200", model(QWEN3_4B), 32, count, 1536
+        for variant, precision in VARIANTS:
+            yield from Training(*what, precision, loss, calls(file, found, variant)).rows()
 
 
 def _in_nemo_rl() -> Iterator[Row]:
     """Yield the trainer's phases in NeMo RL's driver, without the host's and the engine's."""
-    large, small = "Qwen3-8B in NeMo RL", "Qwen3-4B in NeMo RL"
-    mixture, dense = "12 layers of Qwen3-30B-A3B in NeMo RL, EP 4", model(QWEN3_8B)
+    phases = "policy_and_reference_logprobs", "policy_training"
+
+    def medians(file: str, run: dict[str, Any]) -> tuple[str, float, float]:
+        logprobs, training = (run["seconds"][phase]["median"] for phase in phases)
+        return file, logprobs, training
+
+    def later(file: str, run: dict[str, Any]) -> tuple[str, float, float]:
+        steps = run["seconds_of_each_step"]
+        logprobs, training = (median(steps[phase][2:]) for phase in phases)
+        return file, logprobs, training
+
+    small, dense = model(QWEN3_4B), model(QWEN3_8B)
+    file = "nemo_rl_real_4b_h200"
+    name = "Qwen3-4B in NeMo RL, micro-batches of "
+    for (_, precision), run in zip(VARIANTS, result(file)["runs"], strict=True):
+        what = f"{name}4", "h200", small, 256, 4, 1536, precision
+        yield from Training(*what, "NeMo RL", [medians(file, run)]).rows()
+    again, file = "nemo_rl_real_4b_2_h200", "nemo_rl_real_4b_3_h200"
+    found = result(file)["runs"]
+    runs = {
+        "BF16": [later(file, found["bf16"])],
+        "fp8rl": [
+            *(later(file, found[variant]) for variant in ("fp8rl", "fp8rl-mp")),
+            later(again, result(again)),
+        ],
+    }
+    for precision, each in runs.items():  # from before fp8rl's one pass
+        what = f"{name}8", "h200", small, 256, 8, 1536, precision
+        yield from Training(*what, CHUNKS, each).rows()
+    for file, count in (("nemo_rl_real_8b_h200", 128), ("nemo_rl_real_8b_2_h200", 256)):
+        for variant, precision in VARIANTS:
+            what = "Qwen3-8B in NeMo RL", "h200", dense, count, 8, 1536, precision
+            loss: Loss = CHUNKS if precision == "BF16" else "one pass"
+            run = medians(file, result(file)["runs"][variant])
+            yield from Training(*what, loss, [run], recompute=True).rows()
+    file = "nemo_rl_real_30b_a3b_12l_h200"
     shared = model({**QWEN3_30B_A3B, "num_hidden_layers": 12}, ep=4)
-    four, eight = "nemo_rl_real_4b_3_h200", "nemo_rl_real_8b_h200"
-    again, sparse = "nemo_rl_real_8b_2_h200", "nemo_rl_real_30b_a3b_12l_h200"
-    runs = (
-        Training(small, "h200", model(QWEN3_4B), 256, 8, 1536, four, one_pass=False),
-        Training(large, "h200", dense, 128, 8, 1536, eight, recompute=True),
-        Training(large, "h200", dense, 256, 8, 1536, again, recompute=True),
-        Training(mixture, "h200", shared, 256, 8, 1536, sparse),
-    )
-    phases = {False: "policy_and_reference_logprobs", True: "policy_training"}
-    for run in runs:
-        for variant, precision in (("bf16", "BF16"), ("fp8rl", "fp8rl")):
-            found = result(run.file)["runs"][variant]
-            yield from run.rows(precision, {on: _seconds(found, phases[on]) for on in phases})
-
-
-def _seconds(run: dict[str, Any], phase: str) -> float:
-    """Return the median of a phase in a driver's steps, without the first two if it lists all."""
-    if "seconds_of_each_step" in run:
-        return median(run["seconds_of_each_step"][phase][2:])
-    return run["seconds"][phase]["median"]
+    for variant, precision in VARIANTS:
+        steps = result(file)["runs"][variant]["seconds_by_step"]
+        second_to_fourth = [median(steps[key][1:4]) for key in ("log_probabilities", "training")]
+        name = "12 layers of Qwen3-30B-A3B in NeMo RL, EP 4"
+        what = name, "h200", shared, 256, 8, 1536, precision
+        loss = CHUNKS if precision == "BF16" else "one pass"
+        yield from Training(*what, loss, [(file, *second_to_fourth)]).rows()
 
 
 def page(text: str) -> str:

@@ -60,9 +60,7 @@ def small_micro_batches(
     gpu = find_gpu(_GPU)
     for phase, sequences, packed, training in _PHASES:
         tokens, key = _tokens(policy, sequences, packed, length)
-        least = context * smallest_micro_batch(
-            gpu, shapes, length, training=training, loss="one pass" if roomy else "NeMo RL"
-        )
+        least = context * smallest_micro_batch(gpu, shapes, length, training=training)
         if tokens is not None and tokens < least and (most is None or tokens < most):
             yield (
                 f"A micro-batch of {phase} has at most {tokens:,} tokens ({key}). On a host like "

@@ -202,9 +202,10 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         rows = plugins.pin_policy(loaded.pins, names).report()
         shapes = calculator.Model(config, rows, tp, ep)
         calculator.require_served(config, loaded)
+        usual: calculator.Loss = "NeMo RL in chunks" if logprob_chunks else "NeMo RL"
         losses: tuple[calculator.Loss, calculator.Loss] = (
-            "one pass" if fused_loss else "NeMo RL",
-            "one pass" if fused_loss or (logprob_chunks and loaded.training) else "NeMo RL",
+            "one pass" if fused_loss else usual,
+            "one pass" if fused_loss or (logprob_chunks and loaded.training) else usual,
         )
         console = Console()
         for section in calculator.sections(

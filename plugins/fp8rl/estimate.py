@@ -29,6 +29,7 @@ from fp8rl.families import (
 from fp8rl.measured import (
     ADAM_BYTES_MOVED,
     ATTENTION_FLOPS,
+    CHUNKED_LOSS_BYTES_MOVED,
     DECODE,
     ENGINE_BYTES,
     EXPERTS,
@@ -60,17 +61,22 @@ _HIDDEN_PASSES, _HEAD_PASSES, _INNER_PASSES = 13, 12, 3
 """Reads and writes of the elementwise kernels in a layer's forward: of the residual stream (norms,
 residual sums), of queries and keys (norms, rotary embedding), and of SwiGLU's output width. A
 backward has twice as many."""
-Loss = Literal["one pass", "Megatron", "NeMo RL"]
-"""How the trainer computes logprobs and the loss from logits: in one kernel, as fp8rl's worker for
-NeMo RL or Megatron's ``cross_entropy_loss_fusion`` do; as Megatron does without; as NeMo RL does
-(``nemo_rl/distributed/model_utils.py``)."""
+Loss = Literal["one pass", "Megatron", "NeMo RL", "NeMo RL in chunks"]
+"""How the trainer computes logprobs and the loss from logits: in one kernel for each direction, as
+fp8rl's worker for NeMo RL or Megatron's ``cross_entropy_loss_fusion`` do; as Megatron does without
+(``megatron/core/tensor_parallel/cross_entropy.py``); as NeMo RL does, without and with
+``policy.logprob_chunk_size`` (``nemo_rl/distributed/model_utils.py``)."""
 _LOSS_BYTES: dict[Loss, tuple[float, float]] = {
     "one pass": (6, 12),
-    "Megatron": (38, 60),
-    "NeMo RL": (LOSS_BYTES_MOVED["log-probabilities"], LOSS_BYTES_MOVED["forward and backward"]),
+    "Megatron": (38, 52),
+    "NeMo RL": (38, LOSS_BYTES_MOVED),
+    "NeMo RL in chunks": (
+        CHUNKED_LOSS_BYTES_MOVED["log-probabilities"],
+        CHUNKED_LOSS_BYTES_MOVED["forward and backward"],
+    ),
 }
-"""Bytes that it moves for one logit, forward alone; forward and backward. NeMo RL's are measured,
-the others counted."""
+"""Bytes that it moves for one logit, forward alone; forward and backward. Whole numbers are
+counted, the others measured."""
 _LINEARS = frozenset(("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts"))
 
 
@@ -522,9 +528,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def smallest_micro_batch(
-    gpu: GPU, model: Model, sequence: float, *, training: bool, loss: Loss = "NeMo RL"
-) -> int:
+def smallest_micro_batch(gpu: GPU, model: Model, sequence: float, *, training: bool) -> int:
     """Return the tokens of a micro-batch in FP8 below which the GPU may wait for the host.
 
     That is where the GPU takes as long for a micro-batch as a host that was measured; narrower
@@ -535,10 +539,10 @@ def smallest_micro_batch(
         model: the model.
         sequence: length of the sequences.
         training: forward and backward; else a forward that gives logprobs.
-        loss: how logprobs and the loss are computed.
     """
     host = HOST_LAYER["forward and backward" if training else "log-probabilities"]
-    seconds = trainer_seconds(gpu, model, MICRO_BATCH, sequence, True, training=training, loss=loss)
+    # The host's time contains NeMo RL's loss, and so does the GPU's here.
+    seconds = trainer_seconds(gpu, model, MICRO_BATCH, sequence, True, training=training)
     return round(MICRO_BATCH * host * model.layers / seconds)
 
 
@@ -581,11 +585,12 @@ def notes(
     if plain != own:
         yield (
             f"{_number(plain - own)} s of what fp8rl gains are not FP8's: it goes over the logits "
-            "once, where NeMo RL has an operation after the other."
+            "once, where NeMo RL has an operation after the other. Add them to its sum for FP8's "
+            "own part."
         )
     if recipe.training and not any(linear.experts for linear in model.linears):
         least = max(
-            smallest_micro_batch(gpu, model, length, training=training, loss=losses[1])
+            smallest_micro_batch(gpu, model, length, training=training)
             for training in (False, True)
         )
         yield (

@@ -72,10 +72,13 @@ linear layers and elementwise kernels (``restructuring.json``, ``megatron_linear
 ADAM_BYTES_MOVED = 57.9
 """The optimizer's time for one parameter, as bytes at a copy's bandwidth: that part of a step of
 Qwen3-1.7B (``megatron_step_h100.json``)."""
-LOSS_BYTES_MOVED = {"log-probabilities": 55.1, "forward and backward": 178.7}
-"""NeMo RL's time for a logit from the output layer to the loss, as bytes at a copy's bandwidth:
-what eight layers of Qwen3-8B take longer with it than with one pass over the logits, whose own
-bytes :mod:`fp8rl.estimate` counts (``trainer_8_layers_h200.json``)."""
+LOSS_BYTES_MOVED = 119.6
+"""NeMo RL's time for a logit from the output layer to the loss and back, as bytes at a copy's
+bandwidth: in a profile of Qwen3-4B (``trainer_4b_h200.json``)."""
+CHUNKED_LOSS_BYTES_MOVED = {"log-probabilities": 55.1, "forward and backward": 178.7}
+"""The same with ``policy.logprob_chunk_size``: what eight layers of Qwen3-8B take longer with it
+than with fp8rl's one pass over the logits, whose own bytes :mod:`fp8rl.estimate` counts
+(``trainer_8_layers_h200.json``)."""
 ENGINE_BYTES = 1.5e9
 """Memory that vLLM keeps for activations and CUDA graphs, beside weights and cache
 (``start_h200.json``)."""

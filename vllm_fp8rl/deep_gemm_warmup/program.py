@@ -2,9 +2,7 @@
 
 It reads a :class:`Job` as one line of JSON from stdin, then one :class:`Shape` per line until stdin
 is closed, and answers with one line of JSON on stdout. DeepGEMM itself compiles a kernel when it is
-first called, one after the other, about 2 s each; here nvcc runs on half of the cores at once. On
-all of them torch.compile, which the engine runs at the same time, takes 2 to 7 s longer
-(``docs/measurements/start.md``).
+first called, one after the other, about 2 s each; here nvcc runs on many cores at once.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
     Raises:
         RuntimeError: nvcc or DeepGEMM failed.
     """
-    compilers = max(1, len(os.sched_getaffinity(0)) // 2)
+    compilers = compilers_at_once(len(os.sched_getaffinity(0)))
     compiled = 0
     lister: KernelLister | None = None
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(compilers) as pool:
@@ -63,6 +61,16 @@ def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
         finally:  # after an error the others are of no use
             pool.shutdown(cancel_futures=True)
     return compiled
+
+
+def compilers_at_once(cores: int) -> int:
+    """Return how many compilers to run: half of the cores, but all of them up to eight.
+
+    The engine runs torch.compile at the same time, which took 1.4 and 2.7 s longer beside 16
+    compilers of 16 cores than beside 8 (``docs/measurements/start.md``). With fewer than eight the
+    kernels would not be there before the engine needs them.
+    """
+    return max(cores // 2, min(cores, 8))
 
 
 def _batches(shapes: Iterable[Shape]) -> Iterator[list[Shape]]:

@@ -314,3 +314,10 @@ def test_the_compiler_is_found_as_deep_gemm_finds_it(tmp_path: Path) -> None:
     assert find_nvcc(home) == tmp_path / "cuda/bin/nvcc"
     assert find_nvcc(named) == tmp_path / "named"
     assert find_nvcc(home | {"CUDA_HOME": str(tmp_path)}) is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "compilers"), [(1, 1), (4, 4), (8, 8), (12, 8), (16, 8), (64, 32)]
+)
+def test_many_cores_are_shared_with_torch_compile(cores: int, compilers: int) -> None:
+    assert program.compilers_at_once(cores) == compilers
