@@ -667,6 +667,9 @@ def test_a_recipe_of_ours_resolves_on_the_real_configs(
     assert recipe.rollout
     assert config.loss_fn.fp8rl == vllm["fp8rl"] == config.policy["megatron_cfg"]["fp8rl"]
     assert not (config.policy["megatron_cfg"].get("fp8_cfg") or {}).get("enabled")
+    if recipe.training:  # the logits in one pass
+        assert config.policy["logprob_chunk_size"]
+        assert config.policy["megatron_cfg"]["defer_fp32_logits"]
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
