@@ -106,7 +106,6 @@ def make_weights(folder: Path, seed: int = 0, *, plain: bool = False) -> None:
 
     if (folder / INDEX).is_file():
         return
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -122,7 +121,7 @@ def make_weights(folder: Path, seed: int = 0, *, plain: bool = False) -> None:
         made = torch.empty(shapes[name], dtype=torch.bfloat16, device=device)
         if made.ndim == 1:
             return made.fill_(1.0).cpu()
-        std = STD if plain else deviation(name, written)
+        std = STD if plain else deviation(name, config)
         return made.normal_(0, std, generator=generator).cpu()
 
     files = {}
@@ -136,7 +135,7 @@ def make_weights(folder: Path, seed: int = 0, *, plain: bool = False) -> None:
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
-def deviation(name: str, config: Mapping[str, Any]) -> float:
+def deviation(name: str, config: Any) -> float:
     """Return the standard deviation of a matrix.
 
     In a model with experts the embedding has 1, and what adds to the residual stream is scaled down
@@ -144,14 +143,14 @@ def deviation(name: str, config: Mapping[str, Any]) -> float:
 
     Args:
         name: of its tensor in a checkpoint.
-        config: the model's ``config.json``.
+        config: of transformers.
     """
     if not expert_count(known_family(config), config):
         return STD
     if name.endswith("embed_tokens.weight"):
         return 1.0
     adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return STD / math.sqrt(2 * config["num_hidden_layers"]) if adds else STD
+    return STD / math.sqrt(2 * config.num_hidden_layers) if adds else STD
 
 
 def of_checkpoint(name: str, size: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nemo_rl_ext.config.drivers import LOSS
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.names import FUSED_ENV
-
-_DRIVERS = ("grpo", "single_controller", "ppo")
-"""Those whose trainer computes log-probabilities."""
 
 
 def logits_in_many_operations(sections: Sections) -> Iterator[str]:
@@ -20,7 +18,7 @@ def logits_in_many_operations(sections: Sections) -> Iterator[str]:
     megatron, policy = sections.megatron, sections.policy
     switched_off = str((megatron.get("env_vars") or {}).get(FUSED_ENV)) == "0"
     if (
-        sections.driver.name in _DRIVERS
+        LOSS in sections.driver.serves  # which compares log-probabilities
         and policy.get("logprob_chunk_size") is None
         and not switched_off
     ):

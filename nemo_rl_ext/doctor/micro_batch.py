@@ -8,11 +8,10 @@ from typing import Any
 from fp8rl.errors import Fp8RLError
 from fp8rl.estimate import Model, find_gpu, smallest_micro_batch
 from fp8rl.pinning import PinRow
+from nemo_rl_ext.config.drivers import LOSS
 from nemo_rl_ext.config.keys import Sections
 from nemo_rl_ext.doctor.memory import gpus_of, ranks_of
 
-_DRIVERS = ("grpo", "single_controller", "ppo")
-"""Those that compute log-probabilities and train, each in micro-batches of its key."""
 _GPU = "h100"
 """The slowest GPU that was measured: a faster one waits for the host even more."""
 _PHASES = (
@@ -37,7 +36,8 @@ def small_micro_batches(
     """
     megatron, policy = sections.megatron, sections.policy
     length = policy.get("max_total_sequence_length")
-    if sections.driver.name not in _DRIVERS or not isinstance(length, int):
+    # Drivers without that loss compute no log-probabilities in micro-batches of a key of their own.
+    if LOSS not in sections.driver.serves or not isinstance(length, int):
         return
     tensor, context, pipeline = (
         ranks_of(megatron, kind) for kind in ("tensor_model", "context", "pipeline_model")

@@ -575,14 +575,14 @@ def notes(
         "Left out: waits of the GPU for the host, communication, Ray, refits, sleep and wake-up, "
         "and in memory the activations of training."
     )
-    plain, own = (
-        sum(
-            loss_seconds(gpu, model, load.requests * length, loss, training=training)
-            for training in (False, True)
+    if losses[0] != losses[1]:
+        plain, own = (
+            sum(
+                loss_seconds(gpu, model, load.requests * length, loss, training=training)
+                for training in (False, True)
+            )
+            for loss in losses
         )
-        for loss in losses
-    )
-    if plain != own:
         yield (
             f"{_number(plain - own)} s of what fp8rl gains are not FP8's: it goes over the logits "
             "once, where NeMo RL has an operation after the other. Add them to its sum for FP8's "

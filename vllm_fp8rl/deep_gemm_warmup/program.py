@@ -64,7 +64,7 @@ def compile_shapes(job: Job, shapes: Iterable[Shape]) -> int:
 
 
 def compilers_at_once(cores: int) -> int:
-    """Return how many compilers to run: half of the cores, but all of them up to eight.
+    """Return how many compilers to run: half of the cores, or eight if that is more and they exist.
 
     The engine runs torch.compile at the same time, which took 1.4 and 2.7 s longer beside 16
     compilers of 16 cores than beside 8 (``docs/measurements/start.md``). With fewer than eight the
