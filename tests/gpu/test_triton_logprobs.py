@@ -49,6 +49,7 @@ def test_log_probabilities_and_gradients_are_those_of_float64(
     expected.backward(grad.double())
     gradient = logprob_gradient(logits, chosen, most, total.log(), grad)
     assert gradient.dtype == dtype
+    assert gradient.transpose(0, 1).is_contiguous()  # as Megatron's head multiplies it
     # One rounding to the logits' dtype, of values of any size; triton's interpreter cuts off.
     unit = torch.finfo(dtype).eps / (1 if INTERPRETED else 2)
     error = (gradient.double() - exact.grad).abs()

@@ -71,7 +71,6 @@ def _attend(
     HEAD: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -124,7 +123,7 @@ def _attend(
         v = tl.load(v_ptr + slot, mask=inside[:, None], other=0.0)
         top, total, acc = _update(q, k, v, factor, inside, top, total, acc, True)
 
-    if WHOLE:
+    if splits == 1:  # not a constant: a second kernel would take more than a second to compile
         # A padded row of a captured batch has length 0: write zeros, not 0 / 0.
         acc = acc * (tl.load(v_scale_ptr) / tl.where(total > 0, total, 1.0))[:, None]
         where = out_ptr + sequence.to(tl.int64) * stride_out_token
@@ -220,11 +219,8 @@ def paged_decode(
     page, kv_heads = key_cache.shape[1], key_cache.shape[2]
     group = heads // kv_heads
     rows = max(_ROWS, triton.next_power_of_2(group))
-    state = (
-        torch.empty(sequences * heads * splits * (size + 2), dtype=torch.float32, device=out.device)
-        if splits > 1
-        else out
-    )
+    parts = sequences * heads * splits * (size + 2) if splits > 1 else 0
+    state = torch.empty(parts, dtype=torch.float32, device=out.device)
     _attend[(kv_heads, sequences, splits)](
         query,
         key_cache,
@@ -250,7 +246,6 @@ def paged_decode(
         HEAD=size,
         PAGE=page,
         TILE=_TILE,
-        WHOLE=splits == 1,
         STAGES=_STAGES,
         num_warps=1,
     )

@@ -163,7 +163,9 @@ class DeepGemmBackend:
             self._by_columns(grad_t, x_t, 0, total)
             if out is None:
                 return total.to(dtype).unbind()
-            return [old.add_(new) for old, new in zip(out, total.unbind(), strict=True)]
+            for first, stack in _stacks(out):  # one addition for each expert keeps the host busy
+                stack.add_(total[first : first + len(stack)])
+            return out
         for first, stack in _stacks(out):
             if len(stack) > 1:
                 self._by_columns(grad_t, x_t, first, stack)

@@ -61,17 +61,21 @@ def _gradient_kernel(
     length,
     stride_batch,
     stride_row,
+    stride_out_batch,
+    stride_out_row,
     WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = logits_ptr + (row // length) * stride_batch + (row % length) * stride_row
+    sequence, token = row // length, row % length
+    at = logits_ptr + sequence * stride_batch + token * stride_row
+    to = out_ptr + sequence * stride_out_batch + token * stride_out_row
     word = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = word < words
     x = tl.load(at + word, inside, other=0.0)
     share = tl.exp((x.to(tl.float32) - tl.load(most_ptr + row)) - tl.load(spread_ptr + row))
     is_chosen = (word == tl.load(chosen_ptr + row)).to(tl.float32)
     gradient = (is_chosen - share) * tl.load(grad_ptr + row)
-    tl.store(out_ptr + row * words + word, gradient.to(x.dtype), inside)
+    tl.store(to + word, gradient.to(x.dtype), inside)
 
 
 def row_sums(
@@ -132,11 +136,13 @@ def logprob_gradient(
         grad: gradient of the log-probabilities ``[B, S]``.
 
     Returns:
-        ``[B, S, V]`` in the logits' dtype.
+        ``[B, S, V]`` in the logits' dtype. In memory it is ``[S, B, V]``: Megatron's head multiplies
+        in that order, and would copy any other gradient twice, once for each of its two products.
     """
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    rows, words = chosen.numel(), logits.shape[2]
+    batch, length, words = logits.shape
+    out = logits.new_empty(length, batch, words).transpose(0, 1)
+    rows = chosen.numel()
     if rows:
         _gradient_kernel[(rows, triton.cdiv(words, _WIDTH))](
             logits,
@@ -146,9 +152,11 @@ def logprob_gradient(
             grad.float().contiguous(),
             out,
             words,
-            logits.shape[1],
+            length,
             logits.stride(0),
             logits.stride(1),
+            out.stride(0),
+            out.stride(1),
             WIDTH=_WIDTH,
             num_warps=8,
         )
