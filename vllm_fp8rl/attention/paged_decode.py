@@ -18,6 +18,7 @@ import triton.language as tl
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 32
+_FEW_SPLITS = 4  # batches that almost fill the GPU have no more
 _TILE = 32  # tokens; one warp per program needs no barrier, and 8 programs fit
 _STAGES = 4
 _ROWS = 16  # the smallest number of rows that a tensor core multiplies
@@ -250,7 +251,9 @@ def paged_decode(
         num_warps=1,
     )
     if splits > 1:
+        # Lanes of splits that do not exist take as long as the others.
+        most = _FEW_SPLITS if splits <= _FEW_SPLITS else _MOST_SPLITS
         _combine[(heads, sequences)](
-            state, out, v_scale, out.stride(0), out.stride(1), splits, HEAD=size, MOST=_MOST_SPLITS
+            state, out, v_scale, out.stride(0), out.stride(1), splits, HEAD=size, MOST=most
         )
     return out
