@@ -1,6 +1,7 @@
 """Qwen3 models in their true shapes with random weights: what ``nemo_rl.py --task real`` runs.
 
-    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b|30b-a3b-12l] [--layers 8] [--plain]
+    python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b|30b-a3b-12l] [--layers 8]
+                                    [--experts 32] [--plain]
 
 Norms are 1 and matrices are normal with a standard deviation of 0.02, as before a pretraining. So
 activations are of order 1 in every layer, FP8 codes take every size, and a GPU draws the power that
@@ -212,11 +213,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=tuple(SIZES), default="4b")
     parser.add_argument("--layers", type=int, help="in the place of the size's own")
+    parser.add_argument("--experts", type=int, help="likewise; of a dense model this is an error")
     parser.add_argument("--plain", action="store_true", help="0.02 in every matrix")
     options = parser.parse_args()
     shape = shape_of(options.size)
     if options.layers is not None:
         shape["num_hidden_layers"] = options.layers
+    if options.experts is not None:
+        if "num_experts" not in shape:
+            parser.error(f"--experts: --size {options.size} has none; leave it out.")
+        shape["num_experts"] = options.experts
     make_weights(make_model(options.folder, shape), plain=options.plain)
 
 

@@ -106,8 +106,8 @@ def _rollouts() -> Iterator[Row]:
     ]
     for key, name in (("rollout", "Qwen3-8B"), ("rollout_30b_a3b", "Qwen3-30B-A3B")):
         runs += [("restructuring", name, each) for each in folders[key]["after"]["results"]]
-    mixture = "rollout_30b_h200"
-    runs += [(mixture, "Qwen3-30B-A3B", each) for each in result(mixture)["results"]]
+    mixtures = "rollout_30b_h200", "rollout_30b_2_h200"
+    runs += [(file, "Qwen3-30B-A3B", each) for file in mixtures for each in result(file)["results"]]
     found: dict[tuple[str, str, str, str], list[tuple[str, float]]] = {}
     for file, name, each in runs:
         gpu, engine = each["gpu"].split()[1].lower(), each["variant"].removesuffix("-kv")
@@ -267,6 +267,13 @@ def _trainer_alone() -> Iterator[Row]:
     yield from Training(*what, "BF16", CHUNKS, calls(file, found, "bf16")).rows()
     twice = calls(file, found, "fp8rl", "fp8rl, again")
     yield from Training(*what, "fp8rl", "one pass", twice).rows()
+    file = "trainer_moe_h200"
+    quarter = model({**QWEN3_30B_A3B, "num_hidden_layers": 4, "num_experts": 32})
+    for variant, precision in VARIANTS:
+        what = "4 layers of Qwen3-30B-A3B, 32 experts", "h200", quarter, 64, 8, 1536
+        loss: Loss = CHUNKS if precision == "BF16" else "one pass"
+        run = calls(file, result(file)["runs"], variant)
+        yield from Training(*what, precision, loss, run).rows()
     file = "trainer_4b_h200"
     losses: tuple[tuple[str, int, Loss], ...] = (("eight", 8, CHUNKS), ("four", 4, "NeMo RL"))
     for name, count, loss in losses:
@@ -313,15 +320,13 @@ def _in_nemo_rl() -> Iterator[Row]:
             loss: Loss = CHUNKS if precision == "BF16" else "one pass"
             run = medians(file, result(file)["runs"][variant])
             yield from Training(*what, loss, [run], recompute=True).rows()
-    file = "nemo_rl_real_30b_a3b_12l_h200"
+    file = "nemo_rl_real_30b_a3b_12l_2_h200"
     shared = model({**QWEN3_30B_A3B, "num_hidden_layers": 12}, ep=4)
     for variant, precision in VARIANTS:
-        steps = result(file)["runs"][variant]["seconds_by_step"]
-        second_to_fourth = [median(steps[key][1:4]) for key in ("log_probabilities", "training")]
-        name = "12 layers of Qwen3-30B-A3B in NeMo RL, EP 4"
-        what = name, "h200", shared, 256, 8, 1536, precision
+        what = "12 layers of Qwen3-30B-A3B in NeMo RL, EP 4", "h200", shared, 192, 8, 1536
         loss = CHUNKS if precision == "BF16" else "one pass"
-        yield from Training(*what, loss, [(file, *second_to_fourth)]).rows()
+        run = medians(file, result(file)["runs"][variant])
+        yield from Training(*what, precision, loss, [run]).rows()
 
 
 def page(text: str) -> str:

@@ -41,11 +41,14 @@ from fp8rl.measured import (
     MEASURED_HIDDEN,
     MEASURED_LENGTH,
     MEASURED_LINEARS,
+    PERMUTATION_BYTES_MOVED,
     PROFILED_REQUESTS,
     QUANTIZE,
     ROLLOUT_EXPERTS,
+    ROUTING_WAIT,
     SAMPLER_BYTES_MOVED,
     Engine,
+    Phase,
     Precision,
     Product,
 )
@@ -77,6 +80,8 @@ _LOSS_BYTES: dict[Loss, tuple[float, float]] = {
 }
 """Bytes that it moves for one logit, forward alone; forward and backward. Whole numbers are
 counted, the others measured."""
+_DOWN = ("down_proj", "w2")
+"""Names of the last linear of an MLP."""
 _LINEARS = frozenset(("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "experts"))
 
 
@@ -318,7 +323,7 @@ def elementwise_seconds(gpu: GPU, model: Model, tokens: float) -> float:
     inner = sum(
         linear.inputs * linear.top * count
         for linear, count in model.linears.items()
-        if linear.name in ("down_proj", "w2")
+        if linear.name in _DOWN
     )
     return 2 * tokens * (widths * model.layers + _INNER_PASSES * inner) / gpu.copy
 
@@ -366,8 +371,24 @@ def layers_seconds(
         count * linear_seconds(gpu, linear, tokens, fp8 and linear.fp8, training=training)
         for linear, count in model.trained.items()
     )
+    seconds += routing_seconds(gpu, model, tokens, fp8, training=training)
     seconds += (3.5 if training else 1) * attention_seconds(model, tokens, sequence)
     return seconds + (3 if training else 1) * elementwise_seconds(gpu, model, tokens)
+
+
+def routing_seconds(
+    gpu: GPU, model: Model, tokens: float, fp8: bool, *, training: bool = False
+) -> float:
+    """Return the seconds of a micro-batch in which tokens are sorted by expert and back, and in
+    which the GPU waits for the host that must know their numbers; 0 for a dense model."""
+    phase: Phase = "forward and backward" if training else "log-probabilities"
+    seconds = 0.0
+    for linear, count in model.trained.items():
+        if linear.experts and linear.name in _DOWN:  # once in a layer
+            sorted_numbers = tokens * linear.top * linear.outputs
+            seconds += count * PERMUTATION_BYTES_MOVED[phase] * sorted_numbers / gpu.copy
+            seconds += count * ROUTING_WAIT["fp8" if fp8 else "bf16"][phase]
+    return seconds
 
 
 def optimizer_seconds(gpu: GPU, model: Model) -> float:
@@ -559,7 +580,8 @@ def notes(
     shapes = {(linear.outputs, linear.inputs) for linear in model.linears if not linear.experts}
     if not shapes <= MEASURED_LINEARS:
         beyond.append("linear layers of other shapes")
-    if any(linear.experts for linear in model.linears):
+    mixture = any(linear.experts for linear in model.linears)
+    if mixture:
         beyond.append("experts, measured in training alone and with 512 and 4,096 tokens each")
     if not 64 <= load.requests <= PROFILED_REQUESTS:
         beyond.append(f"a load of {load.requests:,} requests (compared with runs of 64 and 256)")
@@ -571,9 +593,10 @@ def notes(
         beyond.append("the split over GPUs")
     yield "Measured: kernels of Qwen3-8B's shapes on one H100."
     yield f"Extrapolated: {'; '.join(beyond) or 'nothing'}."
+    counted = " (but for those of one host for the experts' tokens)" if mixture else ""
     yield (
-        "Left out: waits of the GPU for the host, communication, Ray, refits, sleep and wake-up, "
-        "and in memory the activations of training."
+        f"Left out: waits of the GPU for the host{counted}, communication, Ray, refits, sleep and "
+        "wake-up, and in memory the activations of training."
     )
     if losses[0] != losses[1]:
         plain, own = (
@@ -588,7 +611,7 @@ def notes(
             "once, where NeMo RL has an operation after the other. Add them to its sum for FP8's "
             "own part."
         )
-    if recipe.training and not any(linear.experts for linear in model.linears):
+    if recipe.training and not mixture:
         least = max(
             smallest_micro_batch(gpu, model, length, training=training)
             for training in (False, True)

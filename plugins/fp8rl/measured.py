@@ -12,6 +12,7 @@ from typing import Literal
 
 Precision = Literal["bf16", "fp8"]
 Product = Literal["fprop", "dgrad", "wgrad"]
+Phase = Literal["log-probabilities", "forward and backward"]
 Engine = Literal["bf16", "stock", "fp8rl"]
 
 
@@ -61,10 +62,24 @@ EXPERTS: dict[int, dict[Precision, float]] = {
 """By tokens of an expert: how many times longer than their roofline grouped experts take in
 training, forward and backward; in FP8 weights are quantized in each direction
 (``megatron_experts_2_h100.json``)."""
+PERMUTATION_BYTES_MOVED: dict[Phase, float] = {
+    "log-probabilities": 16.3,
+    "forward and backward": 29.2,
+}
+"""Megatron's time to sort tokens by expert and back, in a layer with experts, as bytes at a copy's
+bandwidth for one number of a token's hidden state and one of its experts: in a profile of four
+layers of Qwen3-30B-A3B with 32 experts (``trainer_moe_h200.json``)."""
+ROUTING_WAIT: dict[Precision, dict[Phase, float]] = {
+    "bf16": {"log-probabilities": 4.8e-3, "forward and backward": 7.4e-3},
+    "fp8": {"log-probabilities": 2.6e-3, "forward and backward": 8.9e-3},
+}
+"""Seconds that the GPU waits for the host in a layer with experts of a micro-batch: there Megatron
+waits for the number of tokens of each expert before it launches what follows. What the GPU does not
+work of the same calls, one host with 16 cores (``trainer_moe_h200.json``)."""
 ROLLOUT_EXPERTS: dict[Precision, float] = {"bf16": 1.37, "fp8": 1.84}
 """The same in rollouts: the factors of an earlier training (``megatron_experts_h100.json``). vLLM's
-experts themselves are quicker (1.25 in FP8) and its attention over few KV heads is slower than
-:data:`DECODE` says (0.59 for 0.918; both ``rollout_30b_h200.json``). The factors were kept because
+experts themselves are quicker (1.23 in FP8) and its attention over few KV heads is slower than
+:data:`DECODE` says (0.59 for 0.918; both ``rollout_30b_2_h200.json``). The factors were kept, since
 rollouts of Qwen3-30B-A3B come out within 7% with them at 256 requests (13% too slow at 64)."""
 ATTENTION_FLOPS = 343e12
 """FLOP/s of causal attention: what is left of a layer in BF16, forward and backward, without its
@@ -75,7 +90,10 @@ Qwen3-1.7B (``megatron_step_h100.json``)."""
 LOSS_BYTES_MOVED = 119.6
 """NeMo RL's time for a logit from the output layer to the loss and back, as bytes at a copy's
 bandwidth: in a profile of Qwen3-4B (``trainer_4b_h200.json``)."""
-CHUNKED_LOSS_BYTES_MOVED = {"log-probabilities": 55.1, "forward and backward": 178.7}
+CHUNKED_LOSS_BYTES_MOVED: dict[Phase, float] = {
+    "log-probabilities": 55.1,
+    "forward and backward": 178.7,
+}
 """The same with ``policy.logprob_chunk_size``: what eight layers of Qwen3-8B take longer with it
 than with fp8rl's one pass over the logits, whose own bytes :mod:`fp8rl.estimate` counts
 (``trainer_8_layers_h200.json``)."""
@@ -103,7 +121,7 @@ DECODE: dict[Engine, Decode] = {
 PROFILED_REQUESTS = 256
 SAMPLER_BYTES_MOVED = 28.6
 """The sampler's time for a logit, as bytes at a copy's bandwidth (``decode_profile_h100.json``)."""
-HOST_LAYER = {"log-probabilities": 3.66e-3, "forward and backward": 9.63e-3}
+HOST_LAYER: dict[Phase, float] = {"log-probabilities": 3.66e-3, "forward and backward": 9.63e-3}
 """Seconds of a phase for one layer of a micro-batch, dense, in FP8 and with TransformerEngine's
 spec, in NeMo RL's worker, where the GPU waited for the host (``nemo_rl_real_4b_h200.json``). They
 contain the head, the loss and what the worker adds to a call, and are from before SwiGLU was fused

@@ -12,7 +12,6 @@ import torch
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics.formats import GROUP, Quantized, cdiv
 
-
 _COLUMNS = 6
 """Of :meth:`ExpertRows.table`."""
 

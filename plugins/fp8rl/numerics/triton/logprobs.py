@@ -136,8 +136,8 @@ def logprob_gradient(
         grad: gradient of the log-probabilities ``[B, S]``.
 
     Returns:
-        ``[B, S, V]`` in the logits' dtype. In memory it is ``[S, B, V]``: Megatron's head multiplies
-        in that order, and would copy any other gradient twice, once for each of its two products.
+        ``[B, S, V]`` in the logits' dtype, in memory ``[S, B, V]``: Megatron's head multiplies in
+        that order, and would copy any other gradient twice, once for each of its two products.
     """
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     batch, length, words = logits.shape
