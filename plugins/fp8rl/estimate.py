@@ -28,6 +28,7 @@ from fp8rl.families import (
 )
 from fp8rl.measured import (
     ADAM_BYTES_MOVED,
+    ALL_TO_ALL,
     ATTENTION_FLOPS,
     CHUNKED_LOSS_BYTES_MOVED,
     DECODE,
@@ -379,14 +380,17 @@ def layers_seconds(
 def routing_seconds(
     gpu: GPU, model: Model, tokens: float, fp8: bool, *, training: bool = False
 ) -> float:
-    """Return the seconds of a micro-batch in which tokens are sorted by expert and back, and in
-    which the GPU waits for the host that must know their numbers; 0 for a dense model."""
+    """Return the seconds of a micro-batch in which tokens are sorted by expert and back, are sent
+    to the GPUs of their experts and back, and in which the GPU waits for the host that must know
+    their numbers; 0 for a dense model."""
     phase: Phase = "forward and backward" if training else "log-probabilities"
     seconds = 0.0
     for linear, count in model.trained.items():
         if linear.experts and linear.name in _DOWN:  # once in a layer
             sorted_numbers = tokens * linear.top * linear.outputs
             seconds += count * PERMUTATION_BYTES_MOVED[phase] * sorted_numbers / gpu.copy
+            sent = 2 * sorted_numbers * (linear.ep - 1) / linear.ep
+            seconds += count * (4 if training else 2) * sent / ALL_TO_ALL
             seconds += count * ROUTING_WAIT["fp8" if fp8 else "bf16"][phase]
     return seconds
 
@@ -593,10 +597,11 @@ def notes(
         beyond.append("the split over GPUs")
     yield "Measured: kernels of Qwen3-8B's shapes on one H100."
     yield f"Extrapolated: {'; '.join(beyond) or 'nothing'}."
-    counted = " (but for those of one host for the experts' tokens)" if mixture else ""
+    waits = " (but for those of one host for the experts' tokens)" if mixture else ""
+    sent = " (but for these tokens in training)" if mixture else ""
     yield (
-        f"Left out: waits of the GPU for the host{counted}, communication, Ray, refits, sleep and "
-        "wake-up, and in memory the activations of training."
+        f"Left out: waits of the GPU for the host{waits}, communication{sent}, Ray, refits, sleep "
+        "and wake-up, and in memory the activations of training."
     )
     if losses[0] != losses[1]:
         plain, own = (

@@ -20,6 +20,7 @@ from fp8rl.estimate import Linear, Load, find_gpu
 from fp8rl.families import module_names
 from fp8rl.measured import (
     ADAM_BYTES_MOVED,
+    ALL_TO_ALL,
     ATTENTION_FLOPS,
     CHUNKED_LOSS_BYTES_MOVED,
     DECODE,
@@ -61,10 +62,8 @@ MISSED = {
     (f"{_FOURS}, training", "fp8rl"): 0.4,
     (f"{_LOOP}, log-probabilities", "fp8rl"): 0.41,
     (f"{_LOOP}, training", "fp8rl"): 0.27,
-    (f"{_MIXTURE}, log-probabilities", "BF16"): 0.26,
-    (f"{_MIXTURE}, training", "BF16"): 0.34,
-    (f"{_MIXTURE}, log-probabilities", "fp8rl"): 0.41,
-    (f"{_MIXTURE}, training", "fp8rl"): 0.17,
+    (f"{_MIXTURE}, log-probabilities", "fp8rl"): 0.23,
+    (f"{_MIXTURE}, training", "BF16"): 0.24,
 }
 """What docs/estimate.md says is off by more than the bound, and by how much at most."""
 
@@ -126,8 +125,9 @@ def test_experts() -> None:
     assert calculator.experts_factor(dense, 8192, True) == 1
 
 
-def test_experts_that_gpus_share() -> None:
+def test_experts_that_gpus_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of four GPUs has a quarter of them, and tokens of all four; Adam's states are shared."""
+    monkeypatch.setattr(calculator, "ALL_TO_ALL", float("inf"))
     names = module_names(QWEN3_30B_A3B)
     rows = PluginManager(discover=False).pin_policy(Pins(), names).report()
     shared = calculator.Model(QWEN3_30B_A3B, rows, ep=4)
@@ -206,6 +206,23 @@ def test_routing() -> None:
         found = 1e-3 * runs["bf16"]["profile"][call]["parts"]["permutation"][1] / 2
         assert seconds == pytest.approx(found + waits, rel=0.02)
     assert calculator.routing_seconds(h200, model(QWEN3_8B), 8192, True) == 0
+
+
+def test_tokens_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rate is what is left of one phase of the run on four GPUs; it is no check of that."""
+    file = result("nemo_rl_real_30b_a3b_12l_2_h200")["runs"]["fp8rl"]
+    shapes, batches = model({**QWEN3_30B_A3B, "num_hidden_layers": 12}, ep=4), 192 / 8
+
+    def predicted() -> float:
+        seconds = calculator.trainer_seconds(
+            GPUS["h200"], shapes, 8 * 1536, 1536, True, training=True, loss="one pass"
+        )
+        return batches * seconds + calculator.optimizer_seconds(GPUS["h200"], shapes)
+
+    monkeypatch.setattr(calculator, "ALL_TO_ALL", float("inf"))
+    left = file["seconds"]["policy_training"]["median"] - predicted()
+    sent = batches * 12 * 4 * (8 * 1536 * 8 * 2048 * 2) * 3 / 4
+    assert close(sent / left) == ALL_TO_ALL
 
 
 def test_attention_of_training() -> None:
