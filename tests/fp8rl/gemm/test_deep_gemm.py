@@ -156,8 +156,10 @@ def test_gradients_anywhere_in_memory_are_added_to():
         for total, product in zip(totals, expected, strict=True):
             torch.testing.assert_close(total, times * product)
     assert not third.any() and buffer[3 * 128 * 256] == 0
-    rounded = [torch.ones(128, 256, dtype=torch.bfloat16) for _ in totals]
-    for total, product in zip(
-        backend.grouped_wgrad(a, b, torch.bfloat16, rounded), expected, strict=True
-    ):
+    stack = torch.ones(4, 128, 256, dtype=torch.bfloat16)  # one more than is added to
+    apart, turned = torch.ones(128, 256).bfloat16(), torch.ones(256, 128).bfloat16().t()
+    rounded = [*stack[:3], apart, turned, torch.ones(128, 256).bfloat16()]
+    assert backend.grouped_wgrad(a, b, torch.bfloat16, rounded) is rounded
+    for total, product in zip(rounded, expected, strict=True):
         torch.testing.assert_close(total, (1 + product).bfloat16(), rtol=0.01, atol=0.02)
+    assert (stack[3] == 1).all()
