@@ -213,15 +213,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=tuple(SIZES), default="4b")
     parser.add_argument("--layers", type=int, help="in the place of the size's own")
-    parser.add_argument("--experts", type=int, help="likewise; of a dense model this is an error")
+    parser.add_argument("--experts", type=int, help="of a layer, in the place of the size's own")
     parser.add_argument("--plain", action="store_true", help="0.02 in every matrix")
     options = parser.parse_args()
     shape = shape_of(options.size)
     if options.layers is not None:
         shape["num_hidden_layers"] = options.layers
     if options.experts is not None:
-        if "num_experts" not in shape:
-            parser.error(f"--experts: --size {options.size} has none; leave it out.")
+        if options.experts < shape.get("num_experts_per_tok", math.inf):
+            parser.error(f"--size {options.size} has no {options.experts} experts a layer.")
         shape["num_experts"] = options.experts
     make_weights(make_model(options.folder, shape), plain=options.plain)
 

@@ -104,6 +104,24 @@ def test_a_model_is_written_once_and_loads(
     assert 6 < entropy < 6.94
 
 
+def test_a_model_with_fewer_experts(
+    real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(real.model, "make_model", lambda folder, shape: made.append(shape))
+    monkeypatch.setattr(real.model, "make_weights", lambda folder, plain: None)
+    command = ["real_model.py", "x", "--size", "30b-a3b-12l", "--layers", "4", "--experts"]
+    monkeypatch.setattr(sys, "argv", [*command, "32"])
+    real.model.main()
+    assert (made[0]["num_hidden_layers"], made[0]["num_experts"]) == (4, 32)
+    for refused in ([*command, "7"], ["real_model.py", "x", "--size", "8b", "--experts", "32"]):
+        monkeypatch.setattr(sys, "argv", refused)
+        with pytest.raises(SystemExit):
+            real.model.main()
+        assert f"has no {refused[-1]} experts a layer" in capsys.readouterr().err
+    assert len(made) == 1
+
+
 def test_experts_are_written_one_by_one(real: SimpleNamespace, tmp_path: Path) -> None:
     """As a checkpoint has them, which transformers makes to stacks, NeMo RL's bridge and vLLM to
     shards."""

@@ -100,7 +100,7 @@ def try_wheel(wheel: Path, work: Path) -> None:
     options = torch_options(pip_offers_torch(python), index, reachable)
     torch = f"torch=={TORCH}"
     install(python, torch, *options, torch)
-    install(python, "the wheel alone", str(wheel), torch, "pytest", "numpy")
+    install(python, "the wheel alone", str(wheel), torch, "pytest")
     step("where its packages come from", [str(python), "-c", ORIGIN], folder)
     run_readme(python, "plain-tensor GRPO, without any engine", "grpo_snippets", folder)
     install(python, "the extra cpu", f"{wheel}[cpu]", torch)

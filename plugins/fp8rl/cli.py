@@ -190,8 +190,8 @@ def build_app(plugins: PluginManager) -> typer.Typer:
     ) -> None:
         """Estimate time and memory of a step of RL in BF16 and FP8, from measured kernels.
 
-        No GPU is needed. The times are those of the GPU's work: Ray and refits are left out, and,
-        but for experts in training, host and communication. docs/estimate.md compares them with
+        No GPU is needed. The times are those of the GPU's work: host, communication (except those
+        of experts in training), Ray and refits are left out. docs/estimate.md compares them with
         runs.
         """
         # Here, because it imports torch.

@@ -597,8 +597,8 @@ def notes(
         beyond.append("the split over GPUs")
     yield "Measured: kernels of Qwen3-8B's shapes on one H100."
     yield f"Extrapolated: {'; '.join(beyond) or 'nothing'}."
-    waits = " (but for those of one host for the experts' tokens)" if mixture else ""
-    sent = " (but for these tokens in training)" if mixture else ""
+    waits = " (except where experts' tokens are counted in training)" if mixture else ""
+    sent = " (except experts' tokens in training)" if model.ep > 1 else ""
     yield (
         f"Left out: waits of the GPU for the host{waits}, communication{sent}, Ray, refits, sleep "
         "and wake-up, and in memory the activations of training."

@@ -18,7 +18,7 @@ import triton.language as tl
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 32
-_FEW_SPLITS = 4  # batches that almost fill the GPU have no more
+_FEW_SPLITS = 4  # at most this many where a batch nearly fills the GPU
 _TILE = 32  # tokens; one warp per program needs no barrier, and 8 programs fit
 _STAGES = 4
 _ROWS = 16  # the smallest number of rows that a tensor core multiplies

@@ -158,6 +158,11 @@ class DeepGemmBackend:
     ) -> Sequence[torch.Tensor]:
         positions = len(x_t.expert_rows.order)
         m, n = grad_t.scale_inv.shape[1], x_t.scale_inv.shape[1]
+        if out is not None and len(out) != positions:
+            raise ValueError(
+                f"There are {len(out)} gradients to add to for {positions} experts; give one for "
+                "each position of the operands."
+            )
         if out is None or out[0].dtype != torch.float32:
             total = x_t.scale_inv.new_zeros(positions, m, n)
             self._by_columns(grad_t, x_t, 0, total)

@@ -98,23 +98,31 @@ class ExpertRows:
         columns describe a tile: its first source row; its number of rows; its first row in a
         rowwise operand; the expert's first tile and its number of tiles in columnwise memory (0
         tiles if the expert is left out, and for a boundary tile); the tile's number within the
-        expert. It needs ``alignment`` 128.
+        expert.
+
+        Raises:
+            UnsupportedError: ``alignment`` is 1, and an expert has no whole tiles.
         """
         return self._on(device)[0]
 
     def experts(self, device: torch.device) -> torch.Tensor:
         """The expert by whose weight each row of a rowwise operand is multiplied.
 
-        int32 ``[rows]``, contiguous, one expert for each tile; needs ``alignment`` 128.
+        int32 ``[rows]``, contiguous, one expert for each tile; raises as :meth:`table`.
         """
         return self._on(device)[1]
 
     def column_sizes_on(self, device: torch.device) -> torch.Tensor:
-        """:attr:`column_sizes` as an int32 tensor on ``device``; needs ``alignment`` 128."""
+        """:attr:`column_sizes` as an int32 tensor on ``device``; raises as :meth:`table`."""
         return self._on(device)[2]
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The three tables, which go to a GPU once, in one copy."""
+        if self.alignment != GROUP and any(size % GROUP for size in self.sizes):
+            raise UnsupportedError(
+                f"A tile has {GROUP} rows of one expert, and experts of {self.splits} rows are "
+                f"aligned to {self.alignment}; make ExpertRows with an alignment of {GROUP}."
+            )
         if device not in self._tables:
             together, parts = self._on_host()
             copies = on_device(torch.from_numpy(together), device).split(parts)
@@ -128,7 +136,7 @@ class ExpertRows:
         and the length of each.
 
         A GPU without work waits for them: a layer's tokens are known when its experts begin. Numpy
-        takes a fifth of the time that torch needs for arrays of a few hundred numbers.
+        takes half of the time that torch needs for arrays of a few hundred numbers.
         """
         tiles = np.array(self.sizes, np.int32) // GROUP
         splits, starts = (np.array(each, np.int32) for each in (self.splits, self.starts))

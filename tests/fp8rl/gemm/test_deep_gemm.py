@@ -163,3 +163,6 @@ def test_gradients_anywhere_in_memory_are_added_to():
     for total, product in zip(rounded, expected, strict=True):
         torch.testing.assert_close(total, (1 + product).bfloat16(), rtol=0.01, atol=0.02)
     assert (stack[3] == 1).all()
+    for dtype in (torch.bfloat16, torch.float32):  # a stack would broadcast a single product
+        with pytest.raises(ValueError, match="5 gradients to add to for 6 experts"):
+            backend.grouped_wgrad(a, b, dtype, [each.to(dtype) for each in rounded[:5]])

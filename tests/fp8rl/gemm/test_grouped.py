@@ -127,6 +127,10 @@ def test_what_does_not_fit_is_refused():
     for expert_rows in (ExpertRows((3, 4), 1), ExpertRows((4, 4), 128)):
         with pytest.raises(UnsupportedError, match="8 rows on cpu do not fit expert_rows"):
             quantize_grouped(torch.randn(8, 4), expert_rows)
+    with pytest.raises(
+        UnsupportedError, match="aligned to 1; make ExpertRows with an alignment of"
+    ):
+        ExpertRows((200, 130), 1).table(CPU)
 
 
 def test_tiles_tell_where_rows_come_from_and_go_to():
