@@ -213,7 +213,9 @@ def build_app(plugins: PluginManager) -> typer.Typer:
             table, shapes, requests, loaded, tp, losses=losses, recompute=recompute
         ):
             console.print(_section_table(section))
-        for note in calculator.notes(table, shapes, requests, tp, loaded, losses=losses):
+        for note in calculator.notes(
+            table, shapes, requests, tp, loaded, losses=losses, recompute=recompute
+        ):
             console.print(note, markup=False, soft_wrap=True)
 
     @app.command("export")

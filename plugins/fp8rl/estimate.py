@@ -386,13 +386,18 @@ def routing_seconds(
     phase: Phase = "forward and backward" if training else "log-probabilities"
     seconds = 0.0
     for linear, count in model.trained.items():
-        if linear.experts and linear.name in _DOWN:  # once in a layer
+        if _ends_experts(linear):
             sorted_numbers = tokens * linear.top * linear.outputs
             seconds += count * PERMUTATION_BYTES_MOVED[phase] * sorted_numbers / gpu.copy
             sent = 2 * sorted_numbers * (linear.ep - 1) / linear.ep
             seconds += count * (4 if training else 2) * sent / ALL_TO_ALL
             seconds += count * ROUTING_WAIT["fp8" if fp8 else "bf16"][phase]
     return seconds
+
+
+def _ends_experts(linear: Linear) -> bool:
+    """Whether this is the last linear of a layer's experts, of which there is one in each."""
+    return bool(linear.experts) and linear.name in _DOWN
 
 
 def optimizer_seconds(gpu: GPU, model: Model) -> float:
@@ -572,7 +577,14 @@ def smallest_micro_batch(gpu: GPU, model: Model, sequence: float, *, training: b
 
 
 def notes(
-    gpu: GPU, model: Model, load: Load, tp: int, recipe: Recipe, *, losses: tuple[Loss, Loss]
+    gpu: GPU,
+    model: Model,
+    load: Load,
+    tp: int,
+    recipe: Recipe,
+    *,
+    losses: tuple[Loss, Loss],
+    recompute: bool,
 ) -> Iterator[str]:
     """Yield a sentence each: what was measured, what goes beyond that, and what is left out.
 
@@ -624,6 +636,17 @@ def notes(
         yield (
             f"Micro-batches below about {least:,} tokens may leave the GPU waiting for the host; "
             "FP8 gives less there."
+        )
+    if mixture:
+        wait = ROUTING_WAIT["fp8" if recipe.training else "bf16"]
+        layers = sum(count for linear, count in model.trained.items() if _ends_experts(linear))
+        batches = load.requests * length / min(load.requests * length, MICRO_BATCH)
+        forward, both = wait["log-probabilities"], wait["forward and backward"]
+        seconds = batches * layers * (forward * (1 + recompute) + both)
+        yield (
+            f"{_number(seconds)} s of fp8rl's sum are waits of the GPU for the host in layers with "
+            f"experts, in micro-batches of {MICRO_BATCH:,} tokens; micro-batches of twice as many "
+            "have half of them."
         )
     needed = (2 + 4) * model.parameters + ADAM_BYTES * model.optimized
     if needed > gpu.memory * GIB:

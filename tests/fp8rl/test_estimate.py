@@ -487,6 +487,19 @@ def run(config: dict[str, Any], folder: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, given, env={"COLUMNS": "200"})
 
 
+def test_waits_of_a_mixture_are_told(tmp_path: Path) -> None:
+    """They are the difference to a trainer that never waits; a dense model has none."""
+    arguments = ("--gpu", "h200", "--load", "256x512x1024", "--ep", "4")
+    wait = ROUTING_WAIT["fp8"]
+    forward, both = wait["log-probabilities"], wait["forward and backward"]
+    for more, seconds in (((), forward + both), (("--recompute",), 2 * forward + both)):
+        shown = run(QWEN3_30B_A3B, tmp_path, *arguments, *more).output
+        assert f"{256 * 1536 / 8192 * 48 * seconds:.2f} s of fp8rl's sum are waits" in shown
+        assert "communication (except experts' tokens in training)" in shown
+        assert "Micro-batches below" not in shown
+    assert "are waits" not in run(QWEN3_8B, tmp_path, *arguments[:4]).output
+
+
 def test_command(tmp_path: Path) -> None:
     shown = run(QWEN3_8B, tmp_path, "--gpu", "h100", "--load", "256x512x1024")
     assert shown.exit_code == 0, shown.output
