@@ -43,9 +43,7 @@ def small_micro_batches(
         ranks_of(megatron, kind) for kind in ("tensor_model", "context", "pipeline_model")
     )
     try:
-        shapes = Model(model, rows, tensor)
-        if any(linear.experts for linear in shapes.linears):
-            return
+        shapes = Model(model, rows, tensor, ranks_of(megatron, "expert_model"))
     except Fp8RLError:  # an attention or a split that was not measured
         return
     replicas = max(gpus_of(sections).training // (tensor * context * pipeline), 1)
@@ -57,6 +55,7 @@ def small_micro_batches(
         if roomy
         else "; policy.logprob_chunk_size and policy.megatron_cfg.defer_fp32_logits make room"
     )
+    waits = "waits longer than it works" if shapes.expert_layers else "waits for launches"
     gpu = find_gpu(_GPU)
     for phase, sequences, packed, training in _PHASES:
         tokens, key = _tokens(policy, sequences, packed, length)
@@ -64,8 +63,8 @@ def small_micro_batches(
         if tokens is not None and tokens < least and (most is None or tokens < most):
             yield (
                 f"A micro-batch of {phase} has at most {tokens:,} tokens ({key}). On a host like "
-                f"the one that was measured the GPU waits for launches below about {least:,} "
-                "(H100; more on a faster GPU), and FP8 gains less there. Make it larger"
+                f"the one that was measured the GPU {waits} below about {least:,} (H100; more on "
+                "a faster GPU), and FP8 gains less there. Make it larger"
                 f"{room} (docs/nemo_rl.md)."
             )
 

@@ -174,7 +174,13 @@ class Model:
         self.kv_heads = self._sizes.kv_heads * self._sizes.head_size
         self.linears = Counter(self._linears(config))
         """Each with the number of layers that have it."""
-        experts, _ = _experts(config)
+        experts, self.experts_of_token = _experts(config)
+        self.expert_layers = sum(
+            count
+            for linear, count in self.linears.items()
+            if linear.experts and linear.name in _DOWN
+        )
+        """Layers with experts; 0 in a dense model."""
         if ep > 1 and (not experts or experts % ep):
             raise OptionError(
                 f"--ep is {ep}, and the model has {experts or 'no'} experts in a layer; give a "
@@ -384,20 +390,12 @@ def routing_seconds(
     to the GPUs of their experts and back, and in which the GPU waits for the host that must know
     their numbers; 0 for a dense model."""
     phase: Phase = "forward and backward" if training else "log-probabilities"
-    seconds = 0.0
-    for linear, count in model.trained.items():
-        if _ends_experts(linear):
-            sorted_numbers = tokens * linear.top * linear.outputs
-            seconds += count * PERMUTATION_BYTES_MOVED[phase] * sorted_numbers / gpu.copy
-            sent = 2 * sorted_numbers * (linear.ep - 1) / linear.ep
-            seconds += count * (4 if training else 2) * sent / ALL_TO_ALL
-            seconds += count * ROUTING_WAIT["fp8" if fp8 else "bf16"][phase]
-    return seconds
-
-
-def _ends_experts(linear: Linear) -> bool:
-    """Whether this is the last linear of a layer's experts, of which there is one in each."""
-    return bool(linear.experts) and linear.name in _DOWN
+    sorted_numbers = tokens * model.experts_of_token * model.head.inputs
+    seconds = PERMUTATION_BYTES_MOVED[phase] * sorted_numbers / gpu.copy
+    sent = 2 * sorted_numbers * (model.ep - 1) / model.ep
+    seconds += (4 if training else 2) * sent / ALL_TO_ALL
+    seconds += ROUTING_WAIT["fp8" if fp8 else "bf16"][phase]
+    return model.expert_layers * seconds
 
 
 def optimizer_seconds(gpu: GPU, model: Model) -> float:
@@ -562,7 +560,8 @@ def smallest_micro_batch(gpu: GPU, model: Model, sequence: float, *, training: b
     """Return the tokens of a micro-batch in FP8 below which the GPU may wait for the host.
 
     That is where the GPU takes as long for a micro-batch as a host that was measured; narrower
-    models need more tokens. Dense models alone: no host was measured with experts.
+    models need more tokens. With experts, where the GPU waits in any micro-batch, it is where the
+    GPU works as long as it waits.
 
     Args:
         gpu: table of the GPU.
@@ -570,10 +569,13 @@ def smallest_micro_batch(gpu: GPU, model: Model, sequence: float, *, training: b
         sequence: length of the sequences.
         training: forward and backward; else a forward that gives logprobs.
     """
-    host = HOST_LAYER["forward and backward" if training else "log-probabilities"]
-    # The host's time contains NeMo RL's loss, and so does the GPU's here.
+    phase: Phase = "forward and backward" if training else "log-probabilities"
     seconds = trainer_seconds(gpu, model, MICRO_BATCH, sequence, True, training=training)
-    return round(MICRO_BATCH * host * model.layers / seconds)
+    if model.expert_layers:
+        waits = model.expert_layers * ROUTING_WAIT["fp8"][phase]
+        return round(MICRO_BATCH * waits / (seconds - waits))
+    # The host's time contains NeMo RL's loss, and so does the GPU's here.
+    return round(MICRO_BATCH * HOST_LAYER[phase] * model.layers / seconds)
 
 
 def notes(
@@ -596,8 +598,7 @@ def notes(
     shapes = {(linear.outputs, linear.inputs) for linear in model.linears if not linear.experts}
     if not shapes <= MEASURED_LINEARS:
         beyond.append("linear layers of other shapes")
-    mixture = any(linear.experts for linear in model.linears)
-    if mixture:
+    if model.expert_layers:
         beyond.append("experts, measured in training alone and with 512 and 4,096 tokens each")
     if not 64 <= load.requests <= PROFILED_REQUESTS:
         beyond.append(f"a load of {load.requests:,} requests (compared with runs of 64 and 256)")
@@ -609,7 +610,7 @@ def notes(
         beyond.append("the split over GPUs")
     yield "Measured: kernels of Qwen3-8B's shapes on one H100."
     yield f"Extrapolated: {'; '.join(beyond) or 'nothing'}."
-    waits = " (except where experts' tokens are counted in training)" if mixture else ""
+    waits = " (except where experts' tokens are counted in training)" if model.expert_layers else ""
     sent = " (except experts' tokens in training)" if model.ep > 1 else ""
     yield (
         f"Left out: waits of the GPU for the host{waits}, communication{sent}, Ray, refits, sleep "
@@ -628,7 +629,7 @@ def notes(
             "once, where NeMo RL has an operation after the other. Add them to its sum for FP8's "
             "own part."
         )
-    if recipe.training and not mixture:
+    if recipe.training and not model.expert_layers:
         least = max(
             smallest_micro_batch(gpu, model, length, training=training)
             for training in (False, True)
@@ -637,12 +638,11 @@ def notes(
             f"Micro-batches below about {least:,} tokens may leave the GPU waiting for the host; "
             "FP8 gives less there."
         )
-    if mixture:
+    if model.expert_layers:
         wait = ROUTING_WAIT["fp8" if recipe.training else "bf16"]
-        layers = sum(count for linear, count in model.trained.items() if _ends_experts(linear))
         batches = load.requests * length / min(load.requests * length, MICRO_BATCH)
         forward, both = wait["log-probabilities"], wait["forward and backward"]
-        seconds = batches * layers * (forward * (1 + recompute) + both)
+        seconds = batches * model.expert_layers * (forward * (1 + recompute) + both)
         yield (
             f"{_number(seconds)} s of fp8rl's sum are waits of the GPU for the host in layers with "
             f"experts, in micro-batches of {MICRO_BATCH:,} tokens; micro-batches of twice as many "

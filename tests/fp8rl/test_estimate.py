@@ -337,6 +337,11 @@ def test_micro_batches_that_leave_the_gpu_waiting() -> None:
         assert wide < least
         slow = calculator.smallest_micro_batch(H100, shapes, 1536, training=training)
         assert slow < least
+    mixture = model(QWEN3_30B_A3B)
+    for training, phase in ((False, "log-probabilities"), (True, "forward and backward")):
+        least = calculator.smallest_micro_batch(h200, mixture, 1536, training=training)
+        seconds = calculator.trainer_seconds(h200, mixture, least, 1536, True, training=training)
+        assert seconds == pytest.approx(2 * 48 * ROUTING_WAIT["fp8"][phase], rel=0.1)
 
 
 # Runs

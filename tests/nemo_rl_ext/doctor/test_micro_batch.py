@@ -114,11 +114,27 @@ def test_keys_that_are_missing_or_text_are_left_to_nemo_rl(policy: dict[str, Any
     assert not told(policy, shape("qwen3_4b"))
 
 
-@pytest.mark.parametrize("name", ["moonlight_16b_a3b", "qwen3_30b_a3b"])
-def test_layers_that_were_not_measured_are_no_topic(name: str) -> None:
-    """Multi-latent attention, and experts."""
+def test_layers_that_were_not_measured_are_no_topic() -> None:
+    """Multi-latent attention."""
     assert told(ONE_SEQUENCE, shape("qwen3_4b"))
-    assert not told(ONE_SEQUENCE, shape(name))
+    assert not told(ONE_SEQUENCE, shape("moonlight_16b_a3b"))
+
+
+def test_layers_with_experts() -> None:
+    """Each GPU has tokens of others' too, but no more of them: the experts are shared."""
+    model = shape("qwen3_30b_a3b")
+    rows = PluginManager().pin_policy(Pins(), module_names(model)).report()
+    shared = {"expert_model_parallel_size": 8}
+    fewest = [
+        smallest_micro_batch(find_gpu("h100"), Model(model, rows, ep=8), LENGTH, training=training)
+        for training in (False, True)
+    ]
+    assert all(2 * LENGTH < count < 8 * LENGTH for count in fewest)
+    lines = told({"train_micro_batch_size": 2, "logprob_batch_size": 2}, model, **shared)
+    for line, count in zip(lines, fewest, strict=True):
+        assert f"the GPU waits longer than it works below about {count:,} (H100" in line
+    assert not told({"train_micro_batch_size": 8, "logprob_batch_size": 8}, model, **shared)
+    assert not told(ONE_SEQUENCE, model, expert_model_parallel_size=5)  # refused elsewhere
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
