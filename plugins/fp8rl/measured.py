@@ -80,7 +80,7 @@ ALL_TO_ALL = 284e9
 """Bytes per second that a GPU sends to the others of a host with the tokens of their experts: what
 is left of fp8rl's training of 12 layers of Qwen3-30B-A3B on four H200s, the one phase that this was
 fitted to (``nemo_rl_real_30b_a3b_12l_2_h200.json``). The other phases of the run would give 84 to
-151 GB/s, which has the waits of the GPUs for each other in it."""
+151 GB/s: waits of the GPUs for each other may be in them."""
 ROLLOUT_EXPERTS: dict[Precision, float] = {"bf16": 1.37, "fp8": 1.84}
 """The same in rollouts: the factors of an earlier training (``megatron_experts_h100.json``). vLLM's
 experts themselves are quicker (1.23 in FP8) and its attention over few KV heads is slower than

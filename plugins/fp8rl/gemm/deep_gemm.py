@@ -168,7 +168,7 @@ class DeepGemmBackend:
             self._by_columns(grad_t, x_t, 0, total)
             if out is None:
                 return total.to(dtype).unbind()
-            for first, stack in _stacks(out):  # one addition for each expert keeps the host busy
+            for first, stack in _stacks(out):  # the host is slower with one for each expert
                 stack.add_(total[first : first + len(stack)])
             return out
         for first, stack in _stacks(out):
