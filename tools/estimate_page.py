@@ -58,6 +58,8 @@ _PRECISION = {
 
 VARIANTS = (("bf16", "BF16"), ("fp8rl", "fp8rl"))
 CHUNKS: Loss = "NeMo RL in chunks"
+LOSSES: dict[str, Loss] = {"BF16": CHUNKS, "fp8rl": "one pass"}
+"""Of a worker with ``logprob_chunk_size``, by precision; earlier runs of fp8rl had no one pass."""
 
 
 class Row(NamedTuple):
@@ -259,8 +261,9 @@ def _trainer_alone() -> Iterator[Row]:
         file = f"trainer_8_layers_{gpu}"
         what = "8 layers of Qwen3-8B", gpu, eight, 32, 2, 4096
         found = result(file)["runs"]
-        yield from Training(*what, "BF16", CHUNKS, calls(file, found, "bf16")).rows()
-        yield from Training(*what, "fp8rl", "one pass", calls(file, found, "fp8rl")).rows()
+        for variant, precision in VARIANTS:
+            run = calls(file, found, variant)
+            yield from Training(*what, precision, LOSSES[precision], run).rows()
     file = "trainer_1.7b_h100"
     what = "Qwen3-1.7B", "h100", model(QWEN3_1_7B), 64, 8, 1536
     found = result(file)["runs"]
@@ -271,9 +274,8 @@ def _trainer_alone() -> Iterator[Row]:
     quarter = model({**QWEN3_30B_A3B, "num_hidden_layers": 4, "num_experts": 32})
     for variant, precision in VARIANTS:
         what = "4 layers of Qwen3-30B-A3B, 32 experts", "h200", quarter, 64, 8, 1536
-        loss: Loss = CHUNKS if precision == "BF16" else "one pass"
         run = calls(file, result(file)["runs"], variant)
-        yield from Training(*what, precision, loss, run).rows()
+        yield from Training(*what, precision, LOSSES[precision], run).rows()
     file = "trainer_4b_h200"
     losses: tuple[tuple[str, int, Loss], ...] = (("eight", 8, CHUNKS), ("four", 4, "NeMo RL"))
     for name, count, loss in losses:
@@ -317,16 +319,14 @@ def _in_nemo_rl() -> Iterator[Row]:
     for file, count in (("nemo_rl_real_8b_h200", 128), ("nemo_rl_real_8b_2_h200", 256)):
         for variant, precision in VARIANTS:
             what = "Qwen3-8B in NeMo RL", "h200", dense, count, 8, 1536, precision
-            loss: Loss = CHUNKS if precision == "BF16" else "one pass"
             run = medians(file, result(file)["runs"][variant])
-            yield from Training(*what, loss, [run], recompute=True).rows()
+            yield from Training(*what, LOSSES[precision], [run], recompute=True).rows()
     file = "nemo_rl_real_30b_a3b_12l_2_h200"
     shared = model({**QWEN3_30B_A3B, "num_hidden_layers": 12}, ep=4)
     for variant, precision in VARIANTS:
         what = "12 layers of Qwen3-30B-A3B in NeMo RL, EP 4", "h200", shared, 192, 8, 1536
-        loss = CHUNKS if precision == "BF16" else "one pass"
         run = medians(file, result(file)["runs"][variant])
-        yield from Training(*what, precision, loss, [run]).rows()
+        yield from Training(*what, precision, LOSSES[precision], [run]).rows()
 
 
 def page(text: str) -> str:

@@ -110,6 +110,19 @@ class Load(NamedTuple):
             )
         return cls(*map(int, parts))
 
+    @property
+    def length(self) -> int:
+        """Tokens of a request when it ends."""
+        return self.tokens_in + self.tokens_out
+
+    @property
+    def micro_batches(self) -> tuple[int, float]:
+        """Tokens of a micro-batch of the trainer, and how many such it has; the last may be part
+        of one."""
+        tokens = self.requests * self.length
+        batch = min(tokens, MICRO_BATCH)
+        return batch, tokens / batch
+
 
 def find_gpu(name: str) -> GPU:
     """Return the table of a GPU.
@@ -430,7 +443,7 @@ def rollout(
     """
     memory = model.bytes(fp8, fp8_kv)
     room = MEMORY_SHARE * gpu.memory * GIB - ENGINE_BYTES - memory.weights
-    fit = room / (memory.kv_per_token * (load.tokens_in + load.tokens_out))
+    fit = room / (memory.kv_per_token * load.length)
     requests = min(load.requests, fit)
     if requests < 1:
         return Rollout(nan, nan, max(requests, 0), memory)
@@ -492,12 +505,10 @@ def sections(
     if all(found.requests < 1 for found in rollouts):
         raise UnsupportedError(
             f"{gib(rollouts[-1].memory.weights)} of weights leave no room for one request of "
-            f"{load.tokens_in + load.tokens_out:,} tokens on an {gpu.name} ({gpu.memory} GiB); "
+            f"{load.length:,} tokens on an {gpu.name} ({gpu.memory} GiB); "
             "raise --tp or give a shorter --load."
         )
-    length = load.tokens_in + load.tokens_out
-    batch = min(load.requests * length, MICRO_BATCH)
-    batches = load.requests * length / batch
+    batch, batches = load.micro_batches
     rows: list[tuple[str, float, float, float]] = [
         ("rollout", rollouts[0].seconds, rollouts[1].seconds, rollouts[2].seconds)
     ]
@@ -508,7 +519,7 @@ def sections(
                 gpu,
                 model,
                 batch,
-                length,
+                load.length,
                 fp8,
                 training=training,
                 loss=loss,
@@ -602,9 +613,9 @@ def notes(
         beyond.append("experts, measured in training alone and with 512 and 4,096 tokens each")
     if not 64 <= load.requests <= PROFILED_REQUESTS:
         beyond.append(f"a load of {load.requests:,} requests (compared with runs of 64 and 256)")
-    if (length := load.tokens_in + load.tokens_out) > MEASURED_LENGTH:
+    if load.length > MEASURED_LENGTH:
         beyond.append(
-            f"{length:,} tokens a request (compared with runs of up to {MEASURED_LENGTH:,})"
+            f"{load.length:,} tokens a request (compared with runs of up to {MEASURED_LENGTH:,})"
         )
     if tp > 1 or model.ep > 1:
         beyond.append("the split over GPUs")
@@ -619,7 +630,7 @@ def notes(
     if losses[0] != losses[1]:
         plain, own = (
             sum(
-                loss_seconds(gpu, model, load.requests * length, loss, training=training)
+                loss_seconds(gpu, model, load.requests * load.length, loss, training=training)
                 for training in (False, True)
             )
             for loss in losses
@@ -631,7 +642,7 @@ def notes(
         )
     if recipe.training and not model.expert_layers:
         least = max(
-            smallest_micro_batch(gpu, model, length, training=training)
+            smallest_micro_batch(gpu, model, load.length, training=training)
             for training in (False, True)
         )
         yield (
@@ -640,12 +651,12 @@ def notes(
         )
     if model.expert_layers:
         wait = ROUTING_WAIT["fp8" if recipe.training else "bf16"]
-        batches = load.requests * length / min(load.requests * length, MICRO_BATCH)
+        batch, batches = load.micro_batches
         forward, both = wait["log-probabilities"], wait["forward and backward"]
         seconds = batches * model.expert_layers * (forward * (1 + recompute) + both)
         yield (
             f"{_number(seconds)} s of fp8rl's sum are waits of the GPU for the host in layers with "
-            f"experts, in micro-batches of {MICRO_BATCH:,} tokens; micro-batches of twice as many "
+            f"experts, in micro-batches of {batch:,} tokens; micro-batches of twice as many "
             "have half of them."
         )
     needed = (2 + 4) * model.parameters + ADAM_BYTES * model.optimized

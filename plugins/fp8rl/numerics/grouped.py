@@ -118,12 +118,12 @@ class ExpertRows:
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The three tables, which go to a GPU once, in one copy."""
-        if self.alignment != GROUP and any(size % GROUP for size in self.sizes):
-            raise UnsupportedError(
-                f"A tile has {GROUP} rows of one expert, and experts of {self.splits} rows are "
-                f"aligned to {self.alignment}; make ExpertRows with an alignment of {GROUP}."
-            )
         if device not in self._tables:
+            if self.alignment != GROUP and any(size % GROUP for size in self.sizes):
+                raise UnsupportedError(
+                    f"A tile has {GROUP} rows of one expert, and experts of {self.splits} rows are "
+                    f"aligned to {self.alignment}; make ExpertRows with an alignment of {GROUP}."
+                )
             together, parts = self._on_host()
             copies = on_device(torch.from_numpy(together), device).split(parts)
             # A single tile would stay a view with a stride of 0.
