@@ -108,7 +108,7 @@ def _rollouts() -> Iterator[Row]:
     ]
     for key, name in (("rollout", "Qwen3-8B"), ("rollout_30b_a3b", "Qwen3-30B-A3B")):
         runs += [("restructuring", name, each) for each in folders[key]["after"]["results"]]
-    mixtures = "rollout_30b_h200", "rollout_30b_2_h200"
+    mixtures = "rollout_30b_h200", "rollout_30b_2_h200", "rollout_30b_3_h200"
     runs += [(file, "Qwen3-30B-A3B", each) for file in mixtures for each in result(file)["results"]]
     found: dict[tuple[str, str, str, str], list[tuple[str, float]]] = {}
     for file, name, each in runs:
