@@ -1,0 +1,99 @@
+"""What compiled code has of a layer whose kernel is DeepGEMM; a reference stands in for it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.utils import deep_gemm
+
+from fp8rl import Recipe
+from fp8rl.gemm import GemmShape
+from fp8rl.gemm.reference import multiply_rows
+from fp8rl.numerics import (
+    Quantized,
+    dequantize_block,
+    dequantize_group,
+    quantize_block,
+    quantize_group,
+)
+from vllm_fp8rl.kernels import block_gemm
+
+N, K = 384, 256
+Side = tuple[torch.Tensor, torch.Tensor]
+
+
+def fp8_gemm_nt(a: Side, b: Side, out: torch.Tensor, *, is_deep_gemm_e8m0_used: bool) -> None:
+    """``out = a @ b.T`` on Hopper, which reads the scales of a group side by side."""
+    assert not is_deep_gemm_e8m0_used
+    rows = a[0].shape[0]
+    assert a[1].shape == (rows, K // 128) and a[1].stride() == (1, (rows + 3) // 4 * 4)
+    x = dequantize_group(*a, dtype=torch.float32)
+    out.copy_(multiply_rows(x, dequantize_block(*b, dtype=torch.float32)))
+
+
+def quantize(x: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``torch.ops.fp8rl.quantize``, which needs Triton."""
+    codes, scale_inv = quantize_group(x, scale_format="pow2" if pow2 else "fp32")
+    padded = scale_inv.new_full((scale_inv.shape[1], (len(x) + 3) // 4 * 4), float("nan"))
+    padded[:, : len(x)] = scale_inv.t()
+    return codes, padded
+
+
+@pytest.fixture
+def multiply(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., torch.Tensor]]:
+    monkeypatch.setattr(block_gemm, "packs_scales", lambda: False)
+    monkeypatch.setattr(deep_gemm, "fp8_gemm_nt", fp8_gemm_nt)
+    monkeypatch.setattr(torch.ops.fp8rl, "quantize", quantize, raising=False)
+    with set_current_vllm_config(VllmConfig()):
+        config = block_gemm.layer_config(GemmShape(0, N, K), torch.bfloat16)
+        yield block_gemm.DelegatedKernel("deep_gemm", config, Recipe()).apply
+
+
+def tensors(*rows: int) -> tuple[torch.Tensor, Quantized]:
+    generator = torch.Generator().manual_seed(len(rows))
+    x = torch.randn(*rows, K, generator=generator).bfloat16()
+    return x, quantize_block(torch.randn(N, K, generator=generator))
+
+
+@pytest.mark.parametrize("rows", [(5,), (8,), (2, 3), ()])
+def test_any_number_of_dimensions(
+    multiply: Callable[..., torch.Tensor], rows: tuple[int, ...]
+) -> None:
+    x, weight = tensors(*rows)
+    group = quantize_group(x.view(-1, K))
+    wanted = multiply_rows(
+        dequantize_group(*group, dtype=torch.float32),
+        dequantize_block(*weight, dtype=torch.float32),
+    )
+    assert torch.equal(multiply(x, weight), wanted.bfloat16().view(*rows, N))
+
+
+def test_compiled_code_has_one_operation_for_the_product(
+    multiply: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that starts traces all of them once a layer."""
+    with torch.library._scoped_library("fp8rl_test", "DEF") as library:
+        library.define("quantize(Tensor x, bool pow2) -> (Tensor, Tensor)")
+        library.impl("quantize", quantize, "CompositeExplicitAutograd")
+        monkeypatch.setattr(torch.ops.fp8rl, "quantize", torch.ops.fp8rl_test.quantize)
+        x, weight = tensors(5)
+        graph = make_fx(lambda x, *weight: multiply(x, Quantized(*weight)))(x, *weight).graph
+        names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert names == [
+        "fp8rl_test.quantize.default",
+        *["<built-in function getitem>"] * 2,
+        "fp8rl.deep_gemm.default",
+    ]
+
+
+def test_it_is_what_torch_compile_takes_it_for(multiply: Callable[..., torch.Tensor]) -> None:
+    x, weight = tensors(5)
+    torch.library.opcheck(
+        torch.ops.fp8rl.deep_gemm.default,
+        (*quantize(x, False), *weight, False),
+        test_utils=("test_faketensor", "test_aot_dispatch_dynamic"),
+    )
