@@ -62,15 +62,16 @@ class DelegatedKernel:
 
     def __init__(self, backend: str, config: FP8ScaledMMLinearLayerConfig, recipe: Recipe) -> None:
         self.backend = backend
-        # DeepGEMM's is not called, but building it imports DeepGEMM and names its cache.
+        # DeepGEMM's is never called. Building it imports DeepGEMM and sets DG_JIT_CACHE_DIR, which
+        # `warm_up` needs.
         self._kernel = _KERNELS[backend](config)
         self._pow2 = recipe.activations.scale_format == "pow2"
-        # Elsewhere DeepGEMM would round scales that are no powers of two.
+        # On other GPUs DeepGEMM, told to pack, would round scales that are no powers of two.
         self._packs = packs_scales()
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
         """Return ``x @ weight.T``."""
-        flat = x.dim() == 2  # every operation that is left out makes torch.compile faster
+        flat = x.dim() == 2  # torch.compile takes longer for each operation that it traces
         rows = x if flat else x.reshape(-1, x.shape[-1])
         codes, by_group = torch.ops.fp8rl.quantize(rows, self._pow2)
         if self.backend == "deep_gemm":

@@ -1,7 +1,7 @@
 """DeepGEMM as a custom operation that returns its result.
 
 vLLM's operation writes into a tensor that it is given. With that one, and the views around it,
-torch.compile traces a layer in almost twice the time, which is seconds of an engine's start.
+torch.compile takes longer to trace a linear layer (``docs/measurements/start.md``).
 """
 
 from __future__ import annotations
