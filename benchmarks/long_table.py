@@ -8,6 +8,7 @@ Results files are those of ``nemo_rl_curves.py``. "End" is the last quarter of t
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +65,12 @@ def _kl(start: int) -> Callable[[Mapping[str, Any]], float]:
 
 
 def _cell(values: Sequence[float]) -> str:
-    told = f"{statistics.fmean(values):.5g}"
-    return told if len(values) == 1 else f"{told} ± {statistics.stdev(values):.2g}"
+    """Return the mean and the deviation of seeds that have a value; not all are as long."""
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return "-"
+    told = f"{statistics.fmean(known):.5g}"
+    return told if len(known) == 1 else f"{told} ± {statistics.stdev(known):.2g}"
 
 
 def main() -> None:

@@ -161,6 +161,7 @@ def test_curves_and_table_of_long_answers(tmp_path: Path) -> None:
         made["validation"] = {"steps": [2], "accuracy": [0.5], "avg_length": [700.0]}
         made["positions"] = [{"start": 128, "tokens": 9, "kl": kl, "error": 1.01, "entropy": 0.1}]
         runs.append(made)
+    runs[1]["positions"].append(runs[1]["positions"][0] | {"start": 256})  # of one seed alone
     results, figure = tmp_path / "results.json", tmp_path / "curves.svg"
     runs.append(runs[0] | {"run": "dtensor-fp8rl-long-1"})
     ended = runs[0] | {"steps": 1}  # the part of a run that was resumed
@@ -173,7 +174,7 @@ def test_curves_and_table_of_long_answers(tmp_path: Path) -> None:
 
     command = [sys.executable, BENCHMARKS / "long_table.py", results]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert len(told) == 4 and told[0].endswith("KL from token 128 |")
+    assert len(told) == 4 and told[0].endswith("KL from token 128 | KL from token 256 |")
     assert told[2].startswith("| megatron-fp8rl | 2 ± 0 | 0.5 ± 0 | 0.6 ± 0 | 0.5 ± 0 |")
-    assert told[2].endswith("| 0.0002 ± 0.00014 |")
-    assert told[3].startswith("| dtensor-fp8rl | 2 |")
+    assert told[2].endswith("| 0.0002 ± 0.00014 | 0.0003 |")
+    assert told[3].startswith("| dtensor-fp8rl | 2 |") and told[3].endswith("| 0.0001 | - |")
