@@ -61,7 +61,7 @@ from typing import Any, TextIO
 import yaml
 from long_tasks import MOST_STEPS
 from nemo_rl_curves import draw
-from nemo_rl_long import PROBLEMS, by_position, long_answers, step_files
+from nemo_rl_long import PROBLEMS, long_answers, mismatch, step_files
 from nemo_rl_long import make_data as make_long_data
 from nemo_rl_real import WARM_STEPS, is_complete, is_shared, real_size, table
 from nemo_rl_real import make_data as make_real_data
@@ -383,8 +383,8 @@ def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, An
 
     Medians leave out ``warm`` steps.
 
-    A run that can be ``resumed`` consists of all runs of the folder, and has ``validation`` and
-    ``positions`` too.
+    A run that can be ``resumed`` consists of all runs of the folder, and has ``validation``,
+    ``positions`` and ``farthest`` too.
     """
     folders = sorted(logs.glob("exp_*")) or [logs]  # NeMo RL makes a new one for each run
     found = scalars(folders if resumed else folders[-1:])
@@ -405,7 +405,7 @@ def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, An
         told["validation"] = {"steps": list(validation["accuracy"])} | {
             name: [digits(x) for x in by_step.values()] for name, by_step in validation.items()
         }
-        told["positions"] = by_position(step_files(folders))
+        told |= mismatch(step_files(folders))
     return told
 
 

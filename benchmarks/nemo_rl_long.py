@@ -22,6 +22,11 @@ ROUND = 64
 MICRO_BATCH_TOKENS = 16_384
 POSITIONS = (0, 128, 256, 512, 1024, 2048, 4096)
 """Where each range of positions in a response begins."""
+FAR = 3.0
+"""Log-probabilities of a far token differ by at least as many nats."""
+FARTHEST = 20
+BEFORE = 24
+"""Tokens that are kept in front of a far one: more than a line of a program has."""
 
 
 def make_data(folder: Path, shortest: int, longest: int) -> Path:
@@ -91,21 +96,25 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
     }
 
 
-def by_position(files: Iterable[Path]) -> list[dict[str, float]]:
-    """Compare generation's log-probabilities with the trainer's, by position in the response.
+def mismatch(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Compare generation's log-probabilities with the trainer's, token by token.
 
     Args:
         files: ``train_data_step*.jsonl`` of NeMo RL, which have both for every token.
 
     Returns:
-        For each range of positions that has tokens: its first position ``start``, ``tokens``, and
-        means in float64: ``kl`` (nats a token) and ``error``, computed as upstream's
-        ``gen_kl_error`` and ``token_mult_prob_error``, and ``entropy``, minus the log-probability
-        of what was sampled.
+        ``positions``: for each range of positions in a response that has tokens its first position
+        ``start``, ``tokens``, the number of ``far`` ones (:data:`FAR`), and means in float64:
+        ``kl`` (nats a token) and ``error``, computed as upstream's ``gen_kl_error`` and
+        ``token_mult_prob_error``, and ``entropy``, minus the log-probability of what was sampled.
+        ``farthest``: the :data:`FARTHEST` far tokens that differ most, with their file,
+        ``position``, both log-probabilities, and the numbers of the :data:`BEFORE` tokens before
+        them and of themselves.
     """
-    names = ("tokens", "kl", "error", "entropy")
+    names = ("tokens", "far", "kl", "error", "entropy")
     sums = torch.zeros(len(POSITIONS), len(names), dtype=torch.float64)
     starts = torch.tensor(POSITIONS)
+    far = []
     for file in files:
         with file.open(encoding="utf-8") as lines:
             for line in lines:
@@ -114,10 +123,13 @@ def by_position(files: Iterable[Path]) -> list[dict[str, float]]:
                 row = {key: torch.tensor(kept) for key, kept in _numbers(json.loads(line))}
                 asked = (row["token_loss_mask"] * row["sample_loss_mask"][..., None]).bool()
                 generated = row["generation_logprobs"][asked].double()
-                log_ratio = row["prev_logprobs"][asked].double() - generated
+                trained = row["prev_logprobs"][asked].double()
+                log_ratio = trained - generated
+                is_far = log_ratio.abs() >= FAR
                 found = torch.stack(
                     (
                         torch.ones_like(generated),
+                        is_far.double(),
                         log_ratio.exp() - 1 - log_ratio,
                         log_ratio.abs().exp(),
                         -generated,
@@ -126,12 +138,26 @@ def by_position(files: Iterable[Path]) -> list[dict[str, float]]:
                 )
                 where = torch.bucketize(torch.arange(len(found)), starts, right=True) - 1
                 sums.index_add_(0, where, found)
-    return [
-        {"start": start, "tokens": int(row[0])}
-        | dict(zip(names[1:], (row[1:] / row[0]).tolist(), strict=True))
+                for position in is_far.nonzero()[:, 0].tolist():
+                    sample, at = asked.nonzero()[position].tolist()
+                    around = row["token_ids"][sample, max(0, at - BEFORE) : at + 1]
+                    far.append(
+                        {
+                            "file": file.name,
+                            "position": position,
+                            "generation": generated[position].item(),
+                            "trainer": trained[position].item(),
+                            "tokens": around.tolist(),
+                        }
+                    )
+    far.sort(key=lambda token: -abs(token["trainer"] - token["generation"]))
+    positions = [
+        {"start": start, "tokens": int(row[0]), "far": int(row[1])}
+        | dict(zip(names[2:], (row[2:] / row[0]).tolist(), strict=True))
         for start, row in zip(POSITIONS, sums, strict=True)
         if row[0] > 0
     ]
+    return {"positions": positions, "farthest": far[:FARTHEST]}
 
 
 def step_files(folders: Iterable[Path]) -> list[Path]:
@@ -147,5 +173,6 @@ def step_files(folders: Iterable[Path]) -> list[Path]:
 
 
 def _numbers(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    keys = ("token_loss_mask", "sample_loss_mask", "generation_logprobs", "prev_logprobs")
+    masks = "token_loss_mask", "sample_loss_mask"
+    keys = (*masks, "generation_logprobs", "prev_logprobs", "token_ids")
     return [(key, row[key]) for key in keys]

@@ -197,20 +197,33 @@ def test_mismatch_by_position(benchmark: SimpleNamespace, tmp_path: Path) -> Non
         mask = [0] * 7 + [1] * length + [0] * (301 - length)
         generated = (-torch.rand(len(mask), generator=draw)).tolist()
         trained = (-torch.rand(len(mask), generator=draw)).tolist()
+        trained[7 + length - 1] -= length  # the last token of each is far
         row = {
             "content": [["", ""]],
             "token_loss_mask": [mask],
             "sample_loss_mask": [1.0],
             "generation_logprobs": [generated],
             "prev_logprobs": [trained],
+            "token_ids": [list(range(len(mask)))],
         }
         rows.append(json.dumps(row))
         tokens += [(i, generated[7 + i], trained[7 + i]) for i in range(length)]
     left_out = json.loads(rows[1]) | {"sample_loss_mask": [0.0]}
     file = tmp_path / "train_data_step1.jsonl"
     file.write_text("\n".join([*rows, json.dumps(left_out), rows[1][:99]]), encoding="utf-8")
-    found = benchmark.runs.by_position([file])
-    assert [(row["start"], row["tokens"]) for row in found] == [(0, 133), (128, 128), (256, 44)]
+    compared = benchmark.runs.mismatch([file])
+    found = compared["positions"]
+    assert [(row["start"], row["tokens"], row["far"]) for row in found] == [
+        (0, 133, 1),
+        (128, 128, 0),
+        (256, 44, 1),
+    ]
+    farthest, far = compared["farthest"]
+    assert (farthest["position"], farthest["tokens"]) == (299, list(range(282, 307)))
+    assert (far["position"], far["tokens"]) == (4, list(range(12)))
+    assert far["file"] == file.name
+    generated, trained = next((g, t) for i, g, t in tokens if i == 4)
+    assert (far["generation"], far["trainer"]) == pytest.approx((generated, trained), rel=1e-6)
     for row, end in zip(found, (128, 256, 512), strict=True):
         log_ratio, entropy = [], []
         for i, generated, trained in tokens:
