@@ -8,7 +8,6 @@ Results files are those of ``nemo_rl_curves.py``. "End" is the last quarter of t
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     """
     made = [run for run in runs if run.get("validation", {}).get("accuracy")]
     starts = sorted({row["start"] for run in made for row in run["positions"]})
-    columns: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    columns: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
         "steps": lambda run: run["steps"],
         "reward, step 1": lambda run: run["curves"]["train/reward"][0],
         "reward, end": _end("train/reward"),
@@ -56,17 +55,17 @@ def _median(tag: str) -> Callable[[Mapping[str, Any]], float]:
     return lambda run: statistics.median(run["curves"][tag])
 
 
-def _kl(start: int) -> Callable[[Mapping[str, Any]], float]:
-    def find(run: Mapping[str, Any]) -> float:
+def _kl(start: int) -> Callable[[Mapping[str, Any]], float | None]:
+    def find(run: Mapping[str, Any]) -> float | None:  # not all runs have answers as long
         found = {row["start"]: row["kl"] for row in run["positions"]}
-        return found.get(start, float("nan"))
+        return found.get(start)
 
     return find
 
 
-def _cell(values: Sequence[float]) -> str:
-    """Return the mean and the deviation of seeds that have a value; not all are as long."""
-    known = [value for value in values if not math.isnan(value)]
+def _cell(values: Sequence[float | None]) -> str:
+    """Return the mean and the deviation of the seeds that have a value."""
+    known = [value for value in values if value is not None]
     if not known:
         return "-"
     told = f"{statistics.fmean(known):.5g}"

@@ -1,7 +1,8 @@
-"""Long answers for ``nemo_rl.py --task long``: its data, its YAML, and mismatch by position."""
+"""Long answers for ``nemo_rl.py --task long``: data, YAML, mismatch by position and token."""
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,11 +23,11 @@ ROUND = 64
 MICRO_BATCH_TOKENS = 16_384
 POSITIONS = (0, 128, 256, 512, 1024, 2048, 4096)
 """Where each range of positions in a response begins."""
-FAR = 3.0
+FAR = 1.0
 """Log-probabilities of a far token differ by at least as many nats."""
-FARTHEST = 20
-BEFORE = 24
-"""Tokens that are kept in front of a far one: more than a line of a program has."""
+FARTHEST = 50
+BEFORE = 42
+"""Tokens that are kept in front of a far one: two lines of a program."""
 
 
 def make_data(folder: Path, shortest: int, longest: int) -> Path:
@@ -100,22 +101,24 @@ def mismatch(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
     """Compare generation's log-probabilities with the trainer's, token by token.
 
     Args:
-        files: ``train_data_step*.jsonl`` of NeMo RL, which have both for every token.
+        files: ``train_data_step*.jsonl`` of NeMo RL, which have both for every token, and a
+            response a line.
 
     Returns:
         ``positions``: for each range of positions in a response that has tokens its first position
         ``start``, ``tokens``, the number of ``far`` ones (:data:`FAR`), and means in float64:
         ``kl`` (nats a token) and ``error``, computed as upstream's ``gen_kl_error`` and
         ``token_mult_prob_error``, and ``entropy``, minus the log-probability of what was sampled.
-        ``farthest``: the :data:`FARTHEST` far tokens that differ most, with their file,
-        ``position``, both log-probabilities, and the numbers of the :data:`BEFORE` tokens before
-        them and of themselves.
+        ``farthest``: of the far tokens the :data:`FARTHEST` that make most of KL, with their file,
+        ``position``, both log-probabilities, ``kl``, and ``token_ids`` of the :data:`BEFORE` tokens
+        before them and of themselves.
     """
     names = ("tokens", "far", "kl", "error", "entropy")
     sums = torch.zeros(len(POSITIONS), len(names), dtype=torch.float64)
     starts = torch.tensor(POSITIONS)
-    far = []
+    farthest: list[dict[str, Any]] = []
     for file in files:
+        far = []
         with file.open(encoding="utf-8") as lines:
             for line in lines:
                 if not line.endswith("\n"):  # the driver was ended while it wrote
@@ -125,39 +128,34 @@ def mismatch(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
                 generated = row["generation_logprobs"][asked].double()
                 trained = row["prev_logprobs"][asked].double()
                 log_ratio = trained - generated
+                kl = log_ratio.exp() - 1 - log_ratio
                 is_far = log_ratio.abs() >= FAR
-                found = torch.stack(
-                    (
-                        torch.ones_like(generated),
-                        is_far.double(),
-                        log_ratio.exp() - 1 - log_ratio,
-                        log_ratio.abs().exp(),
-                        -generated,
-                    ),
-                    dim=1,
-                )
+                error = log_ratio.abs().exp()
+                ones = torch.ones_like(generated)
+                found = torch.stack((ones, is_far.double(), kl, error, -generated), dim=1)
                 where = torch.bucketize(torch.arange(len(found)), starts, right=True) - 1
                 sums.index_add_(0, where, found)
+                ids, places = row["token_ids"][0], asked[0].nonzero()[:, 0]
                 for position in is_far.nonzero()[:, 0].tolist():
-                    sample, at = asked.nonzero()[position].tolist()
-                    around = row["token_ids"][sample, max(0, at - BEFORE) : at + 1]
+                    place = places[position].item()
                     far.append(
                         {
                             "file": file.name,
                             "position": position,
                             "generation": generated[position].item(),
                             "trainer": trained[position].item(),
-                            "tokens": around.tolist(),
+                            "kl": kl[position].item(),
+                            "token_ids": ids[max(0, place - BEFORE) : place + 1].tolist(),
                         }
                     )
-    far.sort(key=lambda token: -abs(token["trainer"] - token["generation"]))
+        farthest = heapq.nlargest(FARTHEST, farthest + far, key=lambda token: token["kl"])
     positions = [
         {"start": start, "tokens": int(row[0]), "far": int(row[1])}
         | dict(zip(names[2:], (row[2:] / row[0]).tolist(), strict=True))
         for start, row in zip(POSITIONS, sums, strict=True)
         if row[0] > 0
     ]
-    return {"positions": positions, "farthest": far[:FARTHEST]}
+    return {"positions": positions, "farthest": farthest}
 
 
 def step_files(folders: Iterable[Path]) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -197,7 +198,8 @@ def test_mismatch_by_position(benchmark: SimpleNamespace, tmp_path: Path) -> Non
         mask = [0] * 7 + [1] * length + [0] * (301 - length)
         generated = (-torch.rand(len(mask), generator=draw)).tolist()
         trained = (-torch.rand(len(mask), generator=draw)).tolist()
-        trained[7 + length - 1] -= length  # the last token of each is far
+        # The last token of each is far: the trainer finds one likelier, one less likely.
+        trained[7 + length - 1] += 3.0 if length == 5 else -2.0
         row = {
             "content": [["", ""]],
             "token_loss_mask": [mask],
@@ -218,12 +220,14 @@ def test_mismatch_by_position(benchmark: SimpleNamespace, tmp_path: Path) -> Non
         (128, 128, 0),
         (256, 44, 1),
     ]
-    farthest, far = compared["farthest"]
-    assert (farthest["position"], farthest["tokens"]) == (299, list(range(282, 307)))
-    assert (far["position"], far["tokens"]) == (4, list(range(12)))
-    assert far["file"] == file.name
-    generated, trained = next((g, t) for i, g, t in tokens if i == 4)
-    assert (far["generation"], far["trainer"]) == pytest.approx((generated, trained), rel=1e-6)
+    likelier, less = compared["farthest"]  # the former has more of KL
+    assert (likelier["position"], likelier["token_ids"]) == (4, list(range(12)))
+    assert (less["position"], less["token_ids"]) == (299, list(range(264, 307)))
+    for token, index in ((likelier, 4), (less, len(tokens) - 1)):
+        _, *both = tokens[index]
+        assert [token["generation"], token["trainer"]] == pytest.approx(both, rel=1e-6)
+        assert token["kl"] == pytest.approx(math.expm1(both[1] - both[0]) - both[1] + both[0])
+        assert token["file"] == file.name
     for row, end in zip(found, (128, 256, 512), strict=True):
         log_ratio, entropy = [], []
         for i, generated, trained in tokens:
