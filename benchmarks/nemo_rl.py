@@ -29,7 +29,8 @@ is whether the mismatch over all steps keeps the bound of upstream's test of tha
 steps of a program) of the model that ``long_model.py`` has made (``--model``), for 100 steps of 16
 prompts x 8 samples, in five variants: ``fp8rl-rollout`` is FP8 in rollouts alone. It validates and
 keeps checkpoints; the same command goes on from the last one. Printed beside the curves, which then
-are those of all parts of the run, are the validations and the mismatch by position.
+are those of all parts of the run, are the validations, the mismatch by position, and the tokens
+that make most of it.
 ``--task real`` takes a Qwen3 of true shape with random weights (``real_model.py``; ``--size``) for
 five steps of 16 prompts x 16 samples, 512 tokens in and exactly 1,024 out, with the Megatron
 trainer and CUDA graphs; with ``--gpus 2`` each GPU has an engine of its own. Its medians leave out

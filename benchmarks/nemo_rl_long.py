@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,37 +118,27 @@ def mismatch(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
     starts = torch.tensor(POSITIONS)
     farthest: list[dict[str, Any]] = []
     for file in files:
-        far = []
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                if not line.endswith("\n"):  # the driver was ended while it wrote
-                    break
-                row = {key: torch.tensor(kept) for key, kept in _numbers(json.loads(line))}
-                asked = (row["token_loss_mask"] * row["sample_loss_mask"][..., None]).bool()
-                generated = row["generation_logprobs"][asked].double()
-                trained = row["prev_logprobs"][asked].double()
-                log_ratio = trained - generated
-                kl = log_ratio.exp() - 1 - log_ratio
-                is_far = log_ratio.abs() >= FAR
-                error = log_ratio.abs().exp()
-                ones = torch.ones_like(generated)
-                found = torch.stack((ones, is_far.double(), kl, error, -generated), dim=1)
-                where = torch.bucketize(torch.arange(len(found)), starts, right=True) - 1
-                sums.index_add_(0, where, found)
-                ids, places = row["token_ids"][0], asked[0].nonzero()[:, 0]
-                for position in is_far.nonzero()[:, 0].tolist():
-                    place = places[position].item()
-                    far.append(
-                        {
-                            "file": file.name,
-                            "position": position,
-                            "generation": generated[position].item(),
-                            "trainer": trained[position].item(),
-                            "kl": kl[position].item(),
-                            "token_ids": ids[max(0, place - BEFORE) : place + 1].tolist(),
-                        }
-                    )
-        farthest = heapq.nlargest(FARTHEST, farthest + far, key=lambda token: token["kl"])
+        for ids, places, generated, trained in _responses(file):
+            log_ratio = trained - generated
+            far = log_ratio.abs() >= FAR
+            kl = log_ratio.exp() - 1 - log_ratio
+            error = log_ratio.abs().exp()
+            ones = torch.ones_like(generated)
+            found = torch.stack((ones, far.double(), kl, error, -generated), dim=1)
+            where = torch.bucketize(torch.arange(len(found)), starts, right=True) - 1
+            sums.index_add_(0, where, found)
+            farthest += [
+                {
+                    "file": file.name,
+                    "position": position,
+                    "generation": generated[position].item(),
+                    "trainer": trained[position].item(),
+                    "kl": kl[position].item(),
+                    "token_ids": ids[max(0, places[position] - BEFORE) : places[position] + 1],
+                }
+                for position in far.nonzero()[:, 0].tolist()
+            ]
+            farthest = heapq.nlargest(FARTHEST, farthest, key=lambda token: token["kl"])
     positions = [
         {"start": start, "tokens": int(row[0]), "far": int(row[1])}
         | dict(zip(names[2:], (row[2:] / row[0]).tolist(), strict=True))
@@ -170,7 +160,18 @@ def step_files(folders: Iterable[Path]) -> list[Path]:
     return list(newest.values())
 
 
-def _numbers(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    masks = "token_loss_mask", "sample_loss_mask"
-    keys = (*masks, "generation_logprobs", "prev_logprobs", "token_ids")
-    return [(key, row[key]) for key in keys]
+def _responses(file: Path) -> Iterator[tuple[list[int], list[int], torch.Tensor, torch.Tensor]]:
+    """Yield of each response the tokens of its prompt and of itself, the places of those that count
+    in them, and their log-probabilities in generation and by the trainer, float64."""
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            if not line.endswith("\n"):  # the driver was ended while it wrote
+                return
+            row = json.loads(line)
+            (mask,), (ids,) = torch.tensor(row["token_loss_mask"]), row["token_ids"]
+            asked = (mask * row["sample_loss_mask"][0]).bool()
+            generated, trained = (
+                torch.tensor(row[f"{name}_logprobs"][0])[asked].double()
+                for name in ("generation", "prev")
+            )
+            yield ids, asked.nonzero()[:, 0].tolist(), generated, trained

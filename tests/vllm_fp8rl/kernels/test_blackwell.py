@@ -34,6 +34,7 @@ from fp8rl.numerics import (
     quantize_block,
     quantize_group,
 )
+from support.block_gemm import quantize
 from vllm_fp8rl.compat import one_class
 from vllm_fp8rl.kernels import block_gemm
 
@@ -72,19 +73,16 @@ def fp8_gemm_nt(
     out.copy_(factors[0] @ factors[1].T)
 
 
-def quantize(x: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``torch.ops.fp8rl.quantize``, which needs Triton: scales ``[groups, rows padded to 4]``."""
+def quantize_pow2(x: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
     assert pow2
-    codes, scale_inv = quantize_group(x, scale_format="pow2")
-    padding = torch.full((-len(x) % 4, scale_inv.shape[1]), float("nan"))
-    return codes, torch.cat((scale_inv, padding)).t().contiguous()
+    return quantize(x, pow2)
 
 
 @pytest.fixture(autouse=True)
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     on(monkeypatch, (10, 0))
     monkeypatch.setattr(deep_gemm, "fp8_gemm_nt", fp8_gemm_nt)
-    monkeypatch.setattr(torch.ops.fp8rl, "quantize", quantize, raising=False)
+    monkeypatch.setattr(torch.ops.fp8rl, "quantize", quantize_pow2, raising=False)
     with set_current_vllm_config(VllmConfig()):
         yield
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from fp8rl.numerics import (
     quantize_block,
     quantize_group,
 )
+from support.block_gemm import quantize
 from vllm_fp8rl.kernels import block_gemm
 
 N, K = 384, 256
@@ -36,22 +37,18 @@ def fp8_gemm_nt(a: Side, b: Side, out: torch.Tensor, *, is_deep_gemm_e8m0_used: 
     out.copy_(multiply_rows(x, dequantize_block(*b, dtype=torch.float32)))
 
 
-def quantize(x: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``torch.ops.fp8rl.quantize``, which needs Triton."""
-    codes, scale_inv = quantize_group(x, scale_format="pow2" if pow2 else "fp32")
-    padded = scale_inv.new_full((scale_inv.shape[1], (len(x) + 3) // 4 * 4), float("nan"))
-    padded[:, : len(x)] = scale_inv.t()
-    return codes, padded
-
-
-@pytest.fixture
-def multiply(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., torch.Tensor]]:
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(block_gemm, "packs_scales", lambda: False)
     monkeypatch.setattr(deep_gemm, "fp8_gemm_nt", fp8_gemm_nt)
     monkeypatch.setattr(torch.ops.fp8rl, "quantize", quantize, raising=False)
     with set_current_vllm_config(VllmConfig()):
-        config = block_gemm.layer_config(GemmShape(0, N, K), torch.bfloat16)
-        yield block_gemm.DelegatedKernel("deep_gemm", config, Recipe()).apply
+        yield
+
+
+def kernel(backend: str) -> block_gemm.DelegatedKernel:
+    config = block_gemm.layer_config(GemmShape(0, N, K), torch.bfloat16)
+    return block_gemm.DelegatedKernel(backend, config, Recipe())
 
 
 def tensors(*rows: int) -> tuple[torch.Tensor, Quantized]:
@@ -61,21 +58,20 @@ def tensors(*rows: int) -> tuple[torch.Tensor, Quantized]:
 
 
 @pytest.mark.parametrize("rows", [(0,), (5,), (8,), (2, 3), ()])
-def test_any_number_of_dimensions(
-    multiply: Callable[..., torch.Tensor], rows: tuple[int, ...]
-) -> None:
+def test_any_number_of_dimensions(rows: tuple[int, ...]) -> None:
     x, weight = tensors(*rows)
     group = quantize_group(x.view(-1, K))
     wanted = multiply_rows(
         dequantize_group(*group, dtype=torch.float32),
         dequantize_block(*weight, dtype=torch.float32),
     )
+    multiply = kernel("deep_gemm").apply
     assert torch.equal(multiply(x, weight), wanted.bfloat16().view(*rows, N))
 
 
 @pytest.mark.parametrize("backend", ["cutlass", "triton"])
 def test_other_kernels_get_scales_without_padding(
-    multiply: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch, backend: str
+    monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """CUTLASS reads the scales of a group side by side, Triton those of a row."""
     kind = block_gemm._KERNELS[backend]
@@ -87,9 +83,8 @@ def test_other_kernels_get_scales_without_padding(
 
     monkeypatch.setattr(kind, "__init__", lambda self, config: None)
     monkeypatch.setattr(kind, "apply_block_scaled_mm", stand_in)
-    config = block_gemm.layer_config(GemmShape(0, N, K), torch.bfloat16)
     x, weight = tensors(5)
-    y = block_gemm.DelegatedKernel(backend, config, Recipe()).apply(x, weight)
+    y = kernel(backend).apply(x, weight)
     assert y.shape == (5, N)
     assert torch.equal(scales[0], quantize_group(x)[1])
     assert scales[0].stride() == ((1, 5) if backend == "cutlass" else (K // 128, 1))
