@@ -37,6 +37,7 @@ read too, and learning starts later."""
 Line = tuple[str, str]
 """An instruction and the list after it."""
 _INSTRUCTION = re.compile(r"#(\d\d)(.)(\d)")
+_LINE = re.compile(rf"({'|'.join(WORDS)})(#\d\d[{re.escape(OPERATIONS)}]\d)=(\d{{{WIDTH}}})")
 _BOXED = re.compile(r"\\boxed\{(\d+)\}")
 
 
@@ -156,6 +157,34 @@ def is_right(answer: str, response: str) -> bool:
     """Tell whether the last box of a response has the answer."""
     boxed = _BOXED.findall(response)
     return bool(boxed) and boxed[-1] == answer
+
+
+def first_mistake(prompt: str, response: str) -> str | None:
+    """Name the kind of what is wrong first in a response; None if all of it is right.
+
+    Args:
+        prompt: as :func:`problem` has it.
+        response: text without special tokens.
+
+    Returns:
+        ``instruction``: a line's instruction is not the prompt's, from which it is copied.
+        ``slip``: the first digit of a line is one too high, which the warm start has taught.
+        ``digits``: a line's list is another in any other way.
+        ``box``: all lines are right, and what follows them is not the last list in a box.
+        ``form``: a line is missing, or is none.
+    """
+    at, digits = 0, prompt.partition("|")[2]
+    for what, digits in run(prompt):
+        line = _LINE.match(response, at)
+        if line is None:
+            return "form"
+        if line[2] != what:
+            return "instruction"
+        if line[3] != digits:
+            slipped = str((int(digits[0]) + 1) % 10) + digits[1:]
+            return "slip" if line[3] == slipped else "digits"
+        at = line.end()
+    return None if response[at:] == f"\\boxed{{{digits}}}" else "box"
 
 
 def problems(split: str, count: int, seed: int, shortest: int, longest: int) -> Iterator[Problem]:

@@ -29,8 +29,8 @@ is whether the mismatch over all steps keeps the bound of upstream's test of tha
 steps of a program) of the model that ``long_model.py`` has made (``--model``), for 100 steps of 16
 prompts x 8 samples, in five variants: ``fp8rl-rollout`` is FP8 in rollouts alone. It validates and
 keeps checkpoints; the same command goes on from the last one. Printed beside the curves, which then
-are those of all parts of the run, are the validations, the mismatch by position, and the tokens
-that make most of it.
+are those of all parts of the run, are the validations, the mismatch by position, the tokens that
+make most of it, and what goes wrong first in answers that are not right.
 ``--task real`` takes a Qwen3 of true shape with random weights (``real_model.py``; ``--size``) for
 five steps of 16 prompts x 16 samples, 512 tokens in and exactly 1,024 out, with the Megatron
 trainer and CUDA graphs; with ``--gpus 2`` each GPU has an engine of its own. Its medians leave out
@@ -62,7 +62,7 @@ from typing import Any, TextIO
 import yaml
 from long_tasks import MOST_STEPS
 from nemo_rl_curves import draw
-from nemo_rl_long import PROBLEMS, long_answers, mismatch, step_files
+from nemo_rl_long import PROBLEMS, long_answers, read_steps, step_files
 from nemo_rl_long import make_data as make_long_data
 from nemo_rl_real import WARM_STEPS, is_complete, is_shared, real_size, table
 from nemo_rl_real import make_data as make_real_data
@@ -385,7 +385,7 @@ def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, An
     Medians leave out ``warm`` steps.
 
     A run that can be ``resumed`` consists of all runs of the folder, and has ``validation``,
-    ``positions`` and ``farthest`` too.
+    ``positions``, ``farthest`` and ``mistakes`` too.
     """
     folders = sorted(logs.glob("exp_*")) or [logs]  # NeMo RL makes a new one for each run
     found = scalars(folders if resumed else folders[-1:])
@@ -406,7 +406,7 @@ def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, An
         told["validation"] = {"steps": list(validation["accuracy"])} | {
             name: [digits(x) for x in by_step.values()] for name, by_step in validation.items()
         }
-        told |= mismatch(step_files(folders))
+        told |= read_steps(step_files(folders))
     return told
 
 

@@ -1,15 +1,23 @@
-"""Long answers for ``nemo_rl.py --task long``: data, YAML, mismatch by position and token."""
+"""Long answers for ``nemo_rl.py --task long``: data, YAML, mismatch by position, and mistakes."""
 
 from __future__ import annotations
 
 import heapq
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from long_tasks import answer_length, problems, prompt_length, write
+from long_tasks import (
+    LongTokenizer,
+    answer_length,
+    first_mistake,
+    problems,
+    prompt_length,
+    write,
+)
 
 PROBLEMS = 16_384
 """Of the training data; each is asked once."""
@@ -97,8 +105,8 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
     }
 
 
-def mismatch(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Compare generation's log-probabilities with the trainer's, token by token.
+def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Compare generation's log-probabilities with the trainer's, and answers with right ones.
 
     Args:
         files: ``train_data_step*.jsonl`` of NeMo RL, which have both for every token, and a
@@ -111,13 +119,17 @@ def mismatch(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
         ``token_mult_prob_error``, and ``entropy``, minus the log-probability of what was sampled.
         ``farthest``: of the far tokens the :data:`FARTHEST` that make most of KL, with their file,
         ``position``, both log-probabilities, ``kl``, and ``token_ids`` of the :data:`BEFORE` tokens
-        before them and of themselves.
+        before them and of themselves. ``mistakes``: of each ``step`` the number of answers that are
+        ``right``, and of the others by what is wrong first (``long_tasks.first_mistake``).
     """
     names = ("tokens", "far", "kl", "error", "entropy")
     sums = torch.zeros(len(POSITIONS), len(names), dtype=torch.float64)
     starts = torch.tensor(POSITIONS)
     farthest: list[dict[str, Any]] = []
-    for file in files:
+    mistakes = []
+    tokenizer = LongTokenizer()
+    for file in sorted(files, key=_step):
+        answers: Counter[str] = Counter()
         for ids, places, generated, trained in _responses(file):
             log_ratio = trained - generated
             far = log_ratio.abs() >= FAR
@@ -139,13 +151,17 @@ def mismatch(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
                 for position in far.nonzero()[:, 0].tolist()
             ]
             farthest = heapq.nlargest(FARTHEST, farthest, key=lambda token: token["kl"])
+            prompt = tokenizer.decode(ids[: places[0]])
+            response = tokenizer.decode(ids[place] for place in places)
+            answers[first_mistake(prompt, response) or "right"] += 1
+        mistakes.append({"step": _step(file), **answers})
     positions = [
         {"start": start, "tokens": int(row[0]), "far": int(row[1])}
         | dict(zip(names[2:], (row[2:] / row[0]).tolist(), strict=True))
         for start, row in zip(POSITIONS, sums, strict=True)
         if row[0] > 0
     ]
-    return {"positions": positions, "farthest": farthest}
+    return {"positions": positions, "farthest": farthest, "mistakes": mistakes}
 
 
 def step_files(folders: Iterable[Path]) -> list[Path]:
@@ -160,6 +176,10 @@ def step_files(folders: Iterable[Path]) -> list[Path]:
     return list(newest.values())
 
 
+def _step(file: Path) -> int:
+    return int(file.stem.removeprefix("train_data_step"))
+
+
 def _responses(file: Path) -> Iterator[tuple[list[int], list[int], torch.Tensor, torch.Tensor]]:
     """Yield of each response the tokens of its prompt and of itself, the places of those that count
     in them, and their log-probabilities in generation and by the trainer, float64."""
@@ -170,6 +190,8 @@ def _responses(file: Path) -> Iterator[tuple[list[int], list[int], torch.Tensor,
             row = json.loads(line)
             (mask,), (ids,) = torch.tensor(row["token_loss_mask"]), row["token_ids"]
             asked = (mask * row["sample_loss_mask"][0]).bool()
+            if not asked.any():
+                continue
             generated, trained = (
                 torch.tensor(row[f"{name}_logprobs"][0])[asked].double()
                 for name in ("generation", "prev")

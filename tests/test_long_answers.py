@@ -7,7 +7,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -100,6 +100,38 @@ def test_a_slip_anywhere_is_wrong_at_the_end(tasks: ModuleType) -> None:
     assert not tasks.is_right("12", r"\boxed{12} or \boxed{21}")
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda text: text, None),
+        (lambda text: text.replace("so#08+3=4", "so#08+3=5"), "slip"),
+        (lambda text: text.replace("so#08+3=45", "so#08+3=46"), "digits"),
+        (lambda text: text.replace("#08+3", "#08+2"), "instruction"),
+        (lambda text: text.replace("#08+3", "#08-3"), "instruction"),
+        (lambda text: text.replace("#08+3", "#07+3"), "instruction"),
+        (lambda text: text.replace("{4", "{5"), "box"),
+        (lambda text: text + "so", "box"),
+        (lambda text: text[:30], "form"),
+        (lambda text: text[: text.index("\\")], "box"),
+        (lambda text: text.replace("so#08", "#08"), "form"),
+        (lambda text: "", "form"),
+    ],
+)
+def test_what_is_wrong_first(
+    change: Callable[[str], str], kind: str | None, tasks: ModuleType
+) -> None:
+    prompt = "#07>1#08+3|2345678901234561"
+    right = "now#07>1=1234567890123456so#08+3=4567890123456789\\boxed{4567890123456789}"
+    assert tasks.first_mistake(prompt, change(right)) == kind
+
+
+def test_a_mistake_in_an_early_line_is_named_before_later_ones(tasks: ModuleType) -> None:
+    prompt = "#07>1#08+3|2345678901234561"
+    lines = tasks.run(prompt, {0})
+    told = "".join(f"well{what}={digits}" for what, digits in lines).replace("+3", "+1")
+    assert tasks.first_mistake(prompt, told) == "slip"
+
+
 def test_problems_follow_from_their_arguments(tasks: ModuleType) -> None:
     def made(split: str, seed: int) -> list[Any]:
         return list(tasks.problems(split, 50, seed, 3, 5))
@@ -187,57 +219,82 @@ def test_the_accuracy_to_be_expected_is_that_of_a_certain_model(
     assert start.expected_accuracy(4) == pytest.approx(0.5)
 
 
-# --- mismatch by position ---
+# --- what a run's files tell ---
+
+
+def row(prompt: list[int], response: list[int], **changes: Any) -> dict[str, Any]:
+    """A line of NeMo RL's for one response; the padding after it has no log-probabilities."""
+    padding = [0] * 3
+    length = len(prompt) + len(response) + len(padding)
+    return {
+        "content": [["", ""]],
+        "token_loss_mask": [[0] * len(prompt) + [1] * len(response) + padding],
+        "sample_loss_mask": [1.0],
+        "generation_logprobs": [[0.0] * length],
+        "prev_logprobs": [[0.0] * length],
+        "token_ids": [prompt + response + padding],
+    } | changes
 
 
 def test_mismatch_by_position(benchmark: SimpleNamespace, tmp_path: Path) -> None:
     """Against sums over single tokens in float64; a line that was cut off is left out."""
     draw = torch.Generator().manual_seed(0)
-    lengths, rows, tokens = (5, 300), [], []
-    for length in lengths:
-        mask = [0] * 7 + [1] * length + [0] * (301 - length)
-        generated = (-torch.rand(len(mask), generator=draw)).tolist()
-        trained = (-torch.rand(len(mask), generator=draw)).tolist()
+    prompt = list(range(20, 27))
+    rows, tokens = [], []
+    for length in (5, 300):
+        written = row(prompt, [30 + i % 90 for i in range(length)])
+        size = len(written["token_ids"][0])
+        generated = (-torch.rand(size, generator=draw)).tolist()
+        trained = (-torch.rand(size, generator=draw)).tolist()
         # The last token of each is far: the trainer finds one likelier, one less likely.
         trained[7 + length - 1] += 3.0 if length == 5 else -2.0
-        row = {
-            "content": [["", ""]],
-            "token_loss_mask": [mask],
-            "sample_loss_mask": [1.0],
-            "generation_logprobs": [generated],
-            "prev_logprobs": [trained],
-            "token_ids": [list(range(len(mask)))],
-        }
-        rows.append(json.dumps(row))
+        written |= {"generation_logprobs": [generated], "prev_logprobs": [trained]}
+        rows.append(json.dumps(written))
         tokens += [(i, generated[7 + i], trained[7 + i]) for i in range(length)]
     left_out = json.loads(rows[1]) | {"sample_loss_mask": [0.0]}
     file = tmp_path / "train_data_step1.jsonl"
     file.write_text("\n".join([*rows, json.dumps(left_out), rows[1][:99]]), encoding="utf-8")
-    compared = benchmark.runs.mismatch([file])
+    compared = benchmark.runs.read_steps([file])
     found = compared["positions"]
-    assert [(row["start"], row["tokens"], row["far"]) for row in found] == [
+    assert [(told["start"], told["tokens"], told["far"]) for told in found] == [
         (0, 133, 1),
         (128, 128, 0),
         (256, 44, 1),
     ]
     likelier, less = compared["farthest"]  # the former has more of KL
-    assert (likelier["position"], likelier["token_ids"]) == (4, list(range(12)))
-    assert (less["position"], less["token_ids"]) == (299, list(range(264, 307)))
+    ids = json.loads(rows[1])["token_ids"][0]
+    assert (likelier["position"], likelier["token_ids"]) == (4, ids[:12])
+    assert (less["position"], less["token_ids"]) == (299, ids[264:307])
     for token, index in ((likelier, 4), (less, len(tokens) - 1)):
         _, *both = tokens[index]
         assert [token["generation"], token["trainer"]] == pytest.approx(both, rel=1e-6)
         assert token["kl"] == pytest.approx(math.expm1(both[1] - both[0]) - both[1] + both[0])
         assert token["file"] == file.name
-    for row, end in zip(found, (128, 256, 512), strict=True):
+    for told, end in zip(found, (128, 256, 512), strict=True):
         log_ratio, entropy = [], []
         for i, generated, trained in tokens:
-            if row["start"] <= i < end:
+            if told["start"] <= i < end:
                 log_ratio.append(torch.tensor(trained).double() - torch.tensor(generated).double())
                 entropy.append(-generated)
         exact = torch.stack(log_ratio)
-        assert row["kl"] == pytest.approx((exact.exp() - 1 - exact).mean().item(), rel=1e-12)
-        assert row["error"] == pytest.approx(exact.abs().exp().mean().item(), rel=1e-12)
-        assert row["entropy"] == pytest.approx(sum(entropy) / len(entropy), rel=1e-6)
+        assert told["kl"] == pytest.approx((exact.exp() - 1 - exact).mean().item(), rel=1e-12)
+        assert told["error"] == pytest.approx(exact.abs().exp().mean().item(), rel=1e-12)
+        assert told["entropy"] == pytest.approx(sum(entropy) / len(entropy), rel=1e-6)
+
+
+def test_mistakes_of_each_step(benchmark: SimpleNamespace, tmp_path: Path) -> None:
+    """Steps come in their order, and an answer that is cut off has no right form."""
+    tasks = benchmark.tasks
+    tokenizer = tasks.LongTokenizer()
+    asked = tasks.problem(3, random.Random(0)).prompt
+    prompt = tokenizer.encode(asked, add_bos=False)
+    response = tokenizer.encode(tasks.demonstration(asked, random.Random(0)), add_bos=False)
+    right, cut_off = row(prompt, [*response, tokenizer.eos_id]), row(prompt, response[:30])
+    for step, rows in ((10, [right, cut_off, right]), (9, [cut_off])):
+        text = "".join(json.dumps(each) + "\n" for each in rows)
+        (tmp_path / f"train_data_step{step}.jsonl").write_text(text, encoding="utf-8")
+    found = benchmark.runs.read_steps(tmp_path.glob("*.jsonl"))["mistakes"]
+    assert found == [{"step": 9, "form": 1}, {"step": 10, "right": 2, "form": 1}]
 
 
 def test_a_resumed_run_has_each_step_once(benchmark: SimpleNamespace, tmp_path: Path) -> None:
