@@ -16,6 +16,7 @@ tokens have probability 1 no rounding of an engine shows.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
@@ -199,6 +200,14 @@ def problems(split: str, count: int, seed: int, shortest: int, longest: int) -> 
     choose = random.Random(f"{split}/{seed}")
     for _ in range(count):
         yield problem(choose.randint(shortest, longest), choose)
+
+
+def bounds(text: str) -> tuple[int, int]:
+    """Read the steps of the shortest and of the longest program."""
+    shortest, longest = map(int, text.split(","))
+    if not 1 <= shortest <= longest <= MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"'{text}'; give SHORTEST,LONGEST from 1 to {MOST_STEPS}")
+    return shortest, longest
 
 
 def write(file: Path, rows: Iterator[Problem]) -> Path:

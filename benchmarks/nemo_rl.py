@@ -60,7 +60,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
-from long_tasks import MOST_STEPS
+from long_tasks import bounds
 from nemo_rl_curves import draw
 from nemo_rl_long import PROBLEMS, long_answers, read_steps, step_files
 from nemo_rl_long import make_data as make_long_data
@@ -670,14 +670,6 @@ def prepare(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     if options.task == "long":
         return model.resolve(), make_long_data(folder, *options.programs)
     return model.resolve(), make_data(folder / "sums.jsonl")
-
-
-def bounds(text: str) -> tuple[int, int]:
-    """Read the steps of the shortest and of the longest program."""
-    shortest, longest = map(int, text.split(","))
-    if not 1 <= shortest <= longest <= MOST_STEPS:
-        raise argparse.ArgumentTypeError(f"'{text}'; give SHORTEST,LONGEST from 1 to {MOST_STEPS}")
-    return shortest, longest
 
 
 if __name__ == "__main__":

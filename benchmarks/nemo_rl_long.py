@@ -79,18 +79,11 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
         },
     }
     policy["megatron_cfg"]["checkpoint"] = {"async_save": False}
-    # Decode steps in full graphs, without the minutes that torch.compile takes to start.
     grpo = value["grpo"]
     most = max(HELD_OUT, grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"])
     generation = policy["generation"]
     generation["vllm_cfg"]["enforce_eager"] = False
-    generation["vllm_kwargs"] = {
-        "compilation_config": {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, most + 1, 16)],
-        }
-    }
+    generation["vllm_kwargs"] = graphs(most)
     rows = value["data"]
     rows["max_input_seq_length"] = prompt_length(longest) + 1
     rows["train"]["split_validation_size"] = 0
@@ -102,6 +95,20 @@ def long_answers(value: dict[str, Any], longest: int, data: Path, checkpoints: P
         "save_period": CHECKPOINT_STEPS,
         "keep_top_k": 1,
         "model_save_format": None,  # as DTensor's first worker has it; Megatron has its own
+    }
+
+
+def graphs(most: int) -> dict[str, Any]:
+    """Return vLLM's arguments for decode steps of up to ``most`` sequences in full graphs.
+
+    They spare the minutes that torch.compile takes to start.
+    """
+    return {
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, most + 1, 16)],
+        }
     }
 
 

@@ -7,6 +7,8 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -217,6 +219,23 @@ def test_the_accuracy_to_be_expected_is_that_of_a_certain_model(
     logits[torch.arange(4), -3, (last - 4 + 1) % 10 + 4] = 0.0  # half of the probability is wrong
     monkeypatch.setattr(start, "model", lambda input_ids: SimpleNamespace(logits=logits[:, 1:]))
     assert start.expected_accuracy(4) == pytest.approx(0.5)
+
+
+def test_a_live_engine_over_an_fp8_cache_answers_and_its_mistakes_are_counted(
+    benchmark: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Of a model that has learned nothing no answer has the form of one."""
+    started = benchmark.model.WarmStart(options(tmp_path / "model"))
+    started.save_model()
+    out = tmp_path / "found.json"
+    command = [sys.executable, str(BENCHMARKS / "long_validation.py"), "--programs", "1,2"]
+    command += ["--model", str(tmp_path / "model"), "--count", "3", "--variants", "fp8rl-kv"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (found,) = json.loads(out.read_text(encoding="utf-8"))["results"]
+    assert found["mistakes"] == {"form": 3}
+    assert (found["count"], found["right"], found["standard_error"]) == (3, 0.0, 0.0)
+    assert found["tokens"] > 0
 
 
 # --- what a run's files tell ---
