@@ -39,6 +39,7 @@ from fp8rl.recipe import Recipe
 from vllm_fp8rl.compat import PACKING_CAPABILITIES, unsupported_reason
 from vllm_fp8rl.deep_gemm_warmup import KernelWarmup
 from vllm_fp8rl.deep_gemm_warmup.nvcc import NO_NVCC, find_nvcc
+from vllm_fp8rl.kernels import deep_gemm_op as deep_gemm_op  # registers fp8rl::deep_gemm
 
 logger = init_logger("vllm.fp8rl")
 
@@ -61,27 +62,37 @@ class DelegatedKernel:
 
     def __init__(self, backend: str, config: FP8ScaledMMLinearLayerConfig, recipe: Recipe) -> None:
         self.backend = backend
+        # DeepGEMM's is never called. Building it imports DeepGEMM and sets DG_JIT_CACHE_DIR, which
+        # `warm_up` needs.
         self._kernel = _KERNELS[backend](config)
         self._pow2 = recipe.activations.scale_format == "pow2"
-        self._row_major = backend == "triton"
-        if backend == "deep_gemm":
-            # Elsewhere DeepGEMM would round scales that are no powers of two.
-            self._kernel.use_deep_gemm_e8m0 = self._row_major = packs_scales()
+        # On other GPUs DeepGEMM, told to pack, would round scales that are no powers of two.
+        self._packs = packs_scales()
 
     def apply(self, x: torch.Tensor, weight: Quantized) -> torch.Tensor:
         """Return ``x @ weight.T``."""
         flat = x.dim() == 2  # torch.compile takes longer for each operation that it traces
         rows = x if flat else x.reshape(-1, x.shape[-1])
         codes, by_group = torch.ops.fp8rl.quantize(rows, self._pow2)
-        scale_inv = by_group.t()[: rows.shape[0]]
+        if self.backend == "deep_gemm":
+            y = torch.ops.fp8rl.deep_gemm(
+                codes, by_group, weight.codes, weight.scale_inv, self._packs
+            )
+        else:
+            y = self._multiply(codes, by_group[:, : rows.shape[0]], weight)
+        return y if flat else y.view(*x.shape[:-1], weight.codes.shape[0])
+
+    def _multiply(
+        self, codes: torch.Tensor, by_group: torch.Tensor, weight: Quantized
+    ) -> torch.Tensor:
+        """Call vLLM's CUTLASS or Triton kernel with scales ``[K/128, M]``."""
         if self.backend == "cutlass":  # takes no padding
-            scale_inv = scale_inv.t().contiguous().t()
-        elif self._row_major:  # the scales of a row lie side by side
-            scale_inv = scale_inv.contiguous()
-        y = self._kernel.apply_block_scaled_mm(
+            scale_inv = by_group.contiguous().t()
+        else:  # the scales of a row lie side by side
+            scale_inv = by_group.t().contiguous()
+        return self._kernel.apply_block_scaled_mm(
             A=codes, B=weight.codes, As=scale_inv, Bs=weight.scale_inv
         )
-        return y if flat else y.view(*x.shape[:-1], weight.codes.shape[0])
 
     def warm_up(self, layer: Any, warmup: KernelWarmup) -> None:
         """Have DeepGEMM's kernels for a layer's ``weight`` ``[N, K]`` compiled ahead of use."""

@@ -24,6 +24,7 @@ from vllm.config import CompilationMode, VllmConfig
 from fp8rl.numerics import GROUP
 from fp8rl.numerics.triton import activations as triton_fused
 from fp8rl.recipe import Recipe
+from vllm_fp8rl.kernels import deep_gemm_op
 from vllm_fp8rl.kernels import fused_ops as fused_ops  # registers the operations named below
 
 NAME = "fp8rl_quantize_fusion"
@@ -134,8 +135,10 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
         It covers the patterns, the scale format, and the source of the operations: compiled code
         depends on their shapes and strides, and Dynamo does not trace their files.
         """
-        operations = (inspect.getsource(module) for module in (fused_ops, triton_fused))
-        return self.hash_source(super().uuid(), str(self._pow2), *operations)
+        modules = (deep_gemm_op, fused_ops, triton_fused)
+        return self.hash_source(
+            super().uuid(), str(self._pow2), *(inspect.getsource(module) for module in modules)
+        )
 
 
 def install(engine: VllmConfig, recipe: Recipe) -> None:

@@ -308,14 +308,14 @@ PROBES = (
         attributes="num_experts num_local_experts experts_per_token hidden_dim "
         "intermediate_size_per_partition_unpadded tp_rank tp_size activation "
         "has_bias is_lora_enabled moe_backend moe_parallel_config", needs="experts"),
-    Probe(12, _GEMM, "DeepGemmFp8BlockScaledMMKernel.apply_block_scaled_mm", positional=1,
-        keywords="A B As Bs", needs="cuda"),
+    Probe(12, _GEMM, "DeepGemmFp8BlockScaledMMKernel", positional=1, needs="cuda"),
+    # It takes any arguments, and looks for this one by its name.
+    Probe(12, "utils.deep_gemm", "fp8_gemm_nt", needs="cuda",
+        behaves=lambda multiply: "is_deep_gemm_e8m0_used" in multiply.__code__.co_consts),
     Probe(12, _GEMM, "CutlassFp8BlockScaledMMKernel.apply_block_scaled_mm", positional=1,
         keywords="A B As Bs", needs="cuda"),
     Probe(12, _GEMM, "TritonFp8BlockScaledMMKernel.apply_block_scaled_mm", positional=1,
         keywords="A B As Bs", needs="cuda"),
-    Probe(12, _GEMM, "DeepGemmFp8BlockScaledMMKernel", attributes="use_deep_gemm_e8m0",
-        needs="cuda"),
     Probe(12, _GEMM, "is_supported_and_can_implement_kernel", positional=3, needs="cuda"),
     Probe(12, f"{_GEMM}.scaled_mm.ScaledMMLinearKernel", "FP8ScaledMMLinearLayerConfig",
         positional=0,

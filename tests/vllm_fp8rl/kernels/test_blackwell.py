@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.kernels.linear.scaled_mm import deep_gemm
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
@@ -22,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils import deep_gemm
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
@@ -143,7 +143,7 @@ def test_it_starts_with_the_key_alone_and_says_that_it_has_never_run(
         block_gemm.require_served_gpu(RECIPE)
     on(monkeypatch, (9, 0))
     block_gemm.require_served_gpu(RECIPE)
-    assert len(said) == 2 and kernel()._kernel.use_deep_gemm_e8m0 is False
+    assert len(said) == 2 and kernel()._packs is False
 
 
 @pytest.mark.parametrize("name", ["triton", "deep_gemm"])

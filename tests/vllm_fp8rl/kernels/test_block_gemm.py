@@ -1,4 +1,4 @@
-"""What vLLM's kernels get of a layer; stand-ins take their places here."""
+"""What compiled code has of a layer whose kernel is DeepGEMM; a reference stands in for it here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.kernels.linear.scaled_mm import deep_gemm
+from vllm.utils import deep_gemm
 
 from fp8rl import Recipe
 from fp8rl.gemm import GemmShape
@@ -67,6 +68,33 @@ def test_any_number_of_dimensions(rows: tuple[int, ...]) -> None:
     )
     multiply = kernel("deep_gemm").apply
     assert torch.equal(multiply(x, weight), wanted.bfloat16().view(*rows, N))
+
+
+def test_compiled_code_has_one_operation_for_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile traces each operation of each layer while an engine starts."""
+    with torch.library._scoped_library("fp8rl_test", "DEF") as library:
+        library.define("quantize(Tensor x, bool pow2) -> (Tensor, Tensor)")
+        library.impl("quantize", quantize, "CompositeExplicitAutograd")
+        monkeypatch.setattr(torch.ops.fp8rl, "quantize", torch.ops.fp8rl_test.quantize)
+        x, weight = tensors(5)
+        multiply = kernel("deep_gemm").apply
+        graph = make_fx(lambda x, *weight: multiply(x, Quantized(*weight)))(x, *weight).graph
+        names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert names == [
+        "fp8rl_test.quantize.default",
+        *["<built-in function getitem>"] * 2,
+        "fp8rl.deep_gemm.default",
+    ]
+
+
+def test_it_is_what_torch_compile_takes_it_for() -> None:
+    x, weight = tensors(5)
+    # Without "test_schema", which has no CPU kernel for FP8.
+    torch.library.opcheck(
+        torch.ops.fp8rl.deep_gemm.default,
+        (*quantize(x, False), *weight, False),
+        test_utils=("test_faketensor", "test_aot_dispatch_dynamic"),
+    )
 
 
 @pytest.mark.parametrize("backend", ["cutlass", "triton"])
