@@ -1,15 +1,16 @@
 """Right answers of one model under each precision of rollouts: what FP8 itself spoils of long ones.
 
     python benchmarks/long_validation.py --model FOLDER [--programs 24,40] [--count 1024]
-        [--variants bf16,fp8rl,fp8rl-kv] [--memory 0.5] [--out FILE.json]
+        [--variants bf16,fp8rl,fp8rl-kv] [--recipe JSON] [--memory 0.5] [--out FILE.json]
 
 GRPO in FP8 may end at other answers than in BF16 because the engine answers otherwise, or because
 the policy has learned otherwise. Here the weights are the same: each variant's engine answers the
 same held-out programs (``long_tasks.py``) once each at temperature 1. The model is one of
 ``long_model.py`` (with ``--slips 0`` its answers are wrong by its own mistakes alone) or a
 checkpoint of a run that was converted to a Hugging Face folder. ``fp8rl-kv`` has an FP8 KV cache,
-whose scales are calibrated from right answers to other programs. Printed for each variant are the
-share of right answers with its standard error, and what is wrong first in the others.
+whose scales are calibrated from right answers to other programs. ``--recipe`` has more keys of the
+recipe for fp8rl's variants, such as ``{"pins": {"kinds": ["qkv_proj"]}}``. Printed for each variant
+are the share of right answers with its standard error, and what is wrong first in the others.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
         seed=options.seed,
         **({"gpu_memory_utilization": options.memory} | graphs(AT_ONCE) if on_gpu else {}),
         **({} if on_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}),
-        **engine_arguments(options.child),
+        **engine_arguments(options.child, options.recipe),
     )
     if options.child.endswith("-kv"):
         from vllm_fp8rl.calibration import calibrate_kv_scales
@@ -109,6 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--programs", type=bounds, default=(24, 40), metavar="SHORTEST,LONGEST")
     parser.add_argument("--count", type=int, default=1024)
     parser.add_argument("--variants", default="bf16,fp8rl,fp8rl-kv")
+    parser.add_argument("--recipe", type=json.loads, default={}, help="JSON; keys of fp8rl's")
     parser.add_argument("--seed", type=int, default=0, help="of problems and samples")
     parser.add_argument("--memory", type=float, default=0.5, help="gpu_memory_utilization")
     parser.add_argument("--out", type=Path, default=Path("long_validation.json"))
@@ -122,7 +124,12 @@ def main() -> int:
         options.out.write_text(json.dumps(run_variant(options)), encoding="utf-8")
         return 0
     results: list[dict[str, Any]] = []
-    found = {"versions": versions(), "programs": options.programs, "results": results}
+    found = {
+        "versions": versions(),
+        "programs": options.programs,
+        "recipe": options.recipe,
+        "results": results,
+    }
     for variant in options.variants.split(","):
         results.append(in_process(variant))
         save(found, options.out, results[-1])
