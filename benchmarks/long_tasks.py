@@ -160,8 +160,8 @@ def is_right(answer: str, response: str) -> bool:
     return bool(boxed) and boxed[-1] == answer
 
 
-def first_mistake(prompt: str, response: str) -> str | None:
-    """Name the kind of what is wrong first in a response; None if all of it is right.
+def outcome(prompt: str, response: str) -> str:
+    """Return ``right`` where the last box has the answer, and else what is wrong first.
 
     Args:
         prompt: as :func:`problem` has it.
@@ -174,8 +174,11 @@ def first_mistake(prompt: str, response: str) -> str | None:
         ``box``: all lines are right, and what follows them is not the last list in a box.
         ``form``: a line is missing, or is none.
     """
-    at, digits = 0, prompt.partition("|")[2]
-    for what, digits in run(prompt):
+    lines = list(run(prompt))
+    if is_right(lines[-1][1], response):
+        return "right"
+    at = 0
+    for what, digits in lines:
         line = _LINE.match(response, at)
         if line is None:
             return "form"
@@ -185,7 +188,7 @@ def first_mistake(prompt: str, response: str) -> str | None:
             slipped = str((int(digits[0]) + 1) % 10) + digits[1:]
             return "slip" if line[3] == slipped else "digits"
         at = line.end()
-    return None if response[at:] == f"\\boxed{{{digits}}}" else "box"
+    return "box"
 
 
 def problems(split: str, count: int, seed: int, shortest: int, longest: int) -> Iterator[Problem]:

@@ -7,10 +7,11 @@ GRPO in FP8 may end at other answers than in BF16 because the engine answers oth
 the policy has learned otherwise. Here the weights are the same: each variant's engine answers the
 same held-out programs (``long_tasks.py``) once each at temperature 1. The model is one of
 ``long_model.py`` (with ``--slips 0`` its answers are wrong by its own mistakes alone) or a
-checkpoint of a run that was converted to a Hugging Face folder. ``fp8rl-kv`` has an FP8 KV cache,
-whose scales are calibrated from right answers to other programs. ``--recipe`` has more keys of the
-recipe for fp8rl's variants, such as ``{"pins": {"kinds": ["qkv_proj"]}}``. Printed for each variant
-are the share of right answers with its standard error, and what is wrong first in the others.
+checkpoint of a run that was converted to a Hugging Face folder. Variants have the names of
+``rollout.py``: ``fp8rl-kv`` has an FP8 KV cache, as ``fp8rl`` has in ``nemo_rl.py``; its scales are
+calibrated from right answers to other programs. ``--recipe`` has more keys of the recipe for
+fp8rl's variants, such as ``{"pins": {"kinds": ["qkv_proj"]}}``. Printed for each variant are the
+share of right answers with its standard error, and what is wrong first in the others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from long_tasks import (
     answer_length,
     bounds,
     demonstration,
-    first_mistake,
+    outcome,
     problem,
     problems,
     prompt_length,
@@ -47,7 +48,16 @@ AT_ONCE = 256
 
 
 def run_variant(options: argparse.Namespace) -> dict[str, Any]:
-    """Let one engine answer all programs."""
+    """Let one engine answer all programs.
+
+    Args:
+        options: of the command line; ``child`` is the variant.
+
+    Returns:
+        The variant, the GPU's name (None on a CPU), ``count``, the share of ``right`` answers, its
+        ``standard_error``, the number of others by what is wrong first (``long_tasks.outcome``),
+        ``tokens`` of all answers, and the ``seconds`` that they took.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
     from vllm import LLM, SamplingParams
@@ -87,18 +97,18 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - began
     answers = [request.outputs[0].token_ids for request in told]
-    kinds = Counter(
-        first_mistake(asked.prompt, tokenizer.decode(answer))
+    outcomes = Counter(
+        outcome(asked.prompt, tokenizer.decode(answer))
         for asked, answer in zip(held_out, answers, strict=True)
     )
-    right = kinds.pop(None, 0) / options.count
+    right = outcomes.pop("right", 0) / options.count
     return {
         "variant": options.child,
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "count": options.count,
         "right": right,
         "standard_error": math.sqrt(right * (1 - right) / options.count),
-        "mistakes": dict(kinds),
+        "mistakes": dict(outcomes),
         "tokens": sum(map(len, answers)),
         "seconds": round(seconds, 1),
     }

@@ -385,7 +385,7 @@ def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, An
     Medians leave out ``warm`` steps.
 
     A run that can be ``resumed`` consists of all runs of the folder, and has ``validation``,
-    ``positions``, ``farthest`` and ``mistakes`` too.
+    ``positions``, ``farthest`` and ``outcomes`` too.
     """
     folders = sorted(logs.glob("exp_*")) or [logs]  # NeMo RL makes a new one for each run
     found = scalars(folders if resumed else folders[-1:])

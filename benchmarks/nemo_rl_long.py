@@ -1,4 +1,4 @@
-"""Long answers for ``nemo_rl.py --task long``: data, YAML, mismatch by position, and mistakes."""
+"""Long answers for ``nemo_rl.py --task long``: data, YAML, mismatch by position, and outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from long_tasks import (
     LongTokenizer,
     answer_length,
-    first_mistake,
+    outcome,
     problems,
     prompt_length,
     write,
@@ -126,14 +126,14 @@ def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
         ``token_mult_prob_error``, and ``entropy``, minus the log-probability of what was sampled.
         ``farthest``: of the far tokens the :data:`FARTHEST` that make most of KL, with their file,
         ``position``, both log-probabilities, ``kl``, and ``token_ids`` of the :data:`BEFORE` tokens
-        before them and of themselves. ``mistakes``: of each ``step`` the number of answers that are
-        ``right``, and of the others by what is wrong first (``long_tasks.first_mistake``).
+        before them and of themselves. ``outcomes``: of each ``step`` the number of answers by what
+        ``long_tasks.outcome`` returns.
     """
     names = ("tokens", "far", "kl", "error", "entropy")
     sums = torch.zeros(len(POSITIONS), len(names), dtype=torch.float64)
     starts = torch.tensor(POSITIONS)
     farthest: list[dict[str, Any]] = []
-    mistakes = []
+    outcomes = []
     tokenizer = LongTokenizer()
     for file in sorted(files, key=_step):
         answers: Counter[str] = Counter()
@@ -160,15 +160,15 @@ def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
             farthest = heapq.nlargest(FARTHEST, farthest, key=lambda token: token["kl"])
             prompt = tokenizer.decode(ids[: places[0]])
             response = tokenizer.decode(ids[place] for place in places)
-            answers[first_mistake(prompt, response) or "right"] += 1
-        mistakes.append({"step": _step(file), **answers})
+            answers[outcome(prompt, response)] += 1
+        outcomes.append({"step": _step(file), **answers})
     positions = [
         {"start": start, "tokens": int(row[0]), "far": int(row[1])}
         | dict(zip(names[2:], (row[2:] / row[0]).tolist(), strict=True))
         for start, row in zip(POSITIONS, sums, strict=True)
         if row[0] > 0
     ]
-    return {"positions": positions, "farthest": farthest, "mistakes": mistakes}
+    return {"positions": positions, "farthest": farthest, "outcomes": outcomes}
 
 
 def step_files(folders: Iterable[Path]) -> list[Path]:

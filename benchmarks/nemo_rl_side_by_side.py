@@ -5,10 +5,11 @@
 
 ``bf16:1`` is ``--variants bf16 --seed 1``; what follows ``--`` is for all runs. Each gets Linux
 namespaces of its own, for which this must be root: NeMo RL's drivers meet on fixed ports, in
-``/tmp`` and in ``/dev/shm`` otherwise (``docs/measurements/nemo_rl.md``, "Environment"). With the
-first process of such a namespace all others end, so that nothing is left of a run. Runs start
-``--apart`` seconds one after the other. What a run prints is in ``OUT/VARIANT-SEED.json``, what it
-logs in ``OUT/VARIANT-SEED.log``, and the driver's files in ``OUT/VARIANT-SEED/``.
+``/tmp`` and in ``/dev/shm`` otherwise (``docs/measurements/nemo_rl.md``, "Environment"). A run sees
+a ``/tmp`` of its own, so no path may lie there. With the first process of such a namespace all
+others end, and with this program all runs. Runs start ``--apart`` seconds one after the other. What
+a run prints is in ``OUT/VARIANT-SEED.json``, what it logs in ``OUT/VARIANT-SEED.log``, and the
+driver's files in ``OUT/VARIANT-SEED/``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -57,42 +59,45 @@ def start_ray(gpus: int) -> None:
     os.environ["RAY_ADDRESS"] = "127.0.0.1:6379"
 
 
-def run_inside(name: str, folder: Path, arguments: list[str]) -> int:
+def run_inside(options: argparse.Namespace) -> int:
     """Run one driver in the namespaces of this process, and return its exit code."""
-    variant, _, seed = name.partition(":")
-    here = folder / f"{variant}-{seed}"
+    variant, _, seed = options.runs[0].partition(":")
+    here = options.folder / f"{variant}-{seed}"
     private = here / "tmp"
     private.mkdir(parents=True, exist_ok=True)
     isolate(private)
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = str(here / "converted")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    gpus = arguments[arguments.index("--gpus") + 1] if "--gpus" in arguments else 1
-    start_ray(int(gpus))
-    command = [sys.executable, HERE.with_name("nemo_rl.py"), "--folder", here, *arguments]
-    command += ["--variants", variant, "--seed", seed]
+    start_ray(options.gpus)
+    command = [sys.executable, str(HERE.with_name("nemo_rl.py")), "--folder", str(here)]
+    command += [*options.arguments, "--variants", variant, "--seed", seed]
     with here.with_suffix(".json").open("a", encoding="utf-8") as out:
-        return subprocess.run([str(part) for part in command], stdout=out, check=False).returncode
+        return subprocess.run(command, stdout=out, check=False).returncode
 
 
 def run_all(options: argparse.Namespace) -> int:
     """Start all runs and wait for them; return how many failed."""
     options.folder.mkdir(parents=True, exist_ok=True)
-    began, running = time.monotonic(), {}
-    for name in options.runs:
-        if running:
-            time.sleep(options.apart)
-        file = options.folder / f"{name.replace(':', '-')}.log"
-        command = [*UNSHARE, sys.executable, str(HERE), "--inside", "--runs", name]
-        command += ["--folder", str(options.folder.resolve()), "--", *options.arguments]
-        with file.open("a", encoding="utf-8") as log:
-            running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    failed = 0
-    while running:
-        for name in [name for name, process in running.items() if process.poll() is not None]:
-            code = running.pop(name).returncode
-            failed += code != 0
-            sys.stderr.write(f"{time.monotonic() - began:6.0f} s: {name} ended with {code}\n")
-        time.sleep(0.2)
+    began, running, failed = time.monotonic(), {}, 0
+    try:
+        for name in options.runs:
+            if running:
+                time.sleep(options.apart)
+            file = options.folder / f"{name.replace(':', '-')}.log"
+            command = [*UNSHARE, sys.executable, str(HERE), "--inside", "--runs", name]
+            command += ["--folder", str(options.folder), "--", *options.arguments]
+            with file.open("a", encoding="utf-8") as log:
+                running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        while running:
+            for name in [name for name, process in running.items() if process.poll() is not None]:
+                code = running.pop(name).returncode
+                failed += code != 0
+                sys.stderr.write(f"{time.monotonic() - began:6.0f} s: {name} ended with {code}\n")
+            time.sleep(0.2)
+    finally:  # also where this is interrupted
+        for process in running.values():
+            process.kill()  # with --kill-child all that the run has started
+            process.wait()
     return failed
 
 
@@ -111,15 +116,26 @@ def parse() -> argparse.Namespace:
             parser.error(f"--runs has '{name}'; give VARIANT:SEED, such as fp8rl:1")
     if len(set(options.runs)) < len(options.runs):
         parser.error("--runs has a run twice")
+    options.folder = options.folder.resolve()
+    if not options.inside and options.folder.is_relative_to("/tmp"):
+        parser.error(f"--folder {options.folder} is in /tmp, of which each run has its own")
     if options.arguments[:1] == ["--"]:
         del options.arguments[0]
+    of_driver = argparse.ArgumentParser(add_help=False)
+    of_driver.add_argument("--gpus", type=int, default=1)
+    options.gpus = of_driver.parse_known_args(options.arguments)[0].gpus
     return options
 
 
 def main() -> int:
     options = parse()
     if options.inside:
-        return run_inside(options.runs[0], options.folder, options.arguments)
+        return run_inside(options)
+    if os.geteuid():
+        raise SystemExit(
+            "Namespaces with a /tmp and a network of their own need root; run as root."
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the runs too
     return run_all(options)
 
 

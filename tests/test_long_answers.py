@@ -105,33 +105,32 @@ def test_a_slip_anywhere_is_wrong_at_the_end(tasks: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        (lambda text: text, None),
-        (lambda text: text.replace("so#08+3=4", "so#08+3=5"), "slip"),
-        (lambda text: text.replace("so#08+3=45", "so#08+3=46"), "digits"),
-        (lambda text: text.replace("#08+3", "#08+2"), "instruction"),
-        (lambda text: text.replace("#08+3", "#08-3"), "instruction"),
-        (lambda text: text.replace("#08+3", "#07+3"), "instruction"),
+        (lambda text: text, "right"),
+        # A reward looks at the last box alone.
+        (lambda text: text.replace("so#08", "#08"), "right"),
+        (lambda text: text.replace("so#08+3=4", "so#08+3=5").replace("{4", "{5"), "slip"),
+        (lambda text: text.replace("so#08+3=45", "so#08+3=46").replace("{45", "{46"), "digits"),
+        (lambda text: text.replace("#08+3=4", "#08+2=3").replace("{4", "{3"), "instruction"),
+        (lambda text: text.replace("#08+3=4", "#08-3=3").replace("{4", "{3"), "instruction"),
+        (lambda text: text.replace("#08+3=4", "#07+3=3").replace("{4", "{3"), "instruction"),
         (lambda text: text.replace("{4", "{5"), "box"),
-        (lambda text: text + "so", "box"),
-        (lambda text: text[:30], "form"),
         (lambda text: text[: text.index("\\")], "box"),
-        (lambda text: text.replace("so#08", "#08"), "form"),
+        (lambda text: text[:30], "form"),
+        (lambda text: text.replace("so#08", "#08").replace("{4", "{5"), "form"),
         (lambda text: "", "form"),
     ],
 )
-def test_what_is_wrong_first(
-    change: Callable[[str], str], kind: str | None, tasks: ModuleType
-) -> None:
+def test_what_is_wrong_first(change: Callable[[str], str], kind: str, tasks: ModuleType) -> None:
     prompt = "#07>1#08+3|2345678901234561"
     right = "now#07>1=1234567890123456so#08+3=4567890123456789\\boxed{4567890123456789}"
-    assert tasks.first_mistake(prompt, change(right)) == kind
+    assert tasks.outcome(prompt, change(right)) == kind
 
 
 def test_a_mistake_in_an_early_line_is_named_before_later_ones(tasks: ModuleType) -> None:
     prompt = "#07>1#08+3|2345678901234561"
     lines = tasks.run(prompt, {0})
     told = "".join(f"well{what}={digits}" for what, digits in lines).replace("+3", "+1")
-    assert tasks.first_mistake(prompt, told) == "slip"
+    assert tasks.outcome(prompt, told) == "slip"
 
 
 def test_problems_follow_from_their_arguments(tasks: ModuleType) -> None:
@@ -258,7 +257,9 @@ def row(prompt: list[int], response: list[int], **changes: Any) -> dict[str, Any
 def test_mismatch_by_position(benchmark: SimpleNamespace, tmp_path: Path) -> None:
     """Against sums over single tokens in float64; a line that was cut off is left out."""
     draw = torch.Generator().manual_seed(0)
-    prompt = list(range(20, 27))
+    asked = benchmark.tasks.problem(1, random.Random(0)).prompt
+    prompt = benchmark.tasks.LongTokenizer().encode(asked, add_bos=False)
+    begin = len(prompt)
     rows, tokens = [], []
     for length in (5, 300):
         written = row(prompt, [30 + i % 90 for i in range(length)])
@@ -266,10 +267,10 @@ def test_mismatch_by_position(benchmark: SimpleNamespace, tmp_path: Path) -> Non
         generated = (-torch.rand(size, generator=draw)).tolist()
         trained = (-torch.rand(size, generator=draw)).tolist()
         # The last token of each is far: the trainer finds one likelier, one less likely.
-        trained[7 + length - 1] += 3.0 if length == 5 else -2.0
+        trained[begin + length - 1] += 3.0 if length == 5 else -2.0
         written |= {"generation_logprobs": [generated], "prev_logprobs": [trained]}
         rows.append(json.dumps(written))
-        tokens += [(i, generated[7 + i], trained[7 + i]) for i in range(length)]
+        tokens += [(i, generated[begin + i], trained[begin + i]) for i in range(length)]
     left_out = json.loads(rows[1]) | {"sample_loss_mask": [0.0]}
     file = tmp_path / "train_data_step1.jsonl"
     file.write_text("\n".join([*rows, json.dumps(left_out), rows[1][:99]]), encoding="utf-8")
@@ -282,8 +283,8 @@ def test_mismatch_by_position(benchmark: SimpleNamespace, tmp_path: Path) -> Non
     ]
     likelier, less = compared["farthest"]  # the former has more of KL
     ids = json.loads(rows[1])["token_ids"][0]
-    assert (likelier["position"], likelier["token_ids"]) == (4, ids[:12])
-    assert (less["position"], less["token_ids"]) == (299, ids[264:307])
+    assert (likelier["position"], likelier["token_ids"]) == (4, ids[: begin + 5])
+    assert (less["position"], less["token_ids"]) == (299, ids[begin + 257 : begin + 300])
     for token, index in ((likelier, 4), (less, len(tokens) - 1)):
         _, *both = tokens[index]
         assert [token["generation"], token["trainer"]] == pytest.approx(both, rel=1e-6)
@@ -301,7 +302,7 @@ def test_mismatch_by_position(benchmark: SimpleNamespace, tmp_path: Path) -> Non
         assert told["entropy"] == pytest.approx(sum(entropy) / len(entropy), rel=1e-6)
 
 
-def test_mistakes_of_each_step(benchmark: SimpleNamespace, tmp_path: Path) -> None:
+def test_outcomes_of_each_step(benchmark: SimpleNamespace, tmp_path: Path) -> None:
     """Steps come in their order, and an answer that is cut off has no right form."""
     tasks = benchmark.tasks
     tokenizer = tasks.LongTokenizer()
@@ -312,7 +313,7 @@ def test_mistakes_of_each_step(benchmark: SimpleNamespace, tmp_path: Path) -> No
     for step, rows in ((10, [right, cut_off, right]), (9, [cut_off])):
         text = "".join(json.dumps(each) + "\n" for each in rows)
         (tmp_path / f"train_data_step{step}.jsonl").write_text(text, encoding="utf-8")
-    found = benchmark.runs.read_steps(tmp_path.glob("*.jsonl"))["mistakes"]
+    found = benchmark.runs.read_steps(tmp_path.glob("*.jsonl"))["outcomes"]
     assert found == [{"step": 9, "form": 1}, {"step": 10, "right": 2, "form": 1}]
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -33,21 +37,90 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return imported("nemo_rl_side_by_side", monkeypatch)
 
 
+def require_namespaces(program: ModuleType) -> None:
+    """Skip the test where this user cannot make them."""
+    unshare = shutil.which("unshare")
+    made = unshare and subprocess.run([*program.UNSHARE, "true"], capture_output=True, check=False)
+    if not made or made.returncode:
+        pytest.skip("this user cannot make namespaces")
+
+
 def test_a_run_has_tmp_shared_memory_and_ports_of_its_own(
     program: ModuleType, tmp_path: Path
 ) -> None:
-    command = [*program.UNSHARE, "true"]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this user cannot make namespaces")
-    before = set(Path("/dev/shm").iterdir())
+    require_namespaces(program)
+    Path("/dev/shm/seen").unlink(missing_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code = INSIDE.format(
             benchmarks=str(BENCHMARKS), folder=str(tmp_path), port=taken.getsockname()[1]
         )
         subprocess.run([*program.UNSHARE, sys.executable, "-c", code], check=True)
     assert [file.name for file in tmp_path.iterdir()] == ["seen"]
-    assert Path("/dev/shm/seen") not in {*Path("/dev/shm").iterdir()} - before
+    assert not Path("/dev/shm/seen").exists()
     assert not Path("/tmp/seen").exists()
+
+
+def test_a_run_gets_its_ray_and_its_arguments(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The namespaces and Ray itself are left out here."""
+    driver = tmp_path / "nemo_rl.py"
+    driver.write_text(
+        "import json, os, sys\n"
+        "names = ('RAY_ADDRESS', 'NRL_MEGATRON_CHECKPOINT_DIR')\n"
+        "print(json.dumps([sys.argv[1:], [os.environ[name] for name in names]]))\n"
+        "sys.exit(7)\n"
+    )
+    asked = []
+    for name in ("RAY_ADDRESS", "NRL_MEGATRON_CHECKPOINT_DIR", "RAY_prestart_worker_first_driver"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(program, "HERE", tmp_path / "side_by_side.py")
+    monkeypatch.setattr(program, "isolate", asked.append)
+    real = subprocess.run
+
+    def run(command: list[str], **keywords: Any) -> Any:
+        if "start" not in command:
+            return real(command, **keywords)
+        return asked.append([part for part in command if part.startswith("--num-gpus")])
+
+    monkeypatch.setattr(program.subprocess, "run", run)
+    argv = ["program", "--folder", "OUT", "--runs", "fp8rl:3", "--inside", "--", "--gpus=2"]
+    monkeypatch.setattr(sys, "argv", argv)
+    options = program.parse()
+    options.folder = tmp_path
+    assert program.run_inside(options) == 7
+    assert asked == [tmp_path / "fp8rl-3" / "tmp", ["--num-gpus=2"]]
+    here = str(tmp_path / "fp8rl-3")
+    arguments, environment = json.loads((tmp_path / "fp8rl-3.json").read_text())
+    assert arguments == ["--folder", here, "--gpus=2", "--variants", "fp8rl", "--seed", "3"]
+    assert environment == ["127.0.0.1:6379", f"{here}/converted"]
+
+
+def test_runs_end_with_the_program(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_namespaces(program)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        f"Path({str(tmp_path)!r}, 'began').touch()\ntime.sleep(2)\n"
+        f"Path({str(tmp_path)!r}, 'ended').touch()\n"
+    )
+    monkeypatch.setattr(program, "HERE", script)
+
+    def interrupt(seconds: float) -> None:
+        if (tmp_path / "began").exists():
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    sleep = time.sleep
+    monkeypatch.setattr(program.time, "sleep", interrupt)
+    options = argparse.Namespace(folder=tmp_path / "out", runs=["bf16:1"], apart=0.0, arguments=[])
+    with pytest.raises(KeyboardInterrupt):
+        program.run_all(options)
+    monkeypatch.undo()
+    time.sleep(2.5)
+    assert not (tmp_path / "ended").exists()
 
 
 def test_runs_that_fail_are_counted(
@@ -81,16 +154,17 @@ def test_runs_that_fail_are_counted(
         ("bf16", "--runs has 'bf16'; give VARIANT:SEED, such as fp8rl:1"),
         ("bf16:1,fp8rl:x", "--runs has 'fp8rl:x'"),
         ("bf16:1,bf16:1", "--runs has a run twice"),
+        ("bf16:1", "--folder /tmp/out is in /tmp, of which each run has its own"),
     ],
 )
-def test_runs_without_a_seed_or_twice_are_refused(
+def test_what_cannot_be_run_is_refused(
     runs: str,
     told: str,
     program: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["program", "--folder", "out", "--runs", runs])
+    monkeypatch.setattr(sys, "argv", ["program", "--folder", "/tmp/out", "--runs", runs])
     with pytest.raises(SystemExit):
         program.parse()
     assert told in capsys.readouterr().err

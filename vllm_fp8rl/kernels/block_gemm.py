@@ -52,7 +52,7 @@ _KERNELS = {
 
 
 class DelegatedKernel:
-    """One of vLLM's kernels, called as vLLM would call it, with the recipe's activations.
+    """One of vLLM's kernels, over the recipe's activations.
 
     Args:
         backend: a key of :data:`_KERNELS`.

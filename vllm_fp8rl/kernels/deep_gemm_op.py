@@ -1,4 +1,4 @@
-"""DeepGEMM as an operation that returns its result.
+"""DeepGEMM as a custom operation that returns its result.
 
 vLLM's operation writes into a tensor that it is given. With that one, and the views around it,
 torch.compile takes longer to trace a linear layer (``docs/measurements/start.md``).
@@ -6,21 +6,11 @@ torch.compile takes longer to trace a linear layer (``docs/measurements/start.md
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.utils import deep_gemm
 
-from vllm_fp8rl.kernels.library import register
 
-
-def _empty(
-    codes: torch.Tensor, by_group: torch.Tensor, weight: torch.Tensor, *_: Any
-) -> torch.Tensor:
-    return codes.new_empty((codes.shape[0], weight.shape[0]), dtype=torch.bfloat16)
-
-
-@register("deep_gemm", _empty)
+@torch.library.custom_op("fp8rl::deep_gemm", mutates_args=())
 def multiply(
     codes: torch.Tensor,
     by_group: torch.Tensor,
@@ -45,3 +35,14 @@ def multiply(
         (codes, scale_inv), (weight, weight_scale_inv), y, is_deep_gemm_e8m0_used=packs
     )
     return y
+
+
+@multiply.register_fake
+def _(
+    codes: torch.Tensor,
+    by_group: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale_inv: torch.Tensor,
+    packs: bool,
+) -> torch.Tensor:
+    return codes.new_empty((codes.shape[0], weight.shape[0]), dtype=torch.bfloat16)

@@ -28,7 +28,6 @@ from fp8rl.errors import CheckpointError, RefitError, UnsupportedError
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from vllm_fp8rl.kernels.choice import select_kernel
-from vllm_fp8rl.kernels.library import register
 from vllm_fp8rl.state import RankState
 from vllm_fp8rl.storage.block_grid import BlockGrid, empty_storage
 from vllm_fp8rl.storage.parameters import (
@@ -169,7 +168,9 @@ class Fp8RLLinearMethod(LinearMethodBase):
         return self.kernel.apply(x, Quantized(layer.weight.data, layer.weight_scale_inv.data))
 
 
-@register("linear", lambda x, name, out_features: x.new_empty((*x.shape[:-1], out_features)))
+@torch.library.custom_op(
+    "fp8rl::linear", mutates_args=(), schema="(Tensor x, str name, int out_features) -> Tensor"
+)
 def _opaque_product(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
     """Call :meth:`Fp8RLLinearMethod.product` on a CPU, where torch.compile cannot trace it.
 
@@ -177,6 +178,11 @@ def _opaque_product(x: torch.Tensor, name: str, out_features: int) -> torch.Tens
     """
     layer = get_forward_context().no_compile_layers[name]
     return layer.quant_method.product(layer, x)
+
+
+@_opaque_product.register_fake
+def _(x: torch.Tensor, name: str, out_features: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
 
 
 def _incomplete(name: str, rows: list[int]) -> CheckpointError:

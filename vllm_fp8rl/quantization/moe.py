@@ -23,7 +23,6 @@ from fp8rl.families import EXPERTS
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, Quantized, cdiv
 from vllm_fp8rl.kernels.choice import select_kernel
-from vllm_fp8rl.kernels.library import register
 from vllm_fp8rl.quantization.linear import dummy_weights, live_data
 from vllm_fp8rl.state import RankState
 from vllm_fp8rl.storage.experts import (
@@ -266,7 +265,11 @@ class RefitMoEMethod(_ExpertsMethod):
             raise self._incomplete()
 
 
-@register("experts", lambda x, topk_weights, topk_ids, name: torch.empty_like(x))
+@torch.library.custom_op(
+    "fp8rl::experts",
+    mutates_args=(),
+    schema="(Tensor x, Tensor topk_weights, Tensor topk_ids, str name) -> Tensor",
+)
 def _opaque_experts(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, name: str
 ) -> torch.Tensor:
@@ -289,6 +292,13 @@ def _opaque_experts(
         weight = topk_weights[token, choice, None].float()
         y.index_add_(0, token, product(layer, "w2", expert, hidden).float() * weight)
     return y.to(x.dtype)
+
+
+@_opaque_experts.register_fake
+def _(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, name: str
+) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def _check(moe: FusedMoEConfig, layer: RoutedExperts, name: str) -> None:

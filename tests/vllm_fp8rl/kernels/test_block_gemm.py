@@ -1,4 +1,4 @@
-"""What compiled code has of a layer whose kernel is DeepGEMM; a reference stands in for it here."""
+"""What kernels of vLLM get of a layer, and what compiled code has of DeepGEMM, with stand-ins."""
 
 from __future__ import annotations
 
