@@ -29,8 +29,9 @@ is whether the mismatch over all steps keeps the bound of upstream's test of tha
 steps of a program) of the model that ``long_model.py`` has made (``--model``), for 100 steps of 16
 prompts x 8 samples, in five variants: ``fp8rl-rollout`` is FP8 in rollouts alone. It validates and
 keeps checkpoints; the same command goes on from the last one. Printed beside the curves, which then
-are those of all parts of the run, are the validations, the mismatch by position, the tokens that
-make most of it, and what goes wrong first in answers that are not right.
+are those of all parts of the run, are the validations, the mismatch by position and by what a token
+is in an answer, the tokens that make most of it, and what goes wrong first in answers that are not
+right.
 ``--task real`` takes a Qwen3 of true shape with random weights (``real_model.py``; ``--size``) for
 five steps of 16 prompts x 16 samples, 512 tokens in and exactly 1,024 out, with the Megatron
 trainer and CUDA graphs; with ``--gpus 2`` each GPU has an engine of its own. Its medians leave out
@@ -385,7 +386,7 @@ def summary(logs: Path, log: Path, resumed: bool, warm: int = 1) -> dict[str, An
     Medians leave out ``warm`` steps.
 
     A run that can be ``resumed`` consists of all runs of the folder, and has ``validation``,
-    ``positions``, ``farthest`` and ``outcomes`` too.
+    ``positions``, ``kinds``, ``farthest`` and ``outcomes`` too.
     """
     folders = sorted(logs.glob("exp_*")) or [logs]  # NeMo RL makes a new one for each run
     found = scalars(folders if resumed else folders[-1:])

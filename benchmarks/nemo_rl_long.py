@@ -5,17 +5,20 @@ from __future__ import annotations
 import heapq
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 from long_tasks import (
+    KINDS,
     LongTokenizer,
     answer_length,
     outcome,
     problems,
     prompt_length,
+    token_kinds,
     write,
 )
 
@@ -124,13 +127,14 @@ def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
         ``start``, ``tokens``, the number of ``far`` ones (:data:`FAR`), and means in float64:
         ``kl`` (nats a token) and ``error``, computed as upstream's ``gen_kl_error`` and
         ``token_mult_prob_error``, and ``entropy``, minus the log-probability of what was sampled.
-        ``farthest``: of the far tokens the :data:`FARTHEST` that make most of KL, with their file,
-        ``position``, both log-probabilities, ``kl``, and ``token_ids`` of the :data:`BEFORE` tokens
-        before them and of themselves. ``outcomes``: of each ``step`` the number of answers by what
+        ``kinds``: the same for each ``kind`` of token, which is what a right answer of the prompt
+        has at its place (``long_tasks.token_kinds``). ``farthest``: of the far tokens the
+        :data:`FARTHEST` that make most of KL, with their file, ``position``, both
+        log-probabilities, ``kl``, and ``token_ids`` of the :data:`BEFORE` tokens before them and of
+        themselves. ``outcomes``: of each ``step`` the number of answers by what
         ``long_tasks.outcome`` returns.
     """
-    names = ("tokens", "far", "kl", "error", "entropy")
-    sums = torch.zeros(len(POSITIONS), len(names), dtype=torch.float64)
+    positions, kinds = _Sums(POSITIONS), _Sums(KINDS)
     starts = torch.tensor(POSITIONS)
     farthest: list[dict[str, Any]] = []
     outcomes = []
@@ -144,8 +148,7 @@ def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
             error = log_ratio.abs().exp()
             ones = torch.ones_like(generated)
             found = torch.stack((ones, far.double(), kl, error, -generated), dim=1)
-            where = torch.bucketize(torch.arange(len(found)), starts, right=True) - 1
-            sums.index_add_(0, where, found)
+            positions.add(torch.bucketize(torch.arange(len(found)), starts, right=True) - 1, found)
             farthest += [
                 {
                     "file": file.name,
@@ -161,14 +164,38 @@ def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
             prompt = tokenizer.decode(ids[: places[0]])
             response = tokenizer.decode(ids[place] for place in places)
             answers[outcome(prompt, response)] += 1
+            expected = islice(chain(token_kinds(prompt), repeat(KINDS[-1])), len(found))
+            kinds.add(torch.tensor([KINDS.index(kind) for kind in expected]), found)
         outcomes.append({"step": _step(file), **answers})
-    positions = [
-        {"start": start, "tokens": int(row[0]), "far": int(row[1])}
-        | dict(zip(names[2:], (row[2:] / row[0]).tolist(), strict=True))
-        for start, row in zip(POSITIONS, sums, strict=True)
-        if row[0] > 0
-    ]
-    return {"positions": positions, "farthest": farthest, "outcomes": outcomes}
+    told = {"positions": positions.rows("start"), "kinds": kinds.rows("kind")}
+    return told | {"farthest": farthest, "outcomes": outcomes}
+
+
+class _Sums:
+    """Sums over the tokens of groups, in float64, of which means are made.
+
+    Args:
+        groups: what each group is called.
+    """
+
+    names = ("tokens", "far", "kl", "error", "entropy")
+
+    def __init__(self, groups: Sequence[int | str]) -> None:
+        self._groups = groups
+        self._sums = torch.zeros(len(groups), len(self.names), dtype=torch.float64)
+
+    def add(self, where: torch.Tensor, found: torch.Tensor) -> None:
+        """Add the values of tokens, ``[tokens, names]``, to their groups, int64 ``[tokens]``."""
+        self._sums.index_add_(0, where, found)
+
+    def rows(self, label: str) -> list[dict[str, Any]]:
+        """Return the counts and means of each group that has tokens."""
+        return [
+            {label: group, "tokens": int(row[0]), "far": int(row[1])}
+            | dict(zip(self.names[2:], (row[2:] / row[0]).tolist(), strict=True))
+            for group, row in zip(self._groups, self._sums, strict=True)
+            if row[0] > 0
+        ]
 
 
 def step_files(folders: Iterable[Path]) -> list[Path]:

@@ -317,6 +317,32 @@ def test_outcomes_of_each_step(benchmark: SimpleNamespace, tmp_path: Path) -> No
     assert found == [{"step": 9, "form": 1}, {"step": 10, "right": 2, "form": 1}]
 
 
+def test_mismatch_by_kind_of_token(benchmark: SimpleNamespace, tmp_path: Path) -> None:
+    """The operand of each line is far; what comes after a right answer is its end."""
+    tasks = benchmark.tasks
+    tokenizer = tasks.LongTokenizer()
+    asked = tasks.problem(2, random.Random(0)).prompt
+    text = tasks.demonstration(asked, random.Random(0))
+    ids = [*tokenizer.encode(text, add_bos=False), tokenizer.eos_id]
+    assert len(tasks.token_kinds(asked)) == len(ids)
+    begin = tasks.prompt_length(2)
+    written = row(tokenizer.encode(asked, add_bos=False), ids + ids[:4])
+    places = [i for i, token in enumerate(re.findall(tokenizer.pattern, text)) if token in "+-<>~"]
+    for place in places:
+        written["prev_logprobs"][0][begin + place + 1] = -2.0
+    file = tmp_path / "train_data_step1.jsonl"
+    file.write_text(json.dumps(written) + "\n", encoding="utf-8")
+    found = {told["kind"]: told for told in benchmark.runs.read_steps([file])["kinds"]}
+    assert {kind: told["tokens"] for kind, told in found.items()} == {
+        **dict.fromkeys(("word", "number", "sign", "operand", "equals", "first digit"), 2),
+        "digit": 30,
+        "end": 19 + 4,
+    }
+    assert {kind: told["far"] for kind, told in found.items() if told["far"]} == {"operand": 2}
+    assert found["operand"]["kl"] == pytest.approx(math.expm1(-2) + 2)
+    assert found["digit"]["kl"] == 0
+
+
 def test_a_resumed_run_has_each_step_once(benchmark: SimpleNamespace, tmp_path: Path) -> None:
     folders = [tmp_path / "exp_001", tmp_path / "exp_002"]
     for folder, steps in zip(folders, ((1, 2, 3), (3, 4)), strict=True):
