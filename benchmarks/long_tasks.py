@@ -181,9 +181,11 @@ def outcome(prompt: str, response: str) -> str:
         ``slip``: the first digit of a line is one too high, which the warm start has taught.
         ``digits``: a line's list is another in any other way.
         ``box``: all lines are right, and what follows them is not the last list in a box.
-        ``form``: a line is missing, or is none.
+        ``form``: a line is missing, or is none; or the prompt has no instruction.
     """
     lines = list(run(prompt))
+    if not lines:
+        return "form"
     if is_right(lines[-1][1], response):
         return "right"
     at = 0

@@ -6,7 +6,6 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +126,11 @@ def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
         ``start``, ``tokens``, the number of ``far`` ones (:data:`FAR`), and means in float64:
         ``kl`` (nats a token) and ``error``, computed as upstream's ``gen_kl_error`` and
         ``token_mult_prob_error``, and ``entropy``, minus the log-probability of what was sampled.
-        ``kinds``: the same for each ``kind`` of token, which is what a right answer of the prompt
-        has at its place (``long_tasks.token_kinds``). ``farthest``: of the far tokens the
-        :data:`FARTHEST` that make most of KL, with their file, ``position``, both
-        log-probabilities, ``kl``, and ``token_ids`` of the :data:`BEFORE` tokens before them and of
-        themselves. ``outcomes``: of each ``step`` the number of answers by what
+        ``kinds``: the same for each ``kind`` of token, which is what a right answer to the prompt
+        has at its place (``long_tasks.token_kinds``), of answers of its length. ``farthest``: of
+        the far tokens the :data:`FARTHEST` that make most of KL, with their file, ``position``,
+        both log-probabilities, ``kl``, and ``token_ids`` of the :data:`BEFORE` tokens before them
+        and of themselves. ``outcomes``: of each ``step`` the number of answers by what
         ``long_tasks.outcome`` returns.
     """
     positions, kinds = _Sums(POSITIONS), _Sums(KINDS)
@@ -164,8 +163,9 @@ def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
             prompt = tokenizer.decode(ids[: places[0]])
             response = tokenizer.decode(ids[place] for place in places)
             answers[outcome(prompt, response)] += 1
-            expected = islice(chain(token_kinds(prompt), repeat(KINDS[-1])), len(found))
-            kinds.add(torch.tensor([KINDS.index(kind) for kind in expected]), found)
+            expected = token_kinds(prompt)
+            if len(expected) == len(found):
+                kinds.add(torch.tensor([KINDS.index(kind) for kind in expected]), found)
         outcomes.append({"step": _step(file), **answers})
     told = {"positions": positions.rows("start"), "kinds": kinds.rows("kind")}
     return told | {"farthest": farthest, "outcomes": outcomes}

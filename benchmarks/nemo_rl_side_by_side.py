@@ -7,9 +7,9 @@
 namespaces of its own, for which this must be root: NeMo RL's drivers meet on fixed ports, in
 ``/tmp`` and in ``/dev/shm`` otherwise (``docs/measurements/nemo_rl.md``, "Environment"). A run sees
 a ``/tmp`` of its own, so no path may lie there. With the first process of such a namespace all
-others end, and with this program all runs. Runs start ``--apart`` seconds one after the other. What
-a run prints is in ``OUT/VARIANT-SEED.json``, what it logs in ``OUT/VARIANT-SEED.log``, and the
-driver's files in ``OUT/VARIANT-SEED/``.
+others end, and with this program all runs, unless it is ended by SIGKILL. Runs start ``--apart``
+seconds one after the other. What a run prints is in ``OUT/VARIANT-SEED.json``, what it logs in
+``OUT/VARIANT-SEED.log``, and the driver's files in ``OUT/VARIANT-SEED/``.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def run_inside(options: argparse.Namespace) -> int:
     os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = str(here / "converted")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     start_ray(options.gpus)
-    command = [sys.executable, str(HERE.with_name("nemo_rl.py")), "--folder", str(here)]
-    command += [*options.arguments, "--variants", variant, "--seed", seed]
+    command = [sys.executable, str(HERE.with_name("nemo_rl.py")), *options.arguments]
+    command += ["--folder", str(here), "--variants", variant, "--seed", seed]
     with here.with_suffix(".json").open("a", encoding="utf-8") as out:
         return subprocess.run(command, stdout=out, check=False).returncode
 
@@ -135,7 +135,8 @@ def main() -> int:
         raise SystemExit(
             "Namespaces with a /tmp and a network of their own need root; run as root."
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the runs too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # which ends the runs too
     return run_all(options)
 
 

@@ -133,6 +133,10 @@ def test_a_mistake_in_an_early_line_is_named_before_later_ones(tasks: ModuleType
     assert tasks.outcome(prompt, told) == "slip"
 
 
+def test_nothing_is_right_where_nothing_was_asked(tasks: ModuleType) -> None:
+    assert tasks.outcome("", "\\boxed{1}") == tasks.outcome("12", "") == "form"
+
+
 def test_problems_follow_from_their_arguments(tasks: ModuleType) -> None:
     def made(split: str, seed: int) -> list[Any]:
         return list(tasks.problems(split, 50, seed, 3, 5))
@@ -318,7 +322,7 @@ def test_outcomes_of_each_step(benchmark: SimpleNamespace, tmp_path: Path) -> No
 
 
 def test_mismatch_by_kind_of_token(benchmark: SimpleNamespace, tmp_path: Path) -> None:
-    """The operand of each line is far; what comes after a right answer is its end."""
+    """The operand of each line is far; of a longer answer places do not tell the kind."""
     tasks = benchmark.tasks
     tokenizer = tasks.LongTokenizer()
     asked = tasks.problem(2, random.Random(0)).prompt
@@ -326,17 +330,18 @@ def test_mismatch_by_kind_of_token(benchmark: SimpleNamespace, tmp_path: Path) -
     ids = [*tokenizer.encode(text, add_bos=False), tokenizer.eos_id]
     assert len(tasks.token_kinds(asked)) == len(ids)
     begin = tasks.prompt_length(2)
-    written = row(tokenizer.encode(asked, add_bos=False), ids + ids[:4])
+    prompt = tokenizer.encode(asked, add_bos=False)
+    written, longer = row(prompt, ids), row(prompt, [ids[0], *ids])
     places = [i for i, token in enumerate(re.findall(tokenizer.pattern, text)) if token in "+-<>~"]
     for place in places:
         written["prev_logprobs"][0][begin + place + 1] = -2.0
     file = tmp_path / "train_data_step1.jsonl"
-    file.write_text(json.dumps(written) + "\n", encoding="utf-8")
+    file.write_text(f"{json.dumps(written)}\n{json.dumps(longer)}\n", encoding="utf-8")
     found = {told["kind"]: told for told in benchmark.runs.read_steps([file])["kinds"]}
     assert {kind: told["tokens"] for kind, told in found.items()} == {
         **dict.fromkeys(("word", "number", "sign", "operand", "equals", "first digit"), 2),
         "digit": 30,
-        "end": 19 + 4,
+        "end": 19,
     }
     assert {kind: told["far"] for kind, told in found.items() if told["far"]} == {"operand": 2}
     assert found["operand"]["kl"] == pytest.approx(math.expm1(-2) + 2)

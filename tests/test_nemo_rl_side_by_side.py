@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -24,8 +25,8 @@ from pathlib import Path
 sys.path.insert(0, {benchmarks!r})
 from nemo_rl_side_by_side import isolate
 isolate(Path({folder!r}))
-Path("/tmp/seen").touch()
-Path("/dev/shm/seen").touch()
+Path("/tmp", {name!r}).touch()
+Path("/dev/shm", {name!r}).touch()
 with socket.create_server(("127.0.0.1", {port})) as server:
     socket.create_connection(("127.0.0.1", {port})).close()
     server.accept()[0].close()
@@ -49,15 +50,18 @@ def test_a_run_has_tmp_shared_memory_and_ports_of_its_own(
     program: ModuleType, tmp_path: Path
 ) -> None:
     require_namespaces(program)
-    Path("/dev/shm/seen").unlink(missing_ok=True)
+    name = f"fp8rl-{uuid4().hex}"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code = INSIDE.format(
-            benchmarks=str(BENCHMARKS), folder=str(tmp_path), port=taken.getsockname()[1]
+            benchmarks=str(BENCHMARKS),
+            folder=str(tmp_path),
+            name=name,
+            port=taken.getsockname()[1],
         )
         subprocess.run([*program.UNSHARE, sys.executable, "-c", code], check=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["seen"]
-    assert not Path("/dev/shm/seen").exists()
-    assert not Path("/tmp/seen").exists()
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    assert not Path("/dev/shm", name).exists()
+    assert not Path("/tmp", name).exists()
 
 
 def test_a_run_gets_its_ray_and_its_arguments(
@@ -92,7 +96,7 @@ def test_a_run_gets_its_ray_and_its_arguments(
     assert asked == [tmp_path / "fp8rl-3" / "tmp", ["--num-gpus=2"]]
     here = str(tmp_path / "fp8rl-3")
     arguments, environment = json.loads((tmp_path / "fp8rl-3.json").read_text())
-    assert arguments == ["--folder", here, "--gpus=2", "--variants", "fp8rl", "--seed", "3"]
+    assert arguments == ["--gpus=2", "--folder", here, "--variants", "fp8rl", "--seed", "3"]
     assert environment == ["127.0.0.1:6379", f"{here}/converted"]
 
 
@@ -100,27 +104,24 @@ def test_runs_end_with_the_program(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_namespaces(program)
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, time\nfrom pathlib import Path\n"
-        f"Path({str(tmp_path)!r}, 'began').touch()\ntime.sleep(2)\n"
-        f"Path({str(tmp_path)!r}, 'ended').touch()\n"
-    )
+    held, script = tmp_path / "held", tmp_path / "script.py"
+    os.mkfifo(held)
+    # The run holds the writing end of the pipe for as long as it lives.
+    script.write_text(f"import time\npipe = open({str(held)!r}, 'wb')\ntime.sleep(600)\n")
     monkeypatch.setattr(program, "HERE", script)
+    reading = []
 
     def interrupt(seconds: float) -> None:
-        if (tmp_path / "began").exists():
-            raise KeyboardInterrupt
-        sleep(seconds)
+        reading.append(held.open("rb"))  # when the run has opened it
+        raise KeyboardInterrupt
 
-    sleep = time.sleep
     monkeypatch.setattr(program.time, "sleep", interrupt)
     options = argparse.Namespace(folder=tmp_path / "out", runs=["bf16:1"], apart=0.0, arguments=[])
     with pytest.raises(KeyboardInterrupt):
         program.run_all(options)
-    monkeypatch.undo()
-    time.sleep(2.5)
-    assert not (tmp_path / "ended").exists()
+    ended, _, _ = select.select(reading, [], [], 60)
+    assert ended and ended[0].read() == b""
+    reading[0].close()
 
 
 def test_runs_that_fail_are_counted(
