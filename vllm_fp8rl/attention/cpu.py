@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from vllm_fp8rl.compat import attention_isa
 from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import check_kv_cache_dtype
 
+_CONSTRUCTOR = signature(CPUAttentionBackendImpl.__init__)
 _PAGE = 32
 """Tokens in a page of the compact copy: the smallest number that every vLLM kernel takes."""
 _CHUNK = 1 << 18
@@ -166,11 +168,19 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        given = _CONSTRUCTOR.bind(self, *args, **kwargs)
+        dtype = given.arguments["kv_cache_dtype"]
+        ours = uses_fp8rl(get_current_vllm_config())
+        if ours:
+            # The kernel reads the decoded copy. For a cache in FP8 vLLM before 0.29 chooses it
+            # here, and asks for AVX-512.
+            given.arguments["kv_cache_dtype"] = "auto"
+        super().__init__(*given.args[1:], **given.kwargs)
         self.stores_fp8 = False
-        if uses_fp8rl(get_current_vllm_config()):
+        if ours:
             self._check_head_size()
-            self.stores_fp8 = check_kv_cache_dtype(self.kv_cache_dtype)
+            self.kv_cache_dtype = dtype
+            self.stores_fp8 = check_kv_cache_dtype(dtype)
         if self.stores_fp8 and self.attn_type != AttentionType.DECODER:
             raise UnsupportedError(
                 f"fp8rl has no FP8 KV cache for attention of type '{self.attn_type}'; set "

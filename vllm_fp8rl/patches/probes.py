@@ -356,6 +356,8 @@ PROBES = (
         positional=1),
     Probe(14, _CPU_ATTN, behaves=_has_isa, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackend", behaves=_names_cpu_classes, needs="cpu"),
+    Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.__init__", positional=7,
+        keywords="kv_cache_dtype", needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.forward", positional=10, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl.do_kv_cache_update", positional=6, needs="cpu"),
     Probe(14, _CPU_ATTN, "CPUAttentionBackendImpl",

@@ -51,7 +51,7 @@ class Layer:
         config.cache_config.block_size = 2 * BLOCK  # the model's, beside gated delta nets
         with set_current_vllm_config(config):
             self.impl = make_impl(kv_cache_dtype)
-            self.stock = make_impl(kv_cache_dtype, CPUAttentionBackendImpl)
+            self.stock = make_impl("auto", CPUAttentionBackendImpl)
             self.builder = Fp8RLCpuMetadataBuilder(spec, [name], config, torch.device("cpu"))
         if not self.impl.stores_fp8:
             self.builder._fp8_layers = []  # the engine's own layer has an FP8 cache
@@ -298,8 +298,25 @@ def test_an_engine_without_fp8rl_is_left_alone(engine: Engine) -> None:
     config = copy.copy(config_of(engine))
     config.quant_config = None
     with set_current_vllm_config(config):
-        assert not make_impl("fp8").stores_fp8
-        assert not make_impl("fp8_e5m2", head_size=40).stores_fp8
+        for dtype, size in (("auto", HEAD_SIZE), ("fp8", HEAD_SIZE), ("fp8_e5m2", 40)):
+            try:
+                stock = make_impl(dtype, CPUAttentionBackendImpl, head_size=size)
+            except NotImplementedError as error:  # some releases ask for AVX-512
+                with pytest.raises(NotImplementedError, match=str(error)):
+                    make_impl(dtype, head_size=size)
+                continue
+            impl = make_impl(dtype, head_size=size)
+            assert not impl.stores_fp8
+            assert impl.kv_cache_dtype == stock.kv_cache_dtype == dtype
+
+
+def test_an_fp8_cache_needs_no_avx_512(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own does; before 0.29 it asks for it where a layer is made."""
+    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    layer = Layer(config_of(engine), torch.float32, "fp8")
+    assert layer.impl.stores_fp8
+    assert layer.impl.kv_cache_dtype == "fp8"
 
 
 @pytest.mark.parametrize(
