@@ -40,7 +40,7 @@ KINDS = ("word", "number", "sign", "operand", "equals", "first digit", "digit", 
 Line = tuple[str, str]
 """An instruction and the list after it."""
 _INSTRUCTION = re.compile(r"#(\d\d)(.)(\d)")
-_LINE = re.compile(rf"({'|'.join(WORDS)})(#\d\d[{re.escape(OPERATIONS)}]\d)=(\d{{{WIDTH}}})")
+_LINE = re.compile(rf"(?:{'|'.join(WORDS)})(#\d\d[{re.escape(OPERATIONS)}]\d)=(\d{{{WIDTH}}})")
 _BOXED = re.compile(r"\\boxed\{(\d+)\}")
 
 
@@ -162,10 +162,9 @@ def is_right(answer: str, response: str) -> bool:
     return bool(boxed) and boxed[-1] == answer
 
 
-def token_kinds(prompt: str) -> list[str]:
-    """Return the kind (:data:`KINDS`) of each token of a right answer to a prompt."""
+def token_kinds(steps: int) -> list[str]:
+    """Return the kind (:data:`KINDS`) of each token of a right answer to a program."""
     line = [*KINDS[:-2], *[KINDS[-2]] * (WIDTH - 1)]
-    steps = prompt.count("#")
     return line * steps + [KINDS[-1]] * (answer_length(steps) - len(line) * steps)
 
 
@@ -193,11 +192,11 @@ def outcome(prompt: str, response: str) -> str:
         line = _LINE.match(response, at)
         if line is None:
             return "form"
-        if line[2] != what:
+        if line[1] != what:
             return "instruction"
-        if line[3] != digits:
+        if line[2] != digits:
             slipped = str((int(digits[0]) + 1) % 10) + digits[1:]
-            return "slip" if line[3] == slipped else "digits"
+            return "slip" if line[2] == slipped else "digits"
         at = line.end()
     return "box"
 

@@ -34,7 +34,6 @@ from long_tasks import (
     bounds,
     demonstration,
     outcome,
-    problem,
     problems,
     prompt_length,
 )
@@ -65,22 +64,24 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
     shortest, longest = options.programs
     tokenizer = LongTokenizer()
     on_gpu = torch.cuda.is_available()
+    here: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    if on_gpu:
+        here = {"gpu_memory_utilization": options.memory} | graphs(AT_ONCE)
     llm = LLM(
         str(options.model),
         max_model_len=prompt_length(longest) + answer_length(longest),
         max_num_seqs=AT_ONCE,
         enable_prefix_caching=False,
         seed=options.seed,
-        **({"gpu_memory_utilization": options.memory} | graphs(AT_ONCE) if on_gpu else {}),
-        **({} if on_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}),
+        **here,
         **engine_arguments(options.child, options.recipe),
     )
     if options.child.endswith("-kv"):
         from vllm_fp8rl.calibration import calibrate_kv_scales
 
         choose = random.Random("calibration")
-        asked = [problem(choose.randint(*options.programs), choose) for _ in range(CALIBRATED_FROM)]
-        texts = [p.prompt + demonstration(p.prompt, choose) for p in asked]
+        others = problems("calibration", CALIBRATED_FROM, options.seed, shortest, longest)
+        texts = [p.prompt + demonstration(p.prompt, choose) for p in others]
         calibrate_kv_scales(llm, [tokenizer.encode(text, add_bos=False) for text in texts])
     held_out = list(problems("validation", options.count, options.seed, shortest, longest))
     prompts = [

@@ -6,6 +6,7 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +164,9 @@ def read_steps(files: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
             prompt = tokenizer.decode(ids[: places[0]])
             response = tokenizer.decode(ids[place] for place in places)
             answers[outcome(prompt, response)] += 1
-            expected = token_kinds(prompt)
+            expected = _kind_numbers(prompt.count("#"))
             if len(expected) == len(found):
-                kinds.add(torch.tensor([KINDS.index(kind) for kind in expected]), found)
+                kinds.add(expected, found)
         outcomes.append({"step": _step(file), **answers})
     told = {"positions": positions.rows("start"), "kinds": kinds.rows("kind")}
     return told | {"farthest": farthest, "outcomes": outcomes}
@@ -208,6 +209,12 @@ def step_files(folders: Iterable[Path]) -> list[Path]:
     for folder in folders:
         newest |= {file.name: file for file in folder.glob("train_data_step*.jsonl")}
     return list(newest.values())
+
+
+@cache
+def _kind_numbers(steps: int) -> torch.Tensor:
+    """Return the number in ``KINDS`` of each token of a right answer, int64."""
+    return torch.tensor([KINDS.index(kind) for kind in token_kinds(steps)])
 
 
 def _step(file: Path) -> int:

@@ -328,7 +328,7 @@ def test_mismatch_by_kind_of_token(benchmark: SimpleNamespace, tmp_path: Path) -
     asked = tasks.problem(2, random.Random(0)).prompt
     text = tasks.demonstration(asked, random.Random(0))
     ids = [*tokenizer.encode(text, add_bos=False), tokenizer.eos_id]
-    assert len(tasks.token_kinds(asked)) == len(ids)
+    assert len(tasks.token_kinds(2)) == len(ids)
     begin = tasks.prompt_length(2)
     prompt = tokenizer.encode(asked, add_bos=False)
     written, longer = row(prompt, ids), row(prompt, [ids[0], *ids])
