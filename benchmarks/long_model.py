@@ -1,7 +1,7 @@
 """A Qwen3 of 50M to 200M parameters that runs list programs: where the runs of long answers start.
 
     python benchmarks/long_model.py --folder MODEL [--size 50m|100m|200m] [--longest 40]
-                                    [--slips 0.02] [--limit SECONDS] [--stop-at ACCURACY]
+                                    [--slips 0.02] [--limit SECONDS] [--stop-at ACCURACY] [--seed 0]
 
 Trains on demonstrations of ``long_tasks.py`` in BF16 on one GPU, until the time limit or the
 accuracy, and writes the model and its tokenizer as a Hugging Face folder. The same command goes on
@@ -61,7 +61,7 @@ class WarmStart:
         self.options = options
         self.tokenizer = LongTokenizer()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        torch.manual_seed(0)
+        torch.manual_seed(options.seed)
         shape = SIZES[options.size]
         heads = shape["hidden_size"] // 128
         self.model: Any = build(
@@ -126,7 +126,7 @@ class WarmStart:
         ramp = min(1.0, (self.steps + 1) / 100) * (0.525 + 0.475 * math.cos(math.pi * progress))
         for group in self.optimizer.param_groups:
             group["lr"] = options.learning_rate * ramp
-        choose = random.Random(f"warm start/{self.steps}")
+        choose = random.Random(f"warm start/{options.seed}/{self.steps}")
         longest = min(options.longest, 3 + int(options.longest * progress * 3))
         tokens, prompt = self.batch(choose.randint(1, longest), choose, options.slips)
         labels = tokens.clone()
@@ -242,6 +242,7 @@ def main() -> None:
     parser.add_argument("--stop-at", type=float, default=1.0, help="expected accuracy")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of programs")
     parser.add_argument("--samples", type=int, default=64, help="answers sampled at the end")
     options = parser.parse_args()
     start = WarmStart(options)

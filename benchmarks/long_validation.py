@@ -1,7 +1,7 @@
 """Right answers of one model under each precision of rollouts: what FP8 itself spoils of long ones.
 
     python benchmarks/long_validation.py --model FOLDER [--programs 24,40] [--count 1024]
-        [--variants bf16,fp8rl,fp8rl-kv] [--recipe JSON] [--memory 0.5] [--out FILE.json]
+        [--variants bf16,fp8rl,fp8rl-kv] [--recipe JSON] [--memory 1] [--out FILE.json]
 
 GRPO in FP8 may end at other answers than in BF16 because the engine answers otherwise, or because
 the policy has learned otherwise. Here the weights are the same: each variant's engine answers the
@@ -64,14 +64,15 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
     shortest, longest = options.programs
     tokenizer = LongTokenizer()
     on_gpu = torch.cuda.is_available()
-    here: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
-    if on_gpu:
-        here = {"gpu_memory_utilization": options.memory} | graphs(AT_ONCE)
+    here: dict[str, Any] = {"enforce_eager": True}
+    if on_gpu:  # others may use it too, so that its free memory tells nothing
+        here = {"gpu_memory_utilization": 0.05} | graphs(AT_ONCE)
     llm = LLM(
         str(options.model),
         max_model_len=prompt_length(longest) + answer_length(longest),
         max_num_seqs=AT_ONCE,
         enable_prefix_caching=False,
+        kv_cache_memory_bytes=options.memory << 30,
         seed=options.seed,
         **here,
         **engine_arguments(options.child, options.recipe),
@@ -123,7 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", default="bf16,fp8rl,fp8rl-kv")
     parser.add_argument("--recipe", type=json.loads, default={}, help="JSON; keys of fp8rl's")
     parser.add_argument("--seed", type=int, default=0, help="of problems and samples")
-    parser.add_argument("--memory", type=float, default=0.5, help="gpu_memory_utilization")
+    parser.add_argument("--memory", type=int, default=1, help="GiB of the KV cache")
     parser.add_argument("--out", type=Path, default=Path("long_validation.json"))
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -177,6 +177,7 @@ def options(folder: Path, **changes: Any) -> argparse.Namespace:
         "stop_at": 1.0,
         "tokens": 512,
         "learning_rate": 3e-2,
+        "seed": 0,
     }
     return argparse.Namespace(**(given | changes))
 
