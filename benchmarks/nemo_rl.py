@@ -461,6 +461,8 @@ def run(command: list[str], source: Path, log: TextIO, limit: float | None) -> i
     start = Path(log.name).stat().st_size
     process = subprocess.Popen(
         command,
+        # Ray's workers import from the driver's directory, and benchmarks/ has a nemo_rl.py.
+        cwd=Path(log.name).parent,
         stdout=log,
         stderr=subprocess.STDOUT,
         env={

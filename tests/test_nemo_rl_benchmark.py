@@ -41,6 +41,18 @@ def test_medians_leave_the_first_step_out(benchmark: ModuleType) -> None:
     assert benchmark.SETUP.findall(told) == [("Generation init", "80.5"), ("Policy init", "32.8")]
 
 
+def test_a_driver_runs_beside_its_log(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In benchmarks/ its Ray workers would take the program for NeMo RL's package of that name."""
+    monkeypatch.chdir(BENCHMARKS)
+    command = [sys.executable, "-c", "import os; print(os.getcwd())"]
+    file = tmp_path / "driver.log"
+    with file.open("w", encoding="utf-8") as log:
+        assert benchmark.run(command, tmp_path, log, None) == 0
+    assert file.read_text(encoding="utf-8").strip() == str(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
