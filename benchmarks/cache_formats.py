@@ -8,7 +8,8 @@ a kernel in FP8) would hold them: in all layers, and keys and values in E4M3 in 
 Compared with the same model without rounding are KL (nats a token, over the whole vocabulary), by
 kind of token too, and the tokens of the demonstration whose log-probabilities differ by a nat or
 more. Keys are rounded after the rotation, as caches have them. A fixed scale is one that a
-calibration would find: the largest magnitude of the layer, or of a head in it, over the batch.
+calibration would find: the largest magnitude of the layer, or of a head in it, over the 16 rows
+that are read at once.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ SIZES: dict[str, dict[str, int]] = {
 """Heads have 128 numbers; two KV heads serve all."""
 REPORT_S = 30.0
 CHECKPOINT = "checkpoint.pt"
+STREAM = 1_000_000
+"""Steps between the programs of two seeds."""
 
 
 class WarmStart:
@@ -126,7 +128,7 @@ class WarmStart:
         ramp = min(1.0, (self.steps + 1) / 100) * (0.525 + 0.475 * math.cos(math.pi * progress))
         for group in self.optimizer.param_groups:
             group["lr"] = options.learning_rate * ramp
-        choose = random.Random(f"warm start/{options.seed}/{self.steps}")
+        choose = random.Random(f"warm start/{options.seed * STREAM + self.steps}")
         longest = min(options.longest, 3 + int(options.longest * progress * 3))
         tokens, prompt = self.batch(choose.randint(1, longest), choose, options.slips)
         labels = tokens.clone()

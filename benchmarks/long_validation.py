@@ -1,7 +1,7 @@
 """Right answers of one model under each precision of rollouts: what FP8 itself spoils of long ones.
 
     python benchmarks/long_validation.py --model FOLDER [--programs 24,40] [--count 1024]
-        [--variants bf16,fp8rl,fp8rl-kv] [--recipe JSON] [--memory 1] [--out FILE.json]
+        [--variants bf16,fp8rl,fp8rl-kv] [--recipe JSON] [--cache 1] [--out FILE.json]
 
 GRPO in FP8 may end at other answers than in BF16 because the engine answers otherwise, or because
 the policy has learned otherwise. Here the weights are the same: each variant's engine answers the
@@ -72,7 +72,7 @@ def run_variant(options: argparse.Namespace) -> dict[str, Any]:
         max_model_len=prompt_length(longest) + answer_length(longest),
         max_num_seqs=AT_ONCE,
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=options.memory << 30,
+        kv_cache_memory_bytes=int(options.cache * 2**30),
         seed=options.seed,
         **here,
         **engine_arguments(options.child, options.recipe),
@@ -124,7 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", default="bf16,fp8rl,fp8rl-kv")
     parser.add_argument("--recipe", type=json.loads, default={}, help="JSON; keys of fp8rl's")
     parser.add_argument("--seed", type=int, default=0, help="of problems and samples")
-    parser.add_argument("--memory", type=int, default=1, help="GiB of the KV cache")
+    parser.add_argument("--cache", type=float, default=1.0, help="GiB of the KV cache")
     parser.add_argument("--out", type=Path, default=Path("long_validation.json"))
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -586,7 +586,7 @@ def run_variant(options: argparse.Namespace, file: Path, logs: Path) -> dict[str
     driver = "run_grpo_single_controller.py" if options.single_controller else "run_grpo.py"
     shared = is_shared() if real else None
     earlier = set(logs.glob("*"))
-    command = [sys.executable, str(options.source / "examples" / driver)]
+    command = [sys.executable, str(options.source.resolve() / "examples" / driver)]
     with file.with_suffix(".log").open("a" if long else "w", encoding="utf-8") as log:
         arguments = ["--config", str(file), *options.set]
         code = run([*command, *arguments], options.source, log, options.limit)

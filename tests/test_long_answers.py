@@ -166,6 +166,20 @@ def test_transformers_and_vllm_get_the_same_tokens(tasks: ModuleType, tmp_path: 
 # --- the model ---
 
 
+def test_seeds_have_other_weights_and_programs(benchmark: SimpleNamespace, tmp_path: Path) -> None:
+    first, again, other = (
+        benchmark.model.WarmStart(options(tmp_path / "none", seed=seed)) for seed in (0, 0, 1)
+    )
+    weights = [next(start.model.parameters()) for start in (first, again, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    losses = [start.step().item() for start in (first, again)]
+    assert losses[0] == losses[1]
+    other.model.load_state_dict(
+        benchmark.model.WarmStart(options(tmp_path / "none")).model.state_dict()
+    )
+    assert other.step().item() != losses[0]
+
+
 def options(folder: Path, **changes: Any) -> argparse.Namespace:
     given = {
         "folder": folder,
