@@ -25,21 +25,23 @@ from typing import Any
 import torch
 from facts import versions
 from long_tasks import KINDS, LongTokenizer, demonstration, problems, prompt_length, token_kinds
+from nemo_rl_long import FAR
 from processes import save
 
-MARGIN = 1.05
-"""Of a fixed scale, as ``kv_cache.margin`` has it."""
-FAR = 1.0
-"""Nats."""
+from fp8rl import Recipe
+from fp8rl.kv_scales import power_of_two_scales
+
+MARGIN = Recipe().kv_cache.margin
+"""Of a fixed scale."""
 BATCH = 16
 
 Format = Callable[[torch.Tensor], torch.Tensor]
 """Round a float32 tensor ``[batch, heads, tokens, head_size]`` and return float32."""
 
 
-def power_of_two(largest: torch.Tensor, code: float) -> torch.Tensor:
+def power_of_two(largest: torch.Tensor, code: float) -> float:
     """Return the smallest power of two with which ``code`` reaches ``largest`` and the margin."""
-    return torch.exp2(torch.ceil(torch.log2(largest * MARGIN / code)))
+    return power_of_two_scales({"scale": largest.item() * MARGIN / code})["scale"]
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:

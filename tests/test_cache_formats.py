@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8rl.numerics import fake_quantize_kv
 from support.benchmarks import imported
 
 
@@ -43,12 +45,21 @@ def test_floating_formats_take_the_nearest_code(program: ModuleType) -> None:
         codes = torch.tensor([code for code in (*normal, *below) if code <= largest])
         scale = program.power_of_two(x.abs().amax(), float(largest))
         assert (
-            torch.log2(scale) % 1 == 0
+            math.log2(scale) % 1 == 0
             and scale / 2 * largest < x.abs().amax() * 1.05 <= scale * largest
         )
         rounded = program.FORMATS[name](x)
         assert nearest(rounded / scale, codes).amax() == 0
         assert torch.equal((rounded / scale - x / scale).abs().double(), nearest(x / scale, codes))
+
+
+def test_e4m3_is_what_the_trainer_attends_over(program: ModuleType) -> None:
+    x = keys()
+    scale = program.power_of_two(x.abs().amax(), 448.0)
+    clipped = torch.zeros(2, dtype=torch.int64)
+    for one in fake_quantize_kv(x, x, torch.tensor([scale, scale]), clipped):
+        assert torch.equal(program.e4m3(x), one)
+    assert not clipped.any()
 
 
 def test_int8_has_a_scale_for_each_head_or_token(program: ModuleType) -> None:
