@@ -1,6 +1,7 @@
 """How much of a long answer's probabilities each format of a KV cache costs, with equal weights.
 
-    python benchmarks/cache_formats.py --model FOLDER [--lines 10] [--count 256] [--out FILE.json]
+    python benchmarks/cache_formats.py --model FOLDER [--lines 10] [--count 256] [--outliers 16]
+                                       [--out FILE.json]
 
 A model of ``long_model.py`` reads demonstrations (``long_tasks.py``) in float32 by transformers, in
 which nothing but keys, values or queries of its attention is rounded, as a cache of that format (or
@@ -9,7 +10,9 @@ Compared with the same model without rounding are KL (nats a token, over the who
 kind of token too, and the tokens of the demonstration whose log-probabilities differ by a nat or
 more. Keys are rounded after the rotation, as caches have them. A fixed scale is one that a
 calibration would find: the largest magnitude of the layer, or of a head in it, over the 16 rows
-that are read at once.
+that are read at once. ``--outliers`` multiplies four of a head's channels of K and divides those of
+Q by the same power of two, in each layer: exactly the same model, but with keys that have a few
+large channels, as those of many LLMs do.
 """
 
 from __future__ import annotations
@@ -131,6 +134,22 @@ class Probe:
         self.layers = range(self.model.config.num_hidden_layers)
 
     @torch.no_grad()
+    def enlarge(self, factor: int) -> None:
+        """Multiply two pairs of channels that rotate together, random ones of each layer.
+
+        Args:
+            factor: for keys, a power of two; queries get the inverse.
+        """
+        generator = torch.Generator().manual_seed(0)
+        for layer in self.model.model.layers:
+            attention = layer.self_attn
+            half = attention.head_dim // 2
+            chosen = torch.randperm(half, generator=generator)[:2]
+            channels = torch.cat([chosen, chosen + half])
+            attention.k_norm.weight[channels] *= factor
+            attention.q_norm.weight[channels] /= factor
+
+    @torch.no_grad()
     def logprobs(self, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
         """Return log-probabilities of what follows the prompt, ``[rows, tokens, vocabulary]``."""
         parts = [
@@ -173,6 +192,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--lines", type=int, default=10, help="of each program")
     parser.add_argument("--count", type=int, default=256, help="programs")
+    parser.add_argument("--outliers", type=int, default=1, help="factor, a power of two")
     parser.add_argument("--out", type=Path, default=Path("cache_formats.json"))
     options = parser.parse_args()
     lines, tokenizer, choose = options.lines, LongTokenizer(), random.Random("cache formats")
@@ -182,8 +202,10 @@ def main() -> None:
     prompt = prompt_length(lines)
     kinds = token_kinds(lines)[: tokens.shape[1] - prompt]
     probe = Probe(options.model)
+    probe.enlarge(options.outliers)
     exact = probe.logprobs(tokens, prompt)
-    found = {"versions": versions(), "lines": lines, "count": options.count, "results": []}
+    found = {"versions": versions(), "lines": lines, "count": options.count}
+    found |= {"outliers": options.outliers, "results": []}
     cases: list[tuple[str, str, int | None]] = [
         (part, name, None) for name in FORMATS for part in PARTS
     ]

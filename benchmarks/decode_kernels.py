@@ -3,7 +3,8 @@
     python benchmarks/decode_kernels.py [--out FILE.json]
 
 Attention: one token per request over a paged cache with 32 query and 8 KV heads of size 128;
-FlashAttention 3 over BF16 and over E4M3, and fp8rl over E4M3; single launches with a cold L2 cache.
+FlashAttention 3 over BF16 and over E4M3, fp8rl over E4M3 and INT8, and vLLM's Triton kernel over
+INT8; single launches with a cold L2 cache.
 Mixed batches: requests that decode beside prompts, chunks and cached prefixes, over the same cache;
 FlashAttention 3 with all queries in E4M3, and fp8rl with queries of 16 bits, all its kernels.
 Quantization: SiLU or RMS norm with the quantization after it; vLLM's fused kernels and fp8rl's;
@@ -25,12 +26,15 @@ from facts import versions
 from profiles import cold_ms, copy_bandwidth, graph_ms
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+from vllm.v1.kv_cache_interface import KVQuantMode
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 from fp8rl.numerics import FP8_DTYPE, GROUP
 from fp8rl.numerics.triton.activations import quantize_rows, rms_norm_quantize
 from vllm_fp8rl.attention.batch import split_batch
 from vllm_fp8rl.attention.flash import attend_prompts
+from vllm_fp8rl.attention.int8_pages import SCALE_BYTES, int8_pages
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
@@ -109,6 +113,50 @@ def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
             splits=splits_for(requests, KV_HEADS, processors),
         )
 
+    quantized = torch.empty(shape[0], 2, PAGE, KV_HEADS, SIZE + 4, device="cuda", dtype=torch.int8)
+    quantized.random_(-127, 128).view(torch.float32)[..., -1] = 0.02  # vLLM's own order of bytes
+    pages = int8_pages(quantized.clone().random_(-127, 128), KV_HEADS, SIZE)
+    for part in (pages.key_scales, pages.value_scales):
+        part.fill_(0.02)
+
+    def ours_int8() -> torch.Tensor:
+        return paged_decode(
+            query,
+            pages.keys,
+            pages.values,
+            table,
+            lengths,
+            softmax_scale=SIZE**-0.5,
+            k_scale=pages.key_scales,
+            v_scale=pages.value_scales,
+            out=out,
+            splits=splits_for(requests, KV_HEADS, processors),
+        )
+
+    def vllm_int8() -> None:
+        held, scales = quantized[..., :SIZE], quantized.view(torch.float32)[..., -1]
+        unified_attention(
+            q=query,
+            k=held[:, 0],
+            v=held[:, 1],
+            out=out,
+            cu_seqlens_q=starts,
+            max_seqlen_q=1,
+            seqused_k=lengths,
+            max_seqlen_k=longest,
+            softmax_scale=SIZE**-0.5,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=table,
+            softcap=0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD,
+            k_scale_cache=scales[:, 0],
+            v_scale_cache=scales[:, 1],
+        )
+
     codes = query.to(FP8_DTYPE)
     expanded = scale.expand(requests, KV_HEADS)
     elements = int(lengths.sum()) * 2 * KV_HEADS * SIZE
@@ -116,6 +164,8 @@ def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
         "FlashAttention 3, BF16": (cold(lambda: flash(query, plain, None)), 2 * elements),
         "FlashAttention 3, E4M3": (cold(lambda: flash(codes, cache, expanded)), elements),
         "fp8rl, E4M3": (cold(ours), elements),
+        "vLLM's Triton kernel, INT8": (cold(vllm_int8), elements + elements // SIZE * SCALE_BYTES),
+        "fp8rl, INT8": (cold(ours_int8), elements + elements // SIZE * SCALE_BYTES),
     }
 
 

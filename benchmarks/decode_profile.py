@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8rl.families import expert_count, known_family, language_config, value_of
+from fp8rl.recipe import KVDtype
 from fp8rl.sizes import Sizes
 
 PARTS = {  # a kernel belongs to the first part with a pattern that is in its name
@@ -79,6 +80,12 @@ def weight_sizes(model: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
+def cache_of(variant: str) -> KVDtype:
+    """Return the dtype of the KV cache of one of ``rollout.py``'s variants, by its end."""
+    ends: dict[str, KVDtype] = {"kv": "fp8_e4m3", "int8": "int8_per_token_head"}
+    return ends.get(variant.partition("-")[2], "auto")
+
+
 def bounds(
     shape: Mapping[str, Any],
     variant: str,
@@ -97,7 +104,7 @@ def bounds(
         context: tokens of each in the cache.
         bandwidth: bytes a second.
     """
-    cached = Sizes.from_dict(shape, 1).kv_per_token(1 if variant.endswith("-kv") else 2)
+    cached = Sizes.from_dict(shape, 1).kv_per_token(2, cache_of(variant))
     text = language_config(shape)
     experts = expert_count(known_family(shape), text) or 1
     chosen = value_of(text, "num_experts_per_tok", 1) / experts

@@ -58,6 +58,7 @@ VARIANTS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         lambda: _ours("fp8_e4m3") | {"attention_backend": "TRITON_ATTN"},
     ),
     "kv": ("and FP8 KV cache, our decode attention", lambda: _ours("fp8_e4m3")),
+    "int8": ("FP8 linears and INT8 KV cache", lambda: _ours("int8_per_token_head")),
     "stock-kv": (
         "vLLM's linears and FP8 KV cache with scale 1.0",
         lambda: BLOCK_FP8 | {"kv_cache_dtype": "fp8_e4m3"},

@@ -14,7 +14,8 @@ a YAML for each variant on top of upstream's ``grpo_math_1B.yaml``, runs the dri
 prints for each variant what its tensorboard has: the reward and the mismatch of every step, and the
 seconds by phase, with those of vLLM's own calibrations, which are part of ``generation``, from the
 log, and those before the first step. ``fp8rl-bf16kv`` is a fourth variant, with FP8 rollouts over a
-BF16 KV cache, as upstream's FP8 path has it with a DTensor trainer. ``--gpus 2`` makes rollouts
+BF16 KV cache, as upstream's FP8 path has it with a DTensor trainer; ``fp8rl-int8kv`` has an INT8
+cache. ``--gpus 2`` makes rollouts
 tensor-parallel and training data-parallel over two GPUs. ``--single-controller`` runs
 ``run_grpo_single_controller.py`` instead, with its YAML: the Megatron trainer on one of two GPUs,
 an asynchronous engine on the other, one optimizer step for all sequences of a step. ``--in-flight``
@@ -65,7 +66,7 @@ from long_tasks import bounds
 from nemo_rl_curves import draw
 from nemo_rl_long import PROBLEMS, long_answers, read_steps, step_files
 from nemo_rl_long import make_data as make_long_data
-from nemo_rl_real import WARM_STEPS, is_complete, is_shared, real_size, table
+from nemo_rl_real import CACHES, WARM_STEPS, is_complete, is_shared, real_size, table
 from nemo_rl_real import make_data as make_real_data
 from nemo_rl_real import refusal as real_refusal
 from real_model import SIZES, has_shape, shape_of
@@ -73,7 +74,7 @@ from real_model import make_model as make_real_model
 from sums_model import make_model, problems
 from tiny_models import FAMILIES
 
-VARIANTS = ("bf16", "upstream", "fp8rl", "fp8rl-bf16kv", "fp8rl-rollout")
+VARIANTS = ("bf16", "upstream", "fp8rl", "fp8rl-bf16kv", "fp8rl-int8kv", "fp8rl-rollout")
 TASKS: dict[str, dict[str, Any]] = {
     "sums": {"variants": "bf16,upstream,fp8rl", "steps": 20, "prompts": 32, "generations": 16},
     "long": {
@@ -261,7 +262,7 @@ def config(
         value["defaults"].append(str(RECIPE_FOLDER / "keys.yaml"))
         value["fp8rl"] = {
             "training": megatron and variant != "fp8rl-rollout",
-            "kv_cache": {"dtype": "fp8_e4m3" if variant == "fp8rl" else "auto"},
+            "kv_cache": {"dtype": CACHES.get(variant, "auto")},
             "pins": {"layers": [1]} if megatron else {},
         }
     if options.single_controller:
@@ -301,8 +302,8 @@ def cut_down(value: dict[str, Any], family: str, variant: str) -> None:
     file = RECIPE_FOLDER / RECIPES[family]
     upstream = yaml.safe_load(file.read_text(encoding="utf-8"))["defaults"][0]
     value["defaults"] = [str(file) if variant.startswith("fp8rl") else upstream]
-    if variant == "fp8rl-bf16kv":
-        value["fp8rl"] = {"kv_cache": {"dtype": "auto"}}
+    if variant in ("fp8rl-bf16kv", "fp8rl-int8kv"):
+        value["fp8rl"] = {"kv_cache": {"dtype": CACHES.get(variant, "auto")}}
     value["grpo"] |= {
         "async_grpo": {"enabled": False, "in_flight_weight_updates": False},
         "use_dynamic_sampling": False,

@@ -16,6 +16,7 @@ from typing import Any
 from real_model import ANSWERS, prompt_words
 
 from fp8rl.families import expert_count, known_family
+from fp8rl.recipe import KVDtype
 from fp8rl.sizes import Sizes
 
 TOKENS_IN, TOKENS_OUT = 512, 1024
@@ -44,6 +45,12 @@ LEARNING_RATE = 1e-6
 KV_BLOCK = 16
 """Tokens of a block of vLLM's KV cache."""
 CACHE_SLACK = 1.02
+CACHES: dict[str, KVDtype] = {
+    "upstream": "fp8_e4m3",
+    "fp8rl": "fp8_e4m3",
+    "fp8rl-int8kv": "int8_per_token_head",
+}
+"""KV caches of the variants; the others have one in BF16."""
 IDLE_MIB, IDLE_LOAD = 1024, 0.25
 """Memory in use of a GPU, and processes that want to run for each core, of a machine that does
 nothing else."""
@@ -122,7 +129,7 @@ def real_size(
         "use_precision_aware_optimizer": tight,
     }
     generation = policy["generation"]
-    fp8_cache, of_engine = variant in ("upstream", "fp8rl"), sequences // gpus
+    of_engine = sequences // gpus
     prompts = -(-grpo["num_prompts_per_step"] // gpus)
     generation |= {
         "max_new_tokens": TOKENS_OUT,
@@ -132,7 +139,9 @@ def real_size(
         "vllm_kwargs": {
             "max_num_seqs": of_engine,
             "max_num_batched_tokens": BATCHED_TOKENS,
-            "kv_cache_memory_bytes": cache_bytes(shape, prompts, of_engine, fp8_cache),
+            "kv_cache_memory_bytes": cache_bytes(
+                shape, prompts, of_engine, CACHES.get(variant, "auto")
+            ),
             "compilation_config": {
                 "cudagraph_capture_sizes": [n for n in GRAPH_SIZES if n < of_engine] + [of_engine]
             },
@@ -175,7 +184,7 @@ def refusal(size: str, steps: int, sequences: int, gpus: int) -> str | None:
     return None
 
 
-def cache_bytes(shape: Mapping[str, Any], prompts: int, sequences: int, fp8: bool) -> int:
+def cache_bytes(shape: Mapping[str, Any], prompts: int, sequences: int, dtype: KVDtype) -> int:
     """Return the bytes of a KV cache that holds all sequences at once.
 
     The samples of a prompt share its blocks but for the last one (prefix caching).
@@ -184,9 +193,9 @@ def cache_bytes(shape: Mapping[str, Any], prompts: int, sequences: int, fp8: boo
         shape: the model's ``config.json``.
         prompts: different prompts.
         sequences: samples of all of them.
-        fp8: whether a value takes one byte.
+        dtype: of the cache.
     """
-    token = Sizes.from_dict(shape, 1).kv_per_token(1 if fp8 else 2)
+    token = Sizes.from_dict(shape, 1).kv_per_token(2, dtype)
     tokens = prompts * TOKENS_IN + sequences * (TOKENS_OUT + 2 * KV_BLOCK)
     return int(token * tokens * CACHE_SLACK)
 

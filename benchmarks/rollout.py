@@ -45,11 +45,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode_profile import LEAST_TOKENS, profile_decode, prompts, table
+from decode_profile import LEAST_TOKENS, cache_of, profile_decode, prompts, table
 from facts import host_loop, versions
 from processes import in_process, save
 
-VARIANTS = ("bf16", "stock", "stock-kv", "fp8rl", "fp8rl-kv")
+VARIANTS = ("bf16", "stock", "stock-kv", "stock-int8", "fp8rl", "fp8rl-kv", "fp8rl-int8")
 QWEN3_8B: dict[str, Any] = json.loads(
     Path(__file__).with_name("shapes").joinpath("qwen3_8b.json").read_text(encoding="utf-8")
 )
@@ -60,7 +60,7 @@ def engine_arguments(variant: str, keys: Mapping[str, Any] | None = None) -> dic
     """What tells the variants apart; ``keys`` of the recipe are for fp8rl's."""
     if variant == "bf16":
         return {}
-    cache = "fp8_e4m3" if variant.endswith("-kv") else "auto"
+    cache = cache_of(variant)
     if variant.startswith("stock"):
         described = {
             "quant_method": "fp8",

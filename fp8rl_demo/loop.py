@@ -232,7 +232,7 @@ class GrpoRun:
         return {**merge_metrics(parts), "grad_norm": sum(norms) / len(norms)}
 
     def _calibrate(self) -> None:
-        if self._recipe.kv_cache.dtype == "auto":
+        if not self._recipe.kv_cache.has_scales:
             return
         amax = self._policy.observer.amax()
         self._scales, outgrown = next_scales(self._scales, amax, self._recipe.kv_cache)

@@ -37,7 +37,7 @@ class MegatronPolicy:
             self.model, self._wrapped, self.optimizer = _build(settings)
             self.conversion = convert(self.model, recipe)
             self.observer = QKVObserver([self.model])
-            in_training = recipe.kv_cache.dtype != "auto" and recipe.kv_cache.in_training
+            in_training = recipe.kv_cache.has_scales and recipe.kv_cache.in_training
             self._kv_cache = KVCacheInTraining([self.model]) if in_training else None
 
     @torch.no_grad()

@@ -54,7 +54,7 @@ class VllmRollout:
 
         self._tokenizer = CharTokenizer()
         self._settings = settings
-        self._expect_kv_scales = recipe.kv_cache.dtype != "auto"
+        self._expect_kv_scales = recipe.kv_cache.has_scales
         self._llm = LLM(
             model=str(folder),
             load_format="dummy",

@@ -108,6 +108,16 @@ def test_rounding_reaches_the_attention_of_the_layers_asked_for(
     zero = told({"values": torch.zeros_like})
     assert (exact - zero).abs().amax() > (exact - seen[3]).abs().amax()
 
+    before = probe.model.model.layers[1].self_attn.k_norm.weight.clone()
+    probe.enlarge(16)
+    changed = probe.model.model.layers[1].self_attn.k_norm.weight / before
+    assert sorted(changed.tolist())[-5:] == [1, 16, 16, 16, 16]
+    torch.testing.assert_close(told({}), exact, atol=1e-4, rtol=0)
+    int8 = program.int8_of_token_and_head
+    assert (told({"keys": int8}) - exact).abs().mean() > 2 * (
+        told({"keys": program.bf16}) - exact
+    ).abs().mean()
+
 
 def test_differences_are_those_of_torch(program: ModuleType) -> None:
     torch.manual_seed(2)

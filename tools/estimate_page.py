@@ -124,7 +124,12 @@ def _rollouts() -> Iterator[Row]:
 def _rollout(name: str, gpu: str, load: str, engine: str, figures: list[tuple[str, float]]) -> Row:
     requests, fp8 = Load.parse(load), engine != "bf16"
     found = rollout(
-        find_gpu(gpu), model(CONFIGS[name]), requests, cast("Engine", engine), fp8=fp8, fp8_kv=fp8
+        find_gpu(gpu),
+        model(CONFIGS[name]),
+        requests,
+        cast("Engine", engine),
+        fp8=fp8,
+        kv="fp8_e4m3" if fp8 else "auto",
     )
     return Row(
         f"{name}, {requests.requests} x ({requests.tokens_in:,}, {requests.tokens_out:,})",

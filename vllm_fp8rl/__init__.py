@@ -80,7 +80,8 @@ def _register_attention_backend() -> None:
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.CPU_ATTN")
     elif current_platform.is_cuda():
-        register_backend(AttentionBackendEnum.FLASH_ATTN, f"{_BACKENDS}.FLASH_ATTN")
+        for backend in (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN):
+            register_backend(backend, f"{_BACKENDS}.{backend.name}")
 
 
 def _register_weight_transfer() -> None:

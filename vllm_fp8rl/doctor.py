@@ -30,7 +30,12 @@ from fp8rl.reading import explain
 from fp8rl.sizes import GIB, Sizes, gib, mib
 from vllm_fp8rl.compat import TESTED, installed_version
 from vllm_fp8rl.kernels.choice import select_kernel
-from vllm_fp8rl.quantization.kv_cache import check_backend, check_kv_cache_dtype
+from vllm_fp8rl.quantization.kv_cache import (
+    FP8_KV_DTYPES,
+    INT8_KV_DTYPE,
+    check_backend,
+    check_kv_cache_dtype,
+)
 from vllm_fp8rl.quantization.models import check_widths
 from vllm_fp8rl.refit.intake import BATCH_BYTES
 from vllm_fp8rl.state import RankState
@@ -96,7 +101,7 @@ def _sections(
     return [
         _linears(engine, state, sizes, rows, ranks, problems),
         _attention(engine, sizes, problems),
-        _memory(engine, sizes, rows, ranks, problems),
+        _memory(engine, state.recipe, sizes, rows, ranks, problems),
     ]
 
 
@@ -182,7 +187,9 @@ def _attention(engine: VllmConfig, sizes: Sizes, problems: list[str]) -> Section
         version = get_flash_attn_version(head_size=head_size)
         facts.append(("FlashAttention", f"version {version}"))
     quantized = check_kv_cache_dtype(cache)
-    facts.append(("KV cache", f"{cache}: E4M3 with a scale a tensor" if quantized else cache))
+    formats = dict.fromkeys(FP8_KV_DTYPES, "E4M3 with a scale a tensor")
+    formats[INT8_KV_DTYPE] = "INT8 with a scale for each token and head"
+    facts.append(("KV cache", f"{cache}: {formats[cache]}" if cache in formats else cache))
     if quantized:
         try:
             check_backend(name, engine.compilation_config)
@@ -195,11 +202,15 @@ def _attention(engine: VllmConfig, sizes: Sizes, problems: list[str]) -> Section
 
 
 def _memory(
-    engine: VllmConfig, sizes: Sizes, rows: list[PinRow], ranks: int, problems: list[str]
+    engine: VllmConfig,
+    recipe: Recipe,
+    sizes: Sizes,
+    rows: list[PinRow],
+    ranks: int,
+    problems: list[str],
 ) -> Section:
     itemsize = engine.model_config.dtype.itemsize
-    kv_itemsize = 1 if check_kv_cache_dtype(engine.cache_config.cache_dtype) else itemsize
-    need = sizes.bytes(rows, itemsize, kv_itemsize)
+    need = sizes.bytes(rows, itemsize, recipe.kv_cache.dtype)
     cells = [
         ("FP8 weights", gib(need.codes)),
         ("their scales", mib(need.scales)),

@@ -56,7 +56,7 @@ def check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
     if engines:
         found = _of_engines(checkpoint, out, recipe, tokens.tolist())
         compared = "stock vLLM with OUT, vLLM with fp8rl with CHECKPOINT"
-        most = _MOST_ENGINES if recipe.kv_cache.dtype == "auto" else _MOST_FP8_CACHE
+        most = _MOST_FP8_CACHE if recipe.kv_cache.has_scales else _MOST_ENGINES
     else:
         found = _of_transformers(checkpoint, out, recipe, tokens)
         compared = "transformers, fake-quantized, with OUT and with CHECKPOINT"
@@ -101,7 +101,7 @@ def _of_transformers(
 def _of_engines(
     checkpoint: Path, out: Path, recipe: Recipe, tokens: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    scales = _stored_scales(out) if recipe.kv_cache.dtype != "auto" else {}
+    scales = _stored_scales(out) if recipe.kv_cache.has_scales else {}
     settings = {
         # With its default vLLM rounds the scales of weights to powers of two on its own.
         "VLLM_USE_DEEP_GEMM_E8M0": str(int(recipe.weights.scale_format == "pow2")),

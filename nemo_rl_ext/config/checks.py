@@ -41,8 +41,8 @@ def refuse_unread_settings(
     for key, readers in READERS.items():
         value = getattr(given, key)
         asks = key in block and value not in (type(value)(), "auto")
-        if key == "kv_cache" and not has_fp8_kv(given):  # see below
-            asks = False
+        if key == "kv_cache" and not (given.rollout and given.kv_cache.dtype != "auto"):
+            asks = False  # see below
         if not asks or acting & set(readers):
             continue
         missing = [path for path in readers if path in driver.serves]
@@ -67,8 +67,14 @@ def _refuse_unread_kv_settings(
 
     A config that a checkpoint keeps has every key, so what is so anyway may be written.
     """
-    if given.kv_cache.dtype == "auto":
-        reason = f"'{where}.kv_cache.dtype' is auto; set it to fp8_e4m3, or remove the key"
+    dtype = given.kv_cache.dtype
+    if dtype == "int8_per_token_head" and not given.rollout:
+        raise RecipeError(
+            f"'{where}.kv_cache.dtype' has no effect: '{where}.rollout' is false; set it to true, "
+            "or remove the key."
+        )
+    if not given.kv_cache.has_scales:
+        reason = f"'{where}.kv_cache.dtype' is {dtype}; set it to fp8_e4m3, or remove the key"
     elif not given.rollout:
         reason = f"'{where}.rollout' is false; set it to true, or remove the key"
     elif VLLM not in sections.blocks:

@@ -105,5 +105,5 @@ def needs_our_trainer(policy: Mapping[str, Any]) -> bool:
 
 
 def has_fp8_kv(recipe: Recipe) -> bool:
-    """Whether the rollouts keep their KV cache in FP8."""
-    return recipe.rollout and recipe.kv_cache.dtype != "auto"
+    """Whether the rollouts keep their KV cache in FP8, with scales that must be sent."""
+    return recipe.rollout and recipe.kv_cache.has_scales

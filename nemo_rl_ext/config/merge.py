@@ -198,10 +198,12 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
     ):
         if value in ("fp8", "fp8_e4m3"):
             merged.add("kv_cache.dtype", "fp8_e4m3", path)
+        elif value == "int8_per_token_head":
+            merged.add("kv_cache.dtype", value, path)
         elif value not in (None, "auto"):
             raise UnsupportedError(
-                f"'{path}' is {value!r}; with '{VLLM}.{BLOCK}' it can only be 'fp8' (E4M3) or "
-                "'auto'."
+                f"'{path}' is {value!r}; with '{VLLM}.{BLOCK}' it can only be 'fp8' (E4M3), "
+                "'int8_per_token_head' or 'auto'."
             )
     for key, target in (
         ("pow2_weight_scaling_factors", "weights.scale_format"),

@@ -9,7 +9,6 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
 from fp8rl.families import family_of, module_names, unsupported_reason
 from nemo_rl_ext.config.drivers import MEGATRON
-from nemo_rl_ext.config.keys import has_fp8_kv
 
 
 def check_pins(
@@ -40,7 +39,8 @@ def check_pins(
             f"'{where}' does not serve '{policy.get('model_name')}', {reason}; remove the block."
         )
     family = family_of(model)
-    if has_fp8_kv(recipe) and family is not None and family.attention.kv == "latent":
+    quantized = recipe.rollout and recipe.kv_cache.dtype != "auto"
+    if quantized and family is not None and family.attention.kv == "latent":
         raise UnsupportedError(
             f"'{where}.kv_cache.dtype' is {recipe.kv_cache.dtype}, but the cache of "
             f"'{policy.get('model_name')}', which has multi-latent attention, is served in BF16 "

@@ -338,7 +338,7 @@ def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
     facts = {}
     if sections.generation:
         linears = "FP8 linear layers" if recipe.rollout else "BF16 linear layers"
-        cache = "FP8" if has_fp8_kv(recipe) else "BF16"
+        cache = memory.CACHES[recipe.kv_cache.dtype if recipe.rollout else "auto"]
         backend = sections.generation.get("backend", "vllm")
         facts["rollout"] = f"{linears}, {cache} KV cache; {backend} on {_count(gpus.rollout)}"
     if has_fp8_kv(recipe) and sections.sends_kv_scales:
@@ -442,7 +442,8 @@ def _modules(
         found.append(precision_section(rows, title))
     if sections.generation.get("backend", "vllm") == "vllm" and sections.vllm:
         served = rows if recipe.rollout else [replace(row, precision="bf16") for row in rows]
-        rollout = memory.rollout_memory(sections, model, served, has_fp8_kv(recipe))
+        kv_dtype = recipe.kv_cache.dtype if recipe.rollout else "auto"
+        rollout = memory.rollout_memory(sections, model, served, kv_dtype)
         if rollout.split_problem is not None:
             problems.append(f"'{VLLM}.tensor_parallel_size': {rollout.split_problem}")
         else:

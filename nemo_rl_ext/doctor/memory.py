@@ -12,12 +12,17 @@ from typing import Any
 
 from fp8rl.adapters import Section
 from fp8rl.pinning import PinRow
+from fp8rl.recipe import KVDtype
 from fp8rl.sizes import ADAM_BYTES, GIB, Bytes, Sizes, gib, mib
 from nemo_rl_ext.config.keys import Sections
 
 _PRECISION_AWARE_BYTES = 10
 """The same with ``use_precision_aware_optimizer``, which keeps 2 bytes of a main weight beside the
 BF16 weight (``store_param_remainders``, Megatron-Core's default)."""
+
+
+CACHES: dict[KVDtype, str] = {"fp8_e4m3": "FP8", "int8_per_token_head": "INT8", "auto": "BF16"}
+"""Formats of a KV cache, for people."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Rollout:
     """Memory of vLLM on one GPU."""
 
     weights: Bytes
+    kv_dtype: KVDtype
     bf16_kv_per_token: int
     """Bytes of a token in a KV cache in the model's dtype."""
     split_problem: str | None
@@ -100,7 +106,7 @@ class Rollout:
 
 
 def rollout_memory(
-    sections: Sections, model: Mapping[str, Any], rows: Sequence[PinRow], fp8_kv: bool
+    sections: Sections, model: Mapping[str, Any], rows: Sequence[PinRow], kv_dtype: KVDtype
 ) -> Rollout:
     """Count the bytes of an engine on one GPU.
 
@@ -108,16 +114,18 @@ def rollout_memory(
         sections: the config.
         model: values of the model's ``config.json``.
         rows: resolved table of the model's modules in the rollout engine.
-        fp8_kv: the KV cache is in FP8.
+        kv_dtype: of the KV cache.
     """
     ranks = int(sections.vllm.get("tensor_parallel_size") or 1)
     expert_parallel = int(sections.vllm.get("expert_parallel_size") or 1)
     sizes = Sizes.from_dict(
         model, ranks, expert_ranks=expert_parallel if expert_parallel > 1 else None
     )
-    plain = sizes.bytes(rows, 2, 2)
     return Rollout(
-        sizes.bytes(rows, 2, 1) if fp8_kv else plain, plain.kv_per_token, sizes.split_problem()
+        sizes.bytes(rows, 2, kv_dtype),
+        kv_dtype,
+        sizes.kv_per_token(2, "auto", rows),
+        sizes.split_problem(),
     )
 
 
@@ -137,7 +145,8 @@ def rollout_section(
         )
     rows.append(("KV cache, bytes a token", f"{need.kv_per_token:,}"))
     if need.kv_per_token != plain_kv:
-        rows[-1] = (rows[-1][0], f"{need.kv_per_token:,} in FP8; {plain_kv:,} in BF16")
+        held = CACHES[rollout.kv_dtype]
+        rows[-1] = (rows[-1][0], f"{need.kv_per_token:,} in {held}; {plain_kv:,} in BF16")
     share = float(sections.vllm.get("gpu_memory_utilization") or 0.9)
     fixed = sections.at("policy.generation.vllm_kwargs").get("kv_cache_memory_bytes")
     if fixed:

@@ -29,6 +29,7 @@ from fp8rl.families import (
 from fp8rl.measured import (
     ADAM_BYTES_MOVED,
     ALL_TO_ALL,
+    ATTENTION,
     ATTENTION_FLOPS,
     CHUNKED_LOSS_BYTES_MOVED,
     DECODE,
@@ -54,7 +55,7 @@ from fp8rl.measured import (
     Product,
 )
 from fp8rl.pinning import PinRow
-from fp8rl.recipe import Recipe
+from fp8rl.recipe import KVDtype, Recipe
 from fp8rl.sizes import ADAM_BYTES, GIB, Bytes, Sizes, gib
 
 MICRO_BATCH = 8192
@@ -218,10 +219,10 @@ class Model:
         """Of these, those whose optimizer states it holds: Megatron's distributed optimizer shares
         out the parameters that all ``ep`` GPUs have."""
 
-    def bytes(self, fp8: bool, fp8_kv: bool) -> Bytes:
+    def bytes(self, fp8: bool, kv: KVDtype) -> Bytes:
         """Return the bytes of weights and KV cache in vLLM."""
         rows = self._rows if fp8 else [replace(row, precision="bf16") for row in self._rows]
-        return self._sizes.bytes(rows, 2, 1 if fp8_kv else 2)
+        return self._sizes.bytes(rows, 2, kv)
 
     def _linears(self, config: Mapping[str, Any]) -> Iterator[Linear]:
         experts, top = _experts(config)
@@ -429,7 +430,7 @@ class Rollout:
 
 
 def rollout(
-    gpu: GPU, model: Model, load: Load, engine: Engine, *, fp8: bool, fp8_kv: bool
+    gpu: GPU, model: Model, load: Load, engine: Engine, *, fp8: bool, kv: KVDtype
 ) -> Rollout:
     """Estimate a rollout of vLLM; requests that the cache cannot hold wait for others to end.
 
@@ -439,16 +440,16 @@ def rollout(
         load: the requests.
         engine: whose kernels run.
         fp8: whether linear layers are in FP8, but for those that are pinned.
-        fp8_kv: whether the KV cache is in FP8.
+        kv: dtype of the KV cache.
     """
-    memory = model.bytes(fp8, fp8_kv)
+    memory = model.bytes(fp8, kv)
     room = MEMORY_SHARE * gpu.memory * GIB - ENGINE_BYTES - memory.weights
     fit = room / (memory.kv_per_token * load.length)
     requests = min(load.requests, fit)
     if requests < 1:
         return Rollout(nan, nan, max(requests, 0), memory)
     cached: float = requests * (load.tokens_in + load.tokens_out / 2) * memory.kv_per_token
-    share = DECODE[engine if fp8_kv else "bf16"].attention
+    share = ATTENTION["bf16" if kv == "auto" else engine, kv]
     step = _products(gpu, model, requests, fp8) + cached / (share * gpu.copy)
     small = DECODE[engine if fp8 else "bf16"].layer
     step += model.layers * small * max(1, requests / PROFILED_REQUESTS)
@@ -496,11 +497,11 @@ def sections(
     Raises:
         UnsupportedError: the GPU has no room for one request in any of them.
     """
-    fp8_kv = recipe.kv_cache.dtype != "auto"
+    kv = recipe.kv_cache.dtype
     rollouts = (
-        rollout(gpu, model, load, "bf16", fp8=False, fp8_kv=False),
-        rollout(gpu, model, load, "stock", fp8=True, fp8_kv=fp8_kv),
-        rollout(gpu, model, load, "fp8rl", fp8=recipe.rollout, fp8_kv=fp8_kv),
+        rollout(gpu, model, load, "bf16", fp8=False, kv="auto"),
+        rollout(gpu, model, load, "stock", fp8=True, kv=kv),
+        rollout(gpu, model, load, "fp8rl", fp8=recipe.rollout, kv=kv),
     )
     if all(found.requests < 1 for found in rollouts):
         raise UnsupportedError(

@@ -343,7 +343,7 @@ def _kv_scales(
     if "latent" in caches and recipe.kv_cache.dtype != "auto":
         raise UnsupportedError(
             f"The recipe has kv_cache.dtype '{recipe.kv_cache.dtype}', but the model caches "
-            "latents, which have no KV scales; set kv_cache.dtype to auto."
+            "latents, which are not quantized; set kv_cache.dtype to auto."
         )
     known = {
         (layer, role): f"{prefix}{layer}.self_attn.{role}_scale"
@@ -356,7 +356,7 @@ def _kv_scales(
             f"KV scale '{scale_name(*unknown)}' belongs to no layer of the model with a KV cache "
             "of keys and values; remove it."
         )
-    if recipe.kv_cache.dtype != "auto":
+    if recipe.kv_cache.has_scales:
         for (layer, role), name in known.items():
             if role != "q" and (layer, role) not in scales:
                 raise ScaleError(

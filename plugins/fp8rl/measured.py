@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fp8rl.recipe import KVDtype
+
 Precision = Literal["bf16", "fp8"]
 Product = Literal["fprop", "dgrad", "wgrad"]
 Phase = Literal["log-probabilities", "forward and backward"]
@@ -111,18 +113,22 @@ ENGINE_BYTES = 1.5e9
 class Decode:
     """What a decode step of vLLM takes beside its products (``decode_profile_h100.json``)."""
 
-    attention: float
-    """Share of a copy's bandwidth at which attention reads the KV cache."""
     layer: float
     """Seconds of a layer's small kernels with :data:`PROFILED_REQUESTS`: norms, SiLU, quantization,
     rotary embedding, cache write."""
 
 
 DECODE: dict[Engine, Decode] = {
-    "bf16": Decode(0.914, 21.1e-6),
-    "stock": Decode(0.659, 61.0e-6),
-    "fp8rl": Decode(0.918, 29.5e-6),
+    "bf16": Decode(21.1e-6),
+    "stock": Decode(61.0e-6),
+    "fp8rl": Decode(29.5e-6),
 }
+ATTENTION: dict[tuple[Engine, KVDtype], float] = {
+    ("bf16", "auto"): 0.914,
+    ("stock", "fp8_e4m3"): 0.659,
+    ("fp8rl", "fp8_e4m3"): 0.918,
+}
+"""Share of a copy's bandwidth at which attention reads the KV cache (same profile)."""
 PROFILED_REQUESTS = 256
 SAMPLER_BYTES_MOVED = 28.6
 """The sampler's time for a logit, as bytes at a copy's bandwidth (``decode_profile_h100.json``)."""

@@ -30,6 +30,7 @@ _OF_OTHERS = "FP8_RECIPE"
 
 ScaleFormat = Literal["fp32", "pow2"]
 RopeDtype = Literal["auto", "float32"]
+KVDtype = Literal["fp8_e4m3", "int8_per_token_head", "auto"]
 Recalibrate = Literal["refit", "grow", "start"]
 ModuleKind = Literal[
     "qkv_proj",
@@ -121,8 +122,10 @@ class Pins(_Section):
 class KVCache(_Section):
     """KV cache of the rollout engine, how its scales are made, and what the trainer makes of it."""
 
-    dtype: Literal["fp8_e4m3", "auto"] = "fp8_e4m3"
-    """``auto`` keeps the cache in the model's dtype."""
+    dtype: KVDtype = "fp8_e4m3"
+    """``fp8_e4m3``: one scale for K and one for V of a layer, sent with each refit;
+    ``int8_per_token_head``: INT8 with a scale for each token and head, which the engine makes
+    itself, so that the other keys mean nothing; ``auto`` keeps the cache in the model's dtype."""
     recalibrate: Recalibrate = "refit"
     """``refit``: new scales with each refit; ``grow``: scales that only grow; ``start``: scales
     that stay."""
@@ -131,6 +134,11 @@ class KVCache(_Section):
     above ``amax * margin / 448``. 2 by default with ``grow``, 4 with ``start``."""
     in_training: bool = True
     """The trainer's attention sees K and V as the rollout's FP8 cache holds them."""
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the cache has scales that a calibration makes and engines must be given."""
+        return self.dtype == "fp8_e4m3"
 
     @model_validator(mode="before")
     @classmethod

@@ -26,7 +26,7 @@ from fp8rl.families import (
 from fp8rl.gemm import GemmShape
 from fp8rl.numerics import BLOCK, cdiv
 from fp8rl.pinning import PinRow
-from fp8rl.recipe import ModuleKind
+from fp8rl.recipe import KVDtype, ModuleKind
 
 GIB = 1 << 30
 ADAM_BYTES = 12
@@ -130,33 +130,39 @@ class Sizes:
         rows = sum(self._shape(module)[0] for module in held if module is not None)
         return GemmShape(0, rows, self._shape(first)[1])
 
-    def bytes(self, rows: Sequence[PinRow], itemsize: int, kv_itemsize: int) -> Bytes:
+    def bytes(self, rows: Sequence[PinRow], itemsize: int, kv_dtype: KVDtype) -> Bytes:
         """Return the bytes of one rank.
 
         Args:
             rows: resolved table of all modules on the rank.
             itemsize: bytes of an element in the model's dtype.
-            kv_itemsize: bytes of an element in the KV cache.
+            kv_dtype: of the KV cache.
         """
         fp8 = [row for row in rows if row.precision == "fp8"]
         codes = self._sum(fp8, math.prod)
         scales = 4 * self._sum(fp8, lambda shape: math.prod(map(cdiv, shape, BLOCK)))
         plain = (self.elements(rows) - codes) * itemsize
         plain += (4 - itemsize) * self._parameters(rows, float32=True)
-        return Bytes(codes, scales, plain, self.kv_per_token(kv_itemsize, rows))
+        return Bytes(codes, scales, plain, self.kv_per_token(itemsize, kv_dtype, rows))
 
-    def kv_per_token(self, itemsize: int, rows: Sequence[PinRow] | None = None) -> int:
+    def kv_per_token(
+        self, itemsize: int, kv_dtype: KVDtype, rows: Sequence[PinRow] | None = None
+    ) -> int:
         """Return the bytes of one token in the KV cache of one rank.
 
         Args:
-            itemsize: bytes of an element in the KV cache.
+            itemsize: bytes of an element in the model's dtype.
+            kv_dtype: of the KV cache.
             rows: resolved table of all modules on the rank. None: the rank has all layers.
         """
         latent = self._family.attention.kv == "latent"
         each = self._widths["kv_a"] if latent else 2 * self.kv_heads * self.head_size
+        each *= itemsize if kv_dtype == "auto" else 1
+        if kv_dtype == "int8_per_token_head":
+            each += 2 * self.kv_heads * 4  # scales in float32
         held = self._modules.values() if rows is None else rows
         # Linear attention caches no tokens, and its output layer is of another kind.
-        return each * itemsize * sum(module.kind == "o_proj" for module in held)
+        return each * sum(module.kind == "o_proj" for module in held)
 
     def elements(self, rows: Sequence[PinRow]) -> int:
         """Return the number of parameters on one rank that has these modules."""

@@ -21,6 +21,7 @@ from fp8rl.families import module_names
 from fp8rl.measured import (
     ADAM_BYTES_MOVED,
     ALL_TO_ALL,
+    ATTENTION,
     ATTENTION_FLOPS,
     CHUNKED_LOSS_BYTES_MOVED,
     DECODE,
@@ -149,7 +150,7 @@ def test_experts_that_gpus_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert both.parameters == split.parameters - experts * 3 // 4
     load = Load(256, 512, 1024)
     rollouts = [
-        calculator.rollout(H100, each, load, "fp8rl", fp8=True, fp8_kv=True)
+        calculator.rollout(H100, each, load, "fp8rl", fp8=True, kv="fp8_e4m3")
         for each in (shared, whole)
     ]
     assert rollouts[0] == rollouts[1]
@@ -263,7 +264,8 @@ def test_decode_steps() -> None:
         cached = PROFILED_REQUESTS * each["context"] * 36 * 2 * 1024 * size
         small = ("quantization, norm, SiLU", "cache write and query", "other")
         assert each["requests"] == PROFILED_REQUESTS
-        assert DECODE[engine].attention == close(1e6 * cached / parts["attention"] / H100.copy)
+        share = ATTENTION[engine, "auto" if engine == "bf16" else "fp8_e4m3"]
+        assert share == close(1e6 * cached / parts["attention"] / H100.copy)
         assert DECODE[engine].layer == close(1e-6 * sum(parts[part] for part in small) / 36)
         logits = PROFILED_REQUESTS * QWEN3_8B["vocab_size"]
         sampler = 1e-6 * parts["sampler"] * H100.copy / logits
@@ -297,7 +299,7 @@ def test_optimizer_and_engine() -> None:
         if "KV cache size" in text
     )
     tokens = int(line.split(":")[1].split()[0].replace(",", ""))
-    memory = model(QWEN3_8B).bytes(False, False)
+    memory = model(QWEN3_8B).bytes(False, "auto")
     used = memory.weights + tokens * memory.kv_per_token
     assert GPUS["h200"].memory * GIB / 2 - used == pytest.approx(ENGINE_BYTES, rel=0.05)
 
@@ -307,7 +309,9 @@ def test_weights_are_those_that_vllm_reports() -> None:
     for each, fp8 in zip(result("start_h200")["results"], (False, True), strict=True):
         line = next(text for _, text in each["timeline"] if "Model loading" in text)
         measured = float(line.split()[3])
-        assert shapes.bytes(fp8, fp8).weights / GIB == pytest.approx(measured, rel=0.01)
+        assert shapes.bytes(fp8, "fp8_e4m3" if fp8 else "auto").weights / GIB == pytest.approx(
+            measured, rel=0.01
+        )
 
 
 def test_host() -> None:
@@ -412,7 +416,7 @@ def test_pins_are_counted_in_bf16() -> None:
     half = calculator.Model(QWEN3_8B, policy.report())
     load = Load(256, 512, 1024)
     speeds = [
-        calculator.rollout(H100, shapes, load, "fp8rl", fp8=fp8, fp8_kv=True).tokens_per_second
+        calculator.rollout(H100, shapes, load, "fp8rl", fp8=fp8, kv="fp8_e4m3").tokens_per_second
         for shapes, fp8 in ((half, False), (half, True), (model(QWEN3_8B), True))
     ]
     assert speeds == sorted(speeds)
@@ -423,7 +427,7 @@ def test_requests_without_room_wait() -> None:
     shapes, small = model(QWEN3_8B), Load(256, 512, 1024)
     large = Load(2560, 512, 1024)
     few, many = (
-        calculator.rollout(H100, shapes, load, "bf16", fp8=False, fp8_kv=False)
+        calculator.rollout(H100, shapes, load, "bf16", fp8=False, kv="auto")
         for load in (small, large)
     )
     assert few.requests == pytest.approx(256, rel=0.01)
@@ -514,7 +518,7 @@ def test_command(tmp_path: Path) -> None:
         if len(cells := line.split("│")) > 3
     }
     found = calculator.rollout(
-        H100, model(QWEN3_8B), Load(256, 512, 1024), "fp8rl", fp8=True, fp8_kv=True
+        H100, model(QWEN3_8B), Load(256, 512, 1024), "fp8rl", fp8=True, kv="fp8_e4m3"
     )
     assert rows["rollout"][2] == f"{found.seconds:.2f}"
     assert rows["tokens out a second"][2] == f"{found.tokens_per_second:,.0f}"

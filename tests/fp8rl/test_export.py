@@ -292,6 +292,11 @@ def test_unreadable_kv_scales(dense, tmp_path):
             plan_export(dense, Recipe(), kv_scales=tmp_path / name)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "int8_per_token_head"])
+def test_a_cache_without_scales_asks_for_none(dense, tmp_path, dtype):
+    plan_export(dense, Recipe(kv_cache=KVCache(dtype=dtype)))
+
+
 def test_a_cache_of_latents_has_no_scales(tmp_path, monkeypatch):
     monkeypatch.setattr("fp8rl.export.unsupported_reason", lambda *config, **sides: None)
     config = {"model_type": "deepseek_v3", "kv_lora_rank": 256, "n_routed_experts": None}

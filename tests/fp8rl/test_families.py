@@ -145,7 +145,7 @@ def test_names_kinds_and_sizes_are_those_of_transformers(case: str) -> None:
             assert sizes._shape(module) == tuple(tensors[f"{name}.weight"].shape), name
     rows = PinPolicy(Pins(), modules).report()
     assert sizes.elements(rows) == count
-    codes = sizes.bytes(rows, 2, 2).codes
+    codes = sizes.bytes(rows, 2, "auto").codes
     assert codes == sum(
         tensors[f"{row.name}.weight"].numel() for row in rows if row.precision == "fp8"
     )
@@ -346,5 +346,5 @@ def test_latents_are_cached_once_and_linear_attention_not_at_all() -> None:
         config, _, _ = built(case)
         rows = PinPolicy(Pins(), module_names(config)).report()
         layers = 4 if case == "Moonlight" else 1
-        assert Sizes(config, 1).bytes(rows, 2, 1).kv_per_token == layers * expected, case
-        assert Sizes(config, 1).kv_per_token(2) == 2 * layers * expected, case
+        assert Sizes(config, 1).bytes(rows, 2, "fp8_e4m3").kv_per_token == layers * expected, case
+        assert Sizes(config, 1).kv_per_token(2, "auto") == 2 * layers * expected, case

@@ -57,7 +57,7 @@ def test_default_is_the_published_recipe():
     assert recipe.activations.group == 128
     assert recipe.weights.scale_format == recipe.activations.scale_format == "fp32"
     assert recipe.pins == Pins()
-    assert recipe.kv_cache.dtype == "fp8_e4m3"
+    assert recipe.kv_cache.dtype == "fp8_e4m3" and recipe.kv_cache.has_scales
     sampling = recipe.importance_sampling
     assert (sampling.level, sampling.mode, sampling.high) == ("token", "truncate", 2.0)
     assert Recipe.from_dict({}) == recipe

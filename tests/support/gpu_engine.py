@@ -67,7 +67,7 @@ def refit_tensors(path: Path, recipe: Recipe) -> dict[str, torch.Tensor]:
 
 def kv_scales(path: Path, recipe: Recipe) -> dict[str, float]:
     """Scale of every layer and role; none without an FP8 cache."""
-    if recipe.kv_cache.dtype == "auto":
+    if not recipe.kv_cache.has_scales:
         return {}
     # A normed query has length sqrt(128) times at most 1.5, the largest norm weight.
     queries = {scale_name(i, "q"): 1.5 * math.sqrt(128) / 448 for i in range(LAYERS)}

@@ -1,16 +1,16 @@
-"""Batches of decodes and prompts over a paged E4M3 cache, through fp8rl's FlashAttention.
+"""Batches of decodes and prompts over a paged cache of 8 bits, through fp8rl's attention.
 
 On a GPU everything is real but the engine: vLLM's builder is replaced by the metadata that it would
-return. On a CPU :func:`load_flash` puts plain torch in place of FlashAttention, and of the Triton
-kernels too where there is no triton (``TRITON_INTERPRET=1`` runs the real ones): what is tested
-there is how a batch is split and which tensors each kernel gets.
+return. On a CPU :func:`load_flash` and :func:`load_int8` put plain torch in place of
+FlashAttention, and of the Triton kernels too where there is no triton (``TRITON_INTERPRET=1`` runs
+the real ones): what is tested there is how a batch is split and which tensors each kernel gets.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,6 +27,7 @@ from fp8rl.numerics import FP8_DTYPE
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 _FLASH = "vllm_fp8rl.attention.flash"
+_INT8 = "vllm_fp8rl.attention.int8"
 
 Requests = Sequence[tuple[int, int]]
 """Number of tokens in the cache before this step, and of those in this step, by request."""
@@ -142,15 +143,91 @@ class Batch:
         return torch.stack([(a - b).norm() / b.norm() for a, b in pairs])
 
 
-@contextmanager
-def load_flash() -> Iterator[Any]:
+class Int8Batch(Batch):
+    """The same over a cache in INT8, which the backend itself has written from 16-bit tensors.
+
+    ``packed`` is the shape since vLLM 0.30. Slots that no request has hold codes and scales of any
+    bits, NaN among them.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        generator = torch.Generator().manual_seed(self.page)
+        pages = self._codes.shape[0]
+        shape = (pages, 2, self.page, self.kv_heads, self.size)
+        by_row = torch.rand(*shape[:-1], 1, generator=generator).mul(9).sub(8).exp2()
+        self._rows = (torch.randn(shape, generator=generator) * by_row).bfloat16()
+        width = self.size + 4
+        cache = torch.full((pages, 2 * self.page * self.kv_heads * width), -1, dtype=torch.int8)
+        if self.layout == "packed":
+            self.cache = cache.view(pages, self.kv_heads, self.page, 2 * width).to(DEVICE)
+        else:
+            self.cache = cache.view(pages, 2, self.page, self.kv_heads, width).to(DEVICE)
+        lengths = [sum(request) for request in self.requests]
+        slots = [
+            int(row[token // self.page]) * self.page + token % self.page
+            for row, length in zip(self._table, lengths, strict=False)
+            for token in range(length)
+        ]
+        self.slots = torch.tensor([*slots, -1])
+
+    def attend(self, int8: Any, *, splits: bool = True) -> torch.Tensor:
+        """Write the cache and compute attention ``[tokens, heads, size]``."""
+        builder = object.__new__(int8.Fp8RLTritonMetadataBuilder)
+        builder._splits_batches = splits
+        builder.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=self.limit),
+            model_config=SimpleNamespace(max_model_len=0),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                int8.TritonAttentionMetadataBuilder,
+                "build",
+                lambda _, prefix, common, fast: _stock(int8.TritonAttentionMetadata, common),
+            )
+            metadata = builder.build(0, self.common)
+        impl = object.__new__(int8.Fp8RLTritonImpl)
+        impl.num_heads, impl.num_kv_heads, impl.head_size = self.heads, self.kv_heads, self.size
+        impl.scale, impl._ours, impl._processors = self.size**-0.5, True, 132
+        rows = self._rows.transpose(0, 1).flatten(1, 2)[:, self.slots.clamp(min=0)]
+        key, value = rows.to(DEVICE).unbind()
+        impl.do_kv_cache_update(self.layer, key, value, self.cache, self.slots.to(DEVICE))
+        output = torch.full_like(self.query, 7.0)
+        return impl.forward(self.layer, self.query, key, value, self.cache, metadata, output)
+
+    def expected(self) -> torch.Tensor:
+        """Return attention in float64 over rows that are rounded to 127 steps each way."""
+        rows = self._rows.double()
+        steps = rows.abs().amax(-1, keepdim=True) / 127
+        self._codes, scales = torch.round(rows / steps) * steps, self.scales
+        self.scales = (1.0, 1.0)
+        found = super().expected()
+        self.scales = scales
+        return found
+
+
+def load_flash() -> AbstractContextManager[Any]:
     """Yield ``vllm_fp8rl.attention.flash``, on a CPU with stand-ins for what needs a GPU."""
+    return _load(_FLASH)
+
+
+def load_int8() -> AbstractContextManager[Any]:
+    """Yield ``vllm_fp8rl.attention.int8``, in the same way."""
+    return _load(_INT8)
+
+
+@contextmanager
+def _load(path: str) -> Iterator[Any]:
     if ON_GPU:
-        yield import_module(_FLASH)
+        yield import_module(path)
         return
     from vllm.v1.attention.backends import fa_utils
 
-    stand_ins = {"paged_decode": [paged_decode, splits_for], "dequantize_pages": [dequantize_pages]}
+    stand_ins = {
+        "paged_decode": [paged_decode, splits_for],
+        "dequantize_pages": [dequantize_pages],
+        "int8_pages": [int8_pages, write_int8],
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fa_utils, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
         if find_spec("triton") is None:
@@ -159,8 +236,9 @@ def load_flash() -> Iterator[Any]:
                 for function in functions:
                     setattr(module, function.__name__, function)
                 patch.setitem(sys.modules, f"vllm_fp8rl.attention.{name}", module)
-        yield import_module(_FLASH)
-        del sys.modules[_FLASH]
+        yield import_module(path)
+        for name in {_FLASH, path}:
+            del sys.modules[name]
 
 
 def paged_decode(
@@ -179,13 +257,51 @@ def paged_decode(
     assert len(query) == len(out) <= len(block_table)
     for row, length in enumerate(seq_lens[: len(query)].tolist()):
         keys, values = (
-            cache[block_table[row].long()].float().flatten(0, 1)[:length] * scale
+            _values(cache, scale, block_table[row])[:length]
             for cache, scale in ((key_cache, k_scale), (value_cache, v_scale))
         )
         repeats = query.shape[1] // keys.shape[1]
         both = (x.double().repeat_interleave(repeats, 1) for x in (keys, values))
         out[row] = _attention(query[row, None].double(), *both, softmax_scale)[0]
     return out
+
+
+def _values(codes: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Return ``[tokens, kv_heads, head_size]`` in float32."""
+    held = codes[pages.long()].float().flatten(0, 1)
+    if codes.dtype == torch.uint8:
+        held -= 128
+        scale = scale[pages.long()].flatten(0, 1)[..., None]
+    return held * scale
+
+
+def int8_pages(cache: torch.Tensor, kv_heads: int, head_size: int) -> SimpleNamespace:
+    page = cache.shape[2]
+    codes, scales = (
+        cache.view(torch.uint8)
+        .flatten(1)
+        .split([2 * page * kv_heads * head_size, 8 * page * kv_heads], 1)
+    )
+    found = SimpleNamespace()
+    found.keys, found.values = codes.unflatten(1, (2, page, kv_heads, head_size)).unbind(1)
+    by_row = scales.view(torch.float32).unflatten(1, (2, page, kv_heads))
+    found.key_scales, found.value_scales = by_row.unbind(1)
+    return found
+
+
+def write_int8(
+    key: torch.Tensor, value: torch.Tensor, pages: Any, slot_mapping: torch.Tensor
+) -> None:
+    page = pages.keys.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            at = slot // page, slot % page
+            for row, codes, scales in (
+                (key[token], pages.keys, pages.key_scales),
+                (value[token], pages.values, pages.value_scales),
+            ):
+                scales[at] = row.float().abs().amax(-1) / 127
+                codes[at] = (torch.round(row.float() / scales[at][:, None]) + 128).byte()
 
 
 def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
@@ -209,8 +325,7 @@ def dequantize_pages(
     for cache, scale in ((key_cache, k_scale), (value_cache, v_scale)):
         copy = torch.full((tokens, *cache.shape[2:]), torch.nan, dtype=dtype)
         for row, (start, end) in enumerate(pairwise(starts.tolist())):
-            pages = cache[block_table[row].long()].float().flatten(0, 1)
-            copy[start:end] = pages[: end - start] * scale
+            copy[start:end] = _values(cache, scale, block_table[row])[: end - start]
         copies.append(copy)
     return tuple(copies)
 

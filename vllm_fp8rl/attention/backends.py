@@ -1,4 +1,4 @@
-"""The classes that vLLM imports as its attention backends ``CPU_ATTN`` and ``FLASH_ATTN``."""
+"""The classes that vLLM imports as ``CPU_ATTN``, ``FLASH_ATTN`` and ``TRITON_ATTN``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vllm_fp8rl.patches.probes import failures
 _OURS = {
     "CPU_ATTN": ("cpu", "vllm_fp8rl.attention.cpu.Fp8RLCpuBackend"),
     "FLASH_ATTN": ("cuda", "vllm_fp8rl.attention.flash.Fp8RLFlashBackend"),
+    "TRITON_ATTN": ("cuda", "vllm_fp8rl.attention.int8.Fp8RLTritonBackend"),
 }
 """Name of a backend -> device whose probes it needs, path of the class."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
@@ -72,3 +73,8 @@ def split_batch(batch: CommonAttentionMetadata, limit: int) -> tuple[int, list[P
         )
         first = last
     return decodes, prompts
+
+
+def most_keys(engine: VllmConfig) -> int:
+    """Return how many keys prompts may have that are copied together."""
+    return max(engine.scheduler_config.max_num_batched_tokens, engine.model_config.max_model_len)

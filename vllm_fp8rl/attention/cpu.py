@@ -39,7 +39,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
 from vllm_fp8rl.compat import attention_isa
 from vllm_fp8rl.names import uses_fp8rl
-from vllm_fp8rl.quantization.kv_cache import check_kv_cache_dtype
+from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE, check_kv_cache_dtype
 
 _CONSTRUCTOR = signature(CPUAttentionBackendImpl.__init__)
 _PAGE = 32
@@ -172,6 +172,11 @@ class Fp8RLCpuImpl(CPUAttentionBackendImpl):
         dtype = given.arguments["kv_cache_dtype"]
         ours = uses_fp8rl(get_current_vllm_config())
         if ours:
+            if dtype == INT8_KV_DTYPE:
+                raise UnsupportedError(
+                    f"There is no KV cache of dtype '{dtype}' on a CPU; set kv_cache_dtype to "
+                    "'fp8' or 'auto'."
+                )
             # The kernel reads the decoded copy. For a cache in FP8 vLLM before 0.29 chooses it
             # here, and asks for AVX-512.
             given.arguments["kv_cache_dtype"] = "auto"

@@ -39,17 +39,18 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.numerics import FP8_DTYPE
-from vllm_fp8rl.attention.batch import Prompts, split_batch
+from vllm_fp8rl.attention.batch import Prompts, most_keys, split_batch
 from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 from vllm_fp8rl.compat import keys_and_values
 from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import check_kv_cache_dtype
 
-_HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = (64, 128, 256)
+"""Head sizes of the kernels, powers of two."""
 
 
 class Fp8RLFlashBackend(FlashAttentionBackend):
@@ -95,7 +96,7 @@ class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not self._splits_batches or stock.max_query_len == 1 or stock.causal is not True:
             return stock
-        split = split_batch(common_attn_metadata, _most_keys(self.vllm_config))
+        split = split_batch(common_attn_metadata, most_keys(self.vllm_config))
         if split is None:
             return stock
         decodes, prompts = split
@@ -127,7 +128,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             # Otherwise the layer rounds every query to E4M3.
             self.supports_quant_query_input = False
             self._processors = torch.cuda.get_device_properties().multi_processor_count
-            self._most_keys = _most_keys(engine) if _splits_batches(engine) else 0
+            self._most_keys = most_keys(engine) if _splits_batches(engine) else 0
 
     def _served(self, engine: VllmConfig | None) -> bool:
         return (
@@ -135,7 +136,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             and check_kv_cache_dtype(self.kv_cache_dtype)
             and self.vllm_flash_attn_version == 3
             and self.attn_type == AttentionType.DECODER
-            and self.head_size in _HEAD_SIZES
+            and self.head_size in HEAD_SIZES
             and self.sliding_window == (-1, -1)
             and not self.logits_soft_cap
             and self.alibi_slopes is None
@@ -261,11 +262,12 @@ def attend_prompts(
 
     Args:
         query: the batch's queries ``[tokens, heads, head_size]``, bfloat16 or float16.
-        key_cache, value_cache: E4M3 codes ``[pages, page_size, kv_heads, head_size]``.
+        key_cache, value_cache: codes ``[pages, page_size, kv_heads, head_size]`` as
+            :func:`~vllm_fp8rl.attention.paged_decode.paged_decode` takes them.
         block_table: int32 ``[requests, pages of the longest]`` of the batch.
         prompts: those of the batch to compute.
         softmax_scale: factor of the scores.
-        k_scale, v_scale: float32, one element.
+        k_scale, v_scale: float32, one element or one for each token and head.
         out: like ``query``; only the rows of ``prompts`` are written.
     """
     keys, values = dequantize_pages(
@@ -296,7 +298,7 @@ def attend_prompts(
 
 def _decodes(engine: VllmConfig) -> bool:
     """Return whether the CUDA graphs of an engine may contain the decode kernel."""
-    return uses_fp8rl(engine) and is_quantized_kv_cache(engine.cache_config.cache_dtype)
+    return uses_fp8rl(engine) and check_kv_cache_dtype(engine.cache_config.cache_dtype)
 
 
 def _splits_batches(engine: VllmConfig) -> bool:
@@ -306,8 +308,3 @@ def _splits_batches(engine: VllmConfig) -> bool:
         and engine.speculative_config is None
         and not engine.cache_config.kv_sharing_fast_prefill
     )
-
-
-def _most_keys(engine: VllmConfig) -> int:
-    """Return how many keys prompts may have that are copied together."""
-    return max(engine.scheduler_config.max_num_batched_tokens, engine.model_config.max_model_len)

@@ -171,10 +171,6 @@ def _makes_variants(subclass_attention_backend: Any) -> bool:
     return issubclass(variant, Backend) and variant.get_builder_cls() is dict
 
 
-def _tells_fp8(is_quantized_kv_cache: Any) -> bool:
-    return is_quantized_kv_cache("fp8") and not is_quantized_kv_cache("auto")
-
-
 def _has_isa(cpu_attn: Any) -> bool:
     setter = getattr(cpu_attn.CPUAttentionMetadataBuilder, "_set_isa_to_layers", None)
     return setter is not None or _has(cpu_attn.CPUAttentionBackendImpl, "isa")
@@ -197,6 +193,15 @@ def _names_flash_classes(backend: Any) -> bool:
     )
 
 
+def _names_triton_classes(backend: Any) -> bool:
+    module = sys.modules[backend.__module__]
+    return (
+        backend.get_impl_cls() is module.TritonAttentionImpl
+        and backend.get_builder_cls() is module.TritonAttentionMetadataBuilder
+        and "int8_per_token_head" in backend.supported_kv_cache_dtypes
+    )
+
+
 def _derives_known_parts(mla_attention: Any) -> bool:
     """Return whether what is kept of ``kv_b_proj`` is known, or refused by its setting's name."""
     code = inspect.unwrap(mla_attention.process_weights_after_loading).__code__
@@ -210,6 +215,7 @@ _MOE = "model_executor.layers.fused_moe"
 _GEMM = "model_executor.kernels.linear"
 _CPU_ATTN = "v1.attention.backends.cpu_attn"
 _FLASH_ATTN = "v1.attention.backends.flash_attn"
+_TRITON_ATTN = "v1.attention.backends.triton_attn"
 _GPU_EXPERTS = "cuda experts"
 _FUSION = "cuda compiled"
 _ROTARY = "model_executor.layers.rotary_embedding.base"
@@ -399,7 +405,20 @@ PROBES = (
     Probe(14, "utils.torch_utils", "canonicalize_singleton_dim_strides", positional=1,
         needs="cuda"),
     Probe(14, "_custom_ops", "scaled_fp8_quant", positional=2, needs="cuda"),
-    Probe(14, "v1.kv_cache_interface", "is_quantized_kv_cache", behaves=_tells_fp8, needs="cuda"),
+    Probe(14, _TRITON_ATTN, "TritonAttentionBackend", behaves=_names_triton_classes, needs="cuda"),
+    Probe(14, _TRITON_ATTN, "TritonAttentionImpl.forward", positional=10, needs="cuda"),
+    Probe(14, _TRITON_ATTN, "TritonAttentionImpl.do_kv_cache_update", positional=6, needs="cuda"),
+    Probe(14, _TRITON_ATTN, "TritonAttentionImpl",
+        attributes="head_size num_kv_heads scale alibi_slopes sliding_window logits_soft_cap sinks "
+        "attn_type kv_cache_dtype chunk_lookback dcp_world_size", needs="cuda"),
+    Probe(14, _TRITON_ATTN, "TritonAttentionMetadata",
+        attributes="max_query_len seq_lens block_table causal", needs="cuda"),
+    Probe(14, _TRITON_ATTN, "TritonAttentionMetadataBuilder.get_cudagraph_support", positional=2,
+        needs="cuda"),
+    Probe(14, _TRITON_ATTN, "TritonAttentionMetadataBuilder.build", positional=4, needs="cuda"),
+    Probe(14, "config", "ModelConfig", attributes="is_mm_prefix_lm rswa_window", needs="cuda"),
+    Probe(14, "v1.attention.backends.fa_utils", "get_flash_attn_version", positional=0,
+        keywords="head_size", needs="cuda"),
     Probe(15, "compilation.passes.vllm_inductor_pass", "VllmFusionPatternMatcherPass", positional=2,
         attributes="register uuid hash_source", needs=_FUSION),
     Probe(15, "compilation.passes.vllm_inductor_pass", "VllmPatternReplacement",

@@ -394,7 +394,7 @@ def _check_kv_cache(recipe: Recipe, cache: CacheConfig, model_dtype: torch.dtype
             f"kv_cache_dtype '{engine_dtype}'; make them equal, e.g. with "
             "LLM(..., **vllm_fp8rl.engine_args(recipe))."
         )
-    if wanted != "auto" and cache.kv_cache_dtype_skip_layers:
+    if recipe.kv_cache.has_scales and cache.kv_cache_dtype_skip_layers:
         raise UnsupportedError(
             f"kv_cache_dtype_skip_layers={cache.kv_cache_dtype_skip_layers} keeps layers out of "
             "the FP8 KV cache, but trainers send KV scales of every layer, and attend over FP8 K "

@@ -23,7 +23,10 @@ from vllm_fp8rl.state import UNSET, LayerKVScales, RankState
 
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
-_PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+INT8_KV_DTYPE = "int8_per_token_head"
+"""INT8 with a scale for each token and head, which the kernel that writes it computes."""
+PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+"""Values that keep the cache in 16 or 32 bits."""
 
 _READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends that read the scales from tensors, or from the layer at each call."""
@@ -32,17 +35,18 @@ _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
-    """Return whether the cache is FP8.
+    """Return whether the cache is FP8, with scales that must be set.
 
     Raises:
-        UnsupportedError: a cache of another format than E4M3 with per-tensor scales.
+        UnsupportedError: a quantized cache that is neither E4M3 with per-tensor scales nor INT8
+            with a scale for each token and head.
     """
-    if kv_cache_dtype in _PLAIN_KV_DTYPES:
+    if kv_cache_dtype in (*PLAIN_KV_DTYPES, INT8_KV_DTYPE):
         return False
     if kv_cache_dtype not in FP8_KV_DTYPES:
         raise UnsupportedError(
             f"fp8rl has no KV cache of dtype '{kv_cache_dtype}'; set kv_cache_dtype to 'fp8' "
-            "(E4M3, one scale a tensor) or 'auto'."
+            f"(E4M3, one scale a tensor), '{INT8_KV_DTYPE}' or 'auto'."
         )
     return True
 

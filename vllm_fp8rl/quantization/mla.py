@@ -15,7 +15,11 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import dequantize_block
-from vllm_fp8rl.quantization.kv_cache import Fp8RLKVCacheMethod, check_kv_cache_dtype
+from vllm_fp8rl.quantization.kv_cache import (
+    INT8_KV_DTYPE,
+    Fp8RLKVCacheMethod,
+    check_kv_cache_dtype,
+)
 
 _PACKS_WEIGHTS = ("AMX_MLA",)
 """Backends that keep ``kv_b_proj`` in a layout of their own and empty its weight."""
@@ -28,7 +32,14 @@ def check_latent_cache(kv_cache_dtype: str) -> None:
 
     vLLM's decode kernels over an FP8 latent cache (FlashMLA's on Hopper) also quantize the query,
     after it was multiplied with ``W_UK_T``. Prefill does neither, and no trainer has that query.
+    vLLM has no INT8 cache of latents.
     """
+    if kv_cache_dtype == INT8_KV_DTYPE:
+        raise UnsupportedError(
+            f"Multi-latent attention has no KV cache of dtype '{kv_cache_dtype}'; set "
+            "kv_cache.dtype to 'auto' in the recipe and start the engine with "
+            "kv_cache_dtype='auto'."
+        )
     if kv_cache_dtype == "fp8_ds_mla" or check_kv_cache_dtype(kv_cache_dtype):
         raise UnsupportedError(
             "An FP8 cache of multi-latent attention is not served: vLLM's decode kernels then "

@@ -194,6 +194,12 @@ loss.fp8rl_guard.tighten=2
     'loss_fn.fp8rl_guard.tighten'
 fp8rl_guard={}
     'fp8rl_guard' has no effect
+block.rollout=false block.kv_cache.dtype=int8_per_token_head
+    fp8rl.kv_cache.dtype' has no effect: 'policy.generation.vllm_cfg.fp8rl.rollout' is false; set
+block.kv_cache.dtype=int8_per_token_head vllm.kv_cache_dtype=fp8
+    'policy.generation.vllm_cfg.kv_cache_dtype' asks for kv_cache.dtype='fp8_e4m3'
+block.kv_cache.dtype=int8_per_token_head block.kv_cache.margin=2.0
+    kv_cache.margin' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is int8_per
 block.kv_cache.dtype=auto block.kv_cache.recalibrate=grow
     kv_cache.recalibrate' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is auto
 block.kv_cache.dtype=auto block.kv_cache.margin=2.0
@@ -397,7 +403,13 @@ def test_rollouts_rotate_as_the_trainer_does(
 
 
 @pytest.mark.parametrize(
-    "overrides", ["block.kv_cache.dtype=auto", "block.rollout=false", "~vllm.fp8rl"]
+    "overrides",
+    [
+        "block.kv_cache.dtype=auto",
+        "block.kv_cache.dtype=int8_per_token_head",
+        "block.rollout=false",
+        "~vllm.fp8rl",
+    ],
 )
 def test_a_block_with_every_key_is_read_again(overrides: str) -> None:
     first = recipe({}, overrides)
@@ -507,6 +519,17 @@ def test_a_model_that_workers_would_refuse_is_refused_before_ray(
             prepare(run, GRPO, lambda key: None)
 
 
+@pytest.mark.parametrize("place", ["block.kv_cache.dtype", "generation.vllm_kwargs.kv_cache_dtype"])
+def test_an_int8_cache_needs_no_scales(place: str) -> None:
+    run = MasterConfig(**config({}, f"{place}=int8_per_token_head vllm.async_engine=true"))
+    prepare(run, GRPO, lambda key: None)
+    announce_kv_cache(run.policy)
+    generation = run.policy["generation"]
+    assert generation["vllm_kwargs"]["kv_cache_dtype"] == "int8_per_token_head"
+    assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
+    assert not run.policy["megatron_cfg"]["fp8rl"]["kv_cache"]["in_training"]
+
+
 def test_an_fp8_cache_of_latents_is_refused_before_ray(tmp_path: Path) -> None:
     shape = {"kv_lora_rank": 512, "n_routed_experts": 8, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | shape))
@@ -518,6 +541,8 @@ def test_an_fp8_cache_of_latents_is_refused_before_ray(tmp_path: Path) -> None:
     message = r"vllm_cfg\.fp8rl\.kv_cache\.dtype' is fp8_e4m3, but .* set it to auto"
     with pytest.raises(UnsupportedError, match=message):
         ready("fp8_e4m3")
+    with pytest.raises(UnsupportedError, match="is int8_per_token_head, but"):
+        ready("int8_per_token_head")
     ready("auto")
     ready("auto", pins={"kinds": ["a_proj", "b_proj"]})
     ready("auto", pins={"fp8": ["*.kv_b_proj"]})

@@ -74,12 +74,12 @@ def test_stages_of_one_rank_hold_the_whole_model(model: dict[str, Any], stages: 
 
 def test_experts_are_spread_whole_or_split() -> None:
     rows = rows_of(MOE)
-    whole = Sizes.from_dict(MOE, 1).bytes(rows, 2, 2)
+    whole = Sizes.from_dict(MOE, 1).bytes(rows, 2, "auto")
     experts = 6 * 8 * 3 * 128 * 256
-    spread = Sizes.from_dict(MOE, 1, expert_ranks=4).bytes(rows, 2, 2)
+    spread = Sizes.from_dict(MOE, 1, expert_ranks=4).bytes(rows, 2, "auto")
     assert whole.codes - spread.codes == experts * 3 // 4
     assert spread.plain == whole.plain
-    split = Sizes.from_dict(MOE, 4).bytes(rows, 2, 2)
+    split = Sizes.from_dict(MOE, 4).bytes(rows, 2, "auto")
     assert split.codes == whole.codes // 4
 
 
@@ -97,13 +97,17 @@ def test_config_json_with_another_name_or_without_a_number() -> None:
 def test_rollouts() -> None:
     rows = rows_of(DENSE, first=1)
     sections = run(tensor_parallel_size=2, gpu_memory_utilization=0.5)
-    found = memory.rollout_memory(sections, DENSE, rows, fp8_kv=True)
+    found = memory.rollout_memory(sections, DENSE, rows, kv_dtype="fp8_e4m3")
     assert found.weights.codes == 5 * (256 * 64 * (8 + 4 + 4 + 8) + 3 * 256 * 384) // 2
     assert (found.weights.kv_per_token, found.bf16_kv_per_token) == (6 * 2 * 2 * 64, 6 * 4 * 2 * 64)
     problems: list[str] = []
     shown = table(memory.rollout_section(sections, found, None, problems))
     assert shown["KV cache, bytes a token"] == "1,536 in FP8; 3,072 in BF16"
     assert shown["tokens in a GiB of cache"] == f"{GIB // 1536:,}"
+    int8 = memory.rollout_memory(sections, DENSE, rows, kv_dtype="int8_per_token_head")
+    shown_int8 = table(memory.rollout_section(sections, int8, None, problems))
+    # 6 layers, K and V, 2 heads on a rank: 64 codes and a scale of 4 bytes each
+    assert shown_int8["KV cache, bytes a token"] == "1,632 in INT8; 3,072 in BF16"
     assert shown["room for the cache"].startswith("50% of a GPU less the weights")
     shown = table(memory.rollout_section(sections, found, 2.0, problems))
     assert shown["tokens that fit"] == f"{(GIB - found.weights.weights) // 1536:,}"
@@ -116,7 +120,7 @@ def test_rollouts() -> None:
 def test_a_cache_of_a_given_size_needs_no_size_of_the_gpu() -> None:
     sections = run()
     sections.generation["vllm_kwargs"] = {"kv_cache_memory_bytes": 3 * 6144 * 10}  # type: ignore[index]
-    found = memory.rollout_memory(sections, DENSE, rows_of(DENSE), fp8_kv=False)
+    found = memory.rollout_memory(sections, DENSE, rows_of(DENSE), kv_dtype="auto")
     shown = table(memory.rollout_section(sections, found, None, []))
     assert found.weights.kv_per_token == found.bf16_kv_per_token == 6144
     assert shown["tokens that fit"] == "30"

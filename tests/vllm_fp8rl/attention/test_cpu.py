@@ -325,6 +325,7 @@ def test_an_fp8_cache_needs_no_avx_512(engine: Engine, monkeypatch: pytest.Monke
         ("fp8_e5m2", {}, "no KV cache of dtype 'fp8_e5m2'.*'fp8'"),
         ("fp8_per_token_head", {}, "'fp8_per_token_head'"),
         ("nvfp4", {}, "'nvfp4'"),
+        ("int8_per_token_head", {}, "no KV cache of dtype 'int8_per_token_head' on a CPU; .*'fp8'"),
         ("fp8", {"head_size": 40}, "Head size 40 has no attention kernel.*128"),
         ("auto", {"head_size": 40}, "Head size 40"),
         ("fp8", {"attn_type": "encoder_only"}, "'encoder_only'.*'auto'"),

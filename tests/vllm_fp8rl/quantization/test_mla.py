@@ -287,6 +287,8 @@ def test_an_fp8_latent_cache_is_refused(moe_engine, tmp_path: Path) -> None:
     for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
         with pytest.raises(UnsupportedError, match=r"Set kv_cache\.dtype to 'auto'"):
             check_latent_cache(dtype)
+    with pytest.raises(UnsupportedError, match="no KV cache of dtype 'int8_per_token_head'"):
+        check_latent_cache("int8_per_token_head")
 
 
 def test_a_latent_that_the_kernel_does_not_take() -> None:

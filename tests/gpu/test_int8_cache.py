@@ -1,0 +1,321 @@
+"""A KV cache in INT8 with a scale for each token and head: its pages, kernels and mixed batches.
+
+With ``TRITON_INTERPRET=1`` and triton installed the Triton kernels run on a CPU, with a stand-in
+for FlashAttention. Engines need a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.triton_device import DEVICE, INTERPRETED
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+
+from fp8rl import Recipe
+from fp8rl.errors import RefitError, UnsupportedError
+from support.gpu_engine import (
+    QUICK,
+    GpuEngine,
+    expected_logprobs,
+    make_checkpoints,
+    refit_tensors,
+    start_engine,
+)
+from support.in_flight import PROMPTS as LONGER
+from support.mixed_batch import BATCHES, Int8Batch, load_int8
+from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
+from vllm_fp8rl.attention.int8_pages import int8_pages, write_int8
+from vllm_fp8rl.attention.paged_decode import paged_decode
+from vllm_fp8rl.refit import drop_requests, refit
+
+BF16 = Recipe.from_dict({"rollout": False, "kv_cache": {"dtype": "auto"}})
+RECIPE = Recipe.from_dict({"rollout": False, "kv_cache": {"dtype": "int8_per_token_head"}})
+KV_HEADS, SIZE, PAGE = 2, 64, 16
+PAGES = 5
+BYTES = 2 * PAGE * KV_HEADS * (SIZE + 4)
+
+
+CLOSE = 0.02 if INTERPRETED else 0.006  # the interpreter truncates to bfloat16
+
+
+@pytest.fixture(scope="module")
+def int8() -> Iterator[Any]:
+    with load_int8() as module:
+        yield module
+
+
+def empty(padding: int = 0) -> torch.Tensor:
+    """Return a cache of vLLM 0.25.1 whose pages have so many bytes of others between them."""
+    raw = torch.full((PAGES, BYTES + padding), -1, dtype=torch.int8, device=DEVICE)
+    return raw[:, :BYTES].unflatten(1, (2, PAGE, KV_HEADS, SIZE + 4))
+
+
+def rows(tokens: int, seed: int = 0) -> torch.Tensor:
+    """Return ``[2, tokens, kv_heads, size]`` in bfloat16 whose rows are of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, tokens, KV_HEADS, SIZE)
+    sizes = torch.rand(*shape[:-1], 1, generator=generator).mul(20).sub(14).exp2()
+    return (torch.randn(shape, generator=generator) * sizes).bfloat16().to(DEVICE)
+
+
+@pytest.mark.parametrize("padding", [0, 64])
+def test_what_is_written_is_within_half_a_step(padding: int) -> None:
+    cache = empty(padding)
+    pages = int8_pages(cache, KV_HEADS, SIZE)
+    given, slots = rows(PAGES * PAGE), torch.randperm(PAGES * PAGE)
+    slots[7] = -1  # a padded token
+    write_int8(*given, pages, slots.to(DEVICE))
+    kept = slots >= 0
+    for row, codes, scales in (
+        (given[0], pages.keys, pages.key_scales),
+        (given[1], pages.values, pages.value_scales),
+    ):
+        exact = row.double().cpu()[kept]
+        held = codes.flatten(0, 1).cpu()[slots[kept]].double() - 128
+        steps = scales.flatten(0, 1).cpu()[slots[kept]].double()[..., None]
+        torch.testing.assert_close(
+            steps, exact.abs().amax(-1, keepdim=True) / 127, rtol=1e-6, atol=0
+        )
+        assert (held.abs().amax(-1) == 127).all()
+        assert ((held * steps - exact).abs() <= 0.5001 * steps).all()
+    left = (set(range(PAGES * PAGE)) - set(slots.tolist())).pop()
+    for codes in (pages.keys, pages.values):
+        assert (codes.flatten(0, 1)[left] == 0xFF).all()
+    if padding:  # nothing was written between pages
+        whole = cache.as_strided((PAGES, BYTES + padding), (BYTES + padding, 1))
+        assert (whole[:, BYTES:] == -1).all()
+
+
+def test_views_cover_each_byte_of_a_page_once() -> None:
+    cache = empty()
+    for view in int8_pages(cache, KV_HEADS, SIZE):
+        view.view(torch.uint8).add_(1)
+    assert (cache == 0).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_does_not_become_a_number(value: float) -> None:
+    pages = int8_pages(empty(), KV_HEADS, SIZE)
+    given = rows(2)
+    given[0, 0, 0, 3] = value
+    write_int8(*given, pages, torch.tensor([0, 1], device=DEVICE))
+    assert pages.key_scales[0, 0, 0].isnan()
+    assert pages.key_scales[0, 0, 1].isfinite() and pages.key_scales[0, 1].isfinite().all()
+    assert pages.value_scales[0, :2].isfinite().all()
+
+
+def test_rows_of_zeros() -> None:
+    pages = int8_pages(empty(), KV_HEADS, SIZE)
+    write_int8(*torch.zeros_like(rows(1)), pages, torch.tensor([5], device=DEVICE))
+    assert (pages.keys[0, 5] == 128).all() and (pages.value_scales[0, 5] > 0).all()
+
+
+def test_pages_in_another_order_of_bytes_are_refused() -> None:
+    by_head = torch.zeros(PAGES, 2, KV_HEADS, PAGE, SIZE + 4, dtype=torch.int8).transpose(2, 3)
+    int8_pages(by_head, KV_HEADS, SIZE)  # another order within a page does not matter
+    with pytest.raises(UnsupportedError, match=r"in one piece.*kv_cache\.dtype to auto"):
+        int8_pages(empty()[:, :, :, :, :SIZE], KV_HEADS, SIZE)
+    apart = torch.zeros(PAGES, 2, PAGE, KV_HEADS, SIZE + 8, dtype=torch.int8)[..., : SIZE + 4]
+    with pytest.raises(UnsupportedError, match="in one piece"):
+        int8_pages(apart, KV_HEADS, SIZE)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decoding_against_float64(splits: int) -> None:
+    lengths = [70, 0, 1, 33]
+    pages = int8_pages(empty(), KV_HEADS, SIZE)
+    given = rows(PAGES * PAGE, seed=1)
+    given /= given.abs().amax(-1, keepdim=True) / torch.tensor(3.0)  # scores of a few units
+    slots = torch.arange(PAGES * PAGE, device=DEVICE)
+    write_int8(*given, pages, slots.masked_fill(slots >= 70, -1))  # the rest stays NaN
+    table = torch.arange(PAGES, dtype=torch.int32, device=DEVICE).expand(4, -1).contiguous()
+    query = (torch.randn(4, 4, SIZE, generator=torch.Generator().manual_seed(2)) * 0.7).bfloat16()
+    out = torch.full((4, 4, SIZE), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    paged_decode(
+        query.to(DEVICE),
+        pages.keys,
+        pages.values,
+        table,
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        softmax_scale=SIZE**-0.5,
+        k_scale=pages.key_scales,
+        v_scale=pages.value_scales,
+        out=out,
+        splits=splits,
+    )
+    held = [
+        (codes.flatten(0, 1).double().cpu() - 128) * scales.flatten(0, 1).double().cpu()[..., None]
+        for codes, scales in (
+            (pages.keys, pages.key_scales),
+            (pages.values, pages.value_scales),
+        )
+    ]
+    for row, length in enumerate(lengths):
+        if not length:
+            assert (out[row] == 0).all()
+            continue
+        keys, values = (x[:length].repeat_interleave(2, 1) for x in held)
+        scores = torch.einsum("hd,nhd->hn", query[row].double(), keys) * SIZE**-0.5
+        expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
+        torch.testing.assert_close(out[row].double().cpu(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_values_of_very_different_sizes_keep_their_weight() -> None:
+    """A product of probability and scale would be too small for float16 here."""
+    pages = int8_pages(empty(), KV_HEADS, SIZE)
+    given = torch.zeros(2, 32, KV_HEADS, SIZE, dtype=torch.bfloat16, device=DEVICE)
+    given[1] = 2.0**-14  # every value
+    given[1, 0] = 2.0**-10
+    write_int8(*given, pages, torch.arange(32, device=DEVICE))
+    out = torch.zeros(1, 2, SIZE, dtype=torch.float32, device=DEVICE)
+    paged_decode(
+        torch.ones(1, 2, SIZE, dtype=torch.bfloat16, device=DEVICE),
+        pages.keys,
+        pages.values,
+        torch.arange(PAGES, dtype=torch.int32, device=DEVICE)[None],
+        torch.tensor([32], dtype=torch.int32, device=DEVICE),
+        softmax_scale=1.0,
+        k_scale=pages.key_scales,
+        v_scale=pages.value_scales,
+        out=out,
+        splits=1,
+    )
+    expected = (31 * 2.0**-14 + 2.0**-10) / 32
+    torch.testing.assert_close(out, torch.full_like(out, expected), rtol=2e-3, atol=0)
+
+
+def test_the_copy_of_prompts_has_the_values_of_the_cache() -> None:
+    pages = int8_pages(empty(), KV_HEADS, SIZE)
+    write_int8(*rows(PAGES * PAGE, 3), pages, torch.arange(PAGES * PAGE, device=DEVICE))
+    order = torch.tensor([[3, 1, 4], [0, 2, 0]], dtype=torch.int32, device=DEVICE)
+    copies = dequantize_pages(
+        pages.keys,
+        pages.values,
+        order,
+        torch.tensor([0, 37, 57], dtype=torch.int32, device=DEVICE),
+        tokens=60,
+        longest=37,
+        k_scale=pages.key_scales,
+        v_scale=pages.value_scales,
+        dtype=torch.bfloat16,
+    )
+    for copy, codes, scales in (
+        (copies[0], pages.keys, pages.key_scales),
+        (copies[1], pages.values, pages.value_scales),
+    ):
+        held = (codes.float() - 128) * scales[..., None]
+        first, second = (held[order[row].long()].flatten(0, 1) for row in (0, 1))
+        expected = torch.cat([first[:37], second[:20]])
+        nearest = 2**-7 if INTERPRETED else 0
+        torch.testing.assert_close(copy[:57], expected.bfloat16(), rtol=nearest, atol=0)
+        assert (copy[57:] == 0).all()
+
+
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+def test_batches_with_the_real_kernels(int8, requests, layout: str) -> None:
+    batch = Int8Batch(requests, size=64, layout=layout)
+    assert batch.errors(batch.attend(int8)).max() < CLOSE
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (6, 2)])
+def test_heads_and_their_sizes(int8, heads: tuple[int, int], size: int) -> None:
+    for name in ("decodes and prompts", "cached prefixes"):
+        batch = Int8Batch(BATCHES[name], heads=heads[0], kv_heads=heads[1], size=size)
+        assert batch.errors(batch.attend(int8)).max() < CLOSE
+
+
+# Engines. Linear layers in BF16, so that nothing else rounds much.
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if INTERPRETED:
+        pytest.skip("needs a CUDA GPU")
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))["a"]
+
+
+def distance(engine: GpuEngine, checkpoint: Path) -> float:
+    """How far the logprobs of sampled tokens are from those of transformers, in nats."""
+    rollout = engine.rollout()
+    return (rollout.logprobs - expected_logprobs(checkpoint, BF16, rollout)).abs().mean().item()
+
+
+@pytest.fixture(scope="module")
+def distance_over_bf16(checkpoint: Path) -> float:
+    engine = start_engine(checkpoint, BF16, enforce_eager=True)
+    found = distance(engine, checkpoint)
+    engine.llm.llm_engine.engine_core.shutdown()  # before another starts: it ends process groups
+    return found
+
+
+@pytest.fixture(scope="module", params=[{"enforce_eager": True}, QUICK], ids=["eager", "graphs"])
+def started(
+    checkpoint: Path, distance_over_bf16: float, request: pytest.FixtureRequest
+) -> Iterator[GpuEngine]:
+    # Few tokens a step: prompts come in several chunks, beside requests that decode.
+    engine = start_engine(checkpoint, RECIPE, max_num_batched_tokens=128, **request.param)
+    yield engine
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def engine(started: GpuEngine) -> Iterator[GpuEngine]:
+    started.llm.reset_prefix_cache()
+    yield started
+    drop_requests(started.llm)
+
+
+def test_our_kernels_run(engine: GpuEngine) -> None:
+    layers = engine.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    impls = [layer.impl for layer in layers if hasattr(layer, "impl")]
+    assert impls and all(type(impl).__name__ == "Fp8RLTritonImpl" and impl._ours for impl in impls)
+
+
+def test_logprobs_are_near_those_of_transformers(
+    engine: GpuEngine, checkpoint: Path, distance_over_bf16: float
+) -> None:
+    """This small model with random weights tells formats apart: 0.008 and 0.013 nats on an H100."""
+    found = distance(engine, checkpoint)
+    assert found < 2 * distance_over_bf16, (found, distance_over_bf16)
+
+
+def test_a_refit_sends_no_scales(engine: GpuEngine, checkpoint: Path) -> None:
+    before = engine.greedy()
+    tensors = refit_tensors(checkpoint, RECIPE)
+    assert not any(name.endswith("_scale") for name in tensors)
+    refit(engine.llm, tensors.items(), expect_kv_scales=False)
+    assert engine.greedy() == before
+    with pytest.raises(RefitError, match="no FP8 KV cache"):
+        refit(engine.llm, tensors.items(), expect_kv_scales=True)
+
+
+def test_cached_prefixes_and_chunks_give_what_whole_prompts_do(engine: GpuEngine) -> None:
+    def first(prompts: list[list[int]]) -> torch.Tensor:
+        outputs = engine.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, detokenize=False),
+            use_tqdm=False,
+        )
+        return torch.tensor(
+            [next(iter(o.outputs[0].logprobs[0].values())).logprob for o in outputs]
+        )
+
+    alone = []
+    for prompt in LONGER:
+        engine.llm.reset_prefix_cache()
+        alone.append(first([prompt]))
+    engine.llm.reset_prefix_cache()
+    together, again = first(LONGER), first(LONGER)
+    for found in (together, again):
+        torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=0.03)

@@ -1,0 +1,127 @@
+"""How a batch over an INT8 cache is split and written, and which engines and layers are served.
+
+No GPU: plain torch stands in for FlashAttention and the Triton kernels (``support.mixed_batch``),
+so nothing here tells of their numerics; ``tests/gpu/test_int8_cache.py`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8rl.errors import UnsupportedError
+from support.mixed_batch import BATCHES, ON_GPU, Int8Batch, load_int8
+
+if ON_GPU:
+    pytest.skip(
+        "tests/gpu/test_int8_cache.py has these with the real kernels", allow_module_level=True
+    )
+
+
+@pytest.fixture(scope="module")
+def int8() -> Iterator[Any]:
+    with load_int8() as module:
+        yield module
+
+
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("limit", [1, 512])
+def test_every_batch_has_the_attention_of_its_requests(int8, requests, limit) -> None:
+    batch = Int8Batch(requests, size=64, limit=limit)
+    assert batch.errors(batch.attend(int8)).max() < 0.005
+
+
+def test_the_cache_of_later_releases(int8) -> None:
+    batch = Int8Batch(BATCHES["cached prefixes"], size=64, layout="packed")
+    assert batch.errors(batch.attend(int8)).max() < 0.005
+
+
+def test_lengths_that_only_the_gpu_knows(int8) -> None:
+    batch = Int8Batch(BATCHES["decodes and prompts"], size=64)
+    batch.common.seq_lens_cpu_upper_bound = None
+    assert batch.errors(batch.attend(int8)).max() < 0.005
+
+
+def test_a_batch_that_is_not_causal_is_refused(int8) -> None:
+    batch = Int8Batch(BATCHES["prompts"], size=64)
+    batch.common.causal = False
+    with pytest.raises(UnsupportedError, match=r"not causal.*kv_cache\.dtype to auto"):
+        batch.attend(int8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"name": "fp8"}, False),
+        ({"cache_dtype": "fp8_e4m3"}, False),
+        ({"cache_dtype": "auto"}, False),
+        ({"speculative_config": object()}, False),
+        ({"kv_sharing_fast_prefill": True}, False),
+        ({"is_mm_prefix_lm": True}, False),
+        ({"rswa_window": 128}, False),
+    ],
+)
+def test_engines_that_are_served(int8, changes: dict[str, Any], expected: bool) -> None:
+    values = {
+        "name": "fp8rl",
+        "cache_dtype": "int8_per_token_head",
+        "speculative_config": None,
+        "kv_sharing_fast_prefill": False,
+        "is_mm_prefix_lm": False,
+        "rswa_window": None,
+    } | changes
+    every = SimpleNamespace(**values)
+    engine = SimpleNamespace(
+        quant_config=SimpleNamespace(get_name=lambda: values["name"]),
+        cache_config=every,
+        model_config=every,
+        speculative_config=values["speculative_config"],
+    )
+    assert int8._serves(engine) is expected
+
+
+def test_results_that_depend_on_no_batch_are_left_to_vllm(
+    int8, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    test_engines_that_are_served(int8, {}, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"kv_cache_dtype": "auto"}, False),  # a layer of kv_cache_dtype_skip_layers
+        ({"head_size": 80}, False),
+        ({"sliding_window": (127, 0)}, False),
+        ({"logits_soft_cap": 30.0}, False),
+        ({"sinks": object()}, False),
+        ({"chunk_lookback": 1}, False),
+        ({"dcp_world_size": 2}, False),
+    ],
+)
+def test_layers_that_are_served(
+    int8, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: bool
+) -> None:
+    monkeypatch.setattr(int8, "get_flash_attn_version", lambda head_size: 3)
+    impl = object.__new__(int8.Fp8RLTritonImpl)
+    values = {
+        "kv_cache_dtype": "int8_per_token_head",
+        "attn_type": int8.AttentionType.DECODER,
+        "head_size": 128,
+        "sliding_window": (-1, -1),
+        "logits_soft_cap": 0,
+        "alibi_slopes": None,
+        "sinks": None,
+        "chunk_lookback": -1,
+        "dcp_world_size": 1,
+    }
+    for name, value in (values | changes).items():
+        setattr(impl, name, value)
+    assert impl._served() is expected
+    monkeypatch.setattr(int8, "get_flash_attn_version", lambda head_size: 2)
+    assert impl._served() is False
