@@ -28,6 +28,7 @@ from fp8rl.estimate import (
 )
 from fp8rl.families import module_names
 from fp8rl.measured import Engine
+from fp8rl.recipe import KVDtype
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,6 +54,7 @@ _PRECISION = {
     "bf16": "BF16",
     "stock": "vLLM's own FP8, FP8 KV cache",
     "fp8rl": "fp8rl, FP8 KV cache",
+    "fp8rl-int8": "fp8rl, INT8 KV cache",
 }
 
 
@@ -103,7 +105,7 @@ def _rollouts() -> Iterator[Row]:
     folders = result("restructuring")["h200"]
     runs = [
         (file, "Qwen3-8B", each)
-        for file in (*_ROLLOUTS, "versions_gpu")
+        for file in (*_ROLLOUTS, "versions_gpu", "rollout_8b_int8_h200")
         for each in result(file)["results"]
     ]
     for key, name in (("rollout", "Qwen3-8B"), ("rollout_30b_a3b", "Qwen3-30B-A3B")):
@@ -112,29 +114,30 @@ def _rollouts() -> Iterator[Row]:
     runs += [(file, "Qwen3-30B-A3B", each) for file in mixtures for each in result(file)["results"]]
     found: dict[tuple[str, str, str, str], list[tuple[str, float]]] = {}
     for file, name, each in runs:
-        gpu, engine = each["gpu"].split()[1].lower(), each["variant"].removesuffix("-kv")
+        gpu, variant = each["gpu"].split()[1].lower(), each["variant"].removesuffix("-kv")
         for load, speeds in each["loads"].items():
-            figures = found.setdefault((name, gpu, load, engine), [])
+            figures = found.setdefault((name, gpu, load, variant), [])
             figures.append((file, speeds["median"]))
     order = [*CONFIGS, *_PRECISION]
     for key in sorted(found, key=lambda key: (order.index(key[0]), *key[1:3], order.index(key[3]))):
         yield _rollout(*key, found[key])
 
 
-def _rollout(name: str, gpu: str, load: str, engine: str, figures: list[tuple[str, float]]) -> Row:
-    requests, fp8 = Load.parse(load), engine != "bf16"
+def _rollout(name: str, gpu: str, load: str, variant: str, figures: list[tuple[str, float]]) -> Row:
+    requests, fp8 = Load.parse(load), variant != "bf16"
+    eight_bits: KVDtype = "int8_per_token_head" if variant.endswith("-int8") else "fp8_e4m3"
     found = rollout(
         find_gpu(gpu),
         model(CONFIGS[name]),
         requests,
-        cast("Engine", engine),
+        cast("Engine", variant.removesuffix("-int8")),
         fp8=fp8,
-        kv="fp8_e4m3" if fp8 else "auto",
+        kv=eight_bits if fp8 else "auto",
     )
     return Row(
         f"{name}, {requests.requests} x ({requests.tokens_in:,}, {requests.tokens_out:,})",
         gpu,
-        _PRECISION[engine],
+        _PRECISION[variant],
         "tokens/s",
         found.tokens_per_second,
         median(figure for _, figure in figures),

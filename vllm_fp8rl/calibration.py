@@ -96,7 +96,8 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
     indices = [scales.index for _, scales in fp8_layers(model)]
     if not indices:
         raise ScaleError(
-            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
+            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'. "
+            "An INT8 or BF16 cache needs no scales."
         )
     set_kv_scales(model, {scale_name(i, role): value for i in indices for role in ROLES})
 
@@ -201,7 +202,8 @@ def _scales(seen: Sequence[Mapping[str, Any]], tokens: int, margin: float) -> di
             amax[name] = max(amax.get(name, 0.0), value) if value == value else value
     if not amax:
         raise ScaleError(
-            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'."
+            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'. "
+            "An INT8 or BF16 cache needs no scales."
         )
     if min(rank["tokens"] for rank in seen) < tokens:
         raise ScaleError(

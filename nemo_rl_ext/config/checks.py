@@ -14,7 +14,14 @@ from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVCache
 from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
-from nemo_rl_ext.config.keys import READERS, Sections, block_path, has_fp8_kv, needs_our_trainer
+from nemo_rl_ext.config.keys import (
+    READERS,
+    Sections,
+    block_path,
+    has_fp8_kv,
+    kv_dtype,
+    needs_our_trainer,
+)
 
 KV_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER")
 """Attention backends that ``vllm_fp8rl.quantization.kv_cache.check_backend`` knows."""
@@ -41,7 +48,7 @@ def refuse_unread_settings(
     for key, readers in READERS.items():
         value = getattr(given, key)
         asks = key in block and value not in (type(value)(), "auto")
-        if key == "kv_cache" and not (given.rollout and given.kv_cache.dtype != "auto"):
+        if key == "kv_cache" and kv_dtype(given) == "auto":
             asks = False  # see below
         if not asks or acting & set(readers):
             continue

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8rl import Recipe
+from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM, Driver
 from nemo_rl_ext.config.guard import GuardConfig
 
@@ -102,6 +103,11 @@ def needs_our_trainer(policy: Mapping[str, Any]) -> bool:
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     asked = megatron.get(BLOCK) is not None or vllm.get(BLOCK) is not None
     return bool(megatron.get("enabled")) and asked
+
+
+def kv_dtype(recipe: Recipe) -> KVDtype:
+    """Return the dtype of the rollouts' KV cache."""
+    return recipe.kv_cache.dtype if recipe.rollout else "auto"
 
 
 def has_fp8_kv(recipe: Recipe) -> bool:

@@ -9,6 +9,7 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
 from fp8rl.families import family_of, module_names, unsupported_reason
 from nemo_rl_ext.config.drivers import MEGATRON
+from nemo_rl_ext.config.keys import kv_dtype
 
 
 def check_pins(
@@ -39,8 +40,7 @@ def check_pins(
             f"'{where}' does not serve '{policy.get('model_name')}', {reason}; remove the block."
         )
     family = family_of(model)
-    quantized = recipe.rollout and recipe.kv_cache.dtype != "auto"
-    if quantized and family is not None and family.attention.kv == "latent":
+    if kv_dtype(recipe) != "auto" and family is not None and family.attention.kv == "latent":
         raise UnsupportedError(
             f"'{where}.kv_cache.dtype' is {recipe.kv_cache.dtype}, but the cache of "
             f"'{policy.get('model_name')}', which has multi-latent attention, is served in BF16 "

@@ -28,7 +28,7 @@ from nemo_rl_ext.config.drivers import (
     driver_of,
     find,
 )
-from nemo_rl_ext.config.keys import Keys, Sections, block_path, has_fp8_kv
+from nemo_rl_ext.config.keys import Keys, Sections, block_path, has_fp8_kv, kv_dtype
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_pins, model_config, with_overrides
 from nemo_rl_ext.doctor import memory
@@ -338,7 +338,7 @@ def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
     facts = {}
     if sections.generation:
         linears = "FP8 linear layers" if recipe.rollout else "BF16 linear layers"
-        cache = memory.CACHES[recipe.kv_cache.dtype if recipe.rollout else "auto"]
+        cache = memory.CACHES[kv_dtype(recipe)]
         backend = sections.generation.get("backend", "vllm")
         facts["rollout"] = f"{linears}, {cache} KV cache; {backend} on {_count(gpus.rollout)}"
     if has_fp8_kv(recipe) and sections.sends_kv_scales:
@@ -442,8 +442,7 @@ def _modules(
         found.append(precision_section(rows, title))
     if sections.generation.get("backend", "vllm") == "vllm" and sections.vllm:
         served = rows if recipe.rollout else [replace(row, precision="bf16") for row in rows]
-        kv_dtype = recipe.kv_cache.dtype if recipe.rollout else "auto"
-        rollout = memory.rollout_memory(sections, model, served, kv_dtype)
+        rollout = memory.rollout_memory(sections, model, served, kv_dtype(recipe))
         if rollout.split_problem is not None:
             problems.append(f"'{VLLM}.tensor_parallel_size': {rollout.split_problem}")
         else:

@@ -127,8 +127,13 @@ ATTENTION: dict[tuple[Engine, KVDtype], float] = {
     ("bf16", "auto"): 0.914,
     ("stock", "fp8_e4m3"): 0.659,
     ("fp8rl", "fp8_e4m3"): 0.918,
+    ("stock", "int8_per_token_head"): 0.144,
+    ("fp8rl", "int8_per_token_head"): 0.870,
 }
-"""Share of a copy's bandwidth at which attention reads the KV cache (same profile)."""
+"""Share of a copy's bandwidth at which attention reads the KV cache (same profile). Over INT8, of
+which there is no profile: vLLM's kernel by itself with a cold cache (``decode_kernels_h200.json``);
+fp8rl's from all that rollouts of Qwen3-8B take longer with it than over FP8, the host's part and
+the cache's write too (``rollout_8b_int8_h200.json``)."""
 PROFILED_REQUESTS = 256
 SAMPLER_BYTES_MOVED = 28.6
 """The sampler's time for a logit, as bytes at a copy's bandwidth (``decode_profile_h100.json``)."""

@@ -272,6 +272,25 @@ def test_decode_steps() -> None:
         assert sampler == pytest.approx(SAMPLER_BYTES_MOVED, rel=0.01)
 
 
+def test_attention_over_int8() -> None:
+    kernel = result("decode_kernels_h200")["cases"]["attention 256 x 1024"]
+    share = kernel["vLLM's Triton kernel, INT8"]["share"]
+    assert ATTENTION["stock", "int8_per_token_head"] == close(share)
+    rollouts = result("rollout_8b_int8_h200")["results"]
+    seconds = {
+        each["variant"]: 256 / each["loads"]["256x512x1024"]["median"] for each in rollouts
+    }  # of a decode step, prompts included
+    shapes, h200 = model(QWEN3_8B), find_gpu("h200")
+    cached = {
+        kv: 256 * (512 + 1024 / 2) * shapes.bytes(True, kv).kv_per_token / h200.copy
+        for kv in ("fp8_e4m3", "int8_per_token_head")
+    }
+    over_fp8 = cached["fp8_e4m3"] / ATTENTION["fp8rl", "fp8_e4m3"]
+    over_int8 = over_fp8 + seconds["fp8rl-int8"] - seconds["fp8rl-kv"]
+    share = cached["int8_per_token_head"] / over_int8
+    assert ATTENTION["fp8rl", "int8_per_token_head"] == close(share)
+
+
 def test_products_of_a_decode_step() -> None:
     """The roofline is right where a product is bound by neither memory nor arithmetic alone."""
     shapes = model(QWEN3_8B)

@@ -188,7 +188,7 @@ class Int8Batch(Batch):
             metadata = builder.build(0, self.common)
         impl = object.__new__(int8.Fp8RLTritonImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = self.heads, self.kv_heads, self.size
-        impl.scale, impl._ours, impl._processors = self.size**-0.5, True, 132
+        impl.scale, impl.ours, impl._processors = self.size**-0.5, True, 132
         rows = self._rows.transpose(0, 1).flatten(1, 2)[:, self.slots.clamp(min=0)]
         key, value = rows.to(DEVICE).unbind()
         impl.do_kv_cache_update(self.layer, key, value, self.cache, self.slots.to(DEVICE))

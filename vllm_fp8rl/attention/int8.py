@@ -1,15 +1,16 @@
 """Attention over a KV cache in INT8 with a scale for each token and head, for Hopper GPUs.
 
 vLLM has the format, ``kv_cache_dtype="int8_per_token_head"``, in its Triton backend, whose kernel
-takes two and a half times as long as FlashAttention over BF16 (``docs/measurements/kernels.md``).
+takes three to eight times as long as FlashAttention over BF16 (``docs/measurements/kernels.md``).
 Here decodes run in :mod:`vllm_fp8rl.attention.paged_decode`, as fast as over E4M3, and prompts in
 FlashAttention 3 over a 16-bit copy of their keys and values, as in
 :mod:`vllm_fp8rl.attention.flash`. The cache's pages have another order of bytes than vLLM's
 (:mod:`vllm_fp8rl.attention.int8_pages`). The backend is registered as ``TRITON_ATTN``, the only one
 that vLLM chooses for this format.
 
-What is not served (``_serves`` and ``_served``), an engine without ``quantization="fp8rl"`` and a
-cache of another format keep vLLM's behaviour altogether. Upstream:
+An engine that is not served (``_serves``), one without ``quantization="fp8rl"`` and one with a
+cache of another format keep vLLM's behaviour altogether; a layer that is not (``_served``) keeps
+vLLM's kernels and pages, but not its CUDA graphs of mixed batches. Upstream:
 ``vllm/v1/attention/backends/triton_attn.py``. This file can be removed once vLLM reads its INT8
 cache as fast as an FP8 one.
 """
@@ -70,7 +71,10 @@ class Fp8RLTritonMetadataBuilder(TritonAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._splits_batches = _serves(self.vllm_config)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self._splits_batches = _serves(self.vllm_config) and any(
+            layers[name].impl.ours for name in self.layer_names
+        )
         if self._splits_batches:
             self.reorder_batch_threshold = 1  # vLLM's first model runner puts decodes first then
 
@@ -111,22 +115,21 @@ class Fp8RLTritonImpl(TritonAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         engine = get_current_vllm_config_or_none()
-        self._ours = _serves(engine) and self._served()
+        self.ours = _serves(engine) and self._served()
         """Whether this class writes and reads the layer's cache."""
-        if self._ours:
+        if self.ours:
             self._processors = torch.cuda.get_device_properties().multi_processor_count
             self._most_keys = most_keys(engine)
         elif uses_fp8rl(engine) and self.kv_cache_dtype == INT8_KV_DTYPE:
             logger.warning_once(
                 "fp8rl: vLLM's own Triton kernel reads the INT8 KV cache in some or all layers of "
-                "this engine, which takes two to three times as long as a BF16 cache does; "
-                "docs/vllm.md says where fp8rl's kernel runs."
+                "this engine, which takes several times as long as over a BF16 cache; docs/vllm.md "
+                "says where fp8rl's kernel runs."
             )
 
     def _served(self) -> bool:
         return (
-            self.kv_cache_dtype == INT8_KV_DTYPE  # some layers may be kept in 16 bits
-            and get_flash_attn_version(head_size=self.head_size) == 3
+            self.kv_cache_dtype == INT8_KV_DTYPE
             and self.attn_type == AttentionType.DECODER
             and self.head_size in HEAD_SIZES
             and self.sliding_window == (-1, -1)
@@ -137,6 +140,9 @@ class Fp8RLTritonImpl(TritonAttentionImpl):
             and self.dcp_world_size == 1
         )
 
+    def fused_output_quant_supported(self, *args: Any, **kwargs: Any) -> bool:
+        return not self.ours and super().fused_output_quant_supported(*args, **kwargs)
+
     def do_kv_cache_update(
         self,
         layer: Any,
@@ -145,14 +151,14 @@ class Fp8RLTritonImpl(TritonAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if not self._ours:
+        if not self.ours:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         pages = int8_pages(kv_cache, self.num_kv_heads, self.head_size)
         write_int8(key, value, pages, slot_mapping)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attend = self._attend if self._ours else super().forward
+        attend = self._attend if self.ours else super().forward
         return attend(*args, **kwargs)
 
     def _attend(
@@ -179,7 +185,7 @@ class Fp8RLTritonImpl(TritonAttentionImpl):
             if not isinstance(attn_metadata, Fp8RLTritonMetadata):
                 raise UnsupportedError(
                     "A batch is not causal, which fp8rl's attention over an INT8 cache does not "
-                    "serve; set kv_cache.dtype to auto."
+                    "serve; set kv_cache.dtype to auto, and kv_cache_dtype of the engine too."
                 )
             decodes, prompts = attn_metadata.decodes, attn_metadata.prompts
         pages = int8_pages(kv_cache, self.num_kv_heads, self.head_size)
@@ -214,12 +220,17 @@ def _serves(engine: VllmConfig | None) -> bool:
 
     Speculative decoding would copy the whole cache in every step, and with
     ``kv_sharing_fast_prefill`` the host does not know the batches. How requests are split over
-    programs depends on the batch.
+    programs depends on the batch. Layers with a sliding window may share memory with others, where
+    vLLM writes scales in its own order of bytes.
     """
     return (
         engine is not None
         and uses_fp8rl(engine)
         and engine.cache_config.cache_dtype == INT8_KV_DTYPE
+        and engine.model_config.dtype.itemsize == 2
+        and engine.model_config.get_sliding_window() is None
+        and engine.model_config.get_head_size() in HEAD_SIZES
+        and get_flash_attn_version(head_size=engine.model_config.get_head_size()) == 3
         and engine.speculative_config is None
         and not engine.cache_config.kv_sharing_fast_prefill
         and not engine.model_config.is_mm_prefix_lm

@@ -51,17 +51,26 @@ def int8_pages(cache: torch.Tensor, kv_heads: int, head_size: int) -> Int8Pages:
     size = 2 * rows * (head_size + SCALE_BYTES)
     sides = zip(cache.shape[1:], cache.stride()[1:], strict=True)
     reach = 1 + sum((length - 1) * stride for length, stride in sides)
-    if cache[0].numel() != size or reach != size:
+    if cache[0].numel() != size or reach != size or cache.stride(0) % SCALE_BYTES:
         raise UnsupportedError(
             f"A page of the KV cache has the shape {tuple(cache.shape[1:])} and the strides "
             f"{cache.stride()[1:]}, which are not {size:,} bytes in one piece for {page} tokens, "
-            f"{kv_heads} KV heads and a head size of {head_size}; set kv_cache.dtype to auto."
+            f"{kv_heads} KV heads and a head size of {head_size}; unset VLLM_KV_CACHE_LAYOUT, or "
+            "set kv_cache.dtype to auto, and kv_cache_dtype of the engine too."
         )
-    raw = cache.view(torch.uint8).as_strided((pages, size), (cache.stride(0), 1))
-    codes, scales = raw[:, : 2 * rows * head_size], raw[:, 2 * rows * head_size :]
-    keys, values = codes.unflatten(1, (2, page, kv_heads, head_size)).unbind(1)
-    by_row = scales.view(torch.float32).unflatten(1, (2, page, kv_heads))
-    return Int8Pages(keys, values, *by_row.unbind(1))
+    # Few operations: eager steps do this for each layer, and the host sets their pace.
+    codes, floats = cache.view(torch.uint8), cache.view(torch.float32)
+    stride, offset, half = cache.stride(0), cache.storage_offset(), rows * head_size
+    shape = pages, page, kv_heads, head_size
+    strides = stride, kv_heads * head_size, head_size, 1
+    by_row, steps = (pages, page, kv_heads), (stride // SCALE_BYTES, kv_heads, 1)
+    first = (offset + 2 * half) // SCALE_BYTES
+    return Int8Pages(
+        codes.as_strided(shape, strides, offset),
+        codes.as_strided(shape, strides, offset + half),
+        floats.as_strided(by_row, steps, first),
+        floats.as_strided(by_row, steps, first + rows),
+    )
 
 
 @triton.jit

@@ -73,6 +73,8 @@ def _update(
     """Add one tile of keys and values to the running softmax."""
     s = tl.dot(q, tl.trans(to_float16(k, NATIVE))) * factor[:, None]
     if BY_TOKEN:
+        # A page that nothing was written to has any scale, 0 too: vLLM captures graphs over such.
+        v_scale = tl.where(v_scale <= 0, 1.0, v_scale)
         # The scale of V goes into the exponent, since float16 may be too small for a product.
         s = s * k_scale[None, :] + tl.log2(v_scale)[None, :]
     if MASKED:

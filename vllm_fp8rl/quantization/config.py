@@ -394,11 +394,16 @@ def _check_kv_cache(recipe: Recipe, cache: CacheConfig, model_dtype: torch.dtype
             f"kv_cache_dtype '{engine_dtype}'; make them equal, e.g. with "
             "LLM(..., **vllm_fp8rl.engine_args(recipe))."
         )
-    if recipe.kv_cache.has_scales and cache.kv_cache_dtype_skip_layers:
+    if wanted != "auto" and cache.kv_cache_dtype_skip_layers:
+        reason = (
+            "trainers send KV scales of every layer, and attend over FP8 K and V in every layer"
+            if recipe.kv_cache.has_scales
+            else "layers with pages of two sizes have not been run"
+        )
         raise UnsupportedError(
             f"kv_cache_dtype_skip_layers={cache.kv_cache_dtype_skip_layers} keeps layers out of "
-            "the FP8 KV cache, but trainers send KV scales of every layer, and attend over FP8 K "
-            "and V in every layer; leave it empty, or set kv_cache.dtype to 'auto'."
+            f"the KV cache of 8 bits, but {reason}; leave it empty, or set kv_cache.dtype to "
+            "'auto'."
         )
 
 

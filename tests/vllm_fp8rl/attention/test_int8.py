@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fp8rl.errors import UnsupportedError
 from support.mixed_batch import BATCHES, ON_GPU, Int8Batch, load_int8
@@ -63,9 +64,15 @@ def test_a_batch_that_is_not_causal_is_refused(int8) -> None:
         ({"kv_sharing_fast_prefill": True}, False),
         ({"is_mm_prefix_lm": True}, False),
         ({"rswa_window": 128}, False),
+        ({"dtype": torch.float32}, False),
+        ({"window": 4096}, False),
+        ({"head_size": 80}, False),
+        ({"version": 2}, False),
     ],
 )
-def test_engines_that_are_served(int8, changes: dict[str, Any], expected: bool) -> None:
+def test_engines_that_are_served(
+    int8, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: bool
+) -> None:
     values = {
         "name": "fp8rl",
         "cache_dtype": "int8_per_token_head",
@@ -73,8 +80,17 @@ def test_engines_that_are_served(int8, changes: dict[str, Any], expected: bool) 
         "kv_sharing_fast_prefill": False,
         "is_mm_prefix_lm": False,
         "rswa_window": None,
+        "dtype": torch.bfloat16,
+        "window": None,
+        "head_size": 128,
+        "version": 3,
     } | changes
-    every = SimpleNamespace(**values)
+    monkeypatch.setattr(int8, "get_flash_attn_version", lambda head_size: values["version"])
+    every = SimpleNamespace(
+        **values,
+        get_sliding_window=lambda: values["window"],
+        get_head_size=lambda: values["head_size"],
+    )
     engine = SimpleNamespace(
         quant_config=SimpleNamespace(get_name=lambda: values["name"]),
         cache_config=every,
@@ -82,20 +98,25 @@ def test_engines_that_are_served(int8, changes: dict[str, Any], expected: bool) 
         speculative_config=values["speculative_config"],
     )
     assert int8._serves(engine) is expected
+    support = int8.Fp8RLTritonMetadataBuilder.get_cudagraph_support(engine, None)
+    kinds = int8.AttentionCGSupport
+    assert support == (kinds.UNIFORM_SINGLE_TOKEN_DECODE if expected else kinds.ALWAYS)
 
 
 def test_results_that_depend_on_no_batch_are_left_to_vllm(
     int8, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(int8.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    test_engines_that_are_served(int8, {}, False)
+    test_engines_that_are_served(int8, monkeypatch, {}, False)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, True),
-        ({"kv_cache_dtype": "auto"}, False),  # a layer of kv_cache_dtype_skip_layers
+        ({"kv_cache_dtype": "auto"}, False),
+        ({"attn_type": "encoder_only"}, False),
+        ({"alibi_slopes": [0.5]}, False),
         ({"head_size": 80}, False),
         ({"sliding_window": (127, 0)}, False),
         ({"logits_soft_cap": 30.0}, False),
@@ -104,10 +125,7 @@ def test_results_that_depend_on_no_batch_are_left_to_vllm(
         ({"dcp_world_size": 2}, False),
     ],
 )
-def test_layers_that_are_served(
-    int8, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: bool
-) -> None:
-    monkeypatch.setattr(int8, "get_flash_attn_version", lambda head_size: 3)
+def test_layers_that_are_served(int8, changes: dict[str, Any], expected: bool) -> None:
     impl = object.__new__(int8.Fp8RLTritonImpl)
     values = {
         "kv_cache_dtype": "int8_per_token_head",
@@ -123,5 +141,14 @@ def test_layers_that_are_served(
     for name, value in (values | changes).items():
         setattr(impl, name, value)
     assert impl._served() is expected
-    monkeypatch.setattr(int8, "get_flash_attn_version", lambda head_size: 2)
-    assert impl._served() is False
+
+
+def test_vllms_measurement_of_memory_counts_the_copy_of_prompts(int8) -> None:
+    taken = []
+    query = torch.ones(3, 2, 64)
+    spy = SimpleNamespace(new_empty=lambda *shape: taken.append(shape))
+    impl = object.__new__(int8.Fp8RLTritonImpl)
+    impl.ours, impl._most_keys, impl.num_kv_heads, impl.head_size = True, 500, 2, 64
+    output = impl.forward(None, spy, None, None, None, None, query)
+    assert taken == [(2, 500, 2, 64)] and (output == 0).all()
+    assert not impl.fused_output_quant_supported(None)

@@ -20,7 +20,7 @@ from support.engine import Engine
 pytest.importorskip("vllm")
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
 from vllm_fp8rl.kv_scales import kv_scale_state, missing_kv_scales, set_kv_scales
-from vllm_fp8rl.quantization.config import check_scale_source
+from vllm_fp8rl.quantization.config import _check_kv_cache, check_scale_source
 from vllm_fp8rl.refit import drop_requests, refit
 
 K0, V0, Q0 = (scale_name(0, role) for role in ("k", "v", "q"))
@@ -223,3 +223,15 @@ def test_layers_that_vllm_would_keep_out_of_the_fp8_cache_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=rf"skip_layers=\['{skipped}'\].* leave it empty"):
         other_engine(checkpoints["a"], Recipe(), kv_cache_dtype_skip_layers=[skipped])
+
+
+def test_layers_that_vllm_would_keep_out_of_an_int8_cache_are_refused() -> None:
+    """Without an engine, since a CPU has no such cache."""
+    recipe = Recipe.from_dict({"kv_cache": {"dtype": "int8_per_token_head"}})
+    cache: Any = SimpleNamespace(
+        cache_dtype=recipe.kv_cache.dtype, kv_cache_dtype_skip_layers=["0"]
+    )
+    with pytest.raises(UnsupportedError, match=r"skip_layers=\['0'\].*pages of two sizes"):
+        _check_kv_cache(recipe, cache, torch.bfloat16)
+    cache.kv_cache_dtype_skip_layers = []
+    _check_kv_cache(recipe, cache, torch.bfloat16)
