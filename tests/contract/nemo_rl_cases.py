@@ -681,7 +681,7 @@ def test_the_benchmarks_configs_are_accepted(
     megatron, caches = trainer == "megatron", {}
     configs = written_configs(
         tmp_path,
-        *("--model", two_layers, "--variants", "bf16,upstream,fp8rl,fp8rl-bf16kv"),
+        *("--model", two_layers, "--variants", "bf16,upstream,fp8rl,fp8rl-bf16kv,fp8rl-int8kv"),
         *("--trainer", trainer, "--gpus", gpus),
     )
     for name, config in configs.items():
@@ -703,6 +703,7 @@ def test_the_benchmarks_configs_are_accepted(
         "upstream": theirs,
         "fp8rl": "fp8_e4m3",
         "fp8rl-bf16kv": "auto",
+        "fp8rl-int8kv": "int8_per_token_head",
     }
 
 

@@ -392,7 +392,7 @@ PROBES = (
         needs="cuda"),
     Probe(14, _FLASH_ATTN, "FlashAttentionMetadataBuilder.build", positional=4, needs="cuda"),
     Probe(14, "v1.attention.backend", "AttentionMetadataBuilder",
-        attributes="vllm_config reorder_batch_threshold", needs="cuda"),
+        attributes="vllm_config layer_names reorder_batch_threshold", needs="cuda"),
     Probe(14, "v1.attention.backend", "CommonAttentionMetadata",
         attributes="num_reqs query_start_loc query_start_loc_cpu seq_lens "
         "seq_lens_cpu_upper_bound", needs="cuda"),
