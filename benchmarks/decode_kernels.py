@@ -33,7 +33,7 @@ from vllm.vllm_flash_attn import flash_attn_varlen_func
 from fp8rl.numerics import FP8_DTYPE, GROUP
 from fp8rl.numerics.triton.activations import quantize_rows, rms_norm_quantize
 from vllm_fp8rl.attention.batch import split_batch
-from vllm_fp8rl.attention.flash import attend_prompts
+from vllm_fp8rl.attention.flash import attend_batch
 from vllm_fp8rl.attention.int8_pages import SCALE_BYTES, int8_pages
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 
@@ -99,16 +99,18 @@ def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
 
     processors = torch.cuda.get_device_properties().multi_processor_count
 
-    def ours() -> torch.Tensor:
+    def ours(
+        keys: torch.Tensor, values: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
+    ) -> torch.Tensor:
         return paged_decode(
             query,
-            cache[:, 0],
-            cache[:, 1],
+            keys,
+            values,
             table,
             lengths,
             softmax_scale=SIZE**-0.5,
-            k_scale=scale,
-            v_scale=scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
             out=out,
             splits=splits_for(requests, KV_HEADS, processors),
         )
@@ -118,20 +120,6 @@ def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
     pages = int8_pages(quantized.clone().random_(-127, 128), KV_HEADS, SIZE)
     for part in (pages.key_scales, pages.value_scales):
         part.fill_(0.02)
-
-    def ours_int8() -> torch.Tensor:
-        return paged_decode(
-            query,
-            pages.keys,
-            pages.values,
-            table,
-            lengths,
-            softmax_scale=SIZE**-0.5,
-            k_scale=pages.key_scales,
-            v_scale=pages.value_scales,
-            out=out,
-            splits=splits_for(requests, KV_HEADS, processors),
-        )
 
     def vllm_int8() -> None:
         held, scales = quantized[..., :SIZE], quantized.view(torch.float32)[..., -1]
@@ -163,9 +151,9 @@ def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
     return {
         "FlashAttention 3, BF16": (cold(lambda: flash(query, plain, None)), 2 * elements),
         "FlashAttention 3, E4M3": (cold(lambda: flash(codes, cache, expanded)), elements),
-        "fp8rl, E4M3": (cold(ours), elements),
+        "fp8rl, E4M3": (cold(lambda: ours(*cache.unbind(1), scale, scale)), elements),
         "vLLM's Triton kernel, INT8": (cold(vllm_int8), elements + elements // SIZE * SCALE_BYTES),
-        "fp8rl, INT8": (cold(ours_int8), elements + elements // SIZE * SCALE_BYTES),
+        "fp8rl, INT8": (cold(lambda: ours(*pages)), elements + elements // SIZE * SCALE_BYTES),
     }
 
 
@@ -222,22 +210,19 @@ def mixed(requests: list[tuple[int, int]]) -> dict[str, tuple[float, int]]:
         )
 
     def ours() -> None:
-        if decodes:
-            paged_decode(
-                query[:decodes],
-                keys,
-                values,
-                table,
-                batch.seq_lens,
-                softmax_scale=SIZE**-0.5,
-                out=out[:decodes],
-                splits=splits_for(decodes, KV_HEADS, processors),
-                **scales,
-            )
-        for group in prompts:
-            attend_prompts(
-                query, keys, values, table, group, softmax_scale=SIZE**-0.5, out=out, **scales
-            )
+        attend_batch(
+            query,
+            keys,
+            values,
+            table,
+            batch.seq_lens,
+            decodes,
+            prompts,
+            softmax_scale=SIZE**-0.5,
+            out=out,
+            processors=processors,
+            **scales,
+        )
 
     elements = int(lengths.sum()) * 2 * KV_HEADS * SIZE
     return {

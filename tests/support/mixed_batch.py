@@ -104,24 +104,34 @@ class Batch:
 
     def attend(self, flash: Any, *, splits: bool = True) -> torch.Tensor:
         """Compute attention ``[tokens, heads, size]``; ``splits=False`` as vLLM does."""
-        builder = object.__new__(flash.Fp8RLFlashMetadataBuilder)
-        builder._splits_batches = splits
-        builder.vllm_config = SimpleNamespace(
+        metadata = self._metadata(
+            flash.Fp8RLFlashMetadataBuilder, flash.FlashAttentionMetadata, splits
+        )
+        impl = self._impl(flash.Fp8RLFlashImpl)
+        impl.requires_q_scale = True
+        output = torch.full_like(self.query, 7.0)
+        return impl.forward(self.layer, self.query, None, None, self.cache, metadata, output)
+
+    def _metadata(self, builder: type, kind: type, splits: bool) -> Any:
+        """What a builder of fp8rl makes of vLLM's metadata of the batch, of class ``kind``."""
+        made: Any = object.__new__(builder)
+        made._splits_batches = splits
+        made.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=self.limit),
             model_config=SimpleNamespace(max_model_len=0),
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                flash.FlashAttentionMetadataBuilder,
-                "build",
-                lambda _, prefix, common, fast: _stock(flash.FlashAttentionMetadata, common),
+                builder.__base__, "build", lambda _, prefix, common, fast: _stock(kind, common)
             )
-            metadata = builder.build(0, self.common)
-        impl = object.__new__(flash.Fp8RLFlashImpl)
+            return made.build(0, self.common)
+
+    def _impl(self, kind: type) -> Any:
+        """An implementation of fp8rl without its constructor, which asks for an engine."""
+        impl: Any = object.__new__(kind)
         impl.num_heads, impl.num_kv_heads, impl.head_size = self.heads, self.kv_heads, self.size
-        impl.scale, impl.requires_q_scale, impl._processors = self.size**-0.5, True, 132
-        output = torch.full_like(self.query, 7.0)
-        return impl.forward(self.layer, self.query, None, None, self.cache, metadata, output)
+        impl.scale, impl._processors = self.size**-0.5, 132
+        return impl
 
     def expected(self) -> torch.Tensor:
         """Return attention in float64 over the dequantized pages."""
@@ -173,22 +183,11 @@ class Int8Batch(Batch):
 
     def attend(self, int8: Any, *, splits: bool = True) -> torch.Tensor:
         """Write the cache and compute attention ``[tokens, heads, size]``."""
-        builder = object.__new__(int8.Fp8RLTritonMetadataBuilder)
-        builder._splits_batches = splits
-        builder.vllm_config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=self.limit),
-            model_config=SimpleNamespace(max_model_len=0),
+        metadata = self._metadata(
+            int8.Fp8RLTritonMetadataBuilder, int8.TritonAttentionMetadata, splits
         )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                int8.TritonAttentionMetadataBuilder,
-                "build",
-                lambda _, prefix, common, fast: _stock(int8.TritonAttentionMetadata, common),
-            )
-            metadata = builder.build(0, self.common)
-        impl = object.__new__(int8.Fp8RLTritonImpl)
-        impl.num_heads, impl.num_kv_heads, impl.head_size = self.heads, self.kv_heads, self.size
-        impl.scale, impl.ours, impl._processors = self.size**-0.5, True, 132
+        impl = self._impl(int8.Fp8RLTritonImpl)
+        impl.ours = True
         rows = self._rows.transpose(0, 1).flatten(1, 2)[:, self.slots.clamp(min=0)]
         key, value = rows.to(DEVICE).unbind()
         impl.do_kv_cache_update(self.layer, key, value, self.cache, self.slots.to(DEVICE))

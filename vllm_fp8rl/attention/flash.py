@@ -185,30 +185,19 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             if not isinstance(attn_metadata, Fp8RLFlashMetadata):
                 return self._attend_in_fp8(layer, query, cache, attn_metadata, output)
             decodes, prompts = attn_metadata.decodes, attn_metadata.prompts
-        if decodes:
-            paged_decode(
-                query[:decodes],
-                *cache,
-                attn_metadata.block_table,
-                attn_metadata.seq_lens,
-                softmax_scale=self.scale,
-                k_scale=layer._k_scale,
-                v_scale=layer._v_scale,
-                out=output[:decodes],
-                splits=splits_for(decodes, self.num_kv_heads, self._processors),
-            )
-        for group in prompts:
-            attend_prompts(
-                query,
-                *cache,
-                attn_metadata.block_table,
-                group,
-                softmax_scale=self.scale,
-                k_scale=layer._k_scale,
-                v_scale=layer._v_scale,
-                out=output,
-            )
-        return output
+        return attend_batch(
+            query,
+            *cache,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            decodes,
+            prompts,
+            softmax_scale=self.scale,
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+            out=output,
+            processors=self._processors,
+        )
 
     def _attend_in_fp8(
         self,
@@ -244,6 +233,55 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             v_descale=layer._v_scale.expand(scales),
         )
         return output
+
+
+def attend_batch(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    decodes: int,
+    prompts: list[Prompts],
+    *,
+    softmax_scale: float,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    out: torch.Tensor,
+    processors: int,
+) -> torch.Tensor:
+    """Compute attention of a batch: decodes over the codes, prompts over a copy of 16 bits.
+
+    Args:
+        query, key_cache, value_cache, block_table, softmax_scale, k_scale, v_scale, out: see
+            :func:`attend_prompts`.
+        seq_lens: int32 ``[requests]``.
+        decodes: number of requests at the start, with one token each.
+        prompts: the rest.
+        processors: number of SMs of the GPU.
+
+    Returns:
+        ``out``.
+    """
+    scales: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    if decodes:
+        paged_decode(
+            query[:decodes],
+            key_cache,
+            value_cache,
+            block_table,
+            seq_lens,
+            out=out[:decodes],
+            splits=splits_for(decodes, key_cache.shape[2], processors),
+            **scales,
+        )
+    for group in prompts:
+        attend_prompts(query, key_cache, value_cache, block_table, group, out=out, **scales)
+    return out
 
 
 def attend_prompts(

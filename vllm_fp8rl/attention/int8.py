@@ -36,9 +36,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.attention.batch import Prompts, most_keys, split_batch
-from vllm_fp8rl.attention.flash import HEAD_SIZES, attend_prompts
+from vllm_fp8rl.attention.flash import HEAD_SIZES, attend_batch
 from vllm_fp8rl.attention.int8_pages import int8_pages, write_int8
-from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE
 
@@ -189,30 +188,20 @@ class Fp8RLTritonImpl(TritonAttentionImpl):
                 )
             decodes, prompts = attn_metadata.decodes, attn_metadata.prompts
         pages = int8_pages(kv_cache, self.num_kv_heads, self.head_size)
-        cache = pages.keys, pages.values
-        scales = {"k_scale": pages.key_scales, "v_scale": pages.value_scales}
-        if decodes:
-            paged_decode(
-                query[:decodes],
-                *cache,
-                attn_metadata.block_table,
-                attn_metadata.seq_lens,
-                softmax_scale=self.scale,
-                out=output[:decodes],
-                splits=splits_for(decodes, self.num_kv_heads, self._processors),
-                **scales,
-            )
-        for group in prompts:
-            attend_prompts(
-                query,
-                *cache,
-                attn_metadata.block_table,
-                group,
-                softmax_scale=self.scale,
-                out=output,
-                **scales,
-            )
-        return output
+        return attend_batch(
+            query,
+            pages.keys,
+            pages.values,
+            attn_metadata.block_table,
+            attn_metadata.seq_lens,
+            decodes,
+            prompts,
+            softmax_scale=self.scale,
+            k_scale=pages.key_scales,
+            v_scale=pages.value_scales,
+            out=output,
+            processors=self._processors,
+        )
 
 
 def _serves(engine: VllmConfig | None) -> bool:
