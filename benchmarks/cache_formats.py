@@ -76,6 +76,19 @@ def int8_of_token_and_head(x: torch.Tensor) -> torch.Tensor:
     return _int8(x, x.abs().amax(dim=-1, keepdim=True))
 
 
+def int8_rotated(x: torch.Tensor) -> torch.Tensor:
+    """The same after Hadamard's rotation of each head, which spreads channels over one another.
+
+    Attention with queries rotated likewise is the same, so that a kernel need not rotate back.
+    """
+    size = x.shape[-1]
+    rotation = torch.ones(1, 1)
+    while len(rotation) < size:
+        rotation = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), rotation)
+    rotation /= size**0.5
+    return int8_of_token_and_head(x @ rotation) @ rotation  # it is its own inverse
+
+
 def _int8(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     scale = largest.clamp(min=1e-30) / 127
     return torch.round(x / scale).clamp(-127, 127) * scale
@@ -87,6 +100,7 @@ FORMATS: dict[str, Format] = {
     "e3m4": e3m4,
     "int8, a scale a head": int8_of_head,
     "int8, a scale a token and head": int8_of_token_and_head,
+    "int8, the same of rotated ones": int8_rotated,
 }
 PARTS = ("keys", "values", "queries")
 

@@ -75,6 +75,17 @@ def test_int8_has_a_scale_for_each_head_or_token(program: ModuleType) -> None:
         torch.testing.assert_close(codes, codes.round())
 
 
+def test_a_rotation_is_undone_and_spreads_a_large_channel(program: ModuleType) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(2, 2, 5, 64)
+    x[..., 3] *= 30
+    steps = x.abs().amax(-1, keepdim=True) / 127
+    rotated = program.int8_rotated(x) - x
+    assert rotated.abs().max() < 2 * steps.max()
+    plain = program.int8_of_token_and_head(x) - x
+    assert rotated.square().mean() < 0.3 * plain.square().mean()
+
+
 def test_rounding_reaches_the_attention_of_the_layers_asked_for(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
