@@ -115,7 +115,8 @@ def attention(requests: int, longest: int) -> dict[str, tuple[float, int]]:
             splits=splits_for(requests, KV_HEADS, processors),
         )
 
-    quantized = torch.empty(shape[0], 2, PAGE, KV_HEADS, SIZE + 4, device="cuda", dtype=torch.int8)
+    rows = (*shape[:-1], SIZE + SCALE_BYTES)
+    quantized = torch.empty(rows, device="cuda", dtype=torch.int8)
     quantized.random_(-127, 128).view(torch.float32)[..., -1] = 0.02  # vLLM's own order of bytes
     pages = int8_pages(quantized.clone().random_(-127, 128), KV_HEADS, SIZE)
     for part in (pages.key_scales, pages.value_scales):

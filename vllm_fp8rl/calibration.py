@@ -41,6 +41,10 @@ _MOST_PASSES = 5
 _COVERED = 1 + 1 / 16
 """Values up to this factor beyond a scale's range lose no more than rounding does anyway."""
 _OLD_CODES = "codes of the old KV scales"
+_NO_FP8_CACHE = (
+    "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'. "
+    "An INT8 or BF16 cache needs no scales."
+)
 _REMEDY = "calibrate again, send KV scales, or refit the engine"
 
 
@@ -95,10 +99,7 @@ def set_uncalibrated_kv_scales(model: torch.nn.Module, value: float) -> None:
     """
     indices = [scales.index for _, scales in fp8_layers(model)]
     if not indices:
-        raise ScaleError(
-            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'. "
-            "An INT8 or BF16 cache needs no scales."
-        )
+        raise ScaleError(_NO_FP8_CACHE)
     set_kv_scales(model, {scale_name(i, role): value for i in indices for role in ROLES})
 
 
@@ -201,10 +202,7 @@ def _scales(seen: Sequence[Mapping[str, Any]], tokens: int, margin: float) -> di
         for name, value in rank["amax"].items():
             amax[name] = max(amax.get(name, 0.0), value) if value == value else value
     if not amax:
-        raise ScaleError(
-            "The model has no FP8 KV cache to scale; start the engine with kv_cache_dtype='fp8'. "
-            "An INT8 or BF16 cache needs no scales."
-        )
+        raise ScaleError(_NO_FP8_CACHE)
     if min(rank["tokens"] for rank in seen) < tokens:
         raise ScaleError(
             "Not all prompts could be observed: some ran inside full CUDA graphs. Give prompts of "

@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from fp8rl import Recipe
-from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.errors import RefitError
 from support.gpu_engine import (
     QUICK,
     GpuEngine,
@@ -32,7 +32,8 @@ from support.gpu_engine import (
 from support.in_flight import PROMPTS as LONGER
 from support.mixed_batch import BATCHES, Int8Batch, load_int8
 from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
-from vllm_fp8rl.attention.int8_pages import Int8Pages, int8_pages, write_int8
+from vllm_fp8rl.attention.int8_pages import Int8Pages, int8_pages
+from vllm_fp8rl.attention.int8_write import write_int8
 from vllm_fp8rl.attention.paged_decode import paged_decode
 from vllm_fp8rl.refit import drop_requests, refit
 
@@ -94,13 +95,6 @@ def test_what_is_written_is_within_half_a_step(padding: int) -> None:
         assert (whole[:, BYTES:] == -1).all()
 
 
-def test_views_cover_each_byte_of_a_page_once() -> None:
-    cache = empty()
-    for view in int8_pages(cache, KV_HEADS, SIZE):
-        view.view(torch.uint8).add_(1)
-    assert (cache == 0).all()
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_does_not_become_a_number(value: float) -> None:
     pages = int8_pages(empty(), KV_HEADS, SIZE)
@@ -128,16 +122,6 @@ def test_rows_of_zeros() -> None:
     pages = int8_pages(empty(), KV_HEADS, SIZE)
     write_int8(*torch.zeros_like(rows(1)), pages, torch.tensor([5], device=DEVICE))
     assert (pages.keys[0, 5] == 128).all() and (pages.value_scales[0, 5] > 0).all()
-
-
-def test_pages_in_another_order_of_bytes_are_refused() -> None:
-    by_head = torch.zeros(PAGES, 2, KV_HEADS, PAGE, SIZE + 4, dtype=torch.int8).transpose(2, 3)
-    int8_pages(by_head, KV_HEADS, SIZE)  # another order within a page does not matter
-    with pytest.raises(UnsupportedError, match=r"in one piece.*kv_cache\.dtype to auto"):
-        int8_pages(empty()[:, :, :, :, :SIZE], KV_HEADS, SIZE)
-    apart = torch.zeros(PAGES, 2, PAGE, KV_HEADS, SIZE + 8, dtype=torch.int8)[..., : SIZE + 4]
-    with pytest.raises(UnsupportedError, match="in one piece"):
-        int8_pages(apart, KV_HEADS, SIZE)
 
 
 def decode(query: torch.Tensor, pages: Int8Pages, lengths: list[int], splits: int) -> torch.Tensor:

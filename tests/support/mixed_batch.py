@@ -225,7 +225,7 @@ def _load(path: str) -> Iterator[Any]:
     stand_ins = {
         "paged_decode": [paged_decode, splits_for],
         "dequantize_pages": [dequantize_pages],
-        "int8_pages": [int8_pages, write_int8],
+        "int8_write": [write_int8],
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fa_utils, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
@@ -272,20 +272,6 @@ def _values(codes: torch.Tensor, scale: torch.Tensor, pages: torch.Tensor) -> to
         held -= 128
         scale = scale[pages.long()].flatten(0, 1)[..., None]
     return held * scale
-
-
-def int8_pages(cache: torch.Tensor, kv_heads: int, head_size: int) -> SimpleNamespace:
-    page = cache.shape[2]
-    codes, scales = (
-        cache.view(torch.uint8)
-        .flatten(1)
-        .split([2 * page * kv_heads * head_size, 8 * page * kv_heads], 1)
-    )
-    found = SimpleNamespace()
-    found.keys, found.values = codes.unflatten(1, (2, page, kv_heads, head_size)).unbind(1)
-    by_row = scales.view(torch.float32).unflatten(1, (2, page, kv_heads))
-    found.key_scales, found.value_scales = by_row.unbind(1)
-    return found
 
 
 def write_int8(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+_Metadata = TypeVar("_Metadata")
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,17 @@ def split_batch(batch: CommonAttentionMetadata, limit: int) -> tuple[int, list[P
         )
         first = last
     return decodes, prompts
+
+
+def extended(kind: type[_Metadata], stock: Any, **more: Any) -> _Metadata:
+    """Return vLLM's metadata of a batch as a dataclass that has more fields.
+
+    Args:
+        kind: a dataclass derived from that of ``stock``.
+        stock: vLLM's metadata.
+        more: the fields that ``kind`` adds.
+    """
+    return kind(**{f.name: getattr(stock, f.name) for f in fields(stock)}, **more)
 
 
 def most_keys(engine: VllmConfig) -> int:

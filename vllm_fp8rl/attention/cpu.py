@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -37,6 +37,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
+from vllm_fp8rl.attention.batch import extended
 from vllm_fp8rl.compat import attention_isa
 from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE, check_kv_cache_dtype
@@ -140,8 +141,8 @@ class Fp8RLCpuMetadataBuilder(CPUAttentionMetadataBuilder):
         stock = super().build(*args, **kwargs)
         if not self._fp8_layers:
             return stock
-        values = {f.name: getattr(stock, f.name) for f in fields(stock)}
-        return Fp8RLCpuMetadata(**values, pages=self._plan(stock.block_table, stock.seq_lens))
+        pages = self._plan(stock.block_table, stock.seq_lens)
+        return extended(Fp8RLCpuMetadata, stock, pages=pages)
 
     def _plan(self, block_table: torch.Tensor, seq_lens: torch.Tensor) -> CompactPages:
         # Smaller pages than vLLM's blocks: a block of 128 tokens is mostly empty at first.

@@ -18,7 +18,7 @@ caches with 16-bit queries, as fast as BF16 ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.numerics import FP8_DTYPE
-from vllm_fp8rl.attention.batch import Prompts, most_keys, split_batch
+from vllm_fp8rl.attention.batch import Prompts, extended, most_keys, split_batch
 from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 from vllm_fp8rl.compat import keys_and_values
@@ -100,8 +100,7 @@ class Fp8RLFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         if split is None:
             return stock
         decodes, prompts = split
-        values = {f.name: getattr(stock, f.name) for f in fields(stock)}
-        return Fp8RLFlashMetadata(**values, decodes=decodes, prompts=prompts)
+        return extended(Fp8RLFlashMetadata, stock, decodes=decodes, prompts=prompts)
 
     @classmethod
     def get_cudagraph_support(
@@ -135,13 +134,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             uses_fp8rl(engine)
             and check_kv_cache_dtype(self.kv_cache_dtype)
             and self.vllm_flash_attn_version == 3
-            and self.attn_type == AttentionType.DECODER
-            and self.head_size in HEAD_SIZES
-            and self.sliding_window == (-1, -1)
-            and not self.logits_soft_cap
-            and self.alibi_slopes is None
-            and self.sinks is None
-            and self.dcp_world_size == 1
+            and kernels_compute(self)
             and not self.batch_invariant_enabled  # splits depend on the batch size
         )
 
@@ -233,6 +226,19 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             v_descale=layer._v_scale.expand(scales),
         )
         return output
+
+
+def kernels_compute(impl: Any) -> bool:
+    """Return whether a layer's attention, an object of vLLM's, is what the kernels compute."""
+    return (
+        impl.attn_type == AttentionType.DECODER
+        and impl.head_size in HEAD_SIZES
+        and impl.sliding_window == (-1, -1)
+        and not impl.logits_soft_cap
+        and impl.alibi_slopes is None
+        and impl.sinks is None
+        and impl.dcp_world_size == 1
+    )
 
 
 def attend_batch(

@@ -17,14 +17,14 @@ cache as fast as an FP8 one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -35,9 +35,10 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.attention.batch import Prompts, most_keys, split_batch
-from vllm_fp8rl.attention.flash import HEAD_SIZES, attend_batch
-from vllm_fp8rl.attention.int8_pages import int8_pages, write_int8
+from vllm_fp8rl.attention.batch import Prompts, extended, most_keys, split_batch
+from vllm_fp8rl.attention.flash import HEAD_SIZES, attend_batch, kernels_compute
+from vllm_fp8rl.attention.int8_pages import int8_pages
+from vllm_fp8rl.attention.int8_write import write_int8
 from vllm_fp8rl.names import uses_fp8rl
 from vllm_fp8rl.quantization.kv_cache import INT8_KV_DTYPE
 
@@ -92,8 +93,7 @@ class Fp8RLTritonMetadataBuilder(TritonAttentionMetadataBuilder):
             split = split_batch(replace(common_attn_metadata, **known), most_keys(self.vllm_config))
             assert split is not None
         decodes, prompts = split
-        values = {f.name: getattr(stock, f.name) for f in fields(stock)}
-        return Fp8RLTritonMetadata(**values, decodes=decodes, prompts=prompts)
+        return extended(Fp8RLTritonMetadata, stock, decodes=decodes, prompts=prompts)
 
     @classmethod
     def get_cudagraph_support(
@@ -129,14 +129,8 @@ class Fp8RLTritonImpl(TritonAttentionImpl):
     def _served(self) -> bool:
         return (
             self.kv_cache_dtype == INT8_KV_DTYPE
-            and self.attn_type == AttentionType.DECODER
-            and self.head_size in HEAD_SIZES
-            and self.sliding_window == (-1, -1)
-            and not self.logits_soft_cap
-            and self.alibi_slopes is None
-            and self.sinks is None
+            and kernels_compute(self)
             and self.chunk_lookback < 0
-            and self.dcp_world_size == 1
         )
 
     def fused_output_quant_supported(self, *args: Any, **kwargs: Any) -> bool:

@@ -25,8 +25,7 @@ FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
 INT8_KV_DTYPE = "int8_per_token_head"
 """INT8 with a scale for each token and head, which the kernel that writes it computes."""
-PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
-"""Values that keep the cache in 16 or 32 bits."""
+_PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 _READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends that read the scales from tensors, or from the layer at each call."""
@@ -41,7 +40,7 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
         UnsupportedError: a quantized cache that is neither E4M3 with per-tensor scales nor INT8
             with a scale for each token and head.
     """
-    if kv_cache_dtype in (*PLAIN_KV_DTYPES, INT8_KV_DTYPE):
+    if kv_cache_dtype in (*_PLAIN_KV_DTYPES, INT8_KV_DTYPE):
         return False
     if kv_cache_dtype not in FP8_KV_DTYPES:
         raise UnsupportedError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backend import AttentionType
 
 from fp8rl.errors import UnsupportedError
 from support.mixed_batch import BATCHES, ON_GPU, Int8Batch, load_int8
@@ -148,7 +149,7 @@ def test_layers_that_are_served(int8, changes: dict[str, Any], expected: bool) -
     impl = object.__new__(int8.Fp8RLTritonImpl)
     values = {
         "kv_cache_dtype": "int8_per_token_head",
-        "attn_type": int8.AttentionType.DECODER,
+        "attn_type": AttentionType.DECODER,
         "head_size": 128,
         "sliding_window": (-1, -1),
         "logits_soft_cap": 0,
