@@ -1,10 +1,11 @@
-"""The trainer's attention over K and V as the rollout's FP8 cache holds them.
+"""The trainer's attention over K and V as the rollout's FP8 or INT8 cache holds them.
 
-The rollout attends over E4M3 keys and values, the trainer over BF16 ones: the largest part of the
-mismatch of two engines in FP8. A pre-hook on ``core_attention`` quantizes and dequantizes K and V
-by the scales that the engines had when they sampled the batch. It sees them after QK norm and
-rotary embedding, as the cache does; recomputation calls it again, and under context parallelism K
-and V are exchanged after it.
+The rollout attends over keys and values of 8 bits, the trainer over BF16 ones: the largest part of
+the mismatch of two engines in FP8. A pre-hook on ``core_attention`` quantizes and dequantizes K and
+V: for E4M3 by the scales that the engines had when they sampled the batch, for INT8 by those of
+each token and head, which the engines make in the same way. It sees them after QK norm and rotary
+embedding, as the cache does; recomputation calls it again, and under context parallelism K and V
+are exchanged after it.
 """
 
 from __future__ import annotations
@@ -19,29 +20,37 @@ from torch import Tensor
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
-from fp8rl.numerics import fake_quantize_kv
+from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
+from fp8rl.recipe import KVDtype
 from megatron_fp8rl.compat import check_no_cuda_graphs
 from megatron_fp8rl.export import ModelChunks, unwrap_chunks
 from megatron_fp8rl.observers import core_attentions
 
 
 class KVCacheInTraining:
-    """Quantize and dequantize K and V of every decoder layer, by scales that are set from outside.
+    """Quantize and dequantize K and V of every decoder layer.
 
-    Gradients pass straight through, also those of clipped values. Until :meth:`set` is called, and
-    after :meth:`clear`, attention is as upstream's. Observers of the same model
+    Scales of E4M3 are set from outside: until :meth:`set` is called, and after :meth:`clear`,
+    attention is as upstream's. An INT8 cache needs none, and is in service from the start.
+    Gradients pass straight through, also those of clipped values. Observers of the same model
     (:class:`~megatron_fp8rl.observers.QKVObserver`) go on seeing the values before quantization.
 
     Args:
         model_chunks: this rank's GPTModel or virtual-pipeline chunks, plain or wrapped.
+        dtype: of the rollouts' KV cache.
 
     Raises:
-        UnsupportedError: multi-latent attention, whose cache holds latents, a layer without
-            ``core_attention``, a model in CUDA graphs, or one that has a ``KVCacheInTraining``
-            already.
+        UnsupportedError: ``dtype`` is ``auto``; multi-latent attention, whose cache holds latents,
+            a layer without ``core_attention``, a model in CUDA graphs, or one that has a
+            ``KVCacheInTraining`` already.
     """
 
-    def __init__(self, model_chunks: ModelChunks) -> None:
+    def __init__(self, model_chunks: ModelChunks, dtype: KVDtype = "fp8_e4m3") -> None:
+        if dtype == "auto":
+            raise UnsupportedError(
+                "A KV cache of dtype 'auto' holds K and V as they are; make no KVCacheInTraining, "
+                "or set kv_cache.dtype to fp8_e4m3 or int8_per_token_head."
+            )
         chunks = unwrap_chunks(model_chunks)
         check_no_cuda_graphs(
             chunks[0].config,
@@ -51,8 +60,10 @@ class KVCacheInTraining:
         attentions = dict(core_attentions(chunks))
         _check_not_quantized(attentions)
         device = next(p.device for chunk in chunks for p in chunk.parameters())
-        self.in_service = False
-        """Whether scales are set."""
+        self.has_scales = dtype == "fp8_e4m3"
+        """Whether :meth:`set` must be called with the scales of each refit."""
+        self.in_service = not self.has_scales
+        """Whether forwards quantize K and V."""
         self._layers = tuple(attentions)
         self._scales = torch.ones(len(attentions), 2, device=device)
         self._clipped = torch.zeros(len(attentions), 2, dtype=torch.int64, device=device)
@@ -75,9 +86,14 @@ class KVCacheInTraining:
                 layers on other ranks are left out.
 
         Raises:
-            ScaleError: a scale is missing, came twice, or is 0, negative or not finite; nothing has
-                changed then.
+            ScaleError: a scale is missing, came twice, or is 0, negative or not finite, or the
+                cache is in INT8; nothing has changed then.
         """
+        if not self.has_scales:
+            raise ScaleError(
+                "An INT8 KV cache makes its own scales, so KVCacheInTraining.set has no use for "
+                "any; do not call it."
+            )
         given = _by_canonical_name(scales)
         table = []
         for layer in self._layers:
@@ -94,7 +110,7 @@ class KVCacheInTraining:
         self.in_service = True
 
     def clear(self) -> None:
-        """Leave K and V as they are, until scales are set again."""
+        """Leave K and V as they are; for E4M3 until scales are set again."""
         self.in_service = False
 
     @contextmanager
@@ -115,7 +131,7 @@ class KVCacheInTraining:
         Returns:
             ``k_clipped_share`` and ``v_clipped_share``: values beyond 448 times their scale, as a
             share of all that forwards of all layers and ranks have seen; recomputed ones count
-            twice. Empty where nothing was quantized.
+            twice. Empty where nothing was quantized to E4M3; INT8 clips nothing.
         """
         seen = torch.tensor(self._seen, dtype=torch.int64, device=self._clipped.device)
         counts = torch.stack((self._clipped.sum(0), seen))
@@ -157,8 +173,11 @@ class _QuantizeKV:
                 "arguments, so its k and v cannot be quantized; set kv_cache.in_training to false."
             )
         query, key, value, *others = args
-        self.cache._count(key, value)
-        key, value = _StraightThrough.apply(key, value, self.scales, self.clipped)
+        if self.cache.has_scales:
+            self.cache._count(key, value)
+            key, value = _RoundedToE4M3.apply(key, value, self.scales, self.clipped)
+        else:
+            key, value = _RoundedToInt8.apply(key, value)
         return (query, key, value, *others)
 
 
@@ -188,7 +207,7 @@ def _check_not_quantized(attentions: Mapping[int, torch.nn.Module]) -> None:
             )
 
 
-class _StraightThrough(torch.autograd.Function):
+class _RoundedToE4M3(torch.autograd.Function):
     """``fake_quantize_kv`` with the gradient of the identity (Bengio et al., 2013)."""
 
     @staticmethod
@@ -200,3 +219,15 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (*grads, None, None)
+
+
+class _RoundedToInt8(torch.autograd.Function):
+    """``fake_quantize_int8_kv`` with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return fake_quantize_int8_kv(key, value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
-from fp8rl.recipe import KVCache
+from fp8rl.recipe import KVCache, KVDtype
 from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import (
@@ -80,8 +80,11 @@ def _refuse_unread_kv_settings(
             f"'{where}.kv_cache.dtype' has no effect: '{where}.rollout' is false; set it to true, "
             "or remove the key."
         )
+    keys = ["recalibrate", "margin", "in_training"]
     if not given.kv_cache.has_scales:
         reason = f"'{where}.kv_cache.dtype' is {dtype}; set it to fp8_e4m3, or remove the key"
+        if dtype == "int8_per_token_head":
+            keys.remove("in_training")
     elif not given.rollout:
         reason = f"'{where}.rollout' is false; set it to true, or remove the key"
     elif VLLM not in sections.blocks:
@@ -89,7 +92,7 @@ def _refuse_unread_kv_settings(
     else:
         return
     unread = KVCache(in_training=False)
-    for key in ("recalibrate", "margin", "in_training"):
+    for key in keys:
         written = key in (block.get("kv_cache") or {})
         if written and getattr(given.kv_cache, key) != getattr(unread, key):
             raise RecipeError(f"'{where}.kv_cache.{key}' has no effect: {reason}.")
@@ -108,8 +111,8 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
         _refuse_rollouts(sections)
     if has_fp8_kv(recipe):
         _refuse_fp8_kv(recipe.kv_cache, sections)
-        if recipe.kv_cache.in_training:
-            _refuse_captured_attention(sections)
+    if recipe.kv_cache.in_training:
+        _refuse_captured_attention(sections)
     if sections.at("policy.router_replay").get("enabled"):
         _refuse_hidden_routers(sections)
     if LOSS in sections.blocks:
@@ -234,7 +237,7 @@ def _refuse_captured_attention(sections: Sections) -> None:
             if value and value != "none":
                 raise UnsupportedError(
                     f"'{section}.{key}' is {value!r}, but a replayed graph would go on without the "
-                    f"K and V of the rollouts' FP8 cache; remove it, or set "
+                    f"K and V of the rollouts' KV cache; remove it, or set "
                     f"'{VLLM}.{BLOCK}.kv_cache.in_training' to false."
                 )
 
@@ -255,15 +258,24 @@ def _refuse_hidden_routers(sections: Sections) -> None:
         )
 
 
-def refuse_in_training(block: Mapping[str, Any], where: str, sections: Sections) -> None:
-    """Refuse a block that asks for ``kv_cache.in_training`` where the engines' scales stay theirs.
+def refuse_in_training(
+    block: Mapping[str, Any], where: str, sections: Sections, dtype: KVDtype
+) -> None:
+    """Refuse a block that asks for ``kv_cache.in_training`` where the trainer cannot do it.
 
     Args:
         block: the block as it is written; the default asks for nothing.
         where: its path.
-        sections: sections of a config whose refits bring no KV scales.
+        sections: sections of a config whose refits bring no KV scales, or without a Megatron
+            trainer.
+        dtype: of the KV cache.
     """
     if (block.get("kv_cache") or {}).get("in_training"):
+        if dtype == "int8_per_token_head":
+            raise UnsupportedError(
+                f"'{where}.kv_cache.in_training' needs '{MEGATRON}.enabled' true: the DTensor "
+                "trainer attends over its own K and V; set it to false, or leave it out."
+            )
         remedy = (
             "'grpo' or the single controller as driver"
             if sections.megatron.get("enabled")

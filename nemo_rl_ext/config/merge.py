@@ -17,7 +17,14 @@ from fp8rl.errors import RecipeError, UnsupportedError
 from nemo_rl_ext.config import checks, drivers
 from nemo_rl_ext.config.drivers import ARGUMENTS, BLOCK, GUARD, LOSS, MEGATRON, QUANTIZATION, VLLM
 from nemo_rl_ext.config.guard import GuardConfig
-from nemo_rl_ext.config.keys import Keys, Sections, block_path, has_fp8_kv, trainer_sends_kv_scales
+from nemo_rl_ext.config.keys import (
+    Keys,
+    Sections,
+    block_path,
+    has_fp8_kv,
+    kv_dtype,
+    trainer_sends_kv_scales,
+)
 from nemo_rl_ext.config.model_pins import check_pins, model_config
 from nemo_rl_ext.names import LOGGER
 
@@ -98,12 +105,16 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     if LOSS in blocks:
         _loss(merged, sections.loss)
     recipe = Recipe.from_dict(merged.data, where=first)
-    if not has_fp8_kv(recipe):
+    if kv_dtype(recipe) == "int8_per_token_head":
+        if not sections.megatron.get("enabled"):
+            checks.refuse_in_training(block, first, sections, recipe.kv_cache.dtype)
+            recipe = _without_kv_in_training(recipe)
+    elif not has_fp8_kv(recipe):
         recipe = _without_kv_in_training(recipe)
     elif not sections.sends_kv_scales:
         notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
         if recipe.kv_cache.in_training:
-            checks.refuse_in_training(block, first, sections)
+            checks.refuse_in_training(block, first, sections, recipe.kv_cache.dtype)
             notes.append(
                 "the trainer attends over K and V in its own dtype (kv_cache.in_training false): "
                 "each engine has KV scales of its own, and NeMo RL does not pass them back."
@@ -368,6 +379,15 @@ def announce_kv_cache(policy: Mapping[str, Any]) -> None:
     recipe = Recipe.from_dict(block, where=f"{VLLM}.{BLOCK}")
     if has_fp8_kv(recipe) and trainer_sends_kv_scales(policy):
         vllm["kv_cache_dtype"] = "fp8"
+
+
+def trainer_knows_kv_cache(vllm: Mapping[str, Any]) -> bool:
+    """Whether the trainer sends KV scales to engines of this section, or rounds K and V as they do.
+
+    Args:
+        vllm: section ``policy.generation.vllm_cfg`` after :func:`prepare`.
+    """
+    return vllm["kv_cache_dtype"] != "auto" or vllm[BLOCK]["kv_cache"]["in_training"]
 
 
 def withdraw_kv_cache(policy: Mapping[str, Any]) -> None:

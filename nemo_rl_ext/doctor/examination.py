@@ -351,8 +351,9 @@ def _decisions(keys: Keys, sections: Sections) -> dict[str, str]:
     same = "the same " if gpus.shared and sections.generation else ""
     turns = ", in turn" if same else ""
     facts["training"] = f"{linears}; {trainer} on {same}{_count(gpus.training)}{turns}"
-    if has_fp8_kv(recipe) and recipe.kv_cache.in_training:
-        facts["training"] += "; attends over K and V as the FP8 cache holds them"
+    if recipe.kv_cache.in_training:
+        held = memory.CACHES[kv_dtype(recipe)]
+        facts["training"] += f"; attends over K and V as the {held} cache holds them"
     if LOSS in sections.blocks:
         given = recipe.importance_sampling
         low = "" if given.low is None else f", low {given.low:g}"

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
-from nemo_rl_ext.config.merge import withdraw_kv_cache
+from nemo_rl_ext.config.merge import trainer_knows_kv_cache, withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
@@ -44,10 +44,8 @@ def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
         if len(seconds) != generation.dp_size:
             raise UnsupportedError(f"{len(seconds)} of {generation.dp_size} engines are fp8rl's.")
         generation._post_init()
-        if (
-            generation.cfg["vllm_cfg"]["kv_cache_dtype"] != "auto"
-        ):  # a Megatron trainer sends scales
-            _call(policy.worker_group.workers, "withdraw_kv_scales")
+        if trainer_knows_kv_cache(generation.cfg["vllm_cfg"]):
+            _call(policy.worker_group.workers, "withdraw_kv_cache")
             withdraw_kv_cache({"generation": generation.cfg})
         if shared:
             if not generation.finish_generation():

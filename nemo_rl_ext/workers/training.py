@@ -16,6 +16,8 @@ import torch
 
 from fp8rl import Recipe
 from fp8rl.kv_scales import next_scales, power_of_two_scales
+from fp8rl.recipe import KVDtype
+from nemo_rl_ext.config.keys import kv_dtype
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.logprobs import fuse_logprobs
@@ -100,8 +102,8 @@ class Fp8Training:
     ) -> Any:
         """Call upstream's ``setup_model_and_optimizer``; convert and observe a model that trains.
 
-        Its attention sees K and V as the rollouts' FP8 cache holds them, once a refit has sent
-        scales (``kv_cache.in_training``).
+        Its attention sees K and V as the rollouts' cache of 8 bits holds them
+        (``kv_cache.in_training``), where that is in E4M3 once a refit has sent scales.
         On a GPU log-probabilities that are computed in chunks are those of
         :class:`nemo_rl_ext.workers.logprobs.FusedLogprob`.
         The conversion runs before the model is wrapped, after upstream's adapters and draft models.
@@ -122,10 +124,11 @@ class Fp8Training:
         state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)
-        if kv_cache_in_training(policy):
+        dtype = kv_cache_in_training(policy)
+        if dtype != "auto":
             from megatron_fp8rl.kv_cache import KVCacheInTraining
 
-            self._kv_cache = KVCacheInTraining(state.model)
+            self._kv_cache = KVCacheInTraining(state.model, dtype)
         if replays_routes(policy):
             from megatron_fp8rl.router_replay import ReplayedRoutes
 
@@ -159,7 +162,7 @@ class Fp8Training:
         Returns:
             ``format``, ``percentile``, ``margin``, ``layers``: scale by name, and ``outgrown``:
             names of scales that values of the step have left (see
-            :func:`fp8rl.kv_scales.next_scales`). No layers after :meth:`withdraw_kv_scales`, since
+            :func:`fp8rl.kv_scales.next_scales`). No layers after :meth:`withdraw_kv_cache`, since
             the driver goes on asking. Where only the rollouts run by a recipe, upstream's own
             scales, rounded up to powers of two.
 
@@ -211,8 +214,8 @@ class Fp8Training:
             "outgrown": list(outgrown),
         }
 
-    def withdraw_kv_scales(self) -> None:
-        """Send no KV scales any more: the guard's engines have a BF16 cache."""
+    def withdraw_kv_cache(self) -> None:
+        """Send no KV scales, and round no K and V: the guard's engines have a BF16 cache."""
         withdraw_kv_cache(self.cfg)
         if self._kv_cache is not None:
             self._kv_cache.close()
@@ -307,7 +310,7 @@ class Fp8Training:
         return {**result, "moe_metrics": {**result.get("moe_metrics", {}), **named}}
 
     def _put_into_service(self, scales: Scales | None) -> None:
-        if self._kv_cache is None:
+        if self._kv_cache is None or not self._kv_cache.has_scales:
             return
         if scales:
             self._kv_cache.set(scales)
@@ -367,12 +370,18 @@ def largest_micro_batch(policy: Mapping[str, Any], data: Any) -> int:
     )
 
 
-def kv_cache_in_training(policy: Mapping[str, Any]) -> bool:
-    """Whether this trainer attends over K and V as its rollouts' FP8 cache holds them."""
-    if not sends_kv_scales(policy):
-        return False
-    block = policy["generation"]["vllm_cfg"]["fp8rl"]
-    return Recipe.from_dict(block, where=ROLLOUT_KEY).kv_cache.in_training
+def kv_cache_in_training(policy: Mapping[str, Any]) -> KVDtype:
+    """Return the dtype of the rollouts' KV cache over whose K and V this trainer attends.
+
+    ``auto`` where it attends over its own.
+    """
+    block = ((policy.get("generation") or {}).get("vllm_cfg") or {}).get("fp8rl")
+    if block is None:
+        return "auto"
+    recipe = Recipe.from_dict(block, where=ROLLOUT_KEY)
+    dtype = kv_dtype(recipe)
+    known = dtype == "int8_per_token_head" or sends_kv_scales(policy)
+    return dtype if known and recipe.kv_cache.in_training else "auto"
 
 
 def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from vllm import SamplingParams
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError
+from fp8rl.numerics.triton import kv_cache
 from support.gpu_engine import (
     QUICK,
     GpuEngine,
@@ -218,6 +219,26 @@ def test_the_copy_of_prompts_has_the_values_of_the_cache() -> None:
         nearest = 2**-7 if INTERPRETED else 0
         torch.testing.assert_close(copy[:57], expected.bfloat16(), rtol=nearest, atol=0)
         assert (copy[57:] == 0).all()
+
+
+def test_a_trainer_attends_over_what_the_copy_of_prompts_holds() -> None:
+    """`kv_cache.in_training`: the same codes and scales, from the same keys and values."""
+    pages = int8_pages(empty(), KV_HEADS, SIZE)
+    given = rows(PAGES * PAGE, 4)
+    write_int8(*given, pages, torch.arange(PAGES * PAGE, device=DEVICE))
+    copies = dequantize_pages(
+        pages.keys,
+        pages.values,
+        torch.arange(PAGES, dtype=torch.int32, device=DEVICE)[None],
+        torch.tensor([0, PAGES * PAGE], dtype=torch.int32, device=DEVICE),
+        tokens=PAGES * PAGE,
+        longest=PAGES * PAGE,
+        k_scale=pages.key_scales,
+        v_scale=pages.value_scales,
+        dtype=torch.bfloat16,
+    )
+    for copy, held in zip(copies, kv_cache.fake_quantize_int8_kv(*given), strict=True):
+        assert torch.equal(copy, held)
 
 
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)

@@ -1,4 +1,4 @@
-"""The kernel of K and V as an FP8 cache holds them, against the torch reference, bit for bit.
+"""The kernel of K and V as a cache of 8 bits holds them, against the torch reference, bit for bit.
 
 Needs a CUDA GPU; with ``TRITON_INTERPRET=1`` and triton installed it runs on the CPU instead.
 """
@@ -6,6 +6,8 @@ Needs a CUDA GPU; with ``TRITON_INTERPRET=1`` and triton installed it runs on th
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +29,16 @@ def packed(tokens: int, batch: int, groups: int, ratio: int, head: int, dtype: t
 
 
 def expected_of(k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, clipped: torch.Tensor):
-    """What the reference gives; the interpreter truncates float32 to bfloat16."""
+    """What the reference gives."""
     found = reference.fake_quantize_kv(k, v, scales, clipped)
+    idle = torch.zeros_like(clipped)
+    return as_stored(found, reference.fake_quantize_kv(k.float(), v.float(), scales, idle))
+
+
+def as_stored(found: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``found``, where the interpreter, which truncates float32 to bfloat16, stores ``wide``."""
     if not INTERPRETED:
-        return found
-    wide = reference.fake_quantize_kv(k.float(), v.float(), scales, torch.zeros_like(clipped))
+        return list(found)
     cut = [x.view(torch.int32).bitwise_and(-0x10000).view(torch.float32).bfloat16() for x in wide]
     return [y if x.dtype == torch.bfloat16 else x for x, y in zip(found, cut, strict=True)]
 
@@ -43,16 +50,50 @@ def check(k: torch.Tensor, v: torch.Tensor, scales=(0.0131, 0.0217), in_place=(T
     for _ in range(2):
         wanted = expected_of(k.cpu(), v.cpu(), table.cpu(), expected)
         found = triton_kv.fake_quantize_kv(k, v, table, got)
-        for x, y, source in zip(found, wanted, (k, v), strict=True):
-            assert x.is_contiguous() and x.shape == source.shape and x.dtype == source.dtype
-            x = x.cpu()
-            assert torch.equal(x.isnan(), y.isnan())
-            kept = ~y.isnan()
-            width = torch.int16 if x.element_size() == 2 else torch.int32
-            assert torch.equal(x.view(width)[kept], y.view(width)[kept])
+        check_equal(found, wanted, k, v)
     assert got.tolist() == expected.tolist()
     for x, inside in zip((k, v), in_place, strict=True):
         assert (triton_kv._rows(x).x.data_ptr() == x.data_ptr()) is inside
+
+
+def check_equal(found: Any, wanted: Any, *sources: torch.Tensor) -> None:
+    """The bits are equal, up to those of NaN."""
+    for x, y, source in zip(found, wanted, sources, strict=True):
+        assert x.is_contiguous() and x.shape == source.shape and x.dtype == source.dtype
+        x = x.cpu()
+        assert torch.equal(x.isnan(), y.isnan())
+        kept = ~y.isnan()
+        width = torch.int16 if x.element_size() == 2 else torch.int32
+        assert torch.equal(x.view(width)[kept], y.view(width)[kept])
+
+
+def check_int8(k: torch.Tensor, v: torch.Tensor) -> None:
+    pair = k.cpu(), v.cpu()
+    wide = reference.fake_quantize_int8_kv(*(x.float() for x in pair))
+    wanted = as_stored(reference.fake_quantize_int8_kv(*pair), wide)
+    check_equal(triton_kv.fake_quantize_int8_kv(k, v), wanted, k, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(65, 1, 2, 4, 128), (7, 3, 1, 2, 64), (1, 1, 1, 1, 80), (130, 2, 2, 1, 256)]
+)
+def test_int8_equals_the_reference(shape, dtype):
+    k, v = packed(*shape, dtype)
+    check_int8(k, v)
+    check_int8(k.contiguous(), v[:0])
+    check_int8(v.transpose(0, 2), k[0, 0, 0])  # copied first
+    k = k.clone()
+    k[0, 0, 0, 5] = torch.nan
+    check_int8(k, v)
+
+
+def test_ties_of_int8():
+    """Every half of every step of a few scales."""
+    x = torch.arange(-254, 255) / 2
+    rows = torch.cat((x, torch.zeros(3)))[None] * torch.tensor([[1.0], [2.0**-9], [0.37], [2e4]])
+    for dtype in DTYPES:
+        check_int8(rows.to(dtype).to(DEVICE), rows[:2].to(dtype).to(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

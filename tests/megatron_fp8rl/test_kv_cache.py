@@ -1,4 +1,4 @@
-"""Attention over K and V as an FP8 cache holds them, in one process."""
+"""Attention over K and V as an FP8 or INT8 cache holds them, in one process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from transformers import Qwen3Config
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
+from fp8rl.numerics import fake_quantize_int8_kv
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl.kv_cache import KVCacheInTraining, _QuantizeKV
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
-from support.attention import causal_attention, fake_quantized
+from support.attention import causal_attention, fake_quantized, int8_rounded
 
 LAYERS, HEADS, GROUPS, SIZE, LENGTH = 3, 4, 2, 64, 16
 CONFIG = Qwen3Config(
@@ -85,6 +86,54 @@ def test_attention_equals_a_float64_attention_over_what_the_cache_holds(mcore, d
         assert relative_error(spy.out[number], causal_attention(q, k, v)) > 0.01
         for x, expected in zip(spy.seen[number][1:], held, strict=True):
             assert torch.equal(x, expected.to(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)])
+def test_attention_over_int8_rows_equals_float64_from_the_start(mcore, dtype, limit):
+    model = build_gpt(CONFIG, dtype=dtype)
+    plain = run(model)
+    cache = KVCacheInTraining(model, "int8_per_token_head")
+    spy = Spy(model)
+    assert cache.in_service and not torch.equal(run(model), plain)
+    for number, (q, k, v) in spy.raw.items():
+        held = [int8_rounded(x) for x in (k, v)]
+        assert relative_error(spy.out[number], causal_attention(q, *held)) < limit
+        assert relative_error(spy.out[number], causal_attention(q, k, v)) > 1e-3
+        for x, expected in zip(spy.seen[number][1:], held, strict=True):
+            assert relative_error(x, expected) < torch.finfo(dtype).eps
+    assert cache.metrics() == {}, "nothing is clipped"
+    with cache.switched_off():
+        assert torch.equal(run(model), plain)
+    cache.close()
+    assert torch.equal(run(model), plain)
+
+
+def test_gradients_pass_straight_through_the_rounding_to_int8(model):
+    cache = KVCacheInTraining(model, "int8_per_token_head")
+    core = model.decoder.layers[1].self_attention.core_attention
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(LENGTH, 2, heads, SIZE, generator=g).requires_grad_()
+        for heads in (HEADS, GROUPS, GROUPS)
+    )
+    weight = torch.randn(LENGTH, 2, HEADS * SIZE, generator=g)
+    (core(q, k, v, None) * weight).sum().backward()
+    held = [x.detach().clone().requires_grad_() for x in fake_quantize_int8_kv(k, v)]
+    assert (held[0] != k).any()
+    cache.clear()
+    (core(q, *held, None) * weight).sum().backward()
+    for x, other in zip((k, v), held, strict=True):
+        assert torch.equal(x.grad, other.grad)
+
+
+def test_an_int8_cache_takes_no_scales_and_a_cache_in_16_bits_is_none(model):
+    cache = KVCacheInTraining(model, "int8_per_token_head")
+    with pytest.raises(ScaleError, match=r"makes its own scales.*do not call it"):
+        cache.set(scales_of(model))
+    assert cache.in_service
+    cache.close()
+    with pytest.raises(UnsupportedError, match="dtype 'auto' holds K and V as they are"):
+        KVCacheInTraining(model, "auto")
 
 
 def test_before_scales_are_set_and_after_they_are_cleared_attention_is_upstreams(model):

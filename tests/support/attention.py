@@ -1,4 +1,4 @@
-"""Attention over an FP8 cache, written out in float64."""
+"""Attention over an FP8 or INT8 cache, written out in float64."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ def fake_quantized(x: torch.Tensor, scale: float) -> torch.Tensor:
     """float64 values that an E4M3 cache with this scale holds for ``x``."""
     codes = (x.detach().float() / scale).clamp(-448, 448).to(FP8_DTYPE)
     return codes.double() * scale
+
+
+def int8_rounded(x: torch.Tensor) -> torch.Tensor:
+    """float64 values that an INT8 cache with a scale for each token and head holds for ``x``."""
+    x = x.detach().double()
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return torch.floor(x / step + 0.5) * step
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

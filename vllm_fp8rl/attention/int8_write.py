@@ -9,19 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8rl.numerics.formats import LEAST_INT8_SCALE
+from fp8rl.numerics.triton.kv_cache import quantize_int8_rows
 from vllm_fp8rl.attention.int8_pages import Int8Pages
-
-_LEAST = 1e-6
-"""Smallest scale, as in vLLM: a row of zeros has one too."""
-
-
-@triton.jit
-def _quantize(row, LEAST: tl.constexpr):
-    """Return the codes of rows, with 128 added, and their scales."""
-    row = row.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(row), 1) / 127.0, LEAST)
-    scale += tl.sum(row * 0.0, 1)  # NaN where a value is not finite; the maximum passes over NaN
-    return (row / scale[:, None] + 128.5).to(tl.uint8), scale
 
 
 @triton.jit
@@ -55,11 +45,13 @@ def _write(
         target = (slot // PAGE) * stride_page + row[:, None] * HEAD + dim
         scale_target = (slot // PAGE) * stride_scale_page + row
         source = token * stride_k_token + head[:, None] * stride_k_head + dim
-        codes, scale = _quantize(tl.load(k_ptr + source, mask=live[:, None], other=0.0), LEAST)
+        k = tl.load(k_ptr + source, mask=live[:, None], other=0.0)
+        codes, scale = quantize_int8_rows(k, LEAST)
         tl.store(keys_ptr + target, codes, mask=live[:, None])
         tl.store(key_scales_ptr + scale_target, scale, mask=live)
         source = token * stride_v_token + head[:, None] * stride_v_head + dim
-        codes, scale = _quantize(tl.load(v_ptr + source, mask=live[:, None], other=0.0), LEAST)
+        v = tl.load(v_ptr + source, mask=live[:, None], other=0.0)
+        codes, scale = quantize_int8_rows(v, LEAST)
         tl.store(values_ptr + target, codes, mask=live[:, None])
         tl.store(value_scales_ptr + scale_target, scale, mask=live)
 
@@ -94,5 +86,5 @@ def write_int8(
         HEADS=heads,
         ROWS=triton.next_power_of_2(heads),
         HEAD=size,
-        LEAST=_LEAST,
+        LEAST=LEAST_INT8_SCALE,
     )

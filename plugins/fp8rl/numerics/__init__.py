@@ -34,6 +34,7 @@ from fp8rl.numerics.amax import amax_into, count_amax
 from fp8rl.numerics.dispatch import (
     dequantize_block,
     dequantize_group,
+    fake_quantize_int8_kv,
     fake_quantize_kv,
     place_boundaries,
     quantize_block,
@@ -95,6 +96,7 @@ __all__ = [
     "dequantize_block",
     "dequantize_group",
     "dequantize_mx",
+    "fake_quantize_int8_kv",
     "fake_quantize_kv",
     "mark_inf",
     "on_device",

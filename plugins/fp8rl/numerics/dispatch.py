@@ -450,3 +450,33 @@ def fake_quantize_kv(
                 f"{tuple(x.shape)}."
             )
     return implementation(k, "kv_cache").fake_quantize_kv(k.detach(), v.detach(), scales, clipped)
+
+
+def fake_quantize_int8_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round K and V to the values of an INT8 KV cache with a scale for each token and head.
+
+    As vLLM's ``int8_per_token_head``: a row's scale is its largest magnitude over 127, at least
+    1e-6, in float32, and a code is the integer next to ``x / scale``, of two that are as near the
+    larger one (vLLM's own kernel takes the one away from zero). The result is
+    ``code * scale`` in float32, rounded once to the dtype of ``x``, as in the 16-bit copy over
+    which :mod:`vllm_fp8rl.attention.int8` attends in prompts; its kernel of decodes multiplies the
+    codes themselves, which differs by at most 2**-8 of a value in bfloat16.
+
+    On a GPU one launch reads and writes both once, without synchronizing, as in
+    :func:`fake_quantize_kv`.
+
+    Args:
+        k: ``[.., head size]``, bfloat16, float16 or float32, any strides. The last dimension is a
+            row.
+        v: as ``k``; the shape may differ.
+
+    Returns:
+        Both as new contiguous tensors, without autograd. A row with a value that is not finite is
+        NaN.
+
+    Raises:
+        UnsupportedError: wrong dtype or rank.
+    """
+    for x in (k, v):
+        check_source(x, ndim=None, scale_format="fp32")
+    return implementation(k, "kv_cache").fake_quantize_int8_kv(k.detach(), v.detach())

@@ -15,6 +15,8 @@ BLOCK = (128, 128)
 GROUP = 128
 MX_GROUP = 32
 """Elements of MXFP8 that share a scale."""
+LEAST_INT8_SCALE = 1e-6
+"""Smallest scale of a row of an INT8 KV cache, as in vLLM: a row of zeros has one too."""
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_FORMATS = get_args(ScaleFormat)
 

@@ -14,6 +14,7 @@ from fp8rl.numerics.formats import (
     E4M3_MAX,
     FP8_DTYPE,
     GROUP,
+    LEAST_INT8_SCALE,
     Operand,
     Quantized,
     Stacked,
@@ -264,6 +265,18 @@ def fake_quantize_kv(
         codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
         largest = torch.finfo(x.dtype).max  # float16 would round 256 * 256 to infinity
         made.append(_decode(codes).mul_(scale).clamp_(-largest, largest).to(x.dtype))
+    return made[0], made[1]
+
+
+def fake_quantize_int8_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`fp8rl.numerics.fake_quantize_int8_kv`."""
+    made = []
+    for x in (k, v):
+        rows = x.contiguous().float()
+        scale = (rows.abs().amax(-1, keepdim=True) / 127).clamp_(min=LEAST_INT8_SCALE)
+        scale += (rows * 0).sum(-1, keepdim=True)  # NaN for infinity too
+        codes = (rows / scale + 128.5).nan_to_num_(0).to(torch.uint8)
+        made.append(((codes.float() - 128) * scale).to(x.dtype))
     return made[0], made[1]
 
 

@@ -1,4 +1,5 @@
-"""K and V as an FP8 cache holds them, against a table of all E4M3 values in float64."""
+"""K and V as a cache of 8 bits holds them, in float64: E4M3 against a table of all its values,
+INT8 against the nearest multiples of each row's step."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.numerics import FP8_DTYPE, fake_quantize_kv
+from fp8rl.numerics import FP8_DTYPE, fake_quantize_int8_kv, fake_quantize_kv
 
 _HALF = torch.arange(127, dtype=torch.uint8).view(FP8_DTYPE).double().numpy()
 GRID = np.concatenate([-_HALF[:0:-1], _HALF])  # -448 to 448; the middle is 0
@@ -102,3 +103,49 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(UnsupportedError, match="of K and V must be contiguous"):
             fake_quantize_kv(x, x, scales, clipped)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_is_within_half_a_step_of_each_row(dtype):
+    g = torch.Generator().manual_seed(3)
+    sizes = torch.rand(9, 4, 2, 1, generator=g).mul(16).sub(6).exp2()
+    k = (torch.randn(9, 4, 2, 64, generator=g) * sizes).to(dtype)
+    v = torch.randn(17, 16, generator=g).to(dtype)
+    for x, source in zip(fake_quantize_int8_kv(k, v), (k, v), strict=True):
+        assert x.dtype == dtype and x.shape == source.shape and x.is_contiguous()
+        exact = source.double()
+        step = exact.abs().amax(-1, keepdim=True) / 127
+        rounding = torch.finfo(dtype).eps / 2
+        error = (x.double() - exact).abs()
+        assert (error <= 0.50001 * step + rounding * x.double().abs()).all()
+        assert error.max() > 0.4 * step.min()
+        codes = x.double() / step
+        assert ((codes - codes.round()).abs() <= codes.abs() * (rounding + 1e-6) + 1e-3).all()
+
+
+def test_ties_of_int8_go_up_and_rows_of_zeros_stay_zeros():
+    x = torch.zeros(4, 8)
+    x[0, :6] = torch.tensor([127.0, -127.0, 2.5, -2.5, 0.49, 0.5])
+    x[1, :2] = torch.tensor([1e-6, 3.4e-6])
+    x[2, 0] = 63.5
+    found, _ = fake_quantize_int8_kv(x, x)
+    assert found[0, :6].tolist() == [127.0, -127.0, 3.0, -2.0, 0.0, 1.0]
+    assert torch.allclose(found[1, :2], torch.tensor([1e-6, 3e-6]), rtol=1e-6)
+    assert found[2].tolist() == [63.5, *[0.0] * 7] and not found[3].any()
+
+
+def test_a_row_in_int8_with_a_value_that_is_not_finite_is_nan():
+    x = torch.ones(4, 8).bfloat16()
+    x[0, 3], x[1, 7], x[2, 0] = torch.nan, torch.inf, -torch.inf
+    for found in fake_quantize_int8_kv(x, x[None]):
+        assert found[..., :3, :].isnan().all() and (found[..., 3, :] == 1).all()
+
+
+def test_int8_of_slices_and_of_nothing_and_what_is_refused():
+    packed = torch.randn(5, 2, 4, 3, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    k, v = packed[..., 1, :], packed[..., 2, :]
+    found, copies = fake_quantize_int8_kv(k, v), fake_quantize_int8_kv(k.clone(), v.clone())
+    assert all(torch.equal(x, y) for x, y in zip(found, copies, strict=True))
+    assert [x.shape for x in fake_quantize_int8_kv(k[:0], v[:0])] == [k[:0].shape] * 2
+    with pytest.raises(UnsupportedError, match="Cannot quantize a tensor of dtype"):
+        fake_quantize_int8_kv(k, v.double())

@@ -402,6 +402,26 @@ def test_rollouts_rotate_as_the_trainer_does(
     assert recipe(block, overrides).rope_dtype == expected
 
 
+@pytest.mark.parametrize("trainer", ["", "block.kv_cache.in_training=true "])
+@pytest.mark.parametrize("place", ["block.kv_cache.dtype", "generation.vllm_kwargs.kv_cache_dtype"])
+def test_a_megatron_trainer_attends_over_an_int8_cache_in_every_driver(
+    place: str, trainer: str
+) -> None:
+    """Nothing has to be sent, so it depends on the trainer alone."""
+    if place != "block.kv_cache.dtype" and trainer:
+        trainer += "block.kv_cache.dtype=int8_per_token_head "
+    overrides = f"{trainer}{place}=int8_per_token_head"
+    for driver in ("grpo", "ppo", "single_controller"):
+        keys = read(config({}, overrides), DRIVERS[driver])
+        assert keys.recipe.kv_cache.in_training and not keys.notes
+    if not trainer:
+        off = read(config({}, f"megatron.enabled=false {overrides}"), GRPO)
+        assert not off.recipe.kv_cache.in_training
+        return
+    with pytest.raises(UnsupportedError, match=r"in_training' needs .*DTensor trainer attends"):
+        read(config({}, f"megatron.enabled=false {overrides}"), GRPO)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -413,7 +433,7 @@ def test_rollouts_rotate_as_the_trainer_does(
 )
 def test_a_block_with_every_key_is_read_again(overrides: str) -> None:
     first = recipe({}, overrides)
-    assert not first.kv_cache.in_training, "no cache is in FP8"
+    assert first.kv_cache.in_training is ("int8" in overrides), "where the cache has 8 bits"
     assert recipe(first.to_dict(), overrides if overrides.startswith("~") else "") == first
 
 
@@ -527,7 +547,7 @@ def test_an_int8_cache_needs_no_scales(place: str) -> None:
     generation = run.policy["generation"]
     assert generation["vllm_kwargs"]["kv_cache_dtype"] == "int8_per_token_head"
     assert generation["vllm_cfg"]["kv_cache_dtype"] == "auto"  # so the driver asks for no scales
-    assert not run.policy["megatron_cfg"]["fp8rl"]["kv_cache"]["in_training"]
+    assert run.policy["megatron_cfg"]["fp8rl"]["kv_cache"]["in_training"]
 
 
 def test_an_fp8_cache_of_latents_is_refused_before_ray(tmp_path: Path) -> None:

@@ -15,16 +15,18 @@ import pytest
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
+from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.merge import withdraw_kv_cache
 from nemo_rl_ext.driver import fallback
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.training import kv_scales_withdrawn
 
 
-def generation_section(*, shared: bool) -> dict[str, Any]:
-    block = Recipe.from_dict({"kv_cache": {"dtype": "fp8_e4m3"}}).to_dict()
+def generation_section(*, shared: bool, dtype: KVDtype = "fp8_e4m3") -> dict[str, Any]:
+    block = Recipe.from_dict({"kv_cache": {"dtype": dtype}}).to_dict()
+    announced = "fp8" if dtype == "fp8_e4m3" else "auto"
     return {
-        "vllm_cfg": {"fp8rl": block, "kv_cache_dtype": "fp8"},
+        "vllm_cfg": {"fp8rl": block, "kv_cache_dtype": announced},
         "colocated": {"enabled": shared},
     }
 
@@ -64,7 +66,7 @@ class Stage:
     def call(self, workers: list[Any], method: str) -> list[Any]:
         """As through Ray: a method of each worker; only the first of vLLM's owns an engine."""
         self.called.append(method)
-        if method == "withdraw_kv_scales":
+        if method == "withdraw_kv_cache":
             return [withdraw_kv_cache(worker.cfg) for worker in workers]
         if method == "hold_if_idle":
             self.busy -= 1
@@ -90,7 +92,7 @@ def test_engines_on_the_trainers_gpus_have_them_alone_meanwhile(
         "hold_if_idle",
         "restart_in_bf16",
         "_post_init",
-        "withdraw_kv_scales",
+        "withdraw_kv_cache",
         "finish_generation",
         "prepare_for_lp_inference",
         "init_communicator",
@@ -109,9 +111,20 @@ def test_engines_on_gpus_of_their_own_are_waited_for(monkeypatch: pytest.MonkeyP
         *["hold_if_idle"] * 4,
         "restart_in_bf16",
         "_post_init",
-        "withdraw_kv_scales",
+        "withdraw_kv_cache",
         "init_communicator",
     ]
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+def test_a_trainer_that_rounds_to_an_int8_cache_is_told(
+    monkeypatch: pytest.MonkeyPatch, in_training: bool
+) -> None:
+    stage = Stage(monkeypatch, shared=False)
+    stage.generation.cfg = generation_section(shared=False, dtype="int8_per_token_head")
+    stage.generation.cfg["vllm_cfg"]["fp8rl"]["kv_cache"]["in_training"] = in_training
+    stage.fall_back()
+    assert ("withdraw_kv_cache" in stage.called) is in_training
 
 
 def test_an_engine_that_does_not_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +132,7 @@ def test_an_engine_that_does_not_start_ends_the_run(monkeypatch: pytest.MonkeyPa
     stage.fails = True
     with pytest.raises(UnsupportedError, match=r"could not start .*Free memory.*rollout=false"):
         stage.fall_back()
-    assert "withdraw_kv_scales" not in stage.called
+    assert "withdraw_kv_cache" not in stage.called
     stage.fails, stage.started = False, [None, None]  # none may stay in FP8
     with pytest.raises(UnsupportedError, match="0 of 1 engines are fp8rl's"):
         stage.fall_back()

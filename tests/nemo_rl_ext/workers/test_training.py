@@ -241,7 +241,7 @@ def test_scales_come_from_the_steps_forwards_and_change_with_them() -> None:
     truth.close()
     assert second == {n: float(expected[n]) for n in second}
 
-    worker.withdraw_kv_scales()
+    worker.withdraw_kv_cache()
     assert worker.calibrate_qkv_fp8_scales(data=0) == {"layers": {}}
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
@@ -278,7 +278,7 @@ def test_attention_sees_what_the_rollouts_cache_holds_from_each_refit_on(
     assert torch.equal(forward(worker.model, 1), plain)
     worker.broadcast_weights_for_collective(kv_scales=first)
     assert torch.equal(forward(worker.model, 1), quantized)
-    worker.withdraw_kv_scales()
+    worker.withdraw_kv_cache()
     worker.broadcast_weights_for_collective(kv_scales={})
     assert torch.equal(forward(worker.model, 1), plain), "the engines' cache is in BF16"
 
@@ -290,6 +290,30 @@ def test_attention_is_upstreams_where_the_recipe_or_the_cache_says_so() -> None:
     auto = policy({"training": False})
     auto["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
     assert Worker(auto)._kv_cache is None
+
+
+def test_attention_sees_what_an_int8_cache_holds_from_the_start_and_no_scales_are_sent() -> None:
+    """The engines make the scales, so no refit brings any; also where only rollouts are ours."""
+    given = policy({"kv_cache": {"dtype": "int8_per_token_head"}, "training": False})
+    given["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
+    only_rollouts = {**given, "megatron_cfg": {"enabled": True}}
+    for cfg in (given, only_rollouts):
+        worker = Worker(cfg)
+        assert worker._qkv_observer is None
+        rounded = forward(worker.model, 1)
+        with worker._kv_cache.switched_off():
+            plain = forward(worker.model, 1)
+        assert not torch.equal(rounded, plain)
+        worker.stream_weights_via_ipc_zmq(buffer_size_bytes=7, kv_scales={})
+        worker.broadcast_weights_for_collective(kv_scales=None)
+        assert torch.equal(forward(worker.model, 1), rounded)
+        assert worker.train(2, loss_fn=None)["all_mb_metrics"] == {"loss": [0.5]}
+        worker.withdraw_kv_cache()
+        assert torch.equal(forward(worker.model, 1), plain), "the engines' cache is in BF16"
+    for change in ({"in_training": False}, {"dtype": "auto"}):
+        kv_cache = {"dtype": "int8_per_token_head", **change}
+        given["generation"]["vllm_cfg"]["fp8rl"] = {"kv_cache": kv_cache}
+        assert Worker(given)._kv_cache is None
 
 
 def test_upstreams_calibration_sees_values_before_quantization(

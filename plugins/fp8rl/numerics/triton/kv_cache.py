@@ -1,4 +1,4 @@
-"""Triton kernel of :func:`fp8rl.numerics.fake_quantize_kv`.
+"""Triton kernel of :func:`fp8rl.numerics.fake_quantize_kv` and ``fake_quantize_int8_kv``.
 
 K and V are read and written once, in one launch. Values are rounded to E4M3 as float32, so no code
 is formed and no cast to FP8 is needed. The results equal those of the reference bit for bit, up to
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8rl.numerics.formats import cdiv
+from fp8rl.numerics.formats import LEAST_INT8_SCALE, cdiv
 
 _TILE, _WARPS = 8192, 8  # elements of a program: 32 of each thread
 
@@ -34,6 +34,20 @@ def _round_to_e4m3(scaled):
 
 
 @triton.jit
+def quantize_int8_rows(rows, LEAST: tl.constexpr):
+    """Return the INT8 codes of rows ``[n, width]``, with 128 added (uint8), and their scales.
+
+    A row with a value that is not finite has the scale NaN. ``LEAST`` is the smallest scale.
+    """
+    rows = rows.to(tl.float32)
+    largest = tl.max(tl.abs(rows), 1)
+    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)), LEAST)
+    scale += tl.sum(rows * 0.0, 1)  # the maximum passes over NaN
+    scaled = tl.div_rn(rows, tl.full(rows.shape, 1.0, tl.float32) * scale[:, None])
+    return (scaled + 128.5).to(tl.uint8), scale
+
+
+@triton.jit
 def _tile(
     x_ptr,
     out_ptr,
@@ -43,6 +57,8 @@ def _tile(
     tile,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    LEAST: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     rows, width, stride = extent
     first = tile.to(tl.int64) * HEIGHT
@@ -51,12 +67,16 @@ def _tile(
     inside = (row < rows - first)[:, None] & (col < width)[None, :]
     at = first * stride + row[:, None] * stride + col[None, :]
     x = tl.load(x_ptr + at, inside, other=0.0)
-    scale = tl.load(scale_ptr)
-    scaled = tl.div_rn(x.to(tl.float32), tl.full(x.shape, 1.0, tl.float32) * scale)
-    count = tl.sum((tl.abs(scaled) > 448.0).to(tl.int32))
-    if count > 0:
-        tl.atomic_add(clipped_ptr, count.to(tl.int64), sem="relaxed")
-    y = _round_to_e4m3(scaled) * scale
+    if INT8:
+        codes, scale = quantize_int8_rows(x, LEAST)
+        y = (codes.to(tl.float32) - 128.0) * scale[:, None]
+    else:
+        scale = tl.load(scale_ptr)
+        scaled = tl.div_rn(x.to(tl.float32), tl.full(x.shape, 1.0, tl.float32) * scale)
+        count = tl.sum((tl.abs(scaled) > 448.0).to(tl.int32))
+        if count > 0:
+            tl.atomic_add(clipped_ptr, count.to(tl.int64), sem="relaxed")
+        y = _round_to_e4m3(scaled) * scale
     if x.dtype == tl.float16:
         y = tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))  # NaN stays
     y = y.to(x.dtype)
@@ -80,16 +100,22 @@ def _fake_quantize_kernel(
     tiles_k,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    LEAST: tl.constexpr,
+    INT8: tl.constexpr,
 ):
-    """Fake-quantize some rows of K, or of V in programs from ``tiles_k`` on."""
+    """Fake-quantize some rows of K, or of V in programs from ``tiles_k`` on.
+
+    For INT8, whose scales are the rows' own, pointers to scales and counts are those of ``k``.
+    """
     tile = tl.program_id(0)
     if tile < tiles_k:
-        extent = (rows_k, width_k, stride_k)
-        _tile(k_ptr, k_out_ptr, scales_ptr, clipped_ptr, extent, tile, HEIGHT, WIDTH)
+        size = (rows_k, width_k, stride_k)
+        _tile(k_ptr, k_out_ptr, scales_ptr, clipped_ptr, size, tile, HEIGHT, WIDTH, LEAST, INT8)
     else:
-        extent = (rows_v, width_v, stride_v)
+        size = (rows_v, width_v, stride_v)
         tile -= tiles_k
-        _tile(v_ptr, v_out_ptr, scales_ptr + 1, clipped_ptr + 1, extent, tile, HEIGHT, WIDTH)
+        scale, count = scales_ptr + 1, clipped_ptr + 1
+        _tile(v_ptr, v_out_ptr, scale, count, size, tile, HEIGHT, WIDTH, LEAST, INT8)
 
 
 class _Rows(NamedTuple):
@@ -116,6 +142,17 @@ def fake_quantize_kv(
     k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, clipped: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`fp8rl.numerics.fake_quantize_kv`."""
+    return _fake_quantize(k, v, scales, clipped, int8=False)
+
+
+def fake_quantize_int8_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`fp8rl.numerics.fake_quantize_int8_kv`."""
+    return _fake_quantize(k, v, k, k, int8=True)
+
+
+def _fake_quantize(
+    k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, clipped: torch.Tensor, *, int8: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     of_k, of_v = _rows(k), _rows(v)
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v)]
     width = triton.next_power_of_2(max(of_k.width, of_v.width, 1))
@@ -139,6 +176,8 @@ def fake_quantize_kv(
                 tiles_k,
                 HEIGHT=height,
                 WIDTH=width,
+                LEAST=LEAST_INT8_SCALE,
+                INT8=int8,
                 num_warps=_WARPS,
                 enable_fp_fusion=False,
             )
