@@ -125,7 +125,8 @@ class KVCache(_Section):
     dtype: KVDtype = "fp8_e4m3"
     """``fp8_e4m3``: one scale for K and one for V of a layer, sent with each refit;
     ``int8_per_token_head``: INT8 with a scale for each token and head, which the engine makes
-    itself, so that the other keys mean nothing; ``auto`` keeps the cache in the model's dtype."""
+    itself, so that ``recalibrate`` and ``margin`` mean nothing; ``auto`` keeps the cache in the
+    model's dtype."""
     recalibrate: Recalibrate = "refit"
     """``refit``: new scales with each refit; ``grow``: scales that only grow; ``start``: scales
     that stay."""
@@ -133,7 +134,7 @@ class KVCache(_Section):
     """Headroom for values the observers have not seen: a scale is the smallest power of two at or
     above ``amax * margin / 448``. 2 by default with ``grow``, 4 with ``start``."""
     in_training: bool = True
-    """The trainer's attention sees K and V as the rollout's FP8 cache holds them."""
+    """A Megatron trainer's attention sees K and V as the rollout's FP8 or INT8 cache holds them."""
 
     @property
     def has_scales(self) -> bool:
