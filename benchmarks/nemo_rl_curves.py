@@ -18,6 +18,9 @@ from typing import Any
 
 Points = tuple[Sequence[float], Sequence[float]]
 
+LEAST_TOKENS = 10_000
+"""Tokens of a range of positions whose mean is drawn."""
+
 
 def by_step(tag: str, less: float = 0.0) -> Callable[[Mapping[str, Any]], Points]:
     """Return what finds the points of a curve in a run: steps and values, minus ``less``."""
@@ -36,8 +39,11 @@ def validation(run: Mapping[str, Any]) -> Points:
 
 
 def kl_by_position(run: Mapping[str, Any]) -> Points:
-    """Return where each range of positions begins and the KL there, if the run has them."""
-    found = run.get("positions", [])
+    """Return where each range of positions begins and the KL there, if the run has them.
+
+    A range that few answers reach, as behind the longest right one, is left out.
+    """
+    found = [row for row in run.get("positions", []) if row["tokens"] >= LEAST_TOKENS]
     return [row["start"] for row in found], [row["kl"] for row in found]
 
 

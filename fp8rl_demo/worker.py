@@ -56,18 +56,22 @@ def main(text: str) -> int:
 def _run(job: Job, events: EventWriter) -> None:
     import torch
 
+    from fp8rl_demo.products import float32_products
+
     # One thread: small GEMMs gain nothing from two, and a resumed run must repeat exactly.
     torch.set_num_threads(1)
-    if job.precision is None:
-        from fp8rl_demo.warm_start import run_warm_start
+    with float32_products():
+        if job.precision is None:
+            from fp8rl_demo.warm_start import run_warm_start
 
-        run_warm_start(job.settings, job.folder, events)
-        return
-    from fp8rl import Recipe
-    from fp8rl_demo.loop import GrpoRun
+            run_warm_start(job.settings, job.folder, events)
+            return
+        from fp8rl import Recipe
+        from fp8rl_demo.loop import GrpoRun
 
-    run = GrpoRun(job.precision, Recipe.from_dict(job.recipe), job.settings, job.folder, events)
-    run.run(job.steps, job.warm_start, resume=job.resume)
+        recipe = Recipe.from_dict(job.recipe)
+        run = GrpoRun(job.precision, recipe, job.settings, job.folder, events)
+        run.run(job.steps, job.warm_start, resume=job.resume)
 
 
 if __name__ == "__main__":

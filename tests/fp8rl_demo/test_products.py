@@ -1,0 +1,90 @@
+"""BF16 products in float32: against float64, and what they leave alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8rl_demo import products as products_module
+from fp8rl_demo.products import float32_products
+
+
+@pytest.fixture(autouse=True)
+def without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+
+
+def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(0)
+    shapes = ((3, 5, 64), (3, 64, 7), (3, 5, 7))
+    return tuple(torch.randn(shape, generator=g).to(dtype) for shape in shapes)
+
+
+def products(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> list[torch.Tensor]:
+    return [
+        a[0] @ b[0],
+        a[0].T.contiguous().T @ b[0],
+        torch.bmm(a, b),
+        torch.addmm(c[0], a[0], b[0], beta=0.5, alpha=2.0),
+        torch.addmm(c[0, 0], a[0], b[0]),
+        torch.baddbmm(c, a, b, beta=0.5, alpha=2.0),
+        torch.nn.functional.linear(a, b[0].T, c[0, 0]),
+        a[:0, 0] @ b[0],
+    ]
+
+
+def test_a_product_is_rounded_once():
+    exact = products(*(x.double() for x in operands()))
+    with float32_products():
+        found = products(*operands())
+    for x, y in zip(found, exact, strict=True):
+        assert x.dtype == torch.bfloat16 and x.shape == y.shape
+        # At most one value next to the middle of two falls to the other one by float32's sums.
+        off = x != y.bfloat16()
+        assert off.sum() <= 1
+        assert torch.allclose(x.double(), y, rtol=2**-8, atol=1e-4)
+
+
+def test_gradients_are_those_of_float32_rounded():
+    a, b, _ = operands()
+    grads = []
+    for dtype in (torch.bfloat16, torch.float32):
+        pair = [x[0].to(dtype).requires_grad_() for x in (a, b)]
+        with float32_products():
+            (pair[0] @ pair[1]).backward(torch.ones(5, 7, dtype=dtype))
+        grads.append([x.grad for x in pair])
+    for x, y in zip(*grads, strict=True):
+        assert torch.equal(x, y.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_other_dtypes_stay_as_they_are(dtype):
+    given = operands() if dtype.is_floating_point else tuple(x.mul(9) for x in operands())
+    a, b, _ = (x.to(dtype) for x in given)
+    before = torch.bmm(a, b)
+    with float32_products():
+        assert torch.equal(torch.bmm(a, b), before)
+        assert torch.equal(a[0] @ b[0], before[0])
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(a[0], b[0].bfloat16())
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(a[0].bfloat16(), b[0])
+
+
+def test_torchs_own_kernels_are_back_afterwards(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    monkeypatch.setattr(products_module, "_wide", lambda *x: calls.append(1) or list(x))
+    a, b, _ = operands()
+    with float32_products():
+        torch.bmm(a, b)
+    assert calls == [1]
+    torch.bmm(a, b)
+    assert calls == [1]
+
+
+def test_a_cpu_with_bf16_products_keeps_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    a, b, _ = operands()
+    before = torch.bmm(a, b)
+    with float32_products():
+        assert torch.equal(torch.bmm(a, b), before)
