@@ -83,27 +83,37 @@ def measure(case: tuple[str, str, tuple[int, int], str], repeats: int) -> list[d
 
 
 def measure_kv(tokens: int, repeats: int) -> list[dict]:
-    """One row per implementation of K and V as an FP8 KV cache holds them."""
+    """One row per implementation of K and V as an FP8 KV cache holds them, and as an INT8 one."""
     groups, ratio, head = 8, 4, 128
     packed = torch.randn(tokens, 1, groups, (ratio + 2) * head, device="cuda").bfloat16()
     k, v = packed[..., -2 * head : -head].contiguous(), packed[..., -head:]
     scales = torch.tensor([0.012, 0.01], device="cuda")  # randn's amax, with a margin
     counts = torch.zeros(2, dtype=torch.int64, device="cuda")
+    return [
+        *_kv_rows("fake_quantize_kv", (k, v, scales, counts), repeats),
+        *_kv_rows("fake_quantize_int8_kv", (k, v), repeats),
+    ]
+
+
+def _kv_rows(operation: str, args: tuple[torch.Tensor, ...], repeats: int) -> list[dict]:
+    k, v = args[:2]
+    tokens = len(k)
+    eager = getattr(reference, operation)
     functions = {
-        "reference": reference.fake_quantize_kv,
-        "torch.compile": torch.compile(reference.fake_quantize_kv, dynamic=False),
-        "triton": kv_cache_kernel.fake_quantize_kv,
+        "reference": eager,
+        "torch.compile": torch.compile(eager, dynamic=False),
+        "triton": getattr(kv_cache_kernel, operation),
     }
-    expected = reference.fake_quantize_kv(k.cpu(), v.cpu(), scales.cpu(), counts.cpu())
+    expected = eager(*(x.cpu() for x in args))
     rows = []
     for implementation, call in functions.items():
-        result = call(k, v, scales, counts)
+        result = call(*args)
         moved = sum(2 * x.numel() * x.element_size() for x in (k, v))
-        ms = cold_ms(lambda call=call: call(k, v, scales, counts), repeats)
+        ms = cold_ms(lambda call=call: call(*args), repeats)
         same = all(torch.equal(x.cpu(), y) for x, y in zip(result, expected, strict=True))
         rows.append(
             {
-                "operation": "fake_quantize_kv",
+                "operation": operation,
                 "name": f"K and V, {tokens} tokens",
                 "shape": [2, *k.shape],
                 "scale_format": "fp32",

@@ -119,7 +119,8 @@ def test_without_an_fp8_cache_the_engines_differ_in_the_order_of_sums_alone(warm
     }
     done = run_forked(JOB, json.dumps(job), timeout=TIMEOUT, **ENGINE_ENV)
     assert done.returncode == 0, done.stdout + done.stderr
-    bound = 2e-5 if not kernels_round() else 8e-6 if attends_in_amx() else 1e-6
+    # With kernels that drop bits four warm starts had 6e-6 to 2.4e-5.
+    bound = 4e-5 if not kernels_round() else 8e-6 if attends_in_amx() else 1e-6
     for line in _lines(warm_started / "fp8" / "metrics.jsonl"):
         assert line["mismatch"]["kl_k3"] < bound, line["mismatch"]
 
