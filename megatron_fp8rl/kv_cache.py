@@ -133,6 +133,8 @@ class KVCacheInTraining:
             share of all that forwards of all layers and ranks have seen; recomputed ones count
             twice. Empty where nothing was quantized to E4M3; INT8 clips nothing.
         """
+        if not self.has_scales:
+            return {}
         seen = torch.tensor(self._seen, dtype=torch.int64, device=self._clipped.device)
         counts = torch.stack((self._clipped.sum(0), seen))
         self._clipped.zero_()
