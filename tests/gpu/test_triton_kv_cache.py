@@ -18,6 +18,8 @@ from support.triton_device import DEVICE, INTERPRETED
 triton_kv = importlib.import_module("fp8rl.numerics.triton.kv_cache")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(65, 1, 2, 4, 128), (7, 3, 1, 2, 64), (1, 1, 1, 1, 80), (130, 2, 2, 1, 256)]
+"""Tokens, batch, groups, query heads a group, head size."""
 
 
 def packed(tokens: int, batch: int, groups: int, ratio: int, head: int, dtype: torch.dtype):
@@ -75,9 +77,7 @@ def check_int8(k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(65, 1, 2, 4, 128), (7, 3, 1, 2, 64), (1, 1, 1, 1, 80), (130, 2, 2, 1, 256)]
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_int8_equals_the_reference(shape, dtype):
     k, v = packed(*shape, dtype)
     check_int8(k, v)
@@ -97,9 +97,7 @@ def test_ties_of_int8():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(65, 1, 2, 4, 128), (7, 3, 1, 2, 64), (1, 1, 1, 1, 80), (130, 2, 2, 1, 256)]
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_slices_of_a_packed_projection(shape, dtype):
     k, v = packed(*shape, dtype)
     check(k, v)

@@ -108,24 +108,6 @@ def test_attention_over_int8_rows_equals_float64_from_the_start(mcore, dtype, li
     assert torch.equal(run(model), plain)
 
 
-def test_gradients_pass_straight_through_the_rounding_to_int8(model):
-    cache = KVCacheInTraining(model, "int8_per_token_head")
-    core = model.decoder.layers[1].self_attention.core_attention
-    g = torch.Generator().manual_seed(3)
-    q, k, v = (
-        torch.randn(LENGTH, 2, heads, SIZE, generator=g).requires_grad_()
-        for heads in (HEADS, GROUPS, GROUPS)
-    )
-    weight = torch.randn(LENGTH, 2, HEADS * SIZE, generator=g)
-    (core(q, k, v, None) * weight).sum().backward()
-    held = [x.detach().clone().requires_grad_() for x in fake_quantize_int8_kv(k, v)]
-    assert (held[0] != k).any()
-    cache.clear()
-    (core(q, *held, None) * weight).sum().backward()
-    for x, other in zip((k, v), held, strict=True):
-        assert torch.equal(x.grad, other.grad)
-
-
 def test_an_int8_cache_takes_no_scales_and_a_cache_in_16_bits_is_none(model):
     cache = KVCacheInTraining(model, "int8_per_token_head")
     with pytest.raises(ScaleError, match=r"makes its own scales.*do not call it"):
@@ -167,9 +149,11 @@ def test_observers_see_the_values_before_quantization(model, observer_first):
             assert x.abs().max() < 0.02 * peak
 
 
-def test_gradients_pass_straight_through_also_those_of_clipped_values(model):
-    cache = KVCacheInTraining(model)
-    cache.set(scales_of(model, 0.2))
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8_per_token_head"])
+def test_gradients_pass_straight_through_also_those_of_clipped_values(model, dtype):
+    cache = KVCacheInTraining(model, dtype)
+    if cache.has_scales:
+        cache.set(scales_of(model, 0.2))
     core = model.decoder.layers[1].self_attention.core_attention
     g = torch.Generator().manual_seed(3)
     q, k, v = (
@@ -178,16 +162,17 @@ def test_gradients_pass_straight_through_also_those_of_clipped_values(model):
     )
     weight = torch.randn(LENGTH, 2, HEADS * SIZE, generator=g)
     (core(q, k, v, None) * weight).sum().backward()
-    found = [x.grad.clone() for x in (q, k, v)]
-    held = [
-        fake_quantized(x, float(scale)).float().requires_grad_()
-        for x, scale in zip((k, v), cache._scales[1], strict=True)
-    ]
-    assert (held[0] != k).any() and (held[0].abs() < k.abs()).any()
+    if cache.has_scales:
+        pairs = zip((k, v), cache._scales[1], strict=True)
+        held = [fake_quantized(x, float(scale)).float() for x, scale in pairs]
+        assert (held[0].abs() < k.abs()).any()
+    else:
+        held = list(fake_quantize_int8_kv(k, v))
+    assert (held[0] != k).any()
     cache.clear()
-    (core(q, *held, None) * weight).sum().backward()
-    for grad, other in zip(found[1:], held, strict=True):
-        assert torch.equal(grad, other.grad)
+    (core(q, *(x.requires_grad_() for x in held), None) * weight).sum().backward()
+    for x, other in zip((k, v), held, strict=True):
+        assert torch.equal(x.grad, other.grad)
 
 
 @pytest.mark.parametrize(
