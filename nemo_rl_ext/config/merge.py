@@ -108,6 +108,11 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     if kv_dtype(recipe) == "int8_per_token_head":
         if not sections.megatron.get("enabled"):
             checks.refuse_in_training(block, first, sections, recipe.kv_cache.dtype)
+            if recipe.kv_cache.in_training:
+                notes.append(
+                    "the DTensor trainer attends over K and V in its own dtype "
+                    "(kv_cache.in_training false), the rollouts over INT8 ones."
+                )
             recipe = _without_kv_in_training(recipe)
     elif not has_fp8_kv(recipe):
         recipe = _without_kv_in_training(recipe)

@@ -417,6 +417,7 @@ def test_a_megatron_trainer_attends_over_an_int8_cache_in_every_driver(
     if not trainer:
         off = read(config({}, f"megatron.enabled=false {overrides}"), GRPO)
         assert not off.recipe.kv_cache.in_training
+        assert "the DTensor trainer attends over K and V in its own dtype" in off.notes[-1]
         return
     with pytest.raises(UnsupportedError, match=r"in_training' needs .*DTensor trainer attends"):
         read(config({}, f"megatron.enabled=false {overrides}"), GRPO)

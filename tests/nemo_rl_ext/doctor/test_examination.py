@@ -143,6 +143,14 @@ def test_a_config_with_the_block(look: Any, source: Path) -> None:
     assert {row[-1] for row in rows(found, "patches").values()} == {"fits"}
 
 
+def test_an_int8_cache(look: Any) -> None:
+    found = look(config({"kv_cache": {"dtype": "int8_per_token_head"}}))
+    assert found.problems == ()
+    assert found.facts["rollout"] == "FP8 linear layers, INT8 KV cache; vllm on 8 GPUs"
+    assert found.facts["training"].endswith("attends over K and V as the INT8 cache holds them")
+    assert "KV scales" not in found.facts
+
+
 def test_without_keys_it_supposes_a_block_that_asks_for_the_same(look: Any) -> None:
     found = look(config(), gpu_memory=1.0)
     assert found.problems == ()
