@@ -7,6 +7,8 @@ the order of sums.
 
 from __future__ import annotations
 
+import platform
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,10 +20,11 @@ from torch import Tensor
 def float32_products() -> Iterator[None]:
     """Let torch compute ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of BF16 in float32.
 
-    Inside the block that holds for the whole process, forward and backward. On a CPU that
-    multiplies BF16 itself nothing changes.
+    Inside the block that holds for the whole process, forward and backward. On a CPU with AVX-512,
+    and on others than x86, nothing changes.
     """
-    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() != "x86_64" or capability not in ("DEFAULT", "AVX2"):
         yield
         return
     aten = torch.ops.aten
@@ -32,7 +35,8 @@ def float32_products() -> Iterator[None]:
         ("addmm", _sum_with_product(aten.addmm.out)),
         ("baddbmm", _sum_with_product(aten.baddbmm.out)),
     ):
-        library.impl(name, kernel, "CPU", allow_override=True)
+        with warnings.catch_warnings(action="ignore"):  # that torch's kernel is replaced
+            library.impl(name, kernel, "CPU", allow_override=True)
     yield
 
 

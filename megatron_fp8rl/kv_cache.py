@@ -110,7 +110,7 @@ class KVCacheInTraining:
         self.in_service = True
 
     def clear(self) -> None:
-        """Leave K and V as they are; for E4M3 until scales are set again."""
+        """Leave K and V as they are: over E4M3 until scales are set again, over INT8 for good."""
         self.in_service = False
 
     @contextmanager

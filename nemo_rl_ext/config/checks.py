@@ -64,10 +64,10 @@ def refuse_unread_settings(
                 f"{driver.scripts[0]} has no use for it ({driver.unsupported_reason}); remove it"
             )
         raise RecipeError(f"'{where}.{key}' has no effect: {reason}.")
-    _refuse_unread_kv_settings(block, given, where, sections)
+    refuse_unread_kv_settings(block, given, where, sections)
 
 
-def _refuse_unread_kv_settings(
+def refuse_unread_kv_settings(
     block: Mapping[str, Any], given: Recipe, where: str, sections: Sections
 ) -> None:
     """Refuse how scales are made and used where no cache has any.

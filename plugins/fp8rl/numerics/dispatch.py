@@ -457,10 +457,11 @@ def fake_quantize_int8_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tenso
 
     As vLLM's ``int8_per_token_head``: a row's scale is its largest magnitude over 127, at least
     1e-6, in float32, and a code is the integer next to ``x / scale``, of two that are as near the
-    larger one (vLLM's own kernel takes the one away from zero). The result is
-    ``code * scale`` in float32, rounded once to the dtype of ``x``, as in the 16-bit copy over
-    which :mod:`vllm_fp8rl.attention.int8` attends in prompts; its kernel of decodes multiplies the
-    codes themselves, which differs by at most 2**-8 of a value in bfloat16.
+    larger one. (vLLM's own kernel multiplies by the reciprocal and takes the one away from zero, so
+    some 0.1% of its codes differ by one.) The result is ``code * scale`` in float32, rounded once
+    to the dtype of ``x``, as in the 16-bit copy over which :mod:`vllm_fp8rl.attention.int8` attends
+    in prompts; its kernel of decodes multiplies the codes themselves, which differs by at most
+    2**-8 of a value in bfloat16.
 
     On a GPU one launch reads and writes both once, without synchronizing, as in
     :func:`fake_quantize_kv`.

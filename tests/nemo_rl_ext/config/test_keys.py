@@ -200,6 +200,8 @@ block.kv_cache.dtype=int8_per_token_head vllm.kv_cache_dtype=fp8
     'policy.generation.vllm_cfg.kv_cache_dtype' asks for kv_cache.dtype='fp8_e4m3'
 block.kv_cache.dtype=int8_per_token_head block.kv_cache.margin=2.0
     kv_cache.margin' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is int8_per
+generation.vllm_kwargs.kv_cache_dtype=int8_per_token_head block.kv_cache.recalibrate=grow
+    kv_cache.recalibrate' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is int8_p
 block.kv_cache.dtype=auto block.kv_cache.recalibrate=grow
     kv_cache.recalibrate' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is auto
 block.kv_cache.dtype=auto block.kv_cache.margin=2.0
