@@ -68,21 +68,32 @@ def refuse_unread_settings(
 
 
 def refuse_unread_kv_settings(
-    block: Mapping[str, Any], given: Recipe, where: str, sections: Sections
+    block: Mapping[str, Any],
+    given: Recipe,
+    where: str,
+    sections: Sections,
+    dtype_key: str | None = None,
 ) -> None:
     """Refuse how scales are made and used where no cache has any.
 
     A config that a checkpoint keeps has every key, so what is so anyway may be written.
+
+    Args:
+        block: the block as it is written.
+        given: the recipe whose cache it is.
+        where: path of the block.
+        sections: sections of the config.
+        dtype_key: path of upstream's key that sets the dtype; the block's own by default.
     """
-    dtype = given.kv_cache.dtype
+    dtype, dtype_key = given.kv_cache.dtype, dtype_key or f"{where}.kv_cache.dtype"
     if dtype == "int8_per_token_head" and not given.rollout:
         raise RecipeError(
-            f"'{where}.kv_cache.dtype' has no effect: '{where}.rollout' is false; set it to true, "
+            f"'{dtype_key}' has no effect: '{where}.rollout' is false; set it to true, "
             "or remove the key."
         )
     keys = ["recalibrate", "margin", "in_training"]
     if not given.kv_cache.has_scales:
-        reason = f"'{where}.kv_cache.dtype' is {dtype}; set it to fp8_e4m3, or remove the key"
+        reason = f"'{dtype_key}' is {dtype}; set it to fp8_e4m3, or remove the key"
         if dtype == "int8_per_token_head":
             keys.remove("in_training")
     elif not given.rollout:

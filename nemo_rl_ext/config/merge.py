@@ -105,8 +105,9 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     if LOSS in blocks:
         _loss(merged, sections.loss)
     recipe = Recipe.from_dict(merged.data, where=first)
-    if recipe.kv_cache.dtype != given.kv_cache.dtype:  # by upstream's key
-        checks.refuse_unread_kv_settings(block, recipe, first, sections)
+    theirs = next((key for key, ours in merged.taken if ours == "kv_cache.dtype"), None)
+    if theirs is not None:
+        checks.refuse_unread_kv_settings(block, recipe, first, sections, theirs)
     if kv_dtype(recipe) == "int8_per_token_head":
         if not sections.megatron.get("enabled"):
             checks.refuse_in_training(block, first, sections, recipe.kv_cache.dtype)

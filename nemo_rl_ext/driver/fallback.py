@@ -22,8 +22,7 @@ def fall_back(policy: Any, generation: Any, synchronizer: Any = None) -> None:
     The workers stay, and with them the handles, ports and GPUs that others know. A trainer that
     shares GPUs with the engines leaves them meanwhile. Running requests are waited for (the loops
     start no new ones before a refit); later ones wait. The trainer sends no more KV scales and
-    rounds no K and V, and
-    both sides agree anew on the content of a refit and on its process group.
+    rounds no K and V, and both sides agree anew on the content of a refit and on its process group.
 
     Args:
         policy: NeMo RL's ``Policy``.

@@ -385,7 +385,8 @@ def kv_cache_in_training(policy: Mapping[str, Any]) -> KVDtype:
 
 
 def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:
-    """Whether the guard has replaced this trainer's engines by some with a BF16 cache."""
+    """Whether this trainer's engines take no KV scales of it: since the guard has replaced them, or
+    because their cache has none."""
     vllm = (policy.get("generation") or {}).get("vllm_cfg") or {}
     return "fp8rl" in vllm and not sends_kv_scales(policy)
 

@@ -118,7 +118,7 @@ def test_int8_is_within_half_a_step_of_each_row(dtype):
         rounding = torch.finfo(dtype).eps / 2
         error = (x.double() - exact).abs()
         assert (error <= 0.50001 * step + rounding * x.double().abs()).all()
-        assert error.max() > 0.4 * step.min()
+        assert ((error / step).amax(-1) > 0.4).double().mean() > 0.9  # and no finer steps
         codes = x.double() / step
         assert ((codes - codes.round()).abs() <= codes.abs() * (rounding + 1e-6) + 1e-3).all()
 

@@ -201,7 +201,9 @@ block.kv_cache.dtype=int8_per_token_head vllm.kv_cache_dtype=fp8
 block.kv_cache.dtype=int8_per_token_head block.kv_cache.margin=2.0
     kv_cache.margin' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is int8_per
 generation.vllm_kwargs.kv_cache_dtype=int8_per_token_head block.kv_cache.recalibrate=grow
-    kv_cache.recalibrate' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is int8_p
+    kv_cache.recalibrate' has no effect: 'policy.generation.vllm_kwargs.kv_cache_dtype' is int8_per_
+block.rollout=false generation.vllm_kwargs.kv_cache_dtype=int8_per_token_head
+    'policy.generation.vllm_kwargs.kv_cache_dtype' has no effect: 'policy.generation.vllm_cfg.fp8rl.
 block.kv_cache.dtype=auto block.kv_cache.recalibrate=grow
     kv_cache.recalibrate' has no effect: 'policy.generation.vllm_cfg.fp8rl.kv_cache.dtype' is auto
 block.kv_cache.dtype=auto block.kv_cache.margin=2.0
@@ -406,7 +408,7 @@ def test_rollouts_rotate_as_the_trainer_does(
 
 @pytest.mark.parametrize("trainer", ["", "block.kv_cache.in_training=true "])
 @pytest.mark.parametrize("place", ["block.kv_cache.dtype", "generation.vllm_kwargs.kv_cache_dtype"])
-def test_a_megatron_trainer_attends_over_an_int8_cache_in_every_driver(
+def test_a_megatron_trainer_attends_over_an_int8_cache_whatever_the_loop(
     place: str, trainer: str
 ) -> None:
     """Nothing has to be sent, so it depends on the trainer alone."""
