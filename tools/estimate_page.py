@@ -324,11 +324,13 @@ def _in_nemo_rl() -> Iterator[Row]:
     for precision, each in runs.items():  # from before fp8rl's one pass
         what = f"{name}8", "h200", small, 256, 8, 1536, precision
         yield from Training(*what, CHUNKS, each).rows()
-    for file, count in (("nemo_rl_real_8b_h200", 128), ("nemo_rl_real_8b_2_h200", 256)):
+    files = {128: ("nemo_rl_real_8b_h200",)}
+    files[256] = "nemo_rl_real_8b_2_h200", "nemo_rl_real_8b_4_h200"
+    for count, each in files.items():
         for variant, precision in VARIANTS:
             what = "Qwen3-8B in NeMo RL", "h200", dense, count, 8, 1536, precision
-            run = medians(file, result(file)["runs"][variant])
-            yield from Training(*what, LOSSES[precision], [run], recompute=True).rows()
+            taken = [medians(file, result(file)["runs"][variant]) for file in each]
+            yield from Training(*what, LOSSES[precision], taken, recompute=True).rows()
     file = "nemo_rl_real_30b_a3b_12l_2_h200"
     shared = model({**QWEN3_30B_A3B, "num_hidden_layers": 12}, ep=4)
     for variant, precision in VARIANTS:
