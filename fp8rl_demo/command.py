@@ -101,10 +101,15 @@ def demo(
 
 
 def _check_recipe(recipe: Recipe, num_layers: int) -> None:
-    """Raise what plugins find wrong with a recipe, before the warm start rather than after it."""
+    """Raise what the engines would find wrong with a recipe, before the warm start."""
     from fp8rl import PluginManager
     from fp8rl.families import dense_module_names
 
+    if recipe.kv_cache.dtype == "int8_per_token_head":
+        raise OptionError(
+            "--recipe: kv_cache.dtype is int8_per_token_head, and there is no such KV cache on a "
+            "CPU; set it to fp8_e4m3 or auto."
+        )
     plugins = PluginManager()
     plugins.pin_policy(recipe.pins, dense_module_names(num_layers))
     plugins.is_corrector(recipe.importance_sampling.corrector)

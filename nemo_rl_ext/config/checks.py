@@ -92,10 +92,12 @@ def refuse_unread_kv_settings(
             "or remove the key."
         )
     keys = ["recalibrate", "margin", "in_training"]
-    if not given.kv_cache.has_scales:
+    if dtype == "int8_per_token_head":
+        keys.remove("in_training")
         reason = f"'{dtype_key}' is {dtype}; set it to fp8_e4m3, or remove the key"
-        if dtype == "int8_per_token_head":
-            keys.remove("in_training")
+    elif dtype == "auto":
+        either = "fp8_e4m3 or, for in_training, int8_per_token_head"
+        reason = f"'{dtype_key}' is {dtype}; set it to {either}, or remove the key"
     elif not given.rollout:
         reason = f"'{where}.rollout' is false; set it to true, or remove the key"
     elif VLLM not in sections.blocks:
@@ -227,7 +229,8 @@ def _refuse_fp8_kv(kv_cache: KVCache, sections: Sections) -> None:
         )
     if reason:
         raise UnsupportedError(
-            f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to auto."
+            f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to "
+            "int8_per_token_head, whose scales are no trainer's, or to auto."
         )
     backend = sections.at("policy.generation.vllm_kwargs").get("attention_backend")
     if backend is not None and str(backend).upper() not in KV_BACKENDS:

@@ -77,6 +77,12 @@ class Sections:
         """Whether refits bring KV scales of the trainer."""
         return self.driver.sends_kv_scales and trainer_sends_kv_scales(self.policy)
 
+    def trainer_knows_kv_cache(self, dtype: KVDtype) -> bool:
+        """Whether the trainer can round K and V as the rollouts' cache of this dtype holds them."""
+        if dtype == "int8_per_token_head":
+            return bool(self.megatron.get("enabled"))
+        return dtype == "fp8_e4m3" and self.sends_kv_scales
+
     @property
     def shares_experts(self) -> bool:
         """Whether the experts of a model are spread over several engines."""

@@ -31,6 +31,11 @@ from nemo_rl_ext.names import LOGGER
 logger = logging.getLogger(LOGGER)
 
 _MODES = {"tis": "truncate", "icepop": "mask"}
+_UNKNOWN_CACHE = {
+    "fp8_e4m3": "each engine has KV scales of its own, and NeMo RL does not pass them back",
+    "int8_per_token_head": "DTensor workers cannot round them as the INT8 cache does",
+}
+"""Why a trainer does not round K and V as a cache of this dtype."""
 
 
 def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
@@ -108,37 +113,24 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     theirs = next((key for key, ours in merged.taken if ours == "kv_cache.dtype"), None)
     if theirs is not None:
         checks.refuse_unread_kv_settings(block, recipe, first, sections, theirs)
-    if kv_dtype(recipe) == "int8_per_token_head":
-        if not sections.megatron.get("enabled"):
-            checks.refuse_in_training(block, first, sections, recipe.kv_cache.dtype)
-            if recipe.kv_cache.in_training:
-                notes.append(
-                    "the DTensor trainer attends over K and V in its own dtype "
-                    "(kv_cache.in_training false), the rollouts over INT8 ones."
-                )
-            recipe = _without_kv_in_training(recipe)
-    elif not has_fp8_kv(recipe):
-        recipe = _without_kv_in_training(recipe)
-    elif not sections.sends_kv_scales:
+    dtype = kv_dtype(recipe)
+    if has_fp8_kv(recipe) and not sections.sends_kv_scales:
         notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
-        if recipe.kv_cache.in_training:
-            checks.refuse_in_training(block, first, sections, recipe.kv_cache.dtype)
+    if not sections.trainer_knows_kv_cache(dtype):
+        if dtype != "auto" and recipe.kv_cache.in_training:
+            checks.refuse_in_training(block, first, sections, dtype)
             notes.append(
                 "the trainer attends over K and V in its own dtype (kv_cache.in_training false): "
-                "each engine has KV scales of its own, and NeMo RL does not pass them back."
+                f"{_UNKNOWN_CACHE[dtype]}."
             )
-            recipe = _without_kv_in_training(recipe)
+        kv_cache = recipe.kv_cache.model_copy(update={"in_training": False})
+        recipe = recipe.model_copy(update={"kv_cache": kv_cache})
     checks.refuse_unserved(recipe, sections)
     guard = None
     if sections.loss.get(GUARD) is not None:
         guard = GuardConfig.from_dict(sections.loss[GUARD], where=f"{LOSS}.{GUARD}")
         checks.refuse_fixed_engines(guard, recipe, sections)
     return Keys(recipe, tuple(map(block_path, blocks)), guard, tuple(notes), tuple(merged.taken))
-
-
-def _without_kv_in_training(recipe: Recipe) -> Recipe:
-    kv_cache = recipe.kv_cache.model_copy(update={"in_training": False})
-    return recipe.model_copy(update={"kv_cache": kv_cache})
 
 
 def _refuse_fp8_without_block(sections: Sections, section: str, key: str, value: Any) -> None:

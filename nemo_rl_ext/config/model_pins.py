@@ -11,6 +11,13 @@ from fp8rl.families import family_of, module_names, unsupported_reason
 from nemo_rl_ext.config.drivers import MEGATRON
 from nemo_rl_ext.config.keys import kv_dtype
 
+_NO_LATENTS = {
+    "fp8_e4m3": "over an FP8 cache of latents vLLM also quantizes the absorbed query, with a scale "
+    "that no trainer observes",
+    "int8_per_token_head": "vLLM has no INT8 cache of latents",
+}
+"""Why multi-latent attention is not served with a KV cache of this dtype."""
+
 
 def check_pins(
     recipe: Recipe, where: str, policy: Mapping[str, Any], model: Mapping[str, Any]
@@ -40,12 +47,12 @@ def check_pins(
             f"'{where}' does not serve '{policy.get('model_name')}', {reason}; remove the block."
         )
     family = family_of(model)
-    if kv_dtype(recipe) != "auto" and family is not None and family.attention.kv == "latent":
+    dtype = kv_dtype(recipe)
+    if dtype != "auto" and family is not None and family.attention.kv == "latent":
         raise UnsupportedError(
-            f"'{where}.kv_cache.dtype' is {recipe.kv_cache.dtype}, but the cache of "
+            f"'{where}.kv_cache.dtype' is {dtype}, but the cache of "
             f"'{policy.get('model_name')}', which has multi-latent attention, is served in BF16 "
-            "alone: over an FP8 cache of latents vLLM also quantizes the absorbed query, with a "
-            "scale that no trainer observes; set it to auto."
+            f"alone: {_NO_LATENTS[dtype]}; set it to auto."
         )
     try:
         names = module_names(model) if family else None

@@ -329,6 +329,7 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path, place: str):
         (("--recipe", '{"weigths": {}}'), "weigths"),
         (("--recipe", '{"pins": {"layers": [4]}}'), "layers: 4 matches nothing"),
         (("--recipe", '{"importance_sampling": {"corrector": "xis"}}'), "'xis' is not known"),
+        (("--recipe", '{"kv_cache": {"dtype": "int8_per_token_head"}}'), "no such KV cache on a"),
         (("--settings", '{"model": {"layers": 2}}'), "layers"),
         (("--settings", '{"model": {"head_dim": 40}}'), "'--settings.model.head_dim' must be "),
         (("--settings", '{"prompts_per_step": true}'), "'--settings.prompts_per_step' must be a"),

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8rl_demo.products import float32_products
+
 ROOT = Path(__file__).resolve().parents[2]
 with pytest.MonkeyPatch.context() as _patch:  # not for long: benchmarks/nemo_rl.py is no nemo_rl
     _patch.syspath_prepend(ROOT / "benchmarks")
@@ -34,7 +36,7 @@ def curves(megatron_world) -> dict[str, Curve]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of sums moves roundings, and with them the losses
     try:
-        with megatron_world.active():
+        with megatron_world.active(), float32_products():
             return {
                 # The test of float32 reads the first gradient only.
                 name: train(Setting(steps=1 if name == "float32" else 8), VARIANTS[name])

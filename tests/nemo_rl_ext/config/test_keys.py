@@ -209,7 +209,7 @@ block.kv_cache.dtype=auto block.kv_cache.recalibrate=grow
 block.kv_cache.dtype=auto block.kv_cache.margin=2.0
     'policy.generation.vllm_cfg.fp8rl.kv_cache.margin' has no effect
 block.kv_cache.dtype=auto block.kv_cache.in_training=true
-    'policy.generation.vllm_cfg.fp8rl.kv_cache.in_training' has no effect
+    is auto; set it to fp8_e4m3 or, for in_training, int8_per_token_head, or remove the key
 block.rollout=false block.kv_cache.in_training=true
     kv_cache.in_training' has no effect: 'policy.generation.vllm_cfg.fp8rl.rollout' is false; set
 block.rollout=false block.kv_cache.recalibrate=grow
@@ -421,7 +421,8 @@ def test_a_megatron_trainer_attends_over_an_int8_cache_whatever_the_loop(
     if not trainer:
         off = read(config({}, f"megatron.enabled=false {overrides}"), GRPO)
         assert not off.recipe.kv_cache.in_training
-        assert "the DTensor trainer attends over K and V in its own dtype" in off.notes[-1]
+        assert "attends over K and V in its own dtype" in off.notes[-1]
+        assert "DTensor workers cannot round" in off.notes[-1]
         return
     with pytest.raises(UnsupportedError, match=r"in_training' needs .*DTensor trainer attends"):
         read(config({}, f"megatron.enabled=false {overrides}"), GRPO)
@@ -566,7 +567,7 @@ def test_an_fp8_cache_of_latents_is_refused_before_ray(tmp_path: Path) -> None:
     message = r"vllm_cfg\.fp8rl\.kv_cache\.dtype' is fp8_e4m3, but .* set it to auto"
     with pytest.raises(UnsupportedError, match=message):
         ready("fp8_e4m3")
-    with pytest.raises(UnsupportedError, match="is int8_per_token_head, but"):
+    with pytest.raises(UnsupportedError, match=r"no INT8 cache of latents; set it to auto"):
         ready("int8_per_token_head")
     ready("auto")
     ready("auto", pins={"kinds": ["a_proj", "b_proj"]})
