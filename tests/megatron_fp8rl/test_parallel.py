@@ -101,6 +101,11 @@ def test_clipped_keys_and_values_are_counted_over_all_ranks(single, ranks, name)
     checks.check_clipped(ranks.of(name), single_run(single, name))
 
 
+@pytest.mark.parametrize("name", [name for name, run in TOPOLOGIES.items() if run.has_int8])
+def test_attention_over_an_int8_cache_does_not_depend_on_topology(single, ranks, name):
+    checks.check_int8(name, ranks.of(name), single_run(single, name))
+
+
 @each_topology
 def test_nan_on_one_rank_is_an_error_on_every_rank(ranks, name):
     checks.check_nan(ranks.of(name))

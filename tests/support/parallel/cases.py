@@ -63,8 +63,9 @@ def train(
     assert run.conversion is not None
     observer = QKVObserver(run.model, enabled=False)
     percentiles = QKVObserver(run.model, enabled=False, percentile=90.0)
+    result: dict[str, Any] = {"int8": _loss_over_int8(run) if topology.has_int8 else None}
     cache = KVCacheInTraining(run.model)
-    result: dict[str, Any] = {
+    result |= {
         "exported": _exported(run),
         "modules": sorted(run.conversion.modules),
         "fused": sum(isinstance(m, Fp8SwigluMLP) for chunk in run.model for m in chunk.modules()),
@@ -92,6 +93,15 @@ def train(
     result["codes"]["pow2"] = _code_mismatches(again, result["trained"], "pow2")
     result["nan"] = _nan_on_the_last_rank(observer)
     return result
+
+
+def _loss_over_int8(run: Run) -> float | None:
+    """The first loss, over K and V as an INT8 cache holds them."""
+    cache = KVCacheInTraining(run.model, "int8_per_token_head")
+    try:
+        return run.forward_backward(0)
+    finally:
+        cache.close()
 
 
 def _by_name(observer: QKVObserver) -> dict[str, torch.Tensor]:

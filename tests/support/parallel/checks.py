@@ -195,6 +195,17 @@ def check_clipped(both: list[dict], single: dict) -> None:
             assert share == pytest.approx(single["clipped"][key], rel=0.1)
 
 
+def check_int8(name: str, both: list[dict], single: dict) -> None:
+    """Rows of K and V are heads, which no topology splits, so the loss is that of one process."""
+    assert single["int8"] != single["losses"][0]
+    losses = [rank["int8"] for rank in both if rank["int8"] is not None]
+    assert len(losses) == (1 if topology_of(name).pp > 1 else 2)
+    for loss in losses:
+        assert loss == pytest.approx(single["int8"], rel=LOSS_TOLERANCE[torch.float32][0])
+        if topology_of(name).tp == 1:
+            assert loss == single["int8"]
+
+
 def check_nan(both: list[dict]) -> None:
     for rank in both:
         assert rank["nan"].startswith("KV scale 'model.layers.2.self_attn.k_scale' is nan")

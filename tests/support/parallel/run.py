@@ -55,6 +55,11 @@ class Topology:
         return "moe" if self.moe else "dense"
 
     @property
+    def has_int8(self) -> bool:
+        """Whether a pass over an INT8 cache is made too: not where it would show nothing more."""
+        return not self.moe and self.dtype == torch.float32
+
+    @property
     def pins(self) -> dict[str, list]:
         return MOE_PINS if self.moe else PINS
 
