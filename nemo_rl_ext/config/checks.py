@@ -7,7 +7,7 @@ and before anything in the config has been changed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
@@ -23,8 +23,12 @@ from nemo_rl_ext.config.keys import (
     needs_our_trainer,
 )
 
-KV_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER")
-"""Attention backends that ``vllm_fp8rl.quantization.kv_cache.check_backend`` knows."""
+KV_BACKENDS: dict[KVDtype, tuple[str, ...]] = {
+    "fp8_e4m3": ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "FLASHINFER"),
+    "int8_per_token_head": ("TRITON_ATTN",),
+}
+"""Attention backends over each KV cache: those in E4M3 that
+``vllm_fp8rl.quantization.kv_cache.check_backend`` knows, and vLLM's one in INT8."""
 
 MOE_BACKENDS = ("auto", "triton", "deep_gemm")
 """Values of vLLM's ``moe_backend`` that ``vllm_fp8rl.kernels.fused_moe`` serves."""
@@ -91,24 +95,24 @@ def refuse_unread_kv_settings(
             f"'{dtype_key}' has no effect: '{where}.rollout' is false; set it to true, "
             "or remove the key."
         )
-    keys = ["recalibrate", "margin", "in_training"]
-    if dtype == "int8_per_token_head":
-        keys.remove("in_training")
-        reason = f"'{dtype_key}' is {dtype}; set it to fp8_e4m3, or remove the key"
-    elif dtype == "auto":
-        either = "fp8_e4m3 or, for in_training, int8_per_token_head"
-        reason = f"'{dtype_key}' is {dtype}; set it to {either}, or remove the key"
-    elif not given.rollout:
-        reason = f"'{where}.rollout' is false; set it to true, or remove the key"
-    elif VLLM not in sections.blocks:
-        reason = "no rollouts run by this block; remove the key"
-    else:
-        return
+    readers = {key: ["fp8_e4m3"] for key in ("recalibrate", "margin")}
+    if dtype != "int8_per_token_head":
+        readers["in_training"] = [d for d in get_args(KVDtype) if sections.trainer_can_round(d)]
     unread = KVCache(in_training=False)
-    for key in keys:
+    for key, dtypes in readers.items():
         written = key in (block.get("kv_cache") or {})
-        if written and getattr(given.kv_cache, key) != getattr(unread, key):
-            raise RecipeError(f"'{where}.kv_cache.{key}' has no effect: {reason}.")
+        if not written or getattr(given.kv_cache, key) == getattr(unread, key):
+            continue
+        if not given.kv_cache.has_scales:
+            remedy = f"set it to {' or '.join(dtypes)}, or remove" if dtypes else "remove"
+            reason = f"'{dtype_key}' is {dtype}; {remedy} the key"
+        elif not given.rollout:
+            reason = f"'{where}.rollout' is false; set it to true, or remove the key"
+        elif VLLM not in sections.blocks:
+            reason = "no rollouts run by this block; remove the key"
+        else:
+            continue
+        raise RecipeError(f"'{where}.kv_cache.{key}' has no effect: {reason}.")
 
 
 def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
@@ -124,6 +128,8 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
         _refuse_rollouts(sections)
     if has_fp8_kv(recipe):
         _refuse_fp8_kv(recipe.kv_cache, sections)
+    if kv_dtype(recipe) != "auto":
+        _refuse_backend(kv_dtype(recipe), sections)
     if recipe.kv_cache.in_training:
         _refuse_captured_attention(sections)
     if sections.at("policy.router_replay").get("enabled"):
@@ -229,15 +235,18 @@ def _refuse_fp8_kv(kv_cache: KVCache, sections: Sections) -> None:
         )
     if reason:
         raise UnsupportedError(
-            f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to "
-            "int8_per_token_head, whose scales are no trainer's, or to auto."
+            f"'{VLLM}.{BLOCK}.kv_cache.dtype' fp8_e4m3 needs {reason}; or set it to auto."
         )
+
+
+def _refuse_backend(dtype: KVDtype, sections: Sections) -> None:
+    """Refuse an attention backend that does not read a KV cache of this dtype."""
     backend = sections.at("policy.generation.vllm_kwargs").get("attention_backend")
-    if backend is not None and str(backend).upper() not in KV_BACKENDS:
+    if backend is not None and str(backend).upper() not in KV_BACKENDS[dtype]:
         raise UnsupportedError(
             f"'policy.generation.vllm_kwargs.attention_backend' is '{backend}', which is not known "
-            f"to read the KV scales of each refit; choose one of {', '.join(KV_BACKENDS)}, or set "
-            f"'{VLLM}.{BLOCK}.kv_cache.dtype' to auto."
+            f"to read a KV cache of dtype {dtype} with its scales; set it to "
+            f"{' or '.join(KV_BACKENDS[dtype])}, or '{VLLM}.{BLOCK}.kv_cache.dtype' to auto."
         )
 
 

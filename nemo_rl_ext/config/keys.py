@@ -77,7 +77,7 @@ class Sections:
         """Whether refits bring KV scales of the trainer."""
         return self.driver.sends_kv_scales and trainer_sends_kv_scales(self.policy)
 
-    def trainer_knows_kv_cache(self, dtype: KVDtype) -> bool:
+    def trainer_can_round(self, dtype: KVDtype) -> bool:
         """Whether the trainer can round K and V as the rollouts' cache of this dtype holds them."""
         if dtype == "int8_per_token_head":
             return bool(self.megatron.get("enabled"))

@@ -31,11 +31,6 @@ from nemo_rl_ext.names import LOGGER
 logger = logging.getLogger(LOGGER)
 
 _MODES = {"tis": "truncate", "icepop": "mask"}
-_UNKNOWN_CACHE = {
-    "fp8_e4m3": "each engine has KV scales of its own, and NeMo RL does not pass them back",
-    "int8_per_token_head": "DTensor workers cannot round them as the INT8 cache does",
-}
-"""Why a trainer does not round K and V as a cache of this dtype."""
 
 
 def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
@@ -116,12 +111,17 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
     dtype = kv_dtype(recipe)
     if has_fp8_kv(recipe) and not sections.sends_kv_scales:
         notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
-    if not sections.trainer_knows_kv_cache(dtype):
+    if not sections.trainer_can_round(dtype):
         if dtype != "auto" and recipe.kv_cache.in_training:
             checks.refuse_in_training(block, first, sections, dtype)
+            reason = (
+                "each engine has KV scales of its own, and NeMo RL does not pass them back"
+                if sections.megatron.get("enabled")
+                else "DTensor workers do not round K and V"
+            )
             notes.append(
                 "the trainer attends over K and V in its own dtype (kv_cache.in_training false): "
-                f"{_UNKNOWN_CACHE[dtype]}."
+                f"{reason}."
             )
         kv_cache = recipe.kv_cache.model_copy(update={"in_training": False})
         recipe = recipe.model_copy(update={"kv_cache": kv_cache})

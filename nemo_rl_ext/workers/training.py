@@ -373,14 +373,15 @@ def largest_micro_batch(policy: Mapping[str, Any], data: Any) -> int:
 def kv_cache_in_training(policy: Mapping[str, Any]) -> KVDtype:
     """Return the dtype of the rollouts' KV cache over whose K and V this trainer attends.
 
-    ``auto`` where it attends over its own; the driver has then written ``in_training: false``
-    (:func:`nemo_rl_ext.config.merge.prepare`).
+    ``auto`` where it attends over its own.
     """
     block = ((policy.get("generation") or {}).get("vllm_cfg") or {}).get("fp8rl")
     if block is None:
         return "auto"
     recipe = Recipe.from_dict(block, where=ROLLOUT_KEY)
-    return kv_dtype(recipe) if recipe.kv_cache.in_training else "auto"
+    dtype = kv_dtype(recipe)
+    known = dtype == "int8_per_token_head" or sends_kv_scales(policy)
+    return dtype if known and recipe.kv_cache.in_training else "auto"
 
 
 def kv_scales_withdrawn(policy: Mapping[str, Any]) -> bool:

@@ -102,7 +102,7 @@ def test_clipped_keys_and_values_are_counted_over_all_ranks(single, ranks, name)
 
 
 @pytest.mark.parametrize("name", [name for name, run in TOPOLOGIES.items() if run.has_int8])
-def test_attention_over_an_int8_cache_does_not_depend_on_topology(single, ranks, name):
+def test_the_loss_over_an_int8_cache_is_that_of_one_process(single, ranks, name):
     checks.check_int8(name, ranks.of(name), single_run(single, name))
 
 

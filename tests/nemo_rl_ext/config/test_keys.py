@@ -209,7 +209,9 @@ block.kv_cache.dtype=auto block.kv_cache.recalibrate=grow
 block.kv_cache.dtype=auto block.kv_cache.margin=2.0
     'policy.generation.vllm_cfg.fp8rl.kv_cache.margin' has no effect
 block.kv_cache.dtype=auto block.kv_cache.in_training=true
-    is auto; set it to fp8_e4m3 or, for in_training, int8_per_token_head, or remove the key
+    is auto; set it to fp8_e4m3 or int8_per_token_head, or remove the key
+megatron.enabled=false block.kv_cache.dtype=auto block.kv_cache.in_training=true
+    is auto; remove the key
 block.rollout=false block.kv_cache.in_training=true
     kv_cache.in_training' has no effect: 'policy.generation.vllm_cfg.fp8rl.rollout' is false; set
 block.rollout=false block.kv_cache.recalibrate=grow
@@ -276,6 +278,8 @@ generation.vllm_kwargs.kv_cache_dtype=fp8_e5m2
     'policy.generation.vllm_kwargs.kv_cache_dtype' is 'fp8_e5m2'
 generation.vllm_kwargs.attention_backend=FLASHMLA
     'policy.generation.vllm_kwargs.attention_backend' is 'FLASHMLA'
+block.kv_cache.dtype=int8_per_token_head generation.vllm_kwargs.attention_backend=FLASH_ATTN
+    to read a KV cache of dtype int8_per_token_head with its scales; set it to TRITON_ATTN, or
 policy.router_replay.enabled=true generation.vllm_kwargs.moe_backend=flashinfer_trtllm
     'policy.generation.vllm_kwargs.moe_backend' is 'flashinfer_trtllm', and 'policy.router_replay'
 policy.router_replay.enabled=true megatron.model_overrides.moe_router_fusion=true
@@ -363,7 +367,7 @@ def test_without_scales_from_the_trainer_the_engine_calibrates_itself() -> None:
     assert keys.recipe.kv_cache.dtype == "fp8_e4m3"
     calibrates, attends = keys.notes[-2:]
     assert "vLLM calibrates them itself" in calibrates
-    assert "attends over K and V in its own dtype" in attends and "pass them back" in attends
+    assert "attends over K and V in its own dtype" in attends and "DTensor workers" in attends
     assert not keys.recipe.kv_cache.in_training
     run = MasterConfig(**value)
     prepare(run, GRPO, lambda key: None)
@@ -382,6 +386,7 @@ def test_attention_over_the_rollouts_cache_is_refused_where_the_trainer_never_le
     left_off = read(config({}), DRIVERS["ppo"])
     assert not left_off.recipe.kv_cache.in_training
     assert "attends over K and V in its own dtype" in left_off.notes[-1]
+    assert "NeMo RL does not pass them back" in left_off.notes[-1]
     assert read(config(block), GRPO).recipe.kv_cache.in_training
     # A run from the config that a checkpoint keeps, with all keys written out.
     first = read(config({}, "megatron.enabled=false"), GRPO).recipe
@@ -422,7 +427,7 @@ def test_a_megatron_trainer_attends_over_an_int8_cache_whatever_the_loop(
         off = read(config({}, f"megatron.enabled=false {overrides}"), GRPO)
         assert not off.recipe.kv_cache.in_training
         assert "attends over K and V in its own dtype" in off.notes[-1]
-        assert "DTensor workers cannot round" in off.notes[-1]
+        assert "DTensor workers do not round K and V" in off.notes[-1]
         return
     with pytest.raises(UnsupportedError, match=r"in_training' needs .*DTensor trainer attends"):
         read(config({}, f"megatron.enabled=false {overrides}"), GRPO)
@@ -651,8 +656,15 @@ def test_the_attention_backends_are_those_the_engine_plugin_knows() -> None:
 
     from vllm_fp8rl.quantization.kv_cache import check_backend
 
-    for name in KV_BACKENDS:
+    for name in KV_BACKENDS["fp8_e4m3"]:
         check_backend(name, CompilationConfig(cudagraph_mode="NONE"))
+
+
+def test_vllm_has_an_int8_cache_in_the_backend_that_is_allowed() -> None:
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    assert (TritonAttentionBackend.get_name(),) == KV_BACKENDS["int8_per_token_head"]
+    assert "int8_per_token_head" in TritonAttentionBackend.supported_kv_cache_dtypes
 
 
 def test_the_moe_backends_are_those_the_engine_plugin_serves() -> None:

@@ -201,8 +201,8 @@ def test_a_dtensor_trainer_and_gpus_of_its_own(look: Any) -> None:
     assert [note for (note,) in (r[:1] for r in found.sections[-1].rows)] == [
         "the DTensor trainer runs in BF16; only the rollouts run in FP8.",
         "no KV scales are sent; vLLM calibrates them itself after each refit.",
-        "the trainer attends over K and V in its own dtype (kv_cache.in_training false): each "
-        "engine has KV scales of its own, and NeMo RL does not pass them back.",
+        "the trainer attends over K and V in its own dtype (kv_cache.in_training false): DTensor "
+        "workers do not round K and V.",
     ]
     assert not [title for title in titles(found) if "in training" in title]
 

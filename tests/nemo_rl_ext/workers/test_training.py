@@ -287,6 +287,9 @@ def test_attention_is_upstreams_where_the_recipe_or_the_cache_says_so() -> None:
     assert Worker(policy({"training": False, "kv_cache": {"in_training": False}}))._kv_cache is None
     assert Worker(policy(None))._kv_cache is None
     assert Worker(policy({}), init_optimizer=False)._kv_cache is None
+    auto = policy({"training": False})
+    auto["generation"]["vllm_cfg"]["kv_cache_dtype"] = "auto"
+    assert Worker(auto)._kv_cache is None
 
 
 def test_attention_sees_what_an_int8_cache_holds_from_the_start_and_no_scales_are_sent() -> None:

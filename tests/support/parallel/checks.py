@@ -197,11 +197,13 @@ def check_clipped(both: list[dict], single: dict) -> None:
 
 def check_int8(name: str, both: list[dict], single: dict) -> None:
     """Rows of K and V are heads, which no topology splits, so the loss is that of one process."""
-    assert single["int8"] != single["losses"][0]
     losses = [rank["int8"] for rank in both if rank["int8"] is not None]
     assert len(losses) == (1 if topology_of(name).pp > 1 else 2)
+    # Where one of the two heads is not rounded, the loss moves by a fifth of this.
+    rounding = abs(single["int8"] - single["losses"][0])
+    assert rounding > 0
     for loss in losses:
-        assert loss == pytest.approx(single["int8"], rel=LOSS_TOLERANCE[torch.float32][0])
+        assert loss == pytest.approx(single["int8"], rel=0, abs=0.1 * rounding)
         if topology_of(name).tp == 1:
             assert loss == single["int8"]
 

@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def has_int8(self) -> bool:
-        """Whether a pass over an INT8 cache is made too: not where it would show nothing more."""
+        """Whether a pass over an INT8 cache is made too: to save time, in these alone."""
         return not self.moe and self.dtype == torch.float32
 
     @property
