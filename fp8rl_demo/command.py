@@ -54,7 +54,8 @@ def demo(
     run_settings = _settings(settings, seed)
     base = Recipe.load(recipe) if recipe is not None else DEMO_RECIPE
     recipes = {precision: recipe_for(precision, base) for precision in precisions}
-    _check_recipe(base, list(recipes.values()), run_settings.model.num_layers)
+    for each in recipes.values():
+        _check_recipe(each, run_settings.model.num_layers)
     warm_start = out / "warm-start"
     if resume and not _has_checkpoint(out, precisions):
         raise OptionError(
@@ -101,12 +102,12 @@ def demo(
         raise typer.Exit(130)
 
 
-def _check_recipe(recipe: Recipe, runs: list[Recipe], num_layers: int) -> None:
+def _check_recipe(recipe: Recipe, num_layers: int) -> None:
     """Raise what the engines would find wrong with a recipe, before the warm start."""
     from fp8rl import PluginManager
     from fp8rl.families import dense_module_names
 
-    if any(run.kv_cache.dtype == "int8_per_token_head" for run in runs):
+    if recipe.kv_cache.dtype == "int8_per_token_head":
         raise OptionError(
             "--recipe: kv_cache.dtype is int8_per_token_head, and there is no such KV cache on a "
             "CPU; set it to fp8_e4m3 or auto."

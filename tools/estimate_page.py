@@ -324,8 +324,10 @@ def _in_nemo_rl() -> Iterator[Row]:
     for precision, each in runs.items():  # from before fp8rl's one pass
         what = f"{name}8", "h200", small, 256, 8, 1536, precision
         yield from Training(*what, CHUNKS, each).rows()
-    files = {128: ("nemo_rl_real_8b_h200",)}
-    files[256] = "nemo_rl_real_8b_2_h200", "nemo_rl_real_8b_4_h200"
+    files = {
+        128: ["nemo_rl_real_8b_h200"],
+        256: ["nemo_rl_real_8b_2_h200", "nemo_rl_real_8b_4_h200"],
+    }
     for count, each in files.items():
         for variant, precision in VARIANTS:
             what = "Qwen3-8B in NeMo RL", "h200", dense, count, 8, 1536, precision

@@ -281,32 +281,28 @@ def _refuse_hidden_routers(sections: Sections) -> None:
         )
 
 
-def refuse_in_training(
-    block: Mapping[str, Any], where: str, sections: Sections, dtype: KVDtype
-) -> None:
+def refuse_in_training(block: Mapping[str, Any], where: str, sections: Sections) -> None:
     """Refuse a block that asks for ``kv_cache.in_training`` where the trainer cannot do it.
 
     Args:
         block: the block as it is written; the default asks for nothing.
         where: its path.
-        sections: sections of a config whose refits bring no KV scales, or without a Megatron
-            trainer.
-        dtype: of the KV cache.
+        sections: sections of a config whose trainer cannot round as the cache does.
     """
     if (block.get("kv_cache") or {}).get("in_training"):
-        if dtype == "int8_per_token_head":
-            raise UnsupportedError(
-                f"'{where}.kv_cache.in_training' needs '{MEGATRON}.enabled' true: the DTensor "
-                "trainer attends over its own K and V; set it to false, or leave it out."
-            )
-        remedy = (
-            "'grpo' or the single controller as driver"
-            if sections.megatron.get("enabled")
-            else f"'{MEGATRON}.enabled' true"
+        remedy, reason = (
+            f"'{MEGATRON}.enabled' true",
+            "the DTensor trainer attends over its own K and V",
         )
+        if sections.megatron.get("enabled"):
+            remedy = "'grpo' or the single controller as driver"
+            reason = (
+                "here each vLLM engine calibrates KV scales of its own, which the trainer never "
+                "learns"
+            )
         raise UnsupportedError(
-            f"'{where}.kv_cache.in_training' needs {remedy}: here each vLLM engine calibrates KV "
-            "scales of its own, which the trainer never learns; set it to false, or leave it out."
+            f"'{where}.kv_cache.in_training' needs {remedy}: {reason}; set it to false, or leave "
+            "it out."
         )
 
 

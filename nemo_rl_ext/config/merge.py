@@ -113,7 +113,7 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
         notes.append("no KV scales are sent; vLLM calibrates them itself after each refit.")
     if not sections.trainer_can_round(dtype):
         if dtype != "auto" and recipe.kv_cache.in_training:
-            checks.refuse_in_training(block, first, sections, dtype)
+            checks.refuse_in_training(block, first, sections)
             reason = (
                 "each engine has KV scales of its own, and NeMo RL does not pass them back"
                 if sections.megatron.get("enabled")
