@@ -49,7 +49,9 @@ class BatchCorrection:
         """Of each piece of the step: ``rollout``, ``trainer``, ``counts``, ``kept``, ``[B, S - 1]``
         (both engines' logprobs, the tokens that counted, and those left after rejection)."""
 
-    def correct(self, train_data: MutableMapping[str, Any]) -> dict[str, float]:
+    def correct(
+        self, train_data: MutableMapping[str, Any], *, masked: float | None = None
+    ) -> dict[str, float]:
         """Correct a batch in place and return its metrics.
 
         ``sample_mask`` loses rejected sequences, ``token_mask`` rejected tokens, and
@@ -59,10 +61,12 @@ class BatchCorrection:
         Args:
             train_data: ``token_mask``, ``prev_logprobs``, ``generation_logprobs`` ``[B, S]``,
                 ``sample_mask`` ``[B]``.
+            masked: mean error of the sequences that upstream's own threshold has masked before,
+                where it has left none; such a step is left out and counts too.
 
         Returns:
-            Metrics of :func:`nemo_rl_ext.correct` as ``fp8rl/...``, and the guard's level; empty
-            where no token counts.
+            Metrics of :func:`nemo_rl_ext.correct` as ``fp8rl/...``, and for a whole step the
+            guard's level; empty where no token counts.
 
         Raises:
             BatchError: a counted logprob is NaN.
@@ -73,40 +77,45 @@ class BatchCorrection:
             self.skips = False
         counts = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)) != 0
         if not counts.any():
-            return {}
+            train_data[WEIGHTS] = torch.zeros_like(token_mask, dtype=torch.float32)
+            # The single controller and PPO end a run whose step comes to nothing.
+            if masked is None or self.in_pieces:
+                return {}
+            return _named(self._close(masked, emptied=True) | self._step_metrics())
         rollout = train_data["generation_logprobs"][:, 1:]
         trainer = train_data["prev_logprobs"][:, 1:]
         result = correct(rollout, trainer, counts, self.settings, self._corrector)
         metrics = dict(result.metrics)
-        if self.guard is not None:
-            level = self._judge(self.guard, metrics["token_mult_prob_error"])
-            metrics |= self._guard_metrics(self.guard, level)
-            if level == "tight" and result.mask.any():
-                tight = self._reject_tightly(self.guard, rollout, trainer, result.mask)
-                metrics["guard_rejected_share"] = tight.metrics["rejected_share"]
-                if tight.mask.any():
-                    settings = self.settings.model_copy(update={"rejection": None})
-                    result = correct(rollout, trainer, tight.mask, settings, self._corrector)
-        kept = result.mask
-        # A piece may be empty where an earlier one of its step is not.
-        if not kept.any() and not any(earlier.any() for *_, earlier in self._pieces):
-            logger.warning("fp8rl: every token of the batch was rejected; the step is left out.")
-            self.skips = True
+        error = metrics["token_mult_prob_error"]
+        kept, weights = result.mask, result.weights
+        if self.guard is not None and kept.any() and self._is_tight(self.guard, error):
+            tight = self._reject_tightly(self.guard, rollout, trainer, kept)
+            metrics["guard_rejected_share"] = tight.metrics["rejected_share"]
+            kept, weights = tight.mask, torch.zeros_like(weights)
+            if kept.any():
+                settings = self.settings.model_copy(update={"rejection": None})
+                result = correct(rollout, trainer, kept, settings, self._corrector)
+                kept, weights = result.mask, result.weights
         if self.in_pieces:
+            # A piece may be empty where an earlier one of its step is not.
+            if not kept.any() and not any(earlier.any() for *_, earlier in self._pieces):
+                self.skips = True
             self._pieces.append((rollout, trainer, counts, kept))
+        else:
+            metrics |= self._close(error, emptied=not weights[kept].any())
         if self.skips:
             kept = counts  # the loops cannot take an empty batch
         metrics |= self._step_metrics()
-        self._write(train_data, kept, result.weights)
+        self._write(train_data, kept, weights)
         return _named(metrics)
 
     def end_step(self) -> tuple[bool, dict[str, float]]:
         """Close a step that came in pieces.
 
         Returns:
-            Whether the step is left out, because the guard decides so for all its tokens or because
-            its first piece was rejected as a whole; and the metrics of all its tokens, like those
-            of :meth:`correct`, empty where no piece had any.
+            Whether the step is left out, because the guard decides so for all its tokens, no token
+            has weight, or its first piece was rejected as a whole; and the metrics of all its
+            tokens, like those of :meth:`correct`, empty where no piece had any.
 
         Raises:
             UnsupportedError: the guard ends the run.
@@ -116,9 +125,9 @@ class BatchCorrection:
             rollout, trainer, counts, kept = self._all_pieces()
             whole = correct(rollout, trainer, counts, self.settings, self._corrector)
             metrics = dict(whole.metrics)
+            emptied = self.skips or not whole.weights[kept].any()
+            metrics |= self._close(metrics["token_mult_prob_error"], emptied=emptied)
             if self.guard is not None:
-                level = self._observe(self.guard, metrics["token_mult_prob_error"])
-                metrics |= self._guard_metrics(self.guard, level)
                 dropped = float((whole.mask & ~kept).sum())
                 metrics["guard_rejected_share"] = dropped / max(float(whole.mask.sum()), 1.0)
             metrics |= self._step_metrics()
@@ -145,36 +154,62 @@ class BatchCorrection:
             "guard_bf16_rollouts": float(guard.bf16),
         }
 
-    def _judge(self, guard: MismatchGuard, error: float) -> Level:
-        """Return the guard's level for a batch or for a piece of one."""
-        if not self.in_pieces:
-            return self._observe(guard, error)
-        return (
-            "normal" if guard.level == "normal" and error <= guard.config.tighten_above else "tight"
-        )
+    def _is_tight(self, guard: MismatchGuard, error: float) -> bool:
+        """Whether the guard's bounds hold for a batch, or for a piece of one whose step may stay
+        although the piece alone asks for more."""
+        asked = guard.asks(error)
+        return asked == "tight" or (self.in_pieces and asked == "skip")
 
-    def _observe(self, guard: MismatchGuard, error: float) -> Level:
-        level = guard.observe(error)
+    def _close(self, error: float, *, emptied: bool) -> dict[str, float]:
+        """Decide whether the step is left out, and return the guard's metrics.
+
+        Args:
+            error: ``token_mult_prob_error`` of all tokens of the step.
+            emptied: no token of the step is left with a weight.
+        """
+        if emptied:
+            self.skips = True
+            logger.warning(
+                "fp8rl: every token of the batch was rejected or has weight 0; the step is left "
+                "out.%s",
+                ""
+                if self.guard is not None
+                else " Should this go on, widen the bounds of loss_fn.fp8rl.importance_sampling; "
+                "with loss_fn.fp8rl_guard such steps do not go on for ever.",
+            )
+        if self.guard is None:
+            return {}
+        level = self.guard.observe(error, emptied=emptied)
         if level == "stop":
-            raise UnsupportedError(self._stop_reason(guard))
+            raise UnsupportedError(self._stop_reason(self.guard))
         self.skips = self.skips or level in ("skip", "bf16")
-        return level
+        return self._guard_metrics(self.guard, level)
 
     @staticmethod
     def _stop_reason(guard: MismatchGuard) -> str:
-        what = (
-            f"token_mult_prob_error was above loss_fn.fp8rl_guard.skip_above="
-            f"{guard.config.skip_above} for {guard.skipped} steps in a row"
-        )
+        far, emptied = guard.skipped - guard.emptied, guard.emptied
+        reasons, widen = [], ""
+        if far:
+            reasons.append(
+                "token_mult_prob_error was above loss_fn.fp8rl_guard.skip_above="
+                f"{guard.config.skip_above} in {far}"
+            )
+        if emptied:
+            reasons.append(f"rejection left no token with a weight in {emptied}")
+            widen = (
+                " Or widen what rejects: the bounds of loss_fn.fp8rl.importance_sampling, or "
+                "loss_fn.fp8rl_guard.geometric."
+            )
+        what = f"{guard.skipped} steps in a row were left out ({' and '.join(reasons)})"
         if guard.bf16:
             return (
                 f"The guard ends the run: {what} with rollouts in BF16, so FP8 rollouts are not "
-                "what sets the engines apart; compare their logprobs of one batch."
+                f"what sets the engines apart; compare their logprobs of one batch.{widen}"
             )
         return (
             f"The guard gives FP8 rollouts up: {what}; resume the last checkpoint with "
             "rollout=false in the fp8rl block and policy.generation.vllm_cfg.precision=bfloat16, "
-            "or with loss_fn.fp8rl_guard.fallback=bf16."
+            f"or with loss_fn.fp8rl_guard.fallback=bf16.{widen}"
         )
 
     def _reject_tightly(

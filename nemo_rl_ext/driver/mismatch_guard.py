@@ -39,20 +39,43 @@ class MismatchGuard:
     level: Level = "normal"
     good: int = 0
     skipped: int = 0
+    """Steps in a row that were left out, for either reason."""
+    emptied: int = 0
+    """Those of ``skipped`` of which rejection left nothing."""
     old: int = 0
     """Coming steps whose sequences may still come from the replaced engines."""
 
-    def observe(self, error: float) -> Level:
-        """Return the level for the step whose batch has this ``token_mult_prob_error``."""
+    def asks(self, error: float) -> Level:
+        """Return ``normal``, ``tight`` or ``skip``, without a change of state.
+
+        Args:
+            error: ``token_mult_prob_error`` of a batch, or of a part of one.
+        """
+        if not math.isfinite(error) or error > self.config.skip_above:
+            return "skip"
+        if error > self.config.tighten_above:
+            return "tight"
+        released = self._good_with(error) >= self.config.release_after
+        return "normal" if self.level == "normal" or released else "tight"
+
+    def observe(self, error: float, *, emptied: bool = False) -> Level:
+        """Return the level for the step whose batch has this ``token_mult_prob_error``.
+
+        Args:
+            error: of all tokens of the batch, before any rejection.
+            emptied: rejection left nothing to train on, so the step is left out, and counts as one
+                whose error is above ``skip_above``.
+        """
         before = self.level
-        self.level = self._next(error)
+        self.level = self._next(error, emptied)
         if self.level != before:
             logger.warning(
-                "fp8rl guard: %s -> %s: token_mult_prob_error is %.4f (tighten above %g, skip "
+                "fp8rl guard: %s -> %s: token_mult_prob_error is %.4f%s (tighten above %g, skip "
                 "above %g; %d skipped, %d good steps in a row).",
                 before,
                 self.level,
                 error,
+                " and rejection left no token" if emptied else "",
                 self.config.tighten_above,
                 self.config.skip_above,
                 self.skipped,
@@ -64,26 +87,27 @@ class MismatchGuard:
         """Note that BF16 engines have replaced the FP8 ones; their record begins anew."""
         self.bf16 = True
         self.level = "tight"
-        self.skipped = 0
+        self.skipped = self.emptied = 0
         self.old = self.max_age
 
-    def _next(self, error: float) -> Level:
-        config = self.config
+    def _next(self, error: float, emptied: bool) -> Level:
         if self.level == "bf16":
             return "bf16"
         old, self.old = self.old > 0, max(self.old - 1, 0)
-        self.good = self.good + 1 if error < config.release_below else 0
-        if not math.isfinite(error) or error > config.skip_above:
-            if old:
-                return "skip"
-            self.skipped += 1
-            return "skip" if self.skipped <= config.fallback_after else self._give_up()
-        self.skipped = 0
-        if error > config.tighten_above:
-            return "tight"
-        if self.level == "normal" or self.good >= config.release_after:
-            return "normal"
-        return "tight"
+        asked = "skip" if emptied else self.asks(error)
+        self.good = 0 if emptied else self._good_with(error)
+        if asked != "skip":
+            self.skipped = self.emptied = 0
+            return asked
+        if old:
+            return "skip"
+        self.skipped += 1
+        self.emptied += emptied
+        return "skip" if self.skipped <= self.config.fallback_after else self._give_up()
+
+    def _good_with(self, error: float) -> int:
+        """Good steps in a row, counting one with this error."""
+        return self.good + 1 if error < self.config.release_below else 0
 
     def _give_up(self) -> Level:
         return "stop" if self.bf16 or self.config.fallback == "stop" else "bf16"

@@ -41,7 +41,9 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
             given.arguments[_THRESHOLD] = None
         metrics = masking(*given.args, **given.kwargs)
         if finder.run.correction is not None:
-            metrics.update(finder.run.correction.correct(given.arguments["train_data"]))
+            masked = metrics["mean_seq_mult_prob_error"] if metrics["num_masked_seqs"] else None
+            data = given.arguments["train_data"]
+            metrics.update(finder.run.correction.correct(data, masked=masked))
         return metrics
 
     setattr(module, UPSTREAM[0].name, correcting)

@@ -109,8 +109,8 @@ def test_a_step_in_pieces_is_judged_once_by_all_its_tokens() -> None:
     guard = MismatchGuard(GuardConfig(fallback_after=1))
     run = BatchCorrection(ImportanceSampling(), guard, in_pieces=True)
     data = batch([0.0, 0.2])
-    assert run.correct(data)["fp8rl/guard_level"] == 1.0  # the piece alone is above tighten_above
-    assert data["sample_mask"].tolist() == [1.0, 0.0]
+    run.correct(data)
+    assert data["sample_mask"].tolist() == [1.0, 0.0]  # the piece alone is above tighten_above
     assert guard.level == "normal"
     run.correct(batch([0.0] * 6))
     skips, metrics = run.end_step()
@@ -157,7 +157,113 @@ def test_the_guard_tightens_nothing_where_all_is_rejected() -> None:
     rejection = Rejection(level="sequence", high=1.5)
     run = BatchCorrection(ImportanceSampling(rejection=rejection), MismatchGuard(GuardConfig()))
     metrics = run.correct(batch([0.2, 0.2]))  # e^0.8 for four tokens; 1.22 is above tighten_above
-    assert metrics["fp8rl/guard_level"] == metrics["fp8rl/step_skipped"] == 1.0
+    assert "fp8rl/guard_rejected_share" not in metrics
+    assert metrics["fp8rl/step_skipped"] == 1.0
+    assert metrics["fp8rl/guard_level"] == LEVELS.index("skip")
+
+
+FAR = 0.2
+"""Outside the guard's geometric bounds; its error, 1.22, tightens and does not skip."""
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_batch_that_the_tight_level_empties_is_left_out_and_counts(rows: int) -> None:
+    """Naively all of it is trained on, with its weights."""
+    run = BatchCorrection(ImportanceSampling(), MismatchGuard(GuardConfig(fallback_after=2)))
+    for level in ("skip", "skip", "bf16"):
+        data = batch([FAR] * rows)
+        metrics = run.correct(data)
+        assert metrics["fp8rl/guard_rejected_share"] == metrics["fp8rl/step_skipped"] == 1.0
+        assert metrics["fp8rl/guard_level"] == LEVELS.index(level)
+        assert run.skips
+        assert not data[WEIGHTS].any()
+        assert data["sample_mask"].tolist() == [1.0] * rows  # the loops cannot take an empty batch
+    assert run.guard is not None
+    run.guard.fell_back()
+    metrics = run.correct(batch([0.0] * rows))
+    assert (metrics["fp8rl/step_skipped"], run.skips) == (0.0, False)
+
+
+@pytest.mark.parametrize("empty_first", [True, False])
+def test_a_piece_that_the_tight_level_empties_is_not_trained_on(empty_first: bool) -> None:
+    """Naively the piece is. Only the first piece of a step leaves the step out."""
+    run = BatchCorrection(ImportanceSampling(), MismatchGuard(GuardConfig()), in_pieces=True)
+    far, near = batch([FAR, FAR]), batch([0.0, 0.0])
+    for piece in (far, near) if empty_first else (near, far):
+        run.correct(piece)
+    assert far["sample_mask"].tolist() == [1.0 * empty_first] * 2
+    skips, metrics = run.end_step()
+    assert skips is empty_first
+    assert metrics["fp8rl/step_skipped"] == empty_first
+    assert metrics["fp8rl/guard_rejected_share"] == 0.5
+    assert metrics["fp8rl/guard_level"] == LEVELS.index("skip" if empty_first else "tight")
+
+
+SETTINGS_THAT_EMPTY = {
+    "sequence": ImportanceSampling(rejection=Rejection(level="sequence", high=1.0001)),
+    "token": ImportanceSampling(rejection=Rejection(level="token", high=1.0001)),
+    "veto": ImportanceSampling(token_veto=0.9999),
+    "weights": ImportanceSampling(mode="mask", low=0.9999, high=1.0001),
+}
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("name", SETTINGS_THAT_EMPTY)
+def test_steps_that_the_recipe_empties_reach_the_guards_end(name: str, in_pieces: bool) -> None:
+    """Naively they are left out, or trained with weights of 0, for ever."""
+    gap = -0.01 if name == "veto" else 0.01
+    guard = MismatchGuard(GuardConfig(fallback_after=3, fallback="stop"))
+    run = BatchCorrection(SETTINGS_THAT_EMPTY[name], guard, in_pieces=in_pieces)
+
+    def step() -> None:
+        metrics = run.correct(batch([gap, gap]))
+        if in_pieces:
+            skips, metrics = run.end_step()
+            assert skips
+        assert metrics["fp8rl/step_skipped"] == 1.0
+
+    for _ in range(3):
+        step()
+    with pytest.raises(UnsupportedError, match=r"4 steps .*rejection left no token .* 4\).* widen"):
+        step()
+
+
+def test_steps_left_out_for_either_reason_make_one_row_and_a_step_that_trains_ends_it() -> None:
+    guard = MismatchGuard(GuardConfig(fallback_after=2, fallback="stop"))
+    run = BatchCorrection(ImportanceSampling(), guard)
+    for gap in (FAR, 1.0, 0.0, 1.0, FAR):
+        run.correct(batch([gap]))
+    with pytest.raises(UnsupportedError, match=r"skip_above=1\.5 in 2 and rejection .* in 1\)"):
+        run.correct(batch([1.0]))
+
+
+def test_emptied_steps_of_replaced_engines_are_not_held_against_bf16() -> None:
+    guard = MismatchGuard(GuardConfig(fallback_after=1), max_age=2)
+    for _ in range(2):
+        guard.observe(1.2, emptied=True)
+    assert guard.level == "bf16"
+    guard.fell_back()
+    seen = [guard.observe(1.2, emptied=True) for _ in range(4)]
+    assert seen == ["skip", "skip", "skip", "stop"]
+
+
+def test_without_a_guard_an_emptied_step_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    BatchCorrection(SETTINGS_THAT_EMPTY["token"]).correct(batch([1.0]))
+    assert "widen the bounds of loss_fn.fp8rl.importance_sampling" in caplog.text
+
+
+def test_a_batch_that_upstreams_threshold_has_emptied_is_left_out_and_counts() -> None:
+    """Naively the guard never sees a run of which nothing is left."""
+    data = batch([0.9, 0.9])
+    data["sample_mask"].zero_()
+    run = BatchCorrection(
+        ImportanceSampling(self_normalize=True), MismatchGuard(GuardConfig(fallback_after=1))
+    )
+    assert run.correct(data, masked=math.exp(0.9))["fp8rl/step_skipped"] == 1.0
+    assert run.skips
+    assert data[WEIGHTS].shape == data["token_mask"].shape
+    assert run.correct(data, masked=1.2)["fp8rl/guard_level"] == LEVELS.index("bf16")
+    assert run.correct(data) == {}, "the loop's own filters have nothing to do with the engines"
 
 
 def test_the_guard_tightens_whatever_the_corrector_rejects() -> None:
