@@ -117,12 +117,7 @@ def refuse_unread_kv_settings(
 
 def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     """Refuse upstream's settings that FP8 or the correction of whole batches cannot serve."""
-    fp8 = recipe.rollout or recipe.training
-    if sections.policy.get("quant_cfg") and fp8 and needs_our_trainer(sections.policy):
-        raise UnsupportedError(
-            "'policy.quant_cfg' selects a Megatron worker of another number format in place of "
-            "fp8rl's; remove it, or the fp8rl block."
-        )
+    _refuse_other_workers(recipe, sections)
     _refuse_adapters(recipe, sections)
     if recipe.rollout:
         _refuse_rollouts(sections)
@@ -137,6 +132,25 @@ def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     if LOSS in sections.blocks:
         _refuse_split_batches(recipe, sections)
         _refuse_unseen_batches(recipe, sections)
+
+
+def _refuse_other_workers(recipe: Recipe, sections: Sections) -> None:
+    """Refuse upstream's keys by which another worker takes the place of ours, without a word."""
+    key = "worker_extension_cls_fqn"  # newer than 7ea279a
+    ours = f"{VLLM if MEGATRON not in sections.blocks else MEGATRON}.{BLOCK}"
+    replaced = []
+    if (recipe.rollout or recipe.training) and needs_our_trainer(sections.policy):
+        for name, what in (("quant_cfg", " of another number format"), (key, "")):
+            replaced.append((f"policy.{name}", f"a Megatron worker{what}", ours))
+    if recipe.rollout:
+        replaced.append((f"policy.generation.{key}", "a vLLM worker", f"{VLLM}.{BLOCK}"))
+    for path, worker, block in replaced:
+        section, _, name = path.rpartition(".")
+        if sections.at(section).get(name) is not None:  # upstream asks the same
+            raise UnsupportedError(
+                f"'{path}' selects {worker} in place of fp8rl's, which '{block}' needs; remove "
+                "it, or the fp8rl block."
+            )
 
 
 def _refuse_adapters(recipe: Recipe, sections: Sections) -> None:

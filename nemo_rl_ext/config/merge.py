@@ -189,10 +189,20 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
             "fp8rl's engines multiply blocks of 128 alone; set it to false (with pow2 scales the "
             f"rollouts of fp8rl suit Blackwell, by allow_untested_gpu), or remove '{VLLM}.{BLOCK}'."
         )
-    if generation.get("quant_cfg"):
+    if generation.get("quant_cfg") is not None:  # upstream asks the same
         raise UnsupportedError(
             "'policy.generation.quant_cfg' is another number format than fp8rl's; remove it or "
             f"'{VLLM}.{BLOCK}'."
+        )
+    if vllm.get("precision") not in (None, "auto", "bfloat16", "bf16", "fp8"):
+        raise UnsupportedError(
+            f"'{VLLM}.precision' is {vllm['precision']!r}; with '{VLLM}.{BLOCK}' it can only be "
+            "'fp8' or 'bfloat16'."
+        )
+    if vllm.get("refit_prequantize"):  # newer than 7ea279a
+        raise UnsupportedError(
+            f"'{VLLM}.refit_prequantize' is true, by which the trainer sends MXFP8 weights, and "
+            f"fp8rl's engines take BF16; set it to false, or remove '{VLLM}.{BLOCK}'."
         )
     arguments = generation.get("vllm_kwargs") or {}
     quantization = arguments.get("quantization")

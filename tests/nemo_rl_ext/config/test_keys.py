@@ -238,6 +238,24 @@ policy.quant_cfg=NVFP4_DEFAULT_CFG
     'policy.quant_cfg' selects a Megatron worker
 policy.quant_cfg=NVFP4_DEFAULT_CFG ~megatron.fp8rl
     'policy.quant_cfg' selects a Megatron worker
+policy.quant_cfg={}
+    'policy.quant_cfg' selects a Megatron worker
+generation.quant_cfg=""
+    'policy.generation.quant_cfg'
+policy.worker_extension_cls_fqn=my.Worker
+    'policy.worker_extension_cls_fqn' selects a Megatron worker in place of fp8rl's
+policy.worker_extension_cls_fqn=my.Worker ~megatron.fp8rl
+    which 'policy.generation.vllm_cfg.fp8rl' needs; remove it, or the fp8rl block
+generation.worker_extension_cls_fqn=my.Worker
+    'policy.generation.worker_extension_cls_fqn' selects a vLLM worker in place of fp8rl's
+megatron.enabled=false ~megatron.fp8rl generation.worker_extension_cls_fqn=my.Worker
+    which 'policy.generation.vllm_cfg.fp8rl' needs; remove it, or the fp8rl block
+vllm.precision=nvfp4_pertoken
+    'policy.generation.vllm_cfg.precision' is 'nvfp4_pertoken'; with
+vllm.precision=float16
+    'policy.generation.vllm_cfg.precision' is 'float16'; with
+vllm.refit_prequantize=true
+    'policy.generation.vllm_cfg.refit_prequantize' is true, by which the trainer sends MXFP8
 megatron.peft.enabled=true megatron.peft.dim=8
     'policy.megatron_cfg.peft.enabled' is true, but FP8 training does not serve LoRA
 generation.vllm_kwargs.enable_lora=true
