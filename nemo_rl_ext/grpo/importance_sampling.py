@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -147,26 +148,58 @@ def correct(
 
     Raises:
         BatchError: as in :func:`correct_is`.
-        PluginError: a plugin's corrector returns something else than it must.
+        PluginError: a plugin's corrector returns something else than it must: another type, shape,
+            dtype or device, a weight that is negative or not finite, a weight other than 0 where
+            its mask is false, or a mask that counts more than the batch's.
     """
     result = corrector(rollout_logprobs, trainer_logprobs, mask, config)
-    if not isinstance(result, Correction):
-        raise PluginError(
-            f"Importance-sampling corrector '{config.corrector}' must return a Correction, "
-            f"not {type(result).__name__}."
-        )
-    if not result.weights.shape == result.mask.shape == mask.shape:
-        raise PluginError(
-            f"Importance-sampling corrector '{config.corrector}' returned weights "
-            f"{tuple(result.weights.shape)} and mask {tuple(result.mask.shape)} for a batch "
-            f"of {tuple(mask.shape)}."
-        )
     if corrector is correct_is:
         return result
+    wrong = _what_is_wrong(result, mask)
+    if wrong is not None:
+        raise PluginError(f"Importance-sampling corrector '{config.corrector}' {wrong}.")
+    result = replace(result, weights=result.weights.detach())
     metrics = result.metrics | _spread(_units(result.weights, result.mask, config.level))
     if not metrics.keys() >= _MISMATCH:
         metrics = mismatch_metrics(rollout_logprobs, trainer_logprobs, mask).to_dict() | metrics
     return replace(result, metrics=metrics)
+
+
+def _what_is_wrong(result: Any, mask: torch.Tensor) -> str | None:
+    """What a plugin's corrector has returned against its contract, or None."""
+    if not isinstance(result, Correction):
+        return f"must return a Correction, not {type(result).__name__}"
+    weights, kept = result.weights, result.mask
+    if not isinstance(weights, torch.Tensor) or not isinstance(kept, torch.Tensor):
+        given = " and ".join(type(part).__name__ for part in (weights, kept))
+        return f"must return weights and mask as tensors, not {given}"
+    if not weights.shape == kept.shape == mask.shape:
+        return (
+            f"returned weights {tuple(weights.shape)} and mask {tuple(kept.shape)} for a batch of "
+            f"{tuple(mask.shape)}"
+        )
+    if weights.dtype != torch.float32 or kept.dtype != torch.bool:
+        return (
+            f"must return weights in float32 and a mask in bool, not {weights.dtype} and "
+            f"{kept.dtype}; convert them"
+        )
+    if {weights.device, kept.device} != {mask.device}:
+        return f"returned tensors on another device than the batch's {mask.device}"
+    for bad, what in (
+        (~weights.isfinite() | (weights < 0), "is neither 0 nor a positive finite number"),
+        ((weights != 0) & ~kept, "is not 0 although its mask leaves the token out"),
+        (kept & (mask == 0), "is of a token that the batch's mask does not count"),
+    ):
+        if bad.any():
+            row, token = bad.nonzero()[0].tolist()
+            return (
+                f"returned a weight of {weights[row, token].item():g} at row {row}, token {token}, "
+                f"which {what} ({int(bad.sum())} such in all)"
+            )
+    metrics = result.metrics
+    if not isinstance(metrics, dict) or not all(isinstance(v, int | float) for v in metrics.values()):
+        return f"must return metrics as a dict of Python numbers by name, not {metrics!r:.80}"
+    return None
 
 
 def resolve_corrector(name: str, plugins: PluginManager | None = None) -> Corrector:

@@ -208,7 +208,7 @@ class GRPOLoss:
 
         keep = (mask != 0) & (correction.mask != 0)
         weights = counted(correction.weights.detach(), keep)
-        refuse(~weights.isfinite(), weights, "the importance weight")
+        refuse(~weights.isfinite() | (weights < 0), weights, "the importance weight")
         advantage = self._advantages(advantages, keep)
         log_ratio = token_log_ratio(
             current_logprobs, old_logprobs.detach(), keep, "current_logprobs - old_logprobs"

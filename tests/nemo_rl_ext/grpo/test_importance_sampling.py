@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fp8rl.errors import BatchError
+from fp8rl.errors import BatchError, PluginError
 from fp8rl.mismatch import mismatch_metrics
 from fp8rl.recipe import ImportanceSampling, Rejection
-from nemo_rl_ext.grpo.importance_sampling import (
-    correct,
-)
+from nemo_rl_ext.grpo.importance_sampling import Correction, correct
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask", "off")
@@ -250,3 +249,48 @@ def test_metrics_equal_their_formulas(level: str) -> None:
     assert sum(x < c.low or x > c.high for x in rho) > 0
     mismatch = mismatch_metrics(rollout, trainer, mask).to_dict()
     assert mismatch.items() <= metrics.items()
+
+
+HALF = torch.tensor([[True, False, True], [True, True, False]])
+
+
+@pytest.mark.parametrize(
+    ("weights", "mask", "metrics", "message"),
+    [
+        (-HALF.float(), HALF, {}, r"weight of -1 at row 0, token 0, which is neither 0 nor a pos"),
+        (HALF * torch.nan, HALF, {}, "weight of nan at row 0, token 0"),
+        (HALF.float().masked_fill(HALF, torch.inf), HALF, {}, r"weight of inf at row 0, token 0, .*\(4 such in all\)"),
+        (torch.ones(2, 3), HALF, {}, "at row 0, token 1, which is not 0 although its mask leaves"),
+        (torch.full((2, 3), torch.nan), HALF & False, {}, "weight of nan"),
+        (torch.ones(2, 3), HALF | True, {}, "of a token that the batch's mask does not count"),
+        (HALF.double(), HALF, {}, r"in float32 and a mask in bool, not torch.float64"),
+        (HALF.int(), HALF, {}, r"in float32 and a mask in bool, not torch.int32"),
+        (HALF.float(), HALF.float(), {}, r"and torch.float32; convert them"),
+        (HALF.float().tolist(), HALF, {}, "weights and mask as tensors, not list and Tensor"),
+        (HALF.float()[:1], HALF[:1], {}, r"weights \(1, 3\) and mask \(1, 3\) for a batch of"),
+        (HALF.float().to("meta"), HALF, {}, "on another device than the batch's cpu"),
+        (HALF.float(), HALF, None, "a dict of Python numbers by name, not None"),
+        (HALF.float(), HALF, {"mine": "much"}, "a dict of Python numbers by name"),
+    ],
+)
+def test_what_a_plugins_corrector_returns_is_checked(
+    weights: Any, mask: Any, metrics: Any, message: str
+) -> None:
+    """Naively a negative weight turns the gradient around."""
+    rollout, settings = torch.full((2, 3), -1.0), ImportanceSampling(corrector="mine")
+    with pytest.raises(PluginError, match=rf"corrector 'mine' .*{message}"):
+        correct(
+            rollout, rollout, HALF, settings, lambda *given: Correction(weights, mask, metrics)
+        )
+
+
+def test_weights_of_a_plugins_corrector_carry_no_gradient() -> None:
+    old = torch.full((2, 3), -1.0, requires_grad=True)
+    got = correct(
+        old.detach() - 0.1,
+        old,
+        HALF,
+        ImportanceSampling(corrector="mine"),
+        lambda rollout, trainer, mask, _: Correction((trainer - rollout).exp() * mask, mask, {}),
+    )
+    assert not got.weights.requires_grad
