@@ -2,7 +2,8 @@
 
 Torch's autoload installs it in every process that imports torch, so this module must be quick to
 import. Torch is imported in the middle of ``nemo_rl.algorithms.grpo``: a module that is half
-imported when the finder is installed waits for :meth:`PatchFinder.complete`.
+imported when the finder is installed waits for :meth:`PatchFinder.take_up`, and so does one that
+has been imported anew past the finder.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class PatchFinder:
         self.run = RunState()
         self.applied: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, str], Exception] = {}
-        self._half_imported: list[ModuleType] = []
+        self._seen: dict[str, tuple[ModuleType, Any]] = {}
+        """Of each module's last execution, the module and its spec: a reload makes a new spec, a
+        new import both."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -86,24 +89,21 @@ class PatchFinder:
         return None
 
     def imported(self, module: ModuleType) -> None:
-        """Apply the patches of a module; an error waits for :meth:`require`."""
+        """Apply the patches of a module that has just been executed, for the first time or anew.
+
+        An error waits for :meth:`require`.
+        """
+        self._seen[module.__name__] = (module, getattr(module, "__spec__", None))
         for patch in PATCHES[module.__name__]:
             key = (module.__name__, patch)
-            if key in self.applied:
-                continue
             try:
                 _module_of(patch).apply(module, self)
             except Exception as error:  # a run without our keys must not notice
                 self.failures[key] = error
+                self.applied.discard(key)
             else:
                 self.applied.add(key)
                 self.failures.pop(key, None)
-
-    def complete(self) -> None:
-        """Patch modules that were half imported when the finder was installed."""
-        waiting, self._half_imported = self._half_imported, []
-        for module in waiting:
-            self._take_up(module)
 
     def require(self, key: str) -> None:
         """Raise unless all patches fit this NeMo RL, and so do the workers' base classes.
@@ -114,7 +114,7 @@ class PatchFinder:
         Raises:
             UnsupportedError: a patch cannot be applied, with the reason.
         """
-        self.complete()
+        self.take_up()
         self._read_beforehand()
         if not self.failures:
             return
@@ -127,16 +127,16 @@ class PatchFinder:
         ) from error
 
     def take_up(self) -> None:
-        """Patch modules that were imported before the finder was installed."""
+        """Patch modules that were executed without :meth:`imported`: before the finder was
+        installed, or by another finder."""
         for name in PATCHES:
-            if name in sys.modules:
-                self._take_up(sys.modules[name])
-
-    def _take_up(self, module: ModuleType) -> None:
-        if getattr(getattr(module, "__spec__", None), "_initializing", False):
-            self._half_imported.append(module)
-        else:
-            self.imported(module)
+            module = sys.modules.get(name)
+            spec = getattr(module, "__spec__", None)
+            if module is None or getattr(spec, "_initializing", False):
+                continue
+            patched, its_spec = self._seen.get(name, (None, None))
+            if module is not patched or spec is not its_spec:
+                self.imported(module)
 
     def _read_beforehand(self) -> None:
         package = sys.modules.get("nemo_rl")

@@ -30,7 +30,7 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
 
     @functools.wraps(function)
     def completing(*args: Any, **kwargs: Any) -> Any:
-        finder.complete()
+        finder.take_up()
         finder.run.unread_config = function(*args, **kwargs)  # command lines change it in place
         return finder.run.unread_config
 

@@ -22,7 +22,7 @@ from nemo_rl_ext.doctor.examination import examine
 from nemo_rl_ext.patch_finder import install
 from support.sources import source
 
-install().complete()
+install().take_up()
 BLOCK = {"kv_cache": {"dtype": "auto"}}
 
 

@@ -33,7 +33,7 @@ from nemo_rl_ext.patch_finder import install
 from nemo_rl_ext.workers.training import recipe_of
 from support.sources import source
 
-install().complete()
+install().take_up()
 
 CONFIGS = {
     "grpo": "grpo_math_1B_megatron.yaml",

@@ -52,7 +52,7 @@ from nemo_rl_ext.patches import worker_classes
 from support.sources import ROOT, source
 
 finder = install()
-finder.complete()
+finder.take_up()
 
 
 @pytest.mark.parametrize("module", sorted(PATCHES))

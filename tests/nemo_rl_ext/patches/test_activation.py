@@ -171,6 +171,64 @@ def test_a_module_that_imports_torch_is_taken_up_when_it_is_whole(tmp_path: Path
     assert "('nemo_rl.algorithms.grpo', 'batch'), ('nemo_rl.algorithms.grpo', 'config')" in after
 
 
+ANEW = {
+    "reloaded": "importlib.reload(sys.modules[NAME])",
+    "imported again": "del sys.modules[NAME]; importlib.import_module(NAME)",
+    # A finder before ours, as test runners and profilers install them.
+    "reloaded past us": """
+ours = sys.meta_path.pop(0)
+importlib.reload(sys.modules[NAME])
+sys.meta_path.insert(0, ours)
+""",
+    "imported past us": """
+ours = sys.meta_path.pop(0)
+del sys.modules[NAME]
+importlib.import_module(NAME)
+sys.meta_path.insert(0, ours)
+""",
+}
+
+
+@pytest.mark.parametrize("how", ANEW)
+def test_a_module_that_is_executed_anew_is_patched_anew(tmp_path: Path, how: str) -> None:
+    """Naively its patches are lost, and `require` says that all fit."""
+    path = package(tmp_path, {"nemo_rl/utils/config.py": LOAD_CONFIG})
+    code = f"""
+import torch, importlib, sys
+from nemo_rl_ext.patch_finder import installed
+NAME = "nemo_rl.utils.config"
+importlib.import_module(NAME)
+{ANEW[how]}
+try:
+    installed().require("a.key")  # the other modules are missing here
+except Exception as error:
+    print("nemo_rl.utils.config" in str(error))
+def layers(function):
+    return 1 + layers(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
+print(layers(sys.modules[NAME].load_config))
+installed().take_up()
+print(layers(sys.modules[NAME].load_config))
+"""
+    done = run_after_torch(code, path)
+    assert done.stdout.split() == ["False", "1", "1"], done.stderr
+
+
+def test_a_module_that_fits_no_more_when_it_is_executed_anew_is_told(tmp_path: Path) -> None:
+    path = package(tmp_path, {"nemo_rl/utils/config.py": LOAD_CONFIG})
+    code = """
+        import torch, importlib, pathlib
+        from nemo_rl.utils import config
+        from nemo_rl_ext.patch_finder import installed
+        pathlib.Path(config.__file__).write_text("def load_config(path_of_config): ...\\n")
+        importlib.reload(config)
+        print(installed().failures[config.__name__, "start"])
+        print(("nemo_rl.utils.config", "start") in installed().applied)
+    """
+    told, applied = run_after_torch(code, path).stdout.splitlines()
+    assert "takes (path_of_config), which does not fit (config_path)" in told
+    assert applied == "False"
+
+
 def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> None:
     changed = LOAD_CONFIG.replace("config_path)", "path, strict)").replace("config_path", "path")
     path = package(tmp_path, {"nemo_rl/utils/config.py": changed})
