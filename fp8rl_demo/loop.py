@@ -102,7 +102,7 @@ class GrpoRun:
         model_folder = self._folder / "model"
         write_model_folder(self._settings, model_folder)
         recipe = json.dumps(self._recipe.to_dict())  # for fp8rl export of a checkpoint
-        (model_folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+        _write_atomically(model_folder / RECIPE_FILE, recipe)
         self._keep_lines_before(start)
         self._policy = MegatronPolicy(self._settings, self._recipe)
         weights = {n: t for n, t in state.model.items() if parse_scale_name(n) is None}

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8rl import Recipe
-from fp8rl.kv_scales import next_scales, power_of_two_scales
+from fp8rl.errors import CheckpointError
+from fp8rl.kv_scales import check_scale, next_scales, parse_scale_name, power_of_two_scales
+from fp8rl.reading import parse_json
 from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.keys import kv_dtype
 from nemo_rl_ext.config.merge import withdraw_kv_cache
@@ -61,6 +63,7 @@ class Fp8Training:
 
     Raises:
         RecipeError: the block is bad; the message has the full path of every key.
+        CheckpointError: the checkpoint's KV scales are damaged.
     """
 
     upstream_module: Any
@@ -254,7 +257,7 @@ class Fp8Training:
         """Upstream's checkpoint, and beside it the KV scales that a resumed run goes on with."""
         result = super().save_checkpoint(weights_path, *args, **kwargs)  # type: ignore[misc]
         if self._kv_scales and torch.distributed.get_rank() == 0:
-            Path(weights_path, SCALES_FILE).write_text(json.dumps(dict(self._kv_scales)))
+            _save_scales(weights_path, self._kv_scales)
         return result
 
     def get_logprobs(self, *, data: Any, **kwargs: Any) -> Any:
@@ -403,11 +406,39 @@ def unlike_placeholders(scales: Scales) -> dict[str, float]:
     return dict(scales)
 
 
+def _save_scales(weights_path: str, scales: Scales) -> None:
+    """Write the scales so that a kill at any moment leaves a whole file or none."""
+    path = Path(weights_path, SCALES_FILE)
+    partial = path.with_name(f".{SCALES_FILE}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(dict(scales), file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
 def _saved_scales(weights_path: str | None) -> Scales:
-    """KV scales of the checkpoint to resume from; empty if there is none, or it has none."""
+    """KV scales of the checkpoint to resume from; empty if there is none, or it has none.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else than KV scales.
+    """
     if weights_path is None or not Path(weights_path, SCALES_FILE).exists():
         return {}
-    found: Scales = json.loads(Path(weights_path, SCALES_FILE).read_text())
+    path = Path(weights_path, SCALES_FILE)
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"), "The file")
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, not scales by name")
+        for name, scale in found.items():
+            if parse_scale_name(name) is None or isinstance(scale, bool | str | list | dict | None):
+                raise ValueError(f"{name!r}: {scale!r} is no KV scale")
+            check_scale(name, scale)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"The KV scales '{path}' cannot be read ({error}); resume from an older checkpoint, or "
+            "delete that file, and the first step measures new scales."
+        ) from None
     return found
 
 

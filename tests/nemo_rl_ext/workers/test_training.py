@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ pytest.importorskip("megatron.core")
 from transformers import Qwen3Config
 
 from fp8rl import Recipe
-from fp8rl.errors import RecipeError, ScaleError
+from fp8rl.errors import CheckpointError, RecipeError, ScaleError
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl.conversion import conversion_of
 from megatron_fp8rl.observers import QKVObserver
@@ -26,6 +27,7 @@ from nemo_rl_ext.workers import kept_codes, training
 from nemo_rl_ext.workers.kept_codes import DeviceMemory
 from nemo_rl_ext.workers.training import Fp8Training
 from support.megatron import one_process, quantized_weights
+from support.processes import run_code
 
 CONFIG = Qwen3Config(
     vocab_size=96,
@@ -408,6 +410,73 @@ def test_scales_that_last_outlive_the_run(kind: str, tmp_path: Path) -> None:
     other = Worker(config, weights_path=str(tmp_path))  # a checkpoint without scales
     scaled(other.model, 1 / 64)
     assert other.calibrate_qkv_fp8_scales(data=0, include_q=True)["layers"] != first
+
+
+def test_a_kill_while_scales_are_written_leaves_those_of_before(
+    tmp_path: Path,
+) -> None:
+    """A process that is killed once half of the new file is on disk."""
+    worker = Worker(policy({"training": False, "kv_cache": {"recalibrate": "grow"}}))
+    worker.calibrate_qkv_fp8_scales(data=0)
+    weights = tmp_path / "weights"
+    worker.save_checkpoint(weights_path=str(weights))
+    file = weights / training.SCALES_FILE
+    before = file.read_text()
+    done = run_code(
+        f"""
+        import json, os
+        from nemo_rl_ext.workers import training
+
+        def killed(scales, file):
+            file.write(json.dumps(scales)[:20])
+            file.flush()
+            os._exit(9)
+
+        training.json.dump = killed
+        training._save_scales({str(weights)!r}, {{"model.layers.0.self_attn.k_scale": 2.0}})
+        """,
+        timeout=120,
+    )
+    assert done.returncode == 9, done.stderr
+    assert file.read_text() == before
+    Worker(policy({"training": False}), weights_path=str(weights))
+    worker._kv_scales = {name: 2 * scale for name, scale in json.loads(before).items()}
+    training._save_scales(str(weights), worker._kv_scales)
+    assert json.loads(file.read_text()) == worker._kv_scales
+    assert [f.name for f in weights.iterdir()] == [training.SCALES_FILE]
+
+
+NAME = "model.layers.0.self_attn.k_scale"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is not valid JSON"),
+        ('{"model.layers.0.self_attn.k', "is not valid JSON"),
+        ("[1.0]", "it holds a list, not scales by name"),
+        (f'{{"{NAME}": 1.0, "{NAME}": 2.0}}', NAME),
+        (f'{{"{NAME}": "1.0"}}', "'1.0' is no KV scale"),
+        (f'{{"{NAME}": null}}', "None is no KV scale"),
+        (f'{{"{NAME}": NaN}}', NAME),
+        (f'{{"{NAME}": -1.0}}', NAME),
+        ('{"model.layers.0.k_proj.weight": 1.0}', "is no KV scale"),
+        (b"\xff\xfe", "can't decode"),
+    ],
+)
+def test_damaged_scales_of_a_checkpoint_are_refused_by_their_file(
+    text: str | bytes, reason: str, tmp_path: Path
+) -> None:
+    """Naively a JSONDecodeError that names no file."""
+    file = tmp_path / training.SCALES_FILE
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    config = policy({"training": False, "kv_cache": {"recalibrate": "grow"}})
+    with pytest.raises(CheckpointError) as raised:
+        Worker(config, weights_path=str(tmp_path))
+    assert reason in str(raised.value)
+    assert f"'{file}'" in str(raised.value)
+    file.unlink()  # the remedy
+    assert Worker(config, weights_path=str(tmp_path)).calibrate_qkv_fp8_scales(data=0)["layers"]
 
 
 class Batches(MegatronPolicyWorkerImpl):
