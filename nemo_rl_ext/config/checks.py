@@ -188,7 +188,7 @@ def _refuse_rollouts(sections: Sections) -> None:
             f"FP8 rollouts need a correction of their logprobs: set '{LOSS}.{BLOCK}' or "
             f"'{LOSS}.use_importance_sampling_correction'."
         )
-    stages = sections.vllm.get("pipeline_parallel_size", 1)
+    stages = sections.vllm.get("pipeline_parallel_size") or 1
     if stages > 1:
         raise UnsupportedError(
             f"'{VLLM}.pipeline_parallel_size' is {stages}, but FP8 rollouts are served with 1; use "
@@ -205,7 +205,7 @@ def _refuse_fp8_kv(kv_cache: KVCache, sections: Sections) -> None:
     reason = None
     if (
         sent
-        and sections.megatron.get("pipeline_model_parallel_size", 1) > 1
+        and (sections.megatron.get("pipeline_model_parallel_size") or 1) > 1
         and MEGATRON not in sections.blocks
     ):
         reason = (

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8rl import Recipe
+from fp8rl.errors import RecipeError
 from fp8rl.recipe import KVDtype
 from nemo_rl_ext.config.drivers import BLOCK, LOSS, MEGATRON, VLLM, Driver
 from nemo_rl_ext.config.guard import GuardConfig
@@ -66,11 +67,8 @@ class Sections:
         }
 
     def at(self, path: str) -> Mapping[str, Any]:
-        """The section at a dotted path; empty where it is missing."""
-        found: Any = self.config
-        for part in filter(None, path.split(".")):
-            found = found.get(part) or {}
-        return found
+        """The section at a dotted path, see :func:`section_at`."""
+        return section_at(self.config, path)
 
     @property
     def sends_kv_scales(self) -> bool:
@@ -86,8 +84,28 @@ class Sections:
     @property
     def shares_experts(self) -> bool:
         """Whether the experts of a model are spread over several engines."""
-        experts = self.vllm.get("expert_parallel_size", 1)
-        return bool(experts > self.vllm.get("tensor_parallel_size", 1))
+        experts = self.vllm.get("expert_parallel_size") or 1
+        return bool(experts > (self.vllm.get("tensor_parallel_size") or 1))
+
+
+def section_at(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return the section of a config at a dotted path; empty where it is missing or null.
+
+    Raises:
+        RecipeError: a value stands in the place of the section or of one above it.
+    """
+    found: Any = config
+    parts = [part for part in path.split(".") if part]
+    for number, part in enumerate(parts, 1):
+        found = found.get(part)
+        if found is None:
+            return {}
+        if not isinstance(found, Mapping):
+            raise RecipeError(
+                f"'{'.'.join(parts[:number])}' is {found!r}, not a section with keys; correct the "
+                "config."
+            )
+    return found
 
 
 def block_path(section: str) -> str:

@@ -26,6 +26,7 @@ from nemo_rl_ext.config.keys import (
     trainer_sends_kv_scales,
 )
 from nemo_rl_ext.config.model_pins import check_pins, model_config
+from nemo_rl_ext.config.values import refuse_wrong_kinds
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
@@ -73,6 +74,7 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
         )
     if not blocks:
         return None
+    refuse_wrong_kinds(sections)
     first = block_path(next(iter(blocks)))
     block = next(iter(blocks.values()))
     given = Recipe.from_dict(block, where=first)
@@ -234,14 +236,10 @@ def _rollout(merged: _Merge, sections: Sections) -> None:
             merged.add(target, "pow2", f"{VLLM}.{key}")
     for key, pin in (("num_first_layers_in_bf16", "first"), ("num_last_layers_in_bf16", "last")):
         count = vllm.get(key)
-        if count and type(count) is not int:
-            raise RecipeError(f"'{VLLM}.{key}' must be a number of layers, not {count!r}.")
         if count:
             merged.extend_pins(pin, count, f"{VLLM}.{key}")
     key = "quantization_ignored_layer_kws"
     if vllm.get(key):
-        if not isinstance(vllm[key], list | tuple):
-            raise RecipeError(f"'{VLLM}.{key}' must be a list of words, not {vllm[key]!r}.")
         merged.extend_pins("names", [f"*{word}*" for word in vllm[key]], f"{VLLM}.{key}")
 
 
@@ -276,9 +274,7 @@ def _training(merged: _Merge, megatron: Mapping[str, Any]) -> None:
             # Megatron-Core's defaults of both numbers are 1.
             for pin, key in (("first", "start"), ("last", "end")):
                 key = f"num_layers_at_{key}_in_bf16"
-                count = keys.get(key, 1)
-                if type(count) is not int:
-                    raise RecipeError(f"'{path}.{key}' must be a number of layers, not {count!r}.")
+                count = 1 if keys.get(key) is None else keys[key]
                 merged.extend_pins(pin, count, f"{path}.{key}")
 
 

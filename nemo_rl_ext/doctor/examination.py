@@ -28,9 +28,10 @@ from nemo_rl_ext.config.drivers import (
     driver_of,
     find,
 )
-from nemo_rl_ext.config.keys import Keys, Sections, block_path, has_fp8_kv, kv_dtype
+from nemo_rl_ext.config.keys import Keys, Sections, block_path, has_fp8_kv, kv_dtype, section_at
 from nemo_rl_ext.config.merge import read
 from nemo_rl_ext.config.model_pins import check_pins, model_config, with_overrides
+from nemo_rl_ext.config.values import SWITCHES
 from nemo_rl_ext.doctor import memory
 from nemo_rl_ext.doctor.config_file import load_config
 from nemo_rl_ext.doctor.installation import (
@@ -89,8 +90,17 @@ _COUNTS_OR_NULL = (
 )
 _SHARES = (f"{VLLM}.gpu_memory_utilization", f"{MEGATRON}.optimizer.optimizer_offload_fraction")
 """Keys with a number from 0 to 1."""
-_CONVERTED = ("cluster.", f"{MEGATRON}.", "policy.generation.colocated.")
-"""Where NeMo RL's config classes declare their numbers, and so convert them from text."""
+_CONVERTED = (
+    "cluster.",
+    f"{MEGATRON}.",
+    "policy.generation.colocated.",
+    f"{LOSS}.",
+    "grpo.",
+    "ppo.",
+    "async_rl.",
+    "data_plane.",
+)
+"""Where NeMo RL's config classes declare their values, and so convert them from text."""
 
 
 def diagnose() -> Diagnosis:
@@ -212,15 +222,7 @@ def _driver_for(config: Mapping[str, Any], file: Path) -> Driver:
 def _check_sections(config: Mapping[str, Any]) -> None:
     """Refuse a value in the place of a section, as NeMo RL's own check of its config does."""
     for path in _MAPPINGS:
-        found: Any = config
-        parts = path.split(".")
-        for number, part in enumerate(parts, 1):
-            found = found.get(part) or {}
-            if not isinstance(found, Mapping):
-                raise RecipeError(
-                    f"'{'.'.join(parts[:number])}' is {_yaml(found)}, not a section with keys; "
-                    "correct the config."
-                )
+        section_at(config, path)
 
 
 def _read_numbers(sections: Sections) -> None:
@@ -229,6 +231,7 @@ def _read_numbers(sections: Sections) -> None:
         (_COUNTS, "a positive integer", TypeAdapter(PositiveInt)),
         (_COUNTS_OR_NULL, "a positive integer or null", TypeAdapter(PositiveInt | None)),
         (_SHARES, "a number from 0 to 1", TypeAdapter(Annotated[float, Field(ge=0, le=1)])),
+        (SWITCHES, "true or false", TypeAdapter(bool | None)),
     )
     for paths, wanted, number in kinds:
         for path in paths:

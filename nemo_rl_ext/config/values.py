@@ -1,0 +1,123 @@
+"""Kinds of upstream's values that are read here, checked before anything is decided by them.
+
+NeMo RL checks the values of some sections and takes those of others as they come. A text such as
+``"false"`` in the place of a switch counts as true, and one in the place of a number ends in a
+comparison of two types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from fp8rl.errors import RecipeError
+from nemo_rl_ext.config.drivers import LOSS, MEGATRON, VLLM
+from nemo_rl_ext.config.keys import Sections
+
+SWITCHES = (
+    *(
+        f"{VLLM}.{key}"
+        for key in (
+            "is_mx",
+            "async_engine",
+            "expose_http_server",
+            "pow2_weight_scaling_factors",
+            "pow2_activation_scaling_factors",
+            "refit_prequantize",
+        )
+    ),
+    "policy.generation.vllm_kwargs.enable_lora",
+    "policy.generation.colocated.enabled",
+    "policy.router_replay.enabled",
+    *(
+        f"{MEGATRON}.{key}"
+        for key in (
+            "enabled",
+            "peft.enabled",
+            "fp8_cfg.enabled",
+            "first_last_layers_bf16",
+            "apply_rope_fusion",
+            "moe_grouped_gemm",
+            "model_overrides.first_last_layers_bf16",
+            "model_overrides.moe_router_fusion",
+        )
+    ),
+    f"{LOSS}.use_importance_sampling_correction",
+    f"{LOSS}.sequence_level_importance_ratios",
+    f"{LOSS}.force_on_policy_ratio",
+    "grpo.val_at_start",
+    "grpo.async_grpo.enabled",
+    "ppo.async_ppo.enabled",
+    "async_rl.generation_fleet_health.enabled",
+    "data_plane.enabled",
+)
+"""Keys that are true or false."""
+
+_SIZES = (
+    f"{VLLM}.tensor_parallel_size",
+    f"{VLLM}.pipeline_parallel_size",
+    f"{VLLM}.expert_parallel_size",
+    f"{MEGATRON}.pipeline_model_parallel_size",
+)
+_NUMBERS_OF_LAYERS = tuple(
+    f"{section}.{key}"
+    for section, keys in (
+        (VLLM, ("num_first_layers_in_bf16", "num_last_layers_in_bf16")),
+        (MEGATRON, ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")),
+        (
+            f"{MEGATRON}.model_overrides",
+            ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        ),
+    )
+    for key in keys
+)
+_AGES = (
+    "grpo.async_grpo.max_trajectory_age_steps",
+    "ppo.async_ppo.max_trajectory_age_steps",
+    "async_rl.sampler.max_staleness_versions",
+    "async_rl.sampler.max_lookahead_versions",
+)
+_NUMBERS = tuple(f"{LOSS}.truncated_importance_sampling_ratio{end}" for end in ("", "_min"))
+_TEXTS = ("policy.model_name", f"{LOSS}.truncated_importance_sampling_type")
+_MAPPINGS = ("policy.hf_config_overrides",)
+"""Those that no check looks into; the others are refused by :func:`nemo_rl_ext.config.keys.section_at`."""
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_list_of_words(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+
+
+_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (SWITCHES, lambda value: type(value) in (bool, int) and value in (0, 1), "true or false"),
+    (_SIZES, lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
+    (_NUMBERS_OF_LAYERS, lambda value: type(value) is int and value >= 0, "a number of layers"),
+    (_AGES, lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+    (_NUMBERS, _is_number, "a number"),
+    (_TEXTS, lambda value: isinstance(value, str), "a text"),
+    ((f"{VLLM}.quantization_ignored_layer_kws",), _is_list_of_words, "a list of words"),
+)
+
+
+def refuse_wrong_kinds(sections: Sections) -> None:
+    """Refuse a value of another kind than its key has; null counts as absent.
+
+    Raises:
+        RecipeError: with the path of the key.
+    """
+    for path in _MAPPINGS:
+        sections.at(path)
+    for paths, fits, wanted in _KINDS:
+        for path in paths:
+            parent, _, key = path.rpartition(".")
+            value = sections.at(parent).get(key)
+            if value is None or fits(value):
+                continue
+            remedy = "correct or remove it"
+            if isinstance(value, str):
+                remedy = "write it without quotes (${oc.decode:${oc.env:NAME}} for an environment variable)"
+            raise RecipeError(f"'{path}' must be {wanted}, not {value!r}; {remedy}.")

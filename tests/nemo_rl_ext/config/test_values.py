@@ -1,0 +1,160 @@
+"""Values of the wrong kind at every key that is read: an error that names the key, or no matter."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+
+from fp8rl import Recipe
+from fp8rl.errors import Fp8RLError, RecipeError
+from nemo_rl_ext.config.drivers import BLOCK, DRIVERS, GUARD, LOSS, MEGATRON, VLLM, check_places
+from nemo_rl_ext.config.guard import GuardConfig
+from nemo_rl_ext.config.merge import read
+from nemo_rl_ext.config.values import _KINDS
+from nemo_rl_ext.config.values import _MAPPINGS as MAPPINGS
+
+HOSTILE: tuple[Any, ...] = (
+    *(3, -1, 1.5, math.nan, True, False, "yes", "false", "2", ""),
+    *([], [1], [{}], {}, {"a": 1}, {1: 2}, None),
+)
+BLOCKS = [f"{section}.{BLOCK}" for section in (VLLM, MEGATRON, LOSS)]
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """A config of GRPO with every section that is read, the block at its three places, a guard."""
+    value = {
+        "policy": {
+            "model_name": "none",
+            "generation": {
+                "backend": "vllm",
+                "vllm_kwargs": {"additional_config": {}},
+                "colocated": {},
+                "vllm_cfg": {BLOCK: {}, "precision": "bfloat16"},
+            },
+            "megatron_cfg": {
+                BLOCK: {},
+                "enabled": True,
+                "fp8_cfg": {},
+                "peft": {},
+                "model_overrides": {},
+            },
+            "router_replay": {},
+        },
+        "loss_fn": {BLOCK: {}, GUARD: {}},
+        "grpo": {"async_grpo": {}},
+        "ppo": {"async_ppo": {}},
+        "async_rl": {"sampler": {}, "generation_fleet_health": {}},
+        "data_plane": {},
+    }
+    for path, new in changes.items():
+        put(value, path, new)
+    return value
+
+
+def put(config: dict[str, Any], path: str, new: Any) -> None:
+    *sections, key = path.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[key] = copy.deepcopy(new)
+
+
+def paths_of(value: dict[str, Any], path: str = "") -> list[str]:
+    found = []
+    for key, inner in value.items():
+        place = f"{path}.{key}" if path else key
+        found += [place, *(paths_of(inner, place) if isinstance(inner, dict) else [])]
+    return found
+
+
+READ_KEYS = sorted(
+    {
+        *paths_of(config()),
+        *(path for paths, _, _ in _KINDS for path in paths),
+        *MAPPINGS,
+        *(f"{VLLM}.{key}" for key in ("kv_cache_dtype", "precision")),
+        *(f"policy.{key}" for key in ("quant_cfg", "worker_extension_cls_fqn")),
+        *(
+            f"policy.generation.{key}"
+            for key in ("quant_cfg", "refit_transport", "worker_extension_cls_fqn")
+        ),
+        *(
+            f"policy.generation.vllm_kwargs.{key}"
+            for key in (
+                *("quantization", "kv_cache_dtype", "attention_backend", "moe_backend"),
+                f"additional_config.{BLOCK}",
+            )
+        ),
+        *(f"{MEGATRON}.fp8_cfg.{key}" for key in ("fp8", "fp8_recipe", "fp8_param")),
+        *(f"{MEGATRON}.model_overrides.{key}" for key in ("fp8", "fp8_recipe", "cuda_graph_impl")),
+        f"{MEGATRON}.cuda_graph_impl",
+        "grpo.seq_logprob_error_threshold",
+        *(f"{LOSS}.{GUARD}.{key}" for key in GuardConfig.model_fields),
+        *(f"{LOSS}.{BLOCK}.{path}" for path in paths_of(Recipe().to_dict())),
+        f"{LOSS}.{BLOCK}.importance_sampling.rejection.high",
+    }
+)
+
+
+@pytest.mark.parametrize(("driver", "megatron"), [("grpo", True), ("single_controller", False)])
+def test_no_value_of_a_key_that_is_read_ends_in_a_traceback(driver: str, megatron: bool) -> None:
+    """Naively a list in the place of a section is an AttributeError that names no key."""
+    refused = 0
+    for path in READ_KEYS:
+        for value in HOSTILE:
+            given = config(**{f"{MEGATRON}.enabled": megatron})
+            put(given, path, value)
+            if path.startswith(f"{LOSS}.{BLOCK}."):  # the three places hold one block
+                for place in BLOCKS:
+                    put(given, place, given["loss_fn"][BLOCK])
+            try:
+                check_places(given, DRIVERS[driver])
+                read(given, DRIVERS[driver])
+            except Fp8RLError:
+                refused += 1
+            except Exception as error:
+                pytest.fail(f"{path} = {value!r}: {type(error).__name__}: {error}")
+    assert refused > len(READ_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("policy", [1], r"'policy' is \[1\], not a section with keys"),
+        (f"{MEGATRON}.peft", "yes", "is 'yes', not a section with keys"),
+        ("grpo", 3, "is 3, not a section with keys"),
+        ("policy.hf_config_overrides", [], r"is \[\], not a section with keys"),
+        (f"{MEGATRON}.enabled", "false", "must be true or false, not 'false'; write it without qu"),
+        (f"{VLLM}.async_engine", "no", "must be true or false, not 'no'; write it without quotes"),
+        ("data_plane.enabled", [], "must be true or false"),
+        ("grpo.val_at_start", 2, "must be true or false, not 2; correct or remove it"),
+        (f"{VLLM}.tensor_parallel_size", "2", "at least 1, not '2'; write it without quotes"),
+        (f"{VLLM}.expert_parallel_size", 0, "must be a whole number of at least 1, not 0"),
+        (f"{MEGATRON}.pipeline_model_parallel_size", [2], "must be a whole number of at least 1"),
+        (f"{VLLM}.num_first_layers_in_bf16", -1, "must be a number of layers, not -1"),
+        (f"{VLLM}.quantization_ignored_layer_kws", [1], "must be a list of words"),
+        (f"{VLLM}.quantization_ignored_layer_kws", "up", "must be a list of words"),
+        (f"{LOSS}.truncated_importance_sampling_type", ["tis"], "must be a text"),
+        (f"{LOSS}.truncated_importance_sampling_ratio", "2", "must be a number, not '2'"),
+        ("policy.model_name", 3, "must be a text, not 3"),
+        ("async_rl.sampler.max_staleness_versions", "1", "must be a whole number of at least 0"),
+        (f"{LOSS}.{BLOCK}", 3, ""),
+        (f"{LOSS}.{BLOCK}", [], ""),
+        (f"{LOSS}.{GUARD}", "yes", "must be a mapping"),
+        (f"{LOSS}.{GUARD}.skip_above", "2", ""),
+        (f"{LOSS}.{GUARD}.fallback", True, ""),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_its_path(
+    path: str, value: Any, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message) as raised:
+        read(config(**{path: value}), DRIVERS["grpo"])
+    assert path in str(raised.value)
+
+
+@pytest.mark.parametrize("path", [path for paths, _, _ in _KINDS for path in paths])
+def test_null_counts_as_absent(path: str) -> None:
+    assert read(config(**{path: None}), DRIVERS["grpo"]) is not None
