@@ -81,7 +81,7 @@ _AGES = (
 _NUMBERS = tuple(f"{LOSS}.truncated_importance_sampling_ratio{end}" for end in ("", "_min"))
 _TEXTS = ("policy.model_name", f"{LOSS}.truncated_importance_sampling_type")
 _MAPPINGS = ("policy.hf_config_overrides",)
-"""Those that no check looks into; the others are refused by :func:`nemo_rl_ext.config.keys.section_at`."""
+"""Sections that no other check looks into."""
 
 
 def _is_number(value: Any) -> bool:
@@ -118,6 +118,9 @@ def refuse_wrong_kinds(sections: Sections) -> None:
             if value is None or fits(value):
                 continue
             remedy = "correct or remove it"
-            if isinstance(value, str):
-                remedy = "write it without quotes (${oc.decode:${oc.env:NAME}} for an environment variable)"
+            if isinstance(value, str) and "list" in wanted:
+                remedy = f"write [{value}]"
+            elif isinstance(value, str):
+                remedy = "write it without quotes, an environment variable as "
+                remedy += "${oc.decode:${oc.env:NAME}}"
             raise RecipeError(f"'{path}' must be {wanted}, not {value!r}; {remedy}.")

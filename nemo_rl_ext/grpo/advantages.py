@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fp8rl.errors import BatchError
+from nemo_rl_ext.grpo.log_ratio import check_tensors
 
 
 def group_relative_advantages(
@@ -38,8 +41,14 @@ def group_relative_advantages(
         one reward, has advantage exactly 0: it carries no signal.
 
     Raises:
-        BatchError: wrong shapes, group ids that are no integers, or a reward that is not finite.
+        BatchError: no tensors, or on two devices; wrong shapes; group ids that are no integers; a
+            reward that is not finite; or an impossible ``eps``.
     """
+    check_tensors(rewards=rewards, group_ids=group_ids)
+    if rewards.is_complex():
+        raise BatchError(f"rewards must be real numbers, not {rewards.dtype}.")
+    if not (isinstance(eps, int | float) and 0 <= eps < math.inf):
+        raise BatchError(f"eps is {eps!r}; give a number of at least 0.")
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
         raise BatchError(
             f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be "

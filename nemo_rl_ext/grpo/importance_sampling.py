@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from fp8rl import PluginManager
-from fp8rl.errors import BatchError, PluginError
+from fp8rl.errors import BatchError, PluginError, RecipeError
 from fp8rl.mismatch import MismatchMetrics, mismatch_metrics
 from fp8rl.recipe import ImportanceSampling
 from nemo_rl_ext.grpo.log_ratio import (
     Level,
     bounded_exp,
-    check_shapes,
+    check_batch,
     reduce_level,
     token_log_ratio,
 )
@@ -98,9 +98,10 @@ def correct_is(
         (ratios outside the bounds); these are all 0 where nothing is kept.
 
     Raises:
-        BatchError: shapes differ, the mask is empty, or a counted token's log ratio is NaN.
+        BatchError: shapes or devices differ, something else than float logprobs and a mask, the
+            mask is empty, or a counted token's log ratio is NaN.
     """
-    check_shapes(rollout_logprobs=rollout_logprobs, trainer_logprobs=trainer_logprobs, mask=mask)
+    check_batch(mask, rollout_logprobs=rollout_logprobs, trainer_logprobs=trainer_logprobs)
     rollout, trainer, counts = rollout_logprobs.detach(), trainer_logprobs.detach(), mask != 0
     if not counts.any():
         raise BatchError("The mask counts no token; a batch needs at least one response token.")
@@ -148,10 +149,18 @@ def correct(
 
     Raises:
         BatchError: as in :func:`correct_is`.
+        RecipeError: ``config`` is something else than the section.
         PluginError: a plugin's corrector returns something else than it must: another type, shape,
             dtype or device, a weight that is negative or not finite, a weight other than 0 where
             its mask is false, or a mask that counts more than the batch's.
     """
+    if not isinstance(config, ImportanceSampling):
+        raise RecipeError(
+            "importance_sampling must be the section of a recipe (fp8rl.recipe.ImportanceSampling),"
+            f" not {type(config).__name__}."
+        )
+    if corrector is not correct_is:
+        check_batch(mask, rollout_logprobs=rollout_logprobs, trainer_logprobs=trainer_logprobs)
     result = corrector(rollout_logprobs, trainer_logprobs, mask, config)
     if corrector is correct_is:
         return result
@@ -197,7 +206,9 @@ def _what_is_wrong(result: Any, mask: torch.Tensor) -> str | None:
                 f"which {what} ({int(bad.sum())} such in all)"
             )
     metrics = result.metrics
-    if not isinstance(metrics, dict) or not all(isinstance(v, int | float) for v in metrics.values()):
+    if not isinstance(metrics, dict) or not all(
+        isinstance(v, int | float) for v in metrics.values()
+    ):
         return f"must return metrics as a dict of Python numbers by name, not {metrics!r:.80}"
     return None
 

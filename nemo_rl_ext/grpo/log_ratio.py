@@ -14,8 +14,40 @@ SATURATION = 1.0e4
 """Stands for an infinite log ratio, so that two of opposite sign do not sum to NaN."""
 
 
+def check_batch(mask: torch.Tensor, **logprobs: torch.Tensor) -> None:
+    """Raise BatchError unless ``mask`` and floating-point ``logprobs`` fit together.
+
+    A mask of floats may hold 0 and 1 alone: a NaN, or a weight in its place, would count as 1.
+    """
+    check_shapes(**logprobs, mask=mask)
+    for name, tensor in logprobs.items():
+        if not tensor.is_floating_point():
+            raise BatchError(f"{name} must be floating-point numbers, not {tensor.dtype}.")
+    if mask.is_complex() or (mask.is_floating_point() and ((mask != 0) & (mask != 1)).any()):
+        raise BatchError(
+            "mask must say which tokens count, and it holds other numbers than 0 and 1; give a "
+            "bool tensor."
+        )
+
+
+def check_tensors(**tensors: torch.Tensor) -> None:
+    """Raise BatchError unless all are dense tensors, on one device."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise BatchError(
+                f"{name} must be a tensor, not {type(tensor).__name__}; make one with "
+                "torch.as_tensor."
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise BatchError(f"{name} must be a dense tensor with values.")
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        given = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise BatchError(f"All of these must be on one device: {given}.")
+
+
 def check_shapes(**tensors: torch.Tensor) -> None:
-    """Raise BatchError unless all are two-dimensional and of one shape."""
+    """Raise BatchError unless all are tensors on one device, two-dimensional and of one shape."""
+    check_tensors(**tensors)
     shapes = {tuple(t.shape) for t in tensors.values()}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())

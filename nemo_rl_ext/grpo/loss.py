@@ -10,14 +10,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fp8rl import PluginManager
-from fp8rl.errors import BatchError
+from fp8rl.errors import BatchError, RecipeError
 from fp8rl.recipe import ImportanceSampling
 from nemo_rl_ext.grpo.importance_sampling import Correction, correct, resolve_corrector
 from nemo_rl_ext.grpo.log_ratio import (
     SATURATION,
     bounded_exp,
     bounded_k3,
+    check_batch,
     check_shapes,
+    check_tensors,
     counted,
     reduce_level,
     refuse,
@@ -109,7 +111,7 @@ class GRPOLoss:
         plugins: where to look for ``importance_sampling.corrector``; by default all installed.
 
     Raises:
-        RecipeError: the corrector is not known.
+        RecipeError: the corrector is not known, or an argument is of another class.
     """
 
     def __init__(
@@ -118,6 +120,14 @@ class GRPOLoss:
         importance_sampling: ImportanceSampling,
         plugins: PluginManager | None = None,
     ) -> None:
+        for name, given, kind in (
+            ("config", config, GRPOConfig),
+            ("importance_sampling", importance_sampling, ImportanceSampling),
+        ):
+            if not isinstance(given, kind):
+                raise RecipeError(
+                    f"{name} of GRPOLoss must be of {kind.__name__}, not {type(given).__name__}."
+                )
         self.config = config
         self.importance_sampling = importance_sampling
         self._corrector = resolve_corrector(importance_sampling.corrector, plugins)
@@ -143,6 +153,7 @@ class GRPOLoss:
             mask: ``[B, T]`` after rejection (``Correction.mask``); for several ranks, add up what
                 each one gives.
         """
+        check_shapes(mask=mask)
         keep = mask != 0
         if self.config.loss_aggregation == "sequence":
             keep = keep.any(dim=1)
@@ -183,17 +194,18 @@ class GRPOLoss:
             is kept. The metrics of the correction are added if it was made here.
 
         Raises:
-            BatchError: wrong shapes, a NaN logprob or an advantage that is not finite and counts,
-                likewise a weight of a plugin's corrector, advantages that differ inside a sequence
-                in mode ``gspo``, no reference for the KL term, an impossible normalizer, a part of
-                a batch that is self-normalised on its own, or a loss beyond float32.
+            BatchError: wrong shapes, dtypes or devices, a NaN logprob or an advantage that is not
+                finite and counts, likewise a weight of ``correction``, advantages that differ
+                inside a sequence in mode ``gspo``, no reference for the KL term, an impossible
+                normalizer, a part of a batch that is self-normalised on its own, or a loss beyond
+                float32.
         """
         settings = self.importance_sampling
-        check_shapes(
+        check_batch(
+            mask,
             current_logprobs=current_logprobs,
             old_logprobs=old_logprobs,
             rollout_logprobs=rollout_logprobs,
-            mask=mask,
         )
         metrics: dict[str, float] = {}
         if correction is None:
@@ -204,6 +216,11 @@ class GRPOLoss:
                 )
             correction = self.correct(rollout_logprobs, old_logprobs, mask)
             metrics.update(correction.metrics)
+        elif not isinstance(correction, Correction):
+            raise BatchError(
+                f"correction must be rows of what GRPOLoss.correct returns, not "
+                f"{type(correction).__name__}."
+            )
         check_shapes(mask=mask, correction=correction.mask, weights=correction.weights)
 
         keep = (mask != 0) & (correction.mask != 0)
@@ -290,7 +307,7 @@ class GRPOLoss:
                     "reference_logprobs; pass them or set it to 0."
                 )
             return None
-        check_shapes(current_logprobs=current, reference_logprobs=reference)
+        check_batch(keep, current_logprobs=current, reference_logprobs=reference)
         x = token_log_ratio(
             reference.detach(), current, keep, "reference_logprobs - current_logprobs"
         )
@@ -303,6 +320,10 @@ class GRPOLoss:
         own = self.normalizer(keep)
         if normalizer is None:
             normalizer = own
+        if isinstance(normalizer, torch.Tensor) and normalizer.numel() == 1:
+            normalizer = normalizer.item()
+        if not isinstance(normalizer, int | float):
+            raise BatchError(f"normalizer must be one number, not {type(normalizer).__name__}.")
         if not math.isfinite(normalizer) or normalizer < 0 or (normalizer == 0 and own > 0):
             raise BatchError(
                 f"normalizer is {normalizer} for {own} kept {self.config.loss_aggregation}s; give "
@@ -313,6 +334,9 @@ class GRPOLoss:
         return terms.sum() / (normalizer or 1)
 
     def _advantages(self, advantages: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        check_tensors(advantages=advantages, mask=keep)
+        if advantages.is_complex() or advantages.dtype == torch.bool:
+            raise BatchError(f"advantages must be real numbers, not {advantages.dtype}.")
         if advantages.shape == keep.shape[:1]:
             advantages = advantages[:, None].expand_as(keep)
         if advantages.shape != keep.shape:
@@ -337,9 +361,26 @@ def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
     ``loss``, ``policy_loss`` and counts add up; ``*_min`` and ``*_max`` are the extremes over parts
     with tokens; all else is the mean weighted by ``loss_tokens``.
+
+    Raises:
+        BatchError: a part that is no metrics of :class:`GRPOLoss`, or other ones than the first.
     """
+    if not isinstance(parts, Sequence):
+        raise BatchError(f"parts must be a list of metrics, not {type(parts).__name__}.")
     if not parts:
         return {}
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping) or "loss_tokens" not in part:
+            raise BatchError(
+                f"parts[{number}] holds no 'loss_tokens'; give the metrics that GRPOLoss returned "
+                "for each micro-batch, in a list."
+            )
+        if part.keys() != parts[0].keys():
+            odd = sorted(part.keys() ^ parts[0].keys())
+            raise BatchError(
+                f"parts[{number}] and parts[0] differ in {', '.join(odd)}; correct the whole batch "
+                "once, and give each micro-batch its rows."
+            )
     filled = [p for p in parts if p["loss_tokens"] > 0] or list(parts[:1])
     tokens = sum(p["loss_tokens"] for p in filled)
     merged: dict[str, float] = {}

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8rl.errors import BatchError, RecipeError
 from fp8rl.recipe import Rejection
-from nemo_rl_ext.grpo.log_ratio import reduce_level
+from nemo_rl_ext.grpo.log_ratio import check_shapes, counted, reduce_level, refuse
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,30 @@ def reject(
     Bounds are compared in log space on ratios that no clamp has touched.
 
     Args:
-        log_ratio: float32 ``[B, T]``, 0 where ``mask`` is false
-            (:func:`nemo_rl_ext.grpo.log_ratio.token_log_ratio`).
+        log_ratio: float ``[B, T]``; other places than those of ``mask`` may hold anything.
         mask: bool ``[B, T]``.
         rejection: level and bounds, or None.
         token_veto: smallest ratio a sequence may hold, or None.
+
+    Raises:
+        BatchError: other shapes or dtypes, a NaN that counts, or an impossible ``token_veto``.
+        RecipeError: ``rejection`` is something else than the section.
     """
+    check_shapes(log_ratio=log_ratio, mask=mask)
+    if not log_ratio.is_floating_point() or mask.dtype != torch.bool:
+        raise BatchError(
+            f"log_ratio must be floating-point numbers and mask bool, not {log_ratio.dtype} and "
+            f"{mask.dtype}."
+        )
+    log_ratio = counted(log_ratio, mask)
+    refuse(log_ratio.isnan(), log_ratio, "log_ratio")
+    if not isinstance(rejection, Rejection | None):
+        raise RecipeError(
+            f"rejection must be a section of a recipe (fp8rl.recipe.Rejection), not "
+            f"{type(rejection).__name__}."
+        )
+    if token_veto is not None and not (isinstance(token_veto, int | float) and token_veto > 0):
+        raise BatchError(f"token_veto is {token_veto!r}; give a ratio above 0, or None.")
     low = high = veto = torch.zeros_like(mask)
     if rejection is not None:
         value = reduce_level(log_ratio, mask, rejection.level)

@@ -135,7 +135,7 @@ def test_no_value_of_a_key_that_is_read_ends_in_a_traceback(driver: str, megatro
         (f"{MEGATRON}.pipeline_model_parallel_size", [2], "must be a whole number of at least 1"),
         (f"{VLLM}.num_first_layers_in_bf16", -1, "must be a number of layers, not -1"),
         (f"{VLLM}.quantization_ignored_layer_kws", [1], "must be a list of words"),
-        (f"{VLLM}.quantization_ignored_layer_kws", "up", "must be a list of words"),
+        (f"{VLLM}.quantization_ignored_layer_kws", "up", r"not 'up'; write \[up\]"),
         (f"{LOSS}.truncated_importance_sampling_type", ["tis"], "must be a text"),
         (f"{LOSS}.truncated_importance_sampling_ratio", "2", "must be a number, not '2'"),
         ("policy.model_name", 3, "must be a text, not 3"),

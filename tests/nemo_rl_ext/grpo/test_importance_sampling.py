@@ -259,7 +259,12 @@ HALF = torch.tensor([[True, False, True], [True, True, False]])
     [
         (-HALF.float(), HALF, {}, r"weight of -1 at row 0, token 0, which is neither 0 nor a pos"),
         (HALF * torch.nan, HALF, {}, "weight of nan at row 0, token 0"),
-        (HALF.float().masked_fill(HALF, torch.inf), HALF, {}, r"weight of inf at row 0, token 0, .*\(4 such in all\)"),
+        (
+            HALF.float().masked_fill(HALF, torch.inf),
+            HALF,
+            {},
+            r"weight of inf at row 0, token 0, .*\(4 such in all\)",
+        ),
         (torch.ones(2, 3), HALF, {}, "at row 0, token 1, which is not 0 although its mask leaves"),
         (torch.full((2, 3), torch.nan), HALF & False, {}, "weight of nan"),
         (torch.ones(2, 3), HALF | True, {}, "of a token that the batch's mask does not count"),
@@ -279,9 +284,7 @@ def test_what_a_plugins_corrector_returns_is_checked(
     """Naively a negative weight turns the gradient around."""
     rollout, settings = torch.full((2, 3), -1.0), ImportanceSampling(corrector="mine")
     with pytest.raises(PluginError, match=rf"corrector 'mine' .*{message}"):
-        correct(
-            rollout, rollout, HALF, settings, lambda *given: Correction(weights, mask, metrics)
-        )
+        correct(rollout, rollout, HALF, settings, lambda *given: Correction(weights, mask, metrics))
 
 
 def test_weights_of_a_plugins_corrector_carry_no_gradient() -> None:

@@ -1,0 +1,188 @@
+"""Arguments of the wrong kind at every public function: one clear error that names the argument."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8rl import PluginManager
+from fp8rl.errors import BatchError, Fp8RLError, RecipeError
+from fp8rl.recipe import ImportanceSampling, Rejection
+from nemo_rl_ext import (
+    GRPOConfig,
+    GRPOLoss,
+    correct,
+    group_relative_advantages,
+    hooks,
+    merge_metrics,
+    reject,
+)
+
+PLUGINS = PluginManager(discover=False)
+PLUGINS.register(hooks)
+GOOD = torch.full((2, 3), -1.0)
+MASK = torch.ones(2, 3, dtype=torch.bool)
+GROUPS = torch.zeros(3, dtype=torch.int64)
+HARD = ImportanceSampling(
+    level="sequence",
+    self_normalize=True,
+    rejection=Rejection(level="geometric", high=2.0),
+    token_veto=0.1,
+)
+GSPO = GRPOConfig(loss_mode="gspo", loss_aggregation="sequence", kl_coefficient=0.1)
+
+HOSTILE: dict[str, Any] = {
+    "list": GOOD.tolist(),
+    "numpy": GOOD.numpy(),
+    "None": None,
+    "text": "x",
+    "number": -1.0,
+    "int": GOOD.int(),
+    "bool": GOOD.bool(),
+    "complex": GOOD.cfloat(),
+    "half": GOOD.half(),
+    "double": GOOD.double(),
+    "one dimension": GOOD[0],
+    "three dimensions": GOOD[None],
+    "short": GOOD[:, :2],
+    "no rows": GOOD[:0],
+    "NaN": GOOD * math.nan,
+    "infinite": GOOD * math.inf,
+    "fractions": GOOD / 2,
+    "zeros": GOOD * 0,
+    "meta": GOOD.to("meta"),
+    "sparse": GOOD.to_sparse(),
+    "quantized": torch.quantize_per_tensor(GOOD, 0.1, 0, torch.quint8),
+    "a tuple of tensors": (GOOD, MASK),
+}
+
+
+def with_defaults(function: Callable[..., Any], **defaults: Any) -> Callable[..., Any]:
+    def call(**given: Any) -> Any:
+        return function(**{**defaults, **given})
+
+    return call
+
+
+LOGPROBS = dict.fromkeys(("rollout_logprobs", "trainer_logprobs"), GOOD)
+BATCH: dict[str, Any] = {
+    **dict.fromkeys(("current_logprobs", "old_logprobs", "rollout_logprobs"), GOOD),
+    "advantages": torch.ones(2),
+    "mask": MASK,
+    "reference_logprobs": GOOD,
+}
+PPO_LOSS = GRPOLoss(GRPOConfig(), ImportanceSampling(), PLUGINS)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "correct": (
+        with_defaults(correct, **LOGPROBS, mask=MASK, config=HARD),
+        (*LOGPROBS, "mask", "config"),
+    ),
+    "reject": (
+        with_defaults(reject, log_ratio=GOOD, mask=MASK, rejection=HARD.rejection, token_veto=0.1),
+        ("log_ratio", "mask", "rejection", "token_veto"),
+    ),
+    "loss": (with_defaults(PPO_LOSS, **BATCH), (*BATCH, "correction", "normalizer")),
+    "gspo": (
+        with_defaults(GRPOLoss(GSPO, ImportanceSampling(), PLUGINS), **BATCH),
+        (*BATCH, "correction", "normalizer"),
+    ),
+    "normalizer": (PPO_LOSS.normalizer, ("mask",)),
+    "advantages": (
+        with_defaults(group_relative_advantages, rewards=torch.ones(3), group_ids=GROUPS),
+        ("rewards", "group_ids", "eps"),
+    ),
+    "constructor": (
+        with_defaults(GRPOLoss, config=GRPOConfig(), importance_sampling=HARD, plugins=PLUGINS),
+        ("config", "importance_sampling"),
+    ),
+    "merge_metrics": (merge_metrics, ("parts",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"), [(f, a) for f, (_, names) in FUNCTIONS.items() for a in names]
+)
+def test_no_argument_ends_in_a_traceback(function: str, argument: str) -> None:
+    """Naively a list is an AttributeError, and integers are taken for log-probabilities."""
+    call, _ = FUNCTIONS[function]
+    refused = 0
+    for what, value in HOSTILE.items():
+        try:
+            call(**{argument: value})
+        except Fp8RLError as error:
+            assert str(error).endswith("."), error
+            refused += 1
+        except Exception as error:
+            pytest.fail(f"{argument} as {what}: {type(error).__name__}: {error}")
+    assert refused >= 5
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        ("advantages", {"rewards": [1.0, 0.0, 1.0]}, "rewards must be a tensor, not list; make"),
+        ("advantages", {"group_ids": [0, 0, 0]}, "group_ids must be a tensor, not list"),
+        ("advantages", {"rewards": torch.ones(3).cfloat()}, "rewards must be real numbers"),
+        ("advantages", {"eps": -1.0}, "eps is -1.0; give a number of at least 0"),
+        ("correct", {"rollout_logprobs": GOOD.int()}, "rollout_logprobs must be floating-point"),
+        ("correct", {"trainer_logprobs": MASK}, "trainer_logprobs must be floating-point numbers"),
+        ("correct", {"mask": MASK / 2}, "mask .* holds other numbers than 0 and 1; give a bool"),
+        ("correct", {"mask": MASK * math.nan}, "mask .* holds other numbers than 0 and 1"),
+        ("correct", {"mask": MASK.to("meta")}, "mask must be a dense tensor with values"),
+        ("loss", {"current_logprobs": GOOD.int()}, "current_logprobs must be floating-point"),
+        ("loss", {"advantages": [1.0, 1.0]}, "advantages must be a tensor, not list"),
+        ("loss", {"normalizer": "4"}, "normalizer must be one number, not str"),
+        ("loss", {"correction": (GOOD, MASK)}, "what GRPOLoss.correct returns, not tuple"),
+        ("gspo", {"reference_logprobs": GOOD.int()}, "reference_logprobs must be floating-point"),
+        ("reject", {"mask": MASK.float()}, "mask bool, not torch.float32 and torch.float32"),
+        ("reject", {"log_ratio": GOOD * math.nan}, "log_ratio is NaN at row 0, token 0"),
+        ("reject", {"token_veto": 0.0}, "token_veto is 0.0; give a ratio above 0"),
+        ("merge_metrics", {"parts": [{}]}, r"parts\[0\] holds no 'loss_tokens'"),
+        (
+            "merge_metrics",
+            {"parts": [{"loss_tokens": 1.0, "ess": 1.0}, {"loss_tokens": 1.0}]},
+            r"parts\[1\] and parts\[0\] differ in ess; correct the whole batch once",
+        ),
+    ],
+)
+def test_the_error_names_the_argument(function: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        FUNCTIONS[function][0](**given)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        ("correct", {"config": {"mode": "off"}}, "ImportanceSampling), not dict."),
+        ("reject", {"rejection": {"high": 2.0}}, "Rejection), not dict."),
+        ("constructor", {"config": {}}, "config of GRPOLoss must be of GRPOConfig, not dict."),
+        (
+            "constructor",
+            {"importance_sampling": {}},
+            "importance_sampling of GRPOLoss must be of ImportanceSampling, not dict.",
+        ),
+    ],
+)
+def test_a_section_as_a_dict_is_refused(function: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        FUNCTIONS[function][0](**given)
+
+
+def test_rejection_reads_nothing_outside_of_the_mask() -> None:
+    ratio = torch.tensor([[0.0, 100.0, math.nan]])
+    mask = torch.tensor([[True, False, False]])
+    got = reject(ratio, mask, Rejection(level="sequence", high=1.1))
+    assert got.mask.tolist() == mask.tolist()
+
+
+def test_masks_of_ones_and_zeros_may_have_any_dtype() -> None:
+    expected = correct(GOOD, GOOD - 0.1, MASK, HARD)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        assert torch.equal(
+            correct(GOOD, GOOD - 0.1, MASK.to(dtype), HARD).weights, expected.weights
+        )
