@@ -266,6 +266,17 @@ def test_grpo_snippets(capsys):
     expected = -ratio * kept * names["advantages"][:, None].double() / kept.sum()
     torch.testing.assert_close(names["current"].grad.double(), expected, rtol=1e-5, atol=1e-9)
 
+    optimizer = torch.optim.SGD([names["current"]], lr=1.0)
+    for metrics, steps in (
+        ({"all_rejected": 1.0, "is_weight_max": 0.0}, False),
+        ({"all_rejected": 0.0, "is_weight_max": 0.0}, False),
+        ({"all_rejected": 0.0, "is_weight_max": 1.0}, True),
+    ):
+        names["current"].grad = torch.ones(8, 5)
+        before = names["current"].detach().clone()
+        exec(block("rejected"), {**names, "metrics": metrics, "optimizer": optimizer})
+        assert torch.equal(names["current"], before) != steps
+
     exec(block("modes"), names)
     assert (names["gspo"].loss_mode, names["cispo"].loss_mode) == ("gspo", "cispo")
 

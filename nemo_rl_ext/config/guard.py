@@ -27,7 +27,8 @@ class GuardConfig(BaseModel):
     release_after: Annotated[int, Field(ge=1)] = 5
     """Steps in a row below ``release_below``."""
     fallback_after: Annotated[int, Field(ge=1)] = 3
-    """Skipped steps in a row after which rollouts go back to BF16."""
+    """Steps left out in a row, those that rejection has emptied included, after which rollouts go
+    back to BF16."""
     fallback: Literal["bf16", "stop"] = "bf16"
     """``bf16``: the engines are started anew with BF16 linears and KV cache, and the run goes on;
     ``stop``: the run ends."""
