@@ -73,8 +73,8 @@ class BatchCorrection:
             UnsupportedError: the guard ends the run.
         """
         token_mask, sample_mask = train_data["token_mask"], train_data["sample_mask"]
-        if not self.in_pieces:
-            self.skips = False
+        if not self.in_pieces:  # FP8 engines that are given up stay until the next refit
+            self.skips = self.guard is not None and self.guard.level == "bf16"
         counts = (token_mask[:, 1:] * sample_mask.unsqueeze(-1)) != 0
         if not counts.any():
             train_data[WEIGHTS] = torch.zeros_like(token_mask, dtype=torch.float32)

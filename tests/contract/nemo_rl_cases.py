@@ -419,6 +419,20 @@ def test_a_skipped_step_runs_without_the_optimizer_in_every_epoch() -> None:
     finder.run.correction = None
 
 
+def test_batches_that_upstreams_threshold_empties_reach_the_guards_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = BatchCorrection(
+        Recipe().importance_sampling, MismatchGuard(GuardConfig(fallback_after=1))
+    )
+    monkeypatch.setattr(finder.run, "correction", run)
+    for level in (2.0, 3.0):
+        metrics = grpo.compute_and_apply_seq_logprob_error_masking(batch(), torch.ones(ROWS), 1.0)
+        assert metrics["num_masked_seqs"] == ROWS
+        assert (metrics["fp8rl/guard_level"], metrics["fp8rl/step_skipped"]) == (level, 1.0)
+        assert run.skips
+
+
 # --- engines that start anew, steps in pieces ---
 
 

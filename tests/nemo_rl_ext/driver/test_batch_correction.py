@@ -264,6 +264,7 @@ def test_a_batch_that_upstreams_threshold_has_emptied_is_left_out_and_counts() -
     assert data[WEIGHTS].shape == data["token_mask"].shape
     assert run.correct(data, masked=1.2)["fp8rl/guard_level"] == LEVELS.index("bf16")
     assert run.correct(data) == {}, "the loop's own filters have nothing to do with the engines"
+    assert run.skips, "until the engines have started anew, steps are left out"
 
 
 def test_the_guard_tightens_whatever_the_corrector_rejects() -> None:
