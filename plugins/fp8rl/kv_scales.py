@@ -26,7 +26,7 @@ _LARGEST = 2.0**50
 """Upper bound of a scale; its inverse is the lower bound. With codes from 2**-9 to 448, a product
 of two dequantized values, summed over a head size of 1024, is then a normal number of float32 and
 BF16, and so is the inverse that kernels multiply with. No model comes near the bounds."""
-_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.)?([qkv])_scale")
+_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,8})\.self_attn\.(?:attn\.)?([qkv])_scale")
 
 
 def scale_name(layer: int, role: Role) -> str:
@@ -35,10 +35,34 @@ def scale_name(layer: int, role: Role) -> str:
     return f"model.layers.{layer}.self_attn.{middle}{role}_scale"
 
 
-def parse_scale_name(name: str) -> tuple[int, Role] | None:
-    """``(layer, role)`` of a scale's name, in both forms of NeMo RL; None for other names."""
-    match = _NAME.fullmatch(name)
+def parse_scale_name(name: str, prefix: str = "model.") -> tuple[int, Role] | None:
+    """``(layer, role)`` of a scale's name, in both forms of NeMo RL; None for other names.
+
+    Args:
+        name: name on the wire or in a checkpoint.
+        prefix: what precedes ``layers``; another one than the wire's inside a multimodal model.
+    """
+    match = _NAME.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
     return (int(match.group(1)), match.group(2)) if match else None  # type: ignore[return-value]
+
+
+def require_one_name(places: Iterable[tuple[str, tuple[int, Role]]]) -> dict[tuple[int, Role], str]:
+    """Names of scales by layer and role.
+
+    Args:
+        places: names, each with what :func:`parse_scale_name` found in it.
+
+    Raises:
+        ScaleError: two names are those of one scale, such as ``k_scale`` and ``attn.k_scale``.
+    """
+    names: dict[tuple[int, Role], str] = {}
+    for name, place in places:
+        if names.setdefault(place, name) != name:
+            raise ScaleError(
+                f"'{names[place]}' and '{name}' are both the {place[1]} scale of layer {place[0]}; "
+                "keep one of them."
+            )
+    return names
 
 
 def scale_names(num_layers: int, roles: Iterable[Role] = ROLES) -> list[str]:

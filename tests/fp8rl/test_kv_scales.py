@@ -17,6 +17,7 @@ from fp8rl.kv_scales import (
     check_scale,
     next_scales,
     parse_scale_name,
+    require_one_name,
     power_of_two_scales,
     scale_name,
     scale_names,
@@ -50,11 +51,32 @@ def test_names_are_those_of_nemo_rl():
         "layers.0.self_attn.k_scale",
         "model.layers.0.self_attn.o_scale",
         K0 + "\n",
+        "model.layers.00.self_attn.k_scale",
+        "model.layers.01.self_attn.k_scale",
+        "model.layers.\N{ARABIC-INDIC DIGIT ONE}.self_attn.k_scale",
+        f"model.layers.{'9' * 5000}.self_attn.k_scale",
+        "mtp.layers.0.self_attn.k_scale",
+        "model.language_model.layers.0.self_attn.k_scale",
         K0 + ".extra",
     ],
 )
 def test_other_names_are_no_scales(name):
     assert parse_scale_name(name) is None
+
+
+def test_names_under_a_wrapper():
+    wrapper = "model.language_model."
+    assert parse_scale_name(f"{wrapper}layers.3.self_attn.attn.q_scale", wrapper) == (3, "q")
+    assert parse_scale_name(K0, wrapper) is None
+
+
+def test_two_names_of_one_scale():
+    places = [(name, parse_scale_name(name)) for name in scale_names(2)]
+    assert require_one_name(places) == {place: name for name, place in places}
+    other = "model.layers.1.self_attn.attn.k_scale"
+    message = "'model.layers.1.self_attn.k_scale' and '.*attn.k_scale' are both the k scale of la"
+    with pytest.raises(ScaleError, match=message):
+        require_one_name([*places, (other, (1, "k"))])
 
 
 def test_scales_are_named_and_shaped():
