@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
+import reprlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8rl.errors import ModelError, UnsupportedError
+from fp8rl.errors import ModelError, RecipeError, UnsupportedError
 from fp8rl.families import known_type, module_names
+from fp8rl.reading import parse_json, printable
+from fp8rl.weight_files import WeightFile, read_text
 
 INDEX = "model.safetensors.index.json"
 """File that says which file of a model has which tensor."""
@@ -27,13 +31,15 @@ def folder_module_names(folder: Path) -> list[str]:
     """
     tensors = folder_tensors(folder)
     if tensors is None:
+        config = folder_config(folder)
         try:
-            return _names_of_config(folder / "config.json")
-        except OSError as error:
-            raise _unreadable(folder, error) from None
-    config = folder / "config.json"
-    if config.is_file() and known_type(_read_object(config)):
-        return _names_of_config(config)
+            return config_module_names(folder, config)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"'{folder}' has no weights to take its module names from. {error}"
+            ) from None
+    if _is_there(folder / "config.json") and known_type(config := folder_config(folder)):
+        return config_module_names(folder, config)
     modules = {tensor.removesuffix(".weight") for tensor in tensors if tensor.endswith(".weight")}
     if not modules:
         raise ModelError(f"'{folder}' holds no weight; download the model again.")
@@ -46,84 +52,142 @@ def folder_tensors(folder: Path) -> dict[str, Path] | None:
     Raises:
         ModelError: a file is missing, cannot be read, or is not whole.
     """
-    index, single = folder / INDEX, folder / "model.safetensors"
+    single = folder / "model.safetensors"
     try:
-        if index.is_file():
-            return _tensors_of_index(index)
-        return dict.fromkeys(_tensors_of_file(single), single) if single.is_file() else None
+        if (files := read_index(folder)) is not None:
+            return files
+        return dict.fromkeys(WeightFile(single).tensors, single) if _is_there(single) else None
     except OSError as error:
         raise _unreadable(folder, error) from None
 
 
-def _tensors_of_index(index: Path) -> dict[str, Path]:
-    """Tensors that the index of a model in several files lists, with their files."""
+def read_index(folder: Path) -> dict[str, Path] | None:
+    """Tensors that the index of a folder lists, with their files; None without an index.
+
+    Raises:
+        ModelError: it is no index of files in its folder.
+        OSError: it cannot be read.
+    """
+    index = folder / INDEX
+    if not _is_there(index):
+        return None
     table = _read_object(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
         raise ModelError(
             f"'{index}' has no weight_map from tensors to files; download the model again."
         )
     for file in dict.fromkeys(table.values()):
-        if not (index.parent / file).is_file():
+        if file in ("", ".", "..") or Path(file).name != file:
             raise ModelError(
-                f"'{index}' names '{file}', which is not there; download the model again."
+                f"'{index}' names '{printable(file)}', which is no name of a file in its folder; "
+                "put the file there and write its name alone, or download the model again."
             )
-    return {tensor: index.parent / file for tensor, file in table.items()}
+        if not _is_there(folder / file):
+            raise ModelError(
+                f"'{index}' names '{printable(file)}', which is not there; download the model "
+                "again."
+            )
+    return {tensor: folder / file for tensor, file in table.items()}
 
 
-def _tensors_of_file(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file, which has to be whole."""
-    from safetensors import SafetensorError, safe_open  # here: most commands read no weights
+def require_listed(file: WeightFile, names: Collection[str]) -> None:
+    """Refuse a file that holds other tensors than the index lists for it.
 
-    try:
-        with safe_open(file, framework="np") as tensors:
-            return list(tensors.keys())
-    except SafetensorError as error:
+    Raises:
+        ModelError: the first tensor that is one too many or too few.
+    """
+    for name in sorted(file.tensors.keys() ^ set(names)):
+        here = "holds" if name in file.tensors else "lacks"
         raise ModelError(
-            f"'{file}' is no whole safetensors file ({error}); download the model again."
-        ) from None
+            f"'{file.path}' {here} '{printable(name)}', against what '{INDEX}' says; download the "
+            "model again, write both anew, or remove the index."
+        )
+
+
+def require_own(file: Path) -> None:
+    """Refuse a link that leads out of its folder; those of a Hugging Face cache lead to its blobs.
+
+    Raises:
+        ModelError: it leads elsewhere.
+    """
+    target, home = file.resolve(), file.parent.resolve()
+    own = [home, *(above.parent / "blobs" for above in home.parents if above.name == "snapshots")]
+    if not any(target.is_relative_to(place) for place in own):
+        raise ModelError(
+            f"'{file}' is a link to '{target}', outside of its folder; if what is there belongs to "
+            f"the model, copy the folder with 'cp -rL' and give the copy, else remove the link."
+        )
+
+
+def _is_there(file: Path) -> bool:
+    """Tell whether a folder has such an entry, whatever it is."""
+    try:
+        return os.path.lexists(file)
+    except ValueError:  # a null byte
+        return False
 
 
 def folder_config(folder: Path) -> dict[str, Any]:
     """Values of a model's ``config.json``.
 
     Raises:
-        ModelError: the file is missing, cannot be read, or is no JSON object.
+        ModelError: the file is missing, cannot be read, or is no JSON object; or a value that says
+            what kind of model it is has a wrong type.
     """
+    file = folder / "config.json"
     try:
-        return _read_object(folder / "config.json")
+        values = _read_object(file)
     except OSError as error:
         raise _unreadable(folder, error) from None
+    text = values.get("text_config")
+    for key, where in (("model_type", values), ("text_config.model_type", text)):
+        kind = where.get("model_type") if isinstance(where, dict) else None
+        if not isinstance(kind, str | None):
+            raise ModelError(
+                f"'{file}': the model's {key} is {reprlib.repr(kind)}; correct it to a string."
+            )
+    if text is not None and not isinstance(text, dict):
+        raise ModelError(
+            f"'{file}': the model's text_config is {reprlib.repr(text)}; correct it to an object."
+        )
+    return values
 
 
 def _unreadable(folder: Path, error: OSError) -> ModelError:
     return ModelError(
-        f"'{error.filename or folder}' cannot be read ({error.strerror or error}); point "
-        "--model at the folder of a Hugging Face model."
+        f"'{error.filename or folder}' cannot be read ({error.strerror or error}); give the "
+        "folder of a Hugging Face model."
     )
 
 
-def _names_of_config(config: Path) -> list[str]:
-    """Names that follow from a model's config."""
-    values = _read_object(config)
+def config_module_names(folder: Path, values: Mapping[str, Any]) -> list[str]:
+    """Global names of the modules with weights that a model's config tells of.
+
+    Args:
+        folder: folder of the model, for errors.
+        values: see :func:`folder_config`.
+
+    Raises:
+        ModelError: a key that is missing, or has a value that no model has.
+        UnsupportedError: an MoE model of an unknown family.
+    """
+    config = folder / "config.json"
     try:
         return module_names(values)
     except KeyError as error:
         raise ModelError(
-            f"'{config}' has no key {error}; correct it, or give a folder with safetensors."
-        ) from None
-    except UnsupportedError as error:
-        raise UnsupportedError(
-            f"'{config.parent}' has no weights to take its module names from. {error}"
+            f"'{config}' has no key {error}; correct it, or download the model again."
         ) from None
     except ModelError as error:
         raise ModelError(f"'{config}': {error}") from None
 
 
 def _read_object(file: Path) -> dict[str, Any]:
+    text = read_text(file)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"'{file}' is not valid JSON ({error}); correct it.") from None
+        value = parse_json(text, str(file))
+    except RecipeError as error:
+        raise ModelError(f"{error} Correct the file, or download the model again.") from None
     if not isinstance(value, dict):
         raise ModelError(f"'{file}' holds a {type(value).__name__}, not a JSON object; correct it.")
     return value

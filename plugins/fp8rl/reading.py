@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from fp8rl.errors import RecipeError
 
 _TOO_DEEP = "it is nested too deeply"
+_DEEPEST = 100
+"""Levels of JSON that are read; Python's own reader takes more than its writer."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2  # YAML aliases can make a value of any size
 
@@ -46,10 +48,10 @@ def parse_json(text: str, where: str) -> Any:
         where: name of the text, e.g. its path; an error puts it before each key.
 
     Raises:
-        RecipeError: not valid JSON, or an object with a key twice.
+        RecipeError: not valid JSON, an object with a key twice, or more than 100 levels.
     """
     try:
-        return _without_duplicates(json.loads(text, object_pairs_hook=_Pairs), where)
+        return _without_duplicates(json.loads(text, object_pairs_hook=_Pairs), where, _DEEPEST)
     except RecipeError:
         raise
     except ValueError as error:
@@ -62,21 +64,27 @@ class _Pairs(list):
     """Keys and values of a JSON object, in order, with duplicates."""
 
 
-def _without_duplicates(node: Any, path: str) -> Any:
+def _without_duplicates(node: Any, path: str, levels: int) -> Any:
     """Convert to plain dicts and lists.
 
     Raises:
-        RecipeError: a key is given twice; a dict would silently keep the last one.
+        RecipeError: a key is given twice, where a dict would silently keep the last one.
+        RecursionError: there are more than so many levels.
     """
+    if not levels:
+        raise RecursionError
     if isinstance(node, _Pairs):
         found: dict[str, Any] = {}
         for key, value in node:
             if key in found:
                 raise RecipeError(f"'{path}.{printable(key)}' is given twice; keep one of them.")
-            found[key] = _without_duplicates(value, f"{path}.{printable(key)}")
+            found[key] = _without_duplicates(value, f"{path}.{printable(key)}", levels - 1)
         return found
     if isinstance(node, list):
-        return [_without_duplicates(value, f"{path}.{index}") for index, value in enumerate(node)]
+        return [
+            _without_duplicates(value, f"{path}.{index}", levels - 1)
+            for index, value in enumerate(node)
+        ]
     return node
 
 

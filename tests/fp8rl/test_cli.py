@@ -364,17 +364,27 @@ def row(*offsets: int) -> dict:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (None, None, "config.json' cannot be read (No such file or directory); point --model at"),
-        (CONFIG, "{", "config.json' is not valid JSON (Expecting property name"),
-        (CONFIG, "", "config.json' is not valid JSON (Expecting value"),
-        (CONFIG, b"\xff\xfe\x00", "config.json' is not valid JSON ('utf-8' codec"),
-        (CONFIG, "[" * 20000, "config.json' is not valid JSON (maximum recursion depth"),
-        (CONFIG, "9" * 5000, "config.json' is not valid JSON (Exceeds the limit"),
+        (None, None, "config.json' cannot be read (No such file or directory); give the folder of"),
+        (CONFIG, "{", "config.json is not valid JSON: Expecting property name"),
+        (CONFIG, "", "config.json is not valid JSON: Expecting value"),
+        (CONFIG, b"\xff\xfe\x00", "config.json' is not UTF-8 text ('utf-8' codec"),
+        (CONFIG, "[" * 20000, "config.json is not valid JSON: it is nested too deeply"),
+        (CONFIG, "9" * 5000, "config.json is not valid JSON: Exceeds the limit"),
         (CONFIG, [1, 2], "config.json' holds a list, not a JSON object; correct it."),
         (CONFIG, None, "config.json' holds a NoneType, not a JSON object"),
         (CONFIG, {}, "config.json' has no key 'num_hidden_layers'; correct it"),
         (CONFIG, {"text_config": {"a": 1}}, "config.json' has no key 'num_hidden_layers'"),
-        (CONFIG, {"text_config": [1]}, "config.json': The model's text_config is [1]; correct it"),
+        (CONFIG, {"text_config": [1]}, "config.json': the model's text_config is [1]; correct it"),
+        (
+            CONFIG,
+            {"model_type": ["x"]},
+            "config.json': the model's model_type is ['x']; correct it",
+        ),
+        (
+            CONFIG,
+            {"text_config": {"model_type": 3}},
+            "config.json': the model's text_config.model_type is 3; correct it to a string",
+        ),
         *(
             (
                 CONFIG,
@@ -411,14 +421,17 @@ def row(*offsets: int) -> dict:
             {**MIXTURE, "num_experts": 2, "model_type": "x"},
             "has no weights to take its module names from",
         ),
-        (INDEX, "{", "index.json' is not valid JSON"),
+        (INDEX, "{", "index.json is not valid JSON"),
         (INDEX, [], "index.json' holds a list"),
         (INDEX, {}, "index.json' has no weight_map from tensors to files; download"),
         (INDEX, {"weight_map": []}, "index.json' has no weight_map from tensors to files"),
         (INDEX, {"weight_map": {"a.weight": 3}}, "index.json' has no weight_map from tensors to"),
         (INDEX, {"weight_map": {}}, "' holds no weight; download the model again."),
         (INDEX, {"weight_map": {"a.weight": "b"}}, "index.json' names 'b', which is not there"),
-        (INDEX, {"weight_map": {"a.weight": "."}}, "index.json' names '.', which is not there"),
+        (INDEX, {"weight_map": {"a.weight": "."}}, "names '.', which is no name of a file in its"),
+        (INDEX, {"weight_map": {"a.weight": "../b"}}, "names '../b', which is no name of a file"),
+        (INDEX, {"weight_map": {"a.weight": "/etc/b"}}, "names '/etc/b', which is no name of a f"),
+        (INDEX, '{"weight_map": {"a": "b", "a": "c"}}', "index.json.weight_map.a' is given twice"),
         (INDEX, {"weight_map": {"a.bias": INDEX}}, "' holds no weight; download the model again."),
         (WEIGHTS, "", "model.safetensors' is no whole safetensors file ("),
         (WEIGHTS, "version https://git-lfs.github.com/spec/v1", "is no whole safetensors file ("),
@@ -447,10 +460,10 @@ def test_doctor_with_a_model_that_is_no_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("{}")
     (tmp_path / "folder" / CONFIG).mkdir(parents=True)
     for model, message in [
-        ("file", "file/config.json' cannot be read (Not a directory); point --model at"),
-        ("nowhere", "nowhere/config.json' cannot be read (No such file or directory); point"),
-        ("folder", "folder/config.json' cannot be read (Is a directory); point --model at"),
-        ("x" * 300, "cannot be read (File name too long); point --model at"),
+        ("file", "file/config.json' cannot be read (Not a directory); give the folder of"),
+        ("nowhere", "nowhere/config.json' cannot be read (No such file or directory); give"),
+        ("folder", "folder/config.json' cannot be read (Is a directory); give the folder"),
+        ("x" * 300, "cannot be read (File name too long); give the folder"),
     ]:
         code, out, err = run_main(monkeypatch, capsys, "doctor", "--model", str(tmp_path / model))
         assert (code, out) == (2, "")

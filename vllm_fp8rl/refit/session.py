@@ -134,6 +134,24 @@ class RefitSession:
                 "send smaller batches (batch_bytes), or give vLLM less (gpu_memory_utilization)."
             ) from error
 
+    def check(self, coming: Iterable[Named]) -> None:
+        """Refuse tensors by name, shape and dtype before their values are read.
+
+        Args:
+            coming: tensors on the meta device.
+
+        Raises:
+            RefitError: the model has no such tensor, or it is no whole tensor of a dtype that a
+                refit takes.
+        """
+        for name, tensor in coming:
+            if name in self._entries:
+                self._check(name, tensor, self._entries[name])
+            elif not self._inventory.leaves_out(name):
+                self._known_kv_scale(name)
+                if tensor.numel() != 1:
+                    check_scale(name, tensor)
+
     def _load(self, batch: Tensors) -> None:
         sent = steady(batch)
         entries, came = self._entries, self._came

@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from fp8rl.errors import RefitError
 from vllm_fp8rl.refit.files import read_files
-from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
+from vllm_fp8rl.refit.intake import BATCH_BYTES, Named, batches
 from vllm_fp8rl.refit.session import RefitSession
 from vllm_fp8rl.refit.transport import Payload, received
 
@@ -43,14 +43,22 @@ class _Intake:
         session = RefitSession(self._model, expect_kv_scales=None, name="weight transfer")
         self._session = session.__enter__()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def check(self, coming: Iterable[Named]) -> None:
+        """Refuse tensors of the meta device; see :meth:`RefitSession.check`."""
+        self._opened().check(coming)
+
+    def load_weights(self, weights: Iterable[Named]) -> None:
+        session = self._opened()
+        for batch in batches(weights, BATCH_BYTES):
+            session.load(batch)
+
+    def _opened(self) -> RefitSession:
         # vLLM forgets about an update that failed at its end only when another one fails: a sender
         # that tries again need not, and cannot, call start_weight_update.
         if self._session is None:
             self.start()
         assert self._session is not None
-        for batch in batches(weights, BATCH_BYTES):
-            self._session.load(batch)
+        return self._session
 
     def abandon(self, reason: str) -> None:
         if self._session is not None:
@@ -131,7 +139,7 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
     def receive_weights(self, update_info: Fp8RLUpdateInfo) -> None:
         """Load a file or a payload."""
         if update_info.path is not None:
-            self.model.load_weights(read_files(update_info.path))
+            self.model.load_weights(read_files(update_info.path, self.model.check))
             return
         assert update_info.payload is not None
         with received(update_info.payload) as tensors:

@@ -128,7 +128,8 @@ class RefitMixin:
     @_step
     def fp8rl_refit_load_files(self, session: str, path: str) -> None:
         """Load a safetensors file, or all of a folder, a batch at a time."""
-        tensors = read_files(path)  # first, since all ranks take part in it
+        # First, since all ranks take part in it.
+        tensors = read_files(path, lambda coming: _open_session(self, session).check(coming))
         opened = _open_session(self, session)
         for batch in batches(tensors, BATCH_BYTES):
             opened.load(batch)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from fp8rl.errors import RefitError
+from fp8rl.errors import RefitError, ScaleError
+from fp8rl.model_folder import INDEX
+from fp8rl.weight_files import WeightFile
 from support.engine import Engine, load_tensors
 from support.processes import run_code
-from vllm_fp8rl.refit import files as files_module
 from vllm_fp8rl.refit import refit_from_files
-from vllm_fp8rl.refit.files import INDEX, read_files
+from vllm_fp8rl.refit.files import read_files
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
@@ -73,13 +74,15 @@ def test_what_an_index_does_not_name_does_not_count(tmp_path):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "is no index of files"),
-        ("[]", "is no index of files"),
-        ("{}", "is no index of files"),
-        ('{"weight_map": {}}', "is no index of files"),
-        ('{"weight_map": {"x": 1}}', "is no index of files"),
-        ('{"weight_map": {"x": "../model.safetensors"}}', "is no index of files"),
-        ('{"weight_map": {"x": "model-9.safetensors"}}', f"model-9.*'{INDEX}' names it"),
+        ("{", "is not valid JSON"),
+        ("[]", "holds a list, not a JSON object"),
+        ("{}", "has no weight_map from tensors to files"),
+        ('{"weight_map": {}}', "is a folder without safetensors files"),
+        ('{"weight_map": {"x": 1}}', "has no weight_map from tensors to files"),
+        ('{"weight_map": {"x": "../model.safetensors"}}', "is no name of a file in its folder"),
+        ('{"weight_map": {"x": "/model.safetensors"}}', "is no name of a file in its folder"),
+        ('{"weight_map": {"x": "a.b", "x": "c.d"}}', "weight_map.x' is given twice"),
+        ('{"weight_map": {"x": "model-9.safetensors"}}', f"{INDEX}' names 'model-9.*not there"),
         ('{"weight_map": {"x": "model-1.safetensors"}}', f"holds '0.* against what '{INDEX}' says"),
     ],
 )
@@ -109,13 +112,13 @@ WHOLE = save({"a": torch.ones(8, 8)})
 def test_what_is_no_whole_file(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(RefitError, match=rf"^'{path}' is not a whole safetensors file .*rename"):
+    with pytest.raises(RefitError, match=rf"^'{path}' is no whole safetensors file .*rename"):
         read_files(path)
 
 
 def test_other_paths(tmp_path):
-    for path in (tmp_path / "none", "/dev/null", "a\0b"):
-        with pytest.raises(RefitError, match="is no safetensors file, nor a folder of them"):
+    for path in (tmp_path / "none", "a\0b"):
+        with pytest.raises(RefitError, match="cannot be read .*, that every worker sees"):
             read_files(path)
     with pytest.raises(RefitError, match="folder without safetensors files"):
         read_files(tmp_path)
@@ -124,7 +127,72 @@ def test_other_paths(tmp_path):
             read_files(path)
     save_file({"i": torch.ones(3, dtype=torch.int64)}, tmp_path / "model.safetensors")
     with pytest.raises(RefitError, match=r"'i' in .* has dtype I64; a refit takes BF16, F16, F32"):
-        list(read_files(tmp_path))
+        read_files(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["model.safetensors", INDEX, "/dev/zero"])
+def test_what_is_no_regular_file(tmp_path, where):
+    """A FIFO has no end until someone writes to it, a device none at all."""
+    if where.startswith("/"):
+        with pytest.raises(RefitError, match="'/dev/zero' is a pipe, a device or a socket"):
+            read_files(where)
+        return
+    shards(tmp_path)
+    (tmp_path / where).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / where)
+    if where != INDEX:
+        (tmp_path / INDEX).unlink()
+    with pytest.raises(RefitError, match=f"{where}' is a pipe, .*; put a file in its place"):
+        read_files(tmp_path)
+
+
+def test_links_of_a_hub_cache(tmp_path):
+    """A snapshot's files are links to blobs; one that leads nowhere is no reason to look away."""
+    tensors = shards(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshots" / "revision"
+    snapshot.mkdir(parents=True)
+    for name in (*NAMES, INDEX):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert same(dict(read_files(snapshot)), tensors)
+    (tmp_path / "blobs" / INDEX).unlink()
+    with pytest.raises(RefitError, match="cannot be read .*No such file"):
+        read_files(snapshot)
+
+
+def test_a_header_that_names_a_tensor_twice(tmp_path):
+    about = '{"dtype":"U8","shape":[4],"data_offsets":[%d,%d]}'
+    header = f'{{"a":{about % (0, 4)},"a":{about % (4, 8)},"b":{about % (0, 4)}}}'.encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(RefitError, match="its header.a' is given twice"):
+        read_files(path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"x.weight": torch.ones(2)}, "has no tensor 'x.weight'"),
+        ({"model.norm.weight": torch.ones(2, 2)}, "'model.norm.weight' has shape"),
+        ({"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn)}, "has dtype torch.float8"),
+        ({"model.layers.0.self_attn.k_scale": torch.ones(2)}, "k_scale' has shape"),
+    ],
+    ids=["name", "shape", "dtype", "scale"],
+)
+def test_names_shapes_and_dtypes_are_looked_up_before_data_is_read(
+    engine: Engine, checkpoints, tmp_path, monkeypatch, tensors, message
+):
+    """A tensor of gigabytes that nobody has asked for, and one at the end of a long refit."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    others = load_tensors(checkpoints["b"])
+    save_file({n: t for n, t in others.items() if n not in tensors}, folder / "a.safetensors")
+    save_file(tensors, folder / "b.safetensors")
+    monkeypatch.setattr(WeightFile, "read", lambda *_: pytest.fail("a tensor was read"))
+    before = engine.greedy(PROMPTS)
+    announced = "scale" in message
+    with pytest.raises((RefitError, ScaleError), match=message):
+        refit_from_files(engine.llm, str(folder), expect_kv_scales=announced)
+    assert engine.greedy(PROMPTS) == before
 
 
 def rewrite(path: Path) -> None:
@@ -191,7 +259,7 @@ def test_a_refit_from_a_file_that_is_rewritten(engine: Engine, checkpoints, tmp_
     """It would load one half of each, and report it complete."""
     path = tmp_path / "model.safetensors"
     path.write_bytes((checkpoints["a"] / "model.safetensors").read_bytes())
-    tokens, read = engine.greedy(PROMPTS), files_module._File.read
+    tokens, read = engine.greedy(PROMPTS), WeightFile.read
 
     def rewritten(file: object) -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(read(file)):
@@ -200,7 +268,7 @@ def test_a_refit_from_a_file_that_is_rewritten(engine: Engine, checkpoints, tmp_
             yield item
 
     with monkeypatch.context() as patch:
-        patch.setattr(files_module._File, "read", rewritten)
+        patch.setattr(WeightFile, "read", rewritten)
         patch.setattr("vllm_fp8rl.refit.worker.BATCH_BYTES", 1 << 18)
         with pytest.raises(RefitError, match=rf"'{path}' was changed while it was read"):
             refit_from_files(engine.llm, str(path), expect_kv_scales=False)
