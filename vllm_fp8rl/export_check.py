@@ -23,6 +23,7 @@ from fp8rl.errors import UnsupportedError
 from fp8rl.export import wire_scale_name
 from fp8rl.families import language_config
 from fp8rl.model_folder import folder_config, folder_tensors
+from fp8rl.weight_files import WeightFile
 from vllm_fp8rl import engine_args
 from vllm_fp8rl.compat import TESTED, built_for_cpus, installed_version
 
@@ -145,13 +146,11 @@ def run_engines(jobs: Sequence[EngineJob], tokens: Sequence[Sequence[int]]) -> l
 
 
 def _stored_scales(folder: Path) -> dict[str, float]:
-    from safetensors import safe_open
-
     scales = {}
     for name, file in (folder_tensors(folder) or {}).items():
         if (wire := wire_scale_name(name)) is not None:
-            with safe_open(file, framework="pt") as stored:
-                scales[wire] = float(stored.get_tensor(name))
+            for _, scale in WeightFile(file).read([name]):
+                scales[wire] = scale.item()
     return scales
 
 

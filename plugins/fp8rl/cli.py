@@ -291,7 +291,9 @@ def _recipe_to_export(
                 return str(config), adapter.recipe_of(config)
         raise OptionError("--config needs nemo_rl_ext, which is not installed; give --recipe.")
     beside = checkpoint / RECIPE_FILE
-    if recipe is None and beside.is_file():
+    if recipe is None and os.path.lexists(beside):
+        if not beside.is_file():
+            raise OptionError(f"'{beside}' is no file; give --recipe, or remove it.")
         recipe = str(beside)
     origin = recipe or os.environ.get(RECIPE_ENV) or "default"
     return origin, _load_recipe(recipe, plugins)

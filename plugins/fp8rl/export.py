@@ -10,35 +10,55 @@ those that an engine with fp8rl makes of the same weights by the same recipe.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import reprlib
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fp8rl._manager import PluginManager
-from fp8rl.errors import ModelError, OptionError, ScaleError, UnsupportedError
+from fp8rl.errors import Fp8RLError, ModelError, OptionError, ScaleError, UnsupportedError
 from fp8rl.families import (
+    FAMILIES,
     FUSED,
     Experts,
     block_of,
     family_of,
     language_config,
-    module_names,
     unsupported_reason,
 )
-from fp8rl.kv_scales import ROLES, Role, check_scale, scale_name
-from fp8rl.model_folder import INDEX, RECIPE_FILE, folder_config, folder_tensors
+from fp8rl.kv_scales import (
+    ROLES,
+    Role,
+    check_scale,
+    parse_scale_name,
+    require_one_name,
+    scale_name,
+)
+from fp8rl.model_folder import (
+    INDEX,
+    RECIPE_FILE,
+    config_module_names,
+    folder_config,
+    folder_tensors,
+    is_own,
+    require_listed,
+)
 from fp8rl.numerics import BLOCK, all_finite, quantize_block
 from fp8rl.pinning import PinPolicy
+from fp8rl.reading import parse_json, printable
 from fp8rl.recipe import Recipe
+from fp8rl.weight_files import Watched, WeightFile, read_text
 
 SHARD_BYTES = 2 * 2**30
 """Size from which a file of the new folder is full; a larger tensor has a file of its own."""
@@ -48,9 +68,16 @@ _LEFT_OUT = ("config.json", INDEX, "pytorch_model.bin.index.json", "state.json",
 """Other files that are not copied: they describe the source's own files."""
 _NO_LINEAR = ("norm", "embed_tokens")
 """Kinds of modules that no engine would quantize, listed or not."""
-_SCALE = re.compile(r"(.*\.layers\.(\d+)\.self_attn)\.(?:attn\.)?([qkv])_scale")
-"""Names of KV scales in a checkpoint, under a wrapper too."""
-_ROLES: dict[str, Role] = {str(role): role for role in ROLES}
+_OF_CODES = re.compile(
+    r".*(?:_scale_inv|\.weight_scale\w*|\.\w*(?:put|activation)_scale|\.(?:kv|[qkv])_scale"
+    r"|\.[qkv]_zero_point|\.[qkv](?:_cache)?\.scale)"
+)
+"""Names of tensors that engines read as scales, of weights, activations or a KV cache."""
+_PREFIXES = tuple(dict.fromkeys(("model.", *(f.wrapper for f in FAMILIES if f.wrapper))))
+"""What precedes ``layers`` in the names of KV scales."""
+_NAMED = 3
+"""Names of one kind that an error has; of the others it has the number."""
+_Seen = TypeVar("_Seen", bound=Watched)
 _TO_HF = "examples/converters/convert_{}_to_hf.py of NeMo RL"
 
 
@@ -66,8 +93,12 @@ class Export:
     """Recipe of the rollouts."""
     policy: PinPolicy
     """Precision of each module."""
-    files: Mapping[Path, Sequence[str]]
+    files: Mapping[WeightFile, Sequence[str]]
     """Names of the tensors to read from each file, without KV scales."""
+    copied: Sequence[Watched]
+    """Files to copy: tokenizer and whatever else describes the model."""
+    described: Sequence[Watched]
+    """``config.json`` and index, as they were when they were read."""
     beside: Sequence[str]
     """Stored modules that are not part of the policy, such as draft layers: they stay in BF16."""
     kv_scales: Mapping[str, float]
@@ -149,44 +180,61 @@ def plan_export(
         plugins: plugins that may add pins.
 
     Raises:
-        ModelError: no such model, or a file that cannot be read.
-        UnsupportedError: a checkpoint of another kind, a model or a size that is not served.
-        ScaleError: a KV scale that is missing, unknown or bad.
+        ModelError: no such model, or a file that cannot be read, is no regular file, or is a link
+            that leads out of the folder and its cache.
+        UnsupportedError: a checkpoint of another kind, a model or a size that is not served, or a
+            stored scale of codes.
+        ScaleError: a KV scale that is missing, unknown, bad, or there twice.
         PinError: a pin that matches nothing or splits a fused module.
         OptionError: a recipe that leaves everything in BF16.
+        Fp8RLError: several of these, in the class of the first; the message has all.
     """
-    stored = _stored_model(checkpoint)
-    if not recipe.rollout:
-        raise OptionError(
-            "The recipe has rollout: false, which leaves every weight in BF16; give the recipe of "
-            "an FP8 rollout with --recipe."
-        )
+    _require_model(checkpoint)
+    described = [_seen(Watched, file) for file in _description(checkpoint)]
+    stored = folder_tensors(checkpoint) or {}
     config = folder_config(checkpoint)
-    if "quantization_config" in config or "quantization_config" in language_config(config):
-        raise UnsupportedError(
-            f"'{checkpoint}' is quantized already ('quantization_config' in its config.json); give "
-            "the BF16 model that it was made from."
+    sources = {path: _seen(WeightFile, path) for path in dict.fromkeys(stored.values())}
+    copied = [_seen(Watched, file) for file in _to_copy(checkpoint)]
+    problems = _problems_of_links([*described, *sources.values(), *copied])
+    problems += _problems_of_index(stored, sources)
+    if not recipe.rollout:
+        problems.append(
+            OptionError(
+                "The recipe has rollout: false, which leaves every weight in BF16; give the recipe "
+                "of an FP8 rollout with --recipe."
+            )
         )
-    reason = unsupported_reason(config, rollout=True, training=False)
-    if reason is not None:
-        raise UnsupportedError(f"'{checkpoint}' is {reason}; give a model that FP8 rollouts serve.")
     try:
-        names = module_names(config)
-    except KeyError as error:
-        raise ModelError(
-            f"'{checkpoint / 'config.json'}' has no key {error}; download the model again."
-        ) from None
-    policy = (plugins or PluginManager(discover=False)).pin_policy(recipe.pins, names)
-    _check_experts(policy)
-    files: dict[Path, list[str]] = {}
-    for name, file in stored.items():
-        files.setdefault(file, [])
-        if _SCALE.fullmatch(name) is None:
-            files[file].append(name)
-    scales = _kv_scales(stored, kv_scales, config, names, recipe)
+        _require_served(checkpoint, config)
+        names = config_module_names(checkpoint, config)
+    except Fp8RLError as error:
+        raise _together(checkpoint, [*problems, error]) from None
+    is_scale = {name: _place(name) is not None for name in stored}
+    problems += _problems_of_scales([name for name in stored if not is_scale[name]])
+    scales: dict[str, float] = {}
+    try:
+        if kv_scales is None:
+            held = {n: f for n, path in stored.items() if n in (f := sources[path]).tensors}
+            found = _one_value_each({name: held[name] for name in held if is_scale[name]})
+        else:
+            found = _read_scales(kv_scales)
+        scales = _kv_scales(found, config, recipe)
+    except Fp8RLError as error:
+        problems.append(error)
+    try:
+        policy = (plugins or PluginManager(discover=False)).pin_policy(recipe.pins, names)
+    except Fp8RLError as error:
+        raise _together(checkpoint, [*problems, error]) from None
+    files = {
+        file: [name for name, where in stored.items() if where == path and not is_scale[name]]
+        for path, file in sources.items()
+    }
     beside = _beside(stored, names)
-    export = Export(checkpoint, config, recipe, policy, files, beside, scales)
-    _check_tensors(export)
+    export = Export(checkpoint, config, recipe, policy, files, copied, described, beside, scales)
+    problems += _problems_of_experts(policy)
+    problems += _problems_of_tensors(export)
+    if problems:
+        raise _together(checkpoint, problems)
     return export
 
 
@@ -212,15 +260,22 @@ def write_export(
 
     Raises:
         OptionError: ``out`` exists or cannot be written.
-        ModelError: a tensor that has NaN or infinities, or a source that cannot be read.
+        ModelError: a tensor that has NaN or infinities, or a source that cannot be read or has been
+            changed since :func:`plan_export`.
     """
-    if out.exists() or out.is_symlink():
-        raise OptionError(f"'{out}' exists; give a folder that does not, or remove it first.")
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    if os.path.lexists(out):
+        raise _exists(out)
+    own: Path | None = None
     try:
-        partial.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Of a name that no other export has, in whatever container or on whatever machine it runs.
+        own = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+        partial = own / out.name  # with the usual rights, unlike the folder around it
+        partial.mkdir()
         _write_weights(export, partial, device, shard_bytes, progress)
         _write_config(export, partial)
+        for source in (*export.described, *export.files, *export.copied):
+            source.require_unchanged()
         mode = (partial / "config.json").stat().st_mode
         for file in partial.glob("*.safetensors"):
             file.chmod(mode)  # safetensors gives access to the owner alone
@@ -229,12 +284,19 @@ def write_export(
         partial.rename(out)
         _sync(out.parent)
     except (OSError, SafetensorError) as error:
+        if os.path.lexists(out):  # by another export
+            raise _exists(out) from None
         raise OptionError(
             f"'{out}' cannot be written ({getattr(error, 'strerror', None) or error}); give a "
             "folder with enough space that you may write to."
         ) from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+
+
+def _exists(out: Path) -> OptionError:
+    return OptionError(f"'{out}' exists; give a folder that does not, or remove it first.")
 
 
 def _beside(stored: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -279,62 +341,74 @@ def left_alone(policy: PinPolicy, experts: Experts | None) -> list[str]:
 
 def wire_scale_name(stored: str) -> str | None:
     """Return the name on the wire of a KV scale in a checkpoint; None for other tensors."""
-    match = _SCALE.fullmatch(stored)
-    return scale_name(int(match[2]), _ROLES[match[3]]) if match else None
+    place = _place(stored)
+    return scale_name(*place) if place else None
 
 
-def read_kv_scales(file: Path) -> dict[tuple[int, Role], float]:
-    """Read KV scales from a JSON object or a safetensors file, by layer and role.
+def _place(name: str) -> tuple[int, Role] | None:
+    """Layer and role of a KV scale in a checkpoint, under a wrapper too; None for other tensors."""
+    found = (parse_scale_name(name, prefix) for prefix in _PREFIXES)
+    return next(filter(None, found), None)
+
+
+def _read_scales(file: Path) -> dict[str, float]:
+    """Read KV scales from a JSON object or a safetensors file.
 
     Raises:
-        ScaleError: the file cannot be read, has another name in it, or a bad value.
+        ScaleError: the file cannot be read, or has a bad value.
     """
     try:
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as stored:
-                found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        else:
-            found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SafetensorError) as error:
+            source = WeightFile(file)
+            return _one_value_each(dict.fromkeys(source.tensors, source))
+        found = parse_json(read_text(file), str(file))
+    except ScaleError:
+        raise
+    except (OSError, Fp8RLError) as error:
+        why = getattr(error, "strerror", None) or str(error).removesuffix(".")
         raise ScaleError(
-            f"KV scales cannot be read from '{file}' ({error}); give a JSON object or a "
+            f"KV scales cannot be read from '{file}' ({why}); give a JSON object or a "
             "safetensors file of names and values."
         ) from None
     if not isinstance(found, dict):
         raise ScaleError(f"'{file}' is no JSON object of names and KV scales; correct it.")
-    return _named_scales(found)
-
-
-def _named_scales(found: Mapping[str, Any]) -> dict[tuple[int, Role], float]:
-    """Check scales and order them by layer and role."""
-    scales = {}
     for name, value in found.items():
-        match = _SCALE.fullmatch(name)
-        if match is None:
-            raise ScaleError(f"'{name}' is no KV scale; names look like '{scale_name(0, 'k')}'.")
-        if not isinstance(value, float | torch.Tensor):
-            raise ScaleError(f"KV scale '{name}' is {value!r}; write a number such as 0.0625.")
-        scales[int(match[2]), _ROLES[match[3]]] = check_scale(name, value)
+        if not isinstance(value, float):
+            raise ScaleError(
+                f"KV scale '{printable(name)}' is {reprlib.repr(value)}; write a number such as "
+                "0.0625."
+            )
+    return {name: check_scale(printable(name), value) for name, value in found.items()}
+
+
+def _one_value_each(places: Mapping[str, WeightFile]) -> dict[str, float]:
+    """Read KV scales, by name, from the file of each.
+
+    Raises:
+        ModelError: the file was changed.
+        ScaleError: a scale that is not one value, or a bad one.
+    """
+    scales = {}
+    for name, file in places.items():
+        shape = file.tensors[name].shape
+        if math.prod(shape) != 1:  # before a tensor of any size is read
+            raise ScaleError(
+                f"KV scale '{printable(name)}' has shape {shape}; store one value per tensor."
+            )
+        for _, tensor in file.read([name]):
+            scales[name] = check_scale(printable(name), tensor)
     return scales
 
 
 def _kv_scales(
-    stored: Mapping[str, Path],
-    given: Path | None,
-    config: Mapping[str, Any],
-    names: Sequence[str],
-    recipe: Recipe,
+    given: Mapping[str, float], config: Mapping[str, Any], recipe: Recipe
 ) -> dict[str, float]:
-    """Scales of the given file, or else of the checkpoint; complete if the recipe needs them."""
-    if given is not None:
-        scales = read_kv_scales(given)
-    else:
-        tensors = {}
-        for name, file in stored.items():
-            if _SCALE.fullmatch(name) is not None:
-                with _opened(file) as source:
-                    tensors[name] = source.get_tensor(name)
-        scales = _named_scales(tensors)
+    """Scales by the names that are written; complete if the recipe needs them.
+
+    Raises:
+        ScaleError: a scale that is missing, there twice, or of no layer of the model.
+        UnsupportedError: the recipe quantizes a cache that has no scales.
+    """
     family, text = family_of(config), language_config(config)
     assert family is not None  # or it would have been refused
     prefix = f"{family.wrapper if text is not config else 'model.'}layers."
@@ -350,25 +424,33 @@ def _kv_scales(
         for layer in layers
         for role in ROLES
     }
-    unknown = next((place for place in scales if place not in known), None)
-    if unknown is not None:
+    places = {name: _place(name) for name in given}
+    own = ("model.layers.", prefix)
+    bad = [name for name, place in places.items() if not place or not name.startswith(own)]
+    if bad:
         raise ScaleError(
-            f"KV scale '{scale_name(*unknown)}' belongs to no layer of the model with a KV cache "
-            "of keys and values; remove it."
+            f"{_said(bad, 'is', 'are')} no KV scale; names look like '{scale_name(0, 'k')}'."
         )
-    if recipe.kv_cache.has_scales:
-        for (layer, role), name in known.items():
-            if role != "q" and (layer, role) not in scales:
-                raise ScaleError(
-                    f"The recipe has kv_cache.dtype '{recipe.kv_cache.dtype}', but there is no KV "
-                    f"scale '{name}'; give a file of vllm_fp8rl.calibration.calibrate_kv_scales "
-                    "with --kv-scales, or set kv_cache.dtype to auto."
-                )
-    return {name: scales[place] for place, name in known.items() if place in scales}
+    names = require_one_name((name, place) for name, place in places.items() if place)
+    unknown = [name for place, name in names.items() if place not in known]
+    if unknown:
+        raise ScaleError(
+            f"{_said(unknown, 'belongs', 'belong')} to no layer of the model with "
+            "a KV cache of keys and values; give a file of the scales of this model with "
+            "--kv-scales."
+        )
+    missing = [n for place, n in known.items() if place[1] != "q" and place not in names]
+    if missing and recipe.kv_cache.has_scales:
+        raise ScaleError(
+            f"The recipe has kv_cache.dtype '{recipe.kv_cache.dtype}', but there is no KV scale "
+            f"{_named(missing)}; give a file of vllm_fp8rl.calibration.calibrate_kv_scales with "
+            "--kv-scales, or set kv_cache.dtype to auto."
+        )
+    return {name: given[names[place]] for place, name in known.items() if place in names}
 
 
-def _stored_model(folder: Path) -> dict[str, Path]:
-    """Tensors of a model's folder, with their files. What is no such folder is refused.
+def _require_model(folder: Path) -> None:
+    """Refuse what is no folder of a model, and say what it is.
 
     Raises:
         ModelError: nothing of the kind is there.
@@ -376,9 +458,9 @@ def _stored_model(folder: Path) -> dict[str, Path]:
     """
     if not folder.is_dir():
         raise ModelError(f"'{folder}' is no folder; give the folder of a Hugging Face model.")
-    stored = folder_tensors(folder)
-    if stored is not None and (folder / "config.json").is_file():
-        return stored
+    weights = any(os.path.lexists(folder / name) for name in (INDEX, "model.safetensors"))
+    if weights and os.path.lexists(folder / "config.json"):
+        return
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedError(
             f"'{folder}' is a LoRA adapter without its base; merge both into one BF16 model first, "
@@ -403,7 +485,7 @@ def _stored_model(folder: Path) -> dict[str, Path]:
             f"'{folder}' has its weights in files of torch.save; write them as safetensors first, "
             "with save_pretrained of transformers."
         )
-    lacking = "model.safetensors" if stored is None else "config.json"
+    lacking = "config.json" if weights else "model.safetensors"
     raise ModelError(
         f"'{folder}' has no {lacking}; give the folder of a Hugging Face model in BF16."
     )
@@ -418,38 +500,201 @@ def _is_megatron(folder: Path) -> bool:
     )
 
 
-def _check_tensors(export: Export) -> None:
-    """Refuse weights that are missing, or that stock engines do not serve in block FP8."""
-    found: set[str] = set()
-    for file, names in export.files.items():
-        with _opened(file) as source:
-            stored = set(source.keys())
-            for name in names:
-                if name not in stored:
-                    raise ModelError(
-                        f"'{file}' lacks '{name}', which '{INDEX}' says is in it; download the "
-                        "model again."
-                    )
-                parts = export.parts(name)
-                if not parts:
-                    continue
-                about = source.get_slice(name)
-                shape, dtype = about.get_shape(), about.get_dtype()
-                if dtype not in ("BF16", "F16", "F32"):
-                    raise UnsupportedError(
-                        f"'{name}' has dtype {dtype}; FP8 is made of BF16 weights, so give the "
-                        "BF16 model."
-                    )
-                for part, matrix in _matrices(name, parts, shape):
-                    _check_shape(part, matrix)
-                found.update(parts)
-    wanted = (f"{row.name}.weight" for row in export.policy.report() if row.precision == "fp8")
-    missing = next((name for name in wanted if name not in found), None)
-    if missing is not None:
-        raise ModelError(
-            f"'{export.checkpoint}' has no tensor '{missing}', which its config.json says it has; "
-            "download the model again."
+def _require_served(checkpoint: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a model of which no BF16 rollout can be made FP8.
+
+    Raises:
+        UnsupportedError: it is quantized already, or of a kind that is not served.
+    """
+    if "quantization_config" in config or "quantization_config" in language_config(config):
+        raise UnsupportedError(
+            f"'{checkpoint}' is quantized already ('quantization_config' in its config.json); give "
+            "the BF16 model that it was made from."
         )
+    reason = unsupported_reason(config, rollout=True, training=False)
+    if reason is not None:
+        raise UnsupportedError(f"'{checkpoint}' is {reason}; give a model that FP8 rollouts serve.")
+
+
+def _description(folder: Path) -> list[Path]:
+    """Files that say what the weights are."""
+    files = [folder / "config.json", folder / INDEX]
+    return [file for file in files if os.path.lexists(file)]
+
+
+def _to_copy(folder: Path) -> list[Path]:
+    """Files besides weights and what describes them: the tokenizer, for example."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if not file.name.startswith(".")
+        and file.name not in (*_LEFT_OUT, RECIPE_FILE)
+        and file.suffix not in _WEIGHTS
+        and not file.is_dir()
+    ]
+
+
+def _seen(kind: type[_Seen], file: Path) -> _Seen:
+    """Look at a file of the model, to notice a change from now on."""
+    try:
+        return kind(file)
+    except OSError as error:
+        raise ModelError(
+            f"'{file}' cannot be read ({error.strerror or error}); put the file there, or download "
+            "the model again."
+        ) from None
+
+
+def _together(checkpoint: Path, problems: Sequence[Fp8RLError]) -> Fp8RLError:
+    """One error for all problems, or the only one."""
+    if len(problems) == 1:
+        return problems[0]
+    listed = " ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
+    return type(problems[0])(
+        f"'{checkpoint}' cannot be exported, for {len(problems)} reasons: {listed}"
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first names of one kind, and the number of the others."""
+    shown = ", ".join(f"'{printable(name)}'" for name in names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+
+
+def _said(names: Sequence[str], one: str, many: str) -> str:
+    """The names with a verb."""
+    return f"{_named(names)} {one if len(names) == 1 else many}"
+
+
+def _problems_of_links(sources: Sequence[Watched]) -> list[Fp8RLError]:
+    """Links that lead out of the folder: what is there may be anybody's."""
+    out = [source.path for source in sources if not is_own(source.path)]
+    if not out:
+        return []
+    links = _named([f"{path.name} -> {path.resolve()}" for path in out])
+    return [
+        ModelError(
+            f"'{out[0].parent}' has links that lead out of it, and not into its Hugging Face "
+            f"cache: {links}; copy what belongs to the model to its place (cp -rL, once you have "
+            "looked at the links), and remove the others."
+        )
+    ]
+
+
+def _problems_of_index(
+    stored: Mapping[str, Path], sources: Mapping[Path, WeightFile]
+) -> list[Fp8RLError]:
+    """The first file that has other tensors than the index says."""
+    for path, file in sources.items():
+        try:
+            require_listed(file, [name for name, where in stored.items() if where == path])
+        except ModelError as error:
+            return [error]
+    return []
+
+
+def _problems_of_scales(names: Sequence[str]) -> list[Fp8RLError]:
+    """Tensors that engines would read as scales, in the place of those that are written."""
+    found = [name for name in names if _OF_CODES.fullmatch(name)]
+    if not found:
+        return []
+    return [
+        UnsupportedError(
+            f"{_said(found, 'is', 'are')} stored beside the weights, as in a quantized model; "
+            "give the BF16 model that it was made from, or store this one without them."
+        )
+    ]
+
+
+def _problems_of_experts(policy: PinPolicy) -> list[Fp8RLError]:
+    """Pins of a part of a layer's experts, which engines hold in one precision."""
+    found: dict[str, set[str]] = {}
+    for row in policy.report():
+        if container := _experts_of(row.name):
+            found.setdefault(container, set()).add(row.precision)
+    split = [container for container, precisions in found.items() if len(precisions) > 1]
+    if not split:
+        return []
+    return [
+        UnsupportedError(
+            f"The pins keep a part of {_named(split)} in BF16, but engines hold all experts of a "
+            f"layer in one precision; pin '{split[0]}.*' with pins.names, or none of it."
+        )
+    ]
+
+
+def _problems_of_tensors(export: Export) -> list[Fp8RLError]:
+    """Weights that are missing, there twice, or that stock engines do not serve in block FP8."""
+    unsplit: list[UnsupportedError] = []
+    holders: dict[str, list[str]] = {}
+    dtypes: dict[str, str] = {}
+    misfits: dict[str, list[str]] = {}
+    for file, names in export.files.items():
+        for name in names:
+            parts, about = export.parts(name), file.tensors.get(name)
+            for part in parts:
+                holders.setdefault(part, []).append(name)
+            if about is None or not parts:
+                continue
+            if about.dtype not in ("BF16", "F16", "F32"):
+                dtypes[name] = about.dtype
+            try:
+                for part, shape in _matrices(name, parts, about.shape):
+                    if why := _misfit(part, shape):
+                        misfits.setdefault(why, []).append(part)
+            except UnsupportedError as error:
+                unsplit.append(error)
+    problems: list[Fp8RLError] = [*unsplit[:1]]
+    if twice := [held for held in holders.values() if len(held) > 1]:
+        problems.append(UnsupportedError(f"{_named(twice[0])} hold one weight; store it once."))
+    if dtypes:
+        kinds = ", ".join(sorted(set(dtypes.values())))
+        problems.append(
+            UnsupportedError(
+                f"{_said(list(dtypes), 'has', 'have')} dtype {kinds}; FP8 is made of BF16 weights, "
+                "so give the BF16 model."
+            )
+        )
+    if misfits:
+        problems.append(_misfitting(export.policy, misfits))
+    fp8 = (f"{row.name}.weight" for row in export.policy.report() if row.precision == "fp8")
+    if missing := [name for name in fp8 if name not in holders]:
+        problems.append(
+            ModelError(
+                f"'{export.checkpoint}' has no tensor {_named(missing)}, which its config.json "
+                "says it has; download the model again."
+            )
+        )
+    return problems
+
+
+def _misfitting(policy: PinPolicy, misfits: Mapping[str, Sequence[str]]) -> UnsupportedError:
+    """The error for weights that block FP8 does not serve, with the pins that mend it."""
+    listed = "; ".join(f"{_said(names, 'has', 'have')} {why}" for why, names in misfits.items())
+    bad = {name.removesuffix(".weight") for names in misfits.values() for name in names}
+    units = {_unit(name) for name in bad}
+    rows = [row for row in policy.report() if row.precision == "fp8"]
+    pinned = [row for row in rows if _unit(row.name) in units]
+    if len(pinned) == len(rows):
+        remedy = "which leaves no weight for FP8: serve this model in BF16"
+    else:
+        kinds = {row.kind for row in pinned} - {row.kind for row in rows if row not in pinned}
+        names = [
+            f"{container}.*" if (container := _experts_of(row.name)) else row.name
+            for row in pinned
+            if row.kind not in kinds
+        ]
+        pins: dict[str, list[str]] = {"kinds": sorted(kinds), "names": [*dict.fromkeys(names)]}
+        text = ", ".join(f"{key}: [{', '.join(found)}]" for key, found in pins.items() if found)
+        remedy = f"add to the pins of the recipe, which keep them in BF16: {{{text}}}"
+    return UnsupportedError(f"Stock engines do not serve in block FP8: {listed}; {remedy}.")
+
+
+def _unit(module: str) -> str:
+    """What an engine holds in one precision: a module, those that it fuses, or all experts."""
+    prefix, _, leaf = module.rpartition(".")
+    fused = next((fused for fused, parts in FUSED.items() if leaf in parts), leaf)
+    return _experts_of(module) or f"{prefix}.{fused}"
 
 
 def _matrices(
@@ -472,39 +717,18 @@ def _matrices(
     return [(part, (shape[1] // each, shape[2])) for part in parts]
 
 
-def _check_experts(policy: PinPolicy) -> None:
-    """Refuse pins of a part of a layer's experts, which engines hold in one precision."""
-    found: dict[str, str] = {}
-    for row in policy.report():
-        container = _experts_of(row.name)
-        if container and found.setdefault(container, row.precision) != row.precision:
-            raise UnsupportedError(
-                f"The pins keep a part of '{container}' in BF16, but engines hold all experts of a "
-                f"layer in one precision; pin '{container}.*' with pins.names, or none of it."
-            )
-
-
-def _check_shape(name: str, shape: Sequence[int]) -> None:
+def _misfit(name: str, shape: Sequence[int]) -> str:
+    """Say what block FP8 of stock engines does not serve in a weight; empty: it does."""
     if len(shape) != 2:
-        raise UnsupportedError(
-            f"'{name}' has shape {list(shape)}, but block FP8 is for matrices; pin it to BF16 with "
-            "pins.names."
-        )
+        return f"shape {list(shape)}, no matrix"
     rows, columns = shape
-    leaf = name.split(".")[-2]
-    fused = next((fused for fused, parts in FUSED.items() if leaf in parts), None)
     if columns % BLOCK[1]:
-        raise UnsupportedError(
-            f"'{name}' has {columns} columns, no multiple of {BLOCK[1]}, which the FP8 kernels of "
-            "stock engines need; pin it to BF16 with pins.names."
-        )
-    last = fused is not None and leaf == FUSED[fused][-1]  # it may end in a part of a block
-    if fused is not None and not last and rows % BLOCK[0]:
-        raise UnsupportedError(
-            f"'{name}' has {rows} rows, no multiple of {BLOCK[0]}, and engines fuse it into "
-            f"'{fused}', where its blocks would not fit; pin all of {', '.join(FUSED[fused])} to "
-            f"BF16 with pins.kinds: {fused}."
-        )
+        return f"{columns} columns, no multiple of {BLOCK[1]}"
+    leaf = name.split(".")[-2]
+    fused = next((fused for fused, parts in FUSED.items() if leaf in parts[:-1]), None)
+    if fused is not None and rows % BLOCK[0]:  # the last one may end in a part of a block
+        return f"{rows} rows, no multiple of {BLOCK[0]}, where engines fuse it into '{fused}'"
+    return ""
 
 
 def _experts(config: Mapping[str, Any]) -> Experts | None:
@@ -563,30 +787,22 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of the new folder, on the CPU, in the order of the source."""
     for file, names in export.files.items():
-        with _opened(file) as source:
-            for name in names:
-                try:
-                    tensor = source.get_tensor(name)
-                except SafetensorError as error:
-                    raise ModelError(
-                        f"'{name}' cannot be read from '{file}' ({error}); download the "
-                        "model again."
-                    ) from None
-                if tensor.is_floating_point() and not all_finite([tensor])[0]:
-                    raise ModelError(
-                        f"'{name}' in '{file}' has NaN or infinite values; give a checkpoint from "
-                        "before the training diverged."
-                    )
-                parts = export.parts(name)
-                if not parts:
-                    yield name, tensor
-                for part, matrix in _split(name, parts, tensor):
-                    codes, scale_inv = quantize_block(
-                        matrix.to(device), BLOCK, export.recipe.weights.scale_format
-                    )
-                    yield part, codes.cpu()
-                    yield f"{part}_scale_inv", scale_inv.cpu()
-                progress(name)
+        for name, tensor in file.read(names):
+            if tensor.is_floating_point() and not all_finite([tensor])[0]:
+                raise ModelError(
+                    f"'{name}' in '{file.path}' has NaN or infinite values; give a checkpoint from "
+                    "before the training diverged."
+                )
+            parts = export.parts(name)
+            if not parts:
+                yield name, tensor
+            for part, matrix in _split(name, parts, tensor):
+                codes, scale_inv = quantize_block(
+                    matrix.to(device), BLOCK, export.recipe.weights.scale_format
+                )
+                yield part, codes.cpu()
+                yield f"{part}_scale_inv", scale_inv.cpu()
+            progress(name)
     for name, scale in export.kv_scales.items():
         yield name, torch.tensor([scale], dtype=torch.float32)
 
@@ -605,19 +821,9 @@ def _write_config(export: Export, folder: Path) -> None:
     """Write ``config.json`` and copy the tokenizer and whatever else describes the model."""
     quantized = {**export.config, "quantization_config": export.quantization_config()}
     _write_json(folder / "config.json", quantized)
-    for file in sorted(export.checkpoint.iterdir()):
-        hidden = file.name.startswith(".") or file.name in (*_LEFT_OUT, RECIPE_FILE)
-        if file.is_file() and not hidden and file.suffix not in _WEIGHTS:
-            shutil.copy2(file, folder)
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"'{file}' is no whole safetensors file ({error}); download the model again."
-        ) from None
+    for file in export.copied:
+        with file.open() as source, (folder / file.path.name).open("wb") as copy:
+            shutil.copyfileobj(source, copy)
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

@@ -104,19 +104,15 @@ def require_listed(file: WeightFile, names: Collection[str]) -> None:
         )
 
 
-def require_own(file: Path) -> None:
-    """Refuse a link that leads out of its folder; those of a Hugging Face cache lead to its blobs.
+def is_own(file: Path) -> bool:
+    """Tell whether a file of a folder lies in it, and is no link to one elsewhere.
 
-    Raises:
-        ModelError: it leads elsewhere.
+    Links of a snapshot in a Hugging Face cache lead to the blobs of its repository; these count as
+    the folder's own.
     """
     target, home = file.resolve(), file.parent.resolve()
     own = [home, *(above.parent / "blobs" for above in home.parents if above.name == "snapshots")]
-    if not any(target.is_relative_to(place) for place in own):
-        raise ModelError(
-            f"'{file}' is a link to '{target}', outside of its folder; if what is there belongs to "
-            f"the model, copy the folder with 'cp -rL' and give the copy, else remove the link."
-        )
+    return any(target.is_relative_to(place) for place in own)
 
 
 def _is_there(file: Path) -> bool:

@@ -30,6 +30,27 @@ _TICK = 0.02
 """Seconds: writes that are closer together may leave the same time stamp."""
 
 
+_DTYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+"""Names of safetensors and of torch."""
+
+
 class State(NamedTuple):
     """What changes when a file changes; times in nanoseconds."""
 
@@ -69,10 +90,10 @@ class Watched:
         try:
             file = _open_regular(self.path)
         except OSError:
-            raise self.changed() from None
+            raise self._changed() from None
         if self.state != State.of(os.fstat(file.fileno())):
             file.close()
-            raise self.changed()
+            raise self._changed()
         return file
 
     def is_unchanged(self) -> bool:
@@ -82,8 +103,12 @@ class Watched:
         except OSError:
             return False
 
-    def changed(self) -> ModelError:
-        """The error for a file that is another one now."""
+    def require_unchanged(self) -> None:
+        """Raise ModelError unless :meth:`is_unchanged`."""
+        if not self.is_unchanged():
+            raise self._changed()
+
+    def _changed(self) -> ModelError:
         return ModelError(f"'{self.path}' was changed while it was read; {REMEDY}.")
 
 
@@ -129,14 +154,7 @@ class WeightFile(Watched):
         """
         import torch
 
-        dtypes = {
-            **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32},
-            **{"F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-            **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
-            **{"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
-            **{"BOOL": torch.bool, "C64": torch.complex64},
-        }
-        found = dtypes.get(self.tensors[name].dtype)
+        found = getattr(torch, _DTYPES.get(self.tensors[name].dtype, ""), None)
         if found is None:
             raise ModelError(
                 f"'{printable(name)}' in '{self.path}' has dtype {self.tensors[name].dtype}, which "
@@ -203,7 +221,7 @@ def read_text(path: Path) -> str:
 def _open_regular(path: Path) -> FileIO:
     """Open a file for reading, without waiting for the writer of a FIFO."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    _require_regular(path, os.stat(path))  # first: opening a device may do something
+    _require_regular(path, path.stat())  # first: opening a device may do something
     file = FileIO(os.open(path, flags))
     try:
         _require_regular(path, os.fstat(file.fileno()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -24,8 +26,9 @@ from fp8rl.errors import (
 )
 from fp8rl.export import plan_export, write_export
 from fp8rl.families import dense_module_names, module_names
-from fp8rl.model_folder import RECIPE_FILE, folder_tensors
+from fp8rl.model_folder import RECIPE_FILE, folder_module_names, folder_tensors
 from fp8rl.recipe import KVCache, Pins
+from fp8rl.weight_files import WeightFile
 from support.processes import run_code
 
 NO_KV = Recipe(kv_cache=KVCache(dtype="auto"))
@@ -241,10 +244,10 @@ def test_tokenizer_comes_along_and_other_weights_do_not(dense, tmp_path):
 # KV scales
 
 
-def scale_file(folder: Path, scales: dict, suffix: str = ".json") -> Path:
+def scale_file(folder: Path, scales: dict | str, suffix: str = ".json") -> Path:
     file = folder / f"scales{suffix}"
     if suffix == ".json":
-        file.write_text(json.dumps(scales))
+        file.write_text(scales if isinstance(scales, str) else json.dumps(scales))
     else:
         save_file({name: torch.tensor([value]) for name, value in scales.items()}, file)
     return file
@@ -277,6 +280,25 @@ def test_kv_scales_have_the_names_that_stock_engines_map(tmp_path, where):
         ({k: v for k, v in SCALES.items() if "1.self_attn.v" not in k}, "no KV scale 'model.lay"),
         ({}, "calibrate_kv_scales with --kv-scales, or set kv_cache.dtype to auto"),
         ([], "is no JSON object"),
+        (
+            {**SCALES, "model.layers.00.self_attn.k_scale": 1.0},
+            "layers.00.*' is no KV scale; names",
+        ),
+        ({**SCALES, "mtp.layers.0.self_attn.k_scale": 1.0}, "'mtp.layers.0.*' is no KV scale; nam"),
+        (
+            {**SCALES, "model.language_model.layers.0.self_attn.k_scale": 1.0},
+            "language_model.*k_scale' is no KV scale; names look like",
+        ),
+        (
+            {**SCALES, "model.layers.1.self_attn.attn.v_scale": 9.0},
+            "are both the v scale of layer 1",
+        ),
+        (
+            '{"model.layers.0.self_attn.k_scale": 1.0, "model.layers.0.self_attn.k_scale": 2.0}',
+            "twice",
+        ),
+        ('{"model.layers.0.self_attn.k_scale": NaN}', "k_scale' is nan; it must be positive"),
+        ("[" * 200 + "]" * 200, "nested too deeply"),
     ],
 )
 def test_bad_kv_scales(dense, tmp_path, scales, match):
@@ -284,8 +306,40 @@ def test_bad_kv_scales(dense, tmp_path, scales, match):
         plan_export(dense, Recipe(), kv_scales=scale_file(tmp_path, scales))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("mtp.layers.0.self_attn.k_scale", 9.0, "mtp.layers.0.*' is stored beside the weights"),
+        ("model.layers.00.self_attn.k_scale", 9.0, "layers.00.*' is stored beside the weights"),
+        ("model.layers.0.self_attn.k_proj.k_scale", 9.0, "k_proj.k_scale' is stored beside"),
+        ("model.layers.0.self_attn.attn.k_scale", 9.0, "are both the k scale of layer 0; keep one"),
+        ("model.layers.7.self_attn.k_scale", 9.0, "layers.7.*' belongs to no layer of the model"),
+    ],
+)
+def test_stored_kv_scales_of_similar_names(tmp_path, name, value, message):
+    """Each of them replaced the scale of layer 0, or would do so in vLLM, which maps such names."""
+    tensors = weights(dense_module_names(2))
+    tensors |= {name: torch.tensor([value]) for name, value in SCALES.items()}
+    checkpoint = model(tmp_path / "in", tensors | {name: torch.tensor([value])})
+    refused(checkpoint, Fp8RLError, message, Recipe())
+
+
+def test_a_kv_scale_of_any_size_is_not_read(tmp_path, monkeypatch):
+    tensors = weights(dense_module_names(2)) | {name: torch.ones(8) for name in SCALES}
+    monkeypatch.setattr(WeightFile, "read", lambda *_: pytest.fail("a tensor was read"))
+    refused(model(tmp_path / "in", tensors), ScaleError, r"_scale' has shape \(8,\)", Recipe())
+    file = tmp_path / "scales.safetensors"
+    save_file({"model.layers.0.self_attn.k_scale": torch.ones(9)}, file)
+    with pytest.raises(ScaleError, match=r"k_scale' has shape \(9,\); store one value"):
+        plan_export(tmp_path / "in", Recipe(), kv_scales=file)
+
+
 def test_unreadable_kv_scales(dense, tmp_path):
-    for name, text in (("none.json", None), ("torn.json", "{"), ("torn.safetensors", "{")):
+    os.mkfifo(tmp_path / "pipe.json")
+    for name, text in (
+        *(("none.json", None), ("pipe.json", None)),
+        *(("torn.json", "{"), ("torn.safetensors", "{")),
+    ):
         if text is not None:
             (tmp_path / name).write_text(text)
         with pytest.raises(ScaleError, match=f"cannot be read from '.*{name}'"):
@@ -490,13 +544,17 @@ def test_models_that_are_not_served(tmp_path, config, match):
 @pytest.mark.parametrize(
     ("rows", "hidden", "match"),
     [
-        ({"k_proj": 192}, 256, "k_proj.weight' has 192 rows, .*'qkv_proj'.*pins.kinds: qkv_proj"),
+        (
+            {"k_proj": 192},
+            256,
+            r"k_proj.weight' have 192 rows, .*'qkv_proj'; .*{kinds: .qkv_proj.}",
+        ),
         (
             {"gate_proj": 320, "up_proj": 320},
             256,
-            "down_proj.weight' has 320 columns, no multiple of 128",
+            "down_proj.weight' have 320 columns, no multiple of 128",
         ),
-        ({}, 320, "_proj.weight' has 320 columns, no multiple of 128"),
+        ({}, 320, "_proj.weight' and 7 more have 320 columns, no multiple of 128"),
     ],
 )
 def test_sizes_that_stock_engines_do_not_serve(tmp_path, rows, hidden, match):
@@ -532,7 +590,7 @@ def test_other_dtypes_and_shapes(tmp_path):
     codes = model(tmp_path / "codes", tensors | {name: tensors[name].to(torch.float8_e4m3fn)})
     refused(codes, UnsupportedError, f"'{name}' has dtype F8_E4M3; FP8 is made of BF16")
     cube = model(tmp_path / "cube", tensors | {name: tensors[name][None]})
-    refused(cube, UnsupportedError, f"'{name}' has shape .1, 256, 384., but block FP8 is for")
+    refused(cube, UnsupportedError, f"'{name}' has shape .1, 256, 384., no matrix")
 
 
 def test_pins_of_some_experts_or_of_nothing(tmp_path, dense):
@@ -541,6 +599,195 @@ def test_pins_of_some_experts_or_of_nothing(tmp_path, dense):
     refused(moe, UnsupportedError, "part of 'model.layers.0.mlp.experts' in BF16", some)
     refused(dense, PinError, "layers: 7", NO_KV.model_copy(update={"pins": Pins(layers=(7,))}))
     refused(dense, OptionError, "rollout: false", NO_KV.model_copy(update={"rollout": False}))
+
+
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (f"{NAME}_scale_inv", (2, 3)),
+        (NAME.replace(".weight", ".weight_scale"), (1,)),
+        (NAME.replace(".weight", ".input_scale"), (1,)),
+        ("model.layers.1.mlp.experts.down_proj_scale_inv", (2, 3)),
+        ("model.layers.0.self_attn.k_proj.output_scale", (1,)),
+    ],
+)
+def test_stored_scales_beside_bf16_weights(tmp_path, name, shape):
+    """The first stood in the place of the computed ones."""
+    tensors = weights(dense_module_names(2)) | {name: torch.full(shape, 7.0)}
+    match = f"'{re.escape(name)}' is stored beside the weights, as in a quantized model; give the"
+    refused(model(tmp_path / "in", tensors), UnsupportedError, match)
+
+
+def test_a_weight_that_two_tensors_hold(tmp_path):
+    tensors = weights(module_names(MOE))
+    fused = "model.layers.0.mlp.experts.down_proj"
+    tensors[fused] = torch.zeros(3, 256, 384).bfloat16()
+    match = r"experts.0.down_proj.weight' and|'model.* hold one weight; store it once"
+    refused(model(tmp_path / "in", tensors, **MOE), UnsupportedError, match)
+
+
+def test_an_index_that_names_other_tensors_than_its_files(tmp_path):
+    checkpoint = model(tmp_path / "in", weights(dense_module_names(2)), files=2)
+    index = checkpoint / "model.safetensors.index.json"
+    table = json.loads(index.read_text())["weight_map"]
+    for change, match in (
+        ({NAME: None}, f"holds '{NAME}', against what"),
+        ({"x.k_scale": "part-1.safetensors"}, r"part-1.safetensors' lacks 'x.k_scale'"),
+        (
+            {"model.layers.0.self_attn.k_scale": "part-1.safetensors"},
+            r"lacks 'model.layers.0.self_attn.k_scale', against what",
+        ),
+    ):
+        changed = {name: file for name, file in (table | change).items() if file}
+        index.write_text(json.dumps({"weight_map": changed}))
+        refused(checkpoint, ModelError, match)
+
+
+@pytest.mark.parametrize(
+    "where", ["../in/part-1.safetensors", "{}/part-1.safetensors", "a/b", ".."]
+)
+def test_an_index_that_names_files_elsewhere(tmp_path, where):
+    model(tmp_path / "other", weights(dense_module_names(2)), files=2)
+    checkpoint = model(tmp_path / "in", weights(dense_module_names(2)), files=2)
+    index = checkpoint / "model.safetensors.index.json"
+    named = where.format(tmp_path / "other")
+    index.write_text(index.read_text().replace("part-1.safetensors", named))
+    refused(checkpoint, ModelError, f"names '{named}', which is no name of a file in its folder")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "model.safetensors", "config.json", "notes.txt"]
+)
+def test_links_to_elsewhere_are_not_followed(dense, tmp_path, name):
+    secret = tmp_path / "secret"
+    secret.write_bytes((dense / name).read_bytes() if (dense / name).exists() else b"secret")
+    (dense / name).unlink(missing_ok=True)
+    (dense / name).symlink_to("../secret")
+    match = f"links that lead out of it, .*: '{name} -> {secret}'; copy what belongs"
+    refused(dense, ModelError, match)
+
+
+def test_links_that_lead_nowhere_and_files_that_are_none(dense):
+    (dense / "vocab.json").symlink_to("nowhere")
+    refused(dense, ModelError, r"vocab.json' cannot be read \(No such file or directory\); put the")
+    (dense / "vocab.json").unlink()
+    for name in ("vocab.json", "model.safetensors", "model.safetensors.index.json", "config.json"):
+        (dense / name).unlink(missing_ok=True)
+        os.mkfifo(dense / name)
+        refused(dense, ModelError, f"{name}' is a pipe, a device or a socket, no regular file")
+
+
+def test_a_snapshot_of_a_hub_cache(dense, tmp_path):
+    """Its files are links to blobs of the repository, and it may be reached by a link itself."""
+    repository = tmp_path / "models--a--b"
+    snapshot = repository / "snapshots" / "revision"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, file in enumerate(sorted(dense.iterdir())):
+        file.rename(repository / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (tmp_path / "link").symlink_to(snapshot)
+    exported(tmp_path / "link", tmp_path / "out")
+    copy = tmp_path / "out" / "tokenizer.json"
+    assert not copy.is_symlink() and copy.read_text() == "{}"
+    (snapshot / "vocab.json").symlink_to("../../refs")
+    (repository / "refs").write_text("")
+    refused(snapshot, ModelError, "links that lead out of it, and not into its Hugging Face cache")
+
+
+def test_all_problems_are_named_at_once_and_the_remedies_work(tmp_path):
+    """One by one they cost a run each, and pins of a part of a fused module are refused."""
+    tensors = weights(dense_module_names(2), k_proj=192, gate_proj=320, up_proj=320)
+    extra = {f"{name}_scale_inv": torch.ones(1) for name in list(tensors)}
+    for name in list(tensors):
+        if ".0.self_attn.o_proj" in name:
+            del tensors[name]
+    checkpoint = model(tmp_path / "in", tensors | extra)
+    (checkpoint / "notes.txt").symlink_to("/etc/hostname")
+    with pytest.raises(ModelError) as caught:
+        plan_export(checkpoint, Recipe())
+    message = str(caught.value)
+    for words in (
+        "cannot be exported, for 5 reasons: (1) ",
+        "notes.txt -> ",
+        f" and {len(extra) - 3} more are stored beside the weights",
+        "there is no KV scale 'model.layers.0.self_attn.k_scale', ",
+        "' and 1 more; give a file of vllm_fp8rl.calibration",
+        "gate_proj.weight' have 320 rows",
+        "k_proj.weight' have 192 rows",
+        "has no tensor 'model.layers.0.self_attn.o_proj.weight'",
+    ):
+        assert words in message
+    assert len(message) < 2500
+    (checkpoint / "notes.txt").unlink()
+    save_file(
+        weights(dense_module_names(2), k_proj=192, gate_proj=320, up_proj=320),
+        checkpoint / "model.safetensors",
+    )
+    pins = yaml.safe_load(re.search(r"in BF16: (\{.*?\})", message)[1])
+    recipe = NO_KV.model_copy(update={"pins": Pins.model_validate(pins)})
+    found = exported(checkpoint, tmp_path / "out", recipe)
+    assert "model.layers.0.self_attn.o_proj" not in found["ignored_layers"]
+
+
+def test_pins_for_some_layers_alone(tmp_path):
+    tensors = weights(dense_module_names(2)) | weights(
+        ["model.layers.1.mlp.down_proj"], 256, gate_proj=320
+    )
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name][:500]
+    checkpoint = model(tmp_path / "in", tensors)
+    with pytest.raises(UnsupportedError) as caught:
+        plan_export(checkpoint, NO_KV)
+    pins = yaml.safe_load(re.search(r"in BF16: (\{.*?\})", str(caught.value))[1])
+    block = "model.layers.0.self_attn"
+    qkv = [f"{block}.{leaf}_proj" for leaf in "qkv"]
+    assert pins == {"names": [*qkv, "model.layers.1.mlp.down_proj"]}
+    exported(
+        checkpoint, tmp_path / "out", NO_KV.model_copy(update={"pins": Pins.model_validate(pins)})
+    )
+
+
+def test_a_model_of_which_nothing_fits(tmp_path):
+    tensors = weights(dense_module_names(2), 320, q_proj=100, gate_proj=100, up_proj=100)
+    tensors |= {n: t[:, :500].contiguous() for n, t in tensors.items() if "o_proj" in n}
+    match = "which leaves no weight for FP8: serve this model in BF16"
+    refused(model(tmp_path / "in", tensors), UnsupportedError, match)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "model_type", "text_config", "layer_types"])
+@pytest.mark.parametrize(
+    "value", [None, [], [None], {}, {"a": [None]}, "x", True, -1, 1.5, float("nan"), 10**30]
+)
+def test_a_hostile_config(tmp_path, key, value):
+    """An error that names file and key, or a model all the same."""
+    checkpoint = model(tmp_path / "in", weights(dense_module_names(2)), **{key: value})
+    for look in (lambda: plan_export(checkpoint, NO_KV), lambda: folder_module_names(checkpoint)):
+        try:
+            look()
+        except Fp8RLError as error:
+            assert "config.json" in str(error) or str(checkpoint) in str(error)
+            assert key in str(error) or "num_hidden_layers" in str(error) or "family" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[]", "config.json' holds a list, not a JSON object"),
+        (b"\xff\xfe{}", "config.json' is not UTF-8 text"),
+        (
+            b'{"a":' * 300 + b"1" + b"}" * 300,
+            "config.json is not valid JSON: it is nested too deep",
+        ),
+        (b'{"model_type": "qwen3", "model_type": "x"}', r"config.json.model_type' is given twice"),
+    ],
+)
+def test_a_config_that_is_none(dense, text, message):
+    (dense / "config.json").write_bytes(text)
+    refused(dense, ModelError, message)
 
 
 def test_files_that_are_torn(tmp_path):
@@ -554,6 +801,102 @@ def test_files_that_are_torn(tmp_path):
 
 
 # What stays when it breaks off
+
+
+def rewritten(file: Path) -> None:
+    data = file.read_bytes()
+    with file.open("r+b") as out:
+        out.write(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def replaced(file: Path) -> None:
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes())
+    other.replace(file)
+
+
+@pytest.mark.parametrize("change", [rewritten, cut, replaced, Path.unlink])
+@pytest.mark.parametrize(
+    "name", ["part-0.safetensors", "part-1.safetensors", "config.json", "tokenizer.json"]
+)
+@pytest.mark.parametrize("when", ["before", "first", "last"])
+def test_a_source_that_changes_is_never_a_mixture(tmp_path, change, name, when):
+    """Between the checks and the first tensor, after it, and after the last one."""
+    checkpoint = model(tmp_path / "in", weights(dense_module_names(2)), files=2)
+    plan, seen = plan_export(checkpoint, NO_KV), []
+    if when == "before":
+        change(checkpoint / name)
+
+    def progress(tensor: str) -> None:
+        seen.append(tensor)
+        if len(seen) == {"first": 1, "last": plan.tensors}.get(when):
+            change(checkpoint / name)
+
+    with pytest.raises(ModelError, match=rf"{name}' was (changed|cut off) while it was read"):
+        write_export(plan, tmp_path / "out", progress=progress)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+CUT = """
+import os, sys
+from pathlib import Path
+from fp8rl import Recipe
+from fp8rl.errors import ModelError
+from fp8rl.export import plan_export, write_export
+from fp8rl.recipe import KVCache
+checkpoint, out = map(Path, sys.argv[1:])
+plan = plan_export(checkpoint, Recipe(kv_cache=KVCache(dtype="auto")))
+cut = lambda tensor: os.truncate(checkpoint / "model.safetensors", 4096)
+try:
+    write_export(plan, out, progress=cut)
+except ModelError as error:
+    print(error)
+"""
+
+
+def test_a_source_that_is_cut_off_ends_no_process(dense, tmp_path):
+    """Mapped memory behind the end of a file is a SIGBUS, which nobody can catch."""
+    done = run_code(CUT, dense, tmp_path / "out", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "model.safetensors' was cut off while it was read" in done.stdout
+
+
+def test_exports_of_one_process_id_do_not_meet(dense, tmp_path, monkeypatch):
+    """Containers on a shared file system: the second one leaves the first one's files alone."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    plan, ended = plan_export(dense, NO_KV), []
+
+    def second(tensor: str) -> None:
+        if not ended:
+            ended.append(tensor)
+            with pytest.raises(KeyboardInterrupt):
+                write_export(plan, tmp_path / "out", progress=interrupt)
+
+    def interrupt(tensor: str) -> None:
+        raise KeyboardInterrupt
+
+    write_export(plan, tmp_path / "out", progress=second, shard_bytes=1)
+    assert ended and len(read(tmp_path / "out")) == len(read(dense)) + 14
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
+
+
+def test_the_first_of_two_exports_stays(dense, tmp_path):
+    plan, ended = plan_export(dense, NO_KV), []
+
+    def other(tensor: str) -> None:
+        if not ended:
+            ended.append(tensor)
+            write_export(plan, tmp_path / "out")
+
+    with pytest.raises(OptionError, match="out' exists; give a folder that does not"):
+        write_export(plan, tmp_path / "out", progress=other)
+    assert len(read(tmp_path / "out")) == len(read(dense)) + 14
+    mode = (tmp_path / "out").stat().st_mode & 0o777
+    assert mode == (tmp_path / "dense").stat().st_mode & 0o777
 
 
 def test_an_existing_folder_stays(dense, tmp_path):
@@ -590,7 +933,7 @@ def test_an_interrupt_leaves_nothing(dense, tmp_path):
 
 def test_a_place_that_cannot_be_written(dense, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptionError, match=r"out' cannot be written \(Not a directory\)"):
+    with pytest.raises(OptionError, match=r"out' cannot be written \(File exists\)"):
         exported(dense, tmp_path / "file" / "out")
 
 
