@@ -138,9 +138,9 @@ def folder_config(folder: Path) -> dict[str, Any]:
     text = values.get("text_config")
     for key, where in (("model_type", values), ("text_config.model_type", text)):
         kind = where.get("model_type") if isinstance(where, dict) else None
-        if not isinstance(kind, str | None):
+        if kind is not None and not (isinstance(kind, str) and kind.isprintable()):
             raise ModelError(
-                f"'{file}': the model's {key} is {reprlib.repr(kind)}; correct it to a string."
+                f"'{file}': the model's {key} is {reprlib.repr(kind)}; correct it to a name."
             )
     if text is not None and not isinstance(text, dict):
         raise ModelError(

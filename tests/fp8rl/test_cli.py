@@ -383,7 +383,7 @@ def row(*offsets: int) -> dict:
         (
             CONFIG,
             {"text_config": {"model_type": 3}},
-            "config.json': the model's text_config.model_type is 3; correct it to a string",
+            "config.json': the model's text_config.model_type is 3; correct it to a name",
         ),
         *(
             (
