@@ -68,8 +68,9 @@ def _found(path: str | os.PathLike[str]) -> list[WeightFile]:
     except ModelError as error:
         raise RefitError(str(error)) from None
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise RefitError(
-            f"'{path}' cannot be read ({error}); give a safetensors file, or a folder of them, "
+            f"'{path}' cannot be read ({why}); give a safetensors file, or a folder of them, "
             "that every worker sees."
         ) from None
     for file in files:

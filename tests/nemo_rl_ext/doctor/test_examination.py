@@ -403,7 +403,7 @@ def test_exit_codes(
         (nemo("good.yaml", *here, "--tp", "2"), "--layers and --tp do not go with --config"),
         (
             nemo("good.yaml", "--source", str(source), "--model", str(tmp_path / "none")),
-            "point --model at the folder of a Hugging Face model",
+            "give the folder of a Hugging Face model (doctor and estimate: --model)",
         ),
         (doctor("nemo-rl", "--source", str(source)), "belong to --config; give it as well"),
         (doctor("--config", str(tmp_path / "good.yaml")), "--config needs an engine that looks"),

@@ -30,7 +30,7 @@ def test_two_ranks(tmp_path):
     assert found["pointers"] is True
     files, missing, serves = found["different files"]
     assert "'model.safetensors' is not the same for rank 1 as for rank 0" in files
-    assert "'here' is no safetensors file" in missing
+    assert "'here' cannot be read (No such file or directory)" in missing
     assert serves is True
     codes = found["codes of gate"]
     assert codes.startswith("RefitError: 'model.layers.0.mlp.gate_proj.weight")
