@@ -25,7 +25,10 @@ def diagnose() -> Diagnosis:
     found, transformer_engine = installed_version(), _version("transformer-engine")
     problems = []
     if found is None:
-        problems.append("megatron-core is not installed; install fp8rl[megatron].")
+        problems.append(
+            f"megatron-core is not installed; install megatron-core {SUPPORTED_VERSIONS[0]}, einops "
+            "and packaging."
+        )
     elif found.partition("+")[0] not in SUPPORTED_VERSIONS:
         problems.append(
             f"megatron-core {found} is untested; install megatron-core "

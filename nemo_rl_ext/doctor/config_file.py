@@ -35,8 +35,7 @@ def load_config(file: Path) -> dict[str, Any]:
         from omegaconf.errors import OmegaConfBaseException
     except ImportError:
         raise UnsupportedError(
-            "A config of NeMo RL is read by OmegaConf, which is not installed; install "
-            "fp8rl[nemo-rl]."
+            "A config of NeMo RL is read by OmegaConf, which is not installed; install omegaconf."
         ) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # OmegaConf 2.4 has a new name for it

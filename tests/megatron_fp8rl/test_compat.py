@@ -67,7 +67,10 @@ def test_doctor_finds_megatron():
 
 @pytest.mark.parametrize(
     ("installed", "problem"),
-    [("0.9.0", r"0\.9\.0 is untested; install .*0\.16\.1"), (None, r"install fp8rl\[megatron\]")],
+    [
+        ("0.9.0", r"0\.9\.0 is untested; install .*0\.16\.1"),
+        (None, r"install megatron-core 0\.16\.1, einops and packaging"),
+    ],
 )
 def test_doctor_names_another_version_and_none(monkeypatch, installed, problem):
     monkeypatch.setattr(hooks, "installed_version", lambda: installed)

@@ -115,7 +115,7 @@ def build(row: Row, home: Path, checkout: Path, steps: Steps) -> Path:
     key = _key(str(checkout), (checkout / "pyproject.toml").read_text(encoding="utf-8"))
     if not _is_made(venv, key, FP8RL_STAMP):
         fp8rl = ["install", "--no-deps", "--no-build-isolation", "-e", checkout]
-        steps.run("pip install fp8rl", [*pip, "--python", python, *fp8rl], PIP_LIMIT)
+        steps.run("pip install of fp8rl", [*pip, "--python", python, *fp8rl], PIP_LIMIT)
         _stamp(venv, key, FP8RL_STAMP)
     return python
 

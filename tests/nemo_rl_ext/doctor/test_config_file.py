@@ -89,5 +89,5 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_omegaconf_is_asked_for_by_name(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "omegaconf", None)
-    with pytest.raises(UnsupportedError, match=r"OmegaConf, .* install fp8rl\[nemo-rl\]"):
+    with pytest.raises(UnsupportedError, match=r"OmegaConf, .* install omegaconf"):
         load(x="a: 1")
