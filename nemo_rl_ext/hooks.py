@@ -10,6 +10,8 @@ from fp8rl.adapters import ConfigRequest, Diagnosis, EngineAdapter
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import typer
+
     from fp8rl import Recipe
     from nemo_rl_ext.grpo.importance_sampling import Corrector
 
@@ -30,6 +32,14 @@ def register_engine_adapters() -> list[EngineAdapter]:
             "nemo-rl", _diagnose, examine_config=_examine_config, recipe_of=_rollout_recipe
         )
     ]
+
+
+@hookimpl
+def register_commands(app: typer.Typer) -> None:
+    """Add ``fp8rl recipes`` to the command line."""
+    from nemo_rl_ext.recipe_files import recipes
+
+    app.command()(recipes)
 
 
 def _diagnose() -> Diagnosis:

