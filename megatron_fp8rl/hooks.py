@@ -26,8 +26,8 @@ def diagnose() -> Diagnosis:
     problems = []
     if found is None:
         problems.append(
-            f"megatron-core is not installed; install megatron-core {SUPPORTED_VERSIONS[0]}, einops "
-            "and packaging."
+            f"megatron-core is not installed; install megatron-core {SUPPORTED_VERSIONS[0]}, "
+            "einops and packaging."
         )
     elif found.partition("+")[0] not in SUPPORTED_VERSIONS:
         problems.append(

@@ -29,7 +29,11 @@ def register_engine_adapters() -> list[EngineAdapter]:
     """NeMo RL, for ``fp8rl doctor nemo-rl``; it is looked at without importing it."""
     return [
         EngineAdapter(
-            "nemo-rl", _diagnose, examine_config=_examine_config, recipe_of=_rollout_recipe
+            "nemo-rl",
+            _diagnose,
+            examine_config=_examine_config,
+            examine_environments=_examine_environments,
+            recipe_of=_rollout_recipe,
         )
     ]
 
@@ -52,6 +56,12 @@ def _examine_config(request: ConfigRequest) -> Diagnosis:
     from nemo_rl_ext.doctor.examination import examine
 
     return examine(request)
+
+
+def _examine_environments(source: Path | None) -> Diagnosis:
+    from nemo_rl_ext.doctor.environments import examine_environments
+
+    return examine_environments(source)
 
 
 def _rollout_recipe(config: Path) -> Recipe:

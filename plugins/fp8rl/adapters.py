@@ -65,6 +65,9 @@ class EngineAdapter:
     examine_config: Callable[[ConfigRequest], Diagnosis] | None = None
     """Describe what a run with a config of the engine would do, without starting it. What stops
     the run is in ``problems``; a ``Fp8RLError`` says why nothing can be told."""
+    examine_environments: Callable[[Path | None], Diagnosis] | None = None
+    """Describe fp8rl in all interpreters of the engine on this machine, given a checkout of the
+    engine or None. An interpreter that lacks it is in ``problems``."""
     recipe_of: Callable[[Path], Recipe] | None = None
     """Read the recipe of the rollouts from a config of the engine."""
     check_export: Callable[[Path, Path, Recipe], Diagnosis] | None = None

@@ -99,26 +99,41 @@ def build_app(plugins: PluginManager) -> typer.Typer:
         ] = None,
         source: Annotated[
             Path | None,
-            typer.Option(help="Checkout of ENGINE, for --config where it is not installed."),
+            typer.Option(
+                help="Checkout of ENGINE, for --config or --environments where it is not installed."
+            ),
         ] = None,
         gpu_memory: Annotated[
             float | None, typer.Option(min=1, help="Memory of a GPU in GiB, for --config.")
         ] = None,
+        environments: Annotated[
+            bool,
+            typer.Option("--environments", help="Ask every Python of ENGINE for fp8rl."),
+        ] = False,
     ) -> None:
         """Check the engines on this machine, and what a recipe pins; exit 1 on problems.
 
         With ENGINE and --model also what that engine would do with the model, as far as it tells.
         With ENGINE and --config what a run with that config would do: exit 0 if it runs, 1 if it is
         refused, 2 if that cannot be told. --recipe stands in for a block that the config lacks.
+        With ENGINE and --environments whether its driver and workers on this machine have fp8rl.
         """
         console = Console()
         problems = [str(error) for error in plugins.broken.values()]
         adapters = _chosen(plugins.engine_adapters(), engine)
-        _check_config_options(config, source, gpu_memory, layers, tp)
-        if config is not None:
-            loaded = _load_recipe(recipe, plugins) if recipe is not None else None
-            request = ConfigRequest(config, source, model, loaded, gpu_memory)
-            found = _examine_config(plugins.engine_adapters(), engine, request)
+        if environments and (config or model or recipe or layers or tp or gpu_memory):
+            raise OptionError(
+                "--environments goes with ENGINE and --source alone; leave out the other options."
+            )
+        if not environments:
+            _check_config_options(config, source, gpu_memory, layers, tp)
+        if environments or config is not None:
+            if config is None:
+                found = _examine_environments(plugins.engine_adapters(), engine, source)
+            else:
+                loaded = _load_recipe(recipe, plugins) if recipe is not None else None
+                request = ConfigRequest(config, source, model, loaded, gpu_memory)
+                found = _examine_config(plugins.engine_adapters(), engine, request)
             console.print(_engine_table(str(engine), found))
             for section in found.sections:
                 console.print(_section_table(section))
@@ -369,8 +384,8 @@ def _check_config_options(
     """Raise OptionError for an option without --config, beside it, or without a finite value."""
     if config is None and (source is not None or gpu_memory is not None):
         raise OptionError(
-            "--source and --gpu-memory belong to --config; give it as well, e.g. 'fp8rl doctor "
-            "nemo-rl --config X.yaml', or leave them out."
+            "--source and --gpu-memory belong to --config (--source also to --environments); give "
+            "it as well, e.g. 'fp8rl doctor nemo-rl --config X.yaml', or leave them out."
         )
     if gpu_memory is not None and not math.isfinite(gpu_memory):
         raise OptionError(
@@ -392,14 +407,31 @@ def _examine_config(
             f"--config needs an engine that looks at configs ({', '.join(able) or 'none does'}), "
             "e.g. 'fp8rl doctor nemo-rl --config X.yaml'."
         )
+    return _told(lambda: able[engine](request), f"{engine}: its look at the config")
+
+
+def _examine_environments(
+    adapters: list[EngineAdapter], engine: str | None, source: Path | None
+) -> Diagnosis:
+    able = {a.name: a.examine_environments for a in adapters if a.examine_environments is not None}
+    if engine is None or engine not in able:
+        raise OptionError(
+            f"--environments needs an engine that has several ({', '.join(able) or 'none has'}), "
+            "e.g. 'fp8rl doctor nemo-rl --environments'."
+        )
+    return _told(lambda: able[engine](source), f"{engine}: its look at the environments")
+
+
+def _told(look: Callable[[], Diagnosis], what: str) -> Diagnosis:
+    """Call a plugin; an exception that is none of ours means that nothing can be told."""
     try:
-        return able[engine](request)
+        return look()
     except Fp8RLError:
         raise
     except Exception as error:
         raise PluginError(
-            f"{engine}: its look at the config failed: {type(error).__name__}: {error}; run again "
-            "with 'fp8rl --debug' to see where."
+            f"{what} failed: {type(error).__name__}: {error}; run again with 'fp8rl --debug' to "
+            "see where."
         ) from error
 
 

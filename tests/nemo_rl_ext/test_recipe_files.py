@@ -67,7 +67,7 @@ def test_an_installed_package_has_them_inside(
 
 def test_a_package_without_them_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe_files, "__file__", str(tmp_path / "nemo_rl_ext" / "recipe_files.py"))
-    with pytest.raises(UnsupportedError, match="The recipes are neither in .* install fp8rl anew"):
+    with pytest.raises(UnsupportedError, match=r"The recipes are neither in .* install fp8rl anew"):
         recipe_files.folder()
 
 

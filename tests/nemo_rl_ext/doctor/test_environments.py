@@ -1,0 +1,270 @@
+"""``fp8rl doctor nemo-rl --environments``, with virtual environments laid out as NeMo RL does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fp8rl import PluginManager
+from fp8rl.adapters import Diagnosis
+from fp8rl.cli import build_app
+from fp8rl.errors import OptionError, UnsupportedError
+from nemo_rl_ext.doctor import environments
+from nemo_rl_ext.doctor.environments import examine_environments
+from support.nemo_rl import write_checkout
+from support.sources import ROOT
+
+SITE = Path(sysconfig.get_path("purelib"))
+AS_THE_DRIVER = f"import site; site.addsitedir({str(SITE)!r})"
+VLLM = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
+MEGATRON = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+SGLANG = "nemo_rl.models.generation.sglang.sglang_worker.SGLangGenerationWorker"
+
+
+@pytest.fixture(autouse=True)
+def nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither this machine's environments nor what the caller's PYTHONPATH has."""
+    for name in ("PYTHONPATH", environments.VENVS, environments.ONE_FOR_ALL):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environments, "CONTAINER", tmp_path / "no container")
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="module")
+def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All packages of this environment but fp8rl."""
+    folder = tmp_path_factory.mktemp("dependencies")
+    for file in SITE.iterdir():
+        if "fp8rl" not in file.name and file.suffix != ".pth":
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``pip install --target --no-deps`` makes of fp8rl."""
+    folder = tmp_path_factory.mktemp("target")
+    for package in ("plugins/fp8rl", "vllm_fp8rl", "megatron_fp8rl", "nemo_rl_ext"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, folder / Path(package).name, ignore=ignore)
+    info = folder / "fp8rl-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8rl\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[torch.backends]\nfp8rl = nemo_rl_ext.autoload:start\n"
+        "[vllm.general_plugins]\nfp8rl = vllm_fp8rl:register\n"
+    )
+    return folder
+
+
+def make(folder: Path, *lines: object) -> Path:
+    """Make a virtual environment whose path has these lines of a ``.pth``; returns its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "test.pth").write_text("".join(f"{line}\n" for line in lines))
+    return folder / "bin" / "python"
+
+
+def rows(found: Diagnosis) -> dict[str, Mapping[str, str]]:
+    table = found.sections[0]
+    return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+
+def test_each_environment_says_what_it_has(
+    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environments.VENVS, str(tmp_path / "venvs"))
+    make(tmp_path / "venvs" / VLLM, AS_THE_DRIVER)
+    megatron = make(tmp_path / "venvs" / MEGATRON)
+    make(tmp_path / "venvs" / SGLANG)
+    found = examine_environments(checkout)
+    told = rows(found)
+    assert {name: row["state"] for name, row in told.items()} == {
+        "driver": "ready",
+        "VllmGenerationWorker": "ready",
+        "MegatronPolicyWorker": "not ready",
+        "SGLangGenerationWorker": "not needed",
+    }
+    assert told["driver"] == {**told["VllmGenerationWorker"], "environment": "driver"}
+    assert told["driver"]["Python"] == "{}.{}.{}".format(*sys.version_info[:3])
+    assert told["driver"]["with"].count("missing") == 0
+    assert told["MegatronPolicyWorker"]["fp8rl"] == "no"
+    assert found.facts["environments"] == "2 of 3 that need fp8rl are ready"
+    (problem,) = found.problems
+    assert problem.startswith(
+        f"MegatronPolicyWorker ('{megatron}') cannot import fp8rl (ModuleNotFoundError: No module "
+        "named 'fp8rl'); put fp8rl, wrapt and pluggy into a folder on PYTHONPATH "
+        f"(docs/nemo_rl_install.md), or run 'uv pip install --python {megatron} --no-deps FP8RL "
+    )
+    assert "MegatronPolicyWorker has no DeepGEMM" in str(found.sections[1].rows)
+
+
+def test_a_folder_on_the_path_serves_all(
+    tmp_path: Path,
+    checkout: Path,
+    target: Path,
+    dependencies: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With NeMo RL's default folder, and the container's commands beside its environments."""
+    monkeypatch.setattr(environments, "CONTAINER", tmp_path / "container")
+    python = make(tmp_path / "container" / MEGATRON, dependencies)
+    command = tmp_path / "bin" / "python-MegatronPolicyWorker"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{python}" "$@"\n')
+    command.chmod(0o755)
+    (tmp_path / "bin" / "python-argcomplete-check").write_text("")
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.defpath}")
+    monkeypatch.setenv("PYTHONPATH", str(target))
+    made = checkout / "venvs"
+    try:
+        make(made / VLLM, dependencies)
+        found = examine_environments(checkout)
+    finally:
+        shutil.rmtree(made)
+    assert found.problems == ()
+    assert found.facts[environments.VENVS] == f"{made}, {tmp_path / 'container'}"
+    assert [row[0] for row in found.sections[0].rows] == [
+        "driver",
+        "VllmGenerationWorker",
+        "MegatronPolicyWorker",
+    ]
+
+
+def test_other_files_a_missing_part_and_no_entry_points_are_told(
+    tmp_path: Path,
+    checkout: Path,
+    target: Path,
+    dependencies: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    venvs = tmp_path / "venvs"
+    monkeypatch.setenv(environments.VENVS, str(venvs))
+    older = tmp_path / "older"
+    shutil.copytree(target, older)
+    (older / "fp8rl" / "numerics" / "formats.py").write_text("")
+    make(venvs / MEGATRON, older, dependencies)
+    nameless = tmp_path / "nameless"
+    shutil.copytree(target, nameless)
+    shutil.rmtree(nameless / "fp8rl-0.1.0.dist-info")
+    make(venvs / VLLM, nameless, dependencies)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in dependencies.iterdir():
+        if not file.name.startswith("wrapt"):
+            (bare / file.name).symlink_to(file)
+    make(venvs / "a.DTensorPolicyWorkerV2", target, bare)
+    dtensor, vllm, megatron = examine_environments(checkout).problems
+    assert "cannot import wrapt (ModuleNotFoundError: No module named 'wrapt'); put" in dtensor
+    assert f"has fp8rl in '{nameless / 'fp8rl'}', but not its entry point in 'vllm.general" in vllm
+    assert f"has fp8rl 0.1.0 in '{older / 'fp8rl'}', whose files are not those of" in megatron
+
+
+def test_a_wrapt_for_another_python_is_a_note(
+    tmp_path: Path,
+    checkout: Path,
+    target: Path,
+    dependencies: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(environments.VENVS, str(tmp_path / "venvs"))
+    ignore = shutil.ignore_patterns("*.so")
+    shutil.copytree(SITE / "wrapt", tmp_path / "other" / "wrapt", ignore=ignore)
+    make(tmp_path / "venvs" / VLLM, tmp_path / "other", AS_THE_DRIVER)
+    found = examine_environments(checkout)
+    assert found.problems == ()
+    (note,) = found.sections[1].rows[0]
+    assert note.startswith("VllmGenerationWorker: wrapt was made for another Python than")
+
+
+def test_an_interpreter_that_does_not_start(
+    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environments.VENVS, str(tmp_path))
+    for name, text in ((VLLM, ""), (MEGATRON, "#!/bin/sh\necho odd >&2\nexit 3\n")):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(text)
+        python.chmod(0o755)
+    found = examine_environments(checkout)
+    vllm, megatron = found.problems
+    assert "does not answer: Exec format error; have NeMo RL make it anew with" in vllm
+    assert "does not answer: exit code 3, odd; have NeMo RL make it anew" in megatron
+    assert rows(found)["VllmGenerationWorker"]["state"] == "no answer"
+
+
+def test_environments_that_are_not_made_yet(
+    tmp_path: Path, checkout: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (problem,) = examine_environments(checkout).problems
+    assert problem.startswith(
+        f"NeMo RL has made no environment of a worker in '{checkout / 'venvs'}' yet, and those that"
+    )
+    monkeypatch.setenv(environments.ONE_FOR_ALL, "1")
+    assert examine_environments(checkout).problems == ()
+    monkeypatch.delenv(environments.ONE_FOR_ALL)
+    monkeypatch.setenv("PYTHONPATH", str(target))
+    assert examine_environments(checkout).problems == ()
+
+
+def test_workers_in_the_drivers_environment_need_none_of_their_own(
+    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NeMo RL 7ea279a takes the variable for vLLM and Megatron, and not for DTensor."""
+    monkeypatch.setenv(environments.VENVS, str(tmp_path))
+    monkeypatch.setenv(environments.ONE_FOR_ALL, "1")
+    for name in (VLLM, MEGATRON, "a.DTensorPolicyWorker"):
+        make(tmp_path / name)
+    found = examine_environments(checkout)
+    states = {name: row["state"] for name, row in rows(found).items()}
+    assert states["VllmGenerationWorker"] == states["MegatronPolicyWorker"] == "not needed"
+    (problem,) = found.problems
+    assert problem.startswith("DTensorPolicyWorker (")
+
+
+def doctor(*arguments: str) -> Any:
+    arguments = ("doctor", *arguments, "--environments")
+    return CliRunner().invoke(build_app(PluginManager()), arguments)
+
+
+def test_the_exit_code(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environments.VENVS, str(tmp_path))
+    make(tmp_path / VLLM, AS_THE_DRIVER)
+    result = doctor("nemo-rl", "--source", str(checkout))
+    assert result.exit_code == 0, result.output
+    assert "fp8rl in each environment" in result.stdout
+    make(tmp_path / MEGATRON)
+    result = doctor("nemo-rl", "--source", str(checkout))
+    assert result.exit_code == 1
+    assert "Problem: MegatronPolicyWorker (" in result.stdout
+
+
+def test_nothing_can_be_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Exit code 2: these errors reach ``main``."""
+    monkeypatch.setattr(environments, "installed_package", lambda: None)
+    error = doctor("nemo-rl").exception
+    assert isinstance(error, UnsupportedError)
+    assert "run this in its driver's environment, give --source with a checkout of it" in str(error)
+    error = doctor("nemo-rl", "--source", str(tmp_path)).exception
+    assert isinstance(error, OptionError) and "is no checkout of NeMo RL" in str(error)
+    for arguments in ((), ("vllm",)):
+        error = doctor(*arguments).exception
+        assert isinstance(error, OptionError)
+        assert "--environments needs an engine that has several (nemo-rl)" in str(error)
+    error = doctor("nemo-rl", "--tp", "2").exception
+    assert isinstance(error, OptionError) and "leave out the other options" in str(error)
