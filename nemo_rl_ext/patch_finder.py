@@ -119,11 +119,12 @@ class PatchFinder:
         if not self.failures:
             return
         from fp8rl.errors import UnsupportedError
+        from nemo_rl_ext.patches.upstream import served
 
         (module, patch), error = next(iter(self.failures.items()))
         raise UnsupportedError(
-            f"'{key}' is set, but fp8rl's patch '{patch}' does not fit {module}: {error} Install "
-            "the NeMo RL that docs/nemo_rl.md names, or remove the key."
+            f"'{key}' is set, but fp8rl's patch '{patch}' does not fit {module}: {error} "
+            f"{served()}, or remove the key."
         ) from error
 
     def take_up(self) -> None:

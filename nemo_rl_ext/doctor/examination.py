@@ -43,7 +43,7 @@ from nemo_rl_ext.doctor.installation import (
 )
 from nemo_rl_ext.doctor.logits import logits_in_many_operations
 from nemo_rl_ext.doctor.micro_batch import small_micro_batches
-from nemo_rl_ext.patches.upstream import KNOWN
+from nemo_rl_ext.patches.upstream import KNOWN, served
 
 _MAPPINGS = (
     VLLM,
@@ -121,7 +121,7 @@ def diagnose() -> Diagnosis:
             "patches": f"{fit} of {len(patches)} fit",
             "config": "not looked at; give --config X.yaml",
         },
-        tuple(_misfits(patches)),
+        tuple(_misfits(patches, version(package))),
     )
 
 
@@ -151,7 +151,7 @@ def examine(request: ConfigRequest) -> Diagnosis:
     sections = Sections(config, driver)
     model, origin = _model(request, sections.policy)
     patches = compare_patches(package)
-    problems = _misfits(patches) if given or block is not None else []
+    problems = _misfits(patches, version(package)) if given or block is not None else []
     facts = {
         "config": f"{request.file.name}, for examples/{driver.scripts[0]}",
         "model": origin,
@@ -486,11 +486,11 @@ def _patch_section(patches: list[Patch]) -> Section:
     return Section("patches of this NeMo RL", ("patch", "what it changes", "state"), tuple(rows))
 
 
-def _misfits(patches: list[Patch]) -> list[str]:
+def _misfits(patches: list[Patch], release: str) -> list[str]:
     """One sentence for each patch that does not fit."""
     return [
-        f"Patch '{patch.name}' does not fit this NeMo RL: {patch.misfits[0]} Install the NeMo RL "
-        f"that docs/nemo_rl.md names ({len(patch.misfits)} of {patch.internals} internals differ)."
+        f"Patch '{patch.name}' does not fit this NeMo RL: {patch.misfits[0]} {served(release)} "
+        f"({len(patch.misfits)} of {patch.internals} internals differ)."
         for patch in patches
         if patch.misfits
     ]

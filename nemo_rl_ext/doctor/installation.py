@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def find_package(source: Path | None) -> Path:
 
 
 def version(package: Path) -> str:
-    """Return the version that a ``nemo_rl`` folder states, e.g. ``0.6.0``."""
+    """Return the version that a ``nemo_rl`` folder states, with its commit: ``0.6.0+7ea279a``."""
     file = package / _VERSION_FILE
     if not file.is_file():
         return "of an unknown version"
@@ -74,7 +75,18 @@ def version(package: Path) -> str:
     }
     numbers = ".".join(str(values.get(part, "?")) for part in ("MAJOR", "MINOR", "PATCH"))
     suffix = values.get("PRE_RELEASE")
-    return numbers + (suffix if isinstance(suffix, str) else "")
+    return numbers + (suffix if isinstance(suffix, str) else "") + _commit(package.parent)
+
+
+def _commit(checkout: Path) -> str:
+    """Return ``+`` and the commit of a clone, by which NeMo RL names itself too; else nothing."""
+    if not (checkout / ".git").exists():  # git would look in the folders above
+        return ""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short=7", "HEAD"]
+    try:
+        return "+" + subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def relied_on() -> Iterator[tuple[str, Upstream]]:

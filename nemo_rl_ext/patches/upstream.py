@@ -23,6 +23,19 @@ KNOWN = "7ea279a (22 August 2026)"
 docs/upgrading_nemo_rl.md has the record."""
 
 
+def served(release: str | None = None) -> str:
+    """Return which NeMo RL is served, to end an error about one that is not.
+
+    Args:
+        release: its version; None for that of the imported ``nemo_rl``, which has its commit.
+    """
+    if release is None:
+        release = getattr(sys.modules.get("nemo_rl"), "__version__", "of an unknown version")
+    return (
+        f"This NeMo RL is {release}; fp8rl serves the main branch at {KNOWN}: check out that commit"
+    )
+
+
 @dataclass(frozen=True)
 class Upstream:
     """A function, method (``Class.method``), class or variable of a module of NeMo RL.

@@ -17,7 +17,7 @@ import torch
 
 from fp8rl.errors import UnsupportedError
 from nemo_rl_ext.names import FUSED_ENV, LOGGER
-from nemo_rl_ext.patches.upstream import Upstream, resolve
+from nemo_rl_ext.patches.upstream import Upstream, resolve, served
 
 logger = logging.getLogger(LOGGER)
 
@@ -117,8 +117,7 @@ def fuse_logprobs(policy: Mapping[str, Any]) -> None:
     except UnsupportedError as error:
         if wanted == "1":
             raise UnsupportedError(
-                f"{error} Install the NeMo RL that docs/nemo_rl.md names, or remove {FUSED_ENV} "
-                "from policy.megatron_cfg.env_vars."
+                f"{error} {served()}, or remove {FUSED_ENV} from policy.megatron_cfg.env_vars."
             ) from None
         logger.warning("fp8rl: upstream's class computes log-probabilities. %s", error)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -334,12 +335,28 @@ def test_a_patch_that_does_not_fit(look: Any, tmp_path: Path) -> None:
         "Patch 'skip_step' does not fit this NeMo RL: nemo_rl.models.policy.lm_policy.Policy.train "
         "does not exist"
     )
+    assert problem.endswith(
+        "This NeMo RL is 0.6.0rc1; fp8rl serves the main branch at 7ea279a (22 August 2026): check "
+        "out that commit (1 of 4 internals differ)."
+    )
     states = {name: row[-1] for name, row in rows(found, "patches").items()}
     assert [name for name, state in states.items() if state != "fits"] == ["skip_step"]
     bf16 = config(**{f"{VLLM}.precision": "bfloat16", f"{MEGATRON}.fp8_cfg": {}})
     assert look(bf16, source=changed).problems == ()  # a run without our keys is not changed
     file.write_text("def (", encoding="utf-8")
     assert "skip_step" in look(config({}), source=changed).problems[-2]
+
+
+def test_a_clone_names_its_commit(tmp_path: Path) -> None:
+    """The main branch at 7ea279a calls itself 0.6.0, as the release before 0.7.0 does."""
+    checkout = write_checkout(tmp_path)
+    git = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    assert installation.version(checkout / "nemo_rl") == "0.6.0rc1"
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    assert installation.version(checkout / "nemo_rl") == "0.6.0rc1"
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "one"], check=True)
+    release, _, commit = installation.version(checkout / "nemo_rl").partition("+")
+    assert release == "0.6.0rc1" and re.fullmatch("[0-9a-f]{7}", commit)
 
 
 def test_the_installed_nemo_rl(

@@ -247,8 +247,9 @@ def test_another_signature_is_told_where_the_keys_are_used(tmp_path: Path) -> No
     assert message == (
         "UnsupportedError 'policy.megatron_cfg.fp8rl' is set, but fp8rl's patch 'start' does not "
         "fit nemo_rl.utils.config: nemo_rl.utils.config.load_config takes (path, strict), which "
-        "does not fit (config_path) of NeMo RL 7ea279a (22 August 2026). Install the NeMo RL that "
-        "docs/nemo_rl.md names, or remove the key."
+        "does not fit (config_path) of NeMo RL 7ea279a (22 August 2026). This NeMo RL is of an "
+        "unknown version; fp8rl serves the main branch at 7ea279a (22 August 2026): check out that "
+        "commit, or remove the key."
     )
 
 
