@@ -120,7 +120,7 @@ def examine_environments(source: Path | None) -> Diagnosis:
     notes = tuple((note,) for note in _notes(found))
     if notes:
         sections.append(Section("notes", ("",), notes))
-    installed = "not found" if package is None else f"{version(package)}, in {package.parent}"
+    installed = "not found" if package is None else f"{version(package)}, in {package.absolute().parent}"
     return Diagnosis(installed, (KNOWN,), facts, tuple(problems), tuple(sections))
 
 
@@ -129,9 +129,9 @@ def _folders(package: Path | None) -> list[Path]:
     given = os.environ.get(VENVS)
     found = []
     if given:
-        found.append(Path(os.path.normpath(given)))
+        found.append(Path(os.path.normpath(given)).absolute())
     elif package is not None:
-        found.append(package.parent / "venvs")
+        found.append(package.absolute().parent / "venvs")
     if CONTAINER.is_dir() and CONTAINER not in found:
         found.append(CONTAINER)
     return found

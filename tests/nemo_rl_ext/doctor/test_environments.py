@@ -88,7 +88,8 @@ def rows(found: Diagnosis) -> dict[str, Mapping[str, str]]:
 def test_each_environment_says_what_it_has(
     tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(environments.VENVS, str(tmp_path / "venvs"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(environments.VENVS, "./venvs")
     make(tmp_path / "venvs" / VLLM, AS_THE_DRIVER)
     megatron = make(tmp_path / "venvs" / MEGATRON)
     make(tmp_path / "venvs" / SGLANG)
@@ -132,9 +133,10 @@ def test_a_folder_on_the_path_serves_all(
     monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.defpath}")
     monkeypatch.setenv("PYTHONPATH", str(target))
     made = checkout / "venvs"
+    monkeypatch.chdir(checkout)
     try:
         make(made / VLLM, dependencies)
-        found = examine_environments(checkout)
+        found = examine_environments(Path())
     finally:
         shutil.rmtree(made)
     assert found.problems == ()
