@@ -350,9 +350,9 @@ PAPERS = sorted(
 ) + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")]
 EXTRAS = "vllm|megatron|nemo-rl|cpu|docs|dev"
 BY_NAME = re.compile(
-    # install (options or other packages) fp8rl, but neither a path nor the name of a wheel
-    r"\binstall(?:ing|ed)?(?:[ `'\"]+-[-\w]+(?: (?![-.'\"])[\w$/]+)?)*[ `'\"]+"
-    rf"fp8rl(?:\[[\w,-]+\])?(?![\w./\[-])(?!['\"]? @ )"
+    # pip install (options) fp8rl, but neither a path nor the name of a wheel
+    r"\bpip install(?:[ `'\"]+-[-\w]+(?: (?![-.'\"])[\w$/]+)?)*[ `'\"]+"
+    rf"fp8rl(?:\[[\w,-]+\])?(?![\w/\[-]|\.\w)(?!['\"]? @ )"
     # fp8rl[extra] anywhere else
     rf"|(?<![\w./-])fp8rl\[(?:{EXTRAS})(?:,(?:{EXTRAS}))*\](?! @ )"
 )
@@ -360,7 +360,7 @@ BY_NAME = re.compile(
 
 def by_name(text: str) -> list[str]:
     """Places where pip or a reader is told to install fp8rl by its bare name."""
-    joined = re.sub(r'["\']?\s*\n\s*(?:f?["\'])?', " ", text)  # also of strings in two lines
+    joined = re.sub(r'[\\"\']?\s*\n\s*(?:f?["\'])?', " ", text)  # also of what has two lines
     return [found[0] for found in BY_NAME.finditer(joined)]
 
 
@@ -371,11 +371,14 @@ def by_name(text: str) -> list[str]:
         ("pip install --target D --no-deps fp8rl wrapt", True),
         ("uv pip install fp8rl", True),
         ('"; install "\n    "fp8rl[nemo-rl]."', True),
+        ('"run pip install "\n    "fp8rl."', True),
+        ("pip install --no-deps \\\n    fp8rl wrapt", True),
         ("| driver | `fp8rl[nemo-rl]` |", True),
         ("pip install './fp8rl[nemo-rl]'", False),
         ("pip install --target D --no-deps ./fp8rl wrapt", False),
         ("pip install 'fp8rl[nemo-rl] @ git+https://HOST/YOU/fp8rl'", False),
         ("pip install 'dist/fp8rl-0.1.0-py3-none-any.whl[vllm]'", False),
+        ("pip install vllm==0.33.0, then `pip install .`; fp8rl warns", False),
         ('fp8rl["run"], install(fp8rl)', False),
     ],
 )

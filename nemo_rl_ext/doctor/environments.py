@@ -120,7 +120,9 @@ def examine_environments(source: Path | None) -> Diagnosis:
     notes = tuple((note,) for note in _notes(found))
     if notes:
         sections.append(Section("notes", ("",), notes))
-    installed = "not found" if package is None else f"{version(package)}, in {package.absolute().parent}"
+    installed = (
+        "not found" if package is None else f"{version(package)}, in {package.absolute().parent}"
+    )
     return Diagnosis(installed, (KNOWN,), facts, tuple(problems), tuple(sections))
 
 
