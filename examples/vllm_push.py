@@ -49,7 +49,6 @@ def serve(model: str, engine: Connection, arguments: dict) -> None:
     llm = LLM(
         model,
         load_format="dummy",
-        worker_extension_cls="vllm_fp8rl.refit.worker.RefitWorker",  # its core is one more process
         **engine_args(recipe) | arguments,
     )
     refit_from(llm, engine)

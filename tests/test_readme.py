@@ -228,7 +228,7 @@ def test_engine_snippets(tmp_path):
     assert re.search(r"^\d+ parameters, 8 KV scales in \d+\.\d\d s$", out, re.M)
 
     from vllm_fp8rl import engine_args
-    from vllm_fp8rl.refit.worker import EXTENSION
+    from vllm_fp8rl.names import EXTENSION
 
     flags = json.loads(out.splitlines()[-1])
     recipe = Recipe.from_dict(flags["additional_config"]["fp8rl"])

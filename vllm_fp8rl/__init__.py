@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
-from vllm_fp8rl.names import NAME, WEIGHT_TRANSFER_BACKENDS
+from vllm_fp8rl.names import EXTENSION, NAME, WEIGHT_TRANSFER_BACKENDS
 
 _BACKENDS = "vllm_fp8rl.attention.backends"
 
@@ -95,11 +95,17 @@ def _register_weight_transfer() -> None:
 
 
 def engine_args(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments with which ``vllm.LLM`` or ``AsyncEngineArgs`` runs a recipe."""
+    """Return the arguments with which ``vllm.LLM`` or ``AsyncEngineArgs`` runs a recipe.
+
+    The worker extension among them has the steps of a refit. For one of yours, which should have
+    :class:`vllm_fp8rl.refit.RefitMixin`, write
+    ``engine_args(recipe) | {"worker_extension_cls": "my_package.Extension"}``.
+    """
     return {
         "quantization": NAME,
         "kv_cache_dtype": recipe.kv_cache.dtype,
         "additional_config": {"fp8rl": recipe.to_dict()},
+        "worker_extension_cls": EXTENSION,
     }
 
 

@@ -7,6 +7,9 @@ from typing import Any
 NAME = "fp8rl"
 """Name of the quantization method: ``LLM(..., quantization="fp8rl")``."""
 
+EXTENSION = "vllm_fp8rl.refit.worker.RefitWorker"
+"""For ``LLM(worker_extension_cls=...)``; needed where the engine core runs in its own process."""
+
 WEIGHT_TRANSFER_BACKENDS = {
     "fp8rl": "Fp8RLTransferEngine",
     "fp8rl_nccl": "Fp8RLNcclTransferEngine",

@@ -25,6 +25,7 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import scale_name
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.in_flight import RefitInFlight
+from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION
 from nemo_rl_ext.workers.vllm import (
     Fp8VllmAsyncGenerationWorkerImpl,
     Fp8VllmGenerationWorker,
@@ -72,6 +73,7 @@ def worker(folder: Path) -> Iterator[Any]:
             "enable_prefix_caching": True,
             **SETTINGS,
             **vllm_fp8rl.engine_args(Recipe()),
+            "worker_extension_cls": UPSTREAM_EXTENSION,
         }
     )
     make_checkpoint(folder / "b", 1)

@@ -26,9 +26,7 @@ from vllm_fp8rl.refit import refit
 
 
 def main(root: Path) -> dict[str, str]:
-    engine = start_engine(
-        root / "a", Recipe(), worker_extension_cls="vllm_fp8rl.refit.worker.RefitWorker"
-    )
+    engine = start_engine(root / "a", Recipe())
     weights = load_tensors(root / "a")
     weights |= {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
     refit(engine.llm, weights.items(), expect_kv_scales=True)

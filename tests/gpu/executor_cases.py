@@ -29,7 +29,6 @@ from support.gpu_engine import LAYERS, PROMPTS, make_checkpoints
 from vllm_fp8rl.refit import refit
 from vllm_fp8rl.refit.asynchronous import refit_async
 from vllm_fp8rl.refit.transport import Sender
-from vllm_fp8rl.refit.worker import EXTENSION
 
 NORM = "model.norm.weight"
 ARGUMENTS: dict[str, Any] = {
@@ -41,7 +40,6 @@ ARGUMENTS: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,  # must be free at the start; the line above is what counts
     "skip_tokenizer_init": True,
     "seed": 0,
-    "worker_extension_cls": EXTENSION,
 }
 # One request at a time: a batch of another size may round otherwise.
 FEW = PROMPTS[:3]

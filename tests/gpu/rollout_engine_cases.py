@@ -14,7 +14,7 @@ import torch
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.workers.rollout_engine import RestartableEngine
+from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION, RestartableEngine
 from support.gpu_engine import QUICK, GpuEngine, make_checkpoints, start_engine
 from support.nemo_rl import Closing
 
@@ -47,6 +47,7 @@ def main() -> None:
         worker = Worker(path)
         arguments = {
             **vllm_fp8rl.engine_args(RECIPE),
+            "worker_extension_cls": UPSTREAM_EXTENSION,
             "enable_sleep_mode": True,
             **QUICK,
         }

@@ -164,7 +164,6 @@ def test_two_gpus_equal_transformers_after_a_refit(case: Case) -> None:
         case.recipe,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
-        worker_extension_cls="vllm_fp8rl.refit.worker.RefitWorker",
     )
     try:
         tensors = refit_tensors(case.paths["a"], case.recipe)

@@ -373,7 +373,6 @@ def test_expert_parallel_says_the_same(engine: GpuEngine, checkpoints: dict[str,
         RECIPE,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
-        worker_extension_cls="vllm_fp8rl.refit.worker.RefitWorker",
     )
     try:
         give(split, checkpoints["a"])

@@ -125,7 +125,6 @@ class Model:
             self.recipe,
             load_format="dummy",
             dtype=str(self.dtype).removeprefix("torch."),
-            worker_extension_cls="vllm_fp8rl.refit.worker.RefitWorker",
         )
         keep_process_groups(engine)
         return engine

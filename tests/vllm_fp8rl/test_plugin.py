@@ -20,6 +20,7 @@ from vllm_fp8rl import compat
 from vllm_fp8rl.kernels.choice import CpuKernel
 from vllm_fp8rl.quantization import config, models
 from vllm_fp8rl.quantization.config import Fp8RLConfig
+from vllm_fp8rl.refit.worker import has_refit_methods
 
 
 def test_register_any_number_of_times():
@@ -53,6 +54,7 @@ def test_engine_args_carry_the_recipe():
     arguments = vllm_fp8rl.engine_args(recipe)
     assert arguments["quantization"] == "fp8rl"
     assert arguments["kv_cache_dtype"] == "auto"
+    assert has_refit_methods(arguments["worker_extension_cls"])
     assert config.read_recipe(arguments["additional_config"]) == recipe
 
 

@@ -259,9 +259,8 @@ class _AsyncWorkers:
         parallel = self._engine.vllm_config.parallel_config
         if not worker.has_refit_methods(parallel.worker_extension_cls):
             raise UnsupportedError(
-                "An AsyncLLM takes calls by name only; start it with "
-                f"worker_extension_cls='{worker.EXTENSION}', or put "
-                "vllm_fp8rl.refit.worker.RefitMixin into your own extension."
+                "An AsyncLLM takes calls by name only; "
+                f"{worker.extension_remedy(parallel.worker_extension_cls)}."
             )
         # With an external or a hybrid load balancer, an AsyncLLM has the cores of its node only.
         local = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb

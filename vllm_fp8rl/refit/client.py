@@ -202,9 +202,8 @@ class Workers:
         self._by_name = worker.has_refit_methods(extension)
         if not core_here and not self._by_name:
             raise UnsupportedError(
-                "This engine runs in a process of its own, which takes calls by name only; start "
-                f"it with worker_extension_cls='{worker.EXTENSION}', or set "
-                "VLLM_ENABLE_V1_MULTIPROCESSING=0."
+                "This engine runs in a process of its own, which takes calls by name only; "
+                f"{worker.extension_remedy(extension)}, or set VLLM_ENABLE_V1_MULTIPROCESSING=0."
             )
 
     def call(self, step: str, *args: object) -> list[Any]:

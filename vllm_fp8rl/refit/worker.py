@@ -23,6 +23,7 @@ from fp8rl import errors
 from fp8rl.errors import Fp8RLError, RefitError
 from vllm_fp8rl import kv_observer, kv_scales
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.names import EXTENSION
 from vllm_fp8rl.refit import transport
 from vllm_fp8rl.refit.files import read_files
 from vllm_fp8rl.refit.intake import BATCH_BYTES, batches
@@ -32,9 +33,6 @@ from vllm_fp8rl.refit.transport import Payload, Place
 from vllm_fp8rl.state import state_of
 
 logger = logging.getLogger("vllm.fp8rl")
-
-EXTENSION = "vllm_fp8rl.refit.worker.RefitWorker"
-"""For ``LLM(worker_extension_cls=...)``; needed where the engine core runs in its own process."""
 
 Answer = dict[str, Any]
 """``value`` of a step, and ``error``: None, or the class name in :mod:`fp8rl.errors` and the
@@ -221,6 +219,13 @@ class RefitWorker(RefitMixin):
 def has_refit_methods(extension: str) -> bool:
     """Whether a ``worker_extension_cls`` (a qualified name, or empty) has :class:`RefitMixin`."""
     return bool(extension) and issubclass(pkgutil.resolve_name(extension), RefitMixin)
+
+
+def extension_remedy(extension: str) -> str:
+    """Say how an engine whose ``worker_extension_cls`` lacks the steps of a refit gets them."""
+    if extension:
+        return f"give its worker extension '{extension}' the base class vllm_fp8rl.refit.RefitMixin"
+    return f"start it with **vllm_fp8rl.engine_args(recipe) or worker_extension_cls='{EXTENSION}'"
 
 
 def refusal(step: str) -> Answer:

@@ -19,7 +19,7 @@ from fp8rl import Recipe
 from fp8rl.kv_scales import scale_names
 from nemo_rl_ext.workers.in_flight import RefitInFlight
 from nemo_rl_ext.workers.refit import StreamedRefit, kv_codes_outdated, may_run
-from nemo_rl_ext.workers.rollout_engine import RestartableEngine
+from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION, RestartableEngine
 from support.engine import KV_SCALE, LAYERS, SETTINGS, load_tensors, register_model
 from support.processes import fork_engines
 
@@ -106,7 +106,12 @@ async def main(root: Path) -> dict[str, Any]:
     register_model(root / "a")
     worker = Worker()
     recipe = Recipe.from_dict({"kv_cache": {"recalibrate": "grow"}})
-    arguments = {"model": str(root / "a"), **SETTINGS, **vllm_fp8rl.engine_args(recipe)}
+    arguments = {
+        "model": str(root / "a"),
+        **SETTINGS,
+        **vllm_fp8rl.engine_args(recipe),
+        "worker_extension_cls": UPSTREAM_EXTENSION,
+    }
     worker._create_engine(arguments)
 
     async def refit(name: str, scale: float) -> bool:

@@ -16,7 +16,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 
 import vllm_fp8rl
 from fp8rl import Recipe
-from nemo_rl_ext.workers.rollout_engine import RestartableEngine
+from nemo_rl_ext.workers.rollout_engine import UPSTREAM_EXTENSION, RestartableEngine
 from support.engine import SETTINGS, register_model  # its module sets what vLLM reads at import
 from support.processes import fork_engines
 
@@ -68,6 +68,7 @@ async def main(root: Path) -> dict[str, Any]:
         "model": str(root / "a"),
         **SETTINGS,
         **vllm_fp8rl.engine_args(Recipe.from_dict({"kv_cache": {"dtype": "auto"}})),
+        "worker_extension_cls": UPSTREAM_EXTENSION,
     }
     worker._create_engine(arguments)
     gate = worker.llm

@@ -105,8 +105,8 @@ def worker(folder: Path) -> Iterator[Any]:
     arguments = {
         "model": str(folder / "a"),
         **SETTINGS,
-        "worker_extension_cls": UPSTREAM_EXTENSION,
         **vllm_fp8rl.engine_args(RECIPE),
+        "worker_extension_cls": UPSTREAM_EXTENSION,
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a restart changes it

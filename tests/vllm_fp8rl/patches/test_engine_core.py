@@ -24,7 +24,7 @@ from vllm_fp8rl.patches.engine_core import reset_and_tell
 from vllm_fp8rl.quantization.config import Fp8RLConfig
 from vllm_fp8rl.quantization.kv_connectors import check_connector
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
-from vllm_fp8rl.refit.worker import EXTENSION, cache_emptied, read_answer
+from vllm_fp8rl.refit.worker import cache_emptied, read_answer
 from vllm_fp8rl.state import state_of
 
 PROMPTS = [[5, 6, 7, 8], [9] * 40]
@@ -38,7 +38,7 @@ def served(
     engine: Engine, other_engine: Callable[..., Engine], checkpoints: dict[str, Path]
 ) -> Engine:
     """An engine that takes our steps by name, as one behind HTTP does."""
-    return other_engine(checkpoints["a"], Recipe(), worker_extension_cls=EXTENSION)
+    return other_engine(checkpoints["a"], Recipe())
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,6 @@ from vllm_fp8rl.storage.parameters import Fp8Scale, Fp8Weight
 from vllm_fp8rl.testing.hf_reference import Gap, gap, load_reference, observed_kv_scales
 from vllm_fp8rl.testing.tiny import make_qwen35_checkpoint
 
-WORKER = {"worker_extension_cls": "vllm_fp8rl.refit.worker.RefitWorker"}
 PROMPTS = teacher_forced.PROMPTS[:48]
 """Half of them, since a recurrence takes long on a CPU. A correct engine lies at 0.3 to 0.75 of the
 noise on them, one layer left unquantized at 11 to 15."""
@@ -97,7 +96,7 @@ def require_text_model() -> None:
 def dense(paths: dict[str, Path], other_engine: Callable[..., Engine]) -> Engine:
     """A dense engine in BF16 with an FP8 KV cache; its scales are calibrated."""
     require_text_model()
-    engine = other_engine(paths["dense_a"], Recipe(), scaled=False, dtype="bfloat16", **WORKER)
+    engine = other_engine(paths["dense_a"], Recipe(), scaled=False, dtype="bfloat16")
     calibrate_kv_scales(engine.llm, PROMPTS[:8])
     return engine
 
@@ -108,7 +107,7 @@ def moe(paths: dict[str, Path], other_engine: Callable[..., Engine]) -> Iterator
     recipe = Recipe(kv_cache=KVCache(dtype="auto"))
     with pytest.MonkeyPatch.context() as patch:
         keep_towers(patch)
-        yield other_engine(paths["moe_a"], recipe, dtype="bfloat16", **TEXT_ONLY, **WORKER)
+        yield other_engine(paths["moe_a"], recipe, dtype="bfloat16", **TEXT_ONLY)
 
 
 def stem(shape: str) -> str:
@@ -137,7 +136,7 @@ def test_equals_transformers_before_and_after_a_refit(
     if shape == "dense":
         require_text_model()
     compute_in_float32(monkeypatch)
-    options: dict[str, Any] = WORKER if shape == "dense" else TEXT_ONLY | WORKER
+    options: dict[str, Any] = {} if shape == "dense" else TEXT_ONLY
     engine = other_engine(paths[f"{shape}_a"], Recipe(), scaled=False, **options)
     for name in (f"{shape}_b", f"{shape}_a"):
         path = paths[name]
@@ -159,7 +158,7 @@ def test_equals_transformers_before_and_after_a_refit(
 def test_a_refit_there_and_back(
     dense: Engine, paths: dict[str, Path], other_engine: Callable[..., Engine]
 ) -> None:
-    fresh = other_engine(paths["dense_b"], Recipe(), scaled=False, dtype="bfloat16", **WORKER)
+    fresh = other_engine(paths["dense_b"], Recipe(), scaled=False, dtype="bfloat16")
     calibrate_kv_scales(fresh.llm, PROMPTS[:8])
     a, b = (load_tensors(paths[f"dense_{name}"]) for name in "ab")
     before, said, scales = dense.state(), dense.greedy(PROMPTS[:8]), scales_of(dense)

@@ -17,6 +17,7 @@ from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
 from support.engine import LAYERS, PROMPTS, Engine, load_tensors
 from support.processes import answer, run_forked
+from vllm_fp8rl.names import EXTENSION
 from vllm_fp8rl.quantization.config import Fp8RLConfig
 from vllm_fp8rl.refit.asynchronous import (
     _AsyncWorkers,
@@ -24,7 +25,6 @@ from vllm_fp8rl.refit.asynchronous import (
     refit_async_from_files,
 )
 from vllm_fp8rl.refit.liveness import ended_by_death
-from vllm_fp8rl.refit.worker import EXTENSION
 
 SCRIPT = Path(__file__).with_name("async_cases.py")
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -166,7 +166,12 @@ def test_calls_of_a_synchronous_engine_end_with_its_core():
 @pytest.mark.parametrize(
     ("extension", "parallel", "message"),
     [
-        ("", {}, "takes calls by name only"),
+        ("", {}, r"by name only; start it with \*\*vllm_fp8rl\.engine_args\(recipe\)"),
+        (
+            "collections.OrderedDict",
+            {},
+            "give its worker extension .*OrderedDict. the base class vllm_fp8rl.refit.RefitMixin",
+        ),
         (EXTENSION, {"data_parallel_size": 2}, "has 2 engine cores"),
         (
             EXTENSION,

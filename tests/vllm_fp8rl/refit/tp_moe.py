@@ -29,7 +29,7 @@ from support.mla import ALL, ON_A_CPU
 from support.processes import fork_engines
 from support.teacher_forced import vllm_logprobs
 from support.towers import TEXT_ONLY
-from vllm_fp8rl.refit import refit, worker
+from vllm_fp8rl.refit import refit
 
 EXPERTS, WIDTH, LAYER = 6, 192, "model.layers.1.mlp.experts"
 DOWN = f"{LAYER}.5.down_proj.weight"
@@ -71,7 +71,6 @@ def two_ranks(path: Path, recipe: Recipe, **arguments: Any) -> Iterator[Engine]:
         recipe,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
-        worker_extension_cls=worker.EXTENSION,
         **arguments,
     )
     yield engine

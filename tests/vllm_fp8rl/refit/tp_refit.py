@@ -94,9 +94,7 @@ def main(root: Path) -> dict[str, object]:
 
     scales = {name: torch.tensor([KV_SCALE]) for name in scale_names(LAYERS, ("k", "v"))}
     a, b = (load_tensors(root / name) for name in "ab")
-    engine = start_engine(
-        root / "a", Recipe(), tensor_parallel_size=2, worker_extension_cls=worker.EXTENSION
-    )
+    engine = start_engine(root / "a", Recipe(), tensor_parallel_size=2)
     llm = engine.llm
     before = llm.collective_rpc(pointers)
     found: dict[str, object] = {}
