@@ -1,8 +1,10 @@
 """Refit a running ``vllm serve`` over HTTP: ``python vllm_serve_refit.py /shared/new-weights``.
 
-The server (``VLLM_SERVER_DEV_MODE=1`` opens these routes; let nobody but the trainer reach them)::
+The server (``VLLM_SERVER_DEV_MODE=1`` opens these routes, which ask for no key, so nobody but the
+trainer may reach them: docs/vllm.md, "Who may reach the port")::
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve my-model --quantization fp8rl --kv-cache-dtype fp8_e4m3 \\
+    VLLM_SERVER_DEV_MODE=1 vllm serve my-model --host 127.0.0.1 --quantization fp8rl \\
+      --kv-cache-dtype fp8_e4m3 --generation-config vllm \\
       --additional-config '{"fp8rl": {"pins": {"last": 1}}}' \\
       --weight-transfer-config '{"backend": "fp8rl"}' \\
       --worker-extension-cls vllm_fp8rl.refit.worker.RefitWorker

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from textwrap import indent
 from types import SimpleNamespace
@@ -17,7 +21,7 @@ import yaml
 from fp8rl import Recipe, hookspecs
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape, ReferenceBackend
-from support.processes import run_forked
+from support.processes import environment, run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -32,15 +36,7 @@ README, VLLM, EXTENDING = (
 RUN_ELSEWHERE = {"offline", "async"}
 """Blocks of docs/vllm.md that tests/vllm_fp8rl/refit runs on its engines."""
 
-ENGINE_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+MEGATRON_ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def block(name: str) -> str:
@@ -80,27 +76,31 @@ def normal(text: str) -> str:
     return " ".join(text.split())
 
 
-def run_parts(tmp_path: Path, arguments: list[str], *parts: str) -> str:
-    """Run code in a process of its own beside the README's recipe.yaml; what it prints."""
+def write_recipe(folder: Path) -> None:
+    """Write the README's recipe.yaml."""
     (recipe,) = [text for text in fenced("yaml") if text.startswith("# recipe.yaml")]
-    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    script = tmp_path / "script.py"
-    here = f"import os\nos.chdir({str(tmp_path)!r})"
-    script.write_text("\n".join((here, *parts)), encoding="utf-8")
-    done = run_forked(script, *arguments, timeout=200, **ENGINE_ENV)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
 
 
-# One process for all of it, as the engines take long to import: Megatron's export refits vLLM.
+def plain_environment(**more: str) -> dict[str, str]:
+    """Variables of a user's new process: none of vLLM's and torch's that these tests set."""
+    kept = {
+        name: value
+        for name, value in environment(**more).items()
+        if not name.startswith(("VLLM_", "TORCH", "OMP_", "HF_", "FP8RL_")) or name in more
+    }
+    startup = str(ROOT / "tests" / "support" / "startup")
+    path = [part for part in kept["PYTHONPATH"].split(os.pathsep) if part != startup]
+    return kept | {"PYTHONPATH": os.pathsep.join(path)}
+
+
 BEFORE = """
-import json
-import sys
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
 from megatron_fp8rl.export import load_hf
@@ -112,7 +112,6 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 shim = CpuShim()
 reference = Qwen3ForCausalLM(hf_config(Settings())).to(torch.bfloat16)
-reference.save_pretrained("my-model")
 write_model_folder(Settings(), Path("my-model"))
 sent = {name: tensor.detach() for name, tensor in reference.named_parameters()}
 tokens = torch.randint(4, 20, (2, 12))
@@ -150,106 +149,122 @@ conversion.drop_codes()
 assert torch.equal(model(tokens, positions, None), logits)
 conversion.close()
 assert torch.equal(model(tokens, positions, None), bf16)
+held = {name: tensor.contiguous() for name, tensor in wire.items()}
+save_file(held, "my-model/model.safetensors", metadata={"format": "pt"})
 """
 
-UNCALIBRATED = """
-from fp8rl.errors import ScaleError
-from vllm_fp8rl.refit import drop_requests
+# The blocks of the guide, on the engine of the README's function, which calls this at its end.
+GUIDE = f"""
 
-def answer():
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    return list(llm.generate("12+30=", params, use_tqdm=False)[0].outputs[0].token_ids)
-
-try:
-    answer()
-except ScaleError as error:
-    print(f"ScaleError: {error}")
-    drop_requests(llm)
-"""
-
-CALIBRATED = """
-assert len(answer()) == 3
-tensors = reversed(wire.items())
-"""
-
-# The guide's own block, after the README's.
-AGAIN = """
-assert report.kv_scales == 8
-tensors = wire.items()
-"""
-
-VLLM_AFTER = """
-assert report.kv_scales == 8 and report.tensors == len(sent) + len(scales)
-assert outputs[0].outputs[0].token_ids
-llm.llm_engine.engine_core.shutdown()
-"""
-
-SERVE_FLAGS = """
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-args = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(sys.argv[1:])
-names = ("quantization", "kv_cache_dtype", "additional_config", "worker_extension_cls")
-print(json.dumps({name: getattr(args, name) for name in names}))
+def guide(llm, tensors, report):
+    assert report.kv_scales == 8 and report.tensors == len(tensors)
+    tensors = reversed(tensors)
+{indent(block("vllm-calibrate"), "    ")}
+    assert len(found) == 8
+{indent(block("vllm-uncalibrated"), "    ")}
+{indent(block("vllm-refit"), "    ")}
+    assert report.kv_scales == 8 and outputs[0].outputs[0].token_ids
 """
 
 
-@pytest.mark.timeout(240)  # 25 s on an idle core; the machine may be shared
-def test_engine_snippets(tmp_path):
+@pytest.mark.timeout(400)  # 60 s on an idle core, most of it vLLM's compiler; it may be shared
+def test_engine_snippets(tmp_path: Path) -> None:
+    """Megatron's tensors, then the README's script and command as they are printed, in bash.
+
+    The script runs with vLLM's defaults: an engine in processes of its own that are spawned, and
+    compiled. Only the variable that the page names is set.
+    """
     pytest.importorskip("megatron.core")
     pytest.importorskip("vllm")
-    # An engine that is small and compiles nothing: the README's own arguments, and these.
-    start, end = block("vllm").split("\n\n# Pairs of")
-    small = "max_model_len=32, max_num_seqs=4, enforce_eager=True, **engine_args("
-    start = start.replace("**engine_args(", small)
-    (serve,) = [text for text in fenced("console") if text.startswith("vllm serve")]
-    words = shlex.split(serve.replace("\\\n", " "))
-    assert words[:3] == ["vllm", "serve", "my-model"]
+    write_recipe(tmp_path)
     inside = indent(MEGATRON_BEFORE + block("megatron") + MEGATRON_AFTER, "    ")
-    out = run_parts(
-        tmp_path,
-        words[3:],
-        BEFORE,
-        f"with shim.active():\n{inside}",
-        start,
-        UNCALIBRATED,
-        block("vllm-calibrate"),
-        "assert len(found) == 8 and len(answer()) == 3",
-        block("vllm-uncalibrated"),
-        CALIBRATED,
-        f"# Pairs of{end}",
-        AGAIN,
-        block("vllm-refit"),
-        VLLM_AFTER,
-        SERVE_FLAGS,
+    parts = (f"import os\nos.chdir({str(tmp_path)!r})", BEFORE, f"with shim.active():\n{inside}")
+    (tmp_path / "megatron.py").write_text("\n".join(parts), encoding="utf-8")
+    done = run_forked(tmp_path / "megatron.py", timeout=200, **MEGATRON_ENV)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+    main, guard = block("vllm").split("\n\n\nif __name__")
+    assert main.startswith("# rollout.py\n")
+    script = f"{main}\n    guide(llm, tensors, report)\n{GUIDE}\n\nif __name__{guard}"
+    (tmp_path / "rollout.py").write_text(script, encoding="utf-8")
+    (command,) = [text for text in fenced("console") if "rollout.py" in text]
+    assert re.match(r"VLLM_CPU_KVCACHE_SPACE=\d+ python rollout\.py$", command)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=350,
+        env=plain_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
+        check=False,
     )
-    (told,) = fenced("text", VLLM)
-    assert normal(told) in normal(out)
-    assert re.search(r"^\d+ parameters, 8 KV scales in \d+\.\d\d s$", out, re.M)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert len(re.findall(r"^\d+ parameters, 8 KV scales in \d+\.\d\d s$", done.stdout, re.M)) == 2
+
+
+def serve_commands() -> dict[str, list[str]]:
+    """The words of each command that starts a server, in the pages, examples and docstrings."""
+    texts = dict(PAGES)
+    for folder in ("examples", "plugins", "vllm_fp8rl", "nemo_rl_ext", "fp8rl_demo", "benchmarks"):
+        texts |= {
+            str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
+            for file in (ROOT / folder).rglob("*.py")
+        }
+    found = {}
+    for page, text in texts.items():
+        joined = re.sub(r"\\{1,2}\n\s*", "", text)
+        for match in re.finditer(r"\b(?:trl vllm-serve|vllm serve) +[-\w][^\n`]*", joined):
+            found[f"{page}: {match[0]}"] = match[0].split()
+    return found
+
+
+def test_servers_of_the_pages_listen_on_this_machine_alone() -> None:
+    """Refits and any method of a worker need no key (docs/vllm.md, "Who may reach the port")."""
+    commands = serve_commands()
+    assert len(commands) >= 4
+    assert not [name for name, words in commands.items() if "127.0.0.1" not in words]
+
+
+def test_flags_of_the_server_are_the_arguments_of_an_engine() -> None:
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_fp8rl import engine_args
-    from vllm_fp8rl.names import EXTENSION
 
-    flags = json.loads(out.splitlines()[-1])
-    recipe = Recipe.from_dict(flags["additional_config"]["fp8rl"])
+    (serve,) = [text for text in fenced("console") if text.startswith("vllm serve")]
+    words = shlex.split(serve.replace("\\\n", " "))
+    assert words[:5] == ["vllm", "serve", "my-model", "--host", "127.0.0.1"]
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = parser.parse_args(words[5:])
+    recipe = Recipe.from_dict(given.additional_config["fp8rl"])
     expected = engine_args(recipe)
-    assert recipe != Recipe()
-    assert flags["quantization"] == expected["quantization"]
-    assert flags["kv_cache_dtype"] == expected["kv_cache_dtype"]
-    assert flags["worker_extension_cls"] == EXTENSION
+    assert recipe != Recipe() and given.generation_config == "vllm"
+    expected["additional_config"] = given.additional_config  # it has the keys that differ
+    assert {name: getattr(given, name) for name in expected} == expected
+
+
+def test_a_key_does_not_guard_what_the_guide_says() -> None:
+    """docs/vllm.md, "Who may reach the port": vLLM's own middleware before an empty server."""
+    authenticate = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
+    from starlette.applications import Starlette
+    from starlette.testclient import TestClient
+
+    section = VLLM.split("\n### Who may reach the port\n")[1].split("\n#")[0]
+    unguarded = re.findall(r"`(/\w+)`", section.split("without the key")[1])
+    assert len(unguarded) > 5
+    server = Starlette()
+    server.add_middleware(authenticate.AuthenticationMiddleware, tokens=["secret"])
+    client = TestClient(server)
+    assert client.get("/v1/models").status_code == 401
+    assert {path: client.post(path).status_code for path in unguarded} == dict.fromkeys(
+        unguarded, 404
+    )
 
 
 def test_grpo_snippets(capsys):
-    generator = torch.Generator().manual_seed(0)
-    old = -torch.rand(8, 5, generator=generator)
-    names: dict[str, Any] = {
-        "old": old,
-        "rollout": old + 0.05 * torch.randn(8, 5, generator=generator),
-        "current": old.clone().requires_grad_(),
-        "mask": torch.ones(8, 5),
-        "rewards": torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1]),
-        "group_ids": torch.arange(8) // 4,
-    }
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
     exec(block("grpo"), names)
     assert torch.isfinite(names["loss"]) and names["current"].grad.abs().sum() > 0
     kl, ess, clipped = map(float, capsys.readouterr().out.split())
@@ -300,16 +315,15 @@ def test_nothing_that_the_docs_call_needs_pickle(monkeypatch):
         assert "apply_model(" not in text and "INSECURE_SERIALIZATION" not in text, page
 
 
-def test_the_start_of_the_guide_is_that_of_the_readme(tmp_path, monkeypatch):
-    """Which test_engine_snippets runs: both give the same arguments to the same class."""
-    (tmp_path / "recipe.yaml").write_text(fenced("yaml")[0], encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    calls = []
+def test_the_start_of_the_guide_is_that_of_the_readme() -> None:
+    """Which test_engine_snippets runs."""
+    starts = []
     for name in ("vllm", "vllm-start"):
-        code = block(name).split("\n\n# Pairs of")[0]
-        names: dict[str, Any] = {"LLM": lambda *args, **kwargs: calls.append((args, kwargs))}
-        exec(code.replace("from vllm import LLM, SamplingParams", ""), names)
-    assert len(calls) == 2 and calls[0] == calls[1]
+        code = block(name)
+        calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+        starts.append([ast.unparse(call) for call in calls if "LLM" in ast.unparse(call.func)])
+        assert code.rstrip().endswith("    main()") and 'if __name__ == "__main__":' in code
+    assert starts[0] == starts[1] and len(starts[0]) == 1
 
 
 def test_entry_of_a_family() -> None:
@@ -487,3 +501,13 @@ def test_names_of_ours_in_the_documents_are_in_the_code():
     for page, text in PAGES.items():
         named = set(re.findall(r"\bfp8rl_\w+", text))
         assert named <= known, f"{page} names {sorted(named - known)}"
+
+
+def test_cells_of_the_readme_are_short() -> None:
+    cells = [
+        cell.strip()
+        for line in README.splitlines()
+        if line.startswith("|")
+        for cell in line.strip("|").split(" | ")
+    ]
+    assert len(cells) > 50 and max(map(len, cells)) <= 160

@@ -153,9 +153,13 @@ def test_generation_is_refused_until_scales_are_set(
         assert set(copies(attention(model, 0), role)) == {1.0}  # a placeholder, see below
 
     message = r"'model\.layers\.0\.self_attn\.k_scale' was never loaded \(4 missing\)"
-    with pytest.raises(ScaleError, match=message + ".*set_uncalibrated_kv_scales"):
+    with pytest.raises(ScaleError, match=message + ".*set_uncalibrated_kv_scales") as refused:
         fresh.greedy(PROMPTS)
     drop_requests(fresh.llm)
+    # The guide quotes the beginning, of a model with twice as many layers.
+    guide = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    told = guide.split("```text\nScaleError: ")[1].split("```")[0]
+    assert str(refused.value).startswith(" ".join(told.split()).replace("(8 ", "(4 "))
 
     set_kv_scales(model, dict.fromkeys(required[:-1], 0.1))
     assert missing_kv_scales(model) == required[-1:]

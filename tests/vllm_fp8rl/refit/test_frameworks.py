@@ -203,9 +203,10 @@ def test_serve_command(checkpoints):
     command = doc_block("`vllm serve`").split("\npython ")[0]
     mode, *words = shlex.split(command.replace("\\\n", ""))
     assert [mode, *words[:3]] == ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "my-model"]
+    assert words[3:5] == ["--host", "127.0.0.1"]
     example = (EXAMPLES / "vllm_serve_refit.py").read_text(encoding="utf-8")
     assert all(line.strip(" \\") in example for line in command.splitlines())
-    arguments = parsed(["--model", str(checkpoints["a"]), *words[3:]])
+    arguments = parsed(["--model", str(checkpoints["a"]), *words[5:]])
     assert arguments.quantization == "fp8rl"
     assert config.read_recipe(arguments.additional_config).pins.last == 1
     assert arguments.kv_cache_dtype == config.read_recipe({}).kv_cache.dtype
