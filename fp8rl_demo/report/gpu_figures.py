@@ -24,8 +24,8 @@ GPU_FIGURES = (
         "10,236 tokens/s",
         "17,382 tokens/s",
         "1.70x",
-        "shape of Qwen3-8B, 256 requests of 512 prompt and 1,024 output tokens, FP8 weights and KV "
-        "cache; H100, vLLM 0.25.1",
+        "shape of Qwen3-8B, random weights, 256 requests of 512 prompt and 1,024 output tokens, "
+        "FP8 weights and KV cache; H100, vLLM 0.25.1",
         "benchmarks/results/rollout_h100.json",
     ),
     Figure(
@@ -33,8 +33,8 @@ GPU_FIGURES = (
         "13.6 ms",
         "9.9 ms",
         "1.38x",
-        "forward and backward of the four linears of a Qwen3-8B layer, 8,192 tokens, weights "
-        "quantized each time; H100, torch 2.11",
+        "forward and backward of the four linears of a layer of Qwen3-8B's shape, random weights, "
+        "8,192 tokens, weights quantized each time; H100, torch 2.11",
         "benchmarks/results/megatron_linears_h100.json",
     ),
     Figure(
@@ -42,8 +42,8 @@ GPU_FIGURES = (
         "",
         "20 ms",
         "",
-        "all weights of the shape of Qwen3-8B, 16.4 GB of BF16 on the same GPU, into a live engine "
-        "before its first generation; H100, vLLM 0.25.1",
+        "all weights of the shape of Qwen3-8B, random, 16.4 GB of BF16 on the same GPU, into a live "
+        "engine before its first generation; H100, vLLM 0.25.1",
         "benchmarks/results/refit_gpu_h100.json",
     ),
 )

@@ -55,7 +55,10 @@ def _number(value: float | None, spec: str) -> str:
 
 def _on_a_gpu() -> str:
     measured = ", ".join(f"{figure.what} {figure.gain or figure.fp8}" for figure in GPU_FIGURES)
-    return f"A CPU simulates FP8, which takes longer; on an H100 it is faster: {measured}"
+    return (
+        "A CPU simulates FP8, which takes longer; on an H100 it is faster (8B's shape, random "
+        f"weights): {measured}"
+    )
 
 
 def terminal_table(out_dir: Path) -> Table:
