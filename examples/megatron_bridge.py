@@ -47,8 +47,13 @@ QWEN = Qwen3Config(
 
 
 def main(door: str, out: Path) -> None:
-    from megatron.bridge import AutoBridge
-    from megatron.bridge.models.gpt_provider import local_layer_spec
+    try:
+        from megatron.bridge import AutoBridge
+        from megatron.bridge.models.gpt_provider import local_layer_spec
+    except ImportError as error:
+        sys.exit(
+            f"Megatron-Bridge cannot be imported ({error}); install it or set MEGATRON_BRIDGE_SRC."
+        )
 
     from megatron_fp8rl.bridge import export_hf_weights, pre_wrap_hook
     from megatron_fp8rl.specs import fp8_layer_spec
@@ -98,7 +103,7 @@ def train(model: torch.nn.Module) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in ("spec", "hook"):
-        sys.exit(__doc__)
+        sys.exit("usage: python examples/megatron_bridge.py {hook,spec} OUT")
     with nullcontext() if GPU else CpuShim().active():
         if GPU:
             torch.distributed.init_process_group(

@@ -15,8 +15,15 @@ Megatron-Bridge pins Python 3.12; more arguments may follow:
 import json
 import os
 import sys
+from pathlib import Path
 
-sys.path.insert(0, os.environ["MEGATRON_LM_SRC"])
+SOURCE = os.environ.get("MEGATRON_LM_SRC", "")
+if not Path(SOURCE, "gpt_builders.py").is_file():
+    sys.exit(
+        "usage: MEGATRON_LM_SRC=path/to/Megatron-LM python examples/megatron_lm.py [ARGUMENT ...]\n"
+        "The path needs Megatron-LM's gpt_builders.py."
+    )
+sys.path.insert(0, SOURCE)
 os.environ.setdefault("FP8RL_RECIPE", json.dumps({"pins": {"layers": [0], "kinds": ["o_proj"]}}))
 
 import torch

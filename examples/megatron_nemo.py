@@ -34,7 +34,10 @@ GPU = torch.cuda.is_available()
 
 
 def main(out: Path) -> None:
-    from nemo.collections.llm.gpt.model.qwen3 import Qwen3Config
+    try:
+        from nemo.collections.llm.gpt.model.qwen3 import Qwen3Config
+    except ImportError as error:
+        sys.exit(f"nemo-toolkit cannot be imported ({error}); install it or set NEMO_TOOLKIT_SRC.")
 
     out.mkdir(parents=True, exist_ok=True)
     config = Qwen3Config(
@@ -71,7 +74,7 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit(__doc__)
+        sys.exit("usage: python examples/megatron_nemo.py OUT")
     with nullcontext() if GPU else CpuShim().active():
         if GPU:
             torch.distributed.init_process_group(

@@ -95,7 +95,7 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit(__doc__)
+        sys.exit("usage: python examples/megatron_standalone.py OUT")
     with nullcontext() if GPU else CpuShim().active():
         if GPU:
             torch.distributed.init_process_group(

@@ -1,4 +1,4 @@
-"""Refit a running ``vllm serve`` over HTTP: ``python vllm_serve_refit.py /shared/new-weights``.
+"""Refit a running ``vllm serve`` over HTTP: ``python examples/vllm_serve_refit.py new-weights``.
 
 The server (``VLLM_SERVER_DEV_MODE=1`` opens these routes, which ask for no key, so nobody but the
 trainer may reach them: docs/vllm.md, "Who may reach the port")::
@@ -9,7 +9,8 @@ trainer may reach them: docs/vllm.md, "Who may reach the port")::
       --weight-transfer-config '{"backend": "fp8rl"}' \\
       --worker-extension-cls vllm_fp8rl.refit.worker.RefitWorker
 
-The folder holds safetensors files with HF names, KV scales included, where every worker reads them.
+The folder holds safetensors files with HF names, KV scales included, where every worker reads them
+under the same path.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import requests
@@ -70,4 +72,9 @@ def poster(server: str) -> Post:
 
 
 if __name__ == "__main__":
-    refit_over_http(poster("http://localhost:8000"), sys.argv[1])
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/vllm_serve_refit.py FOLDER")
+    try:
+        refit_over_http(poster("http://localhost:8000"), str(Path(sys.argv[1]).resolve()))
+    except requests.RequestException as error:
+        sys.exit(f"The refit failed, and the server is paused if it runs: {error}")

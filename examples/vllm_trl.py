@@ -1,4 +1,4 @@
-"""A model folder that TRL's vLLM runs in FP8: ``python vllm_trl.py my-model my-model-fp8``.
+"""A model folder for TRL's vLLM in FP8: ``python examples/vllm_trl.py my-model my-model-fp8``.
 
 TRL makes its own ``LLM`` and has no argument for the quantization, so the model's config names it.
 The new folder links the checkpoint; use it for ``GRPOConfig(use_vllm=True, vllm_mode="colocate")``
@@ -35,4 +35,9 @@ def make_folder(source: Path, target: Path, recipe: Recipe = RECIPE) -> Path:
 
 
 if __name__ == "__main__":
-    make_folder(Path(sys.argv[1]), Path(sys.argv[2]))
+    folders = [Path(argument) for argument in sys.argv[1:]]
+    if len(folders) != 2 or not (folders[0] / "config.json").is_file():
+        sys.exit("usage: python examples/vllm_trl.py FOLDER_WITH_A_config.json NEW_FOLDER")
+    if folders[1].exists():
+        sys.exit(f"{folders[1]} is there already; name a new folder.")
+    make_folder(*folders)

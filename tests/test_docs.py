@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fp8rl import Recipe
 
@@ -192,5 +193,14 @@ def test_every_page_is_in_the_navigation() -> None:
     pages = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
     named = set(re.findall(r"[\w/]+\.md", nav))
     assert pages <= named
-    beside = {"CONTRIBUTING.md", "CHANGELOG.md"}  # tools/site_hooks.py makes pages of them
+    # tools/site_hooks.py makes pages of them; one named README.md would replace the start page.
+    beside = {"readme.md", "CONTRIBUTING.md", "CHANGELOG.md"}
     assert {name for name in named if not (DOCS / name).exists()} <= beside
+
+
+def test_search_of_the_site_needs_no_network() -> None:
+    """In pages that are opened as files; what the plugin takes by itself is a download."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert {"search", "offline"} <= {name for name in site["plugins"] if isinstance(name, str)}
+    (shim,) = site["extra"]["polyfills"]
+    assert "iframe-worker" in shim and (DOCS / shim).is_file()

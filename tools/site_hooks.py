@@ -1,7 +1,8 @@
 """Hooks of mkdocs: what the pages link to outside of ``docs/`` becomes part of the site.
 
 Raw data, examples and source files are copied to ``source/`` of the site; README, CHANGELOG and
-CONTRIBUTING become pages. Links are rewritten accordingly, so that the same Markdown works in the
+CONTRIBUTING become pages, README as ``readme.md``: mkdocs would write a page ``README.md`` over the
+start page. Links are rewritten accordingly, so that the same Markdown works in the
 repository and on the site.
 """
 
@@ -15,20 +16,26 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+PAGES = {
+    "README.md": "readme.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+}
+"""File of the repository beside ``docs/`` -> its page."""
 _LINK = re.compile(r"(\]\()(?!https?://|#)([^)\s#]+)(#[^)\s]*)?(\))")
 _ROLE = re.compile(r":(?:py:)?(?:class|func|mod|meth|data|attr|exc):<code>~?([^<]*)</code>")
 
 
 def _in_repository(page: str) -> str:
     """The path of a page of the site in the repository."""
-    return page if page in PAGES else f"docs/{page}"
+    beside = {name: file for file, name in PAGES.items()}
+    return beside.get(page, f"docs/{page}")
 
 
 def _on_site(target: str) -> str:
     """The path on the site of a file of the repository."""
     if target in PAGES:
-        return target
+        return PAGES[target]
     return target.removeprefix("docs/") if target.startswith("docs/") else f"source/{target}"
 
 
@@ -48,8 +55,8 @@ def _rewritten(markdown: str, page: str, found: set[str] | None = None) -> str:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages beside ``docs/`` and the files that pages link to."""
-    for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
+    for file, page in PAGES.items():
+        text = (ROOT / file).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=text))
     found: set[str] = set()
     for file in files.documentation_pages():

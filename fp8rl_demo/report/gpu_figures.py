@@ -42,8 +42,8 @@ GPU_FIGURES = (
         "",
         "20 ms",
         "",
-        "all weights of the shape of Qwen3-8B, random, 16.4 GB of BF16 on the same GPU, into a live "
-        "engine before its first generation; H100, vLLM 0.25.1",
+        "all weights of the shape of Qwen3-8B, random, 16.4 GB of BF16 on the same GPU, into a "
+        "live engine before its first generation; H100, vLLM 0.25.1",
         "benchmarks/results/refit_gpu_h100.json",
     ),
 )
