@@ -16,6 +16,7 @@ import torch
 from fp8rl import PinPolicy, PluginManager, Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape
+from fp8rl.listing import listed
 from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
@@ -516,15 +517,15 @@ def _warn_of_ragged_widths(plan: list[Site]) -> None:
         site.name: [f"{part} {width}" for part, width in site.sharded.items() if width % BLOCK[0]]
         for site in plan
     }
-    listed = "; ".join(f"{name} ({', '.join(parts)})" for name, parts in ragged.items() if parts)
-    if listed:
+    found = listed(f"{name} ({', '.join(parts)})" for name, parts in ragged.items() if parts)
+    if found:
         logger.warning(
             "[rank %d] widths on this rank that are no multiple of %d make FP8 codes depend on the "
             "tensor-parallel size: %s. Use one TP size for trainer and rollout, or pin these "
             "modules to BF16.",
             global_rank(),
             BLOCK[0],
-            listed,
+            found,
         )
 
 

@@ -24,8 +24,8 @@ import vllm_fp8rl
 from fp8rl import Recipe
 from fp8rl.adapters import Diagnosis, Section
 from fp8rl.errors import Fp8RLError
+from fp8rl.listing import number_ranges
 from fp8rl.pinning import ALWAYS_BF16, PinRow
-from fp8rl.precision_report import number_ranges
 from fp8rl.reading import explain
 from fp8rl.sizes import GIB, Sizes, gib, mib
 from vllm_fp8rl.compat import TESTED, installed_version

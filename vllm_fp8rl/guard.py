@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from fp8rl.errors import RefitError
+from fp8rl.errors import RefitError, UnsupportedError
 from vllm_fp8rl.values import PlainValues
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 REMEDY = "refit the engine with a complete set of tensors before generating"
+PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+"""Values of ``kv_cache_dtype`` of a cache that is not quantized."""
 _DUMMY_RUNS = frozenset(
     {"determine_available_memory", "compile_or_warm_up_model", "execute_dummy_batch"}
 )
@@ -268,6 +270,7 @@ def guarded(backend: type[AttentionBackend]) -> type[AttentionBackend]:
         ) -> None:
             super().__init__(spec, layer_names, vllm_config, *rest, **options)
             layers = vllm_config.compilation_config.static_forward_context
+            require_known_caches(layers)
             self._guard: RefitGuard = layers[layer_names[0]].quant_method.state.guard
             self._guard.derive()  # before graphs are captured; a refusal ends the start
 
@@ -276,6 +279,19 @@ def guarded(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             return super().build(*args, **kwargs)
 
     return subclass_attention_backend("Fp8RLGuarded", backend, GuardedBuilder)
+
+
+def require_known_caches(layers: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a layer whose KV cache has 8 bits and whose scales nobody sets."""
+    for name, layer in layers.items():
+        dtype = getattr(layer, "kv_cache_dtype", "auto")
+        known = hasattr(getattr(layer, "quant_method", None), "require_ready")
+        if not known and dtype not in PLAIN_KV_DTYPES:
+            raise UnsupportedError(
+                f"'{name}' ({type(layer).__name__}) has a KV cache of dtype '{dtype}' and was "
+                "built without the engine's quantization, so its scales would stay 1.0; set "
+                "kv_cache.dtype to 'auto' in the recipe."
+            )
 
 
 def _is_dummy_run() -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from fp8rl.errors import ScaleError
 from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
+from fp8rl.listing import number_ranges
 from vllm_fp8rl.state import LayerKVScales, find_state, state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch
 
@@ -55,7 +56,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
         if parsed is None or parsed[0] not in layers:
             raise ScaleError(
                 f"'{name}' is no KV scale of this model, which has an FP8 KV cache in layers "
-                f"{sorted(layers)}; use names such as '{scale_name(0, 'k')}'."
+                f"{number_ranges(layers)}; use names such as '{scale_name(0, 'k')}'."
             )
         values[parsed[0]][parsed[1]] = value
         given.append(parsed)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 import pluggy
 
 from fp8rl import hookspecs
-from fp8rl.errors import PluginError, RecipeError
+from fp8rl.errors import Fp8RLError, PluginError, RecipeError
 from fp8rl.pinning import PinPolicy
 from fp8rl.recipe import Pins
 
@@ -21,11 +23,16 @@ if TYPE_CHECKING:
 BLOCK_ENV = "FP8RL_BLOCK_PLUGINS"
 """Comma-separated entry-point names that are not loaded."""
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
 class PluginManager(pluggy.PluginManager):
     """pluggy's manager with the contract of :mod:`fp8rl.hookspecs`.
+
+    A package of fp8rl's own distribution that is not installed is left out, and the log says so,
+    since an engine needs no other's hooks. What is there and cannot be loaded is an error.
 
     Args:
         discover: load the entry points of group ``fp8rl``; tests that register by hand switch it
@@ -53,6 +60,14 @@ class PluginManager(pluggy.PluginManager):
             # One distribution may be found twice, e.g. as a checkout and as its installation.
             known = self.entry_points.get(point.name)
             if point.name in blocked or (known and known.value == point.value):
+                continue
+            if _is_left_out(point):
+                logger.warning(
+                    "fp8rl: package '%s', which fp8rl's plugin '%s' is in, is not installed; going "
+                    "on without it. Install fp8rl again for the whole of it.",
+                    _package(point),
+                    point.name,
+                )
                 continue
             try:
                 if known:
@@ -85,9 +100,10 @@ class PluginManager(pluggy.PluginManager):
 
         Raises:
             PinError: see :class:`PinPolicy`.
-            PluginError: a plugin returned something other than Pins.
+            PluginError: a plugin failed, or returned something other than Pins.
         """
-        for extra in self.hook.register_pins(module_names=module_names):
+        # A tuple: a plugin that empties a list would take the names from the user's pins too.
+        for extra in self._called("register_pins", module_names=tuple(module_names)):
             if not isinstance(extra, Pins):
                 raise self._contract_error("register_pins", "Pins or None", extra)
             pins = pins.merged(extra)
@@ -101,7 +117,7 @@ class PluginManager(pluggy.PluginManager):
         """
         from fp8rl.gemm import builtin_backends  # imports torch, which the CLI does not need
 
-        offered = self._flat("register_gemm_backends", self.hook.register_gemm_backends())
+        offered = self._flat("register_gemm_backends")
         return self._by_name(
             "GEMM backend", ((backend.name, backend) for backend in [*builtin_backends(), *offered])
         )
@@ -112,7 +128,7 @@ class PluginManager(pluggy.PluginManager):
         Raises:
             PluginError: two correctors have one name.
         """
-        mappings = self.hook.register_is_correctors()
+        mappings = self._called("register_is_correctors")
         for mapping in mappings:
             if not isinstance(mapping, Mapping):
                 raise self._contract_error("register_is_correctors", "a mapping", mapping)
@@ -137,20 +153,36 @@ class PluginManager(pluggy.PluginManager):
 
     def engine_adapters(self) -> list[EngineAdapter]:
         """All engine adapters, sorted by name."""
-        adapters = self._flat("register_engine_adapters", self.hook.register_engine_adapters())
+        adapters = self._flat("register_engine_adapters")
         return sorted(adapters, key=lambda adapter: adapter.name)
 
-    def _flat(self, hook: str, results: list) -> list:
+    def _called(self, hook: str, **arguments: object) -> list:
+        """The results of all plugins that have a hook; an error of one of them is a PluginError."""
+        try:
+            return list(getattr(self.hook, hook)(**arguments))
+        except Fp8RLError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"{hook} of an fp8rl plugin (one of: {self._plugins_with(hook)}) failed: "
+                f"{type(error).__name__}: {error}. Repair the plugin, or leave it out with "
+                f"{BLOCK_ENV}."
+            ) from error
+
+    def _plugins_with(self, hook: str) -> str:
+        return ", ".join(impl.plugin_name for impl in getattr(self.hook, hook).get_hookimpls())
+
+    def _flat(self, hook: str) -> list:
+        results = self._called(hook)
         for result in results:
             if not isinstance(result, (list, tuple)):
                 raise self._contract_error(hook, "a list", result)
         return [item for result in results for item in result]
 
     def _contract_error(self, hook: str, expected: str, got: object) -> PluginError:
-        plugins = ", ".join(impl.plugin_name for impl in getattr(self.hook, hook).get_hookimpls())
         return PluginError(
-            f"{hook} of an fp8rl plugin (one of: {plugins}) returned {type(got).__name__}; it must "
-            f"return {expected}."
+            f"{hook} of an fp8rl plugin (one of: {self._plugins_with(hook)}) returned "
+            f"{type(got).__name__}; it must return {expected}."
         )
 
     @staticmethod
@@ -163,6 +195,16 @@ class PluginManager(pluggy.PluginManager):
                 )
             found[name] = item
         return found
+
+
+def _package(point: EntryPoint) -> str:
+    return point.module.partition(".")[0]
+
+
+def _is_left_out(point: EntryPoint) -> bool:
+    """Whether an entry point is fp8rl's own, and its package is not part of this installation."""
+    ours = point.dist is not None and point.dist.name == hookspecs.PROJECT
+    return ours and find_spec(_package(point)) is None
 
 
 def _origin(point: EntryPoint) -> str:

@@ -9,7 +9,6 @@ still notices a pin that matches nothing.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +16,7 @@ from typing import Literal, NoReturn
 
 from fp8rl.errors import PinError
 from fp8rl.families import FUSED, default_reason, dense_module_names, kind_of, tower_of
+from fp8rl.listing import listed
 from fp8rl.recipe import ModuleKind, Pins
 
 Precision = Literal["fp8", "bf16"]
@@ -24,7 +24,6 @@ Precision = Literal["fp8", "bf16"]
 ALWAYS_BF16: frozenset[ModuleKind] = frozenset(
     {"lm_head", "embed_tokens", "norm", "router", "conv1d", "tower"}
 )
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -120,16 +119,8 @@ class PinPolicy:
         """One line for a log: how many linear modules are in FP8, and which are pinned."""
         linears = [row for row in self._rows.values() if row.kind not in ALWAYS_BF16]
         fp8 = sum(row.precision == "fp8" for row in linears)
-        pinned = ", ".join(self._without_expert_numbers(self.bf16_linears())) or "none"
+        pinned = listed(self.bf16_linears()) or "none"
         return f"fp8rl: {fp8} of {len(linears)} linear modules in FP8; pinned to BF16: {pinned}"
-
-    def _without_expert_numbers(self, names: Iterable[str]) -> list[str]:
-        """Replace the names of a module in every expert of a layer by one name with a star."""
-        starred = {name: _EXPERT.sub(".experts.*.", name) for name in self._rows}
-        names = list(names)
-        all_of, listed = Counter(starred.values()), Counter(starred[name] for name in names)
-        whole = {star for star, count in listed.items() if count == all_of[star]}
-        return list(dict.fromkeys(s if (s := starred[name]) in whole else name for name in names))
 
     def _match(self, pins: Pins, names: Sequence[str]) -> dict[str, set[str]]:
         """The names that each pin matches; a pin is written as its key and its value."""

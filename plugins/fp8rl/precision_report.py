@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import groupby
 from typing import NamedTuple
 
 from fp8rl.adapters import Section
+from fp8rl.listing import number_ranges
 from fp8rl.pinning import PinRow, Precision
 
 
@@ -63,17 +63,6 @@ def precision_section(rows: Iterable[PinRow], title: str = "precision of each mo
         ("layers", "FP8", "BF16 (why)"),
         tuple((line.layers or "outside", *line[1:]) for line in precision_lines(rows)),
     )
-
-
-def number_ranges(numbers: Iterable[int]) -> str:
-    """Numbers in ascending order with runs joined, e.g. ``0-3, 7``."""
-    parts = []
-    ordered = sorted(set(numbers))
-    for _, run in groupby(enumerate(ordered), key=lambda item: item[1] - item[0]):
-        members = [number for _, number in run]
-        first, last = members[0], members[-1]
-        parts.append(str(first) if first == last else f"{first}-{last}")
-    return ", ".join(parts)
 
 
 def _kinds(rows: list[PinRow], precision: Precision) -> str:

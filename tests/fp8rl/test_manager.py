@@ -105,6 +105,22 @@ def test_a_plugin_that_cannot_be_loaded(install, code, value, reason):
     assert tolerant.pin_policy(Pins(), dense_module_names(1)).bf16_linears()
 
 
+def test_a_package_of_ours_that_is_not_installed_is_left_out(install, caplog):
+    """As where fp8rl_demo is missing; the first distribution of a name hides the other ones."""
+    install("", name="demo", dist="fp8rl", value="no_such_demo_package.hooks")
+    install(GOOD, name="good")
+    found = PluginManager()
+    assert set(found.entry_points) == {"good"}
+    assert found.broken == {}
+    assert found.pin_policy(Pins(), dense_module_names(1)).bf16_linears()
+    (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("fp8rl")]
+    assert "'no_such_demo_package', which fp8rl's plugin 'demo' is in, is not installed" in line
+    # What is there and fails is an error, whoever's it is.
+    install("import no_such_module_anywhere", name="demo", dist="fp8rl_2", value=None)
+    with pytest.raises(PluginError, match="'demo' .module_of_fp8rl_2, from fp8rl_2. cannot be"):
+        PluginManager()
+
+
 def test_blocked_plugins_are_not_even_imported(install, monkeypatch):
     install("raise RuntimeError", name="bad")
     install("raise RuntimeError", name="worse")
@@ -181,6 +197,41 @@ def test_pins_of_plugins_are_added():
         manager(pinning({"first": 1})).pin_policy(Pins(), names)
     with pytest.raises(PinError, match="matches nothing"):
         manager(pinning(Pins(layers=(9,)))).pin_policy(Pins(), names)
+
+
+@pytest.mark.parametrize("change", ["clear", "pop", "append"])
+def test_a_plugin_cannot_change_the_names_that_pins_are_resolved_for(change):
+    """An emptied list lost every pin of the recipe without a word."""
+
+    @hookimpl
+    def register_pins(module_names):
+        getattr(module_names, change)(*(["x"] if change == "append" else []))
+
+    names = dense_module_names(2)
+    with pytest.raises(
+        PluginError, match=f"register_pins of an fp8rl .* AttributeError: .*{change}"
+    ):
+        manager(SimpleNamespace(register_pins=register_pins)).pin_policy(Pins(last=1), names)
+    assert names == dense_module_names(2)
+
+
+@pytest.mark.parametrize(
+    ("hook", "call"),
+    [
+        ("register_gemm_backends", "gemm_backends"),
+        ("register_is_correctors", "is_correctors"),
+        ("register_engine_adapters", "engine_adapters"),
+    ],
+)
+def test_a_hook_that_fails_is_named_with_the_remedy(hook, call):
+    def fail():
+        raise OSError("no such file")
+
+    failing = SimpleNamespace(**{hook: hookimpl(fail)})
+    with pytest.raises(
+        PluginError, match=f"{hook} .* failed: OSError: no such file. Repair .*BLOCK"
+    ):
+        getattr(manager(failing), call)()
 
 
 def test_observers_are_called():

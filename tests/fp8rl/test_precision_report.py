@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8rl.families import dense_module_names, module_names
 from fp8rl.pinning import PinPolicy
-from fp8rl.precision_report import number_ranges, precision_section, precision_text
+from fp8rl.precision_report import precision_section, precision_text
 from fp8rl.recipe import Pins
 
 LINEARS = "qkv_proj, o_proj, gate_up_proj, down_proj"
@@ -36,8 +36,3 @@ def test_a_part_of_the_experts_is_counted():
     )
     assert "FP8 qkv_proj, o_proj, experts [6 of 9]; BF16 router (always: router)" in text
     assert "experts [3 of 9] (names: *.experts.1.*)" in text
-
-
-def test_number_ranges():
-    assert number_ranges([]) == ""
-    assert number_ranges([7, 0, 2, 1, 7, 9, 8]) == "0-2, 7-9"

@@ -55,6 +55,8 @@ logger = init_logger("vllm.fp8rl")
 
 SETTINGS_KEY = "fp8rl"
 _KV_NAMES = {"fp8": "fp8_e4m3"}  # vLLM's alias
+_WITHOUT_A_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Methods of speculative decoding that look at tokens or at the model's own hidden states."""
 
 
 class Fp8RLConfig(QuantizationConfig):
@@ -275,6 +277,7 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
     _check_weight_transfer(engine.weight_transfer_config)
     _check_adapters(engine)
     _check_kv_cache(recipe, engine.cache_config, engine.model_config.dtype)
+    check_speculation(recipe.kv_cache.dtype, engine.speculative_config)
     check_scale_source(engine.cache_config)
     check_connector(engine.kv_transfer_config)
     if engine.device_config.device_type == "cuda" and recipe.rollout:
@@ -405,6 +408,28 @@ def _check_kv_cache(recipe: Recipe, cache: CacheConfig, model_dtype: torch.dtype
             f"the KV cache of 8 bits, but {reason}; leave it empty, or set kv_cache.dtype to "
             "'auto'."
         )
+
+
+def check_speculation(cache_dtype: str, speculation: Any) -> None:
+    """Refuse a draft model whose layers would have a KV cache of 8 bits that fp8rl does not know.
+
+    Its layers are no part of the model that is refitted, so they have neither scales nor fp8rl's
+    attention: their cache would stay at scale 1.0.
+
+    Args:
+        cache_dtype: ``kv_cache.dtype`` of the recipe.
+        speculation: vLLM's ``SpeculativeConfig``, or None.
+
+    Raises:
+        UnsupportedError: names the method of speculation.
+    """
+    if speculation is None or cache_dtype == "auto" or speculation.method in _WITHOUT_A_CACHE:
+        return
+    raise UnsupportedError(
+        f"speculative_config has the method '{speculation.method}', whose layers keep a KV cache "
+        f"of their own, without scales of fp8rl's '{cache_dtype}'; set kv_cache.dtype to 'auto' in "
+        "the recipe, or take the method 'ngram', which has no draft model."
+    )
 
 
 def check_scale_source(cache: Any) -> None:

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import ROLES
-from vllm_fp8rl.guard import guarded
+from vllm_fp8rl.guard import PLAIN_KV_DTYPES, guarded
 from vllm_fp8rl.kv_scales import publish_scales, scale_loader
 from vllm_fp8rl.state import UNSET, LayerKVScales, RankState
 
@@ -25,7 +25,6 @@ FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 """Values of ``kv_cache_dtype`` that mean E4M3 with one scale a tensor."""
 INT8_KV_DTYPE = "int8_per_token_head"
 """INT8 with a scale for each token and head, which the kernel that writes it computes."""
-_PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 _READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends that read the scales from tensors, or from the layer at each call."""
@@ -40,7 +39,7 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> bool:
         UnsupportedError: a quantized cache that is neither E4M3 with per-tensor scales nor INT8
             with a scale for each token and head.
     """
-    if kv_cache_dtype in (*_PLAIN_KV_DTYPES, INT8_KV_DTYPE):
+    if kv_cache_dtype in (*PLAIN_KV_DTYPES, INT8_KV_DTYPE):
         return False
     if kv_cache_dtype not in FP8_KV_DTYPES:
         raise UnsupportedError(

@@ -19,8 +19,13 @@ from support.engine import Engine
 
 pytest.importorskip("vllm")
 from vllm_fp8rl.calibration import set_uncalibrated_kv_scales
+from vllm_fp8rl.guard import require_known_caches
 from vllm_fp8rl.kv_scales import kv_scale_state, missing_kv_scales, set_kv_scales
-from vllm_fp8rl.quantization.config import _check_kv_cache, check_scale_source
+from vllm_fp8rl.quantization.config import (
+    _check_kv_cache,
+    check_scale_source,
+    check_speculation,
+)
 from vllm_fp8rl.refit import drop_requests, refit
 
 K0, V0, Q0 = (scale_name(0, role) for role in ("k", "v", "q"))
@@ -239,3 +244,50 @@ def test_layers_that_vllm_would_keep_out_of_an_int8_cache_are_refused() -> None:
         _check_kv_cache(recipe, cache, torch.bfloat16)
     cache.kv_cache_dtype_skip_layers = []
     _check_kv_cache(recipe, cache, torch.bfloat16)
+
+
+def test_a_draft_model_beside_an_fp8_cache_is_refused(
+    checkpoints: dict[str, Path], other_engine: Callable[..., Engine]
+) -> None:
+    """Its layers had a cache at scale 1.0, and a draft equal to the target was accepted by 76%."""
+    draft = {"model": str(checkpoints["a"]), "method": "draft_model", "num_speculative_tokens": 2}
+    with pytest.raises(
+        UnsupportedError, match=r"'draft_model', .* without scales .*'fp8_e4m3'; se"
+    ):
+        other_engine(checkpoints["a"], Recipe(), speculative_config=draft)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "dflash", "of a later release"])
+def test_speculation_with_a_cache_of_its_own_beside_a_cache_of_8_bits(method: str) -> None:
+    chosen = SimpleNamespace(method=method)
+    for dtype in ("fp8_e4m3", "int8_per_token_head"):
+        with pytest.raises(UnsupportedError, match=f"'{method}'.*'auto' in the recipe, or"):
+            check_speculation(dtype, chosen)
+    check_speculation("auto", chosen)
+
+
+def test_drafts_from_the_prompt_give_the_tokens_of_an_engine_without(
+    checkpoints: dict[str, Path], engine: Engine, other_engine: Callable[..., Engine]
+) -> None:
+    """It has no layers of its own, and is what the refusal of a draft model names."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    speculating = other_engine(
+        checkpoints["a"], Recipe(), speculative_config=drafts, disable_log_stats=False
+    )
+    prompts = [[7, 8, 9] * 4, [20, 21] * 5]
+    assert speculating.greedy(prompts, 24) == engine.greedy(prompts, 24)
+    drafted = "vllm:spec_decode_num_draft_tokens"
+    assert next(each.value for each in speculating.llm.get_metrics() if each.name == drafted) > 0
+
+
+def test_a_layer_that_the_quantization_never_saw_has_no_cache_of_8_bits(engine: Engine) -> None:
+    """The layer is a stand-in: no model that is served builds one."""
+    foreign = SimpleNamespace(kv_cache_dtype="fp8_e4m3", quant_method=None)
+    layers = dict(engine.llm.llm_engine.vllm_config.compilation_config.static_forward_context)
+    require_known_caches(layers)
+    with pytest.raises(
+        UnsupportedError, match=r"'draft\.0\.attn' \(SimpleNamespace\) has a KV cac"
+    ):
+        require_known_caches({**layers, "draft.0.attn": foreign})
+    foreign.kv_cache_dtype = "auto"
+    require_known_caches({**layers, "draft.0.attn": foreign})
