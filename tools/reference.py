@@ -109,9 +109,10 @@ def reference() -> str:
             "## Model families",
             "",
             "The table in `plugins/fp8rl/families.py`; [extending.md](extending.md#add-a-model)",
-            "says how to add an entry. A dense model of another `model_type` counts as Llama.",
-            "Embedding, output projection, norms, routers, convolutions and vision towers are",
-            "always in BF16; what is so by default is in FP8 where `pins.fp8` names it.",
+            "says how to add an entry. A model of another `model_type` is refused where rollouts",
+            "are to run in FP8. Embedding, output projection, norms, routers, convolutions and",
+            "vision towers are always in BF16; what is so by default is in FP8 where `pins.fp8`",
+            "names it.",
             "",
             *_table(
                 (

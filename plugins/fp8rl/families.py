@@ -27,14 +27,6 @@ _MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of the config of a model that takes more than text."""
 _RECURRENT = ("linear_", "mamba_")
 """How keys of the config of a model with layers of linear attention or Mamba begin."""
-_OTHER_NAMES = frozenset(
-    (
-        *("baichuan", "bloom", "chatglm", "dbrx", "exaone", "falcon", "glm", "glm4", "gpt2"),
-        *("gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "internlm2", "lfm2", "mamba", "mamba2"),
-        *("mpt", "nemotron", "opt", "phi", "phi3", "qwen", "starcoder2"),
-    )
-)
-"""``model_type`` of dense models whose linears have other names than Llama's."""
 
 
 class Module(NamedTuple):
@@ -119,6 +111,8 @@ class Family:
     """Names of the linears of a dense MLP, the last one down."""
     mlp_bias: str = ""
     """Key of the config that gives the MLP's linears a bias."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Names of the norms of a decoder layer over all its hidden values."""
     experts: Experts | None = None
     wrapper: str = ""
     """Prefix of the language model's modules inside a multimodal model, in the place of
@@ -227,7 +221,67 @@ _WRAPPER, _VISION = "model.language_model.", ("model.visual",)
 
 
 LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
-"""Also stands for dense models of another type that may have these names (:func:`family_of`)."""
+"""Also stands for a config that does not say its type."""
+LLAMA_LIKE = replace(
+    LLAMA,
+    name="with Llama's names",
+    model_types=("gemma", "granite", "ministral", "ministral3", "smollm3"),
+)
+"""Other models whose tensors have the names and shapes of Llama's."""
+ARCEE = replace(LLAMA, name="Arcee", model_types=("arcee",), mlp=("up_proj", "down_proj"))
+"""Without a gate."""
+SEED_OSS = Family(
+    "Seed-OSS", ("seed_oss",), _attention(o_bias="attention_out_bias"), mlp_bias="mlp_bias"
+)
+ERNIE4_5 = Family(
+    "ERNIE-4.5",
+    ("ernie4_5",),
+    _attention(qkv_bias="use_bias", o_bias="use_bias"),
+    mlp_bias="use_bias",
+)
+_OTHER_NORMS = {"training": "its norms, which lie in other places than Llama's"}
+GEMMA2 = Family(
+    "Gemma-2",
+    ("gemma2",),
+    _attention(),
+    norms=(
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    missing=_OTHER_NORMS,
+)
+GEMMA3 = replace(
+    GEMMA2,
+    name="Gemma-3",
+    model_types=("gemma3_text",),
+    attention=_attention(norms=_HEAD_NORMS),
+)
+"""Text alone."""
+COHERE = Family(
+    "Cohere",
+    ("cohere", "cohere2"),
+    Block(
+        (
+            *_attention().modules,
+            Module("self_attn.q_norm", "norm", ("heads", "head"), when="use_qk_norm"),
+            Module("self_attn.k_norm", "norm", ("kv_heads", "head"), when="use_qk_norm"),
+        )
+    ),
+    norms=("input_layernorm",),
+    missing=_OTHER_NORMS,
+)
+"""Command R and Command A."""
+_BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
+OLMO2 = Family(
+    "OLMo-2", ("olmo2", "olmo3"), _attention(norms=("q", "kv")), norms=_BEHIND, missing=_OTHER_NORMS
+)
+EXAONE4 = Family(
+    "EXAONE-4.0",
+    ("exaone4",),
+    _attention(qkv_bias="", o_bias="", norms=_HEAD_NORMS),
+    norms=_BEHIND,
+    missing=_OTHER_NORMS,
+)
 QWEN2 = Family("Qwen2", ("qwen2",), _attention(qkv_bias="always", o_bias=""))
 QWEN3 = Family("Qwen3", ("qwen3",), _attention(norms=_HEAD_NORMS))
 QWEN3_MOE = Family("Qwen3-MoE", ("qwen3_moe",), _attention(norms=_HEAD_NORMS), experts=EXPERTS)
@@ -290,7 +344,8 @@ QWEN3_VL = Family(
     towers=_VISION,
 )
 FAMILIES = (
-    *(LLAMA, QWEN2, QWEN3),
+    *(LLAMA, QWEN2, QWEN3, LLAMA_LIKE, ARCEE, SEED_OSS, ERNIE4_5),
+    *(GEMMA2, GEMMA3, COHERE, OLMO2, EXAONE4),
     *(QWEN3_MOE, QWEN2_MOE, MIXTRAL, MINIMAX_M2, GLM4_MOE),
     *(DEEPSEEK_V2, DEEPSEEK_V3),
     *(QWEN3_5, QWEN3_5_MOE, QWEN3_VL),
@@ -385,16 +440,18 @@ def family_of(config: Any) -> Family | None:
     """Return the family of a model by the ``model_type`` of its language model.
 
     Returns:
-        :data:`LLAMA` for a dense model of another type, if its linears can have Llama's names; None
-        for one with experts, multi-latent or linear attention, or Mamba that its family lacks.
+        :data:`LLAMA` for a config without a ``model_type``; None for a type that the table does not
+        have, and for a model with experts, multi-latent or linear attention, or Mamba that its
+        family lacks.
     """
     text = language_config(config)
-    return None if _lacking(text) else _entry(text) or LLAMA
+    return None if _lacking(text) else _entry(text)
 
 
 def _lacking(text: Any) -> str:
-    """Say what kind of model the entry of its type, or else Llama's, does not describe."""
-    found = _entry(text) or LLAMA
+    """Say what kind of model the entry of its type does not describe; empty: it describes it."""
+    entry = _entry(text)
+    found = entry or LLAMA
     if bool(value_of(text, "kv_lora_rank")) != (found.attention.kv == "latent"):
         latent = found.attention.kv != "latent"
         return f"a model {'with' if latent else 'without'} multi-latent attention"
@@ -403,9 +460,7 @@ def _lacking(text: Any) -> str:
         return "an MoE model"
     if found.linear_attention is None and _is_recurrent(text):
         return "a model with linear attention or Mamba"
-    if value_of(text, "model_type") in _OTHER_NAMES:
-        return "a dense model whose linear layers have other names than Llama's"
-    return ""
+    return "" if entry else "a dense model"
 
 
 def _is_recurrent(text: Any) -> bool:
@@ -428,22 +483,28 @@ def known_family(config: Any) -> Family:
     family = family_of(config)
     if family is None:
         kind = value_of(language_config(config), "model_type", "this model")
-        known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
         raise UnsupportedError(
-            f"The modules of '{kind}' are not known (known: {known}, and dense models with "
-            "Llama's names); add an entry to fp8rl/families.py (docs/extending.md), or run it "
-            "without FP8."
+            f"The modules of '{kind}' are not known (known: {served_types()}); add an entry to "
+            "fp8rl/families.py (docs/extending.md), or run it without FP8."
         )
     return family
 
 
+def served_types() -> str:
+    """Return the ``model_type`` of every family, for an error about another one."""
+    return ", ".join(kind for family in FAMILIES for kind in family.model_types)
+
+
 def known_type(config: Any) -> bool:
     """Tell whether the table has the ``model_type`` of a config's language model."""
-    return _entry(language_config(config)) is not None
+    text = language_config(config)
+    return value_of(text, "model_type") is not None and _entry(text) is not None
 
 
 def _entry(text: Any) -> Family | None:
     kind = value_of(text, "model_type")
+    if kind is None:
+        return LLAMA
     return next((family for family in FAMILIES if kind in family.model_types), None)
 
 
@@ -504,12 +565,13 @@ def layer_modules(family: Family, config: Any, layer: int) -> Iterator[Module]:
         config: the language model's config.
         layer: global number of the layer.
     """
-    yield Module("input_layernorm", "norm", ("hidden",))
+    first, *others = family.norms
+    yield Module(first, "norm", ("hidden",))
     for module in block_of(family, config, layer).modules:
         wanted = not module.when.startswith("!")
         if not module.when or bool(value_of(config, module.when.lstrip("!"))) == wanted:
             yield module
-    yield Module("post_attention_layernorm", "norm", ("hidden",))
+    yield from (Module(name, "norm", ("hidden",)) for name in others)
     experts = family.experts
     if experts is None or not has_experts(family, config, layer):
         yield from _mlp("mlp", family.mlp, "mlp", family.mlp_bias)

@@ -4,8 +4,8 @@ A package registers a module or an object under the entry-point group ``fp8rl`` 
 functions with ``fp8rl.hookimpl``. A hook may be implemented by many plugins and may leave out
 arguments that it does not need. A module with hooks must not import an engine at import time.
 
-What a hook is given is there to be read: it is a tuple, a copy or a frozen object, so that no plugin
-takes anything away from the user's recipe.
+What a hook is given is there to be read: it is a tuple, a copy or a frozen object, so that no
+plugin takes anything away from the user's recipe.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ def folder_module_names(folder: Path) -> list[str]:
     """Global names of the modules with weights, in the order of their layers.
 
     They follow from its ``config.json`` where the table of families knows the model. Of another
-    model they are those of the stored tensors; without any, it counts as Llama.
+    model they are those of the stored tensors.
 
     Raises:
         ModelError: a file is missing, cannot be read, or is not whole.
-        UnsupportedError: an MoE model of an unknown family, without weights.
+        UnsupportedError: a model of an unknown family, without weights.
     """
     tensors = folder_tensors(folder)
     if tensors is None:

@@ -251,6 +251,8 @@ class Sizes:
             "hidden": get("hidden_size"),
             "vocab": cdiv(get("vocab_size"), _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // ranks,
             "head": self.head_size,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
             "q": self.heads * self.head_size,
             "q_and_gate": 2 * self.heads * self.head_size,
             "kv": self.kv_heads * self.head_size,

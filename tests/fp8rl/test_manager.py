@@ -117,7 +117,7 @@ def test_a_package_of_ours_that_is_not_installed_is_left_out(install, caplog):
     assert "'no_such_demo_package', which fp8rl's plugin 'demo' is in, is not installed" in line
     # What is there and fails is an error, whoever's it is.
     install("import no_such_module_anywhere", name="demo", dist="fp8rl_2", value=None)
-    with pytest.raises(PluginError, match="'demo' .module_of_fp8rl_2, from fp8rl_2. cannot be"):
+    with pytest.raises(PluginError, match=r"'demo' .module_of_fp8rl_2, from fp8rl_2. cannot be"):
         PluginManager()
 
 

@@ -152,6 +152,16 @@ PACKING = (
         until="vLLM passes the quantization config to every linear layer",
         replacement=keep_unpacked,
     ),
+    Patch(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        ("layer",),
+        why="on a CPU vLLM multiplies with a packed copy of an output projection; Gemma and Cohere "
+        "build their embedding, which is also that, without a quantization config",
+        how="keeps matrices of an engine of fp8rl on a CPU as they are",
+        until="vLLM passes the quantization config to every embedding",
+        replacement=keep_unpacked,
+    ),
 )
 WORKER = (*LOADS, *RELOADS, *PACKING)
 """Installed where a model is built."""

@@ -1,4 +1,4 @@
-"""Linear layers that vLLM builds without asking a quantization method, on a CPU.
+"""Linear layers and embeddings that vLLM builds without asking a quantization method, on a CPU.
 
 See :mod:`vllm_fp8rl.patches.ledger`.
 """
@@ -14,10 +14,14 @@ from vllm_fp8rl.names import NAME
 
 
 def keep_unpacked(process: Callable[..., None]) -> Callable[..., None]:
-    """Replace ``UnquantizedLinearMethod.process_weights_after_loading`` by one that packs nothing.
+    """Replace ``process_weights_after_loading`` of a vLLM method by one that packs nothing.
 
     Only matrices of an engine of fp8rl on a CPU are kept; a packed convolution is one that vLLM's
-    kernel needs.
+    kernel needs. An embedding that serves as output projection too is one: vLLM would multiply with
+    a packed copy of it, which no refit reaches.
+
+    Args:
+        process: of ``UnquantizedLinearMethod`` or ``UnquantizedEmbeddingMethod``.
     """
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from fp8rl.errors import CheckpointError, Fp8RLError
 from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.refit.derived import require_nothing_derived
 from vllm_fp8rl.refit.intake import Named, scalars_on_host
 from vllm_fp8rl.refit.inventory import Inventory, entries_of
 from vllm_fp8rl.state import RankState, find_state, state_of
@@ -61,12 +62,15 @@ def _load(
     """Load tensors with the model closed, by the inventory where it has a route for each.
 
     Raises:
+        UnsupportedError: see :func:`~vllm_fp8rl.refit.derived.require_nothing_derived`.
         CheckpointError: see :func:`_require_whole`.
         RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
     """
     _WALKING.set(True)
     state = state_of(model)
     guard = state.guard
+    if not state.loaded:
+        require_nothing_derived(model)
     if guard.loading:  # a refit session has checked them
         return walk(weights)
     if not isinstance(weights, Collection):

@@ -15,6 +15,7 @@ from fp8rl.families import (
     has_experts,
     known_family,
     language_config,
+    served_types,
     unsupported_reason,
     value_of,
 )
@@ -44,9 +45,10 @@ def check_architecture(hf_config: Any) -> Family:
     """
     reason = unsupported_reason(hf_config, rollout=True, training=False)
     if reason is not None:
+        served = "" if family_of(hf_config) else f" The types served are {served_types()}."
         raise UnsupportedError(
             f"quantization='{NAME}' does not serve {reason}; start it without, or add what is "
-            "missing (docs/extending.md)."
+            f"missing (docs/extending.md).{served}"
         )
     return known_family(hf_config)
 

@@ -55,4 +55,5 @@ def _load_packed(conv: Any) -> None:
         own_loader(plain.unsqueeze(1), loaded_weight)
         param.data.copy_(_custom_ops.causal_conv1d_weight_pack(plain))
 
+    load.packs_again = True  # type: ignore[attr-defined]  # refit/derived.py looks for it
     weight.weight_loader = load

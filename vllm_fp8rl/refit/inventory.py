@@ -32,6 +32,7 @@ from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
 from fp8rl.numerics import BLOCK, cdiv
 from fp8rl.pinning import layer_of
 from vllm_fp8rl.kv_scales import fp8_layers, required_kv_scales
+from vllm_fp8rl.refit.derived import require_nothing_derived
 from vllm_fp8rl.refit.intake import Named
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import Shard, WriteBatch
@@ -78,11 +79,13 @@ class Inventory:
         model: the live vLLM model of this rank.
 
     Raises:
-        UnsupportedError: the engine serves LoRA adapters.
+        UnsupportedError: the engine serves LoRA adapters, or see
+            :func:`~vllm_fp8rl.refit.derived.require_nothing_derived`.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         _refuse_adapters(model)
+        require_nothing_derived(model)
         self._model = weakref.ref(model)
         self.entries = dict(entries_of(model))
         """By HF name, for every parameter of the model but its KV-cache scales."""
