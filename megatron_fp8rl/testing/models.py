@@ -26,7 +26,16 @@ from megatron.core.transformer.transformer_config import (
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.families import (
+    ARCEE,
+    COHERE,
+    ERNIE4_5,
+    EXAONE4,
     EXPERTS,
+    GEMMA2,
+    GEMMA3,
+    LLAMA_LIKE,
+    OLMO2,
+    SEED_OSS,
     Experts,
     Family,
     Module,
@@ -270,9 +279,11 @@ def _moe_fields(hf_config: Any, family: Family, experts: Experts) -> dict[str, A
 
 
 def _check_supported(hf_config: Any, family: Family, dtype: torch.dtype) -> None:
-    if not known_type(hf_config):
+    others = (LLAMA_LIKE, ARCEE, SEED_OSS, ERNIE4_5, GEMMA2, GEMMA3, COHERE, OLMO2, EXAONE4)
+    if not known_type(hf_config) or family in others:  # they compute otherwise
         raise UnsupportedError(
-            f"model_type '{hf_config.model_type}' has no builder; use one of the table of families."
+            f"model_type '{hf_config.model_type}' has no builder; use 'llama', 'qwen2', 'qwen3' or "
+            "a type with experts of the table of families."
         )
     if family.experts is not None and family.experts.leaves != EXPERTS.leaves:
         raise UnsupportedError(

@@ -488,7 +488,7 @@ MLA: dict[str, Any] = {
     ("config", "error", "message"),
     [
         (MLA, UnsupportedError, "'deepseek_v3' has multi-latent attention"),
-        ({**QWEN3_8B, "model_type": "granite"}, UnsupportedError, "'granite'"),
+        ({**QWEN3_8B, "model_type": "helium"}, UnsupportedError, "'helium'"),
         (
             {key: value for key, value in QWEN3_30B_A3B.items() if key != "num_experts_per_tok"},
             ModelError,

@@ -232,6 +232,9 @@ PROBES = (
     Probe(3, "model_executor.models.utils", "AutoWeightsLoader", attributes="module"),
     Probe(3, "model_executor.layers.utils", "cpu_unquantized_gemm", attributes="cpu_linear",
         needs="cpu"),
+    Probe(3, "v1.attention.backend", "AttentionImpl.process_weights_after_loading", positional=2),
+    Probe(3, "model_executor.layers.quantization.base_config",
+        "QuantizeMethodBase.process_weights_after_loading", positional=2),
     Probe(4, "v1.engine.llm_engine", "LLMEngine.add_request", needs="client"),
     # Read or subclassed
     Probe(5, "v1.engine.core_client", "MPClient", attributes="resources utility_results",

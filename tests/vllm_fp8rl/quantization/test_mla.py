@@ -18,7 +18,11 @@ from vllm.model_executor.model_loader.utils import (
     process_weights_after_loading,
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    MLAAttentionImpl,
+)
 
 from fp8rl import Recipe
 from fp8rl.errors import RefitError, UnsupportedError
@@ -322,8 +326,7 @@ class _Backend(AttentionBackend):
         def __init__(self, **options: Any) -> None:
             pass
 
-        def process_weights_after_loading(self, dtype: torch.dtype) -> None:
-            pass
+        process_weights_after_loading = MLAAttentionImpl.process_weights_after_loading
 
     @staticmethod
     def get_name() -> str:
