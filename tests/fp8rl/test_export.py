@@ -445,6 +445,16 @@ def refused(folder: Path, error: type[Fp8RLError], match: str, recipe: Recipe = 
         plan_export(folder, recipe)
 
 
+def test_a_type_that_the_table_lacks_is_refused_by_name(tmp_path):
+    """It counted as Llama, whose gate it lacks: "download the model again"."""
+    names = [n for n in module_names(CONFIG | {"model_type": "arcee"}) if "gate_proj" not in n]
+    unknown = model(tmp_path / "unknown", weights(names), model_type="apertus")
+    refused(unknown, UnsupportedError, "a dense model .'apertus'. of an unknown family; give a mod")
+    known = model(tmp_path / "known", weights(names), model_type="arcee")
+    written = exported(known, tmp_path / "out")
+    assert "model.layers.0.mlp.up_proj" not in written["ignored_layers"]
+
+
 def test_folders_that_are_no_model(tmp_path):
     refused(tmp_path / "none", ModelError, "is no folder")
     folder = tmp_path / "folder"

@@ -222,6 +222,13 @@ def test_the_table_is_logged_once_with_a_warning_about_ragged_widths(caplog):
     (record,) = ours()
     assert "model.layers.1.self_attn.qkv_proj (k_proj 64, v_proj 64)" in record.getMessage()
     assert "layers.0" not in record.getMessage()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="megatron_fp8rl"):
+        convert_alone(_gpt(head_dim=32), pinned())
+    (record,) = ours()
+    assert (
+        "size: model.layers.{0-1}.self_attn.qkv_proj (k_proj 64, v_proj 64)." in record.getMessage()
+    )
 
 
 # ---- errors, each before anything has changed

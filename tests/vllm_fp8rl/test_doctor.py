@@ -153,6 +153,16 @@ def test_problems_are_sentences_with_a_remedy(
     assert "pins.layers: 7 matches nothing" in problem(checkpoint, pins={"layers": [7]})
     odd = changed(checkpoint, tmp_path / "odd", architectures=["NoSuchModel"], model_type="odd")
     assert problem(odd).startswith(f"vLLM refuses '{odd}'")
+    unknown = changed(
+        checkpoint,
+        tmp_path / "unknown",
+        architectures=["ApertusForCausalLM"],
+        model_type="apertus",
+        hidden_act="xielu",
+    )
+    said = problem(unknown)
+    assert "does not serve a dense model ('apertus') of an unknown family; start it without" in said
+    assert "The types served are llama, mistral, qwen2" in said and len(said) < 600
     quantized = changed(
         checkpoint, tmp_path / "awq", quantization_config={"quant_method": "awq", "bits": 4}
     )

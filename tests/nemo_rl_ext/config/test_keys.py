@@ -553,6 +553,8 @@ def test_a_multimodal_model_is_refused(tmp_path: Path) -> None:
     [
         ({"model_type": "deepseek_v32", "kv_lora_rank": 512}, ("rollout", "training")),
         ({"model_type": "new", "num_local_experts": 8}, ("rollout",)),
+        ({"model_type": "apertus"}, ("rollout",)),
+        ({"model_type": "gemma2"}, ("training",)),
     ],
 )
 def test_a_model_that_workers_would_refuse_is_refused_before_ray(
