@@ -224,7 +224,7 @@ LLAMA = Family("Llama", ("llama", "mistral"), _attention(), mlp_bias="mlp_bias")
 """Also stands for a config that does not say its type."""
 LLAMA_LIKE = replace(
     LLAMA,
-    name="with Llama's names",
+    name="Llama-like",
     model_types=("gemma", "granite", "ministral", "ministral3", "smollm3"),
 )
 """Other models whose tensors have the names and shapes of Llama's."""

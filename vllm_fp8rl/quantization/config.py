@@ -55,6 +55,7 @@ logger = init_logger("vllm.fp8rl")
 
 SETTINGS_KEY = "fp8rl"
 _KV_NAMES = {"fp8": "fp8_e4m3"}  # vLLM's alias
+_DRAFT = "draft_model"
 _WITHOUT_A_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods of speculative decoding that look at tokens or at the model's own hidden states."""
 
@@ -425,10 +426,12 @@ def check_speculation(cache_dtype: str, speculation: Any) -> None:
     """
     if speculation is None or cache_dtype == "auto" or speculation.method in _WITHOUT_A_CACHE:
         return
+    # EAGLE's and MTP's layers have not been run under fp8rl, whatever the cache.
+    cache = "set kv_cache.dtype to 'auto' in the recipe, " if speculation.method == _DRAFT else ""
     raise UnsupportedError(
         f"speculative_config has the method '{speculation.method}', whose layers keep a KV cache "
-        f"of their own, without scales of fp8rl's '{cache_dtype}'; set kv_cache.dtype to 'auto' in "
-        "the recipe, or take the method 'ngram', which has no draft model."
+        f"of their own, without scales of fp8rl's '{cache_dtype}'; {cache}take the method 'ngram', "
+        "which has no layers, or leave speculative_config out."
     )
 
 

@@ -257,11 +257,26 @@ def test_a_draft_model_beside_an_fp8_cache_is_refused(
         other_engine(checkpoints["a"], Recipe(), speculative_config=draft)
 
 
+def test_a_draft_model_beside_a_plain_cache_gives_the_tokens_of_an_engine_without(
+    checkpoints: dict[str, Path], other_engine: Callable[..., Engine]
+) -> None:
+    """The remedy of the refusal, through a refit that the draft has no part in."""
+    draft = {"model": str(checkpoints["a"]), "method": "draft_model", "num_speculative_tokens": 2}
+    plain = Recipe(kv_cache=KVCache(dtype="auto"))
+    drafting = other_engine(checkpoints["a"], plain, speculative_config=draft)
+    alone = other_engine(checkpoints["a"], plain)
+    assert drafting.greedy(PROMPTS, 24) == (before := alone.greedy(PROMPTS, 24))
+    tensors = load_file(checkpoints["b"] / "model.safetensors")
+    for engine in (drafting, alone):
+        refit(engine.llm, tensors.items(), expect_kv_scales=False)
+    assert drafting.greedy(PROMPTS, 24) == alone.greedy(PROMPTS, 24) != before
+
+
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp", "dflash", "of a later release"])
 def test_speculation_with_a_cache_of_its_own_beside_a_cache_of_8_bits(method: str) -> None:
     chosen = SimpleNamespace(method=method)
     for dtype in ("fp8_e4m3", "int8_per_token_head"):
-        with pytest.raises(UnsupportedError, match=f"'{method}'.*'auto' in the recipe, or"):
+        with pytest.raises(UnsupportedError, match=f"'{method}'.*take the method 'ngram', w"):
             check_speculation(dtype, chosen)
     check_speculation("auto", chosen)
 
