@@ -87,7 +87,10 @@ def test_tokens_after_a_refit_are_those_of_a_fresh_engine(
 ) -> None:
     old, new = (make(tmp_path / name, kind, seed) for seed, name in enumerate("ab"))
     recipe = Recipe(kv_cache=KVCache(dtype="fp8_e4m3"))
-    engine, fresh = (other_engine(path, recipe, max_model_len=128) for path in (old, new))
+    engine, fresh = (
+        other_engine(path, recipe, max_model_len=128, kv_cache_memory_bytes=4 << 20)
+        for path in (old, new)
+    )
     tensors = load_tensors(new)
     inventory = Inventory.of(engine.model)
     assert set(tensors) == {n for n, entry in inventory.entries.items() if entry.required}
