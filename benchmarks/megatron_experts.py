@@ -14,6 +14,7 @@ time in which a call is enqueued: where it is near the call's own, the host is w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from fp8rl.numerics import LastExpertRows
 from megatron_fp8rl.export.layout import plain_layout
 from megatron_fp8rl.grouped import grouped_linear
 from megatron_fp8rl.linear import Fp8State
-from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+from megatron_fp8rl.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
 GPU = torch.device("cuda")
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -50,6 +51,7 @@ class Linear:
         ).requires_grad_()
         self.weights = [torch.nn.Parameter(w.detach()) for w in self.stack.detach().unbind()]
         self.main_grad = torch.zeros_like(self.stack, dtype=torch.float32)
+        self.keeping = contextlib.ExitStack()
         self.x = torch.randn(tokens, in_features, **like).requires_grad_()
         self.grad = torch.randn(tokens, out_features, **like) * 1e-3
         self.ends = torch.tensor(splits, device=GPU).cumsum(0).int()
@@ -58,7 +60,10 @@ class Linear:
 
     def state(self, backends: BackendChoice, keep: bool) -> Fp8State:
         layout = plain_layout("x", self.stack.shape[1])
-        codes = WeightCodes(layout, "fp32", WeightEpoch(keep), stacked=True)
+        epoch = WeightEpoch()
+        if keep:
+            self.keeping.enter_context(KeepingCodes([epoch]))
+        codes = WeightCodes(layout, "fp32", epoch, stacked=True)
         names = tuple(f"experts.{i}" for i in range(len(self.weights)))
         return Fp8State("experts", codes, backends, "fp32", names)
 

@@ -12,6 +12,7 @@ by kernel of one pass.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,7 @@ class Pass:
 
     def __init__(self, modules: list[Any], tokens: int, like: Pass | None = None) -> None:
         self.modules = modules
+        self.keeping = contextlib.ExitStack()
         if like is not None:
             self.inputs, self.grads = like.inputs, like.grads
             return
@@ -127,14 +129,12 @@ def variants(tokens: int, backends: list[str | None]) -> dict[str, Pass]:
 
     def add(label: str, name: str | None, keep_codes: bool, accumulate: bool = False) -> None:
         model = build(QWEN3_8B)
-        convert(
-            model,
-            Recipe(),
-            plugins=PluginManager(discover=False),
-            gemm_backend=name,
-            keep_codes=keep_codes,
+        conversion = convert(
+            model, Recipe(), plugins=PluginManager(discover=False), gemm_backend=name
         )
         calls[label] = Pass(linears(model), tokens, like=bf16)
+        if keep_codes:
+            calls[label].keeping.enter_context(conversion.keeping_codes())
         if accumulate:
             calls[label].accumulate()
 

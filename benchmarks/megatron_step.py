@@ -22,6 +22,7 @@ converted by ``megatron_fp8rl``, each in its turn.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -80,16 +81,14 @@ class Trainer:
             [self.ddp],
             use_gloo_process_groups=False,
         )
+        self.keeping = contextlib.ExitStack()
         self.linear_bytes = sum(
             p.numel() * p.element_size() for n, p in model.named_parameters() if ".linear_" in n
         )
         if mode != "BF16":
-            convert(
-                self.ddp,
-                Recipe(),
-                plugins=PluginManager(discover=False),
-                keep_codes=mode.endswith("codes kept"),
-            )
+            conversion = convert(self.ddp, Recipe(), plugins=PluginManager(discover=False))
+            if mode.endswith("codes kept"):
+                self.keeping.enter_context(conversion.keeping_codes())
         generator = torch.Generator().manual_seed(0)
         rows = options.tokens // options.sequence
         size = (options.micro_batches, rows, options.sequence + 1)

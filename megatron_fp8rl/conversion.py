@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, c
 from megatron_fp8rl.router_replay import check_router_replay
 from megatron_fp8rl.sites import Site, module_names, sites, weights_of
 from megatron_fp8rl.swiglu import Fp8SwigluMLP, can_fuse
-from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+from megatron_fp8rl.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
 logger = logging.getLogger(__name__)
 
@@ -79,40 +79,29 @@ class Conversion:
     def invalidate(self) -> None:
         """Quantize every weight anew at its next use.
 
-        This is needed only while codes are kept, after weights were written through
-        ``parameter.data`` or through a buffer they are views of, which leaves no trace. Optimizer
-        steps, ``load_state_dict``, in-place operations, moves to another device and
-        ``train()``/``eval()`` are noticed.
+        This is needed only within :meth:`keeping_codes`, after a write that leaves no trace.
         """
         self._require_current()
         for module in self._modules.values():
             module.fp8_setup.epoch.turn()
 
-    @contextmanager
-    def keeping_codes(self) -> Iterator[None]:
-        """Keep weight codes within this context and free them at its end, also after an error.
+    def keeping_codes(self) -> AbstractContextManager[None]:
+        """Keep weight codes within this context and free them at its end, also after an error or
+        an interrupt.
 
-        It saves what ``convert(.., keep_codes=True)`` does, for as much memory, e.g. over the
-        micro-batches of a batch: outside of it nothing is kept, and stale codes are impossible.
-        Within it :meth:`invalidate` says which changes of a weight are noticed. A model that was
-        converted with ``keep_codes=True`` goes on keeping its codes. Chunks that were converted
-        together keep codes together, and only those of this handle's chunks are freed: use a handle
-        of all of them.
+        This saves their quantization in all micro-batches of a batch but the first, for 2 bytes a
+        parameter. Outside of it nothing is kept, and stale codes are impossible. Within it these
+        changes of a weight are noticed: optimizer steps, ``load_state_dict``, in-place operations
+        on the parameter, a move to another device, ``train()`` and ``eval()``. Others leave no
+        trace, and the old codes would go on: collectives and messages that write into a parameter
+        (``torch.distributed.broadcast``, ``all_reduce``, ``recv`` ..), writes through
+        ``parameter.data``, numpy or the buffer that it is a view of. Make them outside of it, or
+        call :meth:`invalidate` after them.
+
+        Chunks that were converted together keep codes together: use a handle of all of them.
         """
         self._require_current()
-        inside = [m for m in self._modules.values() if not m.fp8_setup.epoch.keep]
-        epochs = {module.fp8_setup.epoch for module in inside}
-        codes = [module.fp8_state.codes for module in inside]  # close() takes them off the modules
-        try:
-            for epoch in epochs:
-                epoch.turn()  # codes of other chunks, or of a copied model, may be left
-                epoch.keep = True
-            yield
-        finally:
-            for epoch in epochs:
-                epoch.keep = False
-            for each in codes:
-                each.drop()
+        return KeepingCodes({module.fp8_setup.epoch for module in self._modules.values()})
 
     def drop_codes(self) -> None:
         """Free the weight codes that are kept, e.g. before offloading."""
@@ -182,7 +171,6 @@ def convert(
     *,
     plugins: PluginManager | None = None,
     gemm_backend: str | None = None,
-    keep_codes: bool = False,
     report: Report | None = None,
 ) -> Conversion:
     """Let the linear layers that the recipe does not pin run in FP8.
@@ -198,10 +186,6 @@ def convert(
         plugins: where pins and GEMM backends come from; the installed plugins by default.
         gemm_backend: name of the backend for every product; by default
             :mod:`fp8rl.gemm.table` chooses one for each.
-        keep_codes: keep weight codes until the weights change, 2 bytes a parameter. This saves
-            their quantization in all micro-batches of a step but the first; see
-            :meth:`Conversion.invalidate`. By default none are kept, and stale codes are impossible;
-            :meth:`Conversion.keeping_codes` keeps them for a while.
         report: function that takes the table of pins, once; by default it is logged.
 
     Raises:
@@ -229,7 +213,6 @@ def convert(
         recipe,
         plugins=plugins,
         gemm_backend=gemm_backend,
-        keep_codes=keep_codes,
         wrapped=wrapped,
     )
     adopt(setup, chunks)
@@ -243,7 +226,6 @@ def prepare(
     *,
     plugins: PluginManager | None = None,
     gemm_backend: str | None = None,
-    keep_codes: bool = False,
     more_pins: Pins | None = None,
     wrapped: bool = False,
 ) -> Setup:
@@ -254,7 +236,6 @@ def prepare(
         recipe: what runs in FP8.
         plugins: as in :func:`convert`.
         gemm_backend: as in :func:`convert`.
-        keep_codes: as in :func:`convert`.
         more_pins: pins to join with the recipe's.
         wrapped: the model is the language model of a multimodal one.
 
@@ -271,7 +252,7 @@ def prepare(
         (recipe.weights.scale_format, recipe.activations.scale_format),
         gemm_backend,
     )
-    return Setup(recipe, policy, backends, WeightEpoch(keep_codes), LastExpertRows(), wrapped)
+    return Setup(recipe, policy, backends, WeightEpoch(), LastExpertRows(), wrapped)
 
 
 def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:

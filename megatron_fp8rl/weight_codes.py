@@ -1,16 +1,19 @@
-"""FP8 codes of a module's weights: made on demand, kept until a weight changes.
+"""FP8 codes of a module's weights: made at each use, or kept within :class:`KeepingCodes`.
 
 An optimizer of megatron-core (plain or distributed) writes the new weights without a change of
 ``weight._version``, at the same address, and *after* torch's step hook has run. So the hook only
 advances :class:`WeightEpoch`, and the next forward, which comes after any parameter gather,
-quantizes.
+quantizes. Other writes leave no trace that could be asked for (``torch.distributed.broadcast`` and
+most of its kind, ``parameter.data``, numpy), and to compare weights costs as much as to quantize
+them. So codes are kept only within a context whose caller promises that there are none.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,24 +25,25 @@ from megatron_fp8rl.export.layout import RowLayout
 
 logger = logging.getLogger(__name__)
 
+_Key = tuple[tuple[int, int, int], ...]
+"""Address, version and epoch of each weight."""
+_OPEN = None
+"""Key in the dict of an open :class:`KeepingCodes`; its other keys are :class:`WeightCodes`."""
+
 
 class WeightEpoch:
-    """Count the moments at which weights may have changed without a trace on the tensor, and say
-    whether codes are kept between two of them.
+    """Count the moments at which weights may have changed without a trace on the tensor, and hold
+    the codes that are kept between two of them.
 
     A hook on ``torch.optim`` advances it after every optimizer step; the hook is removed with the
     last owner of this object. A replayed CUDA graph runs no hook, so nothing is kept any more once
     a step has been captured in one.
-
-    Args:
-        keep: keep the codes of an epoch until its end, or until a weight is known to have changed;
-            without it they are made at each use, so that stale codes are impossible.
-            :meth:`megatron_fp8rl.Conversion.keeping_codes` sets ``keep`` for a while.
     """
 
-    def __init__(self, keep: bool = False) -> None:
+    def __init__(self) -> None:
         self.value = 0
-        self._keep = self._always_keep = keep
+        self.kept: dict[WeightCodes | None, Any] = {}
+        """Codes of the :class:`KeepingCodes` that was opened last."""
         self._captured = False
         ref = weakref.ref(self)
 
@@ -63,22 +67,37 @@ class WeightEpoch:
     @property
     def keep(self) -> bool:
         """Whether codes are kept now."""
-        return self._keep and not self._captured
+        return _OPEN in self.kept and not self._captured
 
-    @keep.setter
-    def keep(self, keep: bool) -> None:
-        self._keep = keep
-
-    def __reduce__(self) -> tuple[type[WeightEpoch], tuple[bool]]:
-        """Give a copy a hook of its own: without one its codes would outlive optimizer steps.
-
-        A copy that is made while codes are kept for a while does not keep any.
-        """
-        return WeightEpoch, (self._always_keep,)
+    def __reduce__(self) -> tuple[type[WeightEpoch], tuple[()]]:
+        """Give a copy a hook of its own, and no codes."""
+        return WeightEpoch, ()
 
     def turn(self) -> None:
         """Mark every weight quantized so far as stale."""
         self.value += 1
+
+
+class KeepingCodes(io.IOBase):
+    """Keep weight codes while a ``with`` of this object is open, and free them at its end.
+
+    Python raises KeyboardInterrupt wherever a function that is written in Python begins, also one
+    that is to undo something. So the end is one call of C, the reason for the base class: its
+    ``__exit__`` calls ``close``, which is here the ``clear`` of the dict with the codes.
+
+    Args:
+        epochs: of the weights; one that keeps codes already goes on with those.
+    """
+
+    def __init__(self, epochs: Iterable[WeightEpoch]) -> None:
+        self._epochs = [epoch for epoch in epochs if not epoch.keep]
+        self._kept: dict[WeightCodes | None, Any] = {}
+        self.close = self._kept.clear  # type: ignore[method-assign]
+
+    def __enter__(self) -> None:  # type: ignore[override]
+        for epoch in self._epochs:
+            epoch.kept = self._kept
+        self._kept[_OPEN] = True  # last: until here an interrupt leaves nothing open
 
 
 class WeightCodes:
@@ -109,20 +128,17 @@ class WeightCodes:
         self._epoch = epoch
         self._stacked = stacked
         self._addresses = Addresses()
-        self.drop()
 
     def drop(self) -> None:
         """Free the codes; the next call makes new ones."""
-        self._key: tuple[tuple[int, int, int], ...] | None = None
-        self._codes = Operand(None, None)
+        self._epoch.kept.pop(self, None)
 
     def rowwise(self, *weights: torch.Tensor, training: bool = False) -> Quantized:
         """Return the codes of the weights as they are now, for fprop.
 
         Where the epoch keeps codes, a change is seen if it bumps ``_version`` (any in-place
         operation on the parameter, ``load_state_dict``), moves the storage, or comes from an
-        optimizer step. Writing through ``weight.data`` leaves no trace: call
-        ``Conversion.invalidate()`` after it.
+        optimizer step; :meth:`megatron_fp8rl.Conversion.keeping_codes` says which is not.
 
         Args:
             weights: ``[layout.rows, K]`` each, in Megatron's row order; rows behind these have no
@@ -136,22 +152,24 @@ class WeightCodes:
         """
         if not self._epoch.keep:
             return _present(self._make(weights, rowwise=True).rowwise)
-        self._forget_if_changed(weights)
-        if self._codes.rowwise is None:
-            both = training and self._codes.columnwise is None
+        key, codes = self._kept(weights)
+        if codes.rowwise is None:
+            both = training and codes.columnwise is None
             made = self._make(weights, rowwise=True, columnwise=both)
-            self._codes = Operand(made.rowwise, made.columnwise or self._codes.columnwise)
-        return _present(self._codes.rowwise)
+            codes = Operand(made.rowwise, made.columnwise or codes.columnwise)
+            self._epoch.kept[self] = key, codes
+        return _present(codes.rowwise)
 
     def columnwise(self, *weights: torch.Tensor) -> Quantized:
         """Return the same codes and scales, the last two dimensions transposed, for dgrad."""
         if not self._epoch.keep:
             return _present(self._make(weights, columnwise=True).columnwise)
-        self._forget_if_changed(weights)
-        if self._codes.columnwise is None:
+        key, codes = self._kept(weights)
+        if codes.columnwise is None:
             made = self._make(weights, columnwise=True)
-            self._codes = Operand(self._codes.rowwise, made.columnwise)
-        return _present(self._codes.columnwise)
+            codes = Operand(codes.rowwise, made.columnwise)
+            self._epoch.kept[self] = key, codes
+        return _present(codes.columnwise)
 
     def fresh(self, weight: torch.Tensor) -> Quantized:
         """Return the codes of one weight as it is now, without a stack, and keep nothing.
@@ -179,11 +197,12 @@ class WeightCodes:
             )
         return quantize_weight(rows[0], self.scale_format, rowwise=rowwise, columnwise=columnwise)
 
-    def _forget_if_changed(self, weights: Sequence[torch.Tensor]) -> None:
+    def _kept(self, weights: Sequence[torch.Tensor]) -> tuple[_Key, Operand]:
+        """Return what tells these weights from later ones, and the codes that are kept of them."""
         epoch = self._epoch.value
         key = tuple((weight.data_ptr(), weight._version, epoch) for weight in weights)
-        if key != self._key:
-            self._key, self._codes = key, Operand(None, None)
+        of, codes = self._epoch.kept.get(self, (None, None))
+        return key, codes if codes is not None and of == key else Operand(None, None)
 
     def _in_hf_order(self, weight: torch.Tensor) -> torch.Tensor:
         rows = weight.detach()[: self.layout.rows]

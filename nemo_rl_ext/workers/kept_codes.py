@@ -10,10 +10,10 @@ shares the GPU in turn generates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from megatron_fp8rl.sites import weights_of
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
+
+T = TypeVar("T")
 
 GROWTH = 1.1
 """A call may need this many times as much as the ones before with equally long micro-batches:
@@ -102,28 +104,32 @@ class KeptCodes:
         self._seen: dict[str, _Seen] = {}
         self._peak = 0
 
-    @contextmanager
-    def during(self, call: str, *, tokens: int, backward: bool) -> Iterator[None]:
-        """Keep the codes in one call, if there is room.
+    def during(self, call: str, run: Callable[[], T], *, tokens: int, backward: bool) -> T:
+        """Make one call, and keep the codes in it if there is room.
 
         Args:
             call: kind of the call; what one has needed is expected of the next of its kind.
+            run: function that makes the call.
             tokens: tokens of the largest micro-batch, padding included, or any number that grows
                 with it: the call is expected to need memory in proportion.
             backward: the call runs backward too, which takes the codes a second time, transposed.
+
+        Returns:
+            What ``run`` returns.
         """
         size = self._weights * (2 if backward else 1)  # of a byte; scales are 1/4096 of it
         keep = call in self._seen and self._fits(call, tokens, size)
         before, self._peak = self._memory.allocated(), 0
         self._memory.reset_peak()
         with self._conversion.keeping_codes() if keep else nullcontext():
-            yield
+            result = run()
             self.note_peak()
         if self._memory.allocated() - before > LASTING * self._memory.total():
-            return
+            return result
         seen = self._seen.setdefault(call, _Seen())
         seen.growth = max(seen.growth, self._peak - before - (size if keep else 0))
         seen.tokens = max(seen.tokens, tokens)
+        return result
 
     def note_peak(self) -> None:
         """Remember the peak of the call that runs; to be called before anyone else resets it."""

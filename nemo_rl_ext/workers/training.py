@@ -7,10 +7,10 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from nemo_rl_ext.workers.kept_codes import KeptCodes
 
 logger = logging.getLogger(LOGGER)
+
+T = TypeVar("T")
 
 KEY = "policy.megatron_cfg.fp8rl"
 ROLLOUT_KEY = "policy.generation.vllm_cfg.fp8rl"
@@ -263,8 +265,10 @@ class Fp8Training:
     def get_logprobs(self, *, data: Any, **kwargs: Any) -> Any:
         """Upstream's log-probabilities of a batch, of the reference policy too; weight codes are
         kept over its micro-batches where memory allows."""
-        with self._keeping_codes("get_logprobs", data):
-            return super().get_logprobs(data=data, **kwargs)  # type: ignore[misc]
+        upstream = super().get_logprobs  # type: ignore[misc]
+        return self._keeping_codes(
+            "get_logprobs", data, functools.partial(upstream, data=data, **kwargs)
+        )
 
     def train(
         self, data: Any, *args: Any, eval_mode: bool = False, **kwargs: Any
@@ -275,14 +279,16 @@ class Fp8Training:
         and V and of replay.
         """
         call = "train in eval_mode" if eval_mode else "train"
-        with self._keeping_codes(call, data, backward=not eval_mode):
-            result = super().train(data, *args, eval_mode=eval_mode, **kwargs)  # type: ignore[misc]
+        upstream = super().train  # type: ignore[misc]
+        run = functools.partial(upstream, data, *args, eval_mode=eval_mode, **kwargs)
+        result = self._keeping_codes(call, data, run, backward=not eval_mode)
         return self._with_replay(self._with_clipped(result))
 
     def train_microbatch(self, data: Any, *args: Any, **kwargs: Any) -> None:
         """Upstream's piece of a step of the single controller, of several micro-batches."""
-        with self._keeping_codes("train_microbatch", data, backward=True):
-            super().train_microbatch(data, *args, **kwargs)  # type: ignore[misc]
+        upstream = super().train_microbatch  # type: ignore[misc]
+        run = functools.partial(upstream, data, *args, **kwargs)
+        self._keeping_codes("train_microbatch", data, run, backward=True)
 
     def finish_train_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As :meth:`train`, for the single controller, whose step comes in pieces."""
@@ -297,12 +303,12 @@ class Fp8Training:
         super()._log_gpu_mem(*args, **kwargs)  # type: ignore[misc]
 
     def _keeping_codes(
-        self, call: str, data: Any, *, backward: bool = False
-    ) -> AbstractContextManager[None]:
+        self, call: str, data: Any, run: Callable[[], T], *, backward: bool = False
+    ) -> T:
         if self._kept_codes is None:
-            return nullcontext()
+            return run()
         tokens = largest_micro_batch(self.cfg, data)
-        return self._kept_codes.during(call, tokens=tokens, backward=backward)
+        return self._kept_codes.during(call, run, tokens=tokens, backward=backward)
 
     def _with_replay(self, result: dict[str, Any]) -> dict[str, Any]:
         """Add what replay changed since the last step, log-probability forwards included."""

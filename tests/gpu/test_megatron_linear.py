@@ -3,6 +3,8 @@ float64 products of operands that the CPU's reference quantizes."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from fp8rl.numerics import dequantize_block, dequantize_group, quantize_block, q
 from fp8rl.testing.numeric import relative_error
 from megatron_fp8rl.export.layout import RowLayout, plain_layout, qkv_layout
 from megatron_fp8rl.linear import Call, Fp8State, fp8_linear
-from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+from megatron_fp8rl.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
 GPU = torch.device("cuda")
 BACKENDS = [b for b in builtin_backends() if b.name != "reference"]
@@ -46,7 +48,7 @@ def _exact(
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["returned", "main_grad"])
-@pytest.mark.parametrize("keep", [False, True], ids=["default", "keep_codes"])
+@pytest.mark.parametrize("keep", [False, True], ids=["default", "kept"])
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
@@ -70,12 +72,14 @@ def test_every_direction(
     if main_grad:
         weight.main_grad, weight.grad_added_to_main_grad = total.clone(), False
     choice = BackendChoice({backend.name: backend}, [scale_format], backend.name)
-    codes = WeightCodes(layout, scale_format, WeightEpoch(keep))
+    epoch = WeightEpoch()
+    codes = WeightCodes(layout, scale_format, epoch)
     state = Fp8State("model.layers.0.x", codes, choice, scale_format)
     call = Call(state=state, fusion=False, training=True)
-    for _ in range(2):  # kept codes serve the second
-        y = fp8_linear(x, weight, None, call)
-        y.backward(grad)
+    with KeepingCodes([epoch]) if keep else nullcontext():
+        for _ in range(2):  # kept codes serve the second
+            y = fp8_linear(x, weight, None, call)
+            y.backward(grad)
     expected_y, expected_dx, expected_dw = _exact(
         layout, weight.detach(), x.detach(), grad, scale_format
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -147,20 +148,22 @@ def test_multi_token_prediction():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["default", "keep_codes"])
+@pytest.mark.parametrize("keep", [False, True], ids=["default", "kept"])
 def test_buffers_offloaded_by_megatron_and_changed_meanwhile(keep):
     """DDP's own offload gives parameters their address and version back; old codes would fit."""
-    run, other = Run(keep_codes=keep), Run(seed=5)
-    run.step(0)
-    before, expected = _loss(run.ddp), _loss(other.ddp)
-    run.ddp.eval()
-    for mine, theirs in zip(run.ddp.buffers, other.ddp.buffers, strict=True):
-        mine.offload_to_cpu(move_params=True, move_grads=True)
-        mine.param_data_cpu.copy_(theirs.param_data)
-        mine.reload_from_cpu()
-    run.ddp.train()
-    torch.cuda.synchronize()
-    found = _loss(run.ddp)
+    run, other = Run(), Run(seed=5)
+    expected = _loss(other.ddp)
+    with run.conversion.keeping_codes() if keep else nullcontext():
+        run.step(0)
+        before = _loss(run.ddp)
+        run.ddp.eval()
+        for mine, theirs in zip(run.ddp.buffers, other.ddp.buffers, strict=True):
+            mine.offload_to_cpu(move_params=True, move_grads=True)
+            mine.param_data_cpu.copy_(theirs.param_data)
+            mine.reload_from_cpu()
+        run.ddp.train()
+        torch.cuda.synchronize()
+        found = _loss(run.ddp)
     assert torch.equal(found, expected) and not torch.equal(found, before)
 
 
@@ -189,16 +192,24 @@ def test_a_call_that_keeps_codes_takes_what_was_counted_and_frees_it(kind):
     with torch.no_grad():
         expected = _loss(run.ddp)
     for seed in range(3):
-        with kept_codes.during("train", tokens=LENGTH, backward=True):
+
+        def train(seed: int = seed) -> int:
             run.gradients(_tokens(seed))
-            inside = torch.cuda.memory_allocated()
+            return torch.cuda.memory_allocated()
+
+        inside = kept_codes.during("train", train, tokens=LENGTH, backward=True)
         held.append(inside - torch.cuda.memory_allocated())
     assert held[0] == 0
     assert held[1:] == pytest.approx([2 * weights] * 2, rel=0.02)
     for _ in range(2):
-        with kept_codes.during("get_logprobs", tokens=LENGTH, backward=False), torch.no_grad():
-            found = [_loss(run.ddp) for _ in range(2)]
-            inside = torch.cuda.memory_allocated()
+        found: list[torch.Tensor] = []
+
+        def logprobs(found: list[torch.Tensor] = found) -> int:
+            with torch.no_grad():
+                found += [_loss(run.ddp) for _ in range(2)]
+            return torch.cuda.memory_allocated()
+
+        inside = kept_codes.during("get_logprobs", logprobs, tokens=LENGTH, backward=False)
         assert all(torch.equal(each, expected) for each in found)
     assert inside - torch.cuda.memory_allocated() == pytest.approx(weights, rel=0.02)
 

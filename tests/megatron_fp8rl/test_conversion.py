@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from support.megatron import (
     Trainer,
     convert_alone,
     dense,
+    kept,
     losses,
     pinned,
     quantized_weights,
@@ -516,20 +519,21 @@ def test_codes_are_those_of_the_exported_weights(head_dim, scale_format):
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_codes_follow_every_optimizer_step_and_no_micro_batch(distributed):
-    trainer = Trainer(_gpt(), fp8={"keep_codes": True}, distributed=distributed)
+    trainer = Trainer(_gpt(), fp8={}, distributed=distributed)
     conversion = trainer.conversion
     batches = [tokens(seed, batch=4) for seed in range(3)]
 
     def cached() -> list[Quantized]:
         return [m.fp8_state.codes.rowwise(m.weight) for m in conversion.modules.values()]
 
-    before = cached()
-    trainer.gradients(*batches)
-    assert all(a is b for a, b in zip(cached(), before, strict=True))  # three micro-batches
-    trainer.optimizer.step()
-    weights = {n.removesuffix(".weight"): t for n, t in export_hf(trainer.ddp)}
-    losses(trainer.ddp, batches[0])
-    after = cached()
+    with conversion.keeping_codes():
+        before = cached()
+        trainer.gradients(*batches)
+        assert all(a is b for a, b in zip(cached(), before, strict=True))  # three micro-batches
+        trainer.optimizer.step()
+        weights = {n.removesuffix(".weight"): t for n, t in export_hf(trainer.ddp)}
+        losses(trainer.ddp, batches[0])
+        after = cached()
     for old, new, module in zip(before, after, conversion.modules.values(), strict=True):
         assert not _codes_equal(old, new)
         for name, codes in weight_codes_hf(module).items():
@@ -540,23 +544,24 @@ def test_codes_follow_every_optimizer_step_and_no_micro_batch(distributed):
 def test_loading_weights_is_noticed_and_data_writes_after_invalidate(keep):
     gpt, other = _gpt(seed=1), _gpt(seed=2)
     ids = tokens(batch=4)
-    conversion = convert_alone(gpt, keep_codes=keep)
+    conversion = convert_alone(gpt)
     reference = convert_alone(other)
     expected = losses(other, ids)
-    assert not torch.equal(losses(gpt, ids), expected)
-    gpt.load_state_dict(other.state_dict())
-    assert torch.equal(losses(gpt, ids), expected)
-
-    doubled = {n: p.detach() * 2 for n, p in other.named_parameters()}
-    for model in (gpt, other):
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(doubled[name])
-    reference.drop_codes()
-    expected = losses(other, ids)
-    if keep:
+    with conversion.keeping_codes() if keep else nullcontext():
         assert not torch.equal(losses(gpt, ids), expected)
-        conversion.invalidate()
-    assert torch.equal(losses(gpt, ids), expected)
+        gpt.load_state_dict(other.state_dict())
+        assert torch.equal(losses(gpt, ids), expected)
+
+        doubled = {n: p.detach() * 2 for n, p in other.named_parameters()}
+        for model in (gpt, other):
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(doubled[name])
+        reference.drop_codes()
+        expected = losses(other, ids)
+        if keep:
+            assert not torch.equal(losses(gpt, ids), expected)
+            conversion.invalidate()
+        assert torch.equal(losses(gpt, ids), expected)
 
 
 @pytest.fixture
@@ -567,8 +572,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 def _kept(conversion: Conversion) -> list[Quantized]:
     """All codes that are in memory, of both sides."""
-    found: list[Any] = [module.fp8_state.codes._codes for module in conversion.modules.values()]
-    return [side for sides in found for side in sides if side is not None]
+    return [side for module in conversion.modules.values() for side in kept(module)]
 
 
 @pytest.mark.parametrize(
@@ -595,10 +599,10 @@ def test_codes_are_made_once_for_all_micro_batches_that_keep_them(recompute, lau
     with keeping.conversion.keeping_codes():
         assert keeping.gradients(*batches) == expected
         assert len(quantized) - once == launches
-        kept = {name: m.fp8_state.codes._codes for name, m in keeping.conversion.modules.items()}
+        of = keeping.conversion.modules["model.layers.0.mlp.down_proj"]
         weights = {n.removesuffix(".weight"): t for n, t in export_hf(keeping.ddp)}
         truth = quantize_block(weights["model.layers.0.mlp.down_proj"])
-        rowwise, columnwise = kept["model.layers.0.mlp.down_proj"]
+        rowwise, columnwise = kept(of)
         assert _codes_equal(rowwise, truth)
         assert _codes_equal(columnwise, Quantized(*(t.t().contiguous() for t in truth)))
     for one, other in zip(plain.ddp.parameters(), keeping.ddp.parameters(), strict=True):
@@ -654,6 +658,81 @@ def test_nothing_is_kept_after_codes_were():
         assert torch.equal(losses(gpt, ids), expected)
 
 
+@pytest.mark.parametrize("how", ["scatter", "all_to_all_single", "data", "numpy", "storage"])
+def test_a_write_without_a_trace_is_seen_where_no_codes_are_kept(how):
+    """Most collectives do not raise torch's version counter; within the context the old codes go
+    on, as the guide says."""
+    gpt, ids = _gpt(), tokens(batch=4)
+    conversion = convert_alone(gpt)
+    weight: Any = gpt.decoder.layers[1].mlp.linear_fc2.weight
+    old, new = weight.detach().clone(), -weight.detach()
+    group = torch.distributed.group.WORLD
+
+    def write(values: torch.Tensor) -> None:
+        trace = weight.data_ptr(), weight._version
+        if how == "scatter":
+            torch.distributed.scatter(weight.detach(), [values], group=group)
+        elif how == "all_to_all_single":
+            torch.distributed.all_to_all_single(weight.detach(), values, group=group)
+        elif how == "data":
+            weight.data.copy_(values)
+        elif how == "numpy":
+            weight.detach().view(torch.int16).numpy()[:] = values.view(torch.int16).numpy()
+        else:
+            weight.untyped_storage().copy_(values.clone().untyped_storage())
+        assert torch.equal(weight, values)
+        assert trace == (weight.data_ptr(), weight._version)
+
+    before = losses(gpt, ids)
+    write(new)
+    after = losses(gpt, ids)
+    assert not torch.equal(before, after)
+    with conversion.keeping_codes():
+        losses(gpt, ids)
+        write(old)
+        assert torch.equal(losses(gpt, ids), after)
+        conversion.invalidate()
+        assert torch.equal(losses(gpt, ids), before)
+        write(new)
+    assert torch.equal(losses(gpt, ids), after)
+
+
+def test_nothing_is_kept_after_an_interrupt_at_any_point():
+    """Python raises KeyboardInterrupt where a function begins or a C function has returned."""
+    conversion = convert_alone(_gpt())
+    linear: Any = conversion.modules["model.layers.1.mlp.down_proj"]
+    epoch, codes, left = linear.fp8_setup.epoch, linear.fp8_state.codes, 0
+
+    def interrupt(frame: Any, event: str, argument: object) -> None:
+        nonlocal left
+        if event in ("call", "c_return", "c_exception"):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    def keep() -> None:
+        with conversion.keeping_codes():
+            sys.setprofile(None)  # a mode of torch's that is interrupted stays on
+            codes.rowwise(linear.weight)
+            sys.setprofile(interrupt)
+
+    for point in range(1, 10_000):
+        left = point
+        try:
+            sys.setprofile(interrupt)
+            keep()
+        except KeyboardInterrupt as error:
+            sys.setprofile(None)
+            caught = error  # and with it every frame it came through
+        else:
+            break
+        finally:
+            sys.setprofile(None)
+        assert not epoch.keep and not kept(linear), point
+        del caught
+    assert point > 10
+
+
 def test_codes_that_a_handle_of_a_part_has_left_are_not_used_again():
     """Chunks that were converted together keep codes together; a handle of one frees its own."""
     chunks = _chunks()
@@ -668,26 +747,29 @@ def test_codes_that_a_handle_of_a_part_has_left_are_not_used_again():
         assert torch.equal(linear(x)[0], -before)
 
 
-def test_a_model_that_always_keeps_codes_goes_on_with_them(quantized):
+def test_one_context_in_another_goes_on_with_its_codes(quantized):
     gpt, ids = _gpt(), tokens(batch=4)
-    conversion = convert_alone(gpt, keep_codes=True)
-    losses(gpt, ids)
+    conversion = convert_alone(gpt)
     with conversion.keeping_codes():
         losses(gpt, ids)
+        with conversion.keeping_codes():
+            losses(gpt, ids)
+        losses(gpt, ids)
+        assert len(quantized) == 8
     losses(gpt, ids)
-    assert len(quantized) == 8
+    assert len(quantized) == 16
 
 
 def test_a_conversion_may_end_while_codes_are_kept():
     gpt, ids = _gpt(), tokens(batch=4)
     bf16 = losses(gpt, ids)
     conversion = convert_alone(gpt)
-    codes = [module.fp8_state.codes for module in conversion.modules.values()]
+    (epoch,) = {module.fp8_setup.epoch for module in conversion.modules.values()}
     with conversion.keeping_codes():
         losses(gpt, ids)
         conversion.close()
     assert torch.equal(losses(gpt, ids), bf16)
-    assert not any(side for each in codes for side in each._codes)
+    assert not epoch.kept and not epoch.keep
 
 
 # ---- training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fp8rl.errors import CheckpointError
 from fp8rl.numerics import quantize_block
 from megatron_fp8rl.table import FILE_NAME
 from megatron_fp8rl.testing.models import build_gpt
-from support.megatron import Trainer, convert_alone, dense, losses, moe, pinned, tokens
+from support.megatron import Trainer, convert_alone, dense, kept, losses, moe, pinned, tokens
 
 pytestmark = pytest.mark.usefixtures("mcore")
 
@@ -135,30 +136,31 @@ def test_the_table_tells_when_a_run_is_resumed_with_other_pins(tmp_path):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("keep", [False, True], ids=["default", "keep_codes"])
+@pytest.mark.parametrize("keep", [False, True], ids=["default", "kept"])
 @pytest.mark.parametrize("moment", ["eval", "train", "another dtype", "drop_codes"])
 def test_weights_that_change_while_they_are_offloaded(moment, keep, kind):
     """Written through ``.data`` at the same address: nothing on the parameter tells, and old codes
     would be used but for the moment at which a framework does it."""
     gpt, other = (build_gpt(CONFIGS[kind], seed=seed) for seed in (1, 2))
-    conversion = convert_alone(gpt, keep_codes=keep)
+    conversion = convert_alone(gpt)
     convert_alone(other)
-    _loss(gpt), _loss(other)
-    traces = [(p.data_ptr(), p._version) for p in gpt.parameters()]
-    for mine, theirs in zip(gpt.parameters(), other.parameters(), strict=True):
-        mine.data.copy_(theirs.data)
-    assert traces == [(p.data_ptr(), p._version) for p in gpt.parameters()]
-    if moment == "eval":
-        gpt.eval()
-    elif moment == "train":
-        gpt.eval()
-        _loss(gpt)
-        gpt.train()
-    elif moment == "another dtype":
-        gpt.float().bfloat16()
-    else:
-        conversion.drop_codes()
-    assert torch.equal(_loss(gpt), _loss(other))
+    with conversion.keeping_codes() if keep else nullcontext():
+        _loss(gpt), _loss(other)
+        traces = [(p.data_ptr(), p._version) for p in gpt.parameters()]
+        for mine, theirs in zip(gpt.parameters(), other.parameters(), strict=True):
+            mine.data.copy_(theirs.data)
+        assert traces == [(p.data_ptr(), p._version) for p in gpt.parameters()]
+        if moment == "eval":
+            gpt.eval()
+        elif moment == "train":
+            gpt.eval()
+            _loss(gpt)
+            gpt.train()
+        elif moment == "another dtype":
+            gpt.float().bfloat16()
+        else:
+            conversion.drop_codes()
+        assert torch.equal(_loss(gpt), _loss(other))
 
 
 class _SeenAsOnCuda(TorchFunctionMode):
@@ -190,10 +192,10 @@ class _SeenAsOnCuda(TorchFunctionMode):
 class OffloadedRun(Run):
     """With the states of Adam, and Adam itself, on the CPU (``--optimizer-cpu-offload``)."""
 
-    def __init__(self, fraction: float, keep: bool) -> None:
+    def __init__(self, fraction: float) -> None:
         self._fraction = fraction
         self._elsewhere = _SeenAsOnCuda()
-        super().__init__(fp8=True, seed=1, keep_codes=keep, distributed=True)
+        super().__init__(fp8=True, seed=1, distributed=True)
 
     def make_optimizer(self, **options: Any) -> Any:
         with self._elsewhere:
@@ -219,7 +221,7 @@ def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeyp
     with the weights of the first step for ever."""
     # Without TransformerEngine megatron-core cannot compare its version, for an option of its own.
     monkeypatch.setattr(optimizer_config, "is_te_min_version", lambda *args, **kwargs: False)
-    run = OffloadedRun(fraction, keep)
+    run = OffloadedRun(fraction)
     (hybrid,) = [each.optimizer for each in run.optimizer.chained_optimizers]
     assert isinstance(hybrid, HybridDeviceOptimizer)
     assert len(hybrid.gpu_params_map_cpu_copy) == len(hybrid.cpu_optimizers) > 0
@@ -231,16 +233,17 @@ def test_steps_of_an_offloaded_optimizer_reach_the_codes(fraction, keep, monkeyp
 
     naive = {name: quantize_block(module.weight.detach()) for name, module in modules.items()}
     before, losses = trace(), []
-    for _ in range(4):
-        losses.append(run.step(0)[0])
-        assert trace() == before
-        _loss(run.ddp)  # the forward after the step makes the codes
-        for name, module in modules.items():
-            used = module.fp8_state.codes.rowwise(module.weight)
-            expected = quantize_block(module.weight.detach())
-            assert torch.equal(used.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-            assert torch.equal(used.scale_inv, expected.scale_inv)
-            assert not torch.equal(naive[name].scale_inv, expected.scale_inv)
+    with run.conversion.keeping_codes() if keep else nullcontext():
+        for _ in range(4):
+            losses.append(run.step(0)[0])
+            assert trace() == before
+            _loss(run.ddp)  # the forward after the step makes the codes
+            for name, module in modules.items():
+                used = module.fp8_state.codes.rowwise(module.weight)
+                expected = quantize_block(module.weight.detach())
+                assert torch.equal(used.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+                assert torch.equal(used.scale_inv, expected.scale_inv)
+                assert not torch.equal(naive[name].scale_inv, expected.scale_inv)
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
 
 
@@ -252,36 +255,35 @@ def test_what_fp8_takes_of_memory_beside_the_weights(keep):
     """Activations that wait for backward take half; weights take nothing more, but where codes are
     kept. The naive way (a BF16 weight, its codes and their transpose, and BF16 activations) takes
     more memory in FP8 than in BF16."""
-    runs = {fp8: Run(fp8=fp8, seed=1, **({"keep_codes": keep} if fp8 else {})) for fp8 in (0, 1)}
+    runs = {fp8: Run(fp8=fp8, seed=1) for fp8 in (0, 1)}
     saved: dict[int, int] = {}
-    for fp8, run in runs.items():
-        weights = {p.data_ptr() for p in run.gpt.parameters()}
-        seen: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor, seen=seen, weights=weights) -> torch.Tensor:
-            if tensor.data_ptr() not in weights:
-                seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = _loss(run.ddp)
-        saved[fp8] = sum(seen.values())
-        del loss
     modules: list[Any] = list(runs[1].conversion.modules.values())
+
+    def nbytes(module: Any) -> int:
+        found = [t for side in kept(module) for t in side]
+        return sum({t.untyped_storage().data_ptr(): t.nbytes for t in found}.values())
+
+    with runs[1].conversion.keeping_codes() if keep else nullcontext():
+        for fp8, run in runs.items():
+            weights = {p.data_ptr() for p in run.gpt.parameters()}
+            seen: dict[int, int] = {}
+
+            def pack(tensor: torch.Tensor, seen=seen, weights=weights) -> torch.Tensor:
+                if tensor.data_ptr() not in weights:
+                    seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = _loss(run.ddp)
+            saved[fp8] = sum(seen.values())
+            del loss
+        beside = sum(map(nbytes, modules)) / sum(module.weight.nbytes for module in modules)
+        runs[1].conversion.drop_codes()
+        assert sum(map(nbytes, modules)) == 0
     # Inputs of the four linears of each layer, 64 tokens.
     inputs = sum(64 * module.weight.shape[1] for module in modules)
     assert saved[0] - saved[1] >= 0.4 * 2 * inputs, saved
-
-    def nbytes(module: Any) -> int:
-        codes = module.fp8_state.codes
-        sides = [side for side in codes._codes if side is not None]
-        kept = [t for side in sides for t in side]
-        return sum({t.untyped_storage().data_ptr(): t.nbytes for t in kept}.values())
-
-    kept = sum(map(nbytes, modules)) / sum(module.weight.nbytes for module in modules)
-    assert kept == pytest.approx(0.5 if keep else 0.0, rel=0.02)  # codes are half of BF16
-    runs[1].conversion.drop_codes()
-    assert sum(map(nbytes, modules)) == 0
+    assert beside == pytest.approx(0.5 if keep else 0.0, rel=0.02)  # codes are half of BF16
 
 
 # ---- overflow and zeros

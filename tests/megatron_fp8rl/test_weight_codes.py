@@ -10,12 +10,14 @@ import torch
 
 from fp8rl.numerics import dequantize_block, mark_inf, quantize_block
 from megatron_fp8rl.export.layout import plain_layout, qkv_layout
-from megatron_fp8rl.weight_codes import WeightCodes, WeightEpoch
+from megatron_fp8rl.weight_codes import KeepingCodes, WeightCodes, WeightEpoch
 
 
 @pytest.fixture
 def epoch():
-    return WeightEpoch(keep=True)
+    found = WeightEpoch()
+    with KeepingCodes([found]):
+        yield found
 
 
 def _weight(rows: int = 130, columns: int = 70) -> torch.nn.Parameter:
@@ -84,17 +86,19 @@ def test_a_step_hook_that_runs_before_the_write_only_marks(epoch):
 
 def test_nothing_is_kept_once_a_cuda_graph_has_captured_a_step(monkeypatch, caplog):
     """Its replays run no hook. A mock says that a graph is captured: this is no GPU."""
-    epoch, weight = WeightEpoch(keep=True), _weight()
+    epoch, weight = WeightEpoch(), _weight()
     codes = _codes(epoch)
-    codes.rowwise(weight)
-    weight.grad = torch.ones_like(weight)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        torch.optim.SGD([weight], lr=1.0).step()
-    assert "optimizer_cuda_graph" in caplog.text
-    for keep in (True, False, True):
-        epoch.keep = keep
+    with KeepingCodes([epoch]):
+        codes.rowwise(weight)
+        weight.grad = torch.ones_like(weight)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            torch.optim.SGD([weight], lr=1.0).step()
+        assert "optimizer_cuda_graph" in caplog.text
+        assert not epoch.keep
+        assert _same(codes.rowwise(weight), weight)
+    with KeepingCodes([epoch]):
         assert not epoch.keep
         assert _same(codes.rowwise(weight), weight)
         weight.data.neg_()  # as a replay does
@@ -159,9 +163,7 @@ def test_both_sides_are_kept_together(epoch):
     assert codes.columnwise(weight) is not columnwise
 
 
-def test_a_copy_made_while_codes_are_kept_for_a_while_keeps_none():
-    epoch = WeightEpoch()
-    epoch.keep = True
+def test_a_copy_made_while_codes_are_kept_keeps_none(epoch):
     weight, codes = _weight(), _codes(epoch)
     first = codes.rowwise(weight)
     assert codes.rowwise(weight) is first
@@ -169,14 +171,3 @@ def test_a_copy_made_while_codes_are_kept_for_a_while_keeps_none():
     twin.rowwise(weight)
     weight.data.zero_()
     assert not twin.rowwise(weight).codes.float().any()
-
-
-def test_a_copy_goes_stale_too(epoch):
-    """Also where the step leaves no trace on the weight, as megatron's."""
-    weight, codes = _weight(), copy.deepcopy(_codes(epoch))
-    before = codes.rowwise(weight)
-    other = torch.nn.Parameter(torch.zeros(1))
-    other.grad = torch.zeros(1)
-    torch.optim.SGD([other], lr=1.0).step()
-    weight.data.zero_()
-    assert before.codes.float().any() and not codes.rowwise(weight).codes.float().any()

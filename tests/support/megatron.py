@@ -24,6 +24,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from fp8rl import PluginManager, Recipe
 from fp8rl.gemm import BackendChoice, ReferenceBackend
+from fp8rl.numerics import Quantized
 from fp8rl.recipe import Pins
 from megatron_fp8rl import Conversion, convert, weight_codes
 from megatron_fp8rl.export import load_hf
@@ -107,15 +108,13 @@ def fp8_states(
     experts: int,
     layout: RowLayout,
     backends: BackendChoice | None = None,
-    *,
-    keep: bool = False,
 ) -> tuple[Fp8State, list[Fp8State]]:
     """State of a grouped module, and that of each of its experts as a module of its own."""
     backends = backends or BackendChoice({"reference": ReferenceBackend()}, ["fp32"])
     names = tuple(f"experts.{i}.x" for i in range(experts))
 
     def state(name: str, experts: tuple[str, ...] = ()) -> Fp8State:
-        codes = WeightCodes(layout, "fp32", WeightEpoch(keep), stacked=bool(experts))
+        codes = WeightCodes(layout, "fp32", WeightEpoch(), stacked=bool(experts))
         return Fp8State(name, codes, backends, "fp32", experts)
 
     return state("experts.x", names), [state(name) for name in names]
@@ -223,6 +222,13 @@ def one_process(**sizes: int) -> Iterator[CpuShim]:
         parallel_state.destroy_model_parallel()
         if ours:
             torch.distributed.destroy_process_group()
+
+
+def kept(module: Any) -> list[Quantized]:
+    """The codes of a converted module that are in memory, of both sides."""
+    codes = module.fp8_state.codes
+    entry = codes._epoch.kept.get(codes)
+    return [] if entry is None else [side for side in entry[1] if side is not None]
 
 
 def quantized_weights(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_fp8rl.conversion import Conversion
 from megatron_fp8rl.testing.models import build_gpt
+from megatron_fp8rl.weight_codes import WeightEpoch
 from nemo_rl_ext.names import LOGGER
 from nemo_rl_ext.workers.kept_codes import GIB, DeviceMemory, KeptCodes
 from support.megatron import convert_alone, dense, moe, one_process, pinned
@@ -28,12 +29,14 @@ class Device(DeviceMemory):
     def __init__(self, size: int) -> None:
         self.size = size
         self.taken = self.codes = self.most = 0
+        self.epoch: WeightEpoch | None = None
 
     def total(self) -> int:
         return self.size
 
     def allocated(self) -> int:
-        return self.taken + self.codes
+        kept = self.epoch is not None and self.epoch.keep
+        return self.taken + (self.codes if kept else 0)
 
     def available(self) -> int:
         return self.size - self.allocated()
@@ -69,11 +72,7 @@ class Caller:
         self.kept_codes = KeptCodes(conversion, self.device)
         modules: list[Any] = list(conversion.modules.values())
         (self.epoch,) = {module.fp8_setup.epoch for module in modules}
-        for module in modules:
-            module.fp8_state.codes.drop = self.free
-
-    def free(self) -> None:
-        self.device.codes = 0
+        self.device.epoch = self.epoch
 
     def call(
         self,
@@ -85,12 +84,15 @@ class Caller:
         lasting: int = 0,
     ) -> bool:
         """Return whether codes were kept."""
-        with self.kept_codes.during(kind, tokens=tokens, backward=backward):
-            kept = self.epoch.keep
-            if kept:
+
+        def run() -> bool:
+            if self.epoch.keep:
                 self.device.codes = CODES * (2 if backward else 1)
             self.device.use(growth)
             self.device.take(lasting)
+            return self.epoch.keep
+
+        kept = self.kept_codes.during(kind, run, tokens=tokens, backward=backward)
         assert not self.epoch.keep
         return kept
 
@@ -156,19 +158,19 @@ def test_a_call_that_makes_state_which_lasts_is_no_measure(conversion: Conversio
 
 def test_a_call_that_fails_is_no_measure(conversion: Conversion) -> None:
     caller = Caller(conversion)
-    with (
-        pytest.raises(MemoryError),
-        caller.kept_codes.during("train", tokens=100, backward=True),
-    ):
+    kept: list[bool] = []
+
+    def fail() -> None:
+        kept.append(caller.epoch.keep)
         raise MemoryError
+
+    with pytest.raises(MemoryError):
+        caller.kept_codes.during("train", fail, tokens=100, backward=True)
     assert not caller.call(1_000_000)
     assert caller.call(1_000_000)
-    with (
-        pytest.raises(MemoryError),
-        caller.kept_codes.during("train", tokens=100, backward=True),
-    ):
-        assert caller.epoch.keep
-        raise MemoryError
+    with pytest.raises(MemoryError):
+        caller.kept_codes.during("train", fail, tokens=100, backward=True)
+    assert kept == [False, True]
     assert not caller.epoch.keep
 
 
@@ -177,11 +179,14 @@ def test_a_peak_that_someone_else_resets_counts_if_it_was_noted(
     conversion: Conversion, noted: bool
 ) -> None:
     caller = Caller(conversion)
-    with caller.kept_codes.during("train", tokens=100, backward=True):
+
+    def run() -> None:
         caller.device.use(9_000_000)
         if noted:
             caller.kept_codes.note_peak()
         caller.device.reset_peak()
+
+    caller.kept_codes.during("train", run, tokens=100, backward=True)
     assert caller.call(0) == (not noted)
 
 

@@ -26,6 +26,7 @@ from megatron_fp8rl.testing.models import build_gpt
 from nemo_rl_ext.workers import kept_codes, training
 from nemo_rl_ext.workers.kept_codes import DeviceMemory
 from nemo_rl_ext.workers.training import Fp8Training
+from support.megatron import kept as kept_of
 from support.megatron import one_process, quantized_weights
 from support.processes import run_code
 
@@ -593,8 +594,7 @@ def test_codes_are_kept_in_each_call_from_the_second_on(
             assert (mine.grad is None) == (theirs.grad is None)
             assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
         for module in conversion_of(worker.model).modules.values():
-            state: Any = module.fp8_state
-            assert state.codes._codes == (None, None), "freed with the call"
+            assert not kept_of(module), "freed with the call"
     assert counts == [each, kept, kept]
 
 

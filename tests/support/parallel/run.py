@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,6 +239,10 @@ class Run:
         self.topology, self.device = topology, device
         self.model = build(topology, weights, device=device)
         self.conversion = self.convert() if fp8 else None
+        self.keeping = ExitStack()
+        if self.conversion is not None and topology.overlap:
+            # Kept codes are the harder case where parameters are gathered late.
+            self.keeping.enter_context(self.conversion.keeping_codes())
         config = self.model[0].config
         config.finalize_model_grads_func = finalize_model_grads
         if topology.overlap:
@@ -262,8 +267,6 @@ class Run:
             self.model,
             Recipe.from_dict({"pins": self.topology.pins, **recipe}),
             gemm_backend=self.topology.gemm_backend,
-            # Kept codes are the harder case where parameters are gathered late.
-            keep_codes=self.topology.overlap,
         )
 
     def forward_backward(self, step: int) -> float | None:
