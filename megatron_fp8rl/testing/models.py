@@ -7,6 +7,8 @@ the tests use it; on GPUs take the model from Megatron-LM, Megatron-Bridge or Ne
 from __future__ import annotations
 
 import copy
+import reprlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -51,6 +53,52 @@ from fp8rl.families import (
 from megatron_fp8rl import compat
 from megatron_fp8rl.testing import gated_delta_net
 from megatron_fp8rl.testing.cpu_shim import CPU_CONFIG
+
+_READ = frozenset(
+    (
+        *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
+        *("max_position_embeddings", "initializer_range", "tie_word_embeddings", "layer_types"),
+        *("rope_parameters", "rope_theta", "partial_rotary_factor", "rope_interleave"),
+        *("attention_bias", "qkv_bias", "mlp_bias", "use_qk_norm"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+        *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts"),
+        *("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"),
+        *("topk_method", "scoring_func"),
+        *("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "mlp_layer_types"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim"),
+    )
+)
+"""Keys of a config that the built model follows, where the config's class has them."""
+_OF_EVERY_CLASS = ("head_dim", "intermediate_size", "topk_method", "scoring_func")
+"""Keys that count, or are checked, where the config's class does not have them, too."""
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+        *("_name_or_path", "tokenizer_class", "id2label", "label2id", "problem_type"),
+        *("return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"),
+        *("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id"),
+        *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
+        *("pretraining_tp", "num_nextn_predict_layers", "qk_head_dim", "max_window_layers"),
+        *("full_attention_interval", "attn_output_gate", "mamba_ssm_dtype"),
+    )
+)
+"""Keys that change no logits of these families, or that others follow from."""
+_NEUTRAL = {
+    "partial_rotary_factor": 1.0,
+    "moe_layer_freq": 1,
+    "decoder_sparse_step": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
+"""Values that switch a key off, beside null, false, 0 and empty ones."""
+_ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
+_ROPE_KEYS += ("mrope_interleaved",)  # text alone has the same position in all three sections
+_PARTIAL_ROTARY = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
+"""``model_type`` of models that rotate a part of each head; others of transformers ignore it."""
 
 
 class LatentDotProductAttention(DotProductAttention):
@@ -252,6 +300,8 @@ def _moe_fields(hf_config: Any, family: Family, experts: Experts) -> dict[str, A
             "to true."
         )
     groups = getattr(hf_config, "n_group", None) or 1
+    if groups > 1 and not sigmoid:
+        raise _refused("n_group", groups, "set it to 1")
     if groups > 1 and hf_config.num_experts_per_tok != 2 * hf_config.topk_group:
         raise UnsupportedError(
             "Megatron scores a group by its best num_experts_per_tok // topk_group experts, "
@@ -292,14 +342,7 @@ def _check_supported(hf_config: Any, family: Family, dtype: torch.dtype) -> None
         )
     if dtype not in (torch.bfloat16, torch.float32):
         raise UnsupportedError(f"dtype {dtype} is not served; use bfloat16 or float32.")
-    if hf_config.hidden_act != "silu":
-        raise UnsupportedError(f"hidden_act '{hf_config.hidden_act}' is not served; use 'silu'.")
-    if getattr(hf_config, "use_sliding_window", False):
-        raise UnsupportedError("use_sliding_window is not served; set it to false.")
-    if _rope(hf_config).get("rope_type", "default") != "default":
-        raise UnsupportedError(
-            f"rope_type '{_rope(hf_config)['rope_type']}' is not served; use 'default'."
-        )
+    _check_keys(hf_config, family)
     output = _attention_modules(hf_config, family)["self_attn.o_proj"]
     mlp_bias = bool(family.mlp_bias and getattr(hf_config, family.mlp_bias, False))
     if is_biased(output, hf_config) != mlp_bias:
@@ -307,6 +350,53 @@ def _check_supported(hf_config: Any, family: Family, dtype: torch.dtype) -> None
             "attention_bias and mlp_bias differ; Megatron has one switch for both, so set both or "
             "neither."
         )
+
+
+def _check_keys(hf_config: Any, family: Family) -> None:
+    """Refuse what the config says and the built model would not follow.
+
+    Raises:
+        UnsupportedError: naming the key.
+    """
+    values, own = _values_of(hf_config)
+    for key, value in values.items():
+        known = key in _READ and (key in own or key in _OF_EVERY_CLASS)
+        if value and not known and key not in _WITHOUT_EFFECT and value != _NEUTRAL.get(key):
+            raise _refused(key, value, f"set it to {False if value is True else None}")
+    served: dict[str, Any] = {"hidden_act": "silu", "rope_interleave": True}
+    if family.experts is not None:
+        biased = bool(family.experts.bias)
+        served["topk_method"] = "noaux_tc" if biased else "greedy"
+        served["scoring_func"] = "sigmoid" if biased else "softmax"
+    for key, value in served.items():
+        if key in values and values[key] != value:
+            raise _refused(key, values[key], f"set it to {value!r}")
+    kinds = {"full_attention"} | ({"linear_attention"} if family.linear_attention else set())
+    if other := set(values.get("layer_types") or ()) - kinds:
+        raise _refused("layer_types", sorted(other), f"use {' and '.join(sorted(kinds))}")
+    rope = _rope(hf_config)
+    if rope.get("rope_type", "default") != "default":
+        raise _refused("rope_parameters.rope_type", rope["rope_type"], "use 'default'")
+    for key, value in rope.items():
+        if key not in _ROPE_KEYS:
+            raise _refused(f"rope_parameters.{key}", value, "leave it out")
+    part = rope.get("partial_rotary_factor", 1.0)
+    if part != 1.0 and hf_config.model_type not in _PARTIAL_ROTARY:
+        raise _refused("rope_parameters.partial_rotary_factor", part, "set it to 1.0")
+
+
+def _values_of(hf_config: Any) -> tuple[dict[str, Any], Collection[str]]:
+    """Return the values of a config, and the keys that its class has."""
+    if not hasattr(hf_config, "to_dict"):
+        return vars(hf_config), vars(hf_config)
+    return hf_config.to_dict(), type(hf_config)().to_dict()
+
+
+def _refused(key: str, value: Any, remedy: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"The config's {key} is {reprlib.repr(value)}, which this builder does not serve; "
+        f"{remedy}, or take the model from Megatron-Bridge."
+    )
 
 
 def _rope(hf_config: Any) -> dict[str, Any]:

@@ -292,8 +292,11 @@ def test_norms_fused_into_linear_layers(mcore):
     ("change", "message"),
     [
         ({"model_type": "gemma3"}, "model_type 'gemma3'"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            r"rope_parameters\.rope_type is 'yarn'",
+        ),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     ],
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
@@ -59,6 +60,123 @@ def test_names_are_the_rollouts_and_tensors_come_back(mcore: Any, path: Path) ->
     assert sorted(found) == sorted(expected)
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]) and tensor.dtype == expected[name].dtype, name
+
+
+OFTEN: dict[str, Any] = {
+    "hidden_act": "gelu",
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "partial_rotary_factor": 0.5,
+    "attn_logit_softcapping": 5.0,
+    "attention_bias": True,
+    "rope_theta": 100.0,
+    "rope_interleave": False,
+    "head_dim": 32,
+    "moe_layer_freq": 2,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "dense"],
+    "routed_scaling_factor": 3.0,
+    "scoring_func": "softmax",
+    "n_group": 2,
+}
+"""Keys that some family has, for models of others."""
+ASIDE = ("model_type", "transformers_version", "dtype", "return_dict", "id2label")
+"""The family itself, and keys that are not the model's."""
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+SIZES: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": None},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, **EXPERTS},
+    "deepseek_v3": {
+        **EXPERTS,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
+
+def _other(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 or 1
+    if isinstance(value, str):
+        return f"{value}2"
+    if isinstance(value, list):
+        return value[::-1] or [0]
+    return 8 if value is None else value
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_every_key_of_a_config_counts_or_is_refused_by_its_name(
+    mcore: Any, kind: str, tmp_path: Path
+) -> None:
+    """Against transformers; naively a sliding window was dropped."""
+    base = AutoConfig.for_model(
+        kind,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        initializer_range=0.3,  # so that a change shows
+        tie_word_embeddings=False,
+        **SIZES[kind],
+    )
+    values = base.to_dict()
+    cases = {key: _other(value) for key, value in values.items() if key not in ASIDE}
+    if kind == "deepseek_v3":
+        del cases["rms_norm_eps"]  # of the latents' norms transformers ignores it, vLLM does not
+    cases |= {key: value for key, value in OFTEN.items() if values.get(key) != value}
+    ids = torch.randint(0, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def by_transformers(config: Any, *, loaded: bool) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        if loaded:
+            model = type(model).from_pretrained(tmp_path, config=config)
+        return torch.log_softmax(model.eval()(ids).logits.float(), -1)
+
+    refused, served = set(), set()
+    for key, value in cases.items():
+        # rope_parameters of transformers hold the values of older keys, which these replace.
+        replaced = ["rope_parameters"] if key in ("partial_rotary_factor", "rope_theta") else []
+        rest = {name: each for name, each in values.items() if name not in replaced}
+        try:
+            config = type(base)(**{**rest, key: value})
+        except Exception:
+            continue  # no config of transformers
+        try:
+            model = build_gpt(config, dtype=torch.float32).eval()
+            save_file(dict(export_hf(model)), tmp_path / "model.safetensors", {"format": "pt"})
+            found = torch.log_softmax(model(ids, torch.arange(40).expand(2, -1), None).float(), -1)
+        except UnsupportedError as error:
+            assert key in str(error)
+            refused.add(key)
+        except Exception:  # no model of transformers either
+            with pytest.raises((ValueError, TypeError, RuntimeError, AttributeError)):
+                by_transformers(config, loaded=False)
+        else:
+            config.save_pretrained(tmp_path)
+            try:
+                expected = by_transformers(config, loaded=True)
+            except Exception:
+                with pytest.raises((ValueError, TypeError, RuntimeError, AttributeError)):
+                    by_transformers(config, loaded=False)
+            else:
+                assert (found - expected).abs().max() < 1e-3, (key, value)
+                served.add(key)
+    assert {"partial_rotary_factor", "hidden_act", "layer_types", "attention_dropout"} <= refused
+    assert {"hidden_size", "rope_theta", "use_cache", "num_hidden_layers"} <= served
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "minimax_m2", "gemma3_text", "granite", "arcee"])
