@@ -146,7 +146,7 @@ def _settings(text: str | None, seed: int):
     try:
         return Settings.model_validate({**given, "seed": seed})
     except ValidationError as error:
-        raise OptionError(f"Bad settings: {explain(error, '--settings')}") from None
+        raise OptionError(f"Bad settings: {explain(error, '--settings', Settings)}") from None
 
 
 def _has_checkpoint(out: Path, precisions: list[str]) -> bool:

@@ -95,8 +95,10 @@ _NEUTRAL = {
     "routed_scaling_factor": 1.0,
 }
 """Values that switch a key off, beside null, false, 0 and empty ones."""
-_ROPE_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")
-_ROPE_KEYS += ("mrope_interleaved",)  # text alone has the same position in all three sections
+_ROPE_KEYS = (
+    *("rope_type", "rope_theta", "partial_rotary_factor"),
+    *("mrope_section", "mrope_interleaved"),  # text alone has one position in all sections
+)
 _PARTIAL_ROTARY = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """``model_type`` of models that rotate a part of each head; others of transformers ignore it."""
 

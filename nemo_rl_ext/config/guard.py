@@ -53,4 +53,4 @@ class GuardConfig(BaseModel):
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:
-            raise RecipeError(f"Bad guard: {explain(error, where)}") from None
+            raise RecipeError(f"Bad guard: {explain(error, where, cls)}") from None

@@ -104,7 +104,7 @@ def _read(file: Path, children: tuple[Path, ...]) -> str:
             else "give the path of a YAML to --config"
         )
         raise OptionError(f"'{printable(str(file))}' cannot be read ({why}); {remedy}.") from None
-    data = parse_yaml(text, f"'{file}'")
+    data = parse_yaml(text, f"'{file}'", block="fp8rl")
     if not isinstance(data, dict):
         raise RecipeError(
             f"'{file}' holds a {type(data).__name__}, not a mapping of config keys; correct it."

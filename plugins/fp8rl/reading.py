@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fp8rl.errors import RecipeError
 
@@ -88,27 +88,51 @@ def _without_duplicates(node: Any, path: str, levels: int) -> Any:
     return node
 
 
+_TAG = "tag:yaml.org,2002:"
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads ``1e-4`` and ``1.5e3`` as numbers, as YAML 1.2 does; PyYAML reads strings."""
+    """Reads plain words and numbers as YAML 1.2 does; PyYAML follows YAML 1.1, in which ``off`` is
+    false, ``2026-11-28`` a date and ``1e-4`` a string."""
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] not in (f"{_TAG}bool", f"{_TAG}timestamp")]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    f"{_TAG}float",
     re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
 )
+_Loader.add_implicit_resolver(
+    f"{_TAG}bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_TWO_NUMBERS = re.compile(
+    r"[-+]?(0[0-9_]+|0o[0-7]+|0b[01_]+|0x[0-9a-fA-F]*_[0-9a-fA-F_]*|[0-9][0-9.]*_[0-9_.]*|"
+    r"[0-9]+(:[0-9.]+)+)$"
+)
+"""Plain values that are one number in YAML 1.1 and another, or text, in YAML 1.2."""
 
 
-def parse_yaml(text: str, where: str) -> Any:
-    """Parse a YAML text; see :func:`parse_json` for the arguments.
+def parse_yaml(text: str, where: str, *, block: str | None = None) -> Any:
+    """Parse a YAML text by the rules of YAML 1.2, which are those of JSON for what both know.
+
+    Args:
+        text: YAML text.
+        where: name of the text, e.g. its path; an error puts it before each key.
+        block: key of the mappings that fp8rl reads; by default it reads all of the text. Outside of
+            them numbers of YAML 1.1 are accepted, as their reader may follow it.
 
     Raises:
-        RecipeError: not valid YAML, or a mapping with a key twice.
+        RecipeError: not valid YAML, a mapping with a key twice, or a number that YAML 1.1 and 1.2
+            read differently (``010``, ``1_000``, ``1:30``).
     """
     try:
         root = yaml.compose(text, _Loader)
         if root is not None:
-            _refuse_duplicates(root, where, set())
+            _check_nodes(root, where, block, set())
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -130,20 +154,30 @@ def parse_yaml(text: str, where: str) -> Any:
         raise RecipeError(f"{where} holds a value that YAML cannot read: {error}.") from None
 
 
-def _refuse_duplicates(node: yaml.Node, path: str, seen: set[int]) -> None:
-    """Raise RecipeError if a mapping has a key twice; PyYAML would keep the last one.
+def _check_nodes(node: yaml.Node, path: str, block: str | None, seen: set[int]) -> None:
+    """Raise RecipeError for a key twice, of which PyYAML would keep the last one, and for a number
+    that depends on the version of YAML.
 
     Args:
         node: node of PyYAML's tree.
         path: path of the node.
+        block: see :func:`parse_yaml`; None within such a mapping.
         seen: ids of the visited nodes; an alias may lead back to one of them.
     """
     if id(node) in seen:
         return
     seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.ScalarNode):
+        plain = node.style is None or node.tag in (f"{_TAG}int", f"{_TAG}float")
+        if block is None and plain and _TWO_NUMBERS.match(node.value):
+            raise RecipeError(
+                f"'{path}' is {printable(node.value)}, which YAML 1.1 and YAML 1.2 read "
+                "differently; write the number without leading zeros, underscores and colons, or "
+                "put quotes around what is text."
+            )
+    elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            _refuse_duplicates(value, f"{path}.{index}", seen)
+            _check_nodes(value, f"{path}.{index}", block, seen)
     elif isinstance(node, yaml.MappingNode):
         lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
@@ -157,29 +191,94 @@ def _refuse_duplicates(node: yaml.Node, path: str, seen: set[int]) -> None:
                     "them."
                 )
             lines[name] = line
-            _refuse_duplicates(value, inner, seen)
+            _check_nodes(value, inner, None if key.value == block else block, seen)
 
 
-def explain(error: ValidationError, where: str) -> str:
+def explain(error: ValidationError, where: str, model: type[BaseModel] | None = None) -> str:
     """Say what is wrong with a mapping, in one line with every key's full path.
 
     Args:
         error: error of pydantic.
         where: path of the mapping.
+        model: the model that the mapping was to fit; its keys are offered for a misspelled one.
     """
     parts = []
     for item in error.errors():
-        key = ".".join([where, *(printable(str(part)) for part in item["loc"])])
+        loc = [printable(str(part)) for part in item["loc"]]
+        key = ".".join([where, *loc])
         said = item["msg"].removeprefix("Value error, ")
         wanted = said.removeprefix("Input should be ")
         if item["type"] == "extra_forbidden":
-            parts.append(f"unknown key '{key}' (remove it or correct its spelling)")
+            meant = _keys_meant(loc, _dotted(model) if model is not None else [])
+            remedy = _either(f"{where}.{name}" for name in meant)
+            parts.append(
+                f"unknown key '{key}' "
+                + (f"(write {remedy})" if meant else "(remove it or correct its spelling)")
+            )
         elif wanted != said:
             wanted = wanted.replace("a valid tuple", "a list").partition(" or instance of ")[0]
-            parts.append(f"'{key}' must be {wanted}, not {_SHORT.repr(item['input'])}")
+            wanted = wanted.replace("a valid boolean", "true or false")
+            wanted = wanted.replace("a valid dictionary", "a mapping")
+            meant = []
+            if item["type"] == "literal_error":
+                meant = _values_meant(item["input"], re.findall("'([^']*)'", wanted))
+            hint = f" (write {_either(meant)})" if meant else ""
+            parts.append(f"'{key}' must be {wanted}, not {_SHORT.repr(item['input'])}{hint}")
         else:
             parts.append(f"'{key}': {said}")
     return "; ".join(parts) + "."
+
+
+def _dotted(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """List the keys of a model and of the sections in it, with dots."""
+    found = []
+    for name, field in model.model_fields.items():
+        found.append(f"{prefix}{name}")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found += _dotted(kind, f"{found[-1]}.")
+    return found
+
+
+def _keys_meant(loc: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Find the keys that an unknown one may mean: with the same letters anywhere in the model
+    (``kv_cache_dtype``, or ``dtype`` without its section), or a similar one of its section."""
+    section, key = ".".join(loc[:-1]), loc[-1]
+    for same in (
+        [name for name in known if _letters(name) in (_letters(key), _letters(".".join(loc)))],
+        [name for name in known if _letters(name.rpartition(".")[2]) == _letters(key)],
+    ):
+        if same:
+            return same
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    found = near_miss(key, beside)
+    return [beside[found]] if found else []
+
+
+_OTHER_SPELLINGS = {
+    **dict.fromkeys(("float8", "float8_e4m3fn", "fp8_e4m3fn", "fp8_e5m2", "e5m2"), "fp8_e4m3"),
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half", "none"), "auto"),
+    **dict.fromkeys(("ue8m0", "e8m0", "power_of_two"), "pow2"),
+    "float32": "fp32",
+    "fp32": "float32",
+}
+"""Names that engines and papers have for values of a recipe."""
+
+
+def _values_meant(given: object, choices: Sequence[str]) -> list[str]:
+    """Find the choices that another spelling may mean."""
+    if not isinstance(given, str) or not _letters(given):
+        return []
+    if (other := _OTHER_SPELLINGS.get(given.lower())) in choices:
+        return [str(other)]
+    found = near_miss(given, choices)
+    if found:
+        return [found]
+    return [choice for choice in choices if _letters(given) in _letters(choice)]
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(f"'{name}'" for name in names)
 
 
 def printable(text: str) -> str:

@@ -51,7 +51,7 @@ ModuleKind = Literal[
     "tower",
     "linear",
 ]
-# YAML 1.1 reads a bare `off` as false.
+# Readers of YAML 1.1, as OmegaConf is for NeMo RL's files, take a bare `off` for false.
 ISMode = Annotated[
     Literal["truncate", "clip", "mask", "off"],
     BeforeValidator(lambda v: "off" if v is False else v),
@@ -261,7 +261,7 @@ class Recipe(_Section):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise RecipeError(f"Bad recipe: {explain(error, where)}") from None
+            raise RecipeError(f"Bad recipe: {explain(error, where, cls)}") from None
 
     @classmethod
     def load(cls, source: str | os.PathLike[str], *, where: str = "recipe") -> Recipe:
@@ -274,13 +274,29 @@ class Recipe(_Section):
         Raises:
             RecipeError: no such file, not parseable, unknown key or bad value.
         """
-        text = os.fspath(source)
+        if not isinstance(source, str | os.PathLike):
+            raise RecipeError(
+                f"{where} is a {type(source).__name__}; give a path or a JSON object as a string, "
+                "or give a mapping to Recipe.from_dict."
+            )
+        text = str(os.fspath(source))
         if text.lstrip().startswith("{"):
             return cls.from_dict(_unwrap(parse_json(text, where)), where=where)
         path = Path(text)
         try:
-            body = path.read_text(encoding="utf-8")
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            if not text:
+                raise FileNotFoundError  # the path of the current folder otherwise
+            body = path.read_text(encoding="utf-8-sig")
+        except IsADirectoryError:
+            raise RecipeError(
+                f"'{printable(text)}' is a folder; give the path of the recipe file in it."
+            ) from None
+        except UnicodeDecodeError:
+            raise RecipeError(
+                f"Recipe file '{printable(text)}' cannot be read: it is no text in UTF-8; give a "
+                "YAML or JSON file."
+            ) from None
+        except (FileNotFoundError, NotADirectoryError):
             raise RecipeError(
                 f"Recipe file '{printable(text)}' does not exist; give a path or a JSON object."
             ) from None

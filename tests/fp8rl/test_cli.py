@@ -123,7 +123,7 @@ def test_an_error_is_one_line_and_exit_code_2(monkeypatch, capsys):
     code, out, err = run_main(monkeypatch, capsys, "recipe", '{"pins": {"layrs": [1]}}')
     assert (code, out) == (2, "")
     assert err == (
-        "Error: Bad recipe: unknown key 'recipe.pins.layrs' (remove it or correct its spelling).\n"
+        "Error: Bad recipe: unknown key 'recipe.pins.layrs' (write 'recipe.pins.layers').\n"
     )
 
 

@@ -210,7 +210,11 @@ def test_bad_values(data, message):
         ("r.yaml", b"a: 1\n---\nb: 2", "r.yaml is not valid YAML at line 2, column 1: expected"),
         ("r.yaml", b"a: 1\nb: \x01", "r.yaml is not valid YAML at line 2: character #x0001"),
         ("r.yaml", b"[" * 5000, "r.yaml is not valid YAML: it is nested too deeply."),
-        ("r.yaml", b"a: 2026-13-45", "r.yaml holds a value that YAML cannot read: month must be"),
+        (
+            "r.yaml",
+            b"a: !!timestamp 2026-13-45",
+            "r.yaml holds a value that YAML cannot read: month must be",
+        ),
         ("r.yaml", b"a: !!int ''", "r.yaml holds a value that YAML cannot read"),
         ("r.yaml", b"a: &a [*a]", "unknown key"),
         ("r.yaml", b"- 1\n- 2\n", "r.yaml must be a mapping of recipe keys, not list"),
@@ -300,6 +304,124 @@ def test_exponents_need_no_dot_in_yaml(tmp_path, number):
     path.write_text(f"importance_sampling:\n  token_veto: '{number}'\n")
     with pytest.raises(RecipeError, match="token_veto' must be a valid number, not '"):
         Recipe.load(path)
+
+
+@pytest.mark.parametrize("number", ["010", "08", "0o10", "1_0", "0b1010", "0x1_0", "1:30", "+01"])
+@pytest.mark.parametrize("form", ["{}", "!!int {}", "!!int '{}'"])
+def test_a_number_that_depends_on_the_version_of_yaml_is_refused(tmp_path, number, form):
+    """PyYAML reads 010 as 8 and 1:30 as 90, YAML 1.2 as 10 and as text."""
+    path = tmp_path / "r.yaml"
+    path.write_text(f"pins:\n  layers: [1, {form.format(number)}]\n")
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load(path)
+    assert f"r.yaml.pins.layers.1' is {number}, which YAML 1.1 and" in str(caught.value)
+    path.write_text("pins: {layers: [1, 10, -2, +3, 0x10, 0], names: ['010', '1:30']}")
+    assert Recipe.load(path).pins == Pins(layers=(1, 10, -2, 3, 16, 0), names=("010", "1:30"))
+
+
+@pytest.mark.parametrize("number", ["1_0.5", "1:30.5", "1_000"])
+def test_the_same_of_fractions(tmp_path, number):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"importance_sampling: {{high: {number}}}")
+    with pytest.raises(RecipeError, match=rf"importance_sampling\.high' is {number}, which"):
+        Recipe.load(path)
+
+
+@pytest.mark.parametrize("word", ["yes", "no", "on", "off", "Off", "y", "2026-11-28", ".inf"])
+def test_words_of_yaml_1_1_are_no_booleans_and_dates_are_text(tmp_path, word):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"training: {word}")
+    with pytest.raises(RecipeError, match=r"training' must be true or false, not "):
+        Recipe.load(path)
+    for right in ("true", "True", "TRUE"):
+        path.write_text(f"training: {right}")
+        assert Recipe.load(path).training is True
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_not_finite_are_refused_by_their_key(tmp_path, number):
+    with pytest.raises(RecipeError, match=r"kv_cache\.margin' must be a finite number"):
+        Recipe.load(f'{{"kv_cache": {{"margin": {number}}}}}')
+    path = tmp_path / "r.yaml"
+    for word in (".inf", "-.inf", ".nan", "1e999"):
+        path.write_text(f"kv_cache: {{margin: {word}}}")
+        with pytest.raises(RecipeError, match=r"kv_cache\.margin' must be a finite number"):
+            Recipe.load(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("rolout", "'recipe.rollout'"),
+        ("pins.layrs", "'recipe.pins.layers'"),
+        ("pins.kind", "'recipe.pins.kinds'"),
+        ("kvcache", "'recipe.kv_cache'"),
+        ("KV-Cache", "'recipe.kv_cache'"),
+        ("kv_cache.recalibration", "'recipe.kv_cache.recalibrate'"),
+        ("kv_cache_dtype", "'recipe.kv_cache.dtype'"),
+        ("dtype", "'recipe.kv_cache.dtype'"),
+        ("margin", "'recipe.kv_cache.margin'"),
+        ("last", "'recipe.pins.last'"),
+        ("scale_format", "'recipe.weights.scale_format' or 'recipe.activations.scale_format'"),
+        ("importance_sampling.rejection.hig", "'recipe.importance_sampling.rejection.high'"),
+    ],
+)
+def test_a_misspelled_or_misplaced_key_is_told_what_to_write(path, meant):
+    data: Any = 1
+    for key in reversed(path.split(".")):
+        data = {key: data}
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_dict(data)
+    assert f"unknown key 'recipe.{path}' (write {meant})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "meant"),
+    [
+        ("kv_cache", "dtype", "fp8", "'fp8_e4m3'"),
+        ("kv_cache", "dtype", "e4m3", "'fp8_e4m3'"),
+        ("kv_cache", "dtype", "float8", "'fp8_e4m3'"),
+        ("kv_cache", "dtype", "fp8_e5m2", "'fp8_e4m3'"),
+        ("kv_cache", "dtype", "FP8_E4M3", "'fp8_e4m3'"),
+        ("kv_cache", "dtype", "int8", "'int8_per_token_head'"),
+        ("kv_cache", "dtype", "bf16", "'auto'"),
+        ("kv_cache", "dtype", "bfloat16", "'auto'"),
+        ("weights", "scale_format", "ue8m0", "'pow2'"),
+        ("weights", "scale_format", "float32", "'fp32'"),
+        ("importance_sampling", "level", "tokens", "'token'"),
+        ("importance_sampling", "mode", "Off", "'off'"),
+        ("pins", "kinds", ["down"], "'down_proj'"),
+        ("pins", "kinds", ["qkv"], "'qkv_proj' or 'in_proj_qkvz'"),
+    ],
+)
+def test_another_spelling_of_a_value_is_told_the_one_that_is_read(section, key, value, meant):
+    with pytest.raises(RecipeError, match=f"{section}.{key}") as caught:
+        Recipe.from_dict({section: {key: value}})
+    assert str(caught.value).endswith(f"(write {meant}).")
+    right = meant.partition(" or ")[0].strip("'")
+    Recipe.from_dict({section: {key: [right] if isinstance(value, list) else right}})
+
+
+@pytest.mark.parametrize("value", ["", "-", "zzz", 3, None, True, "x" * 5000])
+def test_nothing_is_offered_for_a_value_that_is_like_none(value):
+    with pytest.raises(RecipeError, match=r"kv_cache\.dtype' must be 'fp8_e4m3'") as caught:
+        Recipe.from_dict({"kv_cache": {"dtype": value}})
+    assert "(write" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "a NoneType; give a path"),
+        (b"r.yaml", "a bytes; give a path"),
+        ({"pins": {}}, r"a dict; .*give a mapping to Recipe\.from_dict"),
+        (["r.yaml"], "a list; give a path"),
+        ("", "'' does not exist; give a path"),
+    ],
+)
+def test_a_source_of_another_type(source, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.load(source)
 
 
 @pytest.mark.parametrize("path", [*leaves(FULL), ("pins",), ("importance_sampling",)], ids=".".join)
@@ -403,7 +525,7 @@ def test_errors_are_one_short_line(tmp_path):
 def test_missing_file_and_bad_text(tmp_path):
     with pytest.raises(RecipeError, match=r"nowhere\.yaml' does not exist; give a path or a JSON"):
         Recipe.load(tmp_path / "nowhere.yaml")
-    with pytest.raises(RecipeError, match="does not exist"):
+    with pytest.raises(RecipeError, match="' is a folder; give the path of the recipe file in it"):
         Recipe.load(tmp_path)
     with pytest.raises(RecipeError, match="recipe is not valid JSON"):
         Recipe.load("{not json")

@@ -23,6 +23,17 @@ def load(tmp_path: Path) -> Any:
     return load
 
 
+def test_numbers_of_yaml_1_1_are_refused_in_our_blocks_alone(tmp_path: Path) -> None:
+    """Upstream's files have hours as 00:03:35:00."""
+    file = tmp_path / "x.yaml"
+    theirs = "checkpointing: {checkpoint_must_save_by: 00:03:35:00}\n"
+    file.write_text(theirs + "policy: {megatron_cfg: {fp8rl: {pins: {layers: [10]}}}}\n")
+    assert load_config(file)["policy"]["megatron_cfg"]["fp8rl"]["pins"]["layers"] == [10]
+    file.write_text(theirs + "policy: {megatron_cfg: {fp8rl: {pins: {layers: [010]}}}}\n")
+    with pytest.raises(RecipeError, match=r"policy\.megatron_cfg\.fp8rl\.pins\.layers\.0' is 010"):
+        load_config(file)
+
+
 def test_children_lie_over_their_parents_and_the_last_parent_over_the_first(load: Any) -> None:
     assert load(
         a="defaults: b.yaml\none: 1\nsection: {keep: 1, change: 1}",
