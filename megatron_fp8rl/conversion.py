@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from fp8rl import PinPolicy, PluginManager, Recipe
-from fp8rl.errors import UnsupportedError
+from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.gemm import BackendChoice, GemmShape, GroupedShape
 from fp8rl.listing import listed
 from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
 from megatron_fp8rl import compat, table
-from megatron_fp8rl.export import ModelChunks, in_wrapper, unwrap_chunks
+from megatron_fp8rl.export import ModelChunks, in_wrapper, path_of_adapter, unwrap_chunks
 from megatron_fp8rl.export.layout import REPLICATED
 from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
 from megatron_fp8rl.router_replay import check_router_replay
@@ -191,10 +191,16 @@ def convert(
     Raises:
         PinError: a pin matches nothing, or only some experts of a grouped module.
         PluginError: two plugins offer a GEMM backend of one name.
+        RecipeError: ``recipe`` is no Recipe.
         UnsupportedError: FP8 linears do not serve a module, a config option or the model, or it is
             converted already (also with other pins), or chunks hold one layer twice. Nothing has
             been changed then.
     """
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(
+            f"The recipe is a {type(recipe).__name__}; make one with Recipe.load(path) or "
+            "Recipe.from_dict(mapping)."
+        )
     chunks, wrapped = unwrap_chunks(model), in_wrapper(model)
     for chunk in chunks:
         for path, module in chunk.named_modules():
@@ -284,15 +290,14 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
 
 
 def _refuse_adapters(roots: Iterable[torch.nn.Module]) -> None:
-    """Refuse linears that Megatron-Bridge has wrapped for LoRA (peft/adapter_wrapper.py)."""
     for root in roots:
-        for path, module in root.named_modules():
-            if hasattr(module, "to_wrap") and hasattr(module, "adapter"):
-                raise UnsupportedError(
-                    f"'{path}' is a {type(module).__name__}: FP8 training does not serve LoRA, "
-                    "whose adapters read the output of a norm that FP8 linears keep inside; set "
-                    "training to false in the recipe, or train without adapters."
-                )
+        if path := path_of_adapter(root):
+            raise UnsupportedError(
+                f"'{path}' is a {type(root.get_submodule(path)).__name__}: FP8 "
+                "training does not serve LoRA, whose adapters read the output of a norm that FP8 "
+                "linears keep inside; set training to false in the recipe, or train without "
+                "adapters."
+            )
 
 
 def describe(setup: Setup) -> str:

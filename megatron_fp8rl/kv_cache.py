@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
 from fp8rl.recipe import KVDtype
 from megatron_fp8rl.compat import check_no_cuda_graphs
-from megatron_fp8rl.export import ModelChunks, unwrap_chunks
+from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
 from megatron_fp8rl.observers import core_attentions
 
 
@@ -40,9 +40,9 @@ class KVCacheInTraining:
         dtype: of the rollouts' KV cache.
 
     Raises:
-        UnsupportedError: ``dtype`` is ``auto``; multi-latent attention, whose cache holds latents,
-            a layer without ``core_attention``, a model in CUDA graphs, or one that has a
-            ``KVCacheInTraining`` already.
+        UnsupportedError: ``dtype`` is ``auto`` or no dtype of a KV cache; multi-latent attention,
+            whose cache holds latents, a layer without ``core_attention``, a model in CUDA graphs,
+            or one that has a ``KVCacheInTraining`` already.
     """
 
     def __init__(self, model_chunks: ModelChunks, dtype: KVDtype = "fp8_e4m3") -> None:
@@ -50,6 +50,10 @@ class KVCacheInTraining:
             raise UnsupportedError(
                 "A KV cache of dtype 'auto' holds K and V as they are; make no KVCacheInTraining, "
                 "or set kv_cache.dtype to fp8_e4m3 or int8_per_token_head."
+            )
+        if dtype not in get_args(KVDtype):
+            raise UnsupportedError(
+                f"There is no KV cache of dtype {dtype!r}; use 'fp8_e4m3' or 'int8_per_token_head'."
             )
         chunks = unwrap_chunks(model_chunks)
         check_no_cuda_graphs(
@@ -59,7 +63,7 @@ class KVCacheInTraining:
         )
         attentions = dict(core_attentions(chunks))
         _check_not_quantized(attentions)
-        device = next(p.device for chunk in chunks for p in chunk.parameters())
+        device = device_of(chunks)
         self.has_scales = dtype == "fp8_e4m3"
         """Whether :meth:`set` must be called with the scales of each refit."""
         self.in_service = not self.has_scales
@@ -93,6 +97,10 @@ class KVCacheInTraining:
             raise ScaleError(
                 "An INT8 KV cache makes its own scales, so KVCacheInTraining.set has no use for "
                 "any; do not call it."
+            )
+        if not isinstance(scales, Mapping):
+            raise ScaleError(
+                f"KV scales came as a {type(scales).__name__}; give a mapping from name to scale."
             )
         given = _by_canonical_name(scales)
         table = []
@@ -187,7 +195,7 @@ def _by_canonical_name(scales: Mapping[str, Tensor | float]) -> dict[str, Tensor
     """Return the scales by the names of ``scale_name``; entries with other names are left out."""
     found: dict[str, Tensor | float] = {}
     for name, scale in scales.items():
-        parsed = parse_scale_name(name)
+        parsed = parse_scale_name(str(name))
         if parsed is None:
             continue
         canonical = scale_name(*parsed)

@@ -7,6 +7,7 @@ rotary embedding, in any log-probability or training forward, for the price of o
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from fp8rl.errors import CheckpointError, UnsupportedError
 from fp8rl.kv_scales import ROLES, scales_from_amax
 from megatron_fp8rl import compat
 from megatron_fp8rl.amax import MaximumTable, PercentileTable
-from megatron_fp8rl.export import ModelChunks, unwrap_chunks
+from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
 
 
 class QKVObserver:
@@ -36,17 +37,18 @@ class QKVObserver:
             maximum by default.
 
     Raises:
-        UnsupportedError: multi-latent attention, a layer without ``core_attention``, or a
-            percentile outside (0, 100].
+        UnsupportedError: multi-latent attention, a layer without ``core_attention``, chunks that
+            hold a layer twice, or a percentile outside (0, 100].
     """
 
     def __init__(
         self, model_chunks: ModelChunks, *, enabled: bool = True, percentile: float | None = None
     ) -> None:
-        if percentile is not None and not 0.0 < percentile <= 100.0:
+        number = isinstance(percentile, int | float) and not isinstance(percentile, bool)
+        if percentile is not None and not (number and 0.0 < percentile <= 100.0):
             raise UnsupportedError(
-                f"percentile={percentile} is not within (0, 100]; give e.g. 99.9, or leave it out "
-                "for the maximum."
+                f"percentile={percentile!r} is not within (0, 100]; give e.g. 99.9, or leave "
+                "it out for the maximum."
             )
         chunks = unwrap_chunks(model_chunks)
         attentions = dict(core_attentions(chunks))
@@ -56,7 +58,7 @@ class QKVObserver:
         linear = compat.linear_attention_layers(config)
         self.layers = [number for number, flag in enumerate(linear) if not flag]
         """Global numbers of the layers with keys and values, on all ranks."""
-        device = next(p.device for chunk in chunks for p in chunk.parameters())
+        device = device_of(chunks)
         self._amax = (
             MaximumTable(self.num_layers, device)
             if percentile is None
@@ -135,11 +137,11 @@ class QKVObserver:
             CheckpointError: the state does not belong to an observer of this model.
         """
         own, key = self._amax.table, self._amax.key
-        table = state.get(key)
-        if set(state) != {key} or not isinstance(table, Tensor):
+        table = state.get(key) if isinstance(state, Mapping) and set(state) == {key} else None
+        if not isinstance(table, Tensor):
             raise CheckpointError(
-                f"The observer's state has keys {sorted(state)}, it needs '{key}' alone; give what "
-                "state_dict() of an observer with the same percentile returned."
+                f"The observer's state is {reprlib.repr(state)}, it needs '{key}' alone; "
+                "give what state_dict() of an observer with the same percentile returned."
             )
         if table.shape != own.shape or table.dtype != own.dtype:
             raise CheckpointError(
@@ -169,11 +171,19 @@ def core_attentions(chunks: list[Any]) -> Iterator[tuple[int, torch.nn.Module]]:
     Linear attention has no keys and values to cache, and is left out.
 
     Raises:
-        UnsupportedError: multi-latent attention, or a layer without ``core_attention``.
+        UnsupportedError: multi-latent attention, a layer without ``core_attention``, or one that is
+            there twice.
     """
+    seen: set[int] = set()
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             number = layer.layer_number - 1
+            if number in seen:
+                raise UnsupportedError(
+                    f"The model chunks hold layer {number} twice; give each chunk of one model "
+                    "once, and another model by itself."
+                )
+            seen.add(number)
             if compat.linear_attention_layers(chunk.config)[number]:
                 continue
             attention = getattr(layer, "self_attention", None)

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 
 from fp8rl.errors import UnsupportedError
-from megatron_fp8rl.export import ModelChunks, unwrap_chunks
+from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
 
 
 def check_router_replay(config: Any) -> None:
@@ -68,7 +68,7 @@ class ReplayedRoutes:
                 "The model has no RouterReplay; build it with moe_enable_routing_replay=True."
             )
         check_router_replay(config)
-        device = next(p.device for chunk in chunks for p in chunk.parameters())
+        device = device_of(chunks)
         self._placeholder = None
         if skip_placeholders:
             self._placeholder = torch.arange(config.moe_router_topk, device=device)

@@ -7,7 +7,22 @@ TransformerEngine layer spec.
 """
 
 from megatron_fp8rl.export.load import load_hf
-from megatron_fp8rl.export.mapping import ModelChunks, in_wrapper, unwrap_chunks
+from megatron_fp8rl.export.mapping import (
+    ModelChunks,
+    device_of,
+    in_wrapper,
+    path_of_adapter,
+    unwrap_chunks,
+)
 from megatron_fp8rl.export.stream import export_hf, fp8_wire
 
-__all__ = ["ModelChunks", "export_hf", "fp8_wire", "in_wrapper", "load_hf", "unwrap_chunks"]
+__all__ = [
+    "ModelChunks",
+    "device_of",
+    "export_hf",
+    "fp8_wire",
+    "in_wrapper",
+    "load_hf",
+    "path_of_adapter",
+    "unwrap_chunks",
+]

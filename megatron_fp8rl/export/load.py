@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from fp8rl.errors import CheckpointError
-from megatron_fp8rl.export.mapping import EMBEDDING, HEAD, ModelChunks, read_model, whole_stream
+from megatron_fp8rl.export.mapping import (
+    EMBEDDING,
+    HEAD,
+    ModelChunks,
+    pairs_of,
+    read_model,
+    whole_stream,
+)
 
 
 def load_hf(
@@ -35,7 +42,7 @@ def load_hf(
     Raises:
         CheckpointError: a tensor is missing, unknown, given twice, wrongly shaped or of a dtype
             that would lose precision. Nothing has been changed then.
-        UnsupportedError: the model has a parameter without a rule.
+        UnsupportedError: the model has a parameter without a rule, an adapter, or no memory yet.
     """
     mapping, parameters = read_model(model_chunks, vocab_size)
     given = tensors if isinstance(tensors, Mapping) else _collect(tensors)
@@ -59,7 +66,7 @@ def load_hf(
 
 def _collect(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     given: dict[str, Tensor] = {}
-    for name, tensor in tensors:
+    for name, tensor in pairs_of(tensors):
         if name in given:
             raise CheckpointError(f"Tensor '{name}' is given twice; send each tensor once.")
         given[name] = tensor
@@ -82,6 +89,10 @@ def _check_names(given: Mapping[str, Tensor], expected: Iterable[str], optional:
 def _check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, allow_cast: bool
 ) -> None:
+    if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout != torch.strided:
+        what = "without values (meta)" if getattr(tensor, "is_meta", False) else "sparse"
+        what = what if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise CheckpointError(f"Tensor '{name}' is {what}; give a dense torch.Tensor with values.")
     if tuple(tensor.shape) != shape:
         raise CheckpointError(
             f"Tensor '{name}' has shape {tuple(tensor.shape)} where the model needs {shape}; give "

@@ -10,7 +10,7 @@ gate and up per tensor-parallel shard (``[gate_shard; up_shard]``,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8rl.errors import CheckpointError, UnsupportedError
 from megatron_fp8rl import compat
@@ -30,6 +31,10 @@ from megatron_fp8rl.export.layout import (
 
 ModelChunks = torch.nn.Module | Sequence[torch.nn.Module]
 """A GPTModel, plain or wrapped, or the list of this rank's virtual-pipeline chunks."""
+
+_OF_ADAPTERS = ("to_wrap", "base_layer", "lora_A", "lora_a")
+"""Attributes of a linear with an adapter: of Megatron-Bridge's (``peft/adapter_wrapper.py``) and of
+peft's (``tuners/lora/layer.py``)."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +192,15 @@ class ParameterMap:
         self.ep = model.pg_collection.ep
         self.expert_tp = model.pg_collection.expt_tp
         self.tied = bool(model.share_embeddings_and_output_weights)
-        self.vocab_size = model.vocab_size if vocab_size is None else vocab_size
-        if not 0 < self.vocab_size <= model.vocab_size:
+        if vocab_size is None:  # Megatron-Bridge's config has the size before padding
+            vocab_size = getattr(model.config, "vocab_size", None) or model.vocab_size
+        if type(vocab_size) is not int or not 0 < vocab_size <= model.vocab_size:
             raise CheckpointError(
-                f"vocab_size={vocab_size} is not within the model's {model.vocab_size} (padded) "
+                f"vocab_size={vocab_size!r} is not within the model's {model.vocab_size} (padded) "
                 "vocabulary rows; give the size of the Hugging Face vocabulary."
             )
-        self.device = next(p.device for chunk in chunks for p in chunk.parameters())
+        self.vocab_size = vocab_size
+        self.device = device_of(chunks)
 
     def rows(self, rule: Rule) -> RowLayout | None:
         """Return the row order of q, k and v; None for other parameters."""
@@ -324,6 +331,12 @@ def read_model(
     chunks = unwrap_chunks(model_chunks)
     for chunk in chunks:
         _check_served(chunk.config)
+        if path := path_of_adapter(chunk):
+            raise UnsupportedError(
+                f"'{path}' has an adapter (LoRA), which Hugging Face's checkpoint of the model has "
+                "not; merge the adapters into the weights first, or let Megatron-Bridge export the "
+                "model."
+            )
     mapping = ParameterMap(chunks, vocab_size)
     parameters = [
         _mapped(mapping, chunk, name, param) for chunk in chunks for name, param in _tensors(chunk)
@@ -340,7 +353,7 @@ def _tensors(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
-    """Return the GPTModels inside Float16Module and DistributedDataParallel.
+    """Return the GPTModels inside Float16Module and DistributedDataParallel, Megatron's or torch's.
 
     That of a multimodal model of Megatron-Bridge is its ``language_model``.
 
@@ -348,22 +361,32 @@ def unwrap_chunks(model_chunks: ModelChunks) -> list[GPTModel]:
         UnsupportedError: a chunk is another kind of model, or there is none.
     """
     chunks = [
-        chunk.language_model if _wraps(chunk) else chunk
-        for chunk in unwrap_model(as_list(model_chunks))
+        chunk.language_model if _wraps(chunk) else chunk for chunk in _unwrapped(model_chunks)
     ]
     if not chunks:
         raise UnsupportedError("The list of model chunks is empty; give this rank's GPTModels.")
     for chunk in chunks:
         if not isinstance(chunk, GPTModel):
             raise UnsupportedError(
-                f"{type(chunk).__name__} is no GPTModel; only GPT models are served."
+                f"{type(chunk).__name__} is no GPTModel; give the GPTModel, or what Float16Module "
+                "and DistributedDataParallel (Megatron's or torch's) have made of it."
             )
     return chunks
 
 
 def in_wrapper(model_chunks: ModelChunks) -> bool:
     """Tell whether the GPTModels are the language model of a multimodal model."""
-    return any(_wraps(chunk) for chunk in unwrap_model(as_list(model_chunks)))
+    return any(_wraps(chunk) for chunk in _unwrapped(model_chunks))
+
+
+def _unwrapped(model_chunks: ModelChunks) -> list[Any]:
+    found = []
+    for chunk in as_list(model_chunks):
+        (inner,) = unwrap_model([chunk])
+        while isinstance(inner, DistributedDataParallel):
+            (inner,) = unwrap_model([inner.module])
+        found.append(inner)
+    return found
 
 
 def _wraps(chunk: Any) -> bool:
@@ -373,8 +396,59 @@ def _wraps(chunk: Any) -> bool:
 
 
 def as_list(model_chunks: ModelChunks) -> list[torch.nn.Module]:
-    """Return the chunks as they were given, still wrapped."""
-    return [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    """Return the chunks as they were given, still wrapped.
+
+    Raises:
+        UnsupportedError: they are neither a module nor a list.
+    """
+    if isinstance(model_chunks, torch.nn.Module):
+        return [model_chunks]
+    if isinstance(model_chunks, str) or not isinstance(model_chunks, Sequence):
+        raise UnsupportedError(
+            f"The model is a {type(model_chunks).__name__}; give a GPTModel, or the list of this "
+            "rank's chunks."
+        )
+    return list(model_chunks)
+
+
+def pairs_of(
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+) -> Iterable[tuple[str, Tensor]]:
+    """Return the pairs of name and tensor of a stream or of a mapping.
+
+    Raises:
+        UnsupportedError: it is neither.
+    """
+    if isinstance(tensors, Mapping):
+        return tensors.items()
+    if isinstance(tensors, str | bytes) or not isinstance(tensors, Iterable):
+        raise UnsupportedError(
+            f"The tensors came as a {type(tensors).__name__}; give pairs of name and tensor, or a "
+            "mapping, e.g. safetensors.torch.load_file(path)."
+        )
+    return tensors
+
+
+def device_of(chunks: Sequence[GPTModel]) -> torch.device:
+    """Return the device of a model.
+
+    Raises:
+        UnsupportedError: the model has no memory yet.
+    """
+    device = next(p.device for chunk in chunks for p in chunk.parameters())
+    if device.type == "meta":
+        raise UnsupportedError(
+            "The model is on the meta device, without values; give it memory (to_empty) first."
+        )
+    return device
+
+
+def path_of_adapter(root: torch.nn.Module) -> str | None:
+    """Return the path of a module with an adapter, such as LoRA's; None if there is none."""
+    for path, module in root.named_modules():
+        if any(hasattr(module, name) for name in _OF_ADAPTERS):
+            return path
+    return None
 
 
 def _check_served(config: Any) -> None:

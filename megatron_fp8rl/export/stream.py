@@ -23,6 +23,7 @@ from megatron_fp8rl.export.mapping import (
     ParameterMap,
     StreamEntry,
     as_list,
+    pairs_of,
     read_model,
     whole_stream,
 )
@@ -45,14 +46,16 @@ def export_hf(
         model_chunks: a GPTModel, plain or wrapped (Float16Module, DistributedDataParallel), or the
             list of this rank's virtual-pipeline chunks.
         vocab_size: rows of the Hugging Face vocabulary where the model's is padded; the padding
-            rows are left out.
+            rows are left out. By default ``config.vocab_size``, which Megatron-Bridge's models
+            have; where there is none, all rows of the model.
 
     Returns:
         Pairs of name and tensor, in the dtype of the parameters, on the model's device. The
         tensors are copies. ``lm_head.weight`` is left out where embeddings are tied.
 
     Raises:
-        UnsupportedError: at the call, for a model with a parameter without a rule.
+        UnsupportedError: at the call, for a model with a parameter without a rule, an adapter, or
+            no memory yet.
         CheckpointError: at the call, for a bad ``vocab_size`` or missing chunks.
     """
     mapping, parameters = read_model(model_chunks, vocab_size)
@@ -131,16 +134,27 @@ def fp8_wire(
 
     Raises:
         PinError: while streaming, for a matrix that the policy does not know.
-        UnsupportedError: while streaming, for experts that come stacked in one tensor, or no such
-            ``tensor_parallel_size``.
+        UnsupportedError: while streaming, for experts that come stacked in one tensor, codes, no
+            such ``tensor_parallel_size``, or a ``policy`` that is no PinPolicy.
     """
+    if not isinstance(policy, PinPolicy):
+        raise UnsupportedError(
+            f"The policy is a {type(policy).__name__}; give Conversion.policy, the pins of the "
+            "whole model."
+        )
     if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
         raise UnsupportedError(
             f"tensor_parallel_size={tensor_parallel_size!r}: give the number of GPUs of a rollout "
             "engine, 1 or more."
         )
     as_they_came: dict[str, int] = {}
-    for name, tensor in stream:
+    for name, tensor in pairs_of(stream):
+        if not isinstance(tensor, Tensor) or tensor.dtype.itemsize < 2:
+            what = f"holds {tensor.dtype}" if isinstance(tensor, Tensor) else "is no torch.Tensor"
+            raise UnsupportedError(
+                f"'{name}' {what}, which cannot be quantized; give the stream of export_hf, or "
+                "another one of tensors in high precision."
+            )
         module, _, leaf = name.rpartition(".")
         if tensor.ndim > 2 and kind_of(name) == "experts":
             raise UnsupportedError(

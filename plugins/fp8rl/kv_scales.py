@@ -10,6 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Literal, NamedTuple
 
 import torch
@@ -197,6 +198,8 @@ def check_scale(name: str, scale: torch.Tensor | float) -> float:
                 f"KV scale '{name}' has shape {tuple(scale.shape)}; send one value per tensor."
             )
         scale = float(scale.float().item())
+    elif isinstance(scale, bool) or not isinstance(scale, Real):
+        raise ScaleError(f"KV scale '{name}' is a {type(scale).__name__}; send a number.")
     if not math.isfinite(scale) or scale <= 0.0:
         raise ScaleError(
             f"KV scale '{name}' is {scale}; it must be positive and finite. Calibrate on at least "
