@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from numbers import Real
 
 import torch
 
@@ -76,8 +77,16 @@ def mismatch_metrics(
         logprob of a counted token makes every metric NaN, except the number of tokens.
 
     Raises:
-        BatchError: shapes differ or the mask is empty.
+        BatchError: shapes differ, the mask is empty, logprobs are no floating-point tensors, or
+            ``low`` and ``high`` are no bounds.
     """
+    _check_tensor("rollout_logprobs", rollout_logprobs, floating=True)
+    _check_tensor("trainer_logprobs", trainer_logprobs, floating=True)
+    _check_tensor("mask", mask, floating=False)
+    if not (isinstance(low, Real) and isinstance(high, Real) and low <= high):
+        raise BatchError(
+            f"low={low!r} and high={high!r} are no bounds of a ratio; let low <= high."
+        )
     if not rollout_logprobs.shape == trainer_logprobs.shape == mask.shape:
         raise BatchError(
             f"rollout_logprobs {tuple(rollout_logprobs.shape)}, trainer_logprobs "
@@ -112,6 +121,18 @@ def mismatch_metrics(
     )
     packed = torch.where(log_ratio.isnan().any(), torch.nan, packed)
     return MismatchMetrics(n, *packed.tolist())
+
+
+def _check_tensor(name: str, given: torch.Tensor, *, floating: bool) -> None:
+    dense = isinstance(given, torch.Tensor) and given.layout is torch.strided
+    if not dense or given.is_meta:
+        raise BatchError(
+            f"{name} is a {type(given).__name__} without dense values; give a torch.Tensor."
+        )
+    if floating and not given.is_floating_point():
+        raise BatchError(
+            f"{name} came in {given.dtype}; give log-probabilities in a floating-point dtype."
+        )
 
 
 def _quantiles(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:

@@ -113,3 +113,34 @@ def test_empty_mask():
 def test_shapes_that_differ(shapes):
     with pytest.raises(BatchError, match="must have one shape"):
         mismatch_metrics(*(torch.zeros(shape) for shape in shapes))
+
+
+LOGPROBS = torch.full((2, 3), -1.0)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(
+    "given",
+    [None, [1.0], "x", LOGPROBS.numpy(), LOGPROBS.to_sparse(), LOGPROBS.to("meta")],
+    ids=["None", "list", "text", "numpy", "sparse", "meta"],
+)
+def test_what_is_no_tensor_with_values(place, given):
+    arguments: list = [LOGPROBS, LOGPROBS, torch.ones(2, 3)]
+    arguments[place] = given
+    name = ("rollout_logprobs", "trainer_logprobs", "mask")[place]
+    with pytest.raises(BatchError, match=f"^{name} is a .* give a torch.Tensor"):
+        mismatch_metrics(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_logprobs_are_floating_point(dtype):
+    """Integers would be counted as log-probabilities: token numbers in their place, naively."""
+    with pytest.raises(BatchError, match=f"trainer_logprobs came in {dtype}"):
+        mismatch_metrics(LOGPROBS, LOGPROBS.to(dtype), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("bounds", [(2.0, 0.5), (float("nan"), 2.0), (None, 2.0), (0.5, "2")])
+def test_bounds_that_are_none(bounds):
+    low, high = bounds
+    with pytest.raises(BatchError, match="are no bounds of a ratio"):
+        mismatch_metrics(LOGPROBS, LOGPROBS, torch.ones(2, 3), low=low, high=high)

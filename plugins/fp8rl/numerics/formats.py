@@ -70,11 +70,15 @@ def cdiv(a: int, b: int) -> int:
 
 def check_source(x: torch.Tensor, *, ndim: int | None, scale_format: ScaleFormat) -> None:
     """Raise UnsupportedError for a dtype, rank or scale format that cannot be quantized."""
+    if not isinstance(x, torch.Tensor):
+        raise UnsupportedError(f"Cannot quantize a {type(x).__name__}; give a torch.Tensor.")
     if x.dtype not in SOURCE_DTYPES:
-        raise UnsupportedError(
-            f"Cannot quantize a tensor of dtype {x.dtype}; convert it to bfloat16, float16 or "
-            "float32 first."
-        )
+        remedy = "convert it to bfloat16, float16 or float32 first"
+        if x.dtype.itemsize == 1 and x.dtype != torch.bool:
+            remedy = "multiply codes by their scales first"
+        raise UnsupportedError(f"Cannot quantize a tensor of dtype {x.dtype}; {remedy}.")
+    if x.layout is not torch.strided:
+        raise UnsupportedError("Cannot quantize a sparse tensor; make it dense (to_dense) first.")
     if x.ndim == 0 or (ndim is not None and x.ndim != ndim):
         raise UnsupportedError(
             f"Cannot quantize a tensor of shape {tuple(x.shape)}; expected "

@@ -312,8 +312,15 @@ def test_the_source_is_untouched_and_stays_out_of_autograd():
     ("x", "message"),
     [
         (torch.zeros(2, 2, dtype=torch.float64), "float64; convert it to bfloat16"),
-        (torch.zeros(2, 2, dtype=torch.int8), "int8"),
-        (torch.zeros(2, 2).to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        (torch.zeros(2, 2, dtype=torch.int8), "int8; multiply codes by their scales"),
+        (
+            torch.zeros(2, 2).to(torch.float8_e4m3fn),
+            "float8_e4m3fn; multiply codes by their scales",
+        ),
+        (torch.zeros(2, 2, dtype=torch.bool), "bool; convert it"),
+        (torch.zeros(2, 2).to_sparse(), "sparse tensor; make it dense"),
+        (torch.zeros(2, 2).numpy(), "Cannot quantize a ndarray; give a torch.Tensor"),
+        (None, "Cannot quantize a NoneType; give a torch.Tensor"),
         (torch.tensor(1.0), r"shape \(\)"),
     ],
 )
