@@ -80,11 +80,10 @@ def test_a_model_in_torchs_ddp_trains_observes_and_exports_as_without(kind, mome
         lambda gpt: gpt.decoder,
         lambda gpt: torch.nn.ModuleList([gpt]),
         lambda gpt: torch.nn.DataParallel(gpt),
-        lambda gpt: torch.compile(gpt),
     ],
     ids=[
         *("None", "text", "dict", "generator", "empty", "of None", "nested", "decoder"),
-        *("ModuleList", "DataParallel", "compiled"),
+        *("ModuleList", "DataParallel"),
     ],
 )
 def test_what_is_no_model_is_refused(function, make):
