@@ -18,7 +18,7 @@ import torch
 
 from fp8rl.errors import RefitError, ScaleError
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name, scales_from_amax
-from vllm_fp8rl.kv_scales import checked_scale, fp8_layers, require_mapping, set_kv_scales
+from vllm_fp8rl.kv_scales import by_place, fp8_layers, set_kv_scales
 from vllm_fp8rl.refit.client import (
     Changes,
     RequestGate,
@@ -56,14 +56,13 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
         scales: see :func:`vllm_fp8rl.kv_scales.set_kv_scales`.
 
     Raises:
-        ScaleError: an unknown name or a bad value; nothing is set.
+        ScaleError: an unknown name, two names of one scale, or a bad value; nothing is set.
         RefitError: requests are in flight, another thread is changing the engine, or the prefix
             cache cannot be emptied; then the engine refuses to run until it has been.
         UnsupportedError: see :func:`vllm_fp8rl.refit.refit`.
     """
     workers = Workers(llm)
-    require_mapping(scales, "KV scales")
-    values = {name: checked_scale(name, scale) for name, scale in scales.items()}
+    values = _named(scales, "KV scales")
 
     def change() -> None:
         require_idle(llm)
@@ -75,6 +74,11 @@ def send_kv_scales(llm: LLM, scales: Mapping[str, float]) -> None:
             forget_prefixes(llm, _OLD_CODES)
 
     Changes.of(llm.llm_engine).run(change, undo)
+
+
+def _named(scales: Mapping[str, float], what: str) -> dict[str, float]:
+    """Checked scales, each by the name that it has in answers of the workers."""
+    return {scale_name(*place): value for place, value in by_place(scales, what).items()}
 
 
 def lacks_kv_scales(llm: LLM) -> bool:
@@ -130,13 +134,15 @@ def calibrate_kv_scales(
         of queries that are seen only quantized are up to 7% larger.
 
     Raises:
-        ScaleError: no FP8 KV cache, a bad margin, or prompts that show nothing of a layer.
+        ScaleError: no FP8 KV cache, a bad margin, bad scales to start from, or prompts that
+            show nothing of a layer.
         RefitError: requests are in flight, or the weights are not complete.
     """
     if not prompts:
         raise ScaleError("There are no prompts to calibrate KV scales from; give some.")
     if margin is not None and not margin > 0:
         raise ScaleError(f"The margin of KV scales is {margin}; set it to 1 or a little more.")
+    first = _named(start or {}, "KV scales to start from")
     gate, workers = RequestGate(llm), Workers(llm)
     begun = False
 
@@ -146,7 +152,7 @@ def calibrate_kv_scales(
         gate.require_open()
         begun = True
         gate.close("KV scales are being calibrated, or a calibration broke off", _REMEDY)
-        scales = _calibrated(llm, workers, prompts, margin, dict(start or {}))
+        scales = _calibrated(llm, workers, prompts, margin, first)
         workers.call("fp8rl_set_kv_scales", scales)
         forget_prefixes(llm, _OLD_CODES)
         gate.open()

@@ -8,7 +8,9 @@ which vLLM makes its own variants of a backend (``subclass_attention_backend``).
 
 from __future__ import annotations
 
+import hashlib
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -36,6 +38,7 @@ class OpenSession(Protocol):
     """A refit that is under way, see :class:`~vllm_fp8rl.refit.session.RefitSession`."""
 
     name: str
+    """Whoever knows it may go on with the session, so no error and no log line has it."""
     loading: bool
 
     def abandon(self, reason: str) -> None:
@@ -65,6 +68,9 @@ class RefitGuard:
 
     def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:
         self.session: OpenSession | None = None
+        self.plain_load = threading.Lock()
+        """Held while a plain load, of ``reload_weights`` perhaps, is writing. A lock, since Python
+        runs no signal handler between ``with`` and it: Ctrl-C does not leave it behind."""
         self.may_sleep = False
         self.layers = layers
         self._reason: str | None = None
@@ -90,6 +96,49 @@ class RefitGuard:
     def loading(self) -> bool:
         """Whether the tensors being loaded come from the open session, which has checked them."""
         return self.session is not None and self.session.loading
+
+    @property
+    def label(self) -> str | None:
+        """What others may know of the open session: enough to end it, not to go on with it."""
+        if self.session is None:
+            return None
+        return hashlib.sha256(self.session.name.encode()).hexdigest()[:12]
+
+    def require_free(self, what: str, *, beside: OpenSession | None = None) -> None:
+        """Require that no weights are on their way into the model.
+
+        Args:
+            what: what would begin now, as the subject of the error.
+            beside: a session to which it belongs.
+
+        Raises:
+            RefitError: a refit, a reload or a plain load is under way.
+        """
+        if self.plain_load.locked():
+            raise RefitError(
+                f"{what} was refused, because load_weights or reload_weights is writing to this "
+                "model; wait until it has returned."
+            )
+        if self.session is not None and self.session is not beside:
+            raise RefitError(
+                f"{what} was refused, because a refit of this model is already under way; wait "
+                f"until it has ended, or, if its sender is gone, call fp8rl_refit_abort with its "
+                f"label '{self.label}' and a reason."
+            )
+
+    def stop_writing(self, what: str) -> None:
+        """End the open session, because the weights go.
+
+        Args:
+            what: what takes them away, as the subject of the error.
+
+        Raises:
+            RefitError: a plain load is writing, which cannot be ended from outside.
+        """
+        if self.plain_load.locked():
+            self.require_free(what)
+        if self.session is not None:
+            self.session.abandon(f"{what} took the weights away")
 
     def close(self, reason: str) -> None:
         """Refuse every step.
@@ -159,7 +208,12 @@ class RefitGuard:
         Args:
             tags: ``weights``, ``kv_cache`` or both, whichever memory is given back.
             discarded: parameters whose contents will not come back by themselves.
+
+        Raises:
+            RefitError: a plain load is writing.
         """
+        if "weights" in tags:
+            self.stop_writing("A sleep")
         self._asleep.update(tags)
         self._lost.update(discarded)
         self.recheck()

@@ -15,7 +15,7 @@ import torch
 from fp8rl.errors import RefitError
 from fp8rl.kv_scales import ROLES, scale_name
 from fp8rl.numerics import E4M3_MAX, FP8_DTYPE
-from vllm_fp8rl.kv_scales import checked_scale, fp8_layers, publish_scales, require_mapping
+from vllm_fp8rl.kv_scales import by_place, fp8_layers, publish_scales, require_layers
 from vllm_fp8rl.state import LayerKVScales, state_of
 
 _HALF_STEP = 1 + 1 / 16
@@ -91,21 +91,19 @@ def start_observing(model: torch.nn.Module, provisional: Mapping[str, float]) ->
             up to 448 through unclipped, with E4M3's full precision above 1/64.
 
     Raises:
-        RefitError: the engine's weights sleep.
-        ScaleError: a bad scale.
+        RefitError: a refit or another load is under way, or the engine's weights sleep.
+        ScaleError: a bad scale, two names of one, or a layer without an FP8 KV cache.
     """
-    require_mapping(provisional, "Provisional KV scales")
-    for name, scale in provisional.items():
-        checked_scale(name, scale)
+    given = by_place(provisional, "Provisional KV scales")
+    require_layers(model, given)
     guard = state_of(model).guard
+    guard.require_free("A calibration of KV scales")
     guard.require_awake()
     guard.calibrate("closed")
     guard.outdate_cache(_OTHER_CODES)
     for layer, scales in fp8_layers(model):
         layer.impl = _own(layer)  # publishing clears what some implementations cache of the scales
-        scales.provisional = {
-            role: float(provisional.get(scale_name(scales.index, role), 1.0)) for role in ROLES
-        }
+        scales.provisional = {role: given.get((scales.index, role), 1.0) for role in ROLES}
         publish_scales(layer)
         layer.impl = ObservedImpl(layer.impl, layer._k_scale.device)
 

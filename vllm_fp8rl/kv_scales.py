@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from numbers import Real
 from typing import Any
@@ -16,13 +16,23 @@ from typing import Any
 import torch
 
 from fp8rl.errors import ScaleError
-from fp8rl.kv_scales import ROLES, Role, check_scale, parse_scale_name, scale_name
+from fp8rl.kv_scales import (
+    ROLES,
+    Role,
+    check_scale,
+    parse_scale_name,
+    require_one_name,
+    scale_name,
+)
 from fp8rl.listing import number_ranges
 from vllm_fp8rl.state import LayerKVScales, find_state, state_of
 from vllm_fp8rl.storage.block_grid import WriteBatch
 
 Fill = Callable[[torch.Tensor, float], object]
 """Writes a number into a float32 tensor, perhaps later."""
+
+Place = tuple[int, Role]
+"""Global number of a layer, and which of its scales."""
 
 _CACHED: tuple[Role, ...] = ("k", "v")
 """Roles whose codes lie in the KV cache; queries are quantized anew in each step."""
@@ -40,29 +50,22 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
             that multiplies codes back.
 
     Raises:
-        ScaleError: a name that the model does not have, or a value that is 0, negative, NaN,
-            infinite or not one element.
-        RefitError: the engine's weights sleep.
+        ScaleError: a name that the model does not have, two names of one scale, or a value that is
+            0, negative, NaN, infinite or not one element.
+        RefitError: a refit or another load is under way, or the engine's weights sleep.
     """
-    require_mapping(scales, "KV scales")
+    given = by_place(scales, "KV scales")
     found = list(fp8_layers(model))
     layers = {own.index: layer for layer, own in found}
     by_index = {own.index: own for _, own in found}
+    require_layers(model, given)
     values = {index: dict(own.values) for index, own in by_index.items()}
-    given: list[tuple[int, Role]] = []
-    for name, scale in scales.items():
-        value = checked_scale(name, scale)
-        parsed = parse_scale_name(name)
-        if parsed is None or parsed[0] not in layers:
-            raise ScaleError(
-                f"'{name}' is no KV scale of this model, which has an FP8 KV cache in layers "
-                f"{number_ranges(layers)}; use names such as '{scale_name(0, 'k')}'."
-            )
-        values[parsed[0]][parsed[1]] = value
-        given.append(parsed)
+    for (index, role), value in given.items():
+        values[index][role] = value
     if not scales:
         return
     guard = state_of(model).guard
+    guard.require_free("New KV scales")
     guard.require_awake()
     if scales_change(model, scales):
         guard.begin_scale_epoch()
@@ -83,8 +86,8 @@ def scales_change(model: torch.nn.Module, scales: Mapping[str, torch.Tensor | fl
         scales: see :func:`set_kv_scales`.
     """
     held = kv_scale_state(model)
-    given = {parse_scale_name(name): checked_scale(name, scale) for name, scale in scales.items()}
-    changed = {key for key, value in given.items() if key is not None and held.get(key) != value}
+    given = by_place(scales, "KV scales")
+    changed = {key for key, value in given.items() if held.get(key) != value}
     return any(role in _CACHED for _, role in changed)
 
 
@@ -140,17 +143,35 @@ def _scales_of(layer: Any) -> LayerKVScales | None:
     return layer.quant_method.state.kv_scales.get(layer.layer_name)
 
 
-def require_mapping(scales: object, what: str) -> None:
-    """Raise ScaleError for scales in anything but a mapping.
+def by_place(scales: Mapping[str, torch.Tensor | float], what: str) -> dict[Place, float]:
+    """Return scales by (global layer number, role), as :func:`checked_scale` rounds them.
 
     Args:
         scales: the caller's argument.
-        what: name of the scales in the message.
+        what: name of the scales in messages.
+
+    Raises:
+        ScaleError: no mapping, two names of one scale, or see :func:`checked_scale`.
     """
     if not isinstance(scales, Mapping):
         raise ScaleError(
             f"{what} come as a mapping of names and numbers, not as {type(scales).__name__}."
         )
+    values = {name: checked_scale(name, scale) for name, scale in scales.items()}
+    places = [(name, parse_scale_name(name)) for name in values]
+    names = require_one_name((name, place) for name, place in places if place is not None)
+    return {place: values[name] for place, name in names.items()}
+
+
+def require_layers(model: torch.nn.Module, places: Iterable[Place]) -> None:
+    """Raise ScaleError for the place of a scale in a layer without an FP8 KV cache."""
+    layers = sorted(own.index for _, own in fp8_layers(model))
+    for index, role in places:
+        if index not in layers:
+            raise ScaleError(
+                f"'{scale_name(index, role)}' is no KV scale of this model, which has an FP8 KV "
+                f"cache in layers {number_ranges(layers)}; use names such as '{scale_name(0, 'k')}'."
+            )
 
 
 def checked_scale(name: str, scale: torch.Tensor | float) -> float:
@@ -163,7 +184,9 @@ def checked_scale(name: str, scale: torch.Tensor | float) -> float:
         raise ScaleError(f"{name!r} is no name of a KV scale; use such as '{scale_name(0, 'k')}'.")
     if not isinstance(scale, (Real, torch.Tensor)) or isinstance(scale, bool):
         raise ScaleError(f"KV scale '{name}' is {scale!r}; send one number.")
-    return check_scale(name, torch.as_tensor(scale, dtype=torch.float32))
+    if not isinstance(scale, torch.Tensor):
+        scale = torch.tensor(scale, dtype=torch.float32)
+    return check_scale(name, scale.float() if scale.is_floating_point() else scale)
 
 
 def _publish(layer: Any, role: Role, value: float, fill: Fill = torch.Tensor.fill_) -> None:

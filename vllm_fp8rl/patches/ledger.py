@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from fp8rl.errors import UnsupportedError
@@ -20,18 +21,19 @@ from vllm_fp8rl.compat import remedy
 from vllm_fp8rl.patches.engine_core import reset_and_tell, rpc_unless_busy
 from vllm_fp8rl.patches.packing import keep_unpacked
 from vllm_fp8rl.patches.plain_loads import check_plain_loads
-from vllm_fp8rl.patches.reload import reload_in_place
+from vllm_fp8rl.patches.reload import begin_layerwise, finish_layerwise, reload_in_place
 
 _MARK = "fp8rl_patch"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of vLLM that is replaced, in its class or on single objects."""
+    """One function of vLLM that is replaced: in its class, on single objects, or in its module and
+    wherever that function has been imported by name."""
 
     module: str
     target: str
-    """``Class.function`` in the module."""
+    """``Class.function``, or ``function``, in the module."""
     parameters: tuple[str, ...]
     """Parameters of the target that the replacement relies on."""
     why: str
@@ -41,14 +43,15 @@ class Patch:
     """Takes the function and returns its replacement; None where it stays in its class, because a
     request gate replaces it on single objects."""
 
-    def check(self) -> tuple[type, str, Callable[..., Any]]:
-        """Return the class, the function's name and the function.
+    def check(self) -> tuple[Any, str, Callable[..., Any]]:
+        """Return the class or module, the function's name and the function.
 
         Raises:
             UnsupportedError: the target is missing, or lacks a parameter.
         """
-        class_name, _, name = self.target.partition(".")
-        owner: Any = getattr(sys.modules[self.module], class_name, None)
+        class_name, _, name = self.target.rpartition(".")
+        module = sys.modules[self.module]
+        owner: Any = getattr(module, class_name, None) if class_name else module
         function = getattr(owner, name, None)
         abstract = getattr(function, "__isabstractmethod__", False)  # a base class has it
         if function is None or abstract:
@@ -119,6 +122,32 @@ RELOADS = tuple(
     for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 )
 """The runner of a CPU inherits from the first."""
+_LAYERWISE_WHY = (
+    "prime-rl and SkyRL call model.load_weights between the two functions of vLLM's layerwise "
+    "reload, which puts the parameters on the meta device and wraps their loaders; loaders that "
+    "quantize cannot run there, and what has broken off cannot be mended"
+)
+LAYERWISE = tuple(
+    Patch(
+        "vllm.model_executor.model_loader.reload.layerwise",
+        target,
+        parameters,
+        why=_LAYERWISE_WHY,
+        how=how,
+        until="vLLM reloads in place where a quantization method asks for it",
+        replacement=replacement,
+    )
+    for target, parameters, how, replacement in (
+        (
+            "initialize_layerwise_reload", ("model",),
+            "begins a reload in place of the plain loads that follow", begin_layerwise,
+        ),
+        (
+            "finalize_layerwise_reload", (),
+            "ends it, and requires every tensor", finish_layerwise,
+        ),
+    )
+)  # fmt: skip
 
 _GATE_WHY = (
     "a worker that raises ends a multiprocess engine and leaves requests behind in an in-process "
@@ -163,7 +192,7 @@ PACKING = (
         replacement=keep_unpacked,
     ),
 )
-WORKER = (*LOADS, *RELOADS, *PACKING)
+WORKER = (*LOADS, *RELOADS, *LAYERWISE, *PACKING)
 """Installed where a model is built."""
 LEDGER: tuple[Patch, ...] = (*ENGINE_CORE, *WORKER, *GATES)
 
@@ -183,3 +212,7 @@ def install(patches: Iterable[Patch]) -> None:
         replaced = functools.wraps(function)(patch.replacement(function))
         setattr(replaced, _MARK, True)
         setattr(owner, name, replaced)
+        if isinstance(owner, ModuleType):
+            for module in list(sys.modules.values()):
+                if getattr(module, "__dict__", {}).get(name) is function:
+                    setattr(module, name, replaced)

@@ -5,7 +5,7 @@ See :mod:`vllm_fp8rl.patches.ledger`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from fp8rl.errors import CheckpointError, Fp8RLError
+from fp8rl.kv_scales import Role, parse_scale_name, require_one_name
 from vllm_fp8rl.compat import reported_name
 from vllm_fp8rl.guard import RefitGuard
+from vllm_fp8rl.kv_observer import stop_observing
+from vllm_fp8rl.patches.reload import LayerwiseReload
 from vllm_fp8rl.refit.derived import require_nothing_derived
-from vllm_fp8rl.refit.intake import Named, scalars_on_host
-from vllm_fp8rl.refit.inventory import Inventory, entries_of
+from vllm_fp8rl.refit.intake import Named, pulled, scalars_on_host
+from vllm_fp8rl.refit.inventory import Entry, Inventory, entries_of, require_fit
 from vllm_fp8rl.state import RankState, find_state, state_of
 
 Walk = Callable[[Iterable[Named]], set[str]]
@@ -64,7 +67,9 @@ def _load(
     Raises:
         UnsupportedError: see :func:`~vllm_fp8rl.refit.derived.require_nothing_derived`.
         CheckpointError: see :func:`_require_whole`.
-        RefitError: see :meth:`vllm_fp8rl.values.PlainValues.look`.
+        RefitError: a refit or another load is under way; an item that is no name with a plain
+            tensor; or see :meth:`vllm_fp8rl.values.PlainValues.look`.
+        ScaleError: two names of one KV scale.
     """
     _WALKING.set(True)
     state = state_of(model)
@@ -73,31 +78,92 @@ def _load(
         require_nothing_derived(model)
     if guard.loading:  # a refit session has checked them
         return walk(weights)
-    if not isinstance(weights, Collection):
+    reload = guard.session if isinstance(guard.session, LayerwiseReload) else None
+    guard.require_free("load_weights", beside=reload)
+    try:
+        with guard.plain_load:
+            tensors: Iterable[Named] = _pulled(weights)
+            if isinstance(weights, Collection):
+                tensors = list(tensors)
+            if reload is not None:
+                tensors = reload.taken(tensors)
+            loaded = _write(model, tensors, walk, by_name)
+    except BaseException as error:
+        if reload is not None:
+            reload.abandon(type(error).__name__)
+        raise
+    if reload is not None:
+        reload.took(loaded)
+    return loaded
+
+
+def _write(
+    model: torch.nn.Module,
+    weights: Iterable[Named],
+    walk: Walk,
+    by_name: Callable[[str], bool],
+) -> set[str]:
+    state = state_of(model)
+    guard = state.guard
+    if not isinstance(weights, list):
+        # At the engine's start vLLM may still replace parameters, so no inventory is kept.
+        entries = Inventory.of(model).entries if state.loaded else dict(entries_of(model))
         with _shut(model, guard) as came:
-            loaded = walk(_checked(weights, model, guard, came))
+            loaded = walk(_checked(weights, model, entries, came))
             if not state.loaded:
-                _require_whole(model, state, came, loaded)
+                _require_whole(entries, state, came, loaded)
             return loaded
-    if guard.values.look(weights, model):
-        guard.recheck()
     names = [name for name, _ in weights]
     inventory = Inventory.of(model, names)
+    _check(weights, model, inventory.entries)
     with _shut(model, guard) as came:
         if all(map(by_name, names)) and inventory.routes(names):
             return inventory.write(scalars_on_host(weights), came)
         return walk(noted(weights, came))
 
 
+def _pulled(weights: Iterable[Named]) -> Iterator[Named]:
+    """The tensors, each checked for being one, and KV scales for having one name.
+
+    What pulls a tensor walks no model meanwhile: code of the sender runs there, whose own calls of
+    ``load_weights`` must not count as vLLM's.
+    """
+    stream = pulled(weights)
+    scales: dict[tuple[int, Role], str] = {}
+    while True:
+        _WALKING.set(False)
+        item = next(stream, None)
+        _WALKING.set(True)
+        if item is None:
+            return
+        place = parse_scale_name(item[0])
+        if place is not None:
+            require_one_name([(scales.setdefault(place, item[0]), place), (item[0], place)])
+        yield item
+
+
 def _checked(
-    weights: Iterable[Named], model: torch.nn.Module, guard: RefitGuard, came: list[str]
+    weights: Iterable[Named], model: torch.nn.Module, entries: Mapping[str, Entry], came: list[str]
 ) -> Iterator[Named]:
     """The tensors, which may share memory: each is checked before the next one is pulled."""
     for name, tensor in weights:
-        if guard.values.look([(name, tensor)], model):
-            guard.recheck()
+        _check([(name, tensor)], model, entries)
         came.append(name)
         yield name, tensor
+
+
+def _check(weights: Sequence[Named], model: torch.nn.Module, entries: Mapping[str, Entry]) -> None:
+    """Check tensors before anything of them is written.
+
+    Raises:
+        RefitError: see :func:`require_fit` and :meth:`vllm_fp8rl.values.PlainValues.look`.
+    """
+    for name, tensor in weights:
+        if name in entries:
+            require_fit(name, tensor, entries[name], model)
+    guard = state_of(model).guard
+    if guard.values.look(weights, model):
+        guard.recheck()
 
 
 def noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
@@ -108,7 +174,7 @@ def noted(weights: Iterable[Named], came: list[str]) -> Iterator[Named]:
 
 
 def _require_whole(
-    model: torch.nn.Module, state: RankState, came: Iterable[str], loaded: set[str]
+    entries: Mapping[str, Entry], state: RankState, came: Iterable[str], loaded: set[str]
 ) -> None:
     """Require every tensor of the model from the checkpoint that an engine starts with.
 
@@ -118,7 +184,6 @@ def _require_whole(
     Raises:
         CheckpointError: a tensor is missing.
     """
-    entries = dict(entries_of(model))
     known = [(name, entries[name]) for name in came if name in entries]
     here = {each for name, entry in known for each in (name, *entry.covers)}
     by_name = {entry.parameter for _, entry in known}
@@ -155,6 +220,7 @@ def _shut(model: torch.nn.Module, guard: RefitGuard) -> Iterator[list[str]]:
     guard.values.owed = None
     if was_open:
         guard.close(_BROKE_OFF)
+    stop_observing(model)  # a calibration would find the scales of other weights
     guard.restore()  # KV scales may be noted, but not yet written, where the load breaks off
     try:
         yield came

@@ -1,8 +1,12 @@
-"""vLLM's ``reload_weights`` as a plain load; see :mod:`vllm_fp8rl.patches.ledger`."""
+"""vLLM's ``reload_weights`` and its layerwise reload, as plain loads that must be complete.
+
+See :mod:`vllm_fp8rl.patches.ledger`.
+"""
 
 from __future__ import annotations
 
 import copy
+import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice
@@ -15,11 +19,153 @@ from vllm_fp8rl.guard import REMEDY
 from vllm_fp8rl.kv_observer import stop_observing
 from vllm_fp8rl.kv_scales import forget_kv_scales
 from vllm_fp8rl.names import NAME, uses_fp8rl
-from vllm_fp8rl.refit.intake import Named, came_twice
+from vllm_fp8rl.refit.intake import Named, came_twice, pulled
 from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
-from vllm_fp8rl.state import state_of
+from vllm_fp8rl.state import find_state, state_of
 
-_BROKE_OFF = "The weights are half-updated: reload_weights broke off or was incomplete"
+
+class Reload:
+    """A reload of all weights of one rank's model, in place.
+
+    Its tensors come by ``model.load_weights``; vLLM maps and skips names as at the engine's start.
+    From the first of them on the model is closed until every tensor has come.
+
+    Args:
+        model: the vLLM model of this rank.
+        what: what reloads, as the beginning of a sentence.
+
+    Raises:
+        RefitError: a refit or another load is under way, or the weights sleep.
+        UnsupportedError: a pipeline-parallel engine.
+    """
+
+    loading = False
+
+    def __init__(self, model: Any, what: str) -> None:
+        self.name = uuid.uuid4().hex
+        self._model, self._what = model, what
+        self._guard = state_of(model).guard
+        self._guard.require_free(what)
+        self._guard.require_awake()
+        require_one_stage()
+        self._inventory = Inventory.of(model)
+        self._wrote = False
+        self._seen: set[str] = set()
+        self._loaded: set[str] = set()
+
+    def taken(self, weights: Iterable[Named]) -> Iterator[Named]:
+        """Close the model and return the tensors; they are those of one ``load_weights``.
+
+        Before that, an unreadable checkpoint, a first tensor of NaN, or a name that comes twice in
+        a collection changes nothing. Others are read one by one while they are loaded, because a
+        checkpoint need not fit into memory.
+
+        Raises:
+            RefitError: a name that comes again; a value that is not finite.
+        """
+        if isinstance(weights, Collection):
+            deque(_once(weights, set(self._seen)), maxlen=0)
+        stream = iter(weights)
+        first = list(islice(stream, 1))
+        self._guard.values.look(first, self._model)
+        if first and not self._wrote:
+            stop_observing(self._model)  # of a calibration that broke off
+            for grid in self._inventory.grids:
+                grid.forget_unpaired()
+            self._guard.values.owed = None  # every tensor must come, in this or in later loads
+            self._guard.close(self._broke_off)
+            self._wrote = True
+        return _once(chain(first, stream), self._seen)
+
+    def took(self, loaded: Iterable[str]) -> None:
+        """Note the engine parameters that a ``load_weights`` of this reload has written to."""
+        self._loaded.update(loaded)
+
+    def abandon(self, reason: str) -> None:
+        """Give up, where the reload is the open session of its model."""
+        if self._guard.session is self:
+            self._guard.session = None
+            if self._wrote:
+                self._guard.close(f"{self._broke_off} ({reason})")
+
+    def finish(self) -> None:
+        """Let the model run.
+
+        Raises:
+            RefitError: tensors are missing; the model stays closed until they have come.
+        """
+        if self._guard.session is self:
+            self._guard.session = None
+        owed = self._guard.values.owed if self._wrote else None
+        missing = sorted(self._inventory.required if owed is None else owed)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # from now on the sender may free or reuse its tensors
+        if not missing:
+            self._guard.open()
+        scales = self._inventory.kv_scales_among(self._loaded)  # by any name of the checkpoint
+        if scales and not self._inventory.kv_scales <= scales:
+            missing += sorted(self._inventory.kv_scales - scales)
+            forget_kv_scales(self._model)  # some are new, others old
+        if missing:
+            raise RefitError(
+                f"{self._what} lacks {len(missing)} of the model's tensors, such as "
+                f"'{missing[0]}'; {REMEDY}."
+            )
+
+    @property
+    def _broke_off(self) -> str:
+        return f"The weights are half-updated: {self._what} broke off or was incomplete"
+
+
+class LayerwiseReload(Reload):
+    """A reload in several calls of ``model.load_weights``, as the open session of its model.
+
+    A call that fails ends it. The KV cache, whose keys are those of older weights, is left to the
+    caller.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, "The layerwise reload")
+        self._guard.session = self
+
+
+def begin_layerwise(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``initialize_layerwise_reload`` by the beginning of a :class:`LayerwiseReload`.
+
+    One that was never finished is given up: its sender begins again.
+    """
+
+    def initialize_layerwise_reload(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = find_state(model)
+        if state is None:
+            return initialize(model, *args, **kwargs)
+        before = state.guard.session
+        if isinstance(before, LayerwiseReload):
+            state.guard.require_free("A layerwise reload", beside=before)
+            before.abandon("it was begun again")
+        LayerwiseReload(model)
+        return None
+
+    return initialize_layerwise_reload
+
+
+def finish_layerwise(finalize: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``finalize_layerwise_reload`` by the end of that :class:`LayerwiseReload`."""
+
+    def finalize_layerwise_reload(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = find_state(model)
+        if state is None:
+            return finalize(model, *args, **kwargs)
+        if not isinstance(state.guard.session, LayerwiseReload):
+            raise RefitError(
+                "No layerwise reload is under way: it was not begun, or has broken off; begin with "
+                "initialize_layerwise_reload and send all tensors again."
+            )
+        state.guard.require_free("Its end", beside=state.guard.session)
+        state.guard.session.finish()
+        return None
+
+    return finalize_layerwise_reload
 
 
 def reload_in_place(reload: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,67 +193,30 @@ def _reload(
             "or with vllm_fp8rl.refit.refit."
         )
     if weights_iterator is not None:
-        _load_all(runner.get_model(), weights_iterator)
+        _reload_from(runner.get_model(), weights_iterator)
         return
     # vLLM 0.25.1's update_config replaces the configs of the runner, not those of the engine.
     config = copy.copy(runner.model_config)
     if weights_path is not None:
         config.model, config.model_weights, config.revision = weights_path, "", None
-    _load_all(runner.get_model(), _checkpoint(runner, config))
+    _reload_from(runner.get_model(), _checkpoint(runner, config))
     if weights_path is not None:
         live = runner.model_config
         live.model, live.model_weights, live.revision = weights_path, "", None
 
 
-def _load_all(model: Any, weights: Iterable[Named]) -> None:
-    """Load a whole checkpoint in place; vLLM maps and skips names as at the engine's start.
-
-    Raises:
-        RefitError: a refit is under way, or the weights sleep. Also for a value that is not finite,
-            a name that comes twice and missing tensors, after which the model stays closed until
-            all tensors have come, unless it was found before the first write.
-        UnsupportedError: a pipeline-parallel engine.
-    """
-    guard = state_of(model).guard
-    if guard.session is not None:
-        raise RefitError(
-            f"A refit of this model, '{guard.session.name}', is under way; call reload_weights "
-            "after it has ended."
-        )
-    guard.require_awake()
-    require_one_stage()
-    inventory = Inventory.of(model)
-    if isinstance(weights, Collection):  # nothing is changed yet; a stream is checked later
-        deque(_once(weights), maxlen=0)
-    stream = iter(weights)
-    first = list(islice(stream, 1))
-    # An unreadable checkpoint and a first tensor of NaN change nothing. Those behind it are read
-    # one by one while they are loaded, because a checkpoint need not fit into memory.
-    guard.values.look(first, model)
-    stop_observing(model)  # of a calibration that broke off
-    for grid in inventory.grids:
-        grid.forget_unpaired()
+def _reload_from(model: Any, weights: Iterable[Named]) -> None:
+    reload, guard = Reload(model, "reload_weights"), state_of(model).guard
+    stream = pulled(weights)
+    with guard.plain_load:  # the sender's code runs for the first tensor
+        tensors = reload.taken(list(stream) if isinstance(weights, Collection) else stream)
     guard.outdate_cache("keys of older weights")
-    guard.values.owed = None  # every tensor must come, in this load or in later ones
-    guard.close(_BROKE_OFF)
-    loaded = model.load_weights(_once(chain(first, stream)))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # from now on the sender may free or reuse its tensors
-    missing = sorted(guard.values.owed or ())
-    scales = inventory.kv_scales_among(loaded)  # whatever they were called in the checkpoint
-    if scales and not inventory.kv_scales <= scales:
-        missing += sorted(inventory.kv_scales - scales)
-        forget_kv_scales(model)  # some are new, others old
-    if missing:
-        raise RefitError(
-            f"The reload lacks {len(missing)} of the model's tensors, such as '{missing[0]}'; "
-            f"{REMEDY}."
-        )
+    reload.took(model.load_weights(tensors))
+    reload.finish()
 
 
-def _once(weights: Iterable[Named]) -> Iterator[Named]:
-    """The tensors; RefitError for a name that comes again."""
-    seen: set[str] = set()
+def _once(weights: Iterable[Named], seen: set[str]) -> Iterator[Named]:
+    """The tensors; RefitError for a name that has been seen."""
     for name, tensor in weights:
         if name in seen:
             raise came_twice(name)

@@ -1,7 +1,8 @@
 """Checks of a stream of tensors: what its items are, and whether their memory is unchanged.
 
 A sender may fill one buffer again and again. The tensors of a batch then all hold the last values
-when the batch is read, and it looks complete. :class:`Held` detects that.
+when the batch is read, and it looks complete. :class:`Held` copies what waits on the host, and
+detects changes on a GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fp8rl.errors import RefitError
 from fp8rl.families import kind_of
@@ -62,7 +64,9 @@ def pulled(tensors: Any) -> Iterator[Named]:
         problem = _problem(tensor)
         if problem:
             raise RefitError(f"'{name}' {problem}.")
-        yield tuple(item)
+        _require_memory(name, tensor)
+        # A negation that torch has put off is no part of the memory, which others read.
+        yield name, tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def steady(tensors: Any) -> Batch:
@@ -82,26 +86,37 @@ def steady(tensors: Any) -> Batch:
 class Held:
     """Collects tensors of a batch that have not been read yet, and detects changed memory.
 
-    Tensors of one element may share memory, as KV scales do. A buffer that is filled again and
-    again, unseen by torch, would look the same, so they are copied at once, unless they come from
-    a list. Between two tensors of a list no code of the sender runs that could write to the first.
+    Code of the sender runs before the batch is read, and may write to it. Torch counts its own
+    writes, but not those of numpy, of another process, or through ``.data``. So a tensor that waits
+    is copied at once if it is on the host, if torch does not count the writes to it, or if it has
+    one element, as KV scales have, which may share memory. For others the count is compared.
+    Between two tensors of a list no code of the sender runs, so none is copied.
 
     Args:
         tensors: the stream that they come from.
+        kept: nobody writes to the tensors once they have come.
     """
 
-    def __init__(self, tensors: Any) -> None:
-        self._fixed = type(tensors) in _FIXED
+    def __init__(self, tensors: Any, *, kept: bool = False) -> None:
+        self._fixed = kept or type(tensors) in _FIXED
         self.items = Batch()
-        self._copies: dict[int, Named] = {}
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
 
-    def add(self, item: Named) -> None:
-        if not self._fixed:
-            name, tensor = item
-            if tensor.numel() == 1 and tensor.data_ptr():
-                self._copies[len(self.items)] = name, tensor.detach().clone()
-            self._versions.append(_version(tensor))
+    def add(self, item: Named, *, waits: bool = True) -> None:
+        """Add a tensor.
+
+        Args:
+            item: its name and itself.
+            waits: the batch is read only after the sender's code has run again.
+        """
+        name, tensor = item
+        version: int | None = None
+        if waits and not self._fixed:
+            if not tensor.is_cuda or tensor.numel() == 1 or not _counts_writes(tensor):
+                item = name, tensor.detach().clone()
+            else:
+                version = tensor._version
+        self._versions.append(version)
         self.items.append(item)
 
     def release(self, *coming: Named) -> Batch:
@@ -113,32 +128,41 @@ class Held:
         Raises:
             RefitError: the memory of a tensor was written to, freed or used for another one since.
         """
-        items, copies, versions = self.items, self._copies, self._versions
-        self.items, self._copies, self._versions = Batch(), {}, []
+        items, versions = self.items, self._versions
+        self.items, self._versions = Batch(), []
         _require_apart([*items, *coming])
-        for number, version in enumerate(versions):
-            name, tensor = items[number]
-            if number not in copies and version != _version(tensor):
+        for (name, tensor), version in zip(items, versions, strict=True):
+            if version is not None and version != tensor._version:
                 last = (coming or items)[-1][0]
                 raise RefitError(
                     f"The memory of '{name}' was written to before it was read, by the time that "
                     f"'{last}' had come; {_REMEDY}."
                 )
-        for number, copy in copies.items():
-            items[number] = copy
         return items
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """The number of writes to the memory, also through views; 0 for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
+def _counts_writes(tensor: torch.Tensor) -> bool:
+    """Whether torch counts the writes to a GPU tensor's memory, those through views included.
+
+    Memory that came through DLPack or from another process is not torch's, which cannot resize it.
+    """
+    return not tensor.is_inference() and tensor.untyped_storage().resizable()
+
+
+def _require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise RefitError if some of a tensor's memory was given back."""
+    last = tensor.storage_offset()
+    last += sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    short = tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size()
+    if short and tensor.numel():
+        raise RefitError(f"The memory of '{name}' was freed before it was read; {_REMEDY}.")
 
 
 def _problem(tensor: Any) -> str:
     """Why a tensor cannot be sent, with the remedy; empty if it can."""
     kind = type(tensor)
     usual = kind in _PLAIN and tensor.layout is torch.strided
-    if usual and not (tensor.is_quantized or tensor.is_meta):
+    if usual and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested):
         return ""
     if not isinstance(tensor, torch.Tensor):
         return f"is no tensor but '{kind.__name__}'; send torch tensors (torch.as_tensor)"
@@ -146,6 +170,10 @@ def _problem(tensor: Any) -> str:
         if hasattr(tensor, "full_tensor"):
             return f"is a {kind.__name__}, of which a rank has a part; send its full_tensor()"
         return f"is a {kind.__name__} and no plain tensor; send what it stands for (dequantize())"
+    if is_lazy(tensor):
+        return "has no values yet; send it after the first forward of its lazy module"
+    if tensor.is_nested:
+        return "is a nested tensor; send each of its parts by its own name"
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}; send its to_dense()"
     if tensor.is_quantized:
@@ -171,8 +199,7 @@ def _require_apart(items: Sequence[Named]) -> None:
         start, length, (name, _) = span
         if start >= end:
             before.clear()
-            if start == 0 and length:
-                raise RefitError(f"The memory of '{name}' was freed before it was read; {_REMEDY}.")
+            _require_memory(*span[2])
         for other in before:
             if start < other[0] + other[1] and not _may_share(span, other) and _meet(span, other):
                 raise RefitError(
@@ -237,13 +264,16 @@ def scalars_on_host(weights: Iterable[Named]) -> list[Named]:
     return batch
 
 
-def batches(tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1) -> Iterator[Batch]:
+def batches(
+    tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1, kept: bool = False
+) -> Iterator[Batch]:
     """Tensors in lists of at most ``limit`` bytes; a larger tensor goes alone.
 
     Args:
         tensors: pairs of name and tensor, read one list at a time.
         limit: largest size of a list in bytes.
         gpu_factor: factor by which a list of GPU tensors may be larger.
+        kept: see :class:`Held`.
 
     Raises:
         RefitError: a name came twice (a batch may travel as a mapping, which would hide it); an
@@ -251,7 +281,7 @@ def batches(tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1) -> Ite
             read, see :class:`Held`.
     """
     seen: set[str] = set()
-    held = Held(tensors)
+    held = Held(tensors, kept=kept)
     size = 0
     for item in pulled(tensors):
         name, tensor = item
@@ -262,8 +292,8 @@ def batches(tensors: Iterable[Named], limit: int, *, gpu_factor: int = 1) -> Ite
         if held.items and size + cost > limit:
             yield held.release(item)
             size = 0
-        held.add(item)
         size += cost
+        held.add(item, waits=size < limit)
         if size >= limit:  # before the next is asked for, which may come in the same memory
             yield held.release()
             size = 0

@@ -9,6 +9,7 @@ expert matrix of a layer, or a plain parameter. It is computed once, from the la
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from fp8rl.errors import UnsupportedError
+from fp8rl.errors import RefitError, UnsupportedError
 from fp8rl.families import FUSED, SPANS, kind_of, tower_of
 from fp8rl.kv_scales import ROLES, parse_scale_name, scale_name
 from fp8rl.numerics import BLOCK, cdiv
@@ -35,7 +36,7 @@ from vllm_fp8rl.kv_scales import fp8_layers, required_kv_scales
 from vllm_fp8rl.refit.derived import require_nothing_derived
 from vllm_fp8rl.refit.intake import Named
 from vllm_fp8rl.state import state_of
-from vllm_fp8rl.storage.block_grid import Shard, WriteBatch
+from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, Shard, WriteBatch
 from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, load_fused, scales_of, stack_of
 from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Scale, Fp8Weight, ShardedParameter
 
@@ -211,6 +212,27 @@ class Inventory:
             parsed = parse_scale_name(name)
             entry = None if parsed is None else self._scales.get(parsed)
         return entry
+
+
+def require_fit(name: str, tensor: torch.Tensor, entry: Entry, model: torch.nn.Module) -> None:
+    """Check a tensor of a plain load for a parameter that is no FP8 one, whose loader checks both.
+
+    vLLM's loaders cast whatever comes, and refuse a shape by an assertion without words.
+
+    Raises:
+        RefitError: a dtype that is neither a source's nor the parameter's own, or another shape.
+    """
+    if entry.kind != "plain":
+        return
+    taken = tensor.dtype in SOURCE_DTYPES
+    if not taken and tensor.dtype != model.get_parameter(entry.parameter).dtype:
+        raise RefitError(f"'{name}' has dtype {tensor.dtype}; send bfloat16, float16 or float32.")
+    one = tensor.numel() == math.prod(entry.shape) == 1
+    if entry.route is not None and tensor.shape != entry.shape and not one:
+        raise RefitError(
+            f"'{name}' has shape {tuple(tensor.shape)}, but the engine's model has {entry.shape}; "
+            "send the whole HF tensor."
+        )
 
 
 def _refuse_adapters(model: torch.nn.Module) -> None:

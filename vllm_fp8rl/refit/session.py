@@ -11,6 +11,7 @@ Modules that import vLLM are imported in functions, so that importing this modul
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,8 @@ class RefitSession:
         model: the vLLM model of this rank.
         expect_kv_scales: whether k and v scales of every layer come with the weights; None: either
             all or none.
-        name: name of the session, so that other senders can tell that it is not theirs.
+        name: a name that no other sender knows, so that none goes on with this session; None: a
+            random one.
 
     Raises:
         RefitError: on entry, when another session is open or the engine has no FP8 KV cache to
@@ -64,10 +66,10 @@ class RefitSession:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, expect_kv_scales: bool | None, name: str = "unnamed"
+        self, model: torch.nn.Module, *, expect_kv_scales: bool | None, name: str | None = None
     ) -> None:
         self.model: Any = model  # its load_weights is not in torch's class
-        self.name = name
+        self.name = uuid.uuid4().hex if name is None else name
         self.expect_kv_scales = expect_kv_scales
         self.report: RefitReport | None = None
         self.wrote = False
@@ -92,12 +94,7 @@ class RefitSession:
     def __enter__(self) -> RefitSession:
         from vllm_fp8rl.refit.inventory import Inventory, require_one_stage
 
-        if self._guard.session is not None:
-            name = self._guard.session.name
-            raise RefitError(
-                f"A refit of this model, '{name}', is already under way; wait until it has ended, "
-                f"or, if its sender is gone, call fp8rl_refit_abort with '{name}' and a reason."
-            )
+        self._guard.require_free("A refit")
         self._guard.require_awake()
         stop_observing(self.model)  # of a calibration that broke off
         require_one_stage()
@@ -125,7 +122,7 @@ class RefitSession:
                 buffer again and again; or the GPU's memory did not suffice.
         """
         if self._guard.session is not self:
-            raise _ended(self.name)
+            raise _ended()
         try:
             self._load(batch)
         except torch.OutOfMemoryError as error:
@@ -211,7 +208,7 @@ class RefitSession:
             self.abandon(kind.__name__)
             return
         if self._guard.session is not self:
-            raise _ended(self.name)
+            raise _ended()
         self._guard.session = None
         try:
             self._verify_complete()
@@ -404,10 +401,10 @@ class RefitSession:
             )
 
 
-def _ended(name: str) -> RefitError:
+def _ended() -> RefitError:
     return RefitError(
-        f"The refit '{name}' is not open: it was not begun (RefitSession is a context manager), or "
-        "has ended, e.g. by fp8rl_refit_abort; begin a new one and send all tensors again."
+        "This refit is not open: it was not begun (RefitSession is a context manager), or has "
+        "ended, e.g. by fp8rl_refit_abort or a sleep; begin a new one and send all tensors again."
     )
 
 

@@ -40,7 +40,7 @@ class _Intake:
         self._session: RefitSession | None = None
 
     def start(self) -> None:
-        session = RefitSession(self._model, expect_kv_scales=None, name="weight transfer")
+        session = RefitSession(self._model, expect_kv_scales=None)
         self._session = session.__enter__()
 
     def check(self, coming: Iterable[Named]) -> None:

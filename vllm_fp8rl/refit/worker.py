@@ -81,7 +81,10 @@ def _open_session(worker: Any, name: str) -> RefitSession:
     if session is None:
         raise RefitError("No refit is under way on this worker; begin one first.")
     if session.name != name:
-        raise RefitError(f"The refit under way on this worker is '{session.name}', not '{name}'.")
+        raise RefitError(
+            "The refit under way on this worker has another name than the one given; wait until it "
+            "has ended, then begin one."
+        )
     assert isinstance(session, RefitSession)
     return session
 
@@ -94,8 +97,8 @@ class RefitMixin:
         """Open a session.
 
         Args:
-            session: a name that no other sender uses; the other steps take it too, so that nobody
-                goes on with, finishes or aborts the refit of another sender.
+            session: a name that no other sender knows, such as ``uuid.uuid4().hex``; the other
+                steps take it too, so that nobody goes on with or finishes the refit of another.
             expect_kv_scales: see :class:`~vllm_fp8rl.refit.session.RefitSession`.
         """
         if not isinstance(session, str) or not isinstance(expect_kv_scales, bool):
@@ -129,7 +132,7 @@ class RefitMixin:
         # First, since all ranks take part in it.
         tensors = read_files(path, lambda coming: _open_session(self, session).check(coming))
         opened = _open_session(self, session)
-        for batch in batches(tensors, BATCH_BYTES):
+        for batch in batches(tensors, BATCH_BYTES, kept=True):
             opened.load(batch)
 
     @_step
@@ -158,9 +161,15 @@ class RefitMixin:
 
     @_step
     def fp8rl_refit_abort(self, session: str, reason: str) -> bool:
-        """Give up a session if it is open; return whether the model now refuses to run."""
+        """Give up a session if it is open; return whether the model now refuses to run.
+
+        Args:
+            session: its name; or its label, which errors give to other senders, and which the steps
+                that go on with a refit do not take.
+            reason: why, for the errors of steps that are refused afterwards.
+        """
         guard = _guard(self)
-        if guard.session is not None and guard.session.name == session:
+        if guard.session is not None and session in (guard.session.name, guard.label):
             guard.session.abandon(reason)
         return guard.closed
 
@@ -244,7 +253,9 @@ def cache_emptied(worker: Any) -> None:
 
 def weights_going(worker: Any) -> None:
     """Close the model before vLLM's ``reset_weights``."""
-    _guard(worker).close("vLLM is resetting the weights")
+    guard = _guard(worker)
+    guard.stop_writing("reset_weights")
+    guard.close("vLLM is resetting the weights")
 
 
 def weights_gone(worker: Any) -> None:

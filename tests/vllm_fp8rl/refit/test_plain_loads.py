@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
+
 import pytest
 import torch
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
-from fp8rl.errors import RefitError
+from fp8rl.errors import RefitError, ScaleError, UnsupportedError
 from support.engine import PROMPTS, SCALES
 from vllm_fp8rl.kv_scales import fp8_layers
 from vllm_fp8rl.refit import RefitSession
@@ -15,6 +18,7 @@ from vllm_fp8rl.storage import block_grid
 
 pytestmark = pytest.mark.usefixtures("restored")
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+K0 = "model.layers.0.self_attn.k_scale"
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 
 
@@ -69,6 +73,68 @@ def test_a_first_tensor_that_is_refused_leaves_all_as_it_was(
     with pytest.raises(Exception, match=message):
         engine.model.load_weights(kind([(name, tensor)]))
     assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+NAMES = {"projection": UP, "norm": NORM, "vocabulary": "model.embed_tokens.weight", "scale": K0}
+ODD = {
+    "0-dim": lambda t: torch.tensor(1.0),
+    "rank 1 more": lambda t: t[None],
+    "no element": lambda t: t[:0],
+    "bool": lambda t: t.bool(),
+    "complex": lambda t: t.to(torch.complex64),
+    "int64": lambda t: t.long(),
+    "uint8": lambda t: t.to(torch.uint8),
+    "float8_e5m2": lambda t: t.to(torch.float8_e5m2),
+    "float8_e4m3fn": lambda t: t.to(torch.float8_e4m3fn),
+    "float64": lambda t: t.double(),
+    "meta": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "lazy": lambda t: torch.nn.UninitializedParameter(),
+    "None": lambda t: None,
+    "freed": lambda t: freed(t.clone()),
+}
+TAKEN = {  # one element for a scale, in any shape; FP8 codes for a projection
+    *(
+        (odd, "scale")
+        for odd in ("0-dim", "rank 1 more", "float64", "float8_e5m2", "float8_e4m3fn")
+    ),
+    ("float8_e4m3fn", "projection"),
+}
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+def test_odd_tensors_are_refused_in_a_sentence(engine, a, tokens):
+    """vLLM's loaders cast an integer, a bool or a complex number to a norm's dtype in silence."""
+    for (what, name), (odd, change) in product(NAMES.items(), ODD.items()):
+        if (odd, what) in TAKEN:
+            continue
+        for kind in (list, iter):
+            tensor = change((a | SCALES)[name])
+            with pytest.raises((RefitError, ScaleError, UnsupportedError)) as error:
+                engine.model.load_weights(kind([(name, tensor)]))
+            message = str(error.value)
+            assert re.fullmatch(r".*(send|yield).*[.]", message), message
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+def test_a_negation_that_torch_has_put_off_is_done(engine, a, b):
+    lazy = torch._neg_view(-a[NORM])
+    assert lazy.is_neg()
+    engine.model.load_weights([(NORM, lazy)])
+    assert torch.equal(engine.state()[NORM], a[NORM].float())
+
+
+def test_two_names_of_one_kv_scale_are_refused(engine, tokens):
+    other = K0.replace("self_attn.", "self_attn.attn.")
+    for kind in (list, iter):
+        with pytest.raises(ScaleError, match="both the k scale of layer 0"):
+            engine.model.load_weights(kind([(K0, torch.ones(1)), (other, torch.ones(1))]))
 
 
 def test_nan_behind_other_tensors_of_a_list_leaves_all_as_it_was(engine, b, tokens):
@@ -139,25 +205,11 @@ def test_an_end_in_the_middle_of_the_first_tensor_closes_the_model(
     engine.refuses(*CLOSED)
 
 
-def test_a_load_while_a_refit_waits_for_tensors(engine, b, tokens):
-    """The session knows nothing of it: what it brings is checked, and what it leaves is told."""
-    session = RefitSession(engine.model, expect_kv_scales=True).__enter__()
-    with pytest.raises(RefitError, match="NaN"):
-        engine.model.load_weights([(UP, one(torch.nan))])
-    assert engine.greedy(PROMPTS) == tokens["a"]
-    with pytest.raises(RefitError):
-        engine.model.load_weights(and_a_wrong_one(b))
-    session.abandon("nothing came")
-    engine.refuses(*CLOSED)
-
-
 def test_a_kv_scale_of_a_load_that_breaks_off_is_whole(engine, a):
     """The number that attention is given and the tensor that it reads must be the same."""
     name = next(iter(SCALES))
     with pytest.raises(Exception, match=r"\w"):
-        engine.model.load_weights(
-            [(name, torch.tensor([0.2])), ("model.norm.weight", torch.ones(3))]
-        )
+        engine.model.load_weights([(name, torch.tensor([0.2])), (UP, torch.ones(3))])
     engine.model.load_weights(list(a.items()))
     engine.llm.reset_prefix_cache()
     engine.greedy(PROMPTS)
@@ -173,7 +225,7 @@ def inner(tensors):
 
 def break_off(model, tensors):
     with pytest.raises(Exception, match=r"\w"):
-        model.load_weights([*list(tensors)[:5], ("norm.weight", torch.ones(3))])
+        model.load_weights(iter([*list(tensors)[:5], ("norm.weight", torch.ones(3))]))
 
 
 def test_a_part_of_the_model_that_broke_off_opens_with_the_whole_part(engine, a, tokens):

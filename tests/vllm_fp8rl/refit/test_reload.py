@@ -6,10 +6,15 @@ import copy
 
 import pytest
 import torch
+from vllm.model_executor.model_loader.reload import (  # as frameworks do, before an engine starts
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 
 from fp8rl.errors import RefitError, UnsupportedError
 from support.engine import PROMPTS, SCALES, in_fp8
-from vllm_fp8rl.refit import RefitSession, drop_requests
+from vllm_fp8rl.refit import RefitSession, drop_requests, refit, require_ready
 from vllm_fp8rl.state import state_of
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -107,7 +112,7 @@ def test_a_fault_closes_the_engine_until_all_has_come(engine, b, tokens, sent, k
 @pytest.mark.parametrize("spelling", ["self_attn.", "self_attn.attn.", "self_attn.k_proj."])
 def test_some_kv_scales_but_not_all(engine, a, tokens, spelling):
     name = f"model.layers.0.{spelling}k_scale"
-    with pytest.raises(RefitError, match=f"The reload lacks {len(SCALES) - 1} .*_scale"):
+    with pytest.raises(RefitError, match=f"reload_weights lacks {len(SCALES) - 1} .*_scale"):
         reload(engine, iter((a | {name: torch.tensor([0.5])}).items()))
     engine.refuses(Exception, r"KV scale '.*' was never loaded")
     reload(engine, iter((a | SCALES).items()))
@@ -158,8 +163,86 @@ def test_an_engine_without_a_checkpoint_names_the_remedy(engine, monkeypatch, to
 
 def test_a_reload_beside_a_refit_is_refused(engine, a, b, tokens):
     with RefitSession(engine.model, expect_kv_scales=None, name="first") as session:
-        with pytest.raises(RefitError, match="'first', is under way"):
+        with pytest.raises(RefitError, match=r"reload_weights was refused.*under way") as error:
             reload(engine, b.items())
+        assert "first" not in str(error.value)
         session.load(list(a.items()))
     assert serves(engine, tokens["a"])
     assert state_of(engine.model).guard.session is None
+
+
+# vLLM's layerwise reload, as prime-rl and SkyRL call it: around ``model.load_weights``.
+
+
+def layerwise(engine, *loads):
+    initialize_layerwise_reload(engine.model)
+    for tensors in loads:
+        engine.model.load_weights(tensors)
+    finalize_layerwise_reload(engine.model, engine.llm.llm_engine.model_config)
+
+
+def test_a_layerwise_reload_serves_as_a_fresh_engine(engine, a, b, tokens):
+    before = engine.pointers()
+    layerwise(engine, iter(b.items()))
+    assert serves(engine, tokens["b"])
+    parts = list((a | SCALES).items())
+    layerwise(engine, parts[:5], iter(parts[5:6]), parts[6:])
+    assert serves(engine, tokens["a"])
+    layerwise(engine, in_fp8(b).items())
+    assert serves(engine, tokens["b"])
+    assert engine.pointers() == before
+    assert not any(parameter.is_meta for parameter in engine.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("loads", "kind", "message"),
+    [
+        (lambda b: ([i for i in b.items() if i[0] != UP],), RefitError, f"lacks 1 .*'{UP}'"),
+        (lambda b: (list(b.items())[:3], with_a_nan(b).items()), RefitError, "arrived twice"),
+        (lambda b: (with_a_nan(b).items(),), RefitError, f"'{UP}' has NaN"),
+        (lambda b: (iter([*b.items(), (UP, b[UP])]),), RefitError, f"'{UP}' arrived twice in one"),
+        (lambda b: (list(b.items())[:9], dies(b)), RefitError, "arrived twice"),
+        (lambda b: (dies(b),), ConnectionError, "trainer gone"),
+    ],
+    ids=["incomplete", "twice in two", "NaN", "twice", "twice in a stream", "breaks off"],
+)
+@pytest.mark.parametrize("mended_by", ["refit", "the same way"])
+def test_a_broken_layerwise_reload_closes_the_engine(
+    engine, b, tokens, loads, kind, message, mended_by
+):
+    with pytest.raises(kind, match=message):
+        layerwise(engine, *loads(b))
+    with pytest.raises(RefitError, match="half-updated: The layerwise reload broke off"):
+        require_ready(engine.llm)
+    with pytest.raises(RefitError, match="No layerwise reload is under way"):
+        finalize_layerwise_reload(engine.model, engine.llm.llm_engine.model_config)
+    engine.refuses(RefitError, "half-updated")
+    if mended_by == "refit":
+        refit(engine.llm, b.items(), expect_kv_scales=False)
+    else:
+        layerwise(engine, b.items())
+    assert serves(engine, tokens["b"])
+
+
+def test_a_layerwise_reload_whose_sender_died_is_begun_again(engine, a, b, tokens):
+    initialize_layerwise_reload(engine.model)
+    assert engine.greedy(PROMPTS) == tokens["a"]  # nothing has come yet
+    engine.model.load_weights(list(a.items())[:5])
+    engine.refuses(RefitError, "The layerwise reload broke off or was incomplete")
+    layerwise(engine, b.items())
+    assert serves(engine, tokens["b"])
+
+
+def test_a_layerwise_reload_of_nothing_changes_nothing(engine, tokens):
+    with pytest.raises(RefitError, match="The layerwise reload lacks"):
+        layerwise(engine)
+    assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+def test_a_layerwise_reload_of_another_model_is_vllms(engine):
+    plain = torch.nn.Linear(2, 2)
+    record_metadata_for_reloading(plain)
+    initialize_layerwise_reload(plain)
+    assert plain.weight.is_meta
+    finalize_layerwise_reload(plain, engine.llm.llm_engine.model_config)
+    assert not plain.weight.is_meta

@@ -1,0 +1,173 @@
+"""Two ways in at once: while one is open, each other one is refused, and the first is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from fp8rl.errors import RefitError
+from support.engine import PROMPTS, SCALES
+from vllm_fp8rl import kv_observer
+from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales
+from vllm_fp8rl.kv_scales import set_kv_scales
+from vllm_fp8rl.refit import RefitSession, drop_requests, refit, refit_from_files
+from vllm_fp8rl.refit.weight_transfer import _Intake
+from vllm_fp8rl.refit.worker import STEPS
+from vllm_fp8rl.state import state_of
+
+pytestmark = pytest.mark.usefixtures("restored")
+NORM = "model.norm.weight"
+
+
+def reload(engine: Any, tensors: Any) -> None:
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+
+
+def layerwise(engine: Any) -> None:
+    initialize_layerwise_reload(engine.model)
+
+
+def finish_layerwise(engine: Any) -> None:
+    finalize_layerwise_reload(engine.model, engine.llm.llm_engine.model_config)
+
+
+ENTRIES: dict[str, Callable[[Any, dict, Any], Any]] = {
+    "refit": lambda e, t, path: refit(e.llm, t.items(), expect_kv_scales=False),
+    "refit of a stream": lambda e, t, path: refit(e.llm, iter(t.items()), expect_kv_scales=False),
+    "files": lambda e, t, path: refit_from_files(e.llm, path, expect_kv_scales=False),
+    "session": lambda e, t, path: RefitSession(e.model, expect_kv_scales=None).__enter__(),
+    "weight transfer": lambda e, t, path: _Intake(e.model).start(),
+    "reload_weights": lambda e, t, path: reload(e, t.items()),
+    "reload_weights of a stream": lambda e, t, path: reload(e, iter(t.items())),
+    "layerwise reload": lambda e, t, path: layerwise(e),
+    "load_weights": lambda e, t, path: e.model.load_weights(list(t.items())),
+    "load_weights of one": lambda e, t, path: e.model.load_weights([(NORM, t[NORM])]),
+    "load_weights of a stream": lambda e, t, path: e.model.load_weights(iter(t.items())),
+    "load_weights of a part": lambda e, t, path: e.model.model.load_weights(
+        iter([("norm.weight", t[NORM])])
+    ),
+    "send_kv_scales": lambda e, t, path: send_kv_scales(e.llm, dict.fromkeys(SCALES, 0.5)),
+    "set_kv_scales": lambda e, t, path: set_kv_scales(e.model, dict.fromkeys(SCALES, 0.5)),
+    "calibrate": lambda e, t, path: calibrate_kv_scales(e.llm, PROMPTS),
+    "observe": lambda e, t, path: kv_observer.start_observing(e.model, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def other(b, tmp_path_factory) -> tuple[dict[str, torch.Tensor], str]:
+    """Weights that no engine here shall ever serve, and a file of them."""
+    wrong = {name: torch.ones_like(tensor) for name, tensor in b.items()}
+    path = tmp_path_factory.mktemp("other") / "model.safetensors"
+    save_file(wrong, path)
+    return wrong, str(path)
+
+
+def enter(name: str, engine: Any, other: Any) -> None:
+    with pytest.raises(RefitError, match=r"under way|is writing to this model"):
+        ENTRIES[name](engine, *other)
+
+
+def streamed(name: str, engine: Any, b: dict, other: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights; another way is tried before the first, between two, and after the last."""
+    for number, item in enumerate(b.items()):
+        if number in (0, 7):
+            enter(name, engine, other)
+        yield item
+    enter(name, engine, other)
+
+
+def serves(engine: Any, expected: Any) -> bool:
+    drop_requests(engine.llm)
+    engine.llm.reset_prefix_cache()
+    return engine.greedy(PROMPTS) == expected and set(engine.kv_scales().values()) == {
+        next(iter(SCALES.values())).item()
+    }
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_beside_a_refit(engine, b, tokens, other, name):
+    with RefitSession(engine.model, expect_kv_scales=None) as session:
+        enter(name, engine, other)  # before its first tensor
+        session.load(list(b.items())[:5])
+        enter(name, engine, other)
+        session.load(list(b.items())[5:])
+        enter(name, engine, other)
+    assert serves(engine, tokens["b"])
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_beside_a_layerwise_reload(engine, b, tokens, other, name):
+    if name == "layerwise reload" or name.startswith("load_weights"):
+        pytest.skip("its own tensors come so; and it may be begun again")
+    layerwise(engine)
+    enter(name, engine, other)
+    engine.model.load_weights(list(b.items())[:5])
+    enter(name, engine, other)
+    engine.model.load_weights(list(b.items())[5:])
+    finish_layerwise(engine)
+    assert serves(engine, tokens["b"])
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("way", ["load_weights", "reload_weights", "layerwise reload"])
+def test_beside_a_stream_that_is_being_loaded(engine, b, tokens, other, way, name):
+    stream = streamed(name, engine, b, other)
+    if way == "reload_weights":
+        reload(engine, stream)
+    elif way == "load_weights":
+        engine.model.load_weights(stream)
+    else:
+        layerwise(engine)
+        engine.model.load_weights(stream)
+        finish_layerwise(engine)
+    assert serves(engine, tokens["b"])
+
+
+def test_weights_that_fall_asleep_end_a_refit(engine, a, b, tokens):
+    guard = state_of(engine.model).guard
+    session = RefitSession(engine.model, expect_kv_scales=None).__enter__()
+    session.load(list(b.items())[:5])
+    guard.sleep(["weights", "kv_cache"], {})  # a CPU has no sleep mode: as its backend tells it
+    guard.wake(None)
+    with pytest.raises(RefitError, match=r"This refit is not open.* begin a new one"):
+        session.load(list(b.items())[5:])
+    engine.refuses(RefitError, "half-updated: a refit broke off")
+    refit(engine.llm, a.items(), expect_kv_scales=False)
+    assert serves(engine, tokens["a"])
+
+
+def test_weights_do_not_sleep_under_a_load(engine, b, tokens):
+    def stream():
+        for number, item in enumerate(b.items()):
+            if number == 3:
+                with pytest.raises(RefitError, match="A sleep was refused"):
+                    state_of(engine.model).guard.sleep(["weights"], {})
+            yield item
+
+    engine.model.load_weights(stream())
+    assert serves(engine, tokens["b"])
+
+
+@pytest.mark.parametrize("name", ["session", "load_weights", "reload_weights", "set_kv_scales"])
+def test_a_calibration_ends_where_weights_or_scales_come(engine, a, name):
+    kv_observer.start_observing(engine.model, {})
+    if name == "session":
+        with RefitSession(engine.model, expect_kv_scales=None) as session:
+            session.load(list(a.items()))
+    elif name == "set_kv_scales":
+        (answer,) = engine.llm.collective_rpc(
+            STEPS["fp8rl_set_kv_scales"], args=(dict.fromkeys(SCALES, 0.05),)
+        )
+        assert answer["error"] is None
+    else:
+        ENTRIES[name](engine, a, "")
+    with pytest.raises(RefitError, match="No KV scales are being observed"):
+        kv_observer.observed(engine.model)
