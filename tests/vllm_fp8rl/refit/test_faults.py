@@ -90,7 +90,7 @@ def test_out_of_memory_at_staging_names_the_remedy(monkeypatch):
         Sender([place()], 256 << 20)._make_staging(torch.device("cpu"))
 
 
-FAULTS = ["nan", "huge", "truncated", "repeated", "unknown", "dies", "shape", "None", "overwritten"]
+FAULTS = ["nan", "huge", "truncated", "repeated", "unknown", "dies", "shape", "None"]
 
 
 @settings(
@@ -104,9 +104,7 @@ def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, da
     stream = data.draw(st.permutations(list(b.items())))
     place = data.draw(st.integers(0, len(stream) - 1))
     name, tensor = stream[place]
-    # One number is read at once: what comes into its memory later does no harm.
-    faults = [fault for fault in FAULTS if fault != "overwritten" or tensor.numel() > 1]
-    fault = data.draw(st.sampled_from(faults))
+    fault = data.draw(st.sampled_from(FAULTS))
 
     def broken():
         for number, item in enumerate(stream):
@@ -119,10 +117,6 @@ def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, da
                 yield name, torch.full_like(tensor, value, dtype=torch.float32)
             elif fault == "None":
                 yield name, None
-            elif fault == "overwritten":
-                kept = tensor.clone()
-                yield name, kept
-                kept.zero_()
             elif fault == "truncated":
                 return
             elif fault == "repeated":
@@ -134,9 +128,7 @@ def test_any_fault_anywhere_leaves_the_old_weights_or_a_refusal(engine, a, b, da
             else:
                 yield name, torch.ones(3, 5, 7)
 
-    # A tensor that is read at once, its sender may overwrite.
-    sizes = [1 << 30] if fault == "overwritten" else [1, 1 << 17, 1 << 30]
-    size = data.draw(st.sampled_from(sizes))
+    size = data.draw(st.sampled_from([1, 1 << 17, 1 << 30]))
     with pytest.raises((Fp8RLError, ConnectionError)):
         refit(engine.llm, broken(), expect_kv_scales=True, batch_bytes=size)
     if serves(engine):
@@ -152,7 +144,7 @@ def test_a_session_that_was_aborted_ends_no_other(engine, a, b):
     late.abandon("by somebody else")
     with RefitSession(engine.model, expect_kv_scales=True, name="new") as session:
         session.load(list(a.items())[:5])
-        with pytest.raises(RefitError, match=r"The refit 'late' is not open.* begin a new one"):
+        with pytest.raises(RefitError, match=r"This refit is not open.* begin a new one"):
             late.__exit__(None, None, None)
         late.abandon("once more")
         engine.refuses(RefitError, "under way")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8rl.errors import RefitError
 from vllm_fp8rl.refit import batches
@@ -109,8 +112,149 @@ def test_batches_end_before_the_next_tensor_is_asked_for():
     assert [float(batch[0][1][0]) for batch in batches(stream(), 1)] == [0.0, 1.0, 2.0]
     # The tensor that does not fit into a batch is pulled before that batch is read.
     for limit in (memory.nbytes + 1, 1 << 20):
-        with pytest.raises(RefitError, match="'1' came in the memory of '0'"):
-            list(batches(stream(), limit))
+        items = [item for batch in batches(stream(), limit) for item in batch]
+        assert [float(tensor[0]) for _, tensor in items] == [0.0, 1.0, 2.0]
+
+
+VALUES = torch.arange(1.0, 13.0).view(3, 4)
+Sent = tuple[torch.Tensor, Callable[[], object]]
+"""A tensor with the values, and what its sender does to the memory once it has given it away."""
+
+
+def by_numpy(make: Callable[[np.ndarray], torch.Tensor]) -> Callable[[Path], Sent]:
+    def sent(folder: Path) -> Sent:
+        memory = VALUES.numpy().copy()
+        return make(memory), lambda: memory.fill(0)
+
+    return sent
+
+
+def by_torch(write: Callable[[torch.Tensor], object]) -> Callable[[Path], Sent]:
+    def sent(folder: Path) -> Sent:
+        tensor = VALUES.clone()
+        return tensor, lambda: write(tensor)
+
+    return sent
+
+
+def of_inference(folder: Path) -> Sent:
+    with torch.inference_mode():
+        tensor = VALUES.clone()
+    return tensor, torch.inference_mode()(tensor.zero_)
+
+
+def of_a_file(folder: Path) -> Sent:
+    """As of another process: two mappings of one file."""
+    (folder / "memory").write_bytes(VALUES.numpy().tobytes())
+    mine, theirs = (
+        torch.from_file(str(folder / "memory"), shared=True, size=12).view(3, 4) for _ in range(2)
+    )
+    return mine, lambda: theirs.zero_()
+
+
+def of_shared_memory(folder: Path) -> Sent:
+    tensor = VALUES.clone().share_memory_()
+    return tensor, lambda: tensor.data.zero_()
+
+
+def of_a_part(folder: Path) -> Sent:
+    whole = torch.zeros(5, 8)
+    whole[1:4, 2:6] = VALUES
+    return whole[1:4, 2:6], lambda: whole.data.zero_()
+
+
+MEMORIES: dict[str, Callable[[Path], Sent]] = {
+    "numpy": by_numpy(torch.from_numpy),
+    "numpy, transposed twice": by_numpy(lambda array: torch.from_numpy(array.T).t()),
+    "numpy as other types": by_numpy(
+        lambda array: torch.from_numpy(array).view(torch.uint8).view(torch.float32)
+    ),
+    "numpy, a parameter": by_numpy(lambda array: torch.nn.Parameter(torch.from_numpy(array))),
+    "buffer": by_numpy(
+        lambda array: torch.frombuffer(memoryview(array).cast("B"), dtype=torch.float32).view(3, 4)
+    ),
+    "dlpack": by_numpy(torch.from_dlpack),
+    "in torch": by_torch(torch.Tensor.zero_),
+    "data": by_torch(lambda tensor: tensor.data.zero_()),
+    "storage": by_torch(lambda tensor: tensor.untyped_storage().fill_(0)),
+    "numpy of torch": by_torch(lambda tensor: tensor.numpy().fill(0)),
+    "freed": by_torch(lambda tensor: tensor.untyped_storage().resize_(0)),
+    "inference": of_inference,
+    "file": of_a_file,
+    "shared memory": of_shared_memory,
+    "part": of_a_part,
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("limit", [1, VALUES.nbytes + 1, 1 << 20])
+def test_what_a_sender_does_to_memory_that_it_gave_away(memory, limit, tmp_path):
+    """Torch counts few of these writes."""
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            tensor, spoil = MEMORIES[memory](tmp_path)
+            yield str(number), tensor
+            spoil()
+
+    for read in (
+        lambda: [
+            item for batch in batches(stream(), limit) for item in list(load(pack(batch)).items())
+        ],
+        lambda: steady(stream()),
+        lambda: load(pack(stream())).items(),
+    ):
+        came = dict(read())
+        assert came.keys() == {"0", "1", "2"}
+        assert all(torch.equal(tensor, VALUES) for tensor in came.values())
+
+
+def test_a_negation_that_torch_has_put_off_travels():
+    lazy = torch._neg_view(VALUES)
+    imaginary = torch.complex(VALUES, VALUES).conj().imag
+    assert lazy.is_neg() and imaginary.is_neg()
+    for kind in (list, iter):
+        sent = [("lazy", lazy), ("imaginary", imaginary)]
+        for came in (load(pack(kind(sent))), dict(steady(kind(sent)))):
+            assert all(torch.equal(tensor, -VALUES) for tensor in came.values())
+            assert not any(tensor.is_neg() for tensor in came.values())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_other_kinds_have_their_values_or_are_refused():
+    class Named(torch.Tensor):
+        pass
+
+    scalar, grown = torch.tensor(3.0), VALUES.clone().requires_grad_()
+    kinds = {
+        "expanded": torch.ones(1, 4).expand(3, 4),
+        "transposed": VALUES.t(),
+        "strided": torch.arange(24.0).view(3, 8)[:, ::2],
+        "zero-dimensional": scalar,
+        "without elements": VALUES[:0],
+        "with a gradient": grown,
+        "computed": grown * 2,
+        "subclass": VALUES.as_subclass(Named),
+        "parameter": torch.nn.Parameter(VALUES),
+        "buffer": torch.nn.Buffer(VALUES),
+    }
+    for tensor in kinds.values():
+        for stream in ([("a", tensor)], iter([("a", tensor)])):
+            assert torch.equal(load(pack(stream))["a"], tensor.detach().as_subclass(torch.Tensor))
+    with FakeTensorMode():
+        fake = torch.empty(3, 4)
+    refused = {
+        r"is a FakeTensor and no plain tensor": fake,
+        "has no values yet": torch.nn.UninitializedParameter(),
+        "is a nested tensor; send each": torch.nested.nested_tensor([VALUES, VALUES]),
+        r"layout torch\.sparse_csr; send its to_dense": VALUES.to_sparse_csr(),
+        r"layout torch\._mkldnn; send its to_dense": VALUES.to_mkldnn(),
+        "device 'meta'": VALUES.to("meta"),
+    }
+    for message, tensor in refused.items():
+        for stream in ([("a", tensor)], iter([("a", tensor)])):
+            with pytest.raises(RefitError, match=message):
+                pack(stream)
 
 
 def test_a_sharded_tensor():

@@ -92,9 +92,9 @@ def through_a_session(engine: Engine, stream) -> None:
 
 @pytest.mark.parametrize("give", [through_refit, through_a_session])
 @pytest.mark.parametrize("buffers", [1, 2])
-@pytest.mark.parametrize("writes", ["in torch", "unseen"])
-def test_reused_buffers_are_noticed(engine, b, tokens, give, buffers, writes):
-    """With one batch for all, each tensor would have the values of a later one."""
+@pytest.mark.parametrize("writes", ["in torch", "unseen", "zeros behind it"])
+def test_reused_buffers_are_read_in_time(engine, b, tokens, give, buffers, writes):
+    """With one batch for all, each tensor would have the values of a later one, or zeros."""
     size = max(t.numel() for t in b.values())
     rings = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(buffers)]
 
@@ -104,9 +104,20 @@ def test_reused_buffers_are_noticed(engine, b, tokens, give, buffers, writes):
             # By numpy, NCCL or another process: torch does not count such writes.
             target = ring if writes == "in torch" else ring.data
             yield name, target[: tensor.numel()].copy_(tensor.view(-1)).view(tensor.shape)
+            if writes == "zeros behind it":
+                target.zero_()
 
-    with pytest.raises(RefitError, match=r"'[a-z0-9_.]+' came in the memory of '.*(clones).*=1"):
-        give(engine, stream())
+    give(engine, stream())
+    engine.llm.reset_prefix_cache()
+    assert engine.greedy(PROMPTS) == tokens["b"]
+
+
+def test_memory_that_comes_twice_in_a_list_is_noticed(engine, b, tokens):
+    memory = torch.zeros(max(t.numel() for t in b.values()), dtype=torch.bfloat16)
+    wire = [(name, memory[: tensor.numel()].view(tensor.shape)) for name, tensor in b.items()]
+    for give in (through_refit, through_a_session):
+        with pytest.raises(RefitError, match=r"came in the memory of '.*(clones).*=1"):
+            give(engine, wire)
     assert engine.greedy(PROMPTS) == tokens["a"]  # nothing was written
 
 
