@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from fp8rl.errors import RefitError, UnsupportedError
+from fp8rl.errors import Fp8RLError, RefitError, UnsupportedError
 from vllm_fp8rl.values import PlainValues
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class RefitGuard:
     * while an FP8 KV cache lacks its scales, or may hold codes of other scales;
     * while KV scales are being calibrated;
     * while weights or KV cache sleep;
+    * after a refused step, until its requests and what they left in the KV cache are gone;
     * after a level-2 sleep, which discards weights, until every one of them has come again.
 
     Each cause calls :meth:`recheck`; without one a step costs the test of a flag.
@@ -84,6 +85,9 @@ class RefitGuard:
         self._cache_epoch: int | None = None
         """Epoch of the codes in the KV cache; None while it is empty."""
         self._outdated: str | None = None
+        self.refused_step = False
+        """A step was refused since the KV cache was emptied: vLLM enters blocks into its prefix
+        cache before the step that fills them, and leaves the requests in flight."""
         self._calibration: Literal["closed", "running"] | None = None
         self.values = PlainValues()
 
@@ -180,6 +184,7 @@ class RefitGuard:
     def cache_emptied(self) -> None:
         """Note that neither vLLM's prefix cache nor a request holds a KV block any more."""
         self._cache_epoch = self._outdated = None
+        self.refused_step = False
         self.recheck()
 
     @property
@@ -255,7 +260,11 @@ class RefitGuard:
         """
         if self._ready or _is_dummy_run():
             return
-        self.require_ready()
+        try:
+            self.require_ready()
+        except Fp8RLError:
+            self.refused_step = True
+            raise
         self._ready, self._cache_epoch = True, self.scale_epoch
 
     def require_ready(self) -> None:
@@ -287,6 +296,12 @@ class RefitGuard:
         self._require_loaded()
         self.values.require_finite()
         self._each("require_ready")
+        if self.refused_step:
+            raise RefitError(
+                "A step was refused, whose requests and blocks of the prefix cache were never "
+                "computed; drop them with vllm_fp8rl.refit.drop_requests(llm), or call "
+                "reset_prefix_cache with reset_running_requests=True."
+            )
         self.derive()
 
     def derive(self) -> None:

@@ -19,11 +19,13 @@ from fp8rl.kv_scales import scale_name, scales_from_amax
 from fp8rl.recipe import KVCache
 
 pytest.importorskip("vllm")
+from vllm import SamplingParams
+
 from support.engine import KV_SCALE, LAYERS, VOCAB, Engine, load_tensors
 from vllm_fp8rl.calibration import calibrate_kv_scales, send_kv_scales, set_uncalibrated_kv_scales
 from vllm_fp8rl.kv_observer import ObservedImpl, observed, start_observing, stop_observing
 from vllm_fp8rl.kv_scales import forget_kv_scales, fp8_layers, kv_scale_state, set_kv_scales
-from vllm_fp8rl.refit import drop_requests
+from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.testing.hf_reference import load_reference
 
 PROMPTS = [[(31 * i + 7 * j * j) % (VOCAB - 5) + 5 for j in range(20 + 9 * i)] for i in range(6)]
@@ -165,8 +167,8 @@ def test_refuses(fresh: Engine, other_engine: Any, checkpoints: dict[str, Path])
         calibrate_kv_scales(fresh.llm, [])
     with pytest.raises(ScaleError, match="margin of KV scales is 0"):
         calibrate_kv_scales(fresh.llm, PROMPTS, margin=0.0)
-    with pytest.raises(ScaleError, match="never loaded"):
-        fresh.greedy(PROMPTS)
+    waits = SamplingParams(max_tokens=1, detokenize=False)
+    fresh.llm.llm_engine.add_request("waits", {"prompt_token_ids": PROMPTS[0]}, waits)
     with pytest.raises(RefitError, match="in flight"):
         calibrate_kv_scales(fresh.llm, PROMPTS)
     drop_requests(fresh.llm)
@@ -238,3 +240,69 @@ def test_what_is_no_scale(engine: Engine, scales, message: str) -> None:
         with pytest.raises(ScaleError, match=message):
             calibrate_kv_scales(engine.llm, [[5, 6, 7]], start=scales)
     assert engine.greedy([[5, 6, 7]], 4) == tokens
+
+
+def by_hand(engine: Engine) -> None:
+    """As ScaleError names it, for which the engine need not be idle."""
+    set_uncalibrated_kv_scales(engine.model, KV_SCALE)
+    with pytest.raises(RefitError, match=r"A step was refused.*drop_requests"):
+        engine.greedy(PROMPTS[:1])
+    drop_requests(engine.llm)
+
+
+REMEDIES = {
+    "send_kv_scales": lambda e: send_kv_scales(e.llm, dict.fromkeys(NAMES, KV_SCALE)),
+    "calibrate_kv_scales": lambda e: (
+        calibrate_kv_scales(e.llm, PROMPTS),
+        send_kv_scales(e.llm, dict.fromkeys(NAMES, KV_SCALE)),
+    ),
+    "refit": lambda e: refit(
+        e.llm,
+        [
+            *load_tensors(Path(e.llm.llm_engine.model_config.model)).items(),
+            *((name, torch.tensor([KV_SCALE])) for name in NAMES),
+        ],
+        expect_kv_scales=True,
+    ),
+    "set_uncalibrated_kv_scales": by_hand,
+}
+
+
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_a_request_refused_for_want_of_scales_is_in_nobodys_way(fresh: Engine, remedy: str) -> None:
+    """And its blocks of the prefix cache, which no step has filled, are not read."""
+    prompts = [[(13 * i) % 400 + 7 for i in range(200)]]  # more than a block
+    for _ in range(2):
+        with pytest.raises(ScaleError, match="was never loaded"):
+            fresh.greedy(prompts)
+    assert fresh.llm.llm_engine.has_unfinished_requests()
+    REMEDIES[remedy](fresh)
+    served = fresh.greedy(prompts)
+    fresh.llm.reset_prefix_cache()
+    assert fresh.greedy(prompts) == served
+    assert not fresh.llm.llm_engine.has_unfinished_requests()
+
+
+def test_two_names_of_one_scale_and_names_that_look_like_one_are_refused(fresh: Engine) -> None:
+    send_kv_scales(fresh.llm, dict.fromkeys(NAMES, KV_SCALE))
+    both = {NAMES[0]: 0.5, NAMES[0].replace("self_attn.", "self_attn.attn."): 0.25}
+    for give in (
+        lambda scales: send_kv_scales(fresh.llm, scales),
+        lambda scales: set_kv_scales(fresh.model, scales),
+        lambda scales: start_observing(fresh.model, scales),
+        lambda scales: calibrate_kv_scales(fresh.llm, PROMPTS, start=scales),
+    ):
+        with pytest.raises(ScaleError, match="are both the k scale of layer 0"):
+            give(both)
+        for name in ("mtp.layers.0.self_attn.k_scale", "model.layers.00.self_attn.k_scale"):
+            with pytest.raises(ScaleError, match=f"'{name}' is no name of a KV scale"):
+                give({name: 0.5})
+        with pytest.raises(ScaleError, match=r"layers.7.self_attn.k_scale' is no KV scale of"):
+            give({scale_name(7, "k"): 0.5})
+    assert set(fresh.kv_scales().values()) == {torch.tensor(KV_SCALE).item()}
+
+
+def test_scales_to_start_from_count_by_either_name(fresh: Engine) -> None:
+    found = calibrate_kv_scales(fresh.llm, PROMPTS)
+    small = {name.replace("self_attn.", "self_attn.attn."): s / 64 for name, s in found.items()}
+    assert calibrate_kv_scales(fresh.llm, PROMPTS, start=small) == found

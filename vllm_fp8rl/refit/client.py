@@ -261,8 +261,21 @@ def drop_requests(llm: LLM) -> None:
 
 
 def require_idle(llm: LLM) -> None:
-    """Raise RefitError while an engine has requests."""
-    if llm.llm_engine.has_unfinished_requests():
+    """Raise RefitError while an engine has requests.
+
+    Those that an in-process engine has kept after it refused a step are dropped: they can never go
+    on, and whoever made them has the error.
+    """
+    engine: Any = llm.llm_engine
+    if not engine.has_unfinished_requests():
+        return
+    if getattr(engine, "model_executor", None) is not None:
+        from vllm_fp8rl.refit.worker import refused_step
+
+        if any(llm.collective_rpc(refused_step)):
+            logger.warning("fp8rl: the requests of a step that was refused are dropped.")
+            drop_requests(llm)
+    if engine.has_unfinished_requests():
         raise RefitError(
             "The engine has requests in flight; finish them, or drop them with "
             "vllm_fp8rl.refit.drop_requests(llm), and try again; if some stay, restart it."

@@ -240,10 +240,16 @@ def extension_remedy(extension: str) -> str:
 def refusal(step: str) -> Answer:
     """Return the answer of a step that was not run because requests are in flight."""
     error = (
-        f"{step} was refused because the engine has requests in flight; wait for them, or pause "
-        "generation first."
+        f"{step} was refused because the engine has requests in flight; wait for them, pause "
+        "generation first, or, where a step of theirs was refused, drop them with "
+        "vllm_fp8rl.refit.drop_requests(llm)."
     )
     return {"value": None, "error": (RefitError.__name__, error)}
+
+
+def refused_step(worker: Any) -> bool:
+    """Answer whether a step was refused since the KV cache was emptied."""
+    return _guard(worker).refused_step
 
 
 def cache_emptied(worker: Any) -> None:

@@ -220,9 +220,9 @@ def test_a_block_that_shards_share_is_discarded_until_all_came(columns: int, wid
     guard.wake(None)
     for start in (192, 0, 128):
         with pytest.raises(RefitError, match=r"discarded 'qkv\.weight'"):
-            guard.check()
+            guard.require_ready()
         grid.load_source(start, parts[start])
-    guard.check()
+    guard.require_ready()
     assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(scale_inv, expected.scale_inv)
 
