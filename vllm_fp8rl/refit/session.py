@@ -138,10 +138,14 @@ class RefitSession:
             coming: tensors on the meta device.
 
         Raises:
-            RefitError: the model has no such tensor, or it is no whole tensor of a dtype that a
-                refit takes.
+            RefitError: the session is not open; the model has no such tensor, or it has come; or it
+                is no whole tensor of a dtype that a refit takes.
         """
+        if self._guard.session is not self:
+            raise _ended()
         for name, tensor in coming:
+            if name in self._came:
+                raise came_twice(name)
             if name in self._entries:
                 self._check(name, tensor, self._entries[name])
             elif not self._inventory.leaves_out(name):

@@ -7,8 +7,9 @@ handles: a worker reads the sender's memory, so they do not pass the host.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from fp8rl.errors import RefitError
-from vllm_fp8rl.refit.intake import came_twice, steady
+from vllm_fp8rl.refit.intake import Named, came_twice, steady
 
 Place = dict[str, Any]
 """Where a process is. ``host`` is equal for processes that can open each other's handles;
@@ -32,6 +33,21 @@ GPU_BATCH_FACTOR = 16
 """How much larger batches of GPU tensors are that do not pass the host. Each batch waits about
 0.6 ms for its check, and a layer of an 8B model is quantized twice in that time."""
 _ALIGNMENT = 256
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "BOOL": torch.bool,
+    **{f"{kind[0].upper()}{bits}": getattr(torch, f"{kind}{bits}")
+       for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+"""By safetensors' names."""
 
 
 def place() -> Place:
@@ -176,19 +192,29 @@ def _position(storage: int, tensor: torch.Tensor) -> list[Any]:
 
 
 @contextmanager
-def received(payload: Payload) -> Iterator[dict[str, torch.Tensor]]:
+def received(
+    payload: Payload, check: Callable[[Sequence[Named]], None] = lambda tensors: None
+) -> Iterator[dict[str, torch.Tensor]]:
     """Open what :meth:`Sender.wrap` packed; tensors on a GPU are views of the sender's memory.
 
     When the block ends, the work on them has been done, so that the sender may reuse that memory.
+
+    Args:
+        payload: what came.
+        check: called before the first tensor is read, with all of them on the meta device.
 
     Raises:
         RefitError: not such a payload, or a handle of a GPU that this process does not see.
     """
     if isinstance(payload, bytes):
+        check(_described(payload))
         yield _unpacked(payload)
         return
     if not (isinstance(payload, dict) and payload.keys() >= {"tensors", "storages", "bytes"}):
         raise _no_payload(f"a {type(payload).__name__}")
+    sent = payload["tensors"].items()
+    near = [(name, _meta(each[3], getattr(torch, each[1]))) for name, each in sent]
+    check([*near, *_described(payload["bytes"])])
     process, gpus = str(os.getpid()), place()["gpus"]
     storages = [_open(handles[process], gpus) for handles in payload["storages"]]
     tensors = _unpacked(payload["bytes"])
@@ -200,6 +226,21 @@ def received(payload: Payload) -> Iterator[dict[str, torch.Tensor]]:
         yield tensors
     finally:
         torch.cuda.current_stream().synchronize()
+
+
+def _described(payload: bytes) -> list[Named]:
+    """The tensors of a safetensors buffer without their values, from its header."""
+    length = int.from_bytes(payload[:8], "little")
+    try:
+        header = json.loads(payload[8 : 8 + length])
+        header.pop("__metadata__", None)
+        return [(n, _meta(each["shape"], _DTYPES[each["dtype"]])) for n, each in header.items()]
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise _no_payload(f"{type(error).__name__}: {error}") from None
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def _unpacked(payload: bytes) -> dict[str, torch.Tensor]:

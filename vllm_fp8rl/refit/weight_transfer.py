@@ -142,7 +142,7 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
             self.model.load_weights(read_files(update_info.path, self.model.check))
             return
         assert update_info.payload is not None
-        with received(update_info.payload) as tensors:
+        with received(update_info.payload, self.model.check) as tensors:
             self.model.load_weights(tensors.items())
 
     def shutdown(self) -> None:

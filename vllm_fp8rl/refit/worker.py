@@ -123,7 +123,7 @@ class RefitMixin:
         if isinstance(batch, list):
             opened.load(batch)
             return
-        with transport.received(batch) as tensors:
+        with transport.received(batch, opened.check) as tensors:
             opened.load(tensors.items())
 
     @_step

@@ -12,6 +12,8 @@ from fp8rl.errors import RefitError, ScaleError
 from fp8rl.numerics import quantize_block
 from support.engine import LAYERS, PROMPTS, SCALES, Engine, in_fp8
 from vllm_fp8rl.refit import RefitSession, refit
+from vllm_fp8rl.refit.transport import pack
+from vllm_fp8rl.refit.worker import STEPS, read_answer
 
 UP = "model.layers.1.mlp.up_proj.weight"
 pytestmark = pytest.mark.usefixtures("restored")
@@ -258,3 +260,22 @@ def test_direct_writes_to_parameters_are_seen(engine, a, tokens):
     down.weight_scale_inv.data[:] /= 4
     engine.llm.reset_prefix_cache()
     assert engine.greedy(PROMPTS) == tokens["a"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ({"model.unknown": torch.ones(8)}, "no tensor 'model.unknown'"),
+        ({UP: torch.ones(3, 5)}, r"\(3, 5\)"),
+        ({UP: torch.ones(512, 256, dtype=torch.uint16)}, r"torch\.uint16"),
+        ({NORM: torch.ones(256), K0: torch.ones(1)}, "came unannounced"),
+    ],
+)
+def test_what_is_packed_is_looked_up_before_it_is_read(engine, monkeypatch, sent, message):
+    """Of 3 GiB under a wrong name nothing is made."""
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    read_answer(STEPS["fp8rl_refit_begin"](worker, "packed", False))
+    with monkeypatch.context() as patch, pytest.raises(RefitError, match=message):
+        patch.setattr("vllm_fp8rl.refit.transport.load", lambda payload: pytest.fail("was read"))
+        read_answer(STEPS["fp8rl_refit_load_batch"](worker, "packed", pack(sent.items())))
+    assert read_answer(STEPS["fp8rl_refit_abort"](worker, "packed", "ends")) is False
