@@ -37,7 +37,14 @@ from vllm_fp8rl.refit.derived import require_nothing_derived
 from vllm_fp8rl.refit.intake import Named
 from vllm_fp8rl.state import state_of
 from vllm_fp8rl.storage.block_grid import SOURCE_DTYPES, Shard, WriteBatch
-from vllm_fp8rl.storage.experts import MATRICES, ExpertGrids, load_fused, scales_of, stack_of
+from vllm_fp8rl.storage.experts import (
+    MATRICES,
+    ExpertGrids,
+    ExpertParameter,
+    load_fused,
+    scales_of,
+    stack_of,
+)
 from vllm_fp8rl.storage.parameters import Fp8Parameter, Fp8Scale, Fp8Weight, ShardedParameter
 
 Kind = Literal["codes", "scales", "plain", "fused"]
@@ -215,20 +222,26 @@ class Inventory:
 
 
 def require_fit(name: str, tensor: torch.Tensor, entry: Entry, model: torch.nn.Module) -> None:
-    """Check a tensor of a plain load for a parameter that is no FP8 one, whose loader checks both.
+    """Check a tensor of a plain load for a parameter of vLLM's own.
 
-    vLLM's loaders cast whatever comes, and refuse a shape by an assertion without words.
+    Its loaders cast whatever comes, and refuse a shape by an assertion without words. Parameters of
+    this package check both themselves.
 
     Raises:
         RefitError: a dtype that is neither a source's nor the parameter's own, or another shape.
     """
     if entry.kind != "plain":
         return
-    taken = tensor.dtype in SOURCE_DTYPES
-    if not taken and tensor.dtype != model.get_parameter(entry.parameter).dtype:
-        raise RefitError(f"'{name}' has dtype {tensor.dtype}; send bfloat16, float16 or float32.")
     one = tensor.numel() == math.prod(entry.shape) == 1
-    if entry.route is not None and tensor.shape != entry.shape and not one:
+    fits = entry.route is None or tensor.shape == entry.shape or one
+    if fits and tensor.dtype in SOURCE_DTYPES:
+        return
+    parameter = model.get_parameter(entry.parameter)
+    if isinstance(parameter, (ShardedParameter, ExpertParameter)):
+        return
+    if tensor.dtype not in (*SOURCE_DTYPES, parameter.dtype):
+        raise RefitError(f"'{name}' has dtype {tensor.dtype}; send bfloat16, float16 or float32.")
+    if not fits:
         raise RefitError(
             f"'{name}' has shape {tuple(tensor.shape)}, but the engine's model has {entry.shape}; "
             "send the whole HF tensor."
