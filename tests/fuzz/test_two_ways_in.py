@@ -201,8 +201,8 @@ def test_what_is_served_came_whole_by_one_way(
                 for _ in WAYS[other](started, new[1]):
                     pass
 
-        with pytest.raises(RefitError):  # where weights are being written, they do not sleep
-            STREAMS[way](started.engine, asleep(stream()))
+        with pytest.raises(RefitError):  # weights fall asleep under no load, and end a refit
+            STREAMS[way](started.engine, asleep(iter(new[0].stream)))
         STREAMS[way](started.engine, stream())
         drop_requests(llm)
         assert started.serves() is not None
