@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import (  # as frameworks do, before an engine starts
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -175,10 +176,13 @@ def test_a_reload_beside_a_refit_is_refused(engine, a, b, tokens):
 
 
 def layerwise(engine, *loads):
-    initialize_layerwise_reload(engine.model)
-    for tensors in loads:
-        engine.model.load_weights(tensors)
-    finalize_layerwise_reload(engine.model, engine.llm.llm_engine.model_config)
+    config = engine.llm.llm_engine.vllm_config
+    device = next(engine.model.parameters()).device
+    with torch.device(device), set_current_vllm_config(config):  # as prime-rl does
+        initialize_layerwise_reload(engine.model)
+        for tensors in loads:
+            engine.model.load_weights(tensors)
+        finalize_layerwise_reload(engine.model, config.model_config)
 
 
 def test_a_layerwise_reload_serves_as_a_fresh_engine(engine, a, b, tokens):
