@@ -170,7 +170,8 @@ def require_layers(model: torch.nn.Module, places: Iterable[Place]) -> None:
         if index not in layers:
             raise ScaleError(
                 f"'{scale_name(index, role)}' is no KV scale of this model, which has an FP8 KV "
-                f"cache in layers {number_ranges(layers)}; use names such as '{scale_name(0, 'k')}'."
+                f"cache in layers {number_ranges(layers)}; use names such as "
+                f"'{scale_name(0, 'k')}'."
             )
 
 
