@@ -291,7 +291,7 @@ def test_norms_fused_into_linear_layers(mcore):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma3"}, "model_type 'gemma3'"),
+        ({"model_type": "gemma3"}, "modules of 'gemma3' are not known"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},

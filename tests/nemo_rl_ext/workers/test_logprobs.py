@@ -97,7 +97,7 @@ def test_a_class_with_other_arguments_stays_and_is_told(
 @pytest.mark.parametrize(
     ("kind", "policy", "remedy"),
     [
-        (Others, CHUNKED, "Install the NeMo RL .* or remove FP8RL_FUSED_LOGPROBS"),
+        (Others, CHUNKED, "check out that commit, or remove FP8RL_FUSED_LOGPROBS"),
         (Theirs, {}, "set policy.logprob_chunk_size"),
     ],
 )
