@@ -1,8 +1,8 @@
 """Every patch of vLLM as one record: what, why, how, and until when.
 
 :func:`install` compares each target with its record before it changes anything, so that a vLLM
-that has moved or changed it is refused by name. :data:`GATES` it only compares: what they record
-is replaced by a request gate, on one engine object, while that refuses requests. Every patch leaves
+that has moved or changed it is refused by name. What :data:`GATES` record is also replaced by a
+request gate, on one engine object, while that refuses requests. Every patch leaves
 engines without ``quantization="fp8rl"`` as they were, and may be installed any number of times.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.compat import remedy
 from vllm_fp8rl.patches.engine_core import reset_and_tell, rpc_unless_busy
+from vllm_fp8rl.patches.first_request import ask_before_first
 from vllm_fp8rl.patches.packing import keep_unpacked
 from vllm_fp8rl.patches.plain_loads import check_plain_loads
 from vllm_fp8rl.patches.reload import begin_layerwise, finish_layerwise, reload_in_place
@@ -155,20 +156,27 @@ _GATE_WHY = (
 )
 _GATE_HOW = "covered by an attribute of one engine object while it refuses requests"
 _GATE_UNTIL = "vLLM's engines have a switch that refuses requests with an error"
+_ASK_HOW = "asks the workers until they once could run, e.g. whether KV scales are missing; "
 GATES = (
     Patch(
         "vllm.v1.engine.llm_engine", "LLMEngine.add_request", (),
-        _GATE_WHY, _GATE_HOW + " (refit/client.py)", _GATE_UNTIL, None,
+        _GATE_WHY, _ASK_HOW + _GATE_HOW + " (refit/client.py)", _GATE_UNTIL, ask_before_first,
     ),
     *(
         Patch(
             "vllm.v1.engine.async_llm", f"AsyncLLM.{name}", (),
             _GATE_WHY, _GATE_HOW + " (refit/asynchronous.py)", _GATE_UNTIL, None,
         )
-        for name in ("add_request", "generate", "encode")
+        for name in ("generate", "encode")
+    ),
+    Patch(
+        "vllm.v1.engine.async_llm", "AsyncLLM.add_request", (),
+        _GATE_WHY, _ASK_HOW + _GATE_HOW + " (refit/asynchronous.py)", _GATE_UNTIL,
+        ask_before_first,
     ),
 )  # fmt: skip
-"""Compared where a request gate is made."""
+"""Installed where an engine's configuration is made, if its class is imported there, and compared
+where a request gate is made."""
 
 PACKING = (
     Patch(

@@ -75,6 +75,10 @@ class Fp8RLConfig(QuantizationConfig):
     def __init__(self, recipe: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         require_supported()
+        from vllm_fp8rl.patches.ledger import GATES, install
+
+        # Here, because vLLM makes this object where requests come in, before any of them.
+        install(patch for patch in GATES if patch.replacement is not None)
         self._recipe = recipe
         self._mapper: Any = None
         self._state: RankState | None = None

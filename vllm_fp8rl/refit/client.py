@@ -72,6 +72,8 @@ class Changes:
         """Task and workers of the refit of an ``AsyncLLM`` that is under way."""
         self.resume: bool | None = None
         """While an ``AsyncLLM`` refuses requests: whether a complete refit resumes it."""
+        self.could_run = False
+        """Whether the workers have once answered that the model could run."""
 
     @classmethod
     def of(cls, engine: Any) -> Changes:

@@ -59,6 +59,12 @@ def test_the_mixin_leaves_another_extension_its_methods(found):
     assert found["extension"] == [0]
 
 
+def test_a_request_without_kv_scales_is_refused_and_ends_no_engine(found):
+    """The engine's process ended, so that no remedy helped any more."""
+    scale = "model.layers.0.self_attn.k_scale"
+    assert found["without_scales"].startswith(f"KV scale '{scale}' was never loaded (")
+
+
 def test_drain_lets_requests_end_with_the_old_weights(found, truth):
     assert found["drained"] == [truth["long_a"], "length", truth["b"]]
 

@@ -1,0 +1,61 @@
+"""What replaces ``add_request`` of vLLM's engines; see :mod:`vllm_fp8rl.patches.ledger`.
+
+A worker that refuses a step ends an engine that runs in a process of its own, and then no remedy
+helps any more. So the workers are asked before a request reaches them, until they once could run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vllm.logger import init_logger
+
+from fp8rl.errors import Fp8RLError
+from vllm_fp8rl.names import uses_fp8rl
+
+logger = init_logger("vllm.fp8rl")
+_CHECK = "fp8rl_refit_check"
+
+
+def ask_before_first(add: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``add_request`` by one that raises while the workers would refuse every step."""
+    if inspect.iscoroutinefunction(add):
+
+        async def add_request_async(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            if _must_ask(engine):
+                _take(engine, await engine.collective_rpc(_CHECK))
+            return await add(engine, *args, **kwargs)
+
+        return add_request_async
+
+    def add_request(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if _must_ask(engine):
+            _take(engine, engine.collective_rpc(_CHECK))
+        return add(engine, *args, **kwargs)
+
+    return add_request
+
+
+def _must_ask(engine: Any) -> bool:
+    if not uses_fp8rl(engine.vllm_config):
+        return False
+    from vllm_fp8rl.refit.client import Changes
+    from vllm_fp8rl.refit.worker import has_refit_methods
+
+    extension = engine.vllm_config.parallel_config.worker_extension_cls
+    return not Changes.of(engine).could_run and has_refit_methods(extension)
+
+
+def _take(engine: Any, answers: list[Any]) -> None:
+    from vllm_fp8rl.refit.client import Changes
+    from vllm_fp8rl.refit.worker import read_answer
+
+    try:
+        for answer in answers:
+            read_answer(answer)
+    except Fp8RLError as error:
+        logger.error("fp8rl: a request was refused: %s", error)  # AsyncLLM keeps the text back
+        raise
+    Changes.of(engine).could_run = True
