@@ -196,7 +196,10 @@ def plan_export(
     sources = {path: _seen(WeightFile, path) for path in dict.fromkeys(stored.values())}
     copied = [_seen(Watched, file) for file in _to_copy(checkpoint)]
     problems = _problems_of_links([*described, *sources.values(), *copied])
-    problems += _problems_of_index(stored, sources)
+    try:
+        require_listed(sources.values(), stored)
+    except ModelError as error:
+        problems.append(error)
     if not recipe.rollout:
         problems.append(
             OptionError(
@@ -225,10 +228,10 @@ def plan_export(
         policy = (plugins or PluginManager(discover=False)).pin_policy(recipe.pins, names)
     except Fp8RLError as error:
         raise _together(checkpoint, [*problems, error]) from None
-    files = {
-        file: [name for name, where in stored.items() if where == path and not is_scale[name]]
-        for path, file in sources.items()
-    }
+    files: dict[WeightFile, list[str]] = {file: [] for file in sources.values()}
+    for name, path in stored.items():
+        if not is_scale[name]:
+            files[sources[path]].append(name)
     beside = _beside(stored, names)
     export = Export(checkpoint, config, recipe, policy, files, copied, described, beside, scales)
     problems += _problems_of_experts(policy)
@@ -579,18 +582,6 @@ def _problems_of_links(sources: Sequence[Watched]) -> list[Fp8RLError]:
             "looked at the links), and remove the others."
         )
     ]
-
-
-def _problems_of_index(
-    stored: Mapping[str, Path], sources: Mapping[Path, WeightFile]
-) -> list[Fp8RLError]:
-    """The first file that has other tensors than the index says."""
-    for path, file in sources.items():
-        try:
-            require_listed(file, [name for name, where in stored.items() if where == path])
-        except ModelError as error:
-            return [error]
-    return []
 
 
 def _problems_of_scales(names: Sequence[str]) -> list[Fp8RLError]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +90,22 @@ def read_index(folder: Path) -> dict[str, Path] | None:
     return {tensor: folder / file for tensor, file in table.items()}
 
 
-def require_listed(file: WeightFile, names: Collection[str]) -> None:
+def require_listed(files: Iterable[WeightFile], index: Mapping[str, Path]) -> None:
     """Refuse a file that holds other tensors than the index lists for it.
 
     Raises:
         ModelError: the first tensor that is one too many or too few.
     """
-    for name in sorted(file.tensors.keys() ^ set(names)):
-        here = "holds" if name in file.tensors else "lacks"
-        raise ModelError(
-            f"'{file.path}' {here} '{printable(name)}', against what '{INDEX}' says; download the "
-            "model again, write both anew, or remove the index."
-        )
+    listed: dict[Path, set[str]] = {}
+    for name, path in index.items():
+        listed.setdefault(path, set()).add(name)
+    for file in files:
+        for name in sorted(file.tensors.keys() ^ listed.get(file.path, set())):
+            here = "holds" if name in file.tensors else "lacks"
+            raise ModelError(
+                f"'{file.path}' {here} '{printable(name)}', against what '{INDEX}' says; download "
+                "the model again, or write both anew."
+            )
 
 
 def is_own(file: Path) -> bool:
@@ -111,7 +115,8 @@ def is_own(file: Path) -> bool:
     the folder's own.
     """
     target, home = file.resolve(), file.parent.resolve()
-    own = [home, *(above.parent / "blobs" for above in home.parents if above.name == "snapshots")]
+    caches = (above.parent for above in home.parents if above.name == "snapshots")
+    own = [home, *((cache / "blobs").resolve() for cache in caches)]
     return any(target.is_relative_to(place) for place in own)
 
 

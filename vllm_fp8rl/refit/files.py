@@ -63,8 +63,7 @@ def _found(path: str | os.PathLike[str]) -> list[WeightFile]:
         paths, index = _listed(Path(path))
         files = [WeightFile(each) for each in paths]
         if index is not None:
-            for file in files:
-                require_listed(file, [name for name, where in index.items() if where == file.path])
+            require_listed(files, index)
     except ModelError as error:
         raise RefitError(str(error)) from None
     except (OSError, ValueError) as error:
