@@ -144,8 +144,10 @@ def _interpreters(folders: list[Path]) -> list[Environment]:
     found = [Environment(_DRIVER, sys.executable)]
     for folder in folders:
         if folder.is_dir():
-            for python in sorted(folder.glob("*/bin/python")):
-                found.append(Environment(python.parents[1].name.rpartition(".")[2], str(python)))
+            for place in sorted(folder.iterdir()):
+                python = place / "bin" / "python"
+                if os.path.lexists(python):  # a link that leads nowhere is told, not passed over
+                    found.append(Environment(place.name.rpartition(".")[2], str(python)))
     for place in os.environ.get("PATH", "").split(os.pathsep):
         if place and Path(place).is_dir():
             for command in sorted(Path(place).glob("python-*")):

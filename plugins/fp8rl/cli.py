@@ -384,8 +384,8 @@ def _check_config_options(
     """Raise OptionError for an option without --config, beside it, or without a finite value."""
     if config is None and (source is not None or gpu_memory is not None):
         raise OptionError(
-            "--source and --gpu-memory belong to --config; give it as well, e.g. 'fp8rl doctor "
-            "nemo-rl --config X.yaml', or leave them out."
+            "--source and --gpu-memory belong to --config, and --source to --environments; give it "
+            "as well, e.g. 'fp8rl doctor nemo-rl --config X.yaml', or leave them out."
         )
     if gpu_memory is not None and not math.isfinite(gpu_memory):
         raise OptionError(

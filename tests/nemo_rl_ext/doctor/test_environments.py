@@ -203,8 +203,13 @@ def test_an_interpreter_that_does_not_start(
         python.parent.mkdir(parents=True)
         python.write_text(text)
         python.chmod(0o755)
+    gone = tmp_path / "a.DTensorPolicyWorker" / "bin" / "python"  # as uv leaves a removed Python
+    gone.parent.mkdir(parents=True)
+    gone.symlink_to("nowhere")
+    (tmp_path / "notes.txt").write_text("")
     found = examine_environments(checkout)
-    vllm, megatron = found.problems
+    dtensor, vllm, megatron = found.problems
+    assert f"DTensorPolicyWorker ('{gone}') does not answer: No such file" in dtensor
     assert "does not answer: Exec format error; have NeMo RL make it anew with" in vllm
     assert "does not answer: exit code 3, odd; have NeMo RL make it anew" in megatron
     assert rows(found)["VllmGenerationWorker"]["state"] == "no answer"

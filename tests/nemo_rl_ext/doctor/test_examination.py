@@ -422,7 +422,7 @@ def test_exit_codes(
             nemo("good.yaml", "--source", str(source), "--model", str(tmp_path / "none")),
             "give the folder of a Hugging Face model (doctor and estimate: --model)",
         ),
-        (doctor("nemo-rl", "--source", str(source)), "belong to --config; give it as well"),
+        (doctor("nemo-rl", "--source", str(source)), "and --source to --environments; give it"),
         (doctor("--config", str(tmp_path / "good.yaml")), "--config needs an engine that looks"),
         (
             doctor("vllm", "--config", str(tmp_path / "good.yaml")),
