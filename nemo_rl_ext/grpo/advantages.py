@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 
@@ -47,7 +48,7 @@ def group_relative_advantages(
     check_tensors(rewards=rewards, group_ids=group_ids)
     if rewards.is_complex():
         raise BatchError(f"rewards must be real numbers, not {rewards.dtype}.")
-    if not (isinstance(eps, int | float) and 0 <= eps < math.inf):
+    if not (isinstance(eps, Real) and 0 <= eps < math.inf):
         raise BatchError(f"eps is {eps!r}; give a number of at least 0.")
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
         raise BatchError(

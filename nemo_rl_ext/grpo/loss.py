@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Annotated, Literal
 
 import torch
@@ -322,7 +323,7 @@ class GRPOLoss:
             normalizer = own
         if isinstance(normalizer, torch.Tensor) and normalizer.numel() == 1:
             normalizer = normalizer.item()
-        if not isinstance(normalizer, int | float):
+        if not isinstance(normalizer, Real):
             raise BatchError(f"normalizer must be one number, not {type(normalizer).__name__}.")
         if not math.isfinite(normalizer) or normalizer < 0 or (normalizer == 0 and own > 0):
             raise BatchError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -72,7 +73,7 @@ def reject(
             f"rejection must be a section of a recipe (fp8rl.recipe.Rejection), not "
             f"{type(rejection).__name__}."
         )
-    if token_veto is not None and not (isinstance(token_veto, int | float) and token_veto > 0):
+    if token_veto is not None and not (isinstance(token_veto, Real) and token_veto > 0):
         raise BatchError(f"token_veto is {token_veto!r}; give a ratio above 0, or None.")
     low = high = veto = torch.zeros_like(mask)
     if rejection is not None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,3 +187,20 @@ def test_masks_of_ones_and_zeros_may_have_any_dtype() -> None:
         assert torch.equal(
             correct(GOOD, GOOD - 0.1, MASK.to(dtype), HARD).weights, expected.weights
         )
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "number"),
+    [
+        ("loss", "normalizer", np.sum([2, 4])),
+        ("advantages", "eps", np.float32(1e-6)),
+        ("reject", "token_veto", np.float32(0.1)),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(function: str, argument: str, number: Any) -> None:
+    """The sum of counts by numpy is an ``int64``, which is no ``int``."""
+    call, _ = FUNCTIONS[function]
+    given, expected = call(**{argument: number}), call(**{argument: number.item()})
+    torch.testing.assert_close(
+        getattr(given, "__dict__", given), getattr(expected, "__dict__", expected)
+    )
