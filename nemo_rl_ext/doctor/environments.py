@@ -144,10 +144,10 @@ def _interpreters(folders: list[Path]) -> list[Environment]:
     found = [Environment(_DRIVER, sys.executable)]
     for folder in folders:
         if folder.is_dir():
-            for place in sorted(folder.iterdir()):
-                python = place / "bin" / "python"
+            for home in sorted(folder.iterdir()):
+                python = home / "bin" / "python"
                 if os.path.lexists(python):  # a link that leads nowhere is told, not passed over
-                    found.append(Environment(place.name.rpartition(".")[2], str(python)))
+                    found.append(Environment(home.name.rpartition(".")[2], str(python)))
     for place in os.environ.get("PATH", "").split(os.pathsep):
         if place and Path(place).is_dir():
             for command in sorted(Path(place).glob("python-*")):

@@ -378,8 +378,8 @@ def _read_scales(file: Path) -> dict[str, float]:
     for name, value in found.items():
         if not isinstance(value, float):
             raise ScaleError(
-                f"KV scale '{printable(name)}' is {reprlib.repr(value)}; write a number such as "
-                "0.0625."
+                f"KV scale '{printable(name)}' is {reprlib.repr(value)}; write a number with a "
+                "point, such as 0.0625."
             )
     return {name: check_scale(printable(name), value) for name, value in found.items()}
 

@@ -234,6 +234,7 @@ def test_kv_scales_have_the_names_that_stock_engines_map(tmp_path, where):
         ({k: v for k, v in SCALES.items() if "1.self_attn.v" not in k}, "no KV scale 'model.lay"),
         ({}, "calibrate_kv_scales with --kv-scales, or set kv_cache.dtype to auto"),
         ([], "is no JSON object"),
+        ({**SCALES, "model.layers.0.self_attn.k_scale": 1}, "is 1; write a number with a point, "),
         (
             {**SCALES, "model.layers.00.self_attn.k_scale": 1.0},
             "layers.00.*' is no KV scale; names",
