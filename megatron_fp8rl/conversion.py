@@ -20,7 +20,7 @@ from fp8rl.listing import listed
 from fp8rl.numerics import BLOCK, GROUP, LastExpertRows, Quantized
 from fp8rl.precision_report import precision_text
 from fp8rl.recipe import Pins
-from megatron_fp8rl import compat, table
+from megatron_fp8rl import compat, exact, table
 from megatron_fp8rl.export import ModelChunks, in_wrapper, path_of_adapter, unwrap_chunks
 from megatron_fp8rl.export.layout import REPLICATED
 from megatron_fp8rl.linear import FP8_CLASSES, Fp8Linear, Fp8Module, Fp8State, check_weight
@@ -221,7 +221,11 @@ def convert(
         gemm_backend=gemm_backend,
         wrapped=wrapped,
     )
+    shared = exact.plan(chunks, setup) if recipe.exact else []
     adopt(setup, chunks)
+    for module, ours, attributes in shared:
+        _become(module, ours, setup)
+        module.__dict__.update(attributes)
     (report or logger.info)(describe(setup))
     return Conversion(recipe, setup.policy, chunks)
 

@@ -23,6 +23,7 @@ from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
 from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
 from fp8rl.recipe import KVDtype
 from megatron_fp8rl.compat import check_no_cuda_graphs
+from megatron_fp8rl.exact import ExactCore
 from megatron_fp8rl.export import ModelChunks, device_of, unwrap_chunks
 from megatron_fp8rl.observers import core_attentions
 
@@ -72,11 +73,16 @@ class KVCacheInTraining:
         self._scales = torch.ones(len(attentions), 2, device=device)
         self._clipped = torch.zeros(len(attentions), 2, dtype=torch.int64, device=device)
         self._seen = [0, 0]
+        self._handles: list[Any] = []
         cells = zip(attentions.items(), self._scales, self._clipped, strict=True)
-        self._handles = [
-            module.register_forward_pre_hook(_QuantizeKV(self, layer, scales, clipped))
-            for (layer, module), scales, clipped in cells
-        ]
+        for (layer, module), scales, clipped in cells:
+            of_layer = LayerCache(self, scales if self.has_scales else None, clipped)
+            if isinstance(module, ExactCore):  # its kernel reads what the cache would hold
+                module.exact_cache = of_layer
+                self._handles.append(_Service(module))
+            else:
+                hook = _QuantizeKV(of_layer, layer)
+                self._handles.append(module.register_forward_pre_hook(hook))
 
     def set(self, scales: Mapping[str, Tensor | float]) -> None:
         """Use these scales from now on; call it when a refit with them has ended.
@@ -166,16 +172,45 @@ class KVCacheInTraining:
 
 
 @dataclass(frozen=True, eq=False)
+class LayerCache:
+    """What the attention of one layer needs to see K and V as the cache holds them."""
+
+    cache: KVCacheInTraining
+    scales: Tensor | None
+    """float32 ``[2]``, of K and of V; None for INT8."""
+    clipped: Tensor
+    """int64 ``[2]``, counts of values beyond the range of E4M3."""
+
+    @property
+    def in_service(self) -> bool:
+        """Whether forwards quantize K and V."""
+        return self.cache.in_service
+
+    def count(self, key: Tensor, value: Tensor) -> None:
+        """Count values that are quantized, for the share of clipped ones."""
+        if self.scales is not None:
+            self.cache._count(key, value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Service:
+    """Takes a layer of an exact model out of service."""
+
+    module: ExactCore
+
+    def remove(self) -> None:
+        self.module.exact_cache = None
+
+
+@dataclass(frozen=True, eq=False)
 class _QuantizeKV:
     """The pre-hook on the ``core_attention`` of one layer."""
 
-    cache: KVCacheInTraining
+    of_layer: LayerCache
     layer: int
-    scales: Tensor
-    clipped: Tensor
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not self.cache.in_service:
+        if not self.of_layer.in_service:
             return None
         if len(args) < 3:
             raise UnsupportedError(
@@ -183,11 +218,12 @@ class _QuantizeKV:
                 "arguments, so its k and v cannot be quantized; set kv_cache.in_training to false."
             )
         query, key, value, *others = args
-        if self.cache.has_scales:
-            self.cache._count(key, value)
-            key, value = _RoundedToE4M3.apply(key, value, self.scales, self.clipped)
-        else:
+        self.of_layer.count(key, value)
+        if self.of_layer.scales is None:
             key, value = _RoundedToInt8.apply(key, value)
+        else:
+            scales, clipped = self.of_layer.scales, self.of_layer.clipped
+            key, value = _RoundedToE4M3.apply(key, value, scales, clipped)
         return (query, key, value, *others)
 
 
@@ -210,7 +246,10 @@ def _by_canonical_name(scales: Mapping[str, Tensor | float]) -> dict[str, Tensor
 def _check_not_quantized(attentions: Mapping[int, torch.nn.Module]) -> None:
     """Refuse a second quantization: its codes would be those of already rounded values."""
     for layer, module in attentions.items():
-        if any(isinstance(hook, _QuantizeKV) for hook in module._forward_pre_hooks.values()):
+        hooks = module._forward_pre_hooks.values()
+        if any(isinstance(hook, _QuantizeKV) for hook in hooks) or (
+            isinstance(module, ExactCore) and module.exact_cache is not None
+        ):
             raise UnsupportedError(
                 f"core_attention of layer {layer} already belongs to a KVCacheInTraining, and two "
                 "would quantize K and V twice; use that one, or call its close() first."

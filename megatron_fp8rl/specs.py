@@ -91,6 +91,11 @@ class SpecConverter:
 
     def _prepare(self, config: Any, recipe: Recipe, reaches_mtp: bool) -> Setup:
         unreached = bool(config.mtp_num_layers) and not reaches_mtp
+        if recipe.exact:
+            raise UnsupportedError(
+                "exact is served by convert(model, recipe) of a built model, not by a spec; "
+                "convert the model, or set exact to false in the recipe."
+            )
         setup = prepare(config, recipe, more_pins=Pins(names=("mtp.*",)) if unreached else None)
         text = describe(setup)
         if text not in self._reported:

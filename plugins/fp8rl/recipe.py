@@ -229,6 +229,11 @@ class Recipe(_Section):
     ``float32``: as in TransformerEngine's fused kernel (Megatron-Core's ``apply_rope_fusion``)."""
     importance_sampling: ImportanceSampling = ImportanceSampling()
     """Correction of the loss for the gap between rollout and trainer."""
+    exact: bool = False
+    """Rollout and trainer compute every place by the same kernels, whose result for a token does
+    not depend on the batch: log-probabilities are then equal to the bit. Dense models of Llama's
+    and Qwen3's families on one Hopper GPU, over an FP8 or INT8 cache, with a trainer of your own;
+    refused elsewhere."""
     allow_untested_gpu: bool = False
     """FP8 rollouts start on a Blackwell GPU too, on which they have never run."""
 
@@ -240,6 +245,22 @@ class Recipe(_Section):
                 "allow_untested_gpu needs training: false, and weights.scale_format and "
                 "activations.scale_format pow2: of Blackwell only FP8 rollouts with such scales "
                 "are known"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _exact_on_both_sides(self) -> Recipe:
+        if not self.exact:
+            return self
+        if not (self.rollout and self.training and self.kv_cache.in_training):
+            raise ValueError(
+                "exact needs rollout, training and kv_cache.in_training to be true, because both "
+                "engines must compute the same"
+            )
+        if self.kv_cache.dtype == "auto":
+            raise ValueError(
+                "exact needs kv_cache.dtype fp8_e4m3 or int8_per_token_head: its kernels read a "
+                "cache of 8 bits"
             )
         return self
 

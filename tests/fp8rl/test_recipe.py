@@ -46,6 +46,7 @@ FULL = {
         "rejection": {"level": "geometric", "low": 0.9, "high": 1.1},
         "token_veto": 1e-4,
     },
+    "exact": False,
     "allow_untested_gpu": True,
 }
 
@@ -177,6 +178,7 @@ def test_all_mistakes_are_told_at_once():
         ({"allow_untested_gpu": True}, "allow_untested_gpu needs training: false, and weights.sc"),
         (
             {
+                "exact": False,
                 "allow_untested_gpu": True,
                 "training": False,
                 "weights": {"scale_format": "pow2"},

@@ -12,7 +12,7 @@ from fp8rl.errors import ScaleError, UnsupportedError
 from fp8rl.kv_scales import scale_name
 from fp8rl.numerics import fake_quantize_int8_kv
 from fp8rl.testing.numeric import relative_error
-from megatron_fp8rl.kv_cache import KVCacheInTraining, _QuantizeKV
+from megatron_fp8rl.kv_cache import KVCacheInTraining, LayerCache, _QuantizeKV
 from megatron_fp8rl.observers import QKVObserver
 from megatron_fp8rl.testing.models import build_gpt
 from support.attention import causal_attention, fake_quantized, int8_rounded
@@ -232,7 +232,7 @@ def test_packed_sequences_and_slices_of_them_are_the_same_values(model):
     """Elementwise: so context parallelism may exchange K and V after the hook."""
     cache = KVCacheInTraining(model)
     cache.set(scales_of(model))
-    hook = _QuantizeKV(cache, 0, cache._scales[0], cache._clipped[0])
+    hook = _QuantizeKV(LayerCache(cache, cache._scales[0], cache._clipped[0]), 0)
     packed = torch.randn(30, GROUPS, 4 * SIZE, generator=torch.Generator().manual_seed(0))
     k, v = packed[..., 2 * SIZE : 3 * SIZE], packed[..., 3 * SIZE :]
     q = torch.randn(30, HEADS, SIZE)

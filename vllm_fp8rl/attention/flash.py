@@ -18,7 +18,9 @@ caches with 16-bit queries, as fast as BF16 ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from fp8rl.numerics import FP8_DTYPE
 from vllm_fp8rl.attention.batch import Prompts, extended, most_keys, split_batch
 from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
+from vllm_fp8rl.attention.exact import ExactAttention, is_exact, require_served
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 from vllm_fp8rl.compat import keys_and_values
 from vllm_fp8rl.names import uses_fp8rl
@@ -121,12 +124,13 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         engine = get_current_vllm_config_or_none()
         self.requires_q_scale = self._served(engine)
+        require_served(engine, self.requires_q_scale)
         """Whether this class computes the layer's attention. A refit then brings a ``q_scale``,
         which batches that are not split need."""
         if self.requires_q_scale:
             # Otherwise the layer rounds every query to E4M3.
             self.supports_quant_query_input = False
-            self._processors = torch.cuda.get_device_properties().multi_processor_count
+            self._attend_batch = batch_attention(engine, FP8_DTYPE)
             self._most_keys = most_keys(engine) if _splits_batches(engine) else 0
 
     def _served(self, engine: VllmConfig | None) -> bool:
@@ -178,7 +182,7 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             if not isinstance(attn_metadata, Fp8RLFlashMetadata):
                 return self._attend_in_fp8(layer, query, cache, attn_metadata, output)
             decodes, prompts = attn_metadata.decodes, attn_metadata.prompts
-        return attend_batch(
+        return self._attend_batch(
             query,
             *cache,
             attn_metadata.block_table,
@@ -189,7 +193,6 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             k_scale=layer._k_scale,
             v_scale=layer._v_scale,
             out=output,
-            processors=self._processors,
         )
 
     def _attend_in_fp8(
@@ -226,6 +229,19 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
             v_descale=layer._v_scale.expand(scales),
         )
         return output
+
+
+def batch_attention(engine: VllmConfig, codes: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Return what computes the attention of a batch: :func:`attend_batch`, or the exact one.
+
+    Args:
+        engine: configuration of the engine.
+        codes: dtype of the cache's codes.
+    """
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    if is_exact(engine):
+        return ExactAttention(codes, processors).attend_batch
+    return partial(attend_batch, processors=processors)
 
 
 def kernels_compute(impl: Any) -> bool:

@@ -36,7 +36,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.attention.batch import Prompts, extended, most_keys, split_batch
-from vllm_fp8rl.attention.flash import HEAD_SIZES, attend_batch, kernels_compute
+from vllm_fp8rl.attention.exact import require_served
+from vllm_fp8rl.attention.flash import HEAD_SIZES, batch_attention, kernels_compute
 from vllm_fp8rl.attention.int8_pages import int8_pages
 from vllm_fp8rl.attention.int8_write import write_int8
 from vllm_fp8rl.names import uses_fp8rl
@@ -116,8 +117,9 @@ class Fp8RLTritonImpl(TritonAttentionImpl):
         engine = get_current_vllm_config_or_none()
         self.ours = _serves(engine) and self._served()
         """Whether this class writes and reads the layer's cache."""
+        require_served(engine, self.ours)
         if self.ours:
-            self._processors = torch.cuda.get_device_properties().multi_processor_count
+            self._attend_batch = batch_attention(engine, torch.uint8)
             self._most_keys = most_keys(engine)
         elif uses_fp8rl(engine) and self.kv_cache_dtype == INT8_KV_DTYPE:
             logger.warning_once(
@@ -182,7 +184,7 @@ class Fp8RLTritonImpl(TritonAttentionImpl):
                 )
             decodes, prompts = attn_metadata.decodes, attn_metadata.prompts
         pages = int8_pages(kv_cache, self.num_kv_heads, self.head_size)
-        return attend_batch(
+        return self._attend_batch(
             query,
             pages.keys,
             pages.values,
@@ -194,7 +196,6 @@ class Fp8RLTritonImpl(TritonAttentionImpl):
             k_scale=pages.key_scales,
             v_scale=pages.value_scales,
             out=output,
-            processors=self._processors,
         )
 
 

@@ -121,6 +121,12 @@ def delegate(shape: GemmShape, recipe: Recipe, dtype: torch.dtype) -> DelegatedK
     backend, reasons = _choose(shape, config)
     if NO_NVCC in reasons.values():
         logger.warning_once("fp8rl: DeepGEMM, the fastest FP8 kernel, is left out: %s.", NO_NVCC)
+    if recipe.exact and backend != "deep_gemm":
+        raise UnsupportedError(
+            f"exact needs DeepGEMM for a weight of shape [{shape.out_features}, "
+            f"{shape.in_features}] ({reasons.get('deep_gemm', 'linear_backend names another')}); "
+            "make it available, or set exact to false in the recipe."
+        )
     if backend is not None:
         # Imported here, because it needs Triton: without a GPU the errors above are clearer.
         from vllm_fp8rl.kernels.fusion_pass import install

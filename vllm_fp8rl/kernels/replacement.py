@@ -16,8 +16,10 @@ from torch.nn.modules.module import register_module_module_registration_hook as 
 from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
+from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import Recipe
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
 
@@ -27,8 +29,8 @@ logger = init_logger("vllm.fp8rl")
 class ModuleReplacement:
     """Replaces modules of one engine while its model is built, until :meth:`close`.
 
-    Rotary embeddings of the language model with ``rope_dtype: float32``, and SwiGLU on a GPU where
-    nothing is compiled.
+    Rotary embeddings of the language model with ``rope_dtype: float32``, SwiGLU on a GPU where
+    nothing is compiled, and with ``exact`` norms and rotary embeddings.
 
     Args:
         engine: configuration of the engine.
@@ -37,13 +39,14 @@ class ModuleReplacement:
 
     def __init__(self, engine: VllmConfig, recipe: Recipe) -> None:
         self._engine = engine
-        self._rotary = recipe.rope_dtype == "float32"
+        self._exact = recipe.exact
+        self._rotary = recipe.rope_dtype == "float32" and not recipe.exact
         eager = engine.compilation_config.mode == CompilationMode.NONE
         on_gpu = engine.device_config.device_type == "cuda"
         self._swiglu = recipe.rollout and eager and on_gpu
         self._made: dict[torch.nn.Module, torch.nn.Module | None] = {}
         self._handle: Any = None
-        if self._rotary or self._swiglu:
+        if self._exact or self._rotary or self._swiglu:
             replace: Callable[..., Any] = self._replace  # torch's annotation forgets the result
             self._handle = on_registration(replace)
 
@@ -58,6 +61,11 @@ class ModuleReplacement:
                 "fp8rl: rope_dtype 'float32' changed nothing: this model has no rotary embedding "
                 "that can take it."
             )
+        if self._exact and len({type(new) for new in self._made.values()}) < 2:
+            raise UnsupportedError(
+                "exact needs vLLM's RMSNorm and RotaryEmbedding in the model, and one of them was "
+                "not built; choose another model, or set exact to false in the recipe."
+            )
         self._made.clear()
 
     def _replace(
@@ -65,15 +73,36 @@ class ModuleReplacement:
     ) -> torch.nn.Module | None:
         """Return what ``parent`` gets in the place of ``module``; None where it stays."""
         # Towers call theirs "rotary_pos_emb". They read its table, which must have their dtype.
-        rotary = self._rotary and name == "rotary_emb" and isinstance(module, RotaryEmbeddingBase)
-        if module is None or not (rotary or (self._swiglu and type(module) is SiluAndMul)):
+        is_rotary = name == "rotary_emb" and isinstance(module, RotaryEmbeddingBase)
+        rotary = is_rotary and (self._rotary or self._exact)
+        norm = self._exact and type(module) is RMSNorm
+        swiglu = self._swiglu and type(module) is SiluAndMul
+        if module is None or not (rotary or norm or swiglu):
             return None
         current = get_current_vllm_config_or_none()
         if current is None or current.quant_config is not self._engine.quant_config:
             return None  # another engine is built; this one's build may have broken off
         if module not in self._made:
-            self._made[module] = self._new_rotary(module) if rotary else _new_swiglu()
+            if rotary and not self._exact:
+                self._made[module] = self._new_rotary(module)
+            else:
+                self._made[module] = _new_swiglu() if swiglu else self._new_exact(module)
         return self._made[module]
+
+    def _new_exact(self, module: Any) -> torch.nn.Module | None:
+        from vllm_fp8rl.kernels.exact import ExactRMSNorm, ExactRotary, unserved_rotation
+
+        if isinstance(module, ExactRotary):
+            return None
+        if isinstance(module, RMSNorm):
+            return ExactRMSNorm(module)
+        reason = unserved_rotation(module, self._engine)
+        if reason is not None:
+            raise UnsupportedError(
+                f"exact does not serve the rotary embedding of this model: {reason}; choose "
+                "another model, or set exact to false in the recipe."
+            )
+        return ExactRotary(module)
 
     def _new_rotary(self, rope: Any) -> Float32Rotary | None:
         if isinstance(rope, Float32Rotary):

@@ -292,6 +292,8 @@ def _resolve(engine: VllmConfig, of_model: Mapping[str, Any] | None, mapper: Any
             offer_expert_tiles()
     names = module_names(engine.model_config.hf_config)
     policy = PluginManager().pin_policy(recipe.pins, names)
+    if recipe.exact:
+        _check_exact(engine, policy)
     if isinstance(engine.additional_config, dict):  # wherever it came from: part of vLLM's hash
         engine.additional_config[SETTINGS_KEY] = recipe.to_dict()
     return RankState(
@@ -339,6 +341,17 @@ def _replacement(engine: VllmConfig, recipe: Recipe) -> ModuleReplacement:
     if recipe.rope_dtype == "float32":
         require({"rotary", engine.device_config.device_type})
     return ModuleReplacement(engine, recipe)
+
+
+def _check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
+    if engine.device_config.device_type != "cuda":
+        raise UnsupportedError(
+            f"exact needs a Hopper GPU, not '{engine.device_config.device_type}'; set exact to "
+            "false in the recipe."
+        )
+    from vllm_fp8rl.kernels.exact import check_exact  # needs Triton
+
+    check_exact(engine, policy)
 
 
 def _guard(engine: VllmConfig) -> RefitGuard:

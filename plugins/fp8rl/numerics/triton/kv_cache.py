@@ -20,7 +20,7 @@ _TILE, _WARPS = 8192, 8  # elements of a program: 32 of each thread
 
 
 @triton.jit
-def _round_to_e4m3(scaled):
+def round_to_e4m3(scaled):
     """Round float32 to the nearest E4M3 value; larger magnitudes become 448, NaN stays."""
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
@@ -76,7 +76,7 @@ def _tile(
         count = tl.sum((tl.abs(scaled) > 448.0).to(tl.int32))
         if count > 0:
             tl.atomic_add(clipped_ptr, count.to(tl.int64), sem="relaxed")
-        y = _round_to_e4m3(scaled) * scale
+        y = round_to_e4m3(scaled) * scale
     if x.dtype == tl.float16:
         y = tl.where(y > 65504.0, 65504.0, tl.where(y < -65504.0, -65504.0, y))  # NaN stays
     y = y.to(x.dtype)

@@ -1,0 +1,376 @@
+"""Norm, rotation and attention by the kernels that the rollout calls too (``exact: true``).
+
+FP8 linears, SwiGLU and embedding have the rollout's bits already. The classes of the modules change
+as for FP8 linears (:class:`megatron_fp8rl.linear.Fp8Module`), so that parameters, names, hooks and
+checkpoints stay. Backward passes are torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.gemm import GemmShape
+from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
+from fp8rl.pinning import ALWAYS_BF16
+from megatron_fp8rl.linear import Fp8Module
+
+_TILE = 32
+"""Tokens to whose multiple each sequence is padded in the copy of its keys."""
+_HOPPER = (9, 0)
+_REMEDY = "or set exact to false in the recipe."
+
+
+class ExactNorm(Fp8Module, torch.nn.RMSNorm):
+    """An RMS norm of Megatron's local layers."""
+
+    upstream_class = torch.nn.RMSNorm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x`` ``[.., hidden]`` in float32, rounded once."""
+        return _Norm.apply(x, self.weight, self.eps)
+
+
+class ExactSelfAttention(Fp8Module, SelfAttention):
+    """Self-attention that rotates queries and keys by the shared kernel, as they are made.
+
+    So ``core_attention`` and its observers see them rotated, as before.
+    """
+
+    upstream_class = SelfAttention
+    exact_rotation: Rotation
+    exact_packed: Any = None
+    """``packed_seq_params`` of the forward that is running."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run upstream's forward, which has nothing left to rotate."""
+        self.exact_packed = packed_seq_params
+        try:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                *args,
+                rotary_pos_emb=None,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        finally:
+            self.exact_packed = None
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return upstream's query, key and value ``[s, b, heads, head_size]``, rotated."""
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        positions, table = self.exact_rotation.at(query, self.exact_packed)
+        query, key = (_Rotated.apply(x, positions, table) for x in (query, key))
+        return query, key, value
+
+    def give_back(self) -> None:
+        self.__dict__.pop("exact_rotation", None)
+        super().give_back()
+
+
+class Rotation:
+    """The table of cosines and sines of a model, made once and as long as its longest sequence.
+
+    Args:
+        base: ``rope_theta``.
+        dim: head size.
+    """
+
+    def __init__(self, base: float, dim: int) -> None:
+        self._base, self._dim = base, dim
+        self._table: Tensor | None = None
+
+    def at(self, query: Tensor, packed: Any) -> tuple[Tensor, Tensor]:
+        """Return the positions of the tokens of ``query`` ``[s, b, ..]``, and the table."""
+        from fp8rl.kernels.rotary import cos_sin_table
+
+        length, batch = query.shape[:2]
+        positions = torch.arange(length, device=query.device)
+        if packed is not None:
+            starts = _starts_of(packed).long()
+            sequence = torch.searchsorted(starts, positions, right=True) - 1
+            positions = positions - starts[sequence]
+        if self._table is None or len(self._table) < length or self._table.device != query.device:
+            self._table = cos_sin_table(self._base, self._dim, length, query.device)
+        return positions.repeat_interleave(batch), self._table
+
+
+class ExactCore(Fp8Module):
+    """``core_attention`` over keys and values as the rollout's cache of 8 bits holds them.
+
+    :class:`megatron_fp8rl.kv_cache.KVCacheInTraining` puts them into service; before, upstream's
+    attention runs over K and V in 16 bits.
+    """
+
+    exact_cache: Any = None
+    """The :class:`~megatron_fp8rl.kv_cache.LayerCache` of the layer, or None."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute causal attention.
+
+        Args:
+            query: ``[s, b, heads, head_size]``, or ``[tokens, heads, head_size]`` if packed.
+            key, value: like ``query``, with KV heads.
+            attention_mask: not read: the causal one is meant.
+            packed_seq_params: Megatron's, or None.
+
+        Returns:
+            ``[s, b, heads * head_size]``, or ``[tokens, heads * head_size]`` if packed.
+        """
+        layer = self.exact_cache
+        if layer is None or not layer.in_service:
+            return super().forward(  # type: ignore[misc]
+                query,
+                key,
+                value,
+                attention_mask,
+                *args,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        layer.count(key, value)
+        if packed_seq_params is None:
+            length, batch = query.shape[:2]
+            starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+            rows = [x.transpose(0, 1).flatten(0, 1).contiguous() for x in (query, key, value)]
+        else:
+            starts = _starts_of(packed_seq_params).to(torch.int32)
+            length = int(packed_seq_params.max_seqlen_q)
+            rows = [x.contiguous() for x in (query, key, value)]
+        out = _Attention.apply(*rows, starts, length, layer)
+        if packed_seq_params is not None:
+            return out.flatten(1)
+        return out.view(batch, length, -1).transpose(0, 1).contiguous()
+
+    def give_back(self) -> None:
+        self.__dict__.pop("exact_cache", None)
+        super().give_back()
+
+
+@cache
+def exact_core(upstream: Any) -> type[ExactCore]:
+    """Return the class that a ``core_attention`` of class ``upstream`` gets."""
+    return type(f"Exact{upstream.__name__}", (ExactCore, upstream), {"upstream_class": upstream})
+
+
+def plan(chunks: Iterable[Any], setup: Any) -> list[tuple[Any, type[Fp8Module], dict[str, Any]]]:
+    """List what a conversion with ``exact`` changes besides linears.
+
+    Args:
+        chunks: GPTModels of this rank.
+        setup: the conversion's :class:`~megatron_fp8rl.conversion.Setup`.
+
+    Returns:
+        (module, its new class, attributes to set) of each module.
+
+    Raises:
+        UnsupportedError: a place whose bits would not be the rollout's; nothing has been changed.
+    """
+    found: list[tuple[Any, type[Fp8Module], dict[str, Any]]] = []
+    for chunk in chunks:
+        rotation = _checked(chunk, setup)
+        norms = dict(_norms(chunk))
+        for path, norm in norms.items():
+            if type(norm) is not torch.nn.RMSNorm:
+                raise UnsupportedError(
+                    f"exact needs torch's RMSNorm at '{path}', as of Megatron's local spec, not "
+                    f"{type(norm).__module__}.{type(norm).__name__}; build the model with "
+                    f"get_gpt_layer_local_spec, {_REMEDY}"
+                )
+            found.append((norm, ExactNorm, {}))
+        for layer in chunk.decoder.layers:
+            attention = layer.self_attention
+            core = attention.core_attention
+            found.append((attention, ExactSelfAttention, {"exact_rotation": rotation}))
+            found.append((core, exact_core(type(core)), {}))  # type: ignore[arg-type]
+    return found
+
+
+def _norms(chunk: Any) -> Iterator[tuple[str, Any]]:
+    for name, module in chunk.decoder.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf.endswith("layernorm") and any(True for _ in module.parameters(recurse=False)):
+            yield f"decoder.{name}", module
+
+
+def _checked(chunk: Any, setup: Any) -> Rotation:
+    """Return the rotation of a GPTModel, or raise UnsupportedError for what is not exact."""
+    config = chunk.config
+    device = next(chunk.parameters()).device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    needed = [
+        ("a Hopper GPU, of compute capability", capability, _HOPPER),
+        ("num_moe_experts", config.num_moe_experts, None),
+        ("multi_latent_attention", config.multi_latent_attention, False),
+        ("tensor_model_parallel_size", config.tensor_model_parallel_size, 1),
+        ("context_parallel_size", config.context_parallel_size, 1),
+        ("window_size", config.window_size, None),
+        ("attention_dropout", config.attention_dropout, 0),
+        ("position_embedding_type", chunk.position_embedding_type, "rope"),
+        ("rotary_percent", chunk.rotary_percent, 1),
+        ("rotary_interleaved", config.rotary_interleaved, False),
+        ("attention_output_gate", getattr(config, "attention_output_gate", False), False),
+        ("normalization", config.normalization, "RMSNorm"),
+        ("layernorm_zero_centered_gamma", config.layernorm_zero_centered_gamma, False),
+        ("add_qkv_bias", config.add_qkv_bias, False),
+        ("add_bias_linear", config.add_bias_linear, False),
+    ]
+    for what, value, good in needed:
+        if value != good:
+            raise UnsupportedError(
+                f"exact needs {what} {good!r} in the trainer, not {value!r}; change it, {_REMEDY}"
+            )
+    inverse = chunk.rotary_pos_emb.inv_freq.double().cpu()
+    base, dim = float(chunk.rotary_base), config.kv_channels
+    expected = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if inverse.shape != expected.shape or not torch.allclose(inverse, expected, rtol=1e-5):
+        raise UnsupportedError(
+            "exact serves plain rotary embeddings, and this model scales its frequencies "
+            f"(rope_scaling); choose another model, {_REMEDY}"
+        )
+    for row in setup.policy.report():
+        if row.precision == "bf16" and row.kind not in ALWAYS_BF16:
+            raise UnsupportedError(
+                f"exact needs every linear layer of the decoder in FP8, and '{row.name}' is pinned "
+                "to BF16, where products depend on the number of tokens beside; remove the pin "
+                f"({row.reason}), {_REMEDY}"
+            )
+    shape = GemmShape(8192, config.hidden_size, config.hidden_size)
+    backend = setup.backends.pick(device, shape, "decoder.layers.0")
+    if backend.name != "deep_gemm":
+        raise UnsupportedError(
+            f"exact needs DeepGEMM for the forward products of the trainer, not '{backend.name}'; "
+            f"install DeepGEMM (a vLLM wheel carries it), {_REMEDY}"
+        )
+    return Rotation(base, dim)
+
+
+def _starts_of(packed: Any) -> Tensor:
+    """Return int32 ``[sequences + 1]``, the first token of each packed sequence, and the end."""
+    padded = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        from fp8rl.kernels.norm import rms_norm as shared
+
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = epsilon
+        return shared(x, weight, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = rms_norm(x, weight.shape, weight, ctx.epsilon)
+        return (*torch.autograd.grad(y, (x, weight), grads), None)
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        from fp8rl.kernels.rotary import rotate
+
+        ctx.save_for_backward(positions, table)
+        return rotate(x.flatten(0, 1), positions, table).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from fp8rl.kernels.rotary import rotate
+
+        (grad,) = grads
+        turned = rotate(grad.contiguous().flatten(0, 1), *ctx.saved_tensors, back=True)
+        return turned.view(grad.shape), None, None
+
+
+class _Attention(torch.autograd.Function):
+    """Causal attention of sequences that lie one after the other.
+
+    Gradients are those of torch's flash attention over the rounded keys and values, and pass
+    straight through the rounding.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor,
+        longest: int,
+        layer: Any,
+    ) -> Tensor:
+        from fp8rl.kernels.attention import attend, copy_tokens
+
+        lengths = starts.diff()
+        padded = (lengths + _TILE - 1) // _TILE * _TILE
+        places = (padded.cumsum(0) - padded).to(torch.int32)
+        scale = query.shape[-1] ** -0.5
+        copy = copy_tokens(
+            key,
+            value,
+            starts,
+            places,
+            lengths,
+            tokens=(len(key) // _TILE + len(lengths)) * _TILE,
+            longest=longest,
+            scales=layer.scales,
+        )
+        out, lse = attend(query, copy, starts, longest_query=longest, softmax_scale=scale)
+        if layer.scales is None:
+            key, value = fake_quantize_int8_kv(key, value)
+        else:
+            key, value = fake_quantize_kv(key, value, layer.scales, layer.clipped)
+        ctx.save_for_backward(query, key, value, out, lse, starts)
+        ctx.longest, ctx.scale = longest, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, starts = ctx.saved_tensors
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout: none
+        found = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(),
+            query,
+            key,
+            value,
+            out,
+            lse,
+            starts,
+            starts,
+            ctx.longest,
+            ctx.longest,
+            0.0,
+            True,
+            state,
+            torch.empty(0, device=query.device),
+            scale=ctx.scale,
+        )
+        return (*found[:3], None, None, None)

@@ -1,0 +1,905 @@
+"""Attention with one arithmetic for decode, prompts and training, for Hopper GPUs.
+
+:func:`decode` reads a paged cache of 8 bits, one query token a program. :func:`attend` computes
+many query tokens in one program, over a 16-bit copy of the codes (:func:`copy_pages` of a cache,
+:func:`copy_tokens` of a trainer's K and V). Both give the same bits for a token in any batch:
+
+* Keys are taken in tiles of 32 and parts of 1,024, in order; parts are added up in order.
+* A tensor core adds products in groups of 16 along k, in order, in float32. ``mma.sync``, for 16
+  rows, and ``wgmma``, for 64, give the same bits as long as each group has the same members. For
+  8-bit operands that are converted in registers Triton puts the elements with ``k % 4 < 2`` of each
+  32 into the first group, the others into the second; the 16-bit copy has them in that order.
+* The sum of the probabilities is a product with ones, so that no layout decides its order.
+* No multiplication is fused with an addition (``enable_fp_fusion=False``).
+
+Measured on an H100: ``docs/measurements/exact.md``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8rl.numerics.formats import LEAST_INT8_SCALE
+from fp8rl.numerics.triton.kv_cache import quantize_int8_rows, round_to_e4m3
+
+HEAD_SIZES = (64, 128, 256)
+"""Head sizes that are served, powers of two."""
+_LOG2_E = 1.4426950408889634
+_PART = 1024
+"""Keys of a part; fewer cost large batches time, more cost small ones."""
+_TILE = 32
+_LEAST_ROWS = 16  # of a tensor core's product
+_MOST_SPLITS = 32
+_ONES = 16
+"""Columns of ones that probabilities are multiplied with, the fewest of a product."""
+_STATE = 4
+"""Numbers of a part's state behind its accumulator: maximum, sum, exponent of V's scales, none."""
+
+
+class Copy(NamedTuple):
+    """Codes of some sequences' keys and values in 16 bits, in the order of :func:`_swapped`."""
+
+    keys: torch.Tensor
+    """float16 ``[tokens, kv_heads, head_size]``, each sequence padded to a multiple of 32."""
+    values: torch.Tensor
+    key_scales: torch.Tensor
+    """float32, one element, or ``[tokens, kv_heads]`` where each token and head has its own."""
+    value_scales: torch.Tensor
+    starts: torch.Tensor
+    """int32 ``[sequences]``: first token of each sequence."""
+    lengths: torch.Tensor
+    """int32 ``[sequences]``: keys of each sequence."""
+
+
+@triton.jit
+def _swapped(index):
+    """Return where the element of each place of the copy lies in its 32."""
+    return index // 32 * 32 + index % 32 // 16 * 2 + index % 16 // 2 * 4 + index % 2
+
+
+@triton.jit
+def _to_float16(codes, NATIVE: tl.constexpr):
+    """Return the values of E4M3 codes, or of INT8 codes with 128 added, as float16."""
+    x = codes
+    if codes.dtype == tl.uint8:
+        # A float16 of 1024 + n has n in its lowest bits. An integer's own conversion is slow.
+        if NATIVE:
+            x = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $2, 0x64646464, 0x4140; prmt.b32 $1, $2, 0x64646464, 0x4342;",
+                "=r,=r,r",
+                [codes],
+                tl.float16,
+                True,
+                4,
+            )
+        else:
+            x = (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        x -= 1152.0
+    return x.to(tl.float16)
+
+
+@triton.jit
+def _exponent(scale):
+    """Return the smallest integer above log2 of a positive float32, from its bits."""
+    return ((scale.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
+
+
+@triton.jit
+def _update(
+    q,
+    k,
+    v,
+    ones,
+    k_scale,
+    v_scale,
+    factor,
+    keep,
+    top,
+    v_top,
+    total,
+    acc,
+    BY_TOKEN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add one tile of keys and values to the running softmax.
+
+    ``v_top`` is the exponent of the largest scale of V that each row has seen; ``acc`` is relative
+    to it, since float16 may be too small for a probability times a scale.
+    """
+    s = tl.dot(q, tl.trans(k)) * factor[:, None]
+    if BY_TOKEN:
+        s *= k_scale[None, :]
+    if MASKED:
+        s = tl.where(keep, s, float("-inf"))
+    higher = tl.maximum(top, tl.max(s, 1))
+    base = higher
+    if MASKED:  # a row that has seen no key: -inf - -inf is NaN
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp2(s - base[:, None])
+    fade = tl.exp2(top - base)
+    weights = p.to(tl.float16)
+    total = tl.dot(weights, ones, acc=total * fade[:, None])
+    if BY_TOKEN:
+        if MASKED:
+            largest = tl.max(tl.where(keep, v_scale[None, :] + tl.zeros_like(s), 0.0), 1)
+        else:
+            largest = tl.max(v_scale, 0)
+        v_higher = tl.maximum(v_top, _exponent(largest))
+        weights = (p * v_scale[None, :] * tl.exp2(-v_higher)[:, None]).to(tl.float16)
+        fade *= tl.exp2(v_top - v_higher)
+        v_top = v_higher
+    acc = tl.dot(weights, v, acc=acc * fade[:, None])
+    return higher, v_top, total, acc
+
+
+@triton.jit
+def _load_queries(q_ptr, at, live, dim):
+    """Load queries as float16, which has 3 more bits than bfloat16 but a smaller range.
+
+    Returns:
+        the queries, each row divided by its largest magnitude; these magnitudes.
+    """
+    q = tl.load(q_ptr + at[:, None] + dim[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    norm = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
+    return (q / norm[:, None]).to(tl.float16), norm
+
+
+@triton.jit
+def _weights_of_parts(top, v_top, part_top, part_v_top, BY_TOKEN: tl.constexpr):
+    """Return how parts are added: the new maxima, and the factors of sums and accumulators."""
+    new = tl.maximum(top, part_top)
+    old_factor = tl.where(top == float("-inf"), 0.0, tl.exp2(top - new))
+    part_factor = tl.where(part_top == float("-inf"), 0.0, tl.exp2(part_top - new))
+    new_v, old_acc, part_acc = v_top, old_factor, part_factor
+    if BY_TOKEN:
+        new_v = tl.maximum(v_top, part_v_top)
+        old_acc = old_factor * tl.exp2(v_top - new_v)
+        part_acc = part_factor * tl.exp2(part_v_top - new_v)
+    return new, new_v, old_factor, part_factor, old_acc, part_acc
+
+
+@triton.jit
+def _first_column(x, ONES: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, ONES)[None, :] == 0, x, 0.0), 1)
+
+
+@triton.jit
+def _final_factor(total, v_top, v_scale_ptr, BY_TOKEN: tl.constexpr):
+    # A padded row of a captured batch has no keys: write zeros, not 0 / 0.
+    factor = 1.0 / tl.where(total > 0, total, 1.0)
+    if BY_TOKEN:
+        factor *= tl.exp2(v_top)
+    else:
+        factor *= tl.load(v_scale_ptr)
+    return factor
+
+
+@triton.jit(do_not_specialize=["splits", "parts"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    ones_ptr,
+    out_ptr,
+    state_ptr,
+    table_ptr,
+    lengths_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    softmax_scale,
+    stride_q_token,
+    stride_q_head,
+    stride_page,
+    stride_slot,
+    stride_kv_head,
+    stride_scale_page,
+    stride_scale_slot,
+    stride_scale_head,
+    stride_out_token,
+    stride_out_head,
+    stride_table,
+    splits,
+    parts,
+    BY_TOKEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+    ONES: tl.constexpr,
+    STATE: tl.constexpr,
+    STAGES: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lengths_ptr + sequence)
+    share = tl.cdiv(tl.cdiv(length, PART), splits) * PART  # whole parts
+    begin = tl.minimum(split * share, length)
+    end = tl.minimum(begin + share, length)
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD)
+    live = row < GROUP
+    head = kv_head * GROUP + row
+    at_q = sequence * stride_q_token + head * stride_q_head
+    q, norm = _load_queries(q_ptr, at_q, live, dim)
+    factor = norm * softmax_scale
+    if not BY_TOKEN:
+        factor *= tl.load(k_scale_ptr)
+
+    table = table_ptr + sequence * stride_table
+    lane = tl.arange(0, TILE)
+    column = dim[None, :] + kv_head * stride_kv_head
+    scale_column = kv_head * stride_scale_head
+    zero: tl.constexpr = 128 if BY_TOKEN else 0.0
+    # Loaded in the codes' dtype, so that Triton orders them as it orders V.
+    ones = tl.load(ones_ptr + lane[:, None] * ONES + tl.arange(0, ONES)[None, :])
+    ones = _to_float16(ones, NATIVE)
+    k_scale = tl.full([TILE], 1.0, tl.float32)
+    v_scale = tl.full([TILE], 1.0, tl.float32)
+    index = (sequence * tl.num_programs(0) * GROUP + head) * parts
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    v_top = tl.full([ROWS], -126.0, tl.float32)
+    sums = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD], tl.float32)
+    for first in range(begin, end, PART):
+        last = tl.minimum(first + PART, end)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        v_top = tl.full([ROWS], -126.0, tl.float32)
+        total = tl.zeros([ROWS, ONES], tl.float32)
+        acc = tl.zeros([ROWS, HEAD], tl.float32)
+        # Whole tiles without masks, then the rest with: each instruction in this loop costs time.
+        full = first + (last - first) // TILE * TILE
+        for start in tl.range(first, full, TILE, num_stages=STAGES):
+            number = start // PAGE + lane // PAGE
+            offset = start % PAGE + lane % PAGE
+            page = tl.load(table + number).to(tl.int64)
+            slot = (page * stride_page + offset * stride_slot)[:, None] + column
+            k = _to_float16(tl.load(k_ptr + slot), NATIVE)
+            v = _to_float16(tl.load(v_ptr + slot), NATIVE)
+            if BY_TOKEN:
+                token = page * stride_scale_page + offset * stride_scale_slot + scale_column
+                k_scale = tl.load(k_scale_ptr + token)
+                v_scale = tl.load(v_scale_ptr + token)
+            top, v_top, total, acc = _update(
+                q,
+                k,
+                v,
+                ones,
+                k_scale,
+                v_scale,
+                factor,
+                None,
+                top,
+                v_top,
+                total,
+                acc,
+                BY_TOKEN,
+                False,
+            )
+        if full < last:
+            # Slots past the end may hold any bits, NaN too, and 0 * NaN is NaN.
+            inside = lane < last - full
+            number = full // PAGE + lane // PAGE
+            offset = full % PAGE + lane % PAGE
+            page = tl.load(table + number, mask=inside, other=0).to(tl.int64)
+            slot = (page * stride_page + offset * stride_slot)[:, None] + column
+            k = _to_float16(tl.load(k_ptr + slot, mask=inside[:, None], other=zero), NATIVE)
+            v = _to_float16(tl.load(v_ptr + slot, mask=inside[:, None], other=zero), NATIVE)
+            if BY_TOKEN:
+                token = page * stride_scale_page + offset * stride_scale_slot + scale_column
+                k_scale = tl.load(k_scale_ptr + token, mask=inside, other=1.0)
+                v_scale = tl.load(v_scale_ptr + token, mask=inside, other=0.0)
+            top, v_top, total, acc = _update(
+                q,
+                k,
+                v,
+                ones,
+                k_scale,
+                v_scale,
+                factor,
+                inside[None, :],
+                top,
+                v_top,
+                total,
+                acc,
+                BY_TOKEN,
+                True,
+            )
+        sums = _first_column(total, ONES)
+        # A program that has all parts adds them up in the place of the first one's state: in
+        # registers a second accumulator would cost the loop over tiles its occupancy.
+        place = index + tl.where(splits == 1, 0, first // PART)
+        state = state_ptr + place * (HEAD + STATE)
+        if (splits == 1) & (first > begin):
+            old_top = tl.load(state + HEAD, mask=live, other=0.0)
+            old_sums = tl.load(state + HEAD + 1, mask=live, other=0.0)
+            old_v_top = tl.load(state + HEAD + 2, mask=live, other=0.0)
+            old = tl.load(state[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+            top, v_top, a, b, acc_a, acc_b = _weights_of_parts(
+                old_top, old_v_top, top, v_top, BY_TOKEN
+            )
+            sums = old_sums * a + sums * b
+            acc = old * acc_a[:, None] + acc * acc_b[:, None]
+        if (splits > 1) | (last < end):
+            tl.store(state[:, None] + dim[None, :], acc, mask=live[:, None])
+            tl.store(state + HEAD, top, mask=live)
+            tl.store(state + HEAD + 1, sums, mask=live)
+            tl.store(state + HEAD + 2, v_top, mask=live)
+            tl.debug_barrier()  # other threads of this program read it
+    if splits == 1:
+        acc *= _final_factor(sums, v_top, v_scale_ptr, BY_TOKEN)[:, None]
+        out = out_ptr + sequence * stride_out_token + head[:, None] * stride_out_head + dim[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _combine_kernel(
+    state_ptr,
+    out_ptr,
+    lengths_ptr,
+    v_scale_ptr,
+    stride_out_token,
+    stride_out_head,
+    parts,
+    BY_TOKEN: tl.constexpr,
+    HEAD: tl.constexpr,
+    PART: tl.constexpr,
+    STATE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    dim = tl.arange(0, HEAD)
+    state = state_ptr + (sequence * tl.num_programs(0) + head) * parts * (HEAD + STATE)
+    top = float("-inf")
+    v_top = -126.0
+    sums = 0.0
+    acc = tl.zeros([HEAD], tl.float32)
+    for _ in range(tl.cdiv(tl.load(lengths_ptr + sequence), PART)):
+        part_top = tl.load(state + HEAD)
+        part_v_top = tl.load(state + HEAD + 2)
+        top, v_top, a, b, acc_a, acc_b = _weights_of_parts(
+            top, v_top, part_top, part_v_top, BY_TOKEN
+        )
+        sums = sums * a + tl.load(state + HEAD + 1) * b
+        acc = acc * acc_a + tl.load(state + dim) * acc_b
+        state += HEAD + STATE
+    acc *= _final_factor(sums, v_top, v_scale_ptr, BY_TOKEN)
+    out = out_ptr + sequence * stride_out_token + head * stride_out_head + dim
+    tl.store(out, acc.to(out_ptr.dtype.element_ty))
+
+
+def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
+    """Return the number of programs per sequence and KV head, enough to fill the GPU.
+
+    Results do not depend on it.
+
+    Args:
+        sequences: number of sequences in the batch.
+        kv_heads: number of KV heads on this rank.
+        processors: number of SMs of the GPU.
+    """
+    splits = 1
+    while splits < _MOST_SPLITS and sequences * kv_heads * splits < 4 * processors:
+        splits *= 2
+    return splits
+
+
+def decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    ones: torch.Tensor,
+    out: torch.Tensor,
+    splits: int,
+) -> torch.Tensor:
+    """Compute ``softmax(q @ k.T * softmax_scale) @ v`` for one query token per sequence.
+
+    Args:
+        query: ``[sequences, heads, head_size]``, bfloat16.
+        key_cache, value_cache: codes ``[pages, page_size, kv_heads, head_size]``, E4M3, or uint8
+            for INT8 with 128 added; both have the same strides, the last dimension is contiguous,
+            and the page size is a multiple of 32, or 16.
+        block_table: int32 ``[sequences, pages of the longest]``.
+        seq_lens: int32 ``[sequences]``; 0 for a padded row, whose output is 0.
+        softmax_scale: factor of the scores.
+        k_scale, v_scale: float32, read on the GPU at each launch: one element, or positive ones
+            ``[pages, page_size, kv_heads]`` of the same strides.
+        ones: :func:`ones_like_codes` of the cache.
+        out: like ``query``.
+        splits: number of programs per sequence and KV head; see :func:`splits_for`.
+
+    Returns:
+        ``out``, with the bits of :func:`attend`.
+    """
+    sequences, heads, size = query.shape
+    page, kv_heads = key_cache.shape[1], key_cache.shape[2]
+    group = heads // kv_heads
+    by_token = k_scale.ndim == 3
+    parts = -(-block_table.shape[1] * page // _PART)
+    places = sequences * heads * parts if parts > 1 else 1
+    state = torch.empty(places * (size + _STATE), dtype=torch.float32, device=out.device)
+    if parts == 1:
+        splits = 1
+    _decode_kernel[(kv_heads, sequences, splits)](
+        query,
+        key_cache,
+        value_cache,
+        ones,
+        out,
+        state,
+        block_table,
+        seq_lens,
+        k_scale,
+        v_scale,
+        softmax_scale * _LOG2_E,
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        *(k_scale.stride() if by_token else (0, 0, 0)),
+        out.stride(0),
+        out.stride(1),
+        block_table.stride(0),
+        splits,
+        parts,
+        BY_TOKEN=by_token,
+        GROUP=group,
+        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)),
+        HEAD=size,
+        PAGE=page,
+        TILE=_TILE,
+        PART=_PART,
+        ONES=_ONES,
+        STATE=_STATE,
+        STAGES=4,
+        NATIVE=query.is_cuda,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    if splits > 1:
+        _combine_kernel[(heads, sequences)](
+            state,
+            out,
+            seq_lens,
+            v_scale,
+            out.stride(0),
+            out.stride(1),
+            parts,
+            BY_TOKEN=by_token,
+            HEAD=size,
+            PART=_PART,
+            STATE=_STATE,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def ones_like_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes of ones for :func:`decode`, of the dtype and on the device of a cache."""
+    one = 129.0 if codes.dtype == torch.uint8 else 1.0
+    return torch.full((_TILE, _ONES), one, device=codes.device).to(codes.dtype)
+
+
+@triton.jit
+def _copy_pages_kernel(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    table_ptr,
+    starts_ptr,
+    lengths_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    stride_page,
+    stride_slot,
+    stride_kv_head,
+    stride_scale_page,
+    stride_scale_slot,
+    stride_scale_head,
+    stride_table,
+    BY_TOKEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    request = tl.program_id(1)
+    start = tl.program_id(2) * TILE
+    length = tl.load(lengths_ptr + request)
+    if start < length:
+        lane = tl.arange(0, TILE)
+        dim = tl.arange(0, HEAD)
+        token = start + _swapped(lane)
+        inside = token < length
+        table = table_ptr + request.to(tl.int64) * stride_table
+        page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
+        slot = page * stride_page + token % PAGE * stride_slot + head * stride_kv_head
+        zero: tl.constexpr = 128 if BY_TOKEN else 0.0
+        at_k = slot[:, None] + _swapped(dim)[None, :]
+        k = tl.load(k_ptr + at_k, mask=inside[:, None], other=zero)
+        v = tl.load(v_ptr + slot[:, None] + dim[None, :], mask=inside[:, None], other=zero)
+        row = (tl.load(starts_ptr + request) + start + lane).to(tl.int64) * HEADS + head
+        target = row[:, None] * HEAD + dim[None, :]
+        tl.store(keys_ptr + target, _to_float16(k, NATIVE))
+        tl.store(values_ptr + target, _to_float16(v, NATIVE))
+        if BY_TOKEN:
+            at = page * stride_scale_page + token % PAGE * stride_scale_slot
+            at += head * stride_scale_head
+            tl.store(key_scales_ptr + row, tl.load(k_scale_ptr + at, mask=inside, other=1.0))
+            tl.store(value_scales_ptr + row, tl.load(v_scale_ptr + at, mask=inside, other=0.0))
+
+
+def copy_pages(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    tokens: int,
+    longest: int,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> Copy:
+    """Copy the keys and values of some requests from a paged cache, for :func:`attend`.
+
+    Args:
+        key_cache, value_cache, k_scale, v_scale: as :func:`decode` takes them.
+        block_table: int32 ``[requests, pages of the longest]``.
+        starts: int32 ``[requests]``: first token of each in the copy, multiples of 32.
+        lengths: int32 ``[requests]``: keys of each.
+        tokens: rows of the copy: room for each request, padded to a multiple of 32.
+        longest: keys of the longest request, or more.
+    """
+    page, heads, size = key_cache.shape[1:]
+    by_token = k_scale.ndim == 3
+    copy = _empty_copy(tokens, heads, size, by_token, (k_scale, v_scale), (starts, lengths))
+    _copy_pages_kernel[(heads, len(lengths), triton.cdiv(longest, _TILE))](
+        key_cache,
+        value_cache,
+        copy.keys,
+        copy.values,
+        copy.key_scales,
+        copy.value_scales,
+        block_table,
+        starts,
+        lengths,
+        k_scale,
+        v_scale,
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        *(k_scale.stride() if by_token else (0, 0, 0)),
+        block_table.stride(0),
+        BY_TOKEN=by_token,
+        HEADS=heads,
+        HEAD=size,
+        PAGE=page,
+        TILE=_TILE,
+        NATIVE=key_cache.is_cuda,
+        num_warps=1,
+    )
+    return copy
+
+
+@triton.jit
+def _copy_tokens_kernel(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
+    places_ptr,
+    starts_ptr,
+    lengths_ptr,
+    scales_ptr,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    BY_TOKEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    start = tl.program_id(2) * TILE
+    length = tl.load(lengths_ptr + sequence)
+    if start < length:
+        lane = tl.arange(0, TILE)
+        dim = tl.arange(0, HEAD)
+        token = start + _swapped(lane)
+        inside = (token < length)[:, None]
+        source = (tl.load(places_ptr + sequence) + token).to(tl.int64)[:, None]
+        at_k = source * stride_k_token + head * stride_k_head + _swapped(dim)[None, :]
+        at_v = source * stride_v_token + head * stride_v_head + dim[None, :]
+        k = tl.load(k_ptr + at_k, mask=inside, other=0.0)
+        v = tl.load(v_ptr + at_v, mask=inside, other=0.0)
+        row = (tl.load(starts_ptr + sequence) + start + lane).to(tl.int64) * HEADS + head
+        target = row[:, None] * HEAD + dim[None, :]
+        if BY_TOKEN:
+            codes, k_scale = quantize_int8_rows(k, LEAST)
+            tl.store(keys_ptr + target, (codes.to(tl.float32) - 128.0).to(tl.float16))
+            codes, v_scale = quantize_int8_rows(v, LEAST)
+            tl.store(values_ptr + target, (codes.to(tl.float32) - 128.0).to(tl.float16))
+            tl.store(key_scales_ptr + row, k_scale)
+            tl.store(value_scales_ptr + row, tl.where(token < length, v_scale, 0.0))
+        else:
+            one = tl.full(k.shape, 1.0, tl.float32)
+            k = round_to_e4m3(tl.div_rn(k.to(tl.float32), one * tl.load(scales_ptr)))
+            v = round_to_e4m3(tl.div_rn(v.to(tl.float32), one * tl.load(scales_ptr + 1)))
+            tl.store(keys_ptr + target, k.to(tl.float16))
+            tl.store(values_ptr + target, v.to(tl.float16))
+
+
+def copy_tokens(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    places: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    tokens: int,
+    longest: int,
+    scales: torch.Tensor | None,
+) -> Copy:
+    """Quantize K and V of some sequences as the rollout's cache does, for :func:`attend`.
+
+    Args:
+        key, value: ``[tokens, kv_heads, head_size]``, bfloat16; the last dimension is contiguous.
+        places: int32 ``[sequences]``: first token of each sequence in ``key``.
+        starts, lengths, longest: as for :func:`copy_pages`.
+        tokens: rows of the copy, as for :func:`copy_pages`.
+        scales: float32 ``[2]``, of K and of V, for E4M3; None for INT8.
+    """
+    heads, size = key.shape[1:]
+    of_layer = (key, value) if scales is None else (scales[:1], scales[1:])
+    copy = _empty_copy(tokens, heads, size, scales is None, of_layer, (starts, lengths))
+    _copy_tokens_kernel[(heads, len(lengths), triton.cdiv(longest, _TILE))](
+        key,
+        value,
+        copy.keys,
+        copy.values,
+        copy.key_scales,
+        copy.value_scales,
+        places,
+        starts,
+        lengths,
+        key if scales is None else scales,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        BY_TOKEN=scales is None,
+        HEADS=heads,
+        HEAD=size,
+        TILE=_TILE,
+        LEAST=LEAST_INT8_SCALE,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return copy
+
+
+def _empty_copy(
+    tokens: int,
+    heads: int,
+    size: int,
+    by_token: bool,
+    of_layer: tuple[torch.Tensor, torch.Tensor],
+    where: tuple[torch.Tensor, torch.Tensor],
+) -> Copy:
+    device = where[0].device
+    codes = torch.empty(2, tokens, heads, size, dtype=torch.float16, device=device)
+    if by_token:
+        of_layer = tuple(torch.empty(2, tokens, heads, device=device))  # type: ignore[assignment]
+    return Copy(codes[0], codes[1], *of_layer, *where)
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    query_starts_ptr,
+    starts_ptr,
+    lengths_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    softmax_scale,
+    queries,
+    stride_q_token,
+    stride_q_head,
+    stride_out_token,
+    stride_out_head,
+    BY_TOKEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+    ONES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    TOKENS: tl.constexpr = ROWS // PACK
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest ones first
+    kv_head = tl.program_id(1) * PACK // GROUP
+    sequence = tl.program_id(2)
+    first_query = tl.load(query_starts_ptr + sequence)
+    count = tl.load(query_starts_ptr + sequence + 1) - first_query
+    if block * TOKENS < count:
+        length = tl.load(lengths_ptr + sequence)
+        before = length - count + block * TOKENS  # keys before those of this block's first query
+        row = tl.arange(0, ROWS)
+        dim = tl.arange(0, HEAD)
+        lane = tl.arange(0, TILE)
+        head = tl.program_id(1) * PACK + row % PACK
+        token = before + row // PACK
+        live = token < length
+        query = (first_query + block * TOKENS + row // PACK).to(tl.int64)
+        at_q = query * stride_q_token + head * stride_q_head
+        q, norm = _load_queries(q_ptr, at_q, live, _swapped(dim))
+        factor = norm * softmax_scale
+        if not BY_TOKEN:
+            factor *= tl.load(k_scale_ptr)
+        kv_heads = tl.num_programs(1) * PACK // GROUP
+        base = tl.load(starts_ptr + sequence).to(tl.int64) * kv_heads + kv_head
+        ones = tl.full([TILE, ONES], 1.0, tl.float16)
+        k_scale = tl.full([TILE], 1.0, tl.float32)
+        v_scale = tl.full([TILE], 1.0, tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        v_top = tl.full([ROWS], -126.0, tl.float32)
+        sums = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, HEAD], tl.float32)
+        whole = (before + 1) // TILE * TILE  # tiles that every query sees whole
+        end = tl.cdiv(tl.minimum(before + TOKENS, length), TILE) * TILE
+        for first in range(0, end, PART):
+            last = tl.minimum(first + PART, end)
+            full = tl.maximum(tl.minimum(whole, last), first)
+            part_top = tl.full([ROWS], float("-inf"), tl.float32)
+            part_v_top = tl.full([ROWS], -126.0, tl.float32)
+            total = tl.zeros([ROWS, ONES], tl.float32)
+            part = tl.zeros([ROWS, HEAD], tl.float32)
+            for start in tl.range(first, full, TILE, num_stages=STAGES):
+                place = base + (start + lane) * kv_heads
+                at = place[:, None] * HEAD + dim[None, :]
+                if BY_TOKEN:
+                    k_scale = tl.load(k_scale_ptr + place)
+                    v_scale = tl.load(v_scale_ptr + place)
+                part_top, part_v_top, total, part = _update(
+                    q,
+                    tl.load(k_ptr + at),
+                    tl.load(v_ptr + at),
+                    ones,
+                    k_scale,
+                    v_scale,
+                    factor,
+                    None,
+                    part_top,
+                    part_v_top,
+                    total,
+                    part,
+                    BY_TOKEN,
+                    False,
+                )
+            for start in tl.range(full, last, TILE):
+                place = base + (start + lane) * kv_heads
+                at = place[:, None] * HEAD + dim[None, :]
+                if BY_TOKEN:
+                    k_scale = tl.load(k_scale_ptr + place)
+                    v_scale = tl.load(v_scale_ptr + place)
+                part_top, part_v_top, total, part = _update(
+                    q,
+                    tl.load(k_ptr + at),
+                    tl.load(v_ptr + at),
+                    ones,
+                    k_scale,
+                    v_scale,
+                    factor,
+                    (start + _swapped(lane))[None, :] <= token[:, None],
+                    part_top,
+                    part_v_top,
+                    total,
+                    part,
+                    BY_TOKEN,
+                    True,
+                )
+            top, v_top, a, b, acc_a, acc_b = _weights_of_parts(
+                top, v_top, part_top, part_v_top, BY_TOKEN
+            )
+            sums = sums * a + _first_column(total, ONES) * b
+            acc = acc * acc_a[:, None] + part * acc_b[:, None]
+        acc *= _final_factor(sums, v_top, v_scale_ptr, BY_TOKEN)[:, None]
+        out = out_ptr + (query * stride_out_token + head * stride_out_head)[:, None] + dim[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+        lse = (top + tl.log2(sums)) * 0.6931471805599453
+        tl.store(lse_ptr + head.to(tl.int64) * queries + query, lse, mask=live)
+
+
+def attend(
+    query: torch.Tensor,
+    copy: Copy,
+    query_starts: torch.Tensor,
+    *,
+    longest_query: int,
+    softmax_scale: float,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute causal attention of the last tokens of some sequences.
+
+    Args:
+        query: ``[queries, heads, head_size]``, bfloat16, one sequence after the other.
+        copy: their keys and values.
+        query_starts: int32 ``[sequences + 1]``: first query of each sequence, and the end.
+        longest_query: queries of one sequence at most.
+        softmax_scale: factor of the scores.
+        out: like ``query``, or None.
+
+    Returns:
+        ``out``, with the bits of :func:`decode`; the log-sum-exp of the scores, float32
+        ``[heads, queries]``.
+    """
+    queries, heads, size = query.shape
+    group = heads // copy.keys.shape[1]
+    pack = next(n for n in (4, 2, 1) if group % n == 0)
+    rows = 64
+    out = torch.empty_like(query) if out is None else out
+    lse = torch.empty(heads, queries, dtype=torch.float32, device=query.device)
+    blocks = triton.cdiv(longest_query, rows // pack)
+    _attend_kernel[(blocks, heads // pack, len(copy.lengths))](
+        query,
+        copy.keys,
+        copy.values,
+        out,
+        lse,
+        query_starts,
+        copy.starts,
+        copy.lengths,
+        copy.key_scales,
+        copy.value_scales,
+        softmax_scale * _LOG2_E,
+        queries,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        BY_TOKEN=copy.key_scales.ndim == 2,
+        GROUP=group,
+        PACK=pack,
+        ROWS=rows,
+        HEAD=size,
+        TILE=_TILE,
+        PART=_PART,
+        ONES=_ONES,
+        STAGES=3,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out, lse

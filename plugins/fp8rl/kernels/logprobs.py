@@ -1,0 +1,66 @@
+"""Log-probabilities of tokens, by the order of sums of vLLM's sampler.
+
+vLLM's second model runner computes them in ``vllm/v1/worker/gpu/sample/logprob.py``
+(``_topk_log_softmax_kernel``): the maximum of a row, the sum of exponentials in blocks of 1,024,
+then ``logit - maximum - log(sum)``. An engine with ``exact`` compares both at its start.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _logprob_kernel(
+    logits_ptr,
+    ids_ptr,
+    out_ptr,
+    max_ptr,
+    log_sum_ptr,
+    words,
+    stride_row,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = logits_ptr + row * stride_row
+    largest = float("-inf")
+    for start in range(0, words, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        x = tl.load(at + word, word < words, other=float("-inf"))
+        largest = tl.max(tl.maximum(x, largest))
+    largest = largest.to(tl.float32)  # type: ignore[attr-defined]
+    total = 0.0
+    for start in range(0, words, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        x = tl.load(at + word, word < words, other=0.0).to(tl.float32)
+        total += tl.sum(tl.where(word < words, tl.exp(x - largest), 0.0))
+    log_sum = tl.log(total)
+    chosen = tl.load(at + tl.load(ids_ptr + row)).to(tl.float32)
+    tl.store(out_ptr + row, chosen - largest - log_sum)
+    tl.store(max_ptr + row, largest)
+    tl.store(log_sum_ptr + row, log_sum)
+
+
+def token_logprobs(
+    logits: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the log-probability of one token for each row of logits.
+
+    Args:
+        logits: ``[rows, vocabulary]`` of the whole vocabulary, bfloat16 or float32; the last
+            dimension is contiguous.
+        ids: integers ``[rows]``.
+
+    Returns:
+        three float32 tensors ``[rows]``: the log-probabilities; the largest logits; the logarithms
+        of the sums of ``exp(logit - largest)``.
+    """
+    rows, words = logits.shape
+    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _logprob_kernel[(rows,)](logits, ids, *found, words, logits.stride(0), BLOCK=_BLOCK)
+    return found[0], found[1], found[2]

@@ -1,0 +1,100 @@
+"""Attention of an engine whose bits do not depend on the batch, and are the trainer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8rl.errors import UnsupportedError
+from vllm_fp8rl.attention.batch import Prompts
+from vllm_fp8rl.names import uses_fp8rl
+
+_TILE = 32
+"""Keys to whose multiple a request is padded in the copy."""
+
+
+class ExactAttention:
+    """Attention of batches over a cache of 8 bits, by the kernels that the trainer calls too.
+
+    Args:
+        codes: dtype of the cache's codes.
+        processors: number of SMs of the GPU.
+    """
+
+    def __init__(self, codes: torch.dtype, processors: int) -> None:
+        from fp8rl.kernels import attention  # needs Triton
+
+        self._kernels = attention
+        self._ones = attention.ones_like_codes(torch.empty(0, dtype=codes, device="cuda"))
+        self._processors = processors
+
+    def attend_batch(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        decodes: int,
+        prompts: list[Prompts],
+        *,
+        softmax_scale: float,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute attention of a batch, as ``vllm_fp8rl.attention.flash.attend_batch``."""
+        if decodes:
+            self._kernels.decode(
+                query[:decodes],
+                key_cache,
+                value_cache,
+                block_table,
+                seq_lens,
+                softmax_scale=softmax_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                ones=self._ones,
+                out=out[:decodes],
+                splits=self._kernels.splits_for(decodes, key_cache.shape[2], self._processors),
+            )
+        for group in prompts:
+            lengths = seq_lens[group.requests]
+            padded = (lengths + _TILE - 1) // _TILE * _TILE
+            copy = self._kernels.copy_pages(
+                key_cache,
+                value_cache,
+                block_table[group.requests],
+                (padded.cumsum(0) - padded).to(torch.int32),
+                lengths,
+                tokens=(group.keys // _TILE + len(lengths)) * _TILE,
+                longest=group.longest,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+            self._kernels.attend(
+                query[group.tokens],
+                copy,
+                group.query_starts,
+                longest_query=group.longest_query,
+                softmax_scale=softmax_scale,
+                out=out[group.tokens],
+            )
+        return out
+
+
+def is_exact(engine: Any) -> bool:
+    """Return whether the recipe of an engine, a ``VllmConfig`` or None, says ``exact``."""
+    return uses_fp8rl(engine) and engine.quant_config.resolve().recipe.exact
+
+
+def require_served(engine: Any, served: bool) -> None:
+    """Raise UnsupportedError for an attention layer that is exact by the recipe and not served."""
+    if not served and is_exact(engine):
+        raise UnsupportedError(
+            "exact needs attention of a decoder without windows, soft caps, sinks or ALiBi, over "
+            "an FP8 or INT8 KV cache, where FlashAttention 3 runs, and a layer of this model has "
+            "another; choose another model or attention backend, or set exact to false in the "
+            "recipe."
+        )

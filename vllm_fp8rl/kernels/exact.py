@@ -1,0 +1,214 @@
+"""Norm, rotation and the checks of an engine that computes exactly what the trainer does.
+
+The modules are put in by :mod:`vllm_fp8rl.kernels.replacement`. Their kernels are custom
+operations, which torch.compile neither splits nor fuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms import current_platform
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.kernels.attention import HEAD_SIZES
+from fp8rl.kernels.logprobs import token_logprobs
+from fp8rl.kernels.norm import add_rms_norm, rms_norm
+from fp8rl.kernels.rotary import cos_sin_table, rotate
+from fp8rl.pinning import ALWAYS_BF16, PinPolicy
+from vllm_fp8rl.kernels.rotary import kept_reason
+
+_MODELS = ("llama", "qwen3")
+"""Model types whose layers have no place but those that both engines share."""
+_REMEDY = "or set exact to false in the recipe."
+
+
+@torch.library.custom_op("fp8rl::exact_norm", mutates_args=(), device_types="cuda")
+def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Normalize rows; see :func:`fp8rl.kernels.norm.rms_norm`."""
+    return rms_norm(x, weight, epsilon)
+
+
+@_norm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x.new_empty(x.shape)  # contiguous, like the kernel's
+
+
+@torch.library.custom_op("fp8rl::exact_add_norm", mutates_args=(), device_types="cuda")
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalize sums of rows; see :func:`fp8rl.kernels.norm.add_rms_norm`."""
+    return add_rms_norm(x, residual, weight, epsilon)
+
+
+@_add_norm.register_fake
+def _(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@torch.library.custom_op("fp8rl::exact_rotate", mutates_args=(), device_types="cuda")
+def _rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate ``[tokens, heads * head_size]``; see :func:`fp8rl.kernels.rotary.rotate`."""
+    heads = x.view(x.shape[0], -1, table.shape[1])
+    return rotate(heads, positions, table).view(x.shape)
+
+
+@_rotate.register_fake
+def _(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+class ExactRMSNorm(RMSNorm):
+    """RMS norm by the kernel that the trainer calls too.
+
+    Args:
+        norm: module of vLLM whose weight it takes.
+    """
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__(norm.hidden_size, norm.variance_epsilon, dtype=norm.weight.dtype)
+        self.weight = norm.weight
+
+    def forward_native(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of ``x`` ``[.., hidden]``; with a residual also the sum of both."""
+        weight, epsilon = self.weight.data, self.variance_epsilon
+        if residual is None:
+            return torch.ops.fp8rl.exact_norm(x, weight, epsilon)
+        return torch.ops.fp8rl.exact_add_norm(x, residual, weight, epsilon)
+
+    forward_cuda = forward_native
+
+
+class ExactRotary(RotaryEmbedding):
+    """Rotation by the table and the kernel that the trainer uses too.
+
+    Args:
+        rope: module of vLLM in whose place it comes; :func:`unserved_rotation` of it is None.
+    """
+
+    def __init__(self, rope: RotaryEmbedding) -> None:
+        super().__init__(
+            rope.head_size,
+            rope.rotary_dim,
+            rope.max_position_embeddings,
+            rope.base,
+            rope.is_neox_style,
+            torch.float32,
+            init_cache=False,
+        )
+        table = cos_sin_table(
+            float(rope.base),
+            rope.rotary_dim,
+            rope.max_position_embeddings,
+            torch.device(current_platform.device_type),
+        )
+        self.register_buffer("cos_sin_cache", table, persistent=False)
+
+    def forward_native(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rotate ``[tokens, heads * head_size]``."""
+        flat = positions.flatten()
+        rotated = torch.ops.fp8rl.exact_rotate(query, flat, self.cos_sin_cache)
+        if key is None:
+            return rotated, None
+        return rotated, torch.ops.fp8rl.exact_rotate(key, flat, self.cos_sin_cache)
+
+    forward_cuda = forward_native
+
+
+def unserved_rotation(rope: Any, engine: VllmConfig) -> str | None:
+    """Return why :class:`ExactRotary` is not the same function as a module of vLLM, or None."""
+    if reason := kept_reason(rope, engine):
+        return reason
+    if type(rope) is not RotaryEmbedding:
+        return f"vLLM's {type(rope).__name__} scales frequencies"
+    if rope.rotary_dim != rope.head_size or not rope.is_neox_style:
+        return "only halves of whole heads are rotated against each other"
+    return None
+
+
+def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
+    """Raise UnsupportedError if an engine has a place whose bits depend on the batch.
+
+    Args:
+        engine: configuration of an engine that is being built.
+        policy: which linear layers run in FP8.
+    """
+    model, parallel = engine.model_config, engine.parallel_config
+    capability = current_platform.get_device_capability()
+    needed = [
+        ("a Hopper GPU, of compute capability", tuple(capability or ()), (9, 0)),
+        ("dtype", model.dtype, torch.bfloat16),
+        ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
+        ("speculative_config", engine.speculative_config, None),
+        ("lora_config", engine.lora_config, None),
+        ("sliding window", model.get_sliding_window(), None),
+        ("kernel_config.linear_backend", engine.kernel_config.linear_backend, "auto"),
+        ("VLLM_USE_V2_MODEL_RUNNER", engine.use_v2_model_runner, True),
+    ]
+    for what, value, good in needed:
+        if value != good:
+            raise UnsupportedError(
+                f"exact needs {what} {good!r} in the rollout engine, not {value!r}; change it, "
+                f"{_REMEDY}"
+            )
+    if model.hf_text_config.model_type not in _MODELS:
+        raise UnsupportedError(
+            f"exact serves model_type {' and '.join(_MODELS)}, not "
+            f"'{model.hf_text_config.model_type}'; choose another model, {_REMEDY}"
+        )
+    if model.get_head_size() not in HEAD_SIZES:
+        raise UnsupportedError(
+            f"exact serves heads of {HEAD_SIZES}, not of {model.get_head_size()}; choose another "
+            f"model, {_REMEDY}"
+        )
+    for row in policy.report():
+        if row.precision == "bf16" and row.kind not in ALWAYS_BF16:
+            raise UnsupportedError(
+                f"exact needs every linear layer of the decoder in FP8, and '{row.name}' is pinned "
+                "to BF16, where products depend on the number of tokens beside; remove the pin "
+                f"({row.reason}), {_REMEDY}"
+            )
+    _check_head(model.get_vocab_size(), model.get_hidden_size())
+    _check_logprobs()
+
+
+def _check_head(words: int, hidden: int) -> None:
+    """Refuse an output projection whose products depend on the number of rows."""
+    make = torch.Generator("cuda").manual_seed(0)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": make}
+    rows, weight = torch.randn(256, hidden, **options), torch.randn(words, hidden, **options)
+    whole = torch.nn.functional.linear(rows, weight)
+    for count in (1, 2, 8, 16, 64, 128):
+        if not torch.equal(torch.nn.functional.linear(rows[:count], weight), whole[:count]):
+            raise UnsupportedError(
+                f"exact needs an output projection whose results do not depend on the number of "
+                f"rows, and cuBLAS multiplies {count} rows with [{words}, {hidden}] in another "
+                f"order than 256; choose another model, {_REMEDY}"
+            )
+
+
+def _check_logprobs() -> None:
+    """Refuse a vLLM whose sampler adds in another order than the trainer."""
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+    logits = torch.randn(8, 50_000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    ids = torch.arange(8, device="cuda")
+    if not torch.equal(
+        compute_token_logprobs(logits, ids[:, None])[:, 0], token_logprobs(logits, ids)[0]
+    ):
+        raise UnsupportedError(
+            "vLLM's sampler computes log-probabilities in another order than "
+            f"fp8rl.kernels.logprobs; use a vLLM that docs/versions.md names, {_REMEDY}"
+        )
