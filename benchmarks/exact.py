@@ -1,0 +1,244 @@
+"""With ``exact``, are the rollout's sampled log-probabilities the trainer's, to the bit?
+
+    python benchmarks/exact.py MODEL [--kv int8_per_token_head] [--exact false] [--eager]
+
+``MODEL`` is a folder of a pretrained Llama or Qwen3 with a chat template. vLLM samples from real
+prompts in batches of many sizes, over chunked and cached prompts and after refits; Megatron scores
+the same tokens, one sequence at a time and packed. One Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from facts import versions
+from safetensors.torch import load_file
+
+from fp8rl import Recipe
+from fp8rl.mismatch import mismatch_metrics
+
+SUBJECTS = (
+    "the tides",
+    "prime numbers",
+    "a lighthouse keeper",
+    "photosynthesis",
+    "compound interest",
+    "old maps",
+    "bees",
+    "a violin maker",
+    "bread",
+    "winter",
+    "a rescue at sea",
+    "computers",
+    "volcanoes",
+    "friendship",
+    "the moon",
+    "rivers",
+)
+TASKS = (
+    "Explain {} in a few sentences.",
+    "Write a short story about {}.",
+    "List five facts about {}.",
+    "Argue for or against {}.",
+    "Teach a child about {}.",
+    "Write a poem on {}.",
+    "Summarize what is known of {}.",
+    "Describe a day with {}.",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--kv", default="fp8_e4m3", help="fp8_e4m3 or int8_per_token_head")
+    parser.add_argument("--exact", default="true", choices=("true", "false"))
+    parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
+    parser.add_argument("--refits", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("exact.json"))
+    parser.add_argument("--rollouts", type=Path, help="used by the script itself")
+    options = parser.parse_args()
+    recipe = Recipe.from_dict({"exact": options.exact == "true", "kv_cache": {"dtype": options.kv}})
+    if options.rollouts:
+        torch.save(sample(options, recipe), options.rollouts)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rollouts.pt")
+        subprocess.run([sys.executable, *sys.argv, "--rollouts", str(file)], check=True)
+        sampled = torch.load(file)
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "model": options.model.name,
+        "recipe": {"exact": recipe.exact, "kv_cache.dtype": options.kv},
+        "compiled": not options.eager,
+        "start_s": sampled["start_s"],
+        "versions": versions(),
+        "runs": {},
+    }
+    for name, row in score(options, recipe, sampled):
+        found["runs"][name] = row
+        sys.stdout.write(f"{name}: {json.dumps(row)}\n")
+        sys.stdout.flush()
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+    """Sample in an engine of this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from transformers import AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    from vllm_fp8rl import engine_args
+    from vllm_fp8rl.calibration import calibrate_kv_scales
+    from vllm_fp8rl.refit import refit
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    prompts = [_ids(tokenizer, task.format(subject)) for task in TASKS for subject in SUBJECTS]
+    began = time.monotonic()
+    llm = LLM(
+        str(options.model),
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=3 << 30,
+        enforce_eager=options.eager,
+        generation_config="vllm",
+        **engine_args(recipe),
+    )
+    start = round(time.monotonic() - began, 1)
+    scales = {}
+    if recipe.kv_cache.has_scales:
+        texts = [{"prompt_token_ids": prompt} for prompt in prompts[:64]]
+        scales = {name: float(s) for name, s in calibrate_kv_scales(llm, texts, margin=2.0).items()}
+
+    def run(batch: list[list[int]], tokens: int) -> dict[str, Any]:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in batch],
+            SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0),
+            use_tqdm=False,
+        )
+        answers = [output.outputs[0] for output in outputs]
+        return {
+            "prompts": batch,
+            "answers": [list(answer.token_ids) for answer in answers],
+            "logprobs": [
+                [step[token].logprob for step, token in zip(a.logprobs, a.token_ids, strict=True)]
+                for a in answers
+            ],
+        }
+
+    long = [list(chain(*prompts[i : i + 24]))[:1100] for i in range(8)]
+    runs = {
+        "256 requests": (0, run((prompts * 2)[:256], 96)),
+        "64 requests": (0, run(prompts[:64], 96)),
+        "7 requests": (0, run(prompts[:7], 96)),
+        "1 request": (0, run(prompts[:1], 96)),
+        "8 prompts of 1,100 tokens in chunks": (0, run(long, 200)),
+        "8 prompts of 1,100 tokens from the cache": (0, run(long, 64)),
+    }
+    for seed in range(1, options.refits + 1):
+        tensors = dict(moved(options.model, seed))
+        refit(llm, (tensors | {n: torch.tensor([s]) for n, s in scales.items()}).items())
+        runs[f"64 requests after refit {seed}"] = (seed, run(prompts[:64], 64))
+    return {"runs": runs, "scales": scales, "start_s": start}
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    message = [{"role": "user", "content": text}]
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True)
+    return list(ids["input_ids"] if hasattr(ids, "keys") else ids)
+
+
+def moved(model: Path, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the checkpoint's tensors, moved a little by a seed as an optimizer would."""
+    make = torch.Generator().manual_seed(seed)
+    for name, tensor in sorted(load_file(model / "model.safetensors").items()):
+        noise = torch.randn(tensor.shape, generator=make) * (1e-3 * seed * tensor.float().std())
+        yield name, (tensor.float() + noise).to(tensor.dtype) if seed else tensor
+
+
+def score(
+    options: argparse.Namespace, recipe: Recipe, sampled: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Score the sampled tokens with Megatron; yield what each run shows."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron_common import build, single_process
+
+    from fp8rl.kernels.logprobs import token_logprobs
+    from megatron_fp8rl import convert
+    from megatron_fp8rl.export import load_hf
+    from megatron_fp8rl.kv_cache import KVCacheInTraining
+
+    config = json.loads((options.model / "config.json").read_text())
+    config["rope_theta"] = (config.pop("rope_parameters", None) or config)["rope_theta"]
+    with single_process(), torch.no_grad():
+        model = build(SimpleNamespace(**config))
+        convert(model, recipe)
+        model.eval()
+        cache = KVCacheInTraining(model, recipe.kv_cache.dtype)
+        if sampled["scales"]:
+            cache.set(sampled["scales"])
+        loaded = None
+        for name, (seed, run) in sampled["runs"].items():
+            if loaded != seed:
+                load_hf([model], dict(moved(options.model, seed)))
+                loaded = seed
+            tokens = [
+                torch.tensor(prompt + answer, device="cuda")
+                for prompt, answer in zip(run["prompts"], run["answers"], strict=True)
+            ]
+            alone = []
+            for ids, prompt in zip(tokens, run["prompts"], strict=True):
+                logits = model(ids[None], torch.arange(len(ids), device="cuda")[None], None)[0]
+                rows = logits[len(prompt) - 1 : -1].contiguous()
+                alone.append(token_logprobs(rows, ids[len(prompt) :])[0].cpu())
+            row = _compared(run["logprobs"], alone)
+            if recipe.exact:
+                lengths = torch.tensor([0, *map(len, tokens)]).cumsum(0).int().cuda()
+                longest = max(map(len, tokens))
+                packed = PackedSeqParams(
+                    qkv_format="thd",
+                    cu_seqlens_q=lengths,
+                    cu_seqlens_kv=lengths,
+                    max_seqlen_q=longest,
+                    max_seqlen_kv=longest,
+                )
+                ids = torch.cat(tokens)
+                places = torch.cat([torch.arange(len(x)) for x in tokens]).cuda()
+                logits = model(ids[None], places[None], None, packed_seq_params=packed)[0]
+                rows = [
+                    torch.arange(int(a) + len(p) - 1, int(b) - 1)
+                    for a, b, p in zip(lengths[:-1], lengths[1:], run["prompts"], strict=True)
+                ]
+                chosen = [token_logprobs(logits[r], ids[r + 1])[0].cpu() for r in rows]
+                row["packed_equal"] = _compared(run["logprobs"], chosen)["equal"]
+            yield name, row
+
+
+def _compared(rollout: list[list[float]], trainer: list[torch.Tensor]) -> dict[str, Any]:
+    theirs, ours = torch.tensor(list(chain(*rollout))), torch.cat(trainer)
+    metrics = mismatch_metrics(theirs[None], ours[None], torch.ones(1, len(ours)))
+    return {
+        "tokens": len(ours),
+        "equal": (ours == theirs).double().mean().item(),
+        "kl_k3": metrics.kl_k3,
+        "token_mult_prob_error": metrics.token_mult_prob_error,
+        "largest_difference": (ours - theirs).abs().max().item(),
+    }
+
+
+if __name__ == "__main__":
+    main()

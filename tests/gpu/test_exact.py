@@ -1,0 +1,262 @@
+"""The kernels of ``exact``: the same bits for a token in any batch, and right by float64."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+kernels = pytest.importorskip("fp8rl.kernels.attention")
+norm = pytest.importorskip("fp8rl.kernels.norm")
+rotary = pytest.importorskip("fp8rl.kernels.rotary")
+logprobs = pytest.importorskip("fp8rl.kernels.logprobs")
+
+DEVICE = torch.device("cuda")
+PAGE = 16
+SHAPES = [(32, 8, 128), (12, 3, 64), (32, 4, 128), (9, 3, 64), (8, 4, 256)]
+"""Heads, KV heads, head size."""
+LENGTHS = (1100, 7, 2049, 300)
+
+
+class Case(NamedTuple):
+    """Sequences of random q, k and v, and what both engines make of them."""
+
+    query: torch.Tensor
+    starts: torch.Tensor
+    copy: Any
+    cache: tuple[torch.Tensor, torch.Tensor]
+    scales: tuple[torch.Tensor, torch.Tensor]
+    table: torch.Tensor
+    keys: torch.Tensor
+    """bfloat16, rounded as the cache holds them."""
+    values: torch.Tensor
+    places: torch.Tensor
+    lengths: torch.Tensor
+
+
+def make(heads: int, kv_heads: int, size: int, dtype: str) -> Case:
+    torch.manual_seed(heads + size)
+    total = sum(LENGTHS)
+    query = (torch.randn(total, heads, size, device=DEVICE) * 2).bfloat16()
+    spread = torch.exp(torch.randn(total, kv_heads, 1, device=DEVICE))
+    key = torch.randn(total, kv_heads, size, device=DEVICE).bfloat16()
+    value = (torch.randn(total, kv_heads, size, device=DEVICE) * spread).bfloat16()
+    starts = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=DEVICE)
+    lengths = starts.diff()
+    padded = (lengths + 31) // 32 * 32
+    places = (padded.cumsum(0) - padded).int()
+    rows = int(padded.sum())
+    by_layer = torch.tensor([2.0**-6, 2.0**-5], device=DEVICE)
+    scales = None if dtype == "int8" else by_layer
+    copy = kernels.copy_tokens(
+        key, value, starts, places, lengths, tokens=rows, longest=max(LENGTHS), scales=scales
+    )
+    counts = [-(-length // PAGE) for length in LENGTHS]
+    order = torch.randperm(sum(counts), device=DEVICE).int()
+    table = torch.zeros(len(LENGTHS), max(counts), dtype=torch.int32, device=DEVICE)
+    shape = (sum(counts), PAGE, kv_heads, size)
+    cache = [torch.full(shape, float("nan"), device=DEVICE) for _ in range(2)]
+    of_rows = [torch.ones(shape[:3], device=DEVICE) for _ in range(2)]
+    first = 0
+    for row, (count, length, start) in enumerate(
+        zip(counts, LENGTHS, starts.tolist(), strict=False)
+    ):
+        table[row, :count] = order[first : first + count]
+        token = torch.arange(length, device=DEVICE)
+        page, slot = table[row, token // PAGE].long(), token % PAGE
+        for where, scale, x, k in (
+            (cache[0], of_rows[0], key, 0),
+            (cache[1], of_rows[1], value, 1),
+        ):
+            part = x[start : start + length].float()
+            if dtype == "int8":
+                step = (part.abs().amax(-1) / 127).clamp(min=1e-6)
+                where[page, slot] = torch.floor(part / step[..., None] + 128.5)
+                scale[page, slot] = step
+            else:
+                where[page, slot] = (part / by_layer[k]).clamp(-448, 448)
+        first += count
+    codes = torch.uint8 if dtype == "int8" else torch.float8_e4m3fn
+    caches = tuple(x.nan_to_num(200.0).to(codes) if dtype == "int8" else x.to(codes) for x in cache)
+    clipped = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    if dtype == "int8":
+        keys, values = fake_quantize_int8_kv(key, value)
+        of_cache = (of_rows[0], of_rows[1])
+    else:
+        keys, values = fake_quantize_kv(key, value, by_layer, clipped)
+        of_cache = (by_layer[:1], by_layer[1:])
+    return Case(
+        query,
+        starts,
+        copy,
+        caches,
+        of_cache,
+        table,
+        keys,
+        values,
+        places,
+        lengths,  # type: ignore[arg-type]
+    )
+
+
+def decoded(case: Case, tokens: torch.Tensor, splits: int) -> torch.Tensor:
+    """Decode some tokens of all, each as a request of its own."""
+    sequence = torch.searchsorted(case.starts.long(), tokens, right=True) - 1
+    return kernels.decode(
+        case.query[tokens],
+        *case.cache,
+        case.table[sequence].contiguous(),
+        (tokens - case.starts[sequence] + 1).int(),
+        softmax_scale=case.query.shape[-1] ** -0.5,
+        k_scale=case.scales[0],
+        v_scale=case.scales[1],
+        ones=kernels.ones_like_codes(case.cache[0]),
+        out=torch.empty_like(case.query[tokens]),
+        splits=splits,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_a_token_has_the_same_bits_in_any_batch(heads, kv_heads, size, dtype):
+    case = make(heads, kv_heads, size, dtype)
+    scale = size**-0.5
+    whole, lse = kernels.attend(
+        case.query, case.copy, case.starts, longest_query=max(LENGTHS), softmax_scale=scale
+    )
+    tokens = torch.cat([torch.arange(300), torch.randperm(sum(LENGTHS))[:200]]).to(DEVICE)
+    for splits in (1, 2, 4):
+        assert torch.equal(decoded(case, tokens, splits), whole[tokens]), splits
+    assert torch.equal(decoded(case, tokens[:1], 1), whole[tokens[:1]])
+
+    # The last tokens of each sequence alone, over the cache: chunks and cached prefixes.
+    last = [min(length, 45) for length in LENGTHS]
+    chosen = torch.cat(
+        [torch.arange(e - n, e) for e, n in zip(case.starts[1:].tolist(), last, strict=True)]
+    )
+    copy = kernels.copy_pages(
+        *case.cache,
+        case.table,
+        case.places,
+        case.lengths,
+        tokens=len(case.copy.keys),
+        longest=max(LENGTHS),
+        k_scale=case.scales[0],
+        v_scale=case.scales[1],
+    )
+    query_starts = torch.tensor([0, *accumulate(last)], dtype=torch.int32, device=DEVICE)
+    some, _ = kernels.attend(
+        case.query[chosen.to(DEVICE)], copy, query_starts, longest_query=45, softmax_scale=scale
+    )
+    assert torch.equal(some, whole[chosen.to(DEVICE)])
+
+    group = heads // kv_heads
+    for start, end in zip(case.starts[:-1].tolist(), case.starts[1:].tolist(), strict=True):
+        q, k, v = (x[start:end].double() for x in (case.query, case.keys, case.values))
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * scale
+        later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
+        error = (whole[start:end].double() - expected).norm() / expected.norm()
+        assert error < (6e-3 if dtype == "int8" else 2.5e-3)
+        assert (lse[:, start:end].double() - scores.logsumexp(-1)).abs().max() < 2e-2
+
+
+def test_padded_rows_of_a_captured_batch_are_zero():
+    case = make(8, 4, 64, "e4m3")
+    out = kernels.decode(
+        case.query[:3],
+        *case.cache,
+        case.table[:3].contiguous(),
+        torch.tensor([5, 0, 0], dtype=torch.int32, device=DEVICE),
+        softmax_scale=0.125,
+        k_scale=case.scales[0],
+        v_scale=case.scales[1],
+        ones=kernels.ones_like_codes(case.cache[0]),
+        out=torch.full_like(case.query[:3], 7.0),
+        splits=2,
+    )
+    assert out[0].abs().sum() > 0 and (out[1:] == 0).all()
+
+
+@pytest.mark.parametrize("columns", [64, 128, 576, 768, 4096])
+def test_norms(columns):
+    torch.manual_seed(0)
+    x, residual = (torch.randn(300, columns, device=DEVICE).bfloat16() * 3 for _ in range(2))
+    weight = torch.rand(columns, device=DEVICE).bfloat16()
+    y, total = norm.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual) and torch.equal(y, norm.rms_norm(total, weight, 1e-6))
+    assert torch.equal(y[:7], norm.add_rms_norm(x[:7], residual[:7], weight, 1e-6)[0])
+    wide = total.double()
+    expected = wide * torch.rsqrt((wide**2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_rotation_and_its_gradient():
+    torch.manual_seed(0)
+    fused = torch.randn(50, 6 * 64, device=DEVICE).bfloat16()
+    x = fused[:, : 5 * 64].view(50, 5, 64)
+    positions = torch.randint(0, 4000, (50,), device=DEVICE)
+    table = rotary.cos_sin_table(10_000.0, 64, 4000, DEVICE)
+    y = rotary.rotate(x, positions, table)
+    a, b = x.double().chunk(2, -1)
+    cos, sin = table[positions].double().unsqueeze(1).chunk(2, -1)
+    expected = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=2**-8)
+    assert torch.equal(y[9:10], rotary.rotate(x[9:10], positions[9:10], table))
+    back = rotary.rotate(y, positions, table, back=True).double()
+    torch.testing.assert_close(back, x.double(), rtol=2**-6, atol=2**-5)
+
+
+def test_log_probabilities():
+    torch.manual_seed(0)
+    logits = torch.randn(40, 50_001, device=DEVICE).bfloat16() * 4
+    ids = torch.randint(0, 50_001, (40,), device=DEVICE)
+    found, largest, log_sum = logprobs.token_logprobs(logits, ids)
+    assert torch.equal(found[3:4], logprobs.token_logprobs(logits[3:4], ids[3:4])[0])
+    expected = logits.double().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(largest, logits.float().amax(-1))
+    torch.testing.assert_close((largest + log_sum).double(), logits.double().logsumexp(-1))
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+def test_gradients_of_attention_are_those_of_the_rounded_keys(dtype):
+    pytest.importorskip("megatron.core")
+    from types import SimpleNamespace
+
+    from megatron_fp8rl.exact import _Attention
+
+    case = make(8, 2, 64, dtype)
+    scales = None if dtype == "int8" else torch.cat(case.scales)
+    layer: Any = SimpleNamespace(
+        scales=scales, clipped=torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    )
+    inputs = [x.clone().requires_grad_() for x in (case.query, case.keys, case.values)]
+    if dtype == "int8":  # rounding rounded values again would move them
+        inputs = [x.detach().requires_grad_() for x in inputs]
+    grad = torch.randn_like(case.query)
+    out = _Attention.apply(*inputs, case.starts, max(LENGTHS), layer)
+    found = torch.autograd.grad(out, inputs, grad)
+    rounded = inputs[1:]
+    if dtype == "int8":
+        rounded = [
+            x.requires_grad_() for x in fake_quantize_int8_kv(*(x.detach() for x in rounded))
+        ]
+    wide = [x.detach().double().requires_grad_() for x in (inputs[0], *rounded)]
+    parts = []
+    for start, end in zip(case.starts[:-1].tolist(), case.starts[1:].tolist(), strict=True):
+        q, k, v = (x[start:end].transpose(0, 1) for x in wide)
+        k, v = (x.repeat_interleave(4, 0) for x in (k, v))
+        scores = (q @ k.transpose(1, 2)) * 64**-0.5
+        later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        parts.append((scores.masked_fill(later, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+    expected = torch.autograd.grad(torch.cat(parts), wide, grad.double())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.double() - theirs).norm() / theirs.norm() < 1e-2
