@@ -151,7 +151,8 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     }
     for seed in range(1, options.refits + 1):
         tensors = dict(moved(options.model, seed))
-        refit(llm, (tensors | {n: torch.tensor([s]) for n, s in scales.items()}).items())
+        tensors |= {name: torch.tensor([scale]) for name, scale in scales.items()}
+        refit(llm, tensors.items(), expect_kv_scales=bool(scales))
         runs[f"64 requests after refit {seed}"] = (seed, run(prompts[:64], 64))
     return {"runs": runs, "scales": scales, "start_s": start}
 

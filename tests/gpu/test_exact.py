@@ -76,7 +76,8 @@ def make(heads: int, kv_heads: int, size: int, dtype: str) -> Case:
         ):
             part = x[start : start + length].float()
             if dtype == "int8":
-                step = (part.abs().amax(-1) / 127).clamp(min=1e-6)
+                most = part.abs().amax(-1)  # torch would multiply by 1 / 127
+                step = (most / torch.full_like(most, 127.0)).clamp(min=1e-6)
                 where[page, slot] = torch.floor(part / step[..., None] + 128.5)
                 scale[page, slot] = step
             else:
