@@ -224,7 +224,6 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
     device = next(chunk.parameters()).device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     needed = [
-        ("a Hopper GPU, of compute capability", capability, _HOPPER),
         ("num_moe_experts", config.num_moe_experts, None),
         ("multi_latent_attention", config.multi_latent_attention, False),
         ("tensor_model_parallel_size", config.tensor_model_parallel_size, 1),
@@ -239,6 +238,7 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
         ("layernorm_zero_centered_gamma", config.layernorm_zero_centered_gamma, False),
         ("add_qkv_bias", config.add_qkv_bias, False),
         ("add_bias_linear", config.add_bias_linear, False),
+        ("a Hopper GPU, of compute capability", capability, _HOPPER),
     ]
     for what, value, good in needed:
         if value != good:

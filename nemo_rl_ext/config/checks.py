@@ -117,6 +117,12 @@ def refuse_unread_kv_settings(
 
 def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     """Refuse upstream's settings that FP8 or the correction of whole batches cannot serve."""
+    if recipe.exact:
+        raise UnsupportedError(
+            f"'{block_path(next(iter(sections.blocks)))}.exact' is not served by NeMo RL's "
+            "drivers, whose trainer has TransformerEngine's layers; remove the key, or use a "
+            "trainer of your own."
+        )
     _refuse_other_workers(recipe, sections)
     _refuse_adapters(recipe, sections)
     if recipe.rollout:

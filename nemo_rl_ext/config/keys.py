@@ -29,6 +29,7 @@ READERS = {
     "kv_cache": (VLLM,),
     "rope_dtype": (VLLM,),
     "importance_sampling": (LOSS,),
+    "exact": (VLLM, MEGATRON),
     "allow_untested_gpu": (VLLM,),
 }
 """Key of a recipe -> sections of which one must have the block, or nobody acts on the key."""

@@ -175,6 +175,15 @@ def test_all_mistakes_are_told_at_once():
             {"importance_sampling": {"rejection": {"low": 2, "high": 1}}},
             r"rejection\.low=2\.0 must be below rejection\.high=1\.0",
         ),
+        (
+            {"exact": True, "training": False},
+            "exact needs rollout, training and kv_cache.in_training",
+        ),
+        ({"exact": True, "kv_cache": {"in_training": False}}, "exact needs rollout, training and"),
+        (
+            {"exact": True, "kv_cache": {"dtype": "auto"}},
+            r"exact needs kv_cache\.dtype fp8_e4m3 or",
+        ),
         ({"allow_untested_gpu": True}, "allow_untested_gpu needs training: false, and weights.sc"),
         (
             {

@@ -199,6 +199,9 @@ def test_what_the_doors_refuse(monkeypatch, recipe):
     monkeypatch.setenv("FP8RL_RECIPE", '{"pins": {"layers": [9]}}')
     with pytest.raises(PinError, match="9 matches nothing"):
         _build(DENSE, _symbol())
+    monkeypatch.setenv("FP8RL_RECIPE", '{"exact": true}')
+    with pytest.raises(UnsupportedError, match=r"exact is served by convert\(model, recipe\)"):
+        _build(DENSE, _symbol())
     monkeypatch.setenv("FP8RL_RECIPE", '{"pin": {}}')
     with pytest.raises(RecipeError, match="unknown key"):
         _build(DENSE, _symbol())

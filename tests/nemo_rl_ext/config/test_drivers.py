@@ -353,6 +353,7 @@ OTHER: dict[str, Any] = {
         "token_veto": 1e-4,
     },
     "rope_dtype": "float32",
+    "exact": True,
     "allow_untested_gpu": True,
 }
 POW2 = {"scale_format": "pow2"}
@@ -375,6 +376,8 @@ def test_each_key_of_a_recipe_reaches_who_acts_on_it(driver: Driver, key: str) -
         return
     block = {"kv_cache": {"dtype": "auto"}} if key != "kv_cache" and driver.name == "ppo" else {}
     block[key] = OTHER[key]
+    if key == "exact":
+        block = {"exact": True}  # an FP8 cache belongs to it
     if key == "allow_untested_gpu":
         block |= {"training": False, "weights": POW2, "activations": POW2}
     wanted = Recipe.from_dict(block)

@@ -340,6 +340,12 @@ def test_a_wrong_config_is_refused_by_its_path(
     assert message in str(raised.value)
 
 
+def test_an_exact_recipe_is_refused_by_its_key() -> None:
+    value = config({"exact": True, "kv_cache": {"dtype": "fp8_e4m3"}})
+    with pytest.raises(UnsupportedError, match=r"fp8rl\.exact' is not served by NeMo RL's drivers"):
+        read(value, GRPO)
+
+
 def test_engines_of_ppo_calibrate_themselves() -> None:
     for megatron in ("true", "false"):
         keys = read(config({}, f"megatron.enabled={megatron}"), DRIVERS["ppo"])
