@@ -222,10 +222,7 @@ def convert(
         wrapped=wrapped,
     )
     shared = exact.plan(chunks, setup) if recipe.exact else []
-    adopt(setup, chunks)
-    for module, ours, attributes in shared:
-        _become(module, ours, setup)
-        module.__dict__.update(attributes)
+    adopt(setup, chunks, shared)
     (report or logger.info)(describe(setup))
     return Conversion(recipe, setup.policy, chunks)
 
@@ -265,8 +262,15 @@ def prepare(
     return Setup(recipe, policy, backends, WeightEpoch(), LastExpertRows(), wrapped)
 
 
-def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
+def adopt(
+    setup: Setup, roots: Iterable[torch.nn.Module], shared: Iterable[exact.Change] = ()
+) -> None:
     """Turn the linear modules of model chunks, or of one layer, into FP8 ones.
+
+    Args:
+        setup: of the conversion.
+        roots: the chunks, or the layer.
+        shared: what :func:`megatron_fp8rl.exact.plan` changes besides.
 
     Raises:
         As :func:`convert`; nothing has been changed then.
@@ -285,6 +289,9 @@ def adopt(setup: Setup, roots: Iterable[torch.nn.Module]) -> None:
         for module in inside:
             if can_fuse(module):
                 _become(module, Fp8SwigluMLP, setup)
+        for module, ours, attributes in shared:
+            _become(module, ours, setup)
+            vars(module).update(attributes)
     except BaseException:  # an interrupt: no handle would ever close what is converted
         for module in inside:
             if isinstance(module, Fp8Module):

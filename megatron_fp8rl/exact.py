@@ -18,9 +18,11 @@ from torch.nn.functional import rms_norm
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
-from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
+from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
 from fp8rl.pinning import ALWAYS_BF16
 from megatron_fp8rl.linear import Fp8Module
+from megatron_fp8rl.sites import sites
+from megatron_fp8rl.swiglu import requests_swiglu
 
 _TILE = 32
 """Tokens to whose multiple each sequence is padded in the copy of its keys."""
@@ -58,7 +60,16 @@ class ExactSelfAttention(Fp8Module, SelfAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run upstream's forward, which has nothing left to rotate."""
+        """Run upstream's forward, which has nothing left to rotate.
+
+        Raises:
+            UnsupportedError: Megatron's own inference, whose positions are not seen here.
+        """
+        if any(kwargs.get(key) is not None for key in ("inference_context", "inference_params")):
+            raise UnsupportedError(
+                "exact does not serve Megatron's own inference, whose tokens start at later "
+                f"positions; sample with the rollout engine, {_REMEDY}"
+            )
         self.exact_packed = packed_seq_params
         try:
             return super().forward(
@@ -70,7 +81,7 @@ class ExactSelfAttention(Fp8Module, SelfAttention):
                 **kwargs,
             )
         finally:
-            self.exact_packed = None
+            del self.exact_packed
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return upstream's query, key and value ``[s, b, heads, head_size]``, rotated."""
@@ -114,12 +125,12 @@ class Rotation:
 class ExactCore(Fp8Module):
     """``core_attention`` over keys and values as the rollout's cache of 8 bits holds them.
 
-    :class:`megatron_fp8rl.kv_cache.KVCacheInTraining` puts them into service; before, upstream's
-    attention runs over K and V in 16 bits.
+    :class:`megatron_fp8rl.kv_cache.KVCacheInTraining` puts them into service; until it has scales,
+    upstream's attention runs over K and V in 16 bits.
     """
 
     exact_cache: Any = None
-    """The :class:`~megatron_fp8rl.kv_cache.LayerCache` of the layer, or None."""
+    """The :class:`~megatron_fp8rl.kv_cache.LayerCache` of the layer; None before and after."""
 
     def forward(
         self,
@@ -136,14 +147,23 @@ class ExactCore(Fp8Module):
         Args:
             query: ``[s, b, heads, head_size]``, or ``[tokens, heads, head_size]`` if packed.
             key, value: like ``query``, with KV heads.
-            attention_mask: not read: the causal one is meant.
+            attention_mask: None, which means the causal one.
             packed_seq_params: Megatron's, or None.
 
         Returns:
             ``[s, b, heads * head_size]``, or ``[tokens, heads * head_size]`` if packed.
+
+        Raises:
+            UnsupportedError: no ``KVCacheInTraining``; a mask or a bias.
         """
         layer = self.exact_cache
-        if layer is None or not layer.in_service:
+        if layer is None:
+            raise UnsupportedError(
+                "exact needs to know the rollout's KV cache, and this model has none; after "
+                "convert(model, recipe) make KVCacheInTraining(model, recipe.kv_cache.dtype) (an "
+                f"earlier one must be closed), {_REMEDY}"
+            )
+        if not layer.in_service:
             return super().forward(  # type: ignore[misc]
                 query,
                 key,
@@ -153,6 +173,12 @@ class ExactCore(Fp8Module):
                 packed_seq_params=packed_seq_params,
                 **kwargs,
             )
+        if attention_mask is not None or kwargs.get("attention_bias") is not None:
+            raise UnsupportedError(
+                "exact computes causal attention and reads no attention_mask and no "
+                "attention_bias; give None, and packed_seq_params for several sequences in a row, "
+                f"{_REMEDY}"
+            )
         layer.count(key, value)
         if packed_seq_params is None:
             length, batch = query.shape[:2]
@@ -160,7 +186,7 @@ class ExactCore(Fp8Module):
             rows = [x.transpose(0, 1).flatten(0, 1).contiguous() for x in (query, key, value)]
         else:
             starts = _starts_of(packed_seq_params).to(torch.int32)
-            length = int(packed_seq_params.max_seqlen_q)
+            length = _longest(packed_seq_params, starts)
             rows = [x.contiguous() for x in (query, key, value)]
         out = _Attention.apply(*rows, starts, length, layer)
         if packed_seq_params is not None:
@@ -178,24 +204,24 @@ def exact_core(upstream: Any) -> type[ExactCore]:
     return type(f"Exact{upstream.__name__}", (ExactCore, upstream), {"upstream_class": upstream})
 
 
-def plan(chunks: Iterable[Any], setup: Any) -> list[tuple[Any, type[Fp8Module], dict[str, Any]]]:
+Change = tuple[Any, type[Fp8Module], dict[str, Any]]
+"""A module, its new class, attributes to set."""
+
+
+def plan(chunks: Iterable[Any], setup: Any) -> list[Change]:
     """List what a conversion with ``exact`` changes besides linears.
 
     Args:
         chunks: GPTModels of this rank.
         setup: the conversion's :class:`~megatron_fp8rl.conversion.Setup`.
 
-    Returns:
-        (module, its new class, attributes to set) of each module.
-
     Raises:
         UnsupportedError: a place whose bits would not be the rollout's; nothing has been changed.
     """
-    found: list[tuple[Any, type[Fp8Module], dict[str, Any]]] = []
+    found: list[Change] = []
     for chunk in chunks:
         rotation = _checked(chunk, setup)
-        norms = dict(_norms(chunk))
-        for path, norm in norms.items():
+        for path, norm in _norms(chunk):
             if type(norm) is not torch.nn.RMSNorm:
                 raise UnsupportedError(
                     f"exact needs torch's RMSNorm at '{path}', as of Megatron's local spec, not "
@@ -220,9 +246,14 @@ def _norms(chunk: Any) -> Iterator[tuple[str, Any]]:
 
 def _checked(chunk: Any, setup: Any) -> Rotation:
     """Return the rotation of a GPTModel, or raise UnsupportedError for what is not exact."""
-    config = chunk.config
-    device = next(chunk.parameters()).device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    config, rope = chunk.config, getattr(chunk, "rotary_pos_emb", None)
+    for name, parameter in chunk.named_parameters():
+        if parameter.dtype != torch.bfloat16:
+            raise UnsupportedError(
+                f"exact needs bfloat16 parameters, as the rollout has, and '{name}' is "
+                f"{parameter.dtype}; call model.bfloat16() or wrap the model in Float16Module, "
+                f"{_REMEDY}"
+            )
     needed = [
         ("num_moe_experts", config.num_moe_experts, None),
         ("multi_latent_attention", config.multi_latent_attention, False),
@@ -230,22 +261,51 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
         ("context_parallel_size", config.context_parallel_size, 1),
         ("window_size", config.window_size, None),
         ("attention_dropout", config.attention_dropout, 0),
+        ("hidden_dropout", config.hidden_dropout, 0),
+        ("fp32_residual_connection", config.fp32_residual_connection, False),
+        (
+            "apply_residual_connection_post_layernorm",
+            config.apply_residual_connection_post_layernorm,
+            False,
+        ),
+        ("apply_query_key_layer_scaling", config.apply_query_key_layer_scaling, False),
+        ("softmax_scale", getattr(config, "softmax_scale", None), None),
+        ("softmax_type", getattr(config, "softmax_type", "vanilla"), "vanilla"),
+        ("qk_l2_norm", getattr(config, "qk_l2_norm", False), False),
         ("position_embedding_type", chunk.position_embedding_type, "rope"),
         ("rotary_percent", chunk.rotary_percent, 1),
         ("rotary_interleaved", config.rotary_interleaved, False),
+        ("no_rope_freq", getattr(config, "no_rope_freq", None), None),
+        (
+            "seq_len_interpolation_factor",
+            getattr(rope, "seq_len_interpolation_factor", None),
+            None,
+        ),
         ("attention_output_gate", getattr(config, "attention_output_gate", False), False),
         ("normalization", config.normalization, "RMSNorm"),
         ("layernorm_zero_centered_gamma", config.layernorm_zero_centered_gamma, False),
         ("add_qkv_bias", config.add_qkv_bias, False),
         ("add_bias_linear", config.add_bias_linear, False),
-        ("a Hopper GPU, of compute capability", capability, _HOPPER),
     ]
     for what, value, good in needed:
         if value != good:
             raise UnsupportedError(
                 f"exact needs {what} {good!r} in the trainer, not {value!r}; change it, {_REMEDY}"
             )
-    inverse = chunk.rotary_pos_emb.inv_freq.double().cpu()
+    for layer in chunk.decoder.layers:
+        if type(layer.self_attention) is not SelfAttention:
+            raise UnsupportedError(
+                f"exact needs Megatron's SelfAttention in layer {layer.layer_number - 1}, not "
+                f"{type(layer.self_attention).__name__}; build the model with "
+                f"get_gpt_layer_local_spec, {_REMEDY}"
+            )
+        if not requests_swiglu(layer.mlp):
+            raise UnsupportedError(
+                f"exact needs a SwiGLU that is rounded once, as the rollout's is, and layer "
+                f"{layer.layer_number - 1} has another; set config.bias_activation_fusion to true "
+                f"and leave the other options of the activation as they are, {_REMEDY}"
+            )
+    inverse = rope.inv_freq.double().cpu()
     base, dim = float(chunk.rotary_base), config.kv_channels
     expected = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if inverse.shape != expected.shape or not torch.allclose(inverse, expected, rtol=1e-5):
@@ -260,20 +320,50 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
                 "to BF16, where products depend on the number of tokens beside; remove the pin "
                 f"({row.reason}), {_REMEDY}"
             )
-    shape = GemmShape(8192, config.hidden_size, config.hidden_size)
-    backend = setup.backends.pick(device, shape, "decoder.layers.0")
-    if backend.name != "deep_gemm":
+    device = next(chunk.parameters()).device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability != _HOPPER:
         raise UnsupportedError(
-            f"exact needs DeepGEMM for the forward products of the trainer, not '{backend.name}'; "
-            f"install DeepGEMM (a vLLM wheel carries it), {_REMEDY}"
+            f"exact needs a Hopper GPU, of compute capability {_HOPPER}, in the trainer, not "
+            f"{capability} ({device.type}); use one, {_REMEDY}"
         )
+    from fp8rl.kernels.attention import HEAD_SIZES  # needs Triton
+
+    if dim not in HEAD_SIZES:
+        raise UnsupportedError(
+            f"exact serves heads of {HEAD_SIZES}, not of {dim}; choose another model, {_REMEDY}"
+        )
+    _require_deep_gemm(chunk, setup)
     return Rotation(base, dim)
+
+
+def _require_deep_gemm(chunk: Any, setup: Any) -> None:
+    """Raise UnsupportedError if another backend serves a linear layer of the decoder."""
+    for site in sites(chunk, wrapped=setup.wrapped):
+        weight = site.weights[0]
+        if not site.runs_in_fp8(setup.policy):  # a layer for multi-token prediction
+            continue
+        shape = GemmShape(GROUP, *weight.shape, weight.dtype)
+        backend = setup.backends.pick(weight.device, shape, site.name)
+        if backend.name != "deep_gemm":
+            raise UnsupportedError(
+                f"exact needs DeepGEMM for '{site.name}' {list(weight.shape)} in the trainer, and "
+                f"'{backend.name}' would multiply it; install DeepGEMM (a vLLM wheel carries it), "
+                f"choose a model with multiples of {GROUP} features, {_REMEDY}"
+            )
 
 
 def _starts_of(packed: Any) -> Tensor:
     """Return int32 ``[sequences + 1]``, the first token of each packed sequence, and the end."""
     padded = packed.cu_seqlens_q_padded
     return packed.cu_seqlens_q if padded is None else padded
+
+
+def _longest(packed: Any, starts: Tensor) -> int:
+    """Return the tokens of the longest packed sequence, its padding included."""
+    if packed.cu_seqlens_q_padded is None and packed.max_seqlen_q is not None:
+        return int(packed.max_seqlen_q)
+    return int(starts.diff().max())  # max_seqlen_q may leave the padding out
 
 
 class _Norm(torch.autograd.Function):

@@ -43,7 +43,8 @@ class KVCacheInTraining:
     Raises:
         UnsupportedError: ``dtype`` is ``auto`` or no dtype of a KV cache; multi-latent attention,
             whose cache holds latents, a layer without ``core_attention``, a model in CUDA graphs,
-            or one that has a ``KVCacheInTraining`` already.
+            or one that has a ``KVCacheInTraining`` already, or whose conversion with ``exact`` has
+            a cache of another dtype.
     """
 
     def __init__(self, model_chunks: ModelChunks, dtype: KVDtype = "fp8_e4m3") -> None:
@@ -64,6 +65,7 @@ class KVCacheInTraining:
         )
         attentions = dict(core_attentions(chunks))
         _check_not_quantized(attentions)
+        _check_dtype_of_exact(attentions, dtype)
         device = device_of(chunks)
         self.has_scales = dtype == "fp8_e4m3"
         """Whether :meth:`set` must be called with the scales of each refit."""
@@ -199,7 +201,7 @@ class _Service:
     module: ExactCore
 
     def remove(self) -> None:
-        self.module.exact_cache = None
+        vars(self.module).pop("exact_cache", None)  # gone already after Conversion.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +255,18 @@ def _check_not_quantized(attentions: Mapping[int, torch.nn.Module]) -> None:
             raise UnsupportedError(
                 f"core_attention of layer {layer} already belongs to a KVCacheInTraining, and two "
                 "would quantize K and V twice; use that one, or call its close() first."
+            )
+
+
+def _check_dtype_of_exact(attentions: Mapping[int, torch.nn.Module], dtype: KVDtype) -> None:
+    """Refuse a cache that is not the rollout's."""
+    for module in attentions.values():
+        if isinstance(module, ExactCore) and module.fp8_setup.recipe.kv_cache.dtype != dtype:
+            of_recipe = module.fp8_setup.recipe.kv_cache.dtype
+            raise UnsupportedError(
+                f"The model was converted with exact and kv_cache.dtype '{of_recipe}', so its "
+                f"attention over a cache of '{dtype}' would not be the rollout's; make "
+                f"KVCacheInTraining(model, '{of_recipe}')."
             )
 
 

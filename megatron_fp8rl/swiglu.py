@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch.nn.modules.module import _has_any_global_hook
 
+from fp8rl.errors import UnsupportedError
 from fp8rl.numerics import GROUP
 from megatron_fp8rl.linear import Fp8Module, Link
 
@@ -22,7 +23,8 @@ class Fp8SwigluMLP(Fp8Module, MLP):
     """``MLP`` with both linears in FP8; made by ``convert``, never built directly.
 
     A forward is megatron's own if it is not BF16, scales tokens, hooks watch the linears, or the
-    module has changed so that it could not be fused any more.
+    module has changed so that it could not be fused any more. With ``exact`` it raises
+    UnsupportedError then.
     """
 
     upstream_class = MLP
@@ -32,6 +34,12 @@ class Fp8SwigluMLP(Fp8Module, MLP):
         asked = any(value is not None for value in (per_token_scale, *kwargs.values()))
         bf16 = hidden_states.dtype == torch.bfloat16  # the kernels' dtype
         if asked or not bf16 or not _is_swiglu(self) or _is_watched(self):
+            if self.fp8_setup.recipe.exact:
+                raise UnsupportedError(
+                    "exact needs the fused SwiGLU, and hooks on the linear layers of an MLP, "
+                    "anomaly detection or another dtype than bfloat16 would take it apart; remove "
+                    "them, or set exact to false in the recipe."
+                )
             return super().forward(hidden_states, per_token_scale, **kwargs)
         link = Link()
         gate_up, _ = _call(self.linear_fc1, link, hidden_states)
@@ -48,8 +56,9 @@ def can_fuse(module: Any) -> bool:
     return type(module) is MLP and _is_swiglu(module)
 
 
-def _is_swiglu(mlp: Any) -> bool:
-    config, fc1, fc2 = mlp.config, mlp.linear_fc1, mlp.linear_fc2
+def requests_swiglu(mlp: Any) -> bool:
+    """Tell whether the options of an MLP request a fused SwiGLU."""
+    config = mlp.config
     plain = not (
         config.use_te_activation_func
         or config.activation_func_fp8_input_store
@@ -60,6 +69,13 @@ def _is_swiglu(mlp: Any) -> bool:
     return (
         bool(config.bias_activation_fusion and config.gated_linear_unit and plain)
         and mlp.activation_func is torch.nn.functional.silu
+    )
+
+
+def _is_swiglu(mlp: Any) -> bool:
+    fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
+    return (
+        requests_swiglu(mlp)
         # Its own attribute: a subclass that somebody has put in its place may look at its input.
         and vars(type(fc1)).get("in_gated_mlp") == "first"
         and vars(type(fc2)).get("in_gated_mlp") == "second"

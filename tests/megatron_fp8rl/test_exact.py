@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,18 @@ from fp8rl import Recipe
 from fp8rl.errors import UnsupportedError
 from fp8rl.kv_scales import scale_names
 from megatron_fp8rl import convert
-from megatron_fp8rl.exact import ExactCore, exact_core
+from megatron_fp8rl.conversion import adopt, prepare
+from megatron_fp8rl.exact import (
+    ExactCore,
+    ExactNorm,
+    ExactSelfAttention,
+    Rotation,
+    _longest,
+    _starts_of,
+    exact_core,
+)
 from megatron_fp8rl.kv_cache import KVCacheInTraining
+from megatron_fp8rl.linear import Fp8Linear
 from megatron_fp8rl.observers import core_attentions
 from megatron_fp8rl.testing.models import build_gpt
 
@@ -32,32 +44,85 @@ SIZE: dict[str, Any] = {
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
 
 
+LLAMA = LlamaConfig(**SIZE)
+FUSED = {"bias_activation_fusion": True}
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "options", "message"),
     [
-        (LlamaConfig(**SIZE), r"exact needs a Hopper GPU, .* not None"),
-        (Qwen2Config(**SIZE), "exact needs add_qkv_bias False in the trainer, not True"),
-        (Qwen3MoeConfig(**SIZE, **EXPERTS), "exact needs num_moe_experts None in the trainer, not"),
+        (LLAMA, FUSED, r"exact needs a Hopper GPU, .* not None \(cpu\)"),
+        (LLAMA, {}, r"SwiGLU .* layer 0 has another; set config\.bias_activation_fusion to true"),
+        (LLAMA, {"dtype": torch.float32}, "exact needs bfloat16 parameters, as the rollout has"),
+        (LLAMA, {"hidden_dropout": 0.1}, "exact needs hidden_dropout 0 in the trainer, not 0.1"),
+        (LLAMA, {"no_rope_freq": 2}, r"exact needs no_rope_freq None in the trainer, not \[0, 1\]"),
+        (LLAMA, {"softmax_scale": 0.5}, "exact needs softmax_scale None in the trainer, not 0.5"),
+        (LLAMA, {"fp32_residual_connection": True}, "exact needs fp32_residual_connection False"),
+        (Qwen2Config(**SIZE), {}, "exact needs add_qkv_bias False in the trainer, not True"),
+        (Qwen3MoeConfig(**SIZE, **EXPERTS), {}, "exact needs num_moe_experts None in the trainer"),
     ],
 )
-def test_what_would_not_be_exact_is_refused_before_anything_changes(mcore, config, message):
-    model = build_gpt(config)
+def test_what_would_not_be_exact_is_refused_before_anything_changes(
+    mcore, config, options, message
+):
+    model = build_gpt(config, **options)
     before = [type(module) for module in model.modules()]
     with pytest.raises(UnsupportedError, match=message):
         convert(model, EXACT)
     assert [type(module) for module in model.modules()] == before
 
 
+def test_interpolated_positions_and_other_attention_classes_are_refused(mcore):
+    model = build_gpt(LLAMA, **FUSED)
+    attention = model.decoder.layers[1].self_attention
+    attention.__class__ = type("Mine", (type(attention),), {})
+    with pytest.raises(UnsupportedError, match=r"SelfAttention in layer 1, not Mine"):
+        convert(model, EXACT)
+    model.rotary_pos_emb.seq_len_interpolation_factor = 2.0
+    with pytest.raises(UnsupportedError, match=r"seq_len_interpolation_factor None .* not 2\.0"):
+        convert(model, EXACT)
+
+
+def test_a_conversion_that_breaks_off_leaves_nothing(mcore):
+    """An interrupt after the linears have changed, and while the other modules do."""
+    model = build_gpt(LLAMA)
+    before = [type(module) for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    attention = model.decoder.layers[0].self_attention
+
+    def interrupted() -> Iterator[Any]:
+        yield model.decoder.final_layernorm, ExactNorm, {}
+        yield attention, ExactSelfAttention, {"exact_rotation": Rotation(1e4, 64)}
+        assert isinstance(attention.linear_qkv, Fp8Linear)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        adopt(prepare(model.config, Recipe()), [model], interrupted())
+    assert [type(module) for module in model.modules()] == before
+    assert [set(vars(module)) for module in model.modules()] == attributes
+
+
+def exact_attention(model: Any, recipe: Recipe = EXACT) -> list[Any]:
+    """Change the classes of ``core_attention`` as ``convert`` does on a GPU."""
+    cores: list[Any] = [core for _, core in core_attentions([model])]
+    for core in cores:
+        core.__class__ = exact_core(type(core))
+        core.fp8_setup = SimpleNamespace(recipe=recipe)
+    return cores
+
+
 def test_the_cache_puts_exact_attention_into_service_and_takes_it_out(mcore):
-    """Before, and after, upstream's attention runs over K and V as they are."""
-    model = build_gpt(LlamaConfig(**SIZE), dtype=torch.float32)
+    """Before it has scales upstream's attention runs over K and V as they are."""
+    model = build_gpt(LLAMA, dtype=torch.float32)
     tokens = torch.randint(0, 64, (1, 20))
     positions = torch.arange(20)[None]
     expected = model(tokens, positions, None)
-    cores: list[Any] = [core for _, core in core_attentions([model])]
-    for core in cores:
-        core.__class__ = exact_core(type(core))  # as convert does on a GPU
-    assert torch.equal(model(tokens, positions, None), expected)
+    before = [set(vars(core)) for _, core in core_attentions([model])]
+    cores = exact_attention(model)
+    with pytest.raises(UnsupportedError, match=r"make KVCacheInTraining\(model, recipe\.kv_cache"):
+        model(tokens, positions, None)
+    with pytest.raises(UnsupportedError, match=r"make KVCacheInTraining\(model, 'fp8_e4m3'\)"):
+        KVCacheInTraining(model, "int8_per_token_head")
     cache = KVCacheInTraining(model)
     assert not any(core.exact_cache.in_service for core in cores)
     assert torch.equal(model(tokens, positions, None), expected)
@@ -67,6 +132,58 @@ def test_the_cache_puts_exact_attention_into_service_and_takes_it_out(mcore):
     for number, core in enumerate(cores):
         assert core.exact_cache.in_service and not core._forward_pre_hooks
         assert core.exact_cache.scales.data_ptr() == cache._scales[number].data_ptr()
+    with pytest.raises(
+        UnsupportedError, match="exact computes causal attention and reads no atten"
+    ):
+        model(tokens, positions, torch.ones(1, 1, 20, 20).triu(1).bool())
     cache.close()
     assert all(isinstance(core, ExactCore) and core.exact_cache is None for core in cores)
+    cache = KVCacheInTraining(model)
+    for core in cores:  # as Conversion.close does
+        core.give_back()
+    cache.close()
+    assert [set(vars(core)) for core in cores] == before
     assert torch.equal(model(tokens, positions, None), expected)
+
+
+def test_megatrons_own_inference_is_refused(mcore):
+    """Its tokens start at later positions than 0."""
+    model = build_gpt(LLAMA)
+    attention = model.decoder.layers[0].self_attention
+    attention.__class__ = ExactSelfAttention
+    with pytest.raises(UnsupportedError, match="exact does not serve Megatron's own inference"):
+        attention(torch.zeros(1, 1, 128), None, inference_context=object())
+
+
+def test_positions_count_within_each_packed_sequence():
+    """Padding belongs to the sequence before it; an empty sequence has no tokens."""
+    packed = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 3, 3, 5], dtype=torch.int32),
+        cu_seqlens_q_padded=torch.tensor([0, 4, 4, 8], dtype=torch.int32),
+        max_seqlen_q=3,
+    )
+    pytest.importorskip("triton")
+    positions, _ = Rotation(1e4, 64).at(torch.zeros(8, 1, 2, 64), packed)
+    assert positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("padded", "most", "longest"), [(None, 3, 3), ([0, 4, 4, 8], 3, 4), (None, None, 3)]
+)
+def test_the_longest_packed_sequence_has_its_padding(padded, most, longest):
+    """Tokens beyond it would have no result."""
+    packed = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 3, 3, 5]),
+        cu_seqlens_q_padded=None if padded is None else torch.tensor(padded),
+        max_seqlen_q=most,
+    )
+    assert _longest(packed, _starts_of(packed)) == longest
+
+
+def test_an_exact_mlp_is_never_taken_apart(mcore):
+    model = build_gpt(LLAMA, **FUSED)
+    adopt(prepare(model.config, EXACT), [model])
+    mlp = model.decoder.layers[0].mlp
+    mlp.linear_fc1.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="exact needs the fused SwiGLU, and hooks on"):
+        mlp(torch.zeros(4, 1, 128, dtype=torch.bfloat16))
