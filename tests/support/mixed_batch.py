@@ -103,13 +103,14 @@ class Batch:
             _q_scale=torch.tensor(8 / 448, device=DEVICE), _k_scale=k_scale, _v_scale=v_scale
         )
 
-    def attend(self, flash: Any, *, splits: bool = True) -> torch.Tensor:
-        """Compute attention ``[tokens, heads, size]``; ``splits=False`` as vLLM does."""
+    def attend(self, flash: Any, *, splits: bool = True, exact: bool = False) -> torch.Tensor:
+        """Compute attention ``[tokens, heads, size]``; ``splits=False`` as vLLM does, ``exact`` as
+        in an engine with this recipe."""
         metadata = self._metadata(
             flash.Fp8RLFlashMetadataBuilder, flash.FlashAttentionMetadata, splits
         )
         impl = self._impl(flash.Fp8RLFlashImpl)
-        impl.requires_q_scale = True
+        impl.requires_q_scale, impl._exact = True, exact
         output = torch.full_like(self.query, 7.0)
         return impl.forward(self.layer, self.query, None, None, self.cache, metadata, output)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -94,7 +94,17 @@ def require_served(engine: Any, served: bool) -> None:
     if not served and is_exact(engine):
         raise UnsupportedError(
             "exact needs attention of a decoder without windows, soft caps, sinks or ALiBi, over "
-            "an FP8 or INT8 KV cache, where FlashAttention 3 runs, and a layer of this model has "
-            "another; choose another model or attention backend, or set exact to false in the "
-            "recipe."
+            "an FP8 or INT8 KV cache, where FlashAttention 3 runs, without "
+            "VLLM_BATCH_INVARIANT and kv_sharing_fast_prefill, and a layer of this engine has "
+            "another; change the setting, choose another model or attention backend, or set exact "
+            "to false in the recipe."
         )
+
+
+def raise_not_split() -> NoReturn:
+    """Raise UnsupportedError for a batch that FlashAttention 3 would compute in one."""
+    raise UnsupportedError(
+        "exact computes decodes and prompts apart, and a batch is not causal or vLLM does not know "
+        "on the host how many keys its requests have; use a vLLM that docs/versions.md names, or "
+        "set exact to false in the recipe."
+    )

@@ -46,7 +46,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from fp8rl.numerics import FP8_DTYPE
 from vllm_fp8rl.attention.batch import Prompts, extended, most_keys, split_batch
 from vllm_fp8rl.attention.dequantize_pages import dequantize_pages
-from vllm_fp8rl.attention.exact import ExactAttention, is_exact, require_served
+from vllm_fp8rl.attention.exact import ExactAttention, is_exact, raise_not_split, require_served
 from vllm_fp8rl.attention.paged_decode import paged_decode, splits_for
 from vllm_fp8rl.compat import keys_and_values
 from vllm_fp8rl.names import uses_fp8rl
@@ -124,9 +124,10 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         engine = get_current_vllm_config_or_none()
         self.requires_q_scale = self._served(engine)
-        require_served(engine, self.requires_q_scale)
         """Whether this class computes the layer's attention. A refit then brings a ``q_scale``,
         which batches that are not split need."""
+        self._exact = is_exact(engine)
+        require_served(engine, self.requires_q_scale and _splits_batches(engine))
         if self.requires_q_scale:
             # Otherwise the layer rounds every query to E4M3.
             self.supports_quant_query_input = False
@@ -180,6 +181,8 @@ class Fp8RLFlashImpl(FlashAttentionImpl):
         decodes, prompts = attn_metadata.seq_lens.shape[0], []
         if attn_metadata.max_query_len > 1:
             if not isinstance(attn_metadata, Fp8RLFlashMetadata):
+                if self._exact:
+                    raise_not_split()
                 return self._attend_in_fp8(layer, query, cache, attn_metadata, output)
             decodes, prompts = attn_metadata.decodes, attn_metadata.prompts
         return self._attend_batch(

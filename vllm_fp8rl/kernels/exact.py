@@ -149,6 +149,8 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
     needed = [
         ("a Hopper GPU, of compute capability", tuple(capability or ()), (9, 0)),
         ("dtype", model.dtype, torch.bfloat16),
+        ("head_dtype", model.head_dtype, torch.bfloat16),
+        ("a model of text alone, is_multimodal_model", model.is_multimodal_model, False),
         ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("speculative_config", engine.speculative_config, None),

@@ -61,12 +61,21 @@ class ModuleReplacement:
                 "fp8rl: rope_dtype 'float32' changed nothing: this model has no rotary embedding "
                 "that can take it."
             )
-        if self._exact and len({type(new) for new in self._made.values()}) < 2:
-            raise UnsupportedError(
-                "exact needs vLLM's RMSNorm and RotaryEmbedding in the model, and one of them was "
-                "not built; choose another model, or set exact to false in the recipe."
-            )
+        made = list(self._made.values())
         self._made.clear()
+        if self._exact:
+            self._require_exact(made)
+
+    def _require_exact(self, made: list[torch.nn.Module | None]) -> None:
+        """Raise UnsupportedError if a model was built without one of the modules."""
+        from vllm_fp8rl.kernels.exact import ExactRMSNorm, ExactRotary
+
+        for ours, upstream in ((ExactRMSNorm, "RMSNorm"), (ExactRotary, "RotaryEmbedding")):
+            if not any(isinstance(new, ours) for new in made):
+                raise UnsupportedError(
+                    f"exact needs vLLM's {upstream} in the model, and none was built; choose "
+                    "another model, or set exact to false in the recipe."
+                )
 
     def _replace(
         self, parent: torch.nn.Module, name: str, module: torch.nn.Module | None

@@ -48,7 +48,8 @@ class Probe:
     """Features of an engine that uses the internal, separated by blanks: ``worker`` (every process
     with a model), ``client`` (the process that refits), ``doctor``, ``cpu``, ``cuda``,
     ``experts``, ``mla`` (multi-latent attention), ``linear_attention``, ``lora``, ``compiled``,
-    ``sleep``, ``transfer`` (of weights or KV blocks), ``rotary`` (``rope_dtype: float32``)."""
+    ``sleep``, ``transfer`` (of weights or KV blocks), ``rotary`` (``rope_dtype: float32``),
+    ``exact``."""
 
     @property
     def name(self) -> str:
@@ -442,6 +443,16 @@ PROBES = (
         "YaRNScalingRotaryEmbedding", attributes="mscale", needs="rotary"),
     Probe(15, "_custom_ops", "rotary_embedding", positional=6, needs="cuda rotary"),
     Probe(15, "config", "PassConfig", attributes="enable_qk_norm_rope_fusion", needs="rotary"),
+    Probe(15, "model_executor.layers.layernorm", "RMSNorm.__init__", positional=3,
+        keywords="dtype", needs="exact"),
+    Probe(15, "model_executor.layers.layernorm", "RMSNorm",
+        attributes="hidden_size variance_epsilon weight forward_native forward_cuda",
+        needs="exact"),
+    Probe(15, "config", "VllmConfig", attributes="use_v2_model_runner", needs="exact"),
+    Probe(15, "config", "ModelConfig", attributes="head_dtype is_multimodal_model",
+        needs="exact"),
+    Probe(15, "v1.worker.gpu.sample.logprob", "compute_token_logprobs", positional=2,
+        needs="exact"),
     Probe(15, "config", "ModelConfig", attributes="use_mla", needs="rotary"),
     # Small ones
     Probe(16, "distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", positional=4,

@@ -349,6 +349,9 @@ def _check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
             f"exact needs a Hopper GPU, not '{engine.device_config.device_type}'; set exact to "
             "false in the recipe."
         )
+    from vllm_fp8rl.patches.probes import require
+
+    require({"exact", "rotary", engine.device_config.device_type})
     from vllm_fp8rl.kernels.exact import check_exact  # needs Triton
 
     check_exact(engine, policy)

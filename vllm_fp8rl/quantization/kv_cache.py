@@ -28,6 +28,9 @@ INT8_KV_DTYPE = "int8_per_token_head"
 
 _READ_AT_EACH_STEP = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Attention backends that read the scales from tensors, or from the layer at each call."""
+_EXACT = ("FLASH_ATTN", "TRITON_ATTN")
+"""Attention backends in whose place fp8rl's run, which call the kernels of ``exact``: the first one
+over an FP8 cache, the second one over an INT8 one."""
 _BAKES_INTO_FULL_GRAPHS = "FLASHINFER"
 """Takes the scales as host numbers."""
 
@@ -72,6 +75,20 @@ def check_backend(name: str, compilation: CompilationConfig) -> None:
         )
 
 
+def check_exact_backend(name: str) -> None:
+    """Raise UnsupportedError for an attention backend without the kernels of ``exact``.
+
+    Args:
+        name: name of the backend in vLLM.
+    """
+    if name not in _EXACT:
+        raise UnsupportedError(
+            f"Attention backend '{name}' has other kernels than the trainer, and the recipe says "
+            f"exact; choose one of {', '.join(_EXACT)} with attention_backend=..., or set exact to "
+            "false in the recipe."
+        )
+
+
 class Fp8RLKVCacheMethod(BaseKVCacheMethod):
     """Scale parameters ``q_scale``, ``k_scale``, ``v_scale`` of an ``Attention`` layer.
 
@@ -94,10 +111,12 @@ class Fp8RLKVCacheMethod(BaseKVCacheMethod):
         """Register the parameters, float32 scalars.
 
         Raises:
-            UnsupportedError: see :func:`check_kv_cache_dtype` and :func:`check_backend`; or the
-                layer's name has no number.
+            UnsupportedError: see :func:`check_kv_cache_dtype`, :func:`check_exact_backend` and
+                :func:`check_backend`; or the layer's name has no number.
         """
         fp8 = check_kv_cache_dtype(layer.kv_cache_dtype)
+        if self.state.recipe.exact:
+            check_exact_backend(layer.attn_backend.get_name())
         if fp8:
             engine = get_current_vllm_config()
             check_backend(layer.attn_backend.get_name(), engine.compilation_config)

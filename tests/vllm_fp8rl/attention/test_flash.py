@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fp8rl.errors import UnsupportedError
 from support.mixed_batch import BATCHES, ON_GPU, Batch, load_flash
 from vllm_fp8rl.attention.batch import split_batch
 
@@ -87,6 +88,12 @@ def test_without_lengths_on_the_host_a_batch_is_not_split() -> None:
     bounds = Batch(BATCHES["prompts"]).common.seq_lens_cpu_upper_bound
     assert split(BATCHES["prompts"], seq_lens_cpu_upper_bound=None) is None
     assert split(BATCHES["prompts"], seq_lens_cpu_upper_bound=bounds[:-1]) is None
+
+
+def test_an_exact_engine_never_attends_with_queries_in_fp8(flash) -> None:
+    batch = Batch(BATCHES["decodes and prompts"], size=64)
+    with pytest.raises(UnsupportedError, match="exact computes decodes and prompts apart, and a"):
+        batch.attend(flash, splits=False, exact=True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from support.engine import Engine
 from vllm_fp8rl.guard import RefitGuard, guarded
 from vllm_fp8rl.kv_scales import kv_scale_state, set_kv_scales
-from vllm_fp8rl.quantization.kv_cache import check_backend
+from vllm_fp8rl.quantization.kv_cache import check_backend, check_exact_backend
 from vllm_fp8rl.refit import drop_requests, refit, require_ready
 from vllm_fp8rl.refit.sleep import BACKEND, WatchedBackend, discardable, guarded_models, watch
 from vllm_fp8rl.state import state_of
@@ -263,3 +263,10 @@ def test_backends_that_do_not_see_new_scales() -> None:
         check_backend("FLASHINFER", full)
     with pytest.raises(UnsupportedError, match=r"'FLEX_ATTENTION' is not known.*FLASH_ATTN"):
         check_backend("FLEX_ATTENTION", piecewise)
+
+
+def test_backends_without_the_kernels_of_exact() -> None:
+    for name in ("FLASH_ATTN", "TRITON_ATTN"):
+        check_exact_backend(name)
+    with pytest.raises(UnsupportedError, match=r"'FLASHINFER' has other kernels.*FLASH_ATTN, TRIT"):
+        check_exact_backend("FLASHINFER")
