@@ -291,7 +291,7 @@ def adopt(
                 _become(module, Fp8SwigluMLP, setup)
         for module, ours, attributes in shared:
             _become(module, ours, setup)
-            vars(module).update(attributes)
+            module.__dict__.update(attributes)
     except BaseException:  # an interrupt: no handle would ever close what is converted
         for module in inside:
             if isinstance(module, Fp8Module):

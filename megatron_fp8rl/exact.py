@@ -246,7 +246,8 @@ def _norms(chunk: Any) -> Iterator[tuple[str, Any]]:
 
 def _checked(chunk: Any, setup: Any) -> Rotation:
     """Return the rotation of a GPTModel, or raise UnsupportedError for what is not exact."""
-    config, rope = chunk.config, getattr(chunk, "rotary_pos_emb", None)
+    config = chunk.config
+    rope: Any = getattr(chunk, "rotary_pos_emb", None)
     for name, parameter in chunk.named_parameters():
         if parameter.dtype != torch.bfloat16:
             raise UnsupportedError(
@@ -343,7 +344,7 @@ def _require_deep_gemm(chunk: Any, setup: Any) -> None:
         weight = site.weights[0]
         if not site.runs_in_fp8(setup.policy):  # a layer for multi-token prediction
             continue
-        shape = GemmShape(GROUP, *weight.shape, weight.dtype)
+        shape = GemmShape(GROUP, weight.shape[0], weight.shape[1], weight.dtype)
         backend = setup.backends.pick(weight.device, shape, site.name)
         if backend.name != "deep_gemm":
             raise UnsupportedError(
