@@ -15,7 +15,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.kernels.attention import HEAD_SIZES
+from fp8rl.kernels.attention import HEAD_SIZES, check_page_size
 from fp8rl.kernels.logprobs import token_logprobs
 from fp8rl.kernels.norm import add_rms_norm, rms_norm
 from fp8rl.kernels.rotary import cos_sin_table, rotate
@@ -175,6 +175,8 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
             f"exact serves heads of {HEAD_SIZES}, not of {model.get_head_size()}; choose another "
             f"model, {_REMEDY}"
         )
+    if engine.cache_config.block_size:  # None until vLLM has chosen one
+        check_page_size(engine.cache_config.block_size)
     for row in policy.report():
         if row.precision == "bf16" and row.kind not in ALWAYS_BF16:
             raise UnsupportedError(

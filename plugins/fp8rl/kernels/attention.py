@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8rl.errors import UnsupportedError
 from fp8rl.numerics.formats import LEAST_INT8_SCALE
 from fp8rl.numerics.triton.kv_cache import quantize_int8_rows, round_to_e4m3
 
@@ -392,6 +393,15 @@ def splits_for(sequences: int, kv_heads: int, processors: int) -> int:
     return splits
 
 
+def check_page_size(page: int) -> None:
+    """Raise UnsupportedError for a page of so many tokens that a tile would read past its end."""
+    if page % _TILE and _TILE % page:
+        raise UnsupportedError(
+            f"exact serves pages of 16 or multiples of {_TILE} tokens, not of {page}; set "
+            "block_size of the engine to such a number, or set exact to false in the recipe."
+        )
+
+
 def decode(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -424,9 +434,13 @@ def decode(
 
     Returns:
         ``out``, with the bits of :func:`attend`.
+
+    Raises:
+        UnsupportedError: see :func:`check_page_size`.
     """
     sequences, heads, size = query.shape
     page, kv_heads = key_cache.shape[1], key_cache.shape[2]
+    check_page_size(page)
     group = heads // kv_heads
     by_token = k_scale.ndim == 3
     parts = -(-block_table.shape[1] * page // _PART)
