@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8rl.errors import ScaleError, UnsupportedError
-from fp8rl.kv_scales import check_scale, parse_scale_name, scale_name
+from fp8rl.kv_scales import check_scale, parse_scale_name, require_one_name, scale_name
 from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
 from fp8rl.recipe import KVDtype
 from megatron_fp8rl.compat import check_no_cuda_graphs
@@ -231,18 +231,9 @@ class _QuantizeKV:
 
 def _by_canonical_name(scales: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
     """Return the scales by the names of ``scale_name``; entries with other names are left out."""
-    found: dict[str, Tensor | float] = {}
-    for name, scale in scales.items():
-        parsed = parse_scale_name(str(name))
-        if parsed is None:
-            continue
-        canonical = scale_name(*parsed)
-        if canonical in found:
-            raise ScaleError(
-                f"KV scale '{canonical}' came twice, in two spellings; give each scale once."
-            )
-        found[canonical] = scale
-    return found
+    places = [(name, parse_scale_name(str(name))) for name in scales]
+    names = require_one_name((name, place) for name, place in places if place is not None)
+    return {scale_name(*place): scales[name] for place, name in names.items()}
 
 
 def _check_not_quantized(attentions: Mapping[int, torch.nn.Module]) -> None:

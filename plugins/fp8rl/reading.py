@@ -103,17 +103,20 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     f"{_TAG}float",
-    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    re.compile(r"[-+]?((\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+|\.[0-9]+)$"),
     list("-+.0123456789"),
 )
 _Loader.add_implicit_resolver(
     f"{_TAG}bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
-_TWO_NUMBERS = re.compile(
-    r"[-+]?(0[0-9_]+|0o[0-7]+|0b[01_]+|0x[0-9a-fA-F]*_[0-9a-fA-F_]*|[0-9][0-9.]*_[0-9_.]*|"
-    r"[0-9]+(:[0-9.]+)+)$"
+_NUMERIC = (f"{_TAG}int", f"{_TAG}float")
+_NUMBER = re.compile(
+    r"0x[0-9a-fA-F]+$|[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$|"
+    r"[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
 )
-"""Plain values that are one number in YAML 1.1 and another, or text, in YAML 1.2."""
+"""Plain values that are numbers in YAML 1.2, with :data:`_OCTAL`."""
+_OCTAL = re.compile(r"[-+]?0[0-9]+$|0o[0-7]+$")
+"""Those of them that are other numbers, or text, in YAML 1.1."""
 
 
 def parse_yaml(text: str, where: str, *, block: str | None = None) -> Any:
@@ -168,8 +171,8 @@ def _check_nodes(node: yaml.Node, path: str, block: str | None, seen: set[int]) 
         return
     seen.add(id(node))
     if isinstance(node, yaml.ScalarNode):
-        plain = node.style is None or node.tag in (f"{_TAG}int", f"{_TAG}float")
-        if block is None and plain and _TWO_NUMBERS.match(node.value):
+        plain = node.style is None or node.tag in _NUMERIC
+        if block is None and plain and _depends_on_version(node.value):
             raise RecipeError(
                 f"'{path}' is {printable(node.value)}, which YAML 1.1 and YAML 1.2 read "
                 "differently; write the number without leading zeros, underscores and colons, or "
@@ -192,6 +195,13 @@ def _check_nodes(node: yaml.Node, path: str, block: str | None, seen: set[int]) 
                 )
             lines[name] = line
             _check_nodes(value, inner, None if key.value == block else block, seen)
+
+
+def _depends_on_version(text: str) -> bool:
+    """Tell whether a plain value is a number in one version of YAML, and another or text in one."""
+    resolvers = _Loader.yaml_implicit_resolvers.get(text[:1], ())
+    number = any(tag in _NUMERIC and pattern.match(text) for tag, pattern in resolvers)
+    return number != bool(_NUMBER.match(text)) or bool(_OCTAL.match(text))
 
 
 def explain(error: ValidationError, where: str, model: type[BaseModel] | None = None) -> str:

@@ -30,13 +30,15 @@ _TICK = 0.02
 """Seconds: writes that are closer together may leave the same time stamp."""
 
 
-_DTYPES = {
+DTYPES = {
     "BF16": "bfloat16",
     "F16": "float16",
     "F32": "float32",
     "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "I8": "int8",
     "I16": "int16",
     "I32": "int32",
@@ -154,7 +156,7 @@ class WeightFile(Watched):
         """
         import torch
 
-        found = getattr(torch, _DTYPES.get(self.tensors[name].dtype, ""), None)
+        found = getattr(torch, DTYPES.get(self.tensors[name].dtype, ""), None)
         if found is None:
             raise ModelError(
                 f"'{printable(name)}' in '{self.path}' has dtype {self.tensors[name].dtype}, which "

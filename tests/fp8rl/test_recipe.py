@@ -305,7 +305,7 @@ def test_whole_numbers_may_stand_for_floats():
 
 
 @pytest.mark.parametrize(
-    "number", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".1e-3", "0.00001e1", "1.e-4"]
+    "number", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".1e-3", "0.00001e1", "1.e-4", "+.0001"]
 )
 def test_exponents_need_no_dot_in_yaml(tmp_path, number):
     """YAML 1.1, which PyYAML reads, takes ``1e-4`` for a string."""
@@ -317,7 +317,10 @@ def test_exponents_need_no_dot_in_yaml(tmp_path, number):
         Recipe.load(path)
 
 
-@pytest.mark.parametrize("number", ["010", "08", "0o10", "1_0", "0b1010", "0x1_0", "1:30", "+01"])
+@pytest.mark.parametrize(
+    "number",
+    ["010", "08", "0o10", "1_0", "0b1010", "0x1_0", "1:30", "+01", "1_:30", "+0x10"],
+)
 @pytest.mark.parametrize("form", ["{}", "!!int {}", "!!int '{}'"])
 def test_a_number_that_depends_on_the_version_of_yaml_is_refused(tmp_path, number, form):
     """PyYAML reads 010 as 8 and 1:30 as 90, YAML 1.2 as 10 and as text."""
@@ -330,7 +333,7 @@ def test_a_number_that_depends_on_the_version_of_yaml_is_refused(tmp_path, numbe
     assert Recipe.load(path).pins == Pins(layers=(1, 10, -2, 3, 16, 0), names=("010", "1:30"))
 
 
-@pytest.mark.parametrize("number", ["1_0.5", "1:30.5", "1_000"])
+@pytest.mark.parametrize("number", ["1_0.5", "1:30.5", "1_000", ".5_0", "1_0.5e-3"])
 def test_the_same_of_fractions(tmp_path, number):
     path = tmp_path / "r.yaml"
     path.write_text(f"importance_sampling: {{high: {number}}}")

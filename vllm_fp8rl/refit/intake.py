@@ -7,6 +7,7 @@ detects changes on a GPU.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class Batch(list[Named]):
 
 _REMEDY = "yield clones, or have one tensor read at a time (batch_bytes=1)"
 _VOCABULARY = {"embed_tokens", "lm_head"}
-_FIXED: tuple[type, ...] = (list, tuple, type({}.items()))
+_FIXED: tuple[type, ...] = (list, tuple, type({}.items()), type(OrderedDict().items()))
 """Collections that already hold all tensors: no code of the sender runs between two of them."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

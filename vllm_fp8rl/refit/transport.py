@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from fp8rl.errors import RefitError
+from fp8rl.weight_files import DTYPES
 from vllm_fp8rl.refit.intake import Named, came_twice, steady
 
 Place = dict[str, Any]
@@ -33,21 +34,6 @@ GPU_BATCH_FACTOR = 16
 """How much larger batches of GPU tensors are that do not pass the host. Each batch waits about
 0.6 ms for its check, and a layer of an 8B model is quantized twice in that time."""
 _ALIGNMENT = 256
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "BOOL": torch.bool,
-    **{f"{kind[0].upper()}{bits}": getattr(torch, f"{kind}{bits}")
-       for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
-}  # fmt: skip
-"""By safetensors' names."""
 
 
 def place() -> Place:
@@ -213,7 +199,7 @@ def received(
     if not (isinstance(payload, dict) and payload.keys() >= {"tensors", "storages", "bytes"}):
         raise _no_payload(f"a {type(payload).__name__}")
     sent = payload["tensors"].items()
-    near = [(name, _meta(each[3], getattr(torch, each[1]))) for name, each in sent]
+    near = [(name, _meta(each[3], each[1])) for name, each in sent]
     check([*near, *_described(payload["bytes"])])
     process, gpus = str(os.getpid()), place()["gpus"]
     storages = [_open(handles[process], gpus) for handles in payload["storages"]]
@@ -234,13 +220,15 @@ def _described(payload: bytes) -> list[Named]:
     try:
         header = json.loads(payload[8 : 8 + length])
         header.pop("__metadata__", None)
-        return [(n, _meta(each["shape"], _DTYPES[each["dtype"]])) for n, each in header.items()]
+        return [
+            (name, _meta(each["shape"], DTYPES[each["dtype"]])) for name, each in header.items()
+        ]
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise _no_payload(f"{type(error).__name__}: {error}") from None
 
 
-def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+def _meta(shape: Sequence[int], dtype: str) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")
 
 
 def _unpacked(payload: bytes) -> dict[str, torch.Tensor]:

@@ -47,9 +47,10 @@ class _Intake:
         """Refuse tensors of the meta device; see :meth:`RefitSession.check`."""
         self._opened().check(coming)
 
-    def load_weights(self, weights: Iterable[Named]) -> None:
+    def load_weights(self, weights: Iterable[Named], *, kept: bool = False) -> None:
+        """Load tensors; ``kept`` as in :func:`~vllm_fp8rl.refit.intake.batches`."""
         session = self._opened()
-        for batch in batches(weights, BATCH_BYTES):
+        for batch in batches(weights, BATCH_BYTES, kept=kept):
             session.load(batch)
 
     def _opened(self) -> RefitSession:
@@ -139,7 +140,8 @@ class Fp8RLTransferEngine(_SessionEngine, WeightTransferEngine[Fp8RLInitInfo, Fp
     def receive_weights(self, update_info: Fp8RLUpdateInfo) -> None:
         """Load a file or a payload."""
         if update_info.path is not None:
-            self.model.load_weights(read_files(update_info.path, self.model.check))
+            stored = read_files(update_info.path, self.model.check)
+            self.model.load_weights(stored, kept=True)
             return
         assert update_info.payload is not None
         with received(update_info.payload, self.model.check) as tensors:

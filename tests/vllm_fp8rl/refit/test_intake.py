@@ -209,6 +209,17 @@ def test_what_a_sender_does_to_memory_that_it_gave_away(memory, limit, tmp_path)
         assert all(torch.equal(tensor, VALUES) for tensor in came.values())
 
 
+def test_what_is_held_already_is_not_copied():
+    """``state_dict()`` of a module is an OrderedDict, whose items are of a type of their own."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    state = module.state_dict()
+    addresses = {name: tensor.data_ptr() for name, tensor in state.items()}
+    for held in (state.items(), dict(state).items(), list(state.items())):
+        for limit in (1, 1 << 20):
+            sent = dict(item for batch in batches(held, limit) for item in batch)
+            assert {name: tensor.data_ptr() for name, tensor in sent.items()} == addresses
+
+
 def test_a_negation_that_torch_has_put_off_travels():
     lazy = torch._neg_view(VALUES)
     imaginary = torch.complex(VALUES, VALUES).conj().imag
