@@ -83,6 +83,7 @@ _WITHOUT_EFFECT = frozenset(
         *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"),
         *("pretraining_tp", "num_nextn_predict_layers", "qk_head_dim", "max_window_layers"),
         *("full_attention_interval", "attn_output_gate", "mamba_ssm_dtype"),
+        *("is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
     )
 )
 """Keys that change no logits of these families, or that others follow from."""

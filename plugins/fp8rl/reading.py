@@ -157,7 +157,9 @@ def parse_yaml(text: str, where: str, *, block: str | None = None) -> Any:
         raise RecipeError(f"{where} holds a value that YAML cannot read: {error}.") from None
 
 
-def _check_nodes(node: yaml.Node, path: str, block: str | None, seen: set[int]) -> None:
+def _check_nodes(
+    node: yaml.Node, path: str, block: str | None, seen: set[tuple[int, str | None]]
+) -> None:
     """Raise RecipeError for a key twice, of which PyYAML would keep the last one, and for a number
     that depends on the version of YAML.
 
@@ -165,11 +167,11 @@ def _check_nodes(node: yaml.Node, path: str, block: str | None, seen: set[int]) 
         node: node of PyYAML's tree.
         path: path of the node.
         block: see :func:`parse_yaml`; None within such a mapping.
-        seen: ids of the visited nodes; an alias may lead back to one of them.
+        seen: ids of the visited nodes, each with the block; an alias may lead back to one of them.
     """
-    if id(node) in seen:
+    if (id(node), block) in seen:
         return
-    seen.add(id(node))
+    seen.add((id(node), block))
     if isinstance(node, yaml.ScalarNode):
         plain = node.style is None or node.tag in _NUMERIC
         if block is None and plain and _depends_on_version(node.value):

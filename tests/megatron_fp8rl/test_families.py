@@ -78,8 +78,12 @@ OFTEN: dict[str, Any] = {
     "routed_scaling_factor": 3.0,
     "scoring_func": "softmax",
     "n_group": 2,
+    # In the published config of SmolLM2 and of its copies.
+    "is_llama_config": True,
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    "unsloth_fixed": True,
 }
-"""Keys that some family has, for models of others."""
+"""Keys that some family has, for models of others, and that tools leave behind."""
 ASIDE = ("model_type", "transformers_version", "dtype", "return_dict", "id2label")
 """The family itself, and keys that are not the model's."""
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
@@ -177,6 +181,7 @@ def test_every_key_of_a_config_counts_or_is_refused_by_its_name(
                 served.add(key)
     assert {"partial_rotary_factor", "hidden_act", "layer_types", "attention_dropout"} <= refused
     assert {"hidden_size", "rope_theta", "use_cache", "num_hidden_layers"} <= served
+    assert {"is_llama_config", "transformers.js_config", "unsloth_fixed"} <= served
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "minimax_m2", "gemma3_text", "granite", "arcee"])

@@ -80,8 +80,9 @@ def _is_step_of(found: Any, kinds: tuple[type, ...]) -> bool:
 def _may_be_packed(linear: Any) -> bool:
     """Whether vLLM may pack this convolution on a CPU, and its loader does not pack it again."""
     weight = linear.weight
-    again = getattr(weight.weight_loader, "packs_again", False)
-    return weight.is_cpu and weight.ndim == 3 and not again
+    if not weight.is_cpu or weight.ndim != 3:
+        return False
+    return not getattr(weight.weight_loader, "packs_again", False)
 
 
 def _converts_sinks(impl: Any) -> bool:

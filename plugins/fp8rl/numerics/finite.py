@@ -66,7 +66,7 @@ def _finite_in_parts(tensor: torch.Tensor, limit: float) -> bool:
                 return False
         elif part.numel():
             part = part.float() if part.element_size() == 1 else part
-            low, high = (float(extreme) for extreme in part.aminmax())  # a NaN makes both NaN
+            low, high = (float(each) for each in part.detach().aminmax())  # a NaN makes both NaN
             if not (max(-low, high) <= limit and math.isfinite(low) and math.isfinite(high)):
                 return False
     return True

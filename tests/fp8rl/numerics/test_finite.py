@@ -40,6 +40,13 @@ def test_all_finite_finds_the_tensors_with_a_bad_element(data):
     assert all_finite(tensors) == wanted
 
 
+@pytest.mark.filterwarnings("error")
+def test_parameters_of_a_trainer_are_read_without_a_graph():
+    """Torch warns where a value that has a gradient is made a number."""
+    parameters = [torch.nn.Parameter(torch.full((2, 3), value)) for value in (1.0, torch.nan)]
+    assert all_finite(parameters) == [True, False]
+
+
 def test_the_largest_finite_values_are_finite():
     assert all_finite([torch.full((2,), torch.finfo(d).max, dtype=d) for d in DTYPES]) == [True] * 4
 

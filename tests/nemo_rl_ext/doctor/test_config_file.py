@@ -32,6 +32,10 @@ def test_numbers_of_yaml_1_1_are_refused_in_our_blocks_alone(tmp_path: Path) -> 
     file.write_text(theirs + "policy: {megatron_cfg: {fp8rl: {pins: {layers: [010]}}}}\n")
     with pytest.raises(RecipeError, match=r"policy\.megatron_cfg\.fp8rl\.pins\.layers\.0' is 010"):
         load_config(file)
+    theirs = "grpo: {seeds: &all [010]}\n"  # an alias brings theirs into ours
+    file.write_text(theirs + "policy: {megatron_cfg: {fp8rl: {pins: {layers: *all}}}}\n")
+    with pytest.raises(RecipeError, match=r"policy\.megatron_cfg\.fp8rl\.pins\.layers\.0' is 010"):
+        load_config(file)
 
 
 def test_children_lie_over_their_parents_and_the_last_parent_over_the_first(load: Any) -> None:
