@@ -20,7 +20,7 @@ from fp8rl.kernels.logprobs import token_logprobs
 from fp8rl.kernels.norm import add_rms_norm, rms_norm
 from fp8rl.kernels.rotary import cos_sin_table, rotate
 from fp8rl.pinning import ALWAYS_BF16, PinPolicy
-from vllm_fp8rl.kernels.rotary import kept_reason
+from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
 
 _MODELS = ("llama", "qwen3")
 """Model types whose layers have no place but those that both engines share."""
@@ -88,7 +88,7 @@ class ExactRMSNorm(RMSNorm):
     forward_cuda = forward_native
 
 
-class ExactRotary(RotaryEmbedding):
+class ExactRotary(Float32Rotary):
     """Rotation by the table and the kernel that the trainer uses too.
 
     Args:
@@ -96,15 +96,7 @@ class ExactRotary(RotaryEmbedding):
     """
 
     def __init__(self, rope: RotaryEmbedding) -> None:
-        super().__init__(
-            rope.head_size,
-            rope.rotary_dim,
-            rope.max_position_embeddings,
-            rope.base,
-            rope.is_neox_style,
-            torch.float32,
-            init_cache=False,
-        )
+        super().__init__(rope)
         table = cos_sin_table(
             float(rope.base),
             rope.rotary_dim,
