@@ -20,6 +20,7 @@ from typing import Any
 from fp8rl.adapters import Diagnosis, Section
 from fp8rl.errors import UnsupportedError
 from nemo_rl_ext.doctor.installation import find_package, installed_package, version
+from nemo_rl_ext.doctor.probe import PACKAGES
 from nemo_rl_ext.patches.upstream import KNOWN
 
 VENVS = "NEMO_RL_VENV_DIR"
@@ -35,6 +36,7 @@ _DTENSOR = ("DTensorPolicyWorker", "DTensorPolicyWorkerV2", "AutomodelPolicyWork
 _NEED = (_DRIVER, *_VLLM, *_MEGATRON, *_DTENSOR)
 """Where code of ours runs; DTensor workers get the corrected loss. Other actors only hold handles
 of these."""
+_ANEW = "have NeMo RL make it anew with NRL_FORCE_REBUILD_VENVS=true"
 _LIMIT = 120.0
 """Seconds that an interpreter may take: a cold disk and twenty of them at once."""
 
@@ -61,14 +63,12 @@ class Environment:
         """Why fp8rl cannot work here, and the remedy; None if it can."""
         where = f"{self.name} ('{self.python}')"
         if self.answer is None:
-            return (
-                f"{where} does not answer: {self.silence}; have NeMo RL make it anew with "
-                "NRL_FORCE_REBUILD_VENVS=true, or remove its folder."
-            )
+            return f"{where} does not answer: {self.silence}; {_ANEW}, or remove its folder."
         errors = self.answer["errors"]
         for module, error in errors.items():
             if error is not None:
-                return f"{where} cannot import {module} ({error}); {_remedy(self.python)}."
+                remedy = _whole(self.name) if _lacks_theirs(error) else _remedy(self.python)
+                return f"{where} cannot import {module} ({error}); {remedy}."
         group = {_DRIVER: "torch.backends", **dict.fromkeys(_VLLM, "vllm.general_plugins")}
         wanted = group.get(self.name)
         if wanted is not None and wanted not in self.answer["entry points"]:
@@ -238,6 +238,17 @@ def _remedy(python: str) -> str:
         f"--python {python} --no-deps FP8RL wrapt pluggy', where FP8RL is the path of your clone "
         "or wheel"
     )
+
+
+def _lacks_theirs(error: str) -> bool:
+    """Whether a module is missing that NeMo RL's requirements bring, not fp8rl's folder."""
+    missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", error)
+    return missing is not None and missing[1] not in (*PACKAGES, "wrapt", "pluggy")
+
+
+def _whole(name: str) -> str:
+    how = "run 'uv sync'" if name == _DRIVER else f"{_ANEW}, or remove its folder"
+    return f"NeMo RL's requirements bring that module, so the environment is not whole; {how}"
 
 
 def _row(environment: Environment, driver: Environment) -> tuple[str, ...]:

@@ -115,6 +115,25 @@ def test_each_environment_says_what_it_has(
     assert "MegatronPolicyWorker has no DeepGEMM" in str(found.sections[1].rows)
 
 
+def test_what_nemo_rl_brings_is_not_looked_for_in_the_folder(
+    tmp_path: Path, checkout: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp8rl is on PYTHONPATH, and the environment has none of NeMo RL's requirements."""
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    for package in ("pluggy", "wrapt"):
+        (beside / package).symlink_to(SITE / package)
+    monkeypatch.setenv("PYTHONPATH", f"{target}{os.pathsep}{beside}")
+    monkeypatch.setenv(environments.VENVS, str(tmp_path / "venvs"))
+    python = make(tmp_path / "venvs" / MEGATRON)
+    found = examine_environments(checkout)
+    assert rows(found)["MegatronPolicyWorker"]["state"] == "not ready"
+    (problem,) = found.problems
+    assert problem.startswith(f"MegatronPolicyWorker ('{python}') cannot import fp8rl (")
+    assert "NRL_FORCE_REBUILD_VENVS=true" in problem
+    assert "PYTHONPATH" not in problem
+
+
 def test_a_folder_on_the_path_serves_all(
     tmp_path: Path,
     checkout: Path,
