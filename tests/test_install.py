@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires
@@ -36,6 +37,19 @@ def _module() -> ModuleType:
 
 
 install = _module()
+
+
+def test_the_sdist_has_what_git_has() -> None:
+    """Models and scripts that users put into their clone stay out of it."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("no git, or no clone")
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = settings["tool"]["hatch"]["build"]["targets"]["sdist"]["only-include"]
+    of_itself = {"README.md", "LICENSE", "pyproject.toml"}  # hatchling adds these
+    assert {*included, *of_itself} == {Path(file).parts[0] for file in listed.stdout.splitlines()}
 
 
 @pytest.fixture(autouse=True)
