@@ -184,11 +184,11 @@ def test_engine_snippets(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
     main, guard = block("vllm").split("\n\n\nif __name__")
-    assert main.startswith("# rollout.py\n")
+    assert main.startswith("# my_rollout.py\n")
     script = f"{main}\n    guide(llm, tensors, report)\n{GUIDE}\n\nif __name__{guard}"
-    (tmp_path / "rollout.py").write_text(script, encoding="utf-8")
-    (command,) = [text for text in fenced("console") if "rollout.py" in text]
-    assert re.match(r"VLLM_CPU_KVCACHE_SPACE=\d+ python rollout\.py$", command)
+    (tmp_path / "my_rollout.py").write_text(script, encoding="utf-8")
+    (command,) = [text for text in fenced("console") if "my_rollout.py" in text]
+    assert re.match(r"VLLM_CPU_KVCACHE_SPACE=\d+ python my_rollout\.py$", command)
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path,
