@@ -10,7 +10,7 @@ trainer may reach them: docs/vllm.md, "Who may reach the port")::
       --worker-extension-cls vllm_fp8rl.refit.worker.RefitWorker
 
 The folder holds safetensors files with HF names, KV scales included, where every worker reads them
-under the same path.
+under the same path. Behind it another server may be named, e.g. http://127.0.0.1:8001.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def poster(server: str) -> Post:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python examples/vllm_serve_refit.py FOLDER")
+    arguments = sys.argv[1:]
+    if len(arguments) not in (1, 2) or not list(Path(arguments[0]).glob("*.safetensors")):
+        sys.exit("usage: python examples/vllm_serve_refit.py FOLDER_WITH_safetensors [SERVER]")
+    server = arguments[1] if len(arguments) == 2 else "http://localhost:8000"
     try:
-        refit_over_http(poster("http://localhost:8000"), str(Path(sys.argv[1]).resolve()))
+        refit_over_http(poster(server), str(Path(arguments[0]).resolve()))
     except requests.RequestException as error:
         sys.exit(f"The refit failed, and the server is paused if it runs: {error}")

@@ -21,7 +21,7 @@ WRONG = {
     "megatron_nemo.py": ["out", "more"],
     "megatron_standalone.py": ["out", "more"],
     "vllm_push.py": ["no-such-folder"],
-    "vllm_serve_refit.py": ["folder", "more"],
+    "vllm_serve_refit.py": ["no-such-folder"],
     "vllm_trl.py": ["no-such-folder", "new"],
 }
 
