@@ -15,8 +15,8 @@ KEYS = "keys"
 
 _USE = (
     "In a clone of NeMo RL:\n"
-    "  NEMO_RL_CONFIGS=$PWD/examples/configs python examples/run_grpo.py \\\n"
-    '      --config "$(python -m fp8rl recipes NAME)"'
+    "  NEMO_RL_CONFIGS=$PWD/examples/configs uv run examples/run_grpo.py \\\n"
+    '      --config "$(uv run python -m fp8rl recipes NAME)"'
 )
 
 
@@ -47,7 +47,8 @@ def recipes(
     path of examples/configs in a clone of NeMo RL.
     """
     place = folder()
-    files = {file.stem: file for file in sorted(place.glob("*.yaml")) if file.stem != KEYS}
+    by_name = sorted(place.glob("*.yaml"), key=lambda file: file.stem)
+    files = {file.stem: file for file in by_name if file.stem != KEYS}
     if name is None:
         typer.echo(place)
         for stem, file in files.items():
