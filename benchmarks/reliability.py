@@ -73,7 +73,7 @@ def _tell(command: str, seconds: int, counts: dict[str, int]) -> None:
     rows = "".join(f"| {what} | {count:,} |\n" for what, count in sorted(counts.items()))
     figures = (
         f"`{command}`, {seconds / 60:.0f} minutes, no failure "
-        "([data](../benchmarks/results/reliability_cpu.json)):\n\n"
+        "([data](../../benchmarks/results/reliability_cpu.json)):\n\n"
         f"| what | count |\n| --- | --- |\n{rows}"
     )
     DOC.write_text(before + BEGIN + figures + END + rest.partition(END)[2], encoding="utf-8")
