@@ -24,6 +24,8 @@ from vllm_fp8rl.refit import drop_requests, refit
 from vllm_fp8rl.refit.worker import STEPS as NAMES
 
 SESSIONS = ("one", "two")
+TEXTS = ("", "one", "model.norm.weight", "\0", "x" * 300)
+"""Any of them may become the name of a session too."""
 STEPS = {
     "fp8rl_refit_begin": 2,
     "fp8rl_refit_place": 0,
@@ -47,7 +49,7 @@ scalars = st.one_of(
     st.booleans(),
     st.integers(-2, 2),
     st.floats(width=32),
-    st.sampled_from(("", "one", "model.norm.weight", "\0", "x" * 300)),
+    st.sampled_from(TEXTS),
     st.binary(max_size=4),
     st.just(torch.ones(3)),
 )
@@ -132,7 +134,7 @@ def test_answers_are_errors_and_the_engine_stays_whole(
         return answer
 
     def whole() -> None:
-        for session in SESSIONS:
+        for session in {*SESSIONS, *TEXTS}:
             call("fp8rl_refit_abort", [session, "the fuzz goes on"])
         call("fp8rl_stop_observing_kv", [])
         drop_requests(llm)
