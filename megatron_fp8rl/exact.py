@@ -18,14 +18,12 @@ from torch.nn.functional import rms_norm
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.gemm import GemmShape
+from fp8rl.kernels import require_fp8_linears
 from fp8rl.numerics import GROUP, fake_quantize_int8_kv, fake_quantize_kv
-from fp8rl.pinning import ALWAYS_BF16
 from megatron_fp8rl.linear import Fp8Module
 from megatron_fp8rl.sites import sites
 from megatron_fp8rl.swiglu import requests_swiglu
 
-_TILE = 32
-"""Tokens to whose multiple each sequence is padded in the copy of its keys."""
 _HOPPER = (9, 0)
 _REMEDY = "or set exact to false in the recipe."
 
@@ -314,13 +312,7 @@ def _checked(chunk: Any, setup: Any) -> Rotation:
             "exact serves plain rotary embeddings, and this model scales its frequencies "
             f"(rope_scaling); choose another model, {_REMEDY}"
         )
-    for row in setup.policy.report():
-        if row.precision == "bf16" and row.kind not in ALWAYS_BF16:
-            raise UnsupportedError(
-                f"exact needs every linear layer of the decoder in FP8, and '{row.name}' is pinned "
-                "to BF16, where products depend on the number of tokens beside; remove the pin "
-                f"({row.reason}), {_REMEDY}"
-            )
+    require_fp8_linears(setup.policy)
     device = next(chunk.parameters()).device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability != _HOPPER:
@@ -420,20 +412,8 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         from fp8rl.kernels.attention import attend, copy_tokens
 
-        lengths = starts.diff()
-        padded = (lengths + _TILE - 1) // _TILE * _TILE
-        places = (padded.cumsum(0) - padded).to(torch.int32)
         scale = query.shape[-1] ** -0.5
-        copy = copy_tokens(
-            key,
-            value,
-            starts,
-            places,
-            lengths,
-            tokens=(len(key) // _TILE + len(lengths)) * _TILE,
-            longest=longest,
-            scales=layer.scales,
-        )
+        copy = copy_tokens(key, value, starts, longest=longest, scales=layer.scales)
         out, lse = attend(query, copy, starts, longest_query=longest, softmax_scale=scale)
         if layer.scales is None:
             key, value = fake_quantize_int8_kv(key, value)

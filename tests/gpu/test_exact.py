@@ -36,7 +36,6 @@ class Case(NamedTuple):
     keys: torch.Tensor
     """bfloat16, rounded as the cache holds them."""
     values: torch.Tensor
-    places: torch.Tensor
     lengths: torch.Tensor
 
 
@@ -49,14 +48,9 @@ def make(heads: int, kv_heads: int, size: int, dtype: str) -> Case:
     value = (torch.randn(total, kv_heads, size, device=DEVICE) * spread).bfloat16()
     starts = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=DEVICE)
     lengths = starts.diff()
-    padded = (lengths + 31) // 32 * 32
-    places = (padded.cumsum(0) - padded).int()
-    rows = int(padded.sum())
     by_layer = torch.tensor([2.0**-6, 2.0**-5], device=DEVICE)
     scales = None if dtype == "int8" else by_layer
-    copy = kernels.copy_tokens(
-        key, value, starts, places, lengths, tokens=rows, longest=max(LENGTHS), scales=scales
-    )
+    copy = kernels.copy_tokens(key, value, starts, longest=max(LENGTHS), scales=scales)
     counts = [-(-length // PAGE) for length in LENGTHS]
     order = torch.randperm(sum(counts), device=DEVICE).int()
     table = torch.zeros(len(LENGTHS), max(counts), dtype=torch.int32, device=DEVICE)
@@ -101,7 +95,6 @@ def make(heads: int, kv_heads: int, size: int, dtype: str) -> Case:
         table,
         keys,
         values,
-        places,
         lengths,  # type: ignore[arg-type]
     )
 
@@ -144,9 +137,8 @@ def test_a_token_has_the_same_bits_in_any_batch(heads, kv_heads, size, dtype):
     copy = kernels.copy_pages(
         *case.cache,
         case.table,
-        case.places,
         case.lengths,
-        tokens=len(case.copy.keys),
+        keys=sum(LENGTHS),
         longest=max(LENGTHS),
         k_scale=case.scales[0],
         v_scale=case.scales[1],

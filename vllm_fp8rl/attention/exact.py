@@ -10,9 +10,6 @@ from fp8rl.errors import UnsupportedError
 from vllm_fp8rl.attention.batch import Prompts
 from vllm_fp8rl.names import uses_fp8rl
 
-_TILE = 32
-"""Keys to whose multiple a request is padded in the copy."""
-
 
 class ExactAttention:
     """Attention of batches over a cache of 8 bits, by the kernels that the trainer calls too.
@@ -60,15 +57,12 @@ class ExactAttention:
                 splits=self._kernels.splits_for(decodes, key_cache.shape[2], self._processors),
             )
         for group in prompts:
-            lengths = seq_lens[group.requests]
-            padded = (lengths + _TILE - 1) // _TILE * _TILE
             copy = self._kernels.copy_pages(
                 key_cache,
                 value_cache,
                 block_table[group.requests],
-                (padded.cumsum(0) - padded).to(torch.int32),
-                lengths,
-                tokens=(group.keys // _TILE + len(lengths)) * _TILE,
+                seq_lens[group.requests],
+                keys=group.keys,
                 longest=group.longest,
                 k_scale=k_scale,
                 v_scale=v_scale,

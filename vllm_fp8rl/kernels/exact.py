@@ -15,11 +15,12 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
+from fp8rl.kernels import require_fp8_linears
 from fp8rl.kernels.attention import HEAD_SIZES, check_page_size
 from fp8rl.kernels.logprobs import token_logprobs
 from fp8rl.kernels.norm import add_rms_norm, rms_norm
 from fp8rl.kernels.rotary import cos_sin_table, rotate
-from fp8rl.pinning import ALWAYS_BF16, PinPolicy
+from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
 
 _MODELS = ("llama", "qwen3")
@@ -169,13 +170,7 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
         )
     if engine.cache_config.block_size:  # None until vLLM has chosen one
         check_page_size(engine.cache_config.block_size)
-    for row in policy.report():
-        if row.precision == "bf16" and row.kind not in ALWAYS_BF16:
-            raise UnsupportedError(
-                f"exact needs every linear layer of the decoder in FP8, and '{row.name}' is pinned "
-                "to BF16, where products depend on the number of tokens beside; remove the pin "
-                f"({row.reason}), {_REMEDY}"
-            )
+    require_fp8_linears(policy)
     _check_head(model.get_vocab_size(), model.get_hidden_size())
     _check_logprobs()
 

@@ -3,3 +3,18 @@
 The result for a token has the same bits whatever is computed beside it, and in both engines.
 Triton alone; an engine is never imported.
 """
+
+from __future__ import annotations
+
+from fp8rl.errors import UnsupportedError
+from fp8rl.pinning import PinPolicy
+
+
+def require_fp8_linears(policy: PinPolicy) -> None:
+    """Raise UnsupportedError if a linear layer of the decoder is pinned to BF16."""
+    for name in policy.bf16_linears():
+        raise UnsupportedError(
+            f"exact needs every linear layer of the decoder in FP8, and '{name}' is pinned to "
+            "BF16, where products depend on the number of tokens beside; remove the pin "
+            f"({policy.row(name).reason}), or set exact to false in the recipe."
+        )

@@ -568,10 +568,9 @@ def copy_pages(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_table: torch.Tensor,
-    starts: torch.Tensor,
     lengths: torch.Tensor,
     *,
-    tokens: int,
+    keys: int,
     longest: int,
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
@@ -581,14 +580,13 @@ def copy_pages(
     Args:
         key_cache, value_cache, k_scale, v_scale: as :func:`decode` takes them.
         block_table: int32 ``[requests, pages of the longest]``.
-        starts: int32 ``[requests]``: first token of each in the copy, multiples of 32.
         lengths: int32 ``[requests]``: keys of each.
-        tokens: rows of the copy: room for each request, padded to a multiple of 32.
+        keys: keys of all requests, or more.
         longest: keys of the longest request, or more.
     """
     page, heads, size = key_cache.shape[1:]
     by_token = k_scale.ndim == 3
-    copy = _empty_copy(tokens, heads, size, by_token, (k_scale, v_scale), (starts, lengths))
+    copy = _empty_copy(lengths, keys, heads, size, by_token, (k_scale, v_scale))
     _copy_pages_kernel[(heads, len(lengths), triton.cdiv(longest, _TILE))](
         key_cache,
         value_cache,
@@ -597,7 +595,7 @@ def copy_pages(
         copy.key_scales,
         copy.value_scales,
         block_table,
-        starts,
+        copy.starts,
         lengths,
         k_scale,
         v_scale,
@@ -673,11 +671,8 @@ def _copy_tokens_kernel(
 def copy_tokens(
     key: torch.Tensor,
     value: torch.Tensor,
-    places: torch.Tensor,
     starts: torch.Tensor,
-    lengths: torch.Tensor,
     *,
-    tokens: int,
     longest: int,
     scales: torch.Tensor | None,
 ) -> Copy:
@@ -685,14 +680,14 @@ def copy_tokens(
 
     Args:
         key, value: ``[tokens, kv_heads, head_size]``, bfloat16; the last dimension is contiguous.
-        places: int32 ``[sequences]``: first token of each sequence in ``key``.
-        starts, lengths, longest: as for :func:`copy_pages`.
-        tokens: rows of the copy, as for :func:`copy_pages`.
+        starts: int32 ``[sequences + 1]``: first token of each sequence, and the end.
+        longest: tokens of the longest sequence, or more.
         scales: float32 ``[2]``, of K and of V, for E4M3; None for INT8.
     """
     heads, size = key.shape[1:]
     of_layer = (key, value) if scales is None else (scales[:1], scales[1:])
-    copy = _empty_copy(tokens, heads, size, scales is None, of_layer, (starts, lengths))
+    lengths = starts.diff()
+    copy = _empty_copy(lengths, len(key), heads, size, scales is None, of_layer)
     _copy_tokens_kernel[(heads, len(lengths), triton.cdiv(longest, _TILE))](
         key,
         value,
@@ -700,8 +695,8 @@ def copy_tokens(
         copy.values,
         copy.key_scales,
         copy.value_scales,
-        places,
         starts,
+        copy.starts,
         lengths,
         key if scales is None else scales,
         key.stride(0),
@@ -720,18 +715,21 @@ def copy_tokens(
 
 
 def _empty_copy(
-    tokens: int,
+    lengths: torch.Tensor,
+    keys: int,
     heads: int,
     size: int,
     by_token: bool,
     of_layer: tuple[torch.Tensor, torch.Tensor],
-    where: tuple[torch.Tensor, torch.Tensor],
 ) -> Copy:
-    device = where[0].device
-    codes = torch.empty(2, tokens, heads, size, dtype=torch.float16, device=device)
+    """Return an uninitialised copy with room for each sequence, padded to whole tiles."""
+    padded = (lengths + _TILE - 1) // _TILE * _TILE
+    starts = (padded.cumsum(0) - padded).to(torch.int32)
+    tokens = (keys // _TILE + len(lengths)) * _TILE
+    codes = torch.empty(2, tokens, heads, size, dtype=torch.float16, device=lengths.device)
     if by_token:
-        of_layer = tuple(torch.empty(2, tokens, heads, device=device))  # type: ignore[assignment]
-    return Copy(codes[0], codes[1], *of_layer, *where)
+        of_layer = tuple(torch.empty(2, tokens, heads, device=lengths.device))  # type: ignore[assignment]
+    return Copy(codes[0], codes[1], *of_layer, starts, lengths)
 
 
 @triton.jit
