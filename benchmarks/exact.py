@@ -2,9 +2,10 @@
 
     python benchmarks/exact.py MODEL [--kv int8_per_token_head] [--exact false] [--eager]
 
-``MODEL`` is a folder of a pretrained Llama or Qwen3 with a chat template. vLLM samples from real
-prompts in batches of many sizes, over chunked and cached prompts and after refits; Megatron scores
-the same tokens, one sequence at a time and packed. One Hopper GPU.
+``MODEL`` is a folder of a pretrained Llama or Qwen3 with a chat template, or with
+``--random-prompts`` one of ``real_model.py``. vLLM samples from real prompts in batches of many
+sizes, over chunked and cached prompts and after refits; Megatron scores the same tokens, one
+sequence at a time and packed. One Hopper GPU.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def main() -> None:
     parser.add_argument("--exact", default="true", choices=("true", "false"))
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--refits", type=int, default=3)
+    parser.add_argument("--cache", type=float, default=3, help="GiB; 0.25 preempts 135M's requests")
+    parser.add_argument("--random-prompts", action="store_true", help="words of no meaning")
     parser.add_argument("--out", type=Path, default=Path("exact.json"))
     parser.add_argument("--rollouts", type=Path, help="used by the script itself")
     options = parser.parse_args()
@@ -105,6 +108,10 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompts = [_ids(tokenizer, task.format(subject)) for task in TASKS for subject in SUBJECTS]
+    if options.random_prompts:
+        make = torch.Generator().manual_seed(0)
+        lengths = torch.randint(20, 60, (len(prompts),), generator=make).tolist()
+        prompts = [torch.randint(1, 10_000, (n,), generator=make).tolist() for n in lengths]
     began = time.monotonic()
     llm = LLM(
         str(options.model),
@@ -113,7 +120,8 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         max_num_seqs=256,
         max_num_batched_tokens=2048,
         gpu_memory_utilization=0.2,
-        kv_cache_memory_bytes=3 << 30,
+        kv_cache_memory_bytes=int(options.cache * 2**30),
+        disable_log_stats=False,
         enforce_eager=options.eager,
         generation_config="vllm",
         **engine_args(recipe),
@@ -124,7 +132,11 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         texts = [{"prompt_token_ids": prompt} for prompt in prompts[:64]]
         scales = {name: float(s) for name, s in calibrate_kv_scales(llm, texts, margin=2.0).items()}
 
+    def preempted() -> int:
+        return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
     def run(batch: list[list[int]], tokens: int) -> dict[str, Any]:
+        before = preempted()
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in batch],
             SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0),
@@ -133,6 +145,7 @@ def sample(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         answers = [output.outputs[0] for output in outputs]
         return {
             "prompts": batch,
+            "preempted": preempted() - before,
             "answers": [list(answer.token_ids) for answer in answers],
             "logprobs": [
                 [step[token].logprob for step, token in zip(a.logprobs, a.token_ids, strict=True)]
@@ -166,9 +179,12 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 def moved(model: Path, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the checkpoint's tensors, moved a little by a seed as an optimizer would."""
     make = torch.Generator().manual_seed(seed)
-    for name, tensor in sorted(load_file(model / "model.safetensors").items()):
-        noise = torch.randn(tensor.shape, generator=make) * (1e-3 * seed * tensor.float().std())
-        yield name, (tensor.float() + noise).to(tensor.dtype) if seed else tensor
+    files = sorted(model.glob("*.safetensors"))
+    for name, tensor in sorted(chain(*(load_file(file).items() for file in files))):
+        if seed:
+            noise = torch.randn(tensor.shape, generator=make) * (1e-3 * seed * tensor.float().std())
+            tensor = (tensor.float() + noise).to(tensor.dtype)
+        yield name, tensor
 
 
 def score(
@@ -185,6 +201,7 @@ def score(
 
     config = json.loads((options.model / "config.json").read_text())
     config["rope_theta"] = (config.pop("rope_parameters", None) or config)["rope_theta"]
+    config.setdefault("initializer_range", 0.02)
     with single_process(), torch.no_grad():
         model = build(SimpleNamespace(**config))
         convert(model, recipe)
@@ -206,7 +223,7 @@ def score(
                 logits = model(ids[None], torch.arange(len(ids), device="cuda")[None], None)[0]
                 rows = logits[len(prompt) - 1 : -1].contiguous()
                 alone.append(token_logprobs(rows, ids[len(prompt) :])[0].cpu())
-            row = _compared(run["logprobs"], alone)
+            row = {"preempted": run["preempted"], **_compared(run["logprobs"], alone)}
             if recipe.exact:
                 lengths = torch.tensor([0, *map(len, tokens)]).cumsum(0).int().cuda()
                 longest = max(map(len, tokens))

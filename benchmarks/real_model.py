@@ -1,7 +1,7 @@
 """Qwen3 models in their true shapes with random weights: what ``nemo_rl.py --task real`` runs.
 
     python benchmarks/real_model.py FOLDER [--size 1.7b|4b|8b|30b-a3b-12l] [--layers 8]
-                                    [--experts 32] [--plain]
+                                    [--experts 32] [--plain] [--heavy-tails]
 
 Norms are 1 and matrices are normal with a standard deviation of 0.02, as before a pretraining. So
 activations are of order 1 in every layer, FP8 codes take every size, and a GPU draws the power that
@@ -93,13 +93,17 @@ def make_model(folder: Path, shape: Mapping[str, Any]) -> Path:
     return folder
 
 
-def make_weights(folder: Path, seed: int = 0, *, plain: bool = False) -> None:
+def make_weights(
+    folder: Path, seed: int = 0, *, plain: bool = False, heavy_tails: bool = False
+) -> None:
     """Write the weights in BF16 safetensors, unless the folder has them already.
 
     Args:
         folder: with a config; 8B and 30b-a3b-12l take 16 GB.
         seed: of the weights.
         plain: every matrix has :data:`STD`, with experts too.
+        heavy_tails: matrices follow Student's distribution with 3 degrees of freedom, and norms
+            have weights of many sizes, so that some numbers are far larger than the rest.
     """
     import torch
     from safetensors.torch import save_file
@@ -121,9 +125,15 @@ def make_weights(folder: Path, seed: int = 0, *, plain: bool = False) -> None:
     def weight(name: str) -> torch.Tensor:
         made = torch.empty(shapes[name], dtype=torch.bfloat16, device=device)
         if made.ndim == 1:
-            return made.fill_(1.0).cpu()
-        std = STD if plain else deviation(name, config)
-        return made.normal_(0, std, generator=generator).cpu()
+            made.fill_(1.0)
+            return (made.log_normal_(0, 1, generator=generator) if heavy_tails else made).cpu()
+        made.normal_(0, STD if plain else deviation(name, config), generator=generator)
+        if heavy_tails:
+            squares = sum(
+                torch.empty_like(made).normal_(0, 1, generator=generator) ** 2 for _ in range(3)
+            )
+            made /= squares.sqrt()  # that of 3 degrees of freedom has a variance of 3
+        return made.cpu()
 
     files = {}
     for number, names in enumerate(_shards(shapes)):
@@ -215,6 +225,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="in the place of the size's own")
     parser.add_argument("--experts", type=int, help="of a layer, in the place of the size's own")
     parser.add_argument("--plain", action="store_true", help="0.02 in every matrix")
+    parser.add_argument("--heavy-tails", action="store_true", help="some numbers far larger")
     options = parser.parse_args()
     shape = shape_of(options.size)
     if options.layers is not None:
@@ -223,7 +234,8 @@ def main() -> None:
         if options.experts < shape.get("num_experts_per_tok", math.inf):
             parser.error(f"--size {options.size} has no {options.experts} experts a layer.")
         shape["num_experts"] = options.experts
-    make_weights(make_model(options.folder, shape), plain=options.plain)
+    folder = make_model(options.folder, shape)
+    make_weights(folder, plain=options.plain, heavy_tails=options.heavy_tails)
 
 
 if __name__ == "__main__":
