@@ -30,8 +30,9 @@ from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from vllm.v1.kv_cache_interface import KVQuantMode
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+from fp8rl.kernels.norm import rms_norm_quantize
 from fp8rl.numerics import FP8_DTYPE, GROUP
-from fp8rl.numerics.triton.activations import quantize_rows, rms_norm_quantize
+from fp8rl.numerics.triton.activations import quantize_rows
 from vllm_fp8rl.attention.batch import split_batch
 from vllm_fp8rl.attention.flash import attend_batch
 from vllm_fp8rl.attention.int8_pages import SCALE_BYTES, int8_pages

@@ -162,8 +162,9 @@ def kernels() -> dict[str, Any]:
             torch.nn.functional.rms_norm(total.bfloat16(), (hidden,), weight, 1e-6), norms
         )
     }
+    from fp8rl.kernels.norm import rms_norm_quantize
     from fp8rl.numerics import quantize_swiglu
-    from fp8rl.numerics.triton.activations import quantize_rows, rms_norm_quantize, silu_and_mul
+    from fp8rl.numerics.triton.activations import quantize_rows, silu_and_mul
 
     codes, scales, _ = rms_norm_quantize(x, residual, weight, 1e-6, "fp32")
     wanted = {name: quantize_group(y).codes.view(torch.uint8) for name, y in norms.items()}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv
+from fp8rl.numerics import fake_quantize_int8_kv, fake_quantize_kv, quantize_group
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -178,17 +178,45 @@ def test_padded_rows_of_a_captured_batch_are_zero():
     assert out[0].abs().sum() > 0 and (out[1:] == 0).all()
 
 
-@pytest.mark.parametrize("columns", [64, 128, 576, 768, 4096])
+@pytest.mark.parametrize("columns", [64, 128, 256, 384, 576, 768, 2048, 2560, 4096, 5120, 8192])
 def test_norms(columns):
     torch.manual_seed(0)
     x, residual = (torch.randn(300, columns, device=DEVICE).bfloat16() * 3 for _ in range(2))
     weight = torch.rand(columns, device=DEVICE).bfloat16()
     y, total = norm.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, x + residual) and torch.equal(y, norm.rms_norm(total, weight, 1e-6))
-    assert torch.equal(y[:7], norm.add_rms_norm(x[:7], residual[:7], weight, 1e-6)[0])
+    for rows in (1, 7):
+        assert torch.equal(y[:rows], norm.add_rms_norm(x[:rows], residual[:rows], weight, 1e-6)[0])
+    apart = torch.cat((total, x), 1)[:, :columns]
+    odd = torch.cat((x.new_zeros(1), total.flatten()))[1:].view(total.shape)
+    for same in (apart, odd):  # rows of a wider tensor; rows that vectors of 16 bytes do not fit
+        assert torch.equal(norm.rms_norm(same, weight, 1e-6), y)
     wide = total.double()
     expected = wide * torch.rsqrt((wide**2).mean(-1, keepdim=True) + 1e-6) * weight.double()
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["fp32", "pow2"])
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 300])
+def test_quantized_norms_are_the_norms_quantized(rows, form):
+    torch.manual_seed(rows)
+    for columns in (*range(128, 2049, 128), 2560, 3584, 4096, 5120, 6144, 8192):
+        x, residual = (torch.randn(rows, columns, device=DEVICE).bfloat16() * 3 for _ in range(2))
+        odd = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+        weight = torch.rand(columns, device=DEVICE).bfloat16()
+        y, total = norm.add_rms_norm(x, residual, weight, 1e-6)
+        added = norm.rms_norm_quantize(x, residual, weight, 1e-6, form)
+        assert torch.equal(added[2], total)
+        alone = norm.rms_norm(x, weight, 1e-6)
+        for normed, found in (
+            (y, added),
+            (alone, norm.rms_norm_quantize(x, None, weight, 1e-6, form)),
+            (alone, norm.rms_norm_quantize(odd, None, weight, 1e-6, form)),
+        ):
+            expected = quantize_group(normed, scale_format=form)
+            codes, scales = found[0].view(torch.uint8), found[1].t()[:rows]
+            assert torch.equal(codes, expected.codes.view(torch.uint8)), columns
+            assert torch.equal(scales, expected.scale_inv), columns
 
 
 def test_rotation_and_its_gradient():

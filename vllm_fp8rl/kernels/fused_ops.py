@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fp8rl.numerics.triton.activations import empty_rows, quantize_rows, rms_norm_quantize
+from fp8rl.kernels.norm import rms_norm_quantize
+from fp8rl.numerics.triton.activations import empty_rows, quantize_rows
 from fp8rl.recipe import ScaleFormat
 
 Pair = tuple[torch.Tensor, torch.Tensor]

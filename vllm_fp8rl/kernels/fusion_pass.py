@@ -21,11 +21,12 @@ from vllm.compilation.passes.vllm_inductor_pass import (
 )
 from vllm.config import CompilationMode, VllmConfig
 
+from fp8rl.kernels import norm as triton_norm
 from fp8rl.numerics import GROUP
 from fp8rl.numerics.triton import activations as triton_fused
 from fp8rl.recipe import Recipe
-from vllm_fp8rl.kernels import deep_gemm_op
-from vllm_fp8rl.kernels import fused_ops as fused_ops  # registers the operations named below
+from vllm_fp8rl.kernels import deep_gemm_op, exact
+from vllm_fp8rl.kernels import fused_ops as fused_ops  # registers operations named below
 
 NAME = "fp8rl_quantize_fusion"
 PASS_KEY = "post_grad_custom_post_pass"
@@ -60,9 +61,10 @@ class SiluMulQuantize(VllmPatternReplacement):
 
 
 class RmsNormQuantize(VllmPatternReplacement):
-    """Fuse ``quantize(rms_norm(x) * weight)``."""
+    """Fuse ``quantize(norm(x, weight, epsilon))``."""
 
-    def __init__(self, dtype: torch.dtype, epsilon: float, pow2: bool) -> None:
+    def __init__(self, norm: Any, dtype: torch.dtype, epsilon: float, pow2: bool) -> None:
+        self._norm = norm
         self._dtype = dtype
         self._epsilon = epsilon
         self._pow2 = pow2
@@ -76,7 +78,7 @@ class RmsNormQuantize(VllmPatternReplacement):
     @property
     def pattern(self) -> Callable[..., Any]:
         def pattern(x: torch.Tensor, weight: torch.Tensor) -> Any:
-            normed = vllm.ir.ops.rms_norm(x, weight, self._epsilon)
+            normed = self._norm(x, weight, self._epsilon)
             return torch.ops.fp8rl.quantize(normed, self._pow2)
 
         return pattern
@@ -90,7 +92,7 @@ class RmsNormQuantize(VllmPatternReplacement):
 
 
 class AddRmsNormQuantize(RmsNormQuantize):
-    """Fuse ``quantize(rms_norm(x + residual) * weight)``; the sum is a second result."""
+    """Fuse ``quantize(norm(x, residual, weight, epsilon))``; the sum is a second result."""
 
     def get_inputs(self) -> list[torch.Tensor]:
         return [*super().get_inputs(), self.empty(_ROWS, GROUP, dtype=self._dtype)]
@@ -98,7 +100,7 @@ class AddRmsNormQuantize(RmsNormQuantize):
     @property
     def pattern(self) -> Callable[..., Any]:
         def pattern(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
-            normed, total = vllm.ir.ops.fused_add_rms_norm(x, residual, weight, self._epsilon)
+            normed, total = self._norm(x, residual, weight, self._epsilon)
             codes, scales = torch.ops.fp8rl.quantize(normed, self._pow2)
             return codes, scales, total
 
@@ -115,16 +117,21 @@ class AddRmsNormQuantize(RmsNormQuantize):
 
 
 class FuseQuantization(VllmFusionPatternMatcherPass):
-    """The pass: all patterns above, for one scale format."""
+    """The pass: all patterns above, for one scale format, over vLLM's norms or those of exact."""
 
-    def __init__(self, engine: VllmConfig, pow2: bool) -> None:
+    def __init__(self, engine: VllmConfig, recipe: Recipe) -> None:
         super().__init__(engine, NAME)
-        self._pow2 = pow2
+        pow2 = recipe.activations.scale_format == "pow2"
+        self._key = f"{pow2}, {recipe.exact}"
         dtype = engine.model_config.dtype
+        norm, add_norm = vllm.ir.ops.rms_norm, vllm.ir.ops.fused_add_rms_norm
+        if recipe.exact:
+            norm, add_norm = torch.ops.fp8rl.exact_norm, torch.ops.fp8rl.exact_add_norm
         self.register(SiluMulQuantize(dtype, pow2))
         for epsilon in _EPSILONS:
-            self.register(AddRmsNormQuantize(dtype, epsilon, pow2))  # first: it contains the next
-            self.register(RmsNormQuantize(dtype, epsilon, pow2))
+            # First: it contains the next.
+            self.register(AddRmsNormQuantize(add_norm, dtype, epsilon, pow2))
+            self.register(RmsNormQuantize(norm, dtype, epsilon, pow2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FuseQuantization:
         return self  # vLLM copies the dictionary that holds the pass; patterns do not change
@@ -132,12 +139,12 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
     def uuid(self) -> str:
         """Return a key for the caches of vLLM and Inductor.
 
-        It covers the patterns, the scale format, and the source of the operations: compiled code
+        It covers the patterns, their choice, and the source of the operations: compiled code
         depends on their shapes and strides, and Dynamo does not trace their files.
         """
-        modules = (deep_gemm_op, fused_ops, triton_fused)
+        modules = (deep_gemm_op, exact, fused_ops, triton_fused, triton_norm)
         return self.hash_source(
-            super().uuid(), str(self._pow2), *(inspect.getsource(module) for module in modules)
+            super().uuid(), self._key, *(inspect.getsource(module) for module in modules)
         )
 
 
@@ -146,4 +153,4 @@ def install(engine: VllmConfig, recipe: Recipe) -> None:
     compilation = engine.compilation_config
     passes = compilation.inductor_compile_config
     if PASS_KEY not in passes and compilation.mode != CompilationMode.NONE:
-        passes[PASS_KEY] = FuseQuantization(engine, recipe.activations.scale_format == "pow2")
+        passes[PASS_KEY] = FuseQuantization(engine, recipe)

@@ -1,4 +1,4 @@
-"""RMS norm whose result for a row does not depend on the other rows."""
+"""RMS norm, alone or quantized: a row's bits depend on neither other rows nor what is fused."""
 
 from __future__ import annotations
 
@@ -6,32 +6,78 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8rl.numerics.formats import GROUP
+from fp8rl.numerics.triton.activations import empty_rows
+from fp8rl.numerics.triton.quantize import quantize_groups
+from fp8rl.recipe import ScaleFormat
+
+
+def norm_tile(columns: int) -> dict[str, int]:
+    """Return the tile of a program, which alone decides the order of a row's sum.
+
+    A thread loads and adds up 8 neighbours of 16 bits, whatever else the kernel stores: in short
+    rows because there are 8 for each, in longer ones because codes are stored in another shape
+    (Triton would widen loads to 16 neighbours beside a store of bytes of the same shape).
+    """
+    width = triton.next_power_of_2(columns)
+    if width <= 256:
+        return {"ROWS": 1024 // width, "WIDTH": width, "num_warps": 4}
+    return {"ROWS": 1, "WIDTH": width, "num_warps": min(max(width // 512, 1), 8)}
+
 
 @triton.jit
+def normalized(x, weight, columns, epsilon):
+    """Rows ``[ROWS, WIDTH]`` of float32 in a :func:`norm_tile`, normalized in float32."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) / columns + epsilon)[:, None] * weight
+
+
+# Batches have any number of rows: one kernel serves all, so that none is compiled in a step.
+@triton.jit(do_not_specialize=["rows", "stride_scale"])
 def _norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     y_ptr,
     sum_ptr,
+    scale_ptr,
+    rows,
     columns,
+    stride_row,
+    stride_scale,
     epsilon,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
     ADD: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    POW2: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * columns
-    column = tl.arange(0, WIDTH)
-    inside = column < columns
-    loaded = tl.load(x_ptr + row + column, inside, other=0.0)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows) & (column < columns)
+    loaded = tl.load(x_ptr + row * stride_row + column, inside, other=0.0)
     x = loaded.to(tl.float32)
     if ADD:
-        x += tl.load(residual_ptr + row + column, inside, other=0.0).to(tl.float32)
-        rounded = x.to(loaded.dtype)
-        tl.store(sum_ptr + row + column, rounded, inside)
-        x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / columns + epsilon)
-    weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row + column, (x * scale * weight).to(loaded.dtype), inside)
+        x += tl.load(residual_ptr + row * columns + column, inside, other=0.0).to(tl.float32)
+        total = x.to(loaded.dtype)
+        tl.store(sum_ptr + row * columns + column, total, inside)
+        x = total.to(tl.float32)
+    weight = tl.load(weight_ptr + column, column < columns, other=0.0).to(tl.float32)
+    y = normalized(x, weight, columns, epsilon).to(loaded.dtype)
+    if QUANTIZE:
+        index = tl.arange(0, ROWS * WIDTH // GROUP)
+        row_of = first + index // (WIDTH // GROUP)
+        group = index % (WIDTH // GROUP)
+        there = (row_of < rows) & (group * GROUP < columns)
+        codes, scale_inv = quantize_groups(
+            tl.reshape(y, [ROWS * WIDTH // GROUP, GROUP]).to(tl.float32), POW2
+        )
+        at = (row_of * columns + group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        tl.store(y_ptr + at, codes, there[:, None])
+        tl.store(scale_ptr + group * stride_scale + row_of, scale_inv, there)
+    else:
+        tl.store(y_ptr + row * columns + column, y, inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -40,41 +86,87 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     Computed in float32 and rounded once.
 
     Args:
-        x: ``[.., columns]``, bfloat16 on a GPU.
+        x: ``[.., columns]``, bfloat16 or float16 on a GPU.
         weight: ``[columns]``.
         epsilon: as in the model's config.
     """
-    return _normalized(x, None, weight, epsilon)[0]
+    y = x.new_empty(x.shape)
+    _launch(x, None, weight, epsilon, y)
+    return y
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of ``x + residual``, a sum that is rounded first, and this sum."""
-    return _normalized(x, residual, weight, epsilon)
-
-
-def _normalized(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.contiguous()
-    columns = x.shape[-1]
-    y = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
-    rows = x.numel() // columns
-    if rows:
-        width = triton.next_power_of_2(columns)
-        _norm_kernel[(rows,)](
-            x,
-            x if residual is None else residual.contiguous(),
-            weight,
-            y,
-            total,
-            columns,
-            epsilon,
-            WIDTH=width,
-            ADD=residual is not None,
-            num_warps=min(max(width // 512, 1), 8),  # a row's bits follow from its width alone
-            enable_fp_fusion=False,
-        )
+    y, total = x.new_empty(x.shape), x.new_empty(x.shape)
+    _launch(x, residual, weight, epsilon, y, total=total)
     return y, total
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    scale_format: ScaleFormat,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Quantize what :func:`rms_norm` or :func:`add_rms_norm` returns, in 1x128 groups.
+
+    Args:
+        x: ``[M, K]``, bfloat16 or float16.
+        residual: tensor of ``x``'s shape and dtype, or None.
+        weight: ``[K]``, the norm's weight.
+        epsilon: number added to the mean square.
+        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
+
+    Returns:
+        codes ``[M, K]``; scale_inv float32 ``[K / 128, M padded to 4]``; ``x + residual`` or None.
+
+    Raises:
+        UnsupportedError: ``K`` is no multiple of 128.
+    """
+    codes, scales = empty_rows(x, x.shape[1])
+    total = None if residual is None else x.new_empty(x.shape)
+    y = codes.view(torch.uint8)
+    _launch(x, residual, weight, epsilon, y, total=total, scales=scales, form=scale_format)
+    return codes, scales, total
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    y: torch.Tensor,
+    *,
+    total: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    form: ScaleFormat = "fp32",
+) -> None:
+    columns = x.shape[-1]
+    flat = x.reshape(-1, columns)
+    tile = norm_tile(columns)
+    if not x.numel():
+        return
+    if flat.stride(1) != 1 or (flat.data_ptr() | flat.stride(0)) % 16:
+        flat = flat.clone(memory_format=torch.contiguous_format)  # loads of 8 neighbours
+    _norm_kernel[(triton.cdiv(len(flat), tile["ROWS"]),)](
+        flat,
+        flat if residual is None else residual.contiguous(),
+        weight,
+        y,
+        y if total is None else total,
+        y if scales is None else scales,
+        len(flat),
+        columns,
+        flat.stride(0),
+        0 if scales is None else scales.stride(0),
+        epsilon,
+        GROUP=GROUP,
+        ADD=residual is not None,
+        QUANTIZE=scales is not None,
+        POW2=form == "pow2",
+        enable_fp_fusion=False,
+        **tile,
+    )

@@ -1,12 +1,11 @@
-"""Triton kernels that compute an activation and quantize it at once: SiLU and product, or RMS norm.
+"""Triton kernels that quantize rows, or compute SiLU and product and quantize them at once.
 
-:func:`silu_and_mul` is the activation alone.
+:func:`silu_and_mul` is the activation alone; :mod:`fp8rl.kernels.norm` has the norm.
 
 They read and write memory once instead of twice. The activation is computed in float32 and rounded
-once to its dtype, as by torch's and TransformerEngine's norms and by :mod:`fp8rl.numerics.triton.
-swiglu` in the trainer: a value that only one engine rounds in between would flip codes. Codes and
-scales equal those of :func:`fp8rl.numerics.quantize_group` on the separate result, up to the last
-bit of ``exp`` and of the norm's sum.
+once to its dtype, as by :mod:`fp8rl.numerics.triton.swiglu` in the trainer: a value that only one
+engine rounds in between would flip codes. Codes and scales equal those of
+:func:`fp8rl.numerics.quantize_group` on the separate result, up to the last bit of ``exp``.
 
 The scales of one group lie side by side in memory, which block-scaled GEMMs read in place. TMA
 needs a multiple of 16 bytes between groups, so that rows are padded to a multiple of four.
@@ -20,27 +19,12 @@ import triton.language as tl
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.numerics.formats import FP8_DTYPE, GROUP
-from fp8rl.numerics.triton.quantize import (
-    encode_magnitude,
-    has_native_cast,
-    quantization_scales,
-)
+from fp8rl.numerics.triton.quantize import has_native_cast, quantize_groups
 from fp8rl.numerics.triton.swiglu import swiglu
 from fp8rl.recipe import ScaleFormat
 
 _WIDTH = 1024  # columns of a row that one program of SwiGLU computes
 _FEW_ROWS = 512  # up to this many, tiles are small, to occupy every multiprocessor
-
-
-@triton.jit
-def _quantize_groups(y, POW2: tl.constexpr):
-    """``(codes, scale_inv)`` of float32 values, one group a row."""
-    source = y.to(tl.int32, bitcast=True)
-    bits = source & 0x7FFFFFFF
-    scale, scale_inv = quantization_scales(tl.max(bits, 1), POW2)
-    scaled = tl.minimum(bits.to(tl.float32, bitcast=True) * scale[:, None], 448.0)
-    code = tl.where(bits > 0x7F800000, 0x7F, encode_magnitude(scaled, True)).to(tl.uint8)
-    return code | ((source >> 24) & 0x80).to(tl.uint8), scale_inv
 
 
 # Batches have any number of rows: one kernel serves all, so that none is compiled in a step.
@@ -68,7 +52,7 @@ def _rows_kernel(
     if SILU:
         up = tl.load(at + columns, inside[:, None], other=0.0)
         x = swiglu(x.to(tl.float32), up.to(tl.float32), NATIVE).to(x.dtype)
-    codes, scale_inv = _quantize_groups(x.to(tl.float32), POW2)
+    codes, scale_inv = quantize_groups(x.to(tl.float32), POW2)
     tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, inside[:, None])
     tl.store(scale_ptr + group * stride_scale + row, scale_inv, inside)
 
@@ -83,42 +67,6 @@ def _swiglu_kernel(x_ptr, y_ptr, columns, stride_row, WIDTH: tl.constexpr, NATIV
     up = tl.load(at + columns, inside, other=0.0)
     y = swiglu(gate.to(tl.float32), up.to(tl.float32), NATIVE).to(gate.dtype)
     tl.store(y_ptr + row * columns + column, y, inside)
-
-
-@triton.jit(do_not_specialize=["stride_scale"])
-def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    codes_ptr,
-    scale_ptr,
-    sum_ptr,
-    columns,
-    stride_row,
-    stride_scale,
-    epsilon,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ADD: tl.constexpr,
-    POW2: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = column < columns
-    loaded = tl.load(x_ptr + row * stride_row + column, inside, other=0.0)
-    x = loaded.to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + row * columns + column, inside, other=0.0).to(tl.float32)
-        total = x.to(loaded.dtype)
-        tl.store(sum_ptr + row * columns + column, total, inside)
-        x = total.to(tl.float32)
-    variance = tl.sum(tl.sum(x * x, 1), 0) / columns
-    weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
-    y = (x * tl.rsqrt(variance + epsilon) * weight).to(loaded.dtype)
-    codes, scale_inv = _quantize_groups(y.to(tl.float32), POW2)
-    tl.store(codes_ptr + row * columns + column, codes, inside)
-    tl.store(scale_ptr + group * stride_scale + row, scale_inv, group * GROUP < columns)
 
 
 def empty_rows(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,52 +144,3 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
             x, y, columns, x.stride(0), WIDTH=_WIDTH, NATIVE=has_native_cast(x.device)
         )
     return y
-
-
-def rms_norm_quantize(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    scale_format: ScaleFormat,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quantize ``rms_norm(x + residual) * weight`` in 1x128 groups; the norm reads the rounded sum.
-
-    Args:
-        x: ``[M, K]``, bfloat16 or float16, rows contiguous.
-        residual: tensor of ``x``'s shape and dtype, or None.
-        weight: ``[K]``, the norm's weight.
-        epsilon: number added to the mean square.
-        scale_format: ``fp32``, or ``pow2`` for power-of-two scales.
-
-    Returns:
-        codes ``[M, K]``; scale_inv float32 ``[K / 128, M padded to 4]``; ``x + residual`` or None.
-    """
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    rows, columns = x.shape
-    codes, scales = empty_rows(x, columns)
-    total = (
-        torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-        if residual is not None
-        else None
-    )
-    if rows:
-        groups = triton.next_power_of_2(columns // GROUP)
-        _norm_kernel[(rows,)](
-            x,
-            residual.contiguous() if residual is not None else x,
-            weight,
-            codes.view(torch.uint8),
-            scales,
-            total if total is not None else x,
-            columns,
-            x.stride(0),
-            scales.stride(0),
-            epsilon,
-            GROUPS=groups,
-            GROUP=GROUP,
-            ADD=residual is not None,
-            POW2=scale_format == "pow2",
-            num_warps=min(max(groups // 4, 1), 8),
-        )
-    return codes, scales, total

@@ -71,6 +71,17 @@ def encode(x, scale, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def quantize_groups(y, POW2: tl.constexpr):
+    """``(codes, scale_inv)`` of float32 values, one group a row."""
+    source = y.to(tl.int32, bitcast=True)
+    bits = source & 0x7FFFFFFF
+    scale, scale_inv = quantization_scales(tl.max(bits, 1), POW2)
+    scaled = tl.minimum(bits.to(tl.float32, bitcast=True) * scale[:, None], 448.0)
+    code = tl.where(bits > 0x7F800000, 0x7F, encode_magnitude(scaled, True)).to(tl.uint8)
+    return code | ((source >> 24) & 0x80).to(tl.uint8), scale_inv
+
+
+@triton.jit
 def one_per_thread(amax):
     """Keep one value a thread: a reduction leaves copies, and each copy would be divided by."""
     return tl.gather(amax, tl.arange(0, 128), 0)
