@@ -85,7 +85,7 @@ class ExactSelfAttention(Fp8Module, SelfAttention):
         """Return upstream's query, key and value ``[s, b, heads, head_size]``, rotated."""
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         positions, table = self.exact_rotation.at(query, self.exact_packed)
-        query, key = (_Rotated.apply(x, positions, table) for x in (query, key))
+        query, key = _Rotated.apply(query, key, positions, table)
         return query, key, value
 
     def give_back(self) -> None:
@@ -378,19 +378,25 @@ class _Norm(torch.autograd.Function):
 
 class _Rotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-        from fp8rl.kernels.rotary import rotate
-
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, positions: Tensor, table: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(positions, table)
-        return rotate(x.flatten(0, 1), positions, table).view(x.shape)
+        return _turned((query, key), positions, table)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from fp8rl.kernels.rotary import rotate
+        return *_turned(grads, *ctx.saved_tensors, back=True), None, None
 
-        (grad,) = grads
-        turned = rotate(grad.contiguous().flatten(0, 1), *ctx.saved_tensors, back=True)
-        return turned.view(grad.shape), None, None
+
+def _turned(
+    heads: tuple[Tensor, ...], positions: Tensor, table: Tensor, *, back: bool = False
+) -> tuple[Tensor, ...]:
+    from fp8rl.kernels.rotary import rotate
+
+    query, key = (x.flatten(0, 1) for x in heads)
+    rotated = rotate(query, key, positions, table, back=back)
+    return tuple(y.view(x.shape) for x, y in zip(heads, rotated, strict=True))
 
 
 class _Attention(torch.autograd.Function):

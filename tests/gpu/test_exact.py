@@ -219,20 +219,33 @@ def test_quantized_norms_are_the_norms_quantized(rows, form):
             assert torch.equal(scales, expected.scale_inv), columns
 
 
-def test_rotation_and_its_gradient():
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_rotation_and_its_gradient(heads, kv_heads, size):
     torch.manual_seed(0)
-    fused = torch.randn(50, 6 * 64, device=DEVICE).bfloat16()
-    x = fused[:, : 5 * 64].view(50, 5, 64)
+    fused = torch.randn(50, heads + 2 * kv_heads, size, device=DEVICE).bfloat16()
+    query, key = fused[:, :heads], fused[:, heads : heads + kv_heads]  # rows apart, as in a model
     positions = torch.randint(0, 4000, (50,), device=DEVICE)
-    table = rotary.cos_sin_table(10_000.0, 64, 4000, DEVICE)
-    y = rotary.rotate(x, positions, table)
-    a, b = x.double().chunk(2, -1)
-    cos, sin = table[positions].double().unsqueeze(1).chunk(2, -1)
-    expected = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=2**-8)
-    assert torch.equal(y[9:10], rotary.rotate(x[9:10], positions[9:10], table))
-    back = rotary.rotate(y, positions, table, back=True).double()
-    torch.testing.assert_close(back, x.double(), rtol=2**-6, atol=2**-5)
+    table = rotary.cos_sin_table(10_000.0, size, 4000, DEVICE)
+    found = rotary.rotate(query, key, positions, table)
+    back = rotary.rotate(*found, positions, table, back=True)
+    for x, y, again in zip((query, key), found, back, strict=True):
+        a, b = x.double().chunk(2, -1)
+        cos, sin = table[positions].double().unsqueeze(1).chunk(2, -1)
+        expected = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=2**-8)
+        torch.testing.assert_close(again.double(), x.double(), rtol=2**-6, atol=2**-5)
+
+    weights = [torch.rand(size, device=DEVICE).bfloat16() for _ in range(2)]
+    normed = [norm.rms_norm(x, w, 1e-6) for x, w in zip((query, key), weights, strict=True)]
+    apart = rotary.rotate(*normed, positions, table)
+    for tokens in (slice(None), slice(9, 10)):
+        one = rotary.rotate(query[tokens], key[tokens], positions[tokens], table)
+        assert all(torch.equal(x, y[tokens]) for x, y in zip(one, found, strict=True))
+        for some in ((query, key), (query.contiguous(), key.contiguous())):
+            joined = rotary.rotate(
+                *(x[tokens] for x in some), positions[tokens], table, norms=(*weights, 1e-6)
+            )
+            assert all(torch.equal(x, y[tokens]) for x, y in zip(joined, apart, strict=True))
 
 
 def test_log_probabilities():

@@ -55,15 +55,49 @@ def _(
 
 
 @torch.library.custom_op("fp8rl::exact_rotate", mutates_args=(), device_types="cuda")
-def _rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _rotate(
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate ``[tokens, heads * head_size]``; see :func:`fp8rl.kernels.rotary.rotate`."""
-    heads = x.view(x.shape[0], -1, table.shape[1])
-    return rotate(heads, positions, table).view(x.shape)
+    return _rotated(query, key, positions, table)
 
 
 @_rotate.register_fake
-def _(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape)
+def _(
+    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+@torch.library.custom_op("fp8rl::exact_norm_rotate", mutates_args=(), device_types="cuda")
+def _norm_rotate(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    epsilon: float,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalize and rotate heads, to which the fusion pass joins two norms and a rotation."""
+    return _rotated(query, key, positions, table, (query_weight, key_weight, epsilon))
+
+
+@_norm_rotate.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _rotated(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key = (x.unflatten(-1, (-1, table.shape[1])) for x in (query, key))
+    query, key = rotate(query, key, positions, table, norms=norms)
+    return query.flatten(-2), key.flatten(-2)
 
 
 class ExactRMSNorm(RMSNorm):
@@ -110,11 +144,8 @@ class ExactRotary(Float32Rotary):
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotate ``[tokens, heads * head_size]``."""
-        flat = positions.flatten()
-        rotated = torch.ops.fp8rl.exact_rotate(query, flat, self.cos_sin_cache)
-        if key is None:
-            return rotated, None
-        return rotated, torch.ops.fp8rl.exact_rotate(key, flat, self.cos_sin_cache)
+        assert key is not None  # no model that is served shares keys between layers
+        return torch.ops.fp8rl.exact_rotate(query, key, positions.flatten(), self.cos_sin_cache)
 
     forward_cuda = forward_native
 

@@ -1,5 +1,7 @@
 """A torch.compile pass that fuses a norm, or SiLU and multiply, with the quantization after it.
 
+With ``exact`` it also fuses the norms of queries and keys with their rotation.
+
 vLLM has such passes for its own quantization kernels
 (``vllm/compilation/passes/fusion/{rms,act}_quant_fusion.py``). This one uses vLLM's public setting
 for other passes, ``post_grad_custom_post_pass`` in ``inductor_compile_config``. Where no pattern
@@ -116,6 +118,60 @@ class AddRmsNormQuantize(RmsNormQuantize):
         return replacement
 
 
+class NormRotate(VllmPatternReplacement):
+    """Fuse the norms of queries and keys of ``exact`` with the rotation after them."""
+
+    def __init__(self, dtype: torch.dtype, epsilon: float) -> None:
+        self._dtype = dtype
+        self._epsilon = epsilon
+
+    def get_inputs(self) -> list[torch.Tensor]:
+        return [
+            self.empty(_ROWS, 2 * GROUP, dtype=self._dtype),
+            self.empty(_ROWS, GROUP, dtype=self._dtype),
+            self.empty(GROUP, dtype=self._dtype),
+            self.empty(GROUP, dtype=self._dtype),
+            self.empty(_ROWS, dtype=torch.int64),
+            self.empty_fp32(_ROWS, GROUP),
+        ]
+
+    @property
+    def pattern(self) -> Callable[..., Any]:
+        def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            size = weight.shape[0]
+            by_head = x.view(*x.shape[:-1], x.shape[-1] // size, size)
+            return torch.ops.fp8rl.exact_norm(by_head, weight, self._epsilon).view(x.shape)
+
+        def pattern(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            query_weight: torch.Tensor,
+            key_weight: torch.Tensor,
+            positions: torch.Tensor,
+            table: torch.Tensor,
+        ) -> Any:
+            query, key = normed(query, query_weight), normed(key, key_weight)
+            return torch.ops.fp8rl.exact_rotate(query, key, positions, table)
+
+        return pattern
+
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        def replacement(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            query_weight: torch.Tensor,
+            key_weight: torch.Tensor,
+            positions: torch.Tensor,
+            table: torch.Tensor,
+        ) -> Any:
+            return torch.ops.fp8rl.exact_norm_rotate(
+                query, key, query_weight, key_weight, self._epsilon, positions, table
+            )
+
+        return replacement
+
+
 class FuseQuantization(VllmFusionPatternMatcherPass):
     """The pass: all patterns above, for one scale format, over vLLM's norms or those of exact."""
 
@@ -132,6 +188,8 @@ class FuseQuantization(VllmFusionPatternMatcherPass):
             # First: it contains the next.
             self.register(AddRmsNormQuantize(add_norm, dtype, epsilon, pow2))
             self.register(RmsNormQuantize(norm, dtype, epsilon, pow2))
+            if recipe.exact:
+                self.register(NormRotate(dtype, epsilon))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FuseQuantization:
         return self  # vLLM copies the dictionary that holds the pass; patterns do not change

@@ -25,10 +25,18 @@ def norm_tile(columns: int) -> dict[str, int]:
     return {"ROWS": 1, "WIDTH": width, "num_warps": min(max(width // 512, 1), 8)}
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, or a copy if Triton would not load 8 neighbours of its rows at once."""
+    *apart, within = x.stride()
+    if within == 1 and not any(number % 16 for number in (x.data_ptr(), *apart)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 @triton.jit
-def normalized(x, weight, columns, epsilon):
-    """Rows ``[ROWS, WIDTH]`` of float32 in a :func:`norm_tile`, normalized in float32."""
-    return x * tl.rsqrt(tl.sum(x * x, 1) / columns + epsilon)[:, None] * weight
+def row_scale(x, columns, epsilon):
+    """What normalizes each row of float32 ``[ROWS, WIDTH]``, a :func:`norm_tile`."""
+    return tl.rsqrt(tl.sum(x * x, 1) / columns + epsilon)
 
 
 # Batches have any number of rows: one kernel serves all, so that none is compiled in a step.
@@ -64,7 +72,7 @@ def _norm_kernel(
         tl.store(sum_ptr + row * columns + column, total, inside)
         x = total.to(tl.float32)
     weight = tl.load(weight_ptr + column, column < columns, other=0.0).to(tl.float32)
-    y = normalized(x, weight, columns, epsilon).to(loaded.dtype)
+    y = (x * row_scale(x, columns, epsilon)[:, None] * weight).to(loaded.dtype)
     if QUANTIZE:
         index = tl.arange(0, ROWS * WIDTH // GROUP)
         row_of = first + index // (WIDTH // GROUP)
@@ -149,8 +157,7 @@ def _launch(
     tile = norm_tile(columns)
     if not x.numel():
         return
-    if flat.stride(1) != 1 or (flat.data_ptr() | flat.stride(0)) % 16:
-        flat = flat.clone(memory_format=torch.contiguous_format)  # loads of 8 neighbours
+    flat = aligned(flat)
     _norm_kernel[(triton.cdiv(len(flat), tile["ROWS"]),)](
         flat,
         flat if residual is None else residual.contiguous(),

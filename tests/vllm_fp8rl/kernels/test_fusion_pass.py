@@ -47,3 +47,18 @@ def test_norms_of_exact_are_fused_with_quantization(tmp_path):
 
     found = fused(layers, (7, 256), (7, 256), (256,), (256,), folder=tmp_path)
     assert found == {"rms_norm_quantize": 1, "add_rms_norm_quantize": 2, "exact_norm": 1}
+
+
+def test_norms_of_queries_and_keys_are_fused_with_their_rotation(tmp_path):
+    def normed(x: Any, weight: Any) -> Any:
+        by_head = x.view(*x.shape[:-1], x.shape[-1] // 64, 64)
+        return OPS.exact_norm(by_head, weight, 1e-6).view(x.shape)
+
+    def attention(qkv: Any, query_weight: Any, key_weight: Any, table: Any) -> Any:
+        query, key, value = qkv.split([256, 128, 128], -1)
+        positions = torch.zeros(len(qkv), dtype=torch.int64)
+        query, key = normed(query, query_weight), normed(key, key_weight)
+        return *OPS.exact_rotate(query, key, positions, table.float()), value
+
+    found = fused(attention, (7, 512), (64,), (64,), (99, 64), folder=tmp_path)
+    assert found == {"exact_norm_rotate": 1}
