@@ -54,6 +54,8 @@ class RunState:
     """KV scales of the last refit of asynchronous engines."""
     queues_batches: bool = True
     """Whether batches may wait for their training across a refit; true where it is not known."""
+    exact_model: str | None = None
+    """Name of the model, if the recipe says ``exact``."""
     unread_config: Any = None
     """The config that was loaded, until a class that knows our keys has been made of one."""
 

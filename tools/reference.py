@@ -77,6 +77,8 @@ DRIVER = {
     "guard_level": "level of the mismatch guard: 0 normal, 1 tight, 2 skip, 3 bf16",
     "guard_bf16_rollouts": "1 while rollouts run in BF16",
     "guard_rejected_share": "share of the tokens that the tight level rejected",
+    "equal_logprobs": "with `exact`, share of the sampled tokens whose log-probabilities are the "
+    "trainer's to the bit; below 1 in a step on policy is an error in the log",
     "step_skipped": "1 if the step was left out, by the guard or because rejection left nothing",
 }
 ENVIRONMENT = {

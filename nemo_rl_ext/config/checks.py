@@ -13,6 +13,7 @@ from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from fp8rl.recipe import KVCache, KVDtype
 from nemo_rl_ext.config.drivers import BLOCK, GUARD, LOSS, MEGATRON, VLLM
+from nemo_rl_ext.config.exact import refuse_inexact
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import (
     READERS,
@@ -118,11 +119,7 @@ def refuse_unread_kv_settings(
 def refuse_unserved(recipe: Recipe, sections: Sections) -> None:
     """Refuse upstream's settings that FP8 or the correction of whole batches cannot serve."""
     if recipe.exact:
-        raise UnsupportedError(
-            f"'{block_path(next(iter(sections.blocks)))}.exact' is not served by NeMo RL's "
-            "drivers, whose trainer has TransformerEngine's layers; remove the key, or use a "
-            "trainer of your own."
-        )
+        refuse_inexact(recipe, block_path(next(iter(sections.blocks))), sections)
     _refuse_other_workers(recipe, sections)
     _refuse_adapters(recipe, sections)
     if recipe.rollout:
@@ -370,7 +367,9 @@ def refuse_fixed_engines(guard: GuardConfig, recipe: Recipe, sections: Sections)
     """Refuse the guard's fallback for engines that cannot be started anew in their workers."""
     if guard.fallback != "bf16" or not recipe.rollout:
         return
-    if sections.vllm.get("expose_http_server"):
+    if recipe.exact:
+        reason = f"'{VLLM}.{BLOCK}.exact' false: the trainer's attention needs a cache of 8 bits"
+    elif sections.vllm.get("expose_http_server"):
         reason = f"'{VLLM}.expose_http_server' false: the server keeps the engine it began with"
     elif sections.shares_experts:
         reason = (

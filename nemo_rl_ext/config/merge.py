@@ -16,6 +16,7 @@ from fp8rl import Recipe
 from fp8rl.errors import RecipeError, UnsupportedError
 from nemo_rl_ext.config import checks, drivers
 from nemo_rl_ext.config.drivers import ARGUMENTS, BLOCK, GUARD, LOSS, MEGATRON, QUANTIZATION, VLLM
+from nemo_rl_ext.config.exact import require_both_sections
 from nemo_rl_ext.config.guard import GuardConfig
 from nemo_rl_ext.config.keys import (
     Keys,
@@ -87,6 +88,8 @@ def read(config: Mapping[str, Any], driver: drivers.Driver) -> Keys | None:
                 "all of them from one block."
             )
     checks.refuse_unread_settings(block, given, first, sections)
+    if given.exact:
+        require_both_sections(first, sections)
     merged = _Merge(block, first)
     notes: list[str] = []
     if VLLM in blocks:
@@ -301,7 +304,7 @@ def _loss(merged: _Merge, loss: Mapping[str, Any]) -> None:
         merged.data.setdefault("importance_sampling", {}).setdefault("level", "sequence")
 
 
-def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None]) -> None:
+def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None]) -> Recipe | None:
     """Check a ``MasterConfig`` and turn its keys into what the workers read; in place.
 
     Upstream's own FP8 paths are switched off (``precision: bfloat16``, ``fp8_cfg.enabled: false``),
@@ -314,6 +317,9 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
         driver: see :func:`read`.
         require: called with a key's path when there is a block; raises where a patch does not fit.
 
+    Returns:
+        The merged recipe; None without a block.
+
     Raises:
         RecipeError: also for a pin that matches nothing of the model.
         UnsupportedError: also for a model that cannot run in FP8.
@@ -322,7 +328,7 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
     plain = config.model_dump()
     keys = read(plain, driver)
     if keys is None:
-        return
+        return None
     require(keys.places[0])
     model = model_config(config.policy)
     notes = (*keys.notes, *check_pins(keys.recipe, keys.places[0], config.policy, model))
@@ -333,6 +339,10 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
         vllm[BLOCK] = block
         vllm["precision"] = "bfloat16"
         vllm["kv_cache_dtype"] = "auto"  # until announce_kv_cache
+        if recipe.exact:
+            # At temperature 1 "processed" logits are the same numbers, but in float32 up to vLLM
+            # 0.25, which the sampler's kernel adds up in another order.
+            vllm["logprobs_mode"] = "raw_logprobs"
         if recipe.rollout:
             arguments = generation.get("vllm_kwargs") or {}
             generation["vllm_kwargs"] = {
@@ -360,6 +370,7 @@ def prepare(config: Any, driver: drivers.Driver, require: Callable[[str], None])
     logger.info("fp8rl: recipe of this run: %s", block)
     for note in notes:
         logger.warning("fp8rl: %s", note)
+    return recipe
 
 
 def queues_batches(config: Any, driver: drivers.Driver) -> bool:

@@ -9,6 +9,7 @@ from fp8rl import PluginManager, Recipe
 from fp8rl.errors import ModelError, PinError, RecipeError, UnsupportedError
 from fp8rl.families import family_of, module_names, unsupported_reason
 from nemo_rl_ext.config.drivers import MEGATRON
+from nemo_rl_ext.config.exact import refuse_inexact_model
 from nemo_rl_ext.config.keys import kv_dtype
 
 _NO_LATENTS = {
@@ -61,6 +62,7 @@ def check_pins(
     except ModelError as error:
         raise ModelError(f"'{policy.get('model_name')}': {error}") from None
     notes = []
+    pins = None
     grouped = (policy.get("megatron_cfg") or {}).get("moe_grouped_gemm")
     if names is None:
         notes.append(
@@ -75,6 +77,8 @@ def check_pins(
             raise RecipeError(f"{where}.{error} ('{policy.get('model_name')}')") from error
         experts = (name for name in names if ".experts." in name)
         fp8_experts = any(pins.precision(name) == "fp8" for name in experts)
+    if recipe.exact:
+        refuse_inexact_model(where, policy.get("model_name"), model, pins)
     # Megatron-Bridge groups the experts of Qwen3-MoE where the key is not set.
     if recipe.training and fp8_experts and grouped in (None, True):
         notes.append(

@@ -39,11 +39,16 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
             given.arguments.get(_THRESHOLD) == math.inf
         ):  # by config/merge.py: it would drop NaN first
             given.arguments[_THRESHOLD] = None
+        data, run, equal = given.arguments["train_data"], finder.run, {}
+        if run.exact_model is not None:  # before upstream masks sequences that differ
+            from nemo_rl_ext.driver.exactness import equal_logprobs
+
+            equal = equal_logprobs(data, run.exact_model, on_policy=not run.queues_batches)
         metrics = masking(*given.args, **given.kwargs)
-        if finder.run.correction is not None:
+        metrics.update(equal)
+        if run.correction is not None:
             masked = metrics["mean_seq_mult_prob_error"] if metrics["num_masked_seqs"] else None
-            data = given.arguments["train_data"]
-            metrics.update(finder.run.correction.correct(data, masked=masked))
+            metrics.update(run.correction.correct(data, masked=masked))
         return metrics
 
     setattr(module, UPSTREAM[0].name, correcting)

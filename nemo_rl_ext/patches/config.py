@@ -33,7 +33,9 @@ def apply(module: ModuleType, finder: PatchFinder) -> None:
         if asked:
             from nemo_rl_ext.config.merge import prepare, queues_batches
 
-            prepare(self, driver, finder.require)
+            recipe = prepare(self, driver, finder.require)
+            if recipe is not None and recipe.exact:
+                finder.run.exact_model = str(self.policy["model_name"])
             finder.run.queues_batches = queues_batches(self, driver)
 
     master_config.__init__ = __init__

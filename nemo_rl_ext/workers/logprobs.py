@@ -4,6 +4,9 @@ Upstream's class goes through the logits of a chunk about eight times, in float3
 for the maximum, the difference, the exponential, the sum and the logarithm. With 151,936 words that
 is a third of what the head of a 4B model costs. This class has its signature and its results, up to
 the order of float32 sums, and takes its place in the process of a worker that trains in FP8.
+
+With ``exact`` it is `ExactLogprob`, whose forward is the function of the rollouts' sampler. That
+takes two passes over the logits, one for the maximum and one for the sum, so `FusedLogprob` stays.
 """
 
 from __future__ import annotations
@@ -87,7 +90,40 @@ class FusedLogprob(torch.autograd.Function):
         return gradient, None, None, None, None, None, None
 
 
-def fuse_logprobs(policy: Mapping[str, Any]) -> None:
+class ExactLogprob(FusedLogprob):
+    """As :class:`FusedLogprob` on one rank, with the bits of the rollouts' log-probabilities."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: torch.Tensor,
+        target: torch.Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: torch.distributed.ProcessGroup,
+        inference_only: bool = False,
+    ) -> torch.Tensor:
+        """Return the log-probabilities of the targets; see :meth:`FusedLogprob.forward`.
+
+        Raises:
+            UnsupportedError: ranks share the vocabulary, whose sum has one order on one rank alone.
+        """
+        from fp8rl.kernels.logprobs import token_logprobs
+
+        if torch.distributed.get_world_size(tp_group) > 1:
+            raise UnsupportedError(
+                "exact adds up a whole vocabulary in one order, and tensor-parallel ranks share "
+                "it; set policy.megatron_cfg.tensor_model_parallel_size to 1, or exact to false in "
+                "the fp8rl block."
+            )
+        found, most, spread = token_logprobs(vocab_parallel_logits, target)
+        if not inference_only:
+            ctx.save_for_backward(vocab_parallel_logits, target, most, spread)
+        return found
+
+
+def fuse_logprobs(policy: Mapping[str, Any], *, exact: bool = False) -> None:
     """Let upstream's functions of this process compute chunked log-probabilities with our class.
 
     They look the class up by its name, and there is no key for another one. Where upstream's class
@@ -95,11 +131,13 @@ def fuse_logprobs(policy: Mapping[str, Any]) -> None:
 
     Args:
         policy: NeMo RL's section of that name.
+        exact: of the recipe; the class is then :class:`ExactLogprob`, whatever :data:`FUSED_ENV`
+            says (:mod:`nemo_rl_ext.config.exact` refuses what contradicts it).
 
     Raises:
-        UnsupportedError: :data:`FUSED_ENV` is 1 and upstream's class would stay.
+        UnsupportedError: with ``exact``, or with :data:`FUSED_ENV` 1, upstream's class would stay.
     """
-    wanted = os.environ.get(FUSED_ENV)
+    wanted = "exact" if exact else os.environ.get(FUSED_ENV)
     if wanted == "0":
         return
     if policy.get("logprob_chunk_size") is None:
@@ -115,11 +153,16 @@ def fuse_logprobs(policy: Mapping[str, Any]) -> None:
     try:
         resolve(model_utils, UPSTREAM)
     except UnsupportedError as error:
-        if wanted == "1":
-            raise UnsupportedError(
-                f"{error} {served()}, or remove {FUSED_ENV} from policy.megatron_cfg.env_vars."
-            ) from None
+        remedies = {
+            "1": f"remove {FUSED_ENV} from policy.megatron_cfg.env_vars",
+            "exact": "set exact to false in the fp8rl block",
+        }
+        if wanted in remedies:
+            raise UnsupportedError(f"{error} {served()}, or {remedies[wanted]}.") from None
         logger.warning("fp8rl: upstream's class computes log-probabilities. %s", error)
         return
-    model_utils.ChunkedDistributedLogprob = FusedLogprob
-    logger.info("fp8rl: log-probabilities take one pass over the logits.")
+    model_utils.ChunkedDistributedLogprob = ExactLogprob if exact else FusedLogprob
+    logger.info(
+        "fp8rl: log-probabilities %s.",
+        "are computed as the rollouts' are" if exact else "take one pass over the logits",
+    )

@@ -125,7 +125,7 @@ class Fp8Training:
             ours = pre_wrap_hook(recipe, converted=self._keep_codes_of)
             options["additional_pre_wrap_hooks"] = [*hooks, ours]
             if torch.cuda.is_available():
-                fuse_logprobs(policy)
+                fuse_logprobs(policy, exact=recipe.exact)
         state = setup(policy, megatron, load_optimizer, **options)
         if recipe is not None and sends_kv_scales(policy):
             self._qkv_observer = _observe(state.model)

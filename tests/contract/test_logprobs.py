@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from nemo_rl_ext.workers.logprobs import UPSTREAM, FusedLogprob
-from support.logprob_kernels import kernels
+from nemo_rl_ext.workers.logprobs import UPSTREAM, ExactLogprob, FusedLogprob
+from support.logprob_kernels import exact_kernels, kernels
 from support.megatron import one_process
 from support.sources import source
 
@@ -38,6 +38,7 @@ def theirs() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, one_process():
         if DEVICE == "cpu":
             patch.setitem(sys.modules, "fp8rl.numerics.triton.logprobs", kernels())
+            patch.setitem(sys.modules, "fp8rl.kernels.logprobs", exact_kernels())
         yield found[CLASS]
 
 
@@ -55,7 +56,8 @@ def nan(logits: torch.Tensor, target: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("change", [None, outside, masked, nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ours_are_upstreams(theirs: Any, change: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", [FusedLogprob, ExactLogprob])
+def test_ours_are_upstreams(theirs: Any, kind: Any, change: Any, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(*SHAPE, WORDS, generator=generator)).to(DEVICE, dtype)
     target = torch.randint(WORDS, SHAPE, generator=generator).to(DEVICE)
@@ -63,9 +65,9 @@ def test_ours_are_upstreams(theirs: Any, change: Any, dtype: torch.dtype) -> Non
     if change is not None:
         change(logits, target)
     results = []
-    for kind in (theirs, FusedLogprob):
+    for function in (theirs, kind):
         x = logits.clone().requires_grad_(True)
-        found = kind.apply(x, target, 0, WORDS, 4, torch.distributed.group.WORLD, False)
+        found = function.apply(x, target, 0, WORDS, 4, torch.distributed.group.WORLD, False)
         found.backward(grad)
         results.append((found, x.grad))
     (expected, gradient), (ours, own) = results

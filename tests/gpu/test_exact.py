@@ -260,6 +260,28 @@ def test_log_probabilities():
     torch.testing.assert_close((largest + log_sum).double(), logits.double().logsumexp(-1))
 
 
+@pytest.mark.parametrize("words", [49_152, 50_001])
+def test_log_probabilities_of_views(words):
+    """Megatron's logits are ``[S, B, V]`` in memory, and NeMo RL's packed loss takes parts."""
+    torch.manual_seed(0)
+    logits = (torch.randn(9, 3, words, device=DEVICE) * 4).bfloat16().transpose(0, 1)
+    ids = torch.randint(0, words, (3, 9), device=DEVICE)
+    rows = logits.reshape(-1, words)
+    expected = [x.view(3, 9) for x in logprobs.token_logprobs(rows, ids.flatten())]
+    part = slice(4, 7)
+    for found, alone, whole in zip(
+        logprobs.token_logprobs(logits, ids),
+        logprobs.token_logprobs(logits[1:2, part], ids[1:2, part]),
+        expected,
+        strict=True,
+    ):
+        assert torch.equal(found, whole)
+        assert torch.equal(alone, whole[1:2, part])
+    outside = torch.tensor([[-100, words, 5]], device=DEVICE)
+    found = logprobs.token_logprobs(logits[:1, :3], outside)[0]
+    assert (found[0, :2] == 0).all() and found[0, 2] < 0
+
+
 @pytest.mark.parametrize("dtype", ["e4m3", "int8"])
 def test_gradients_of_attention_are_those_of_the_rounded_keys(dtype):
     pytest.importorskip("megatron.core")

@@ -1,6 +1,7 @@
-"""Stand-ins in plain torch for ``fp8rl.numerics.triton.logprobs``, since a CPU has no Triton.
+"""Stand-ins in plain torch for the kernels of log-probabilities, since a CPU has no Triton.
 
-The kernels themselves are compared with float64 in ``tests/gpu/test_triton_logprobs.py``.
+The kernels themselves are compared with float64 in ``tests/gpu/test_triton_logprobs.py`` and
+``tests/gpu/test_exact.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,19 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+
+def exact_kernels() -> ModuleType:
+    """A module with the function of ``fp8rl.kernels.logprobs``."""
+
+    def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        most, total, logit = kernels().row_sums(logits, ids)
+        here = (ids >= 0) & (ids < logits.shape[-1])
+        return (logit - most - total.log()).where(here, 0.0), most, total.log()
+
+    module: Any = ModuleType("fp8rl.kernels.logprobs")
+    module.token_logprobs = token_logprobs
+    return module
 
 
 def kernels() -> ModuleType:

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
 from fp8rl.errors import UnsupportedError
-from fp8rl.kernels import require_fp8_linears
+from fp8rl.kernels import EXACT_MODELS, require_fp8_linears
 from fp8rl.kernels.attention import HEAD_SIZES, check_page_size
 from fp8rl.kernels.logprobs import token_logprobs
 from fp8rl.kernels.norm import add_rms_norm, rms_norm
@@ -23,8 +23,6 @@ from fp8rl.kernels.rotary import cos_sin_table, rotate
 from fp8rl.pinning import PinPolicy
 from vllm_fp8rl.kernels.rotary import Float32Rotary, kept_reason
 
-_MODELS = ("llama", "qwen3")
-"""Model types whose layers have no place but those that both engines share."""
 _REMEDY = "or set exact to false in the recipe."
 
 
@@ -173,6 +171,7 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
     needed = [
         ("a Hopper GPU, of compute capability", tuple(capability or ()), (9, 0)),
         ("dtype", model.dtype, torch.bfloat16),
+        ("logprobs_mode", model.logprobs_mode, "raw_logprobs"),
         ("head_dtype", model.head_dtype, torch.bfloat16),
         ("a model of text alone, is_multimodal_model", model.is_multimodal_model, False),
         ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
@@ -189,9 +188,9 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
                 f"exact needs {what} {good!r} in the rollout engine, not {value!r}; change it, "
                 f"{_REMEDY}"
             )
-    if model.hf_text_config.model_type not in _MODELS:
+    if model.hf_text_config.model_type not in EXACT_MODELS:
         raise UnsupportedError(
-            f"exact serves model_type {' and '.join(_MODELS)}, not "
+            f"exact serves model_type {' and '.join(EXACT_MODELS)}, not "
             f"'{model.hf_text_config.model_type}'; choose another model, {_REMEDY}"
         )
     if model.get_head_size() not in HEAD_SIZES:
@@ -225,7 +224,8 @@ def _check_logprobs() -> None:
     """Refuse a vLLM whose sampler adds in another order than the trainer."""
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
-    logits = torch.randn(8, 50_000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    make = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(8, 50_000, device="cuda", generator=make).bfloat16()  # as the sampler's
     ids = torch.arange(8, device="cuda")
     if not torch.equal(
         compute_token_logprobs(logits, ids[:, None])[:, 0], token_logprobs(logits, ids)[0]

@@ -9,6 +9,9 @@ from __future__ import annotations
 from fp8rl.errors import UnsupportedError
 from fp8rl.pinning import PinPolicy
 
+EXACT_MODELS = ("llama", "qwen3")
+"""Model types whose layers have no place but those that both engines share."""
+
 
 def require_fp8_linears(policy: PinPolicy) -> None:
     """Raise UnsupportedError if a linear layer of the decoder is pinned to BF16."""

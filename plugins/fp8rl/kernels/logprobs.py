@@ -22,11 +22,13 @@ def _logprob_kernel(
     max_ptr,
     log_sum_ptr,
     words,
+    length,
+    stride_sequence,
     stride_row,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = logits_ptr + row * stride_row
+    at = logits_ptr + (row // length) * stride_sequence + (row % length) * stride_row
     largest = float("-inf")
     for start in range(0, words, BLOCK):
         word = start + tl.arange(0, BLOCK)
@@ -39,8 +41,10 @@ def _logprob_kernel(
         x = tl.load(at + word, word < words, other=0.0).to(tl.float32)
         total += tl.sum(tl.where(word < words, tl.exp(x - largest), 0.0))
     log_sum = tl.log(total)
-    chosen = tl.load(at + tl.load(ids_ptr + row)).to(tl.float32)
-    tl.store(out_ptr + row, chosen - largest - log_sum)
+    chosen = tl.load(ids_ptr + row)
+    here = (chosen >= 0) & (chosen < words)
+    logit = tl.load(at + chosen, here, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, tl.where(here, logit - largest - log_sum, 0.0))
     tl.store(max_ptr + row, largest)
     tl.store(log_sum_ptr + row, log_sum)
 
@@ -50,17 +54,28 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the log-probability of one token for each row of logits.
 
+    The other two results are what :func:`fp8rl.numerics.triton.logprobs.logprob_gradient` takes.
+
     Args:
-        logits: ``[rows, vocabulary]`` of the whole vocabulary, bfloat16 or float32; the last
-            dimension is contiguous.
-        ids: integers ``[rows]``.
+        logits: ``[rows, V]`` or ``[B, S, V]`` of the whole vocabulary without columns that pad it,
+            bfloat16 or float32; any strides but the last.
+        ids: integers ``[rows]`` or ``[B, S]``; a number outside of the vocabulary has 0.
 
     Returns:
-        three float32 tensors ``[rows]``: the log-probabilities; the largest logits; the logarithms
-        of the sums of ``exp(logit - largest)``.
+        three float32 tensors of the shape of ``ids``: the log-probabilities; the largest logits;
+        the logarithms of the sums of ``exp(logit - largest)``.
     """
-    rows, words = logits.shape
-    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    if rows:
-        _logprob_kernel[(rows,)](logits, ids, *found, words, logits.stride(0), BLOCK=_BLOCK)
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    found = torch.empty(3, *ids.shape, dtype=torch.float32, device=logits.device)
+    if ids.numel():
+        _logprob_kernel[(ids.numel(),)](
+            logits,
+            ids.contiguous(),
+            *found,
+            logits.shape[-1],
+            ids.shape[-1],
+            logits.stride(0),
+            logits.stride(-2),
+            BLOCK=_BLOCK,
+        )
     return found[0], found[1], found[2]

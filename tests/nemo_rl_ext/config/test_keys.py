@@ -340,10 +340,85 @@ def test_a_wrong_config_is_refused_by_its_path(
     assert message in str(raised.value)
 
 
-def test_an_exact_recipe_is_refused_by_its_key() -> None:
-    value = config({"exact": True, "kv_cache": {"dtype": "fp8_e4m3"}})
-    with pytest.raises(UnsupportedError, match=r"fp8rl\.exact' is not served by NeMo RL's drivers"):
-        read(value, GRPO)
+EXACT = "policy.logprob_chunk_size=1024 megatron.defer_fp32_logits=true block.exact=true "
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "",
+        "block.kv_cache.dtype=int8_per_token_head grpo.val_at_start=true",
+        "generation.temperature=1.0 generation.top_p=1.0 generation.top_k=-1",
+        "megatron.tensor_model_parallel_size=1 megatron.pipeline_model_parallel_size=2",
+        "loss.fp8rl_guard.fallback=stop",
+        "vllm.async_engine=true block.kv_cache.recalibrate=grow",
+    ],
+)
+def test_what_is_exact(overrides: str) -> None:
+    assert recipe({}, EXACT + overrides).exact
+    made = MasterConfig(**config({}, EXACT + overrides, model_name="none"))
+    prepared = prepare(made, GRPO, lambda key: None)
+    assert prepared is not None and prepared.exact
+    # Logits that vLLM 0.25 has processed are in float32, whose sums have another order.
+    assert made.policy["generation"]["vllm_cfg"]["logprobs_mode"] == "raw_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        ("~megatron.fp8rl", "policy.megatron_cfg.fp8rl"),
+        ("~vllm.fp8rl", "policy.generation.vllm_cfg.fp8rl"),
+        ("megatron.enabled=false", "policy.megatron_cfg.enabled"),
+        ("policy.precision=float16", "policy.precision"),
+        ("policy.logprob_chunk_size=null", "policy.logprob_chunk_size"),
+        ("megatron.defer_fp32_logits=false", "policy.megatron_cfg.defer_fp32_logits"),
+        ("megatron.tensor_model_parallel_size=2", "policy.megatron_cfg.tensor_model_parallel_size"),
+        ("megatron.context_parallel_size=2", "policy.megatron_cfg.context_parallel_size"),
+        ("vllm.tensor_parallel_size=2", "policy.generation.vllm_cfg.tensor_parallel_size"),
+        ("megatron.use_fused_linear_logprobs=true", "megatron_cfg.use_fused_linear_logprobs"),
+        ("megatron.env_vars.FP8RL_FUSED_LOGPROBS='0'", "env_vars.FP8RL_FUSED_LOGPROBS"),
+        ("megatron.model_overrides.should_pad_vocab=true", "model_overrides.should_pad_vocab"),
+        ("megatron.bias_activation_fusion=false", "policy.megatron_cfg.bias_activation_fusion"),
+        ("generation.temperature=0.8", "policy.generation.temperature"),
+        ("generation.top_p=0.9", "policy.generation.top_p"),
+        ("generation.top_k=20", "policy.generation.top_k"),
+        ("generation.vllm_kwargs.speculative_config.method=mtp", "vllm_kwargs.speculative_config"),
+        ("grpo.val_at_start=true", "grpo.val_at_start"),
+        ("loss.fp8rl_guard={}", "loss_fn.fp8rl_guard.fallback"),
+    ],
+)
+def test_what_is_not_exact_is_refused_by_its_key(overrides: str, path: str) -> None:
+    with pytest.raises(Fp8RLError) as raised:
+        read(config({}, EXACT + overrides), GRPO)
+    assert f"{path}'" in str(raised.value) and "exact" in str(raised.value)
+
+
+def test_exact_needs_scales_that_the_loop_sends() -> None:
+    ppo = config({}, EXACT, ppo={})
+    with pytest.raises(UnsupportedError, match=r"'run_ppo\.py' sends no KV scales"):
+        read(ppo, DRIVERS["ppo"])
+    keys = read(config({}, EXACT + "block.kv_cache.dtype=int8_per_token_head"), DRIVERS["ppo"])
+    assert keys is not None and keys.recipe.exact
+
+
+@pytest.mark.parametrize(
+    ("kind", "pins", "message"),
+    [
+        ("qwen3", {}, None),
+        ("qwen2", {}, "serves models of type llama and qwen3, and .* of type 'qwen2'"),
+        ("llama", {"last": 1}, r"'model\.layers\.1\..*' is pinned to BF16"),
+    ],
+)
+def test_a_model_that_is_not_exact_is_refused_before_ray(
+    kind: str, pins: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 2}))
+    made = MasterConfig(**config({"pins": pins}, EXACT, model_name=str(tmp_path)))
+    if message is None:
+        prepare(made, GRPO, lambda key: None)
+        return
+    with pytest.raises(UnsupportedError, match=message):
+        prepare(made, GRPO, lambda key: None)
 
 
 def test_engines_of_ppo_calibrate_themselves() -> None:

@@ -13,12 +13,14 @@ WORDS, SHAPE = 1000, (3, 7)
 
 
 def main() -> None:
+    from fp8rl.errors import UnsupportedError
     from megatron_fp8rl.testing.launch import join
-    from nemo_rl_ext.workers.logprobs import FusedLogprob
-    from support.logprob_kernels import kernels
+    from nemo_rl_ext.workers.logprobs import ExactLogprob, FusedLogprob
+    from support.logprob_kernels import exact_kernels, kernels
 
     rank, ranks = join()
     sys.modules["fp8rl.numerics.triton.logprobs"] = kernels()
+    sys.modules["fp8rl.kernels.logprobs"] = exact_kernels()
     generator = torch.Generator().manual_seed(0)
     # 1000 more than usual, which must not cost precision.
     logits = 1000 + 4 * torch.randn(*SHAPE, WORDS, generator=generator)
@@ -31,16 +33,28 @@ def main() -> None:
     first, last = rank * WORDS // ranks, (rank + 1) * WORDS // ranks
     own = logits[..., first:last].clone().requires_grad_(True)
     group = torch.distributed.group.WORLD
-    found = FusedLogprob.apply(own, target, first, last, 4, group, False)
-    found.backward(grad)
-    assert (found - expected).abs().max() < 1e-5
-    assert own.grad is not None and exact.grad is not None
-    assert (own.grad - exact.grad[..., first:last]).abs().max() < 1e-5
-    with torch.no_grad():
-        assert torch.equal(FusedLogprob.apply(own, target, first, last, 4, group, True), found)
-        nobodys = torch.tensor([[-100] * 7, [WORDS + 9] * 7, [5] * 7])
-        given = FusedLogprob.apply(own, nobodys, first, last, 4, group, True)
-        assert (given[:2] == 0).all() and (given[2] < 0).all()  # as upstream's class has it
+    kinds: list[type[FusedLogprob]] = [FusedLogprob]
+    if ranks == 1:
+        kinds.append(ExactLogprob)
+    else:
+        try:
+            ExactLogprob.apply(own, target, first, last, 4, group, False)
+        except UnsupportedError as error:
+            assert "tensor_model_parallel_size" in str(error)
+        else:
+            raise AssertionError("a part of a vocabulary was summed up alone")
+    for kind in kinds:
+        own.grad = None
+        found = kind.apply(own, target, first, last, 4, group, False)
+        found.backward(grad)
+        assert (found - expected).abs().max() < 1e-5
+        assert own.grad is not None and exact.grad is not None
+        assert (own.grad - exact.grad[..., first:last]).abs().max() < 1e-5
+        with torch.no_grad():
+            assert torch.equal(kind.apply(own, target, first, last, 4, group, True), found)
+            nobodys = torch.tensor([[-100] * 7, [WORDS + 9] * 7, [5] * 7])
+            given = kind.apply(own, nobodys, first, last, 4, group, True)
+            assert (given[:2] == 0).all() and (given[2] < 0).all()  # as upstream's class has it
     torch.distributed.destroy_process_group()  # gloo's threads must not outlive the process
     sys.stdout.write("compared\n")
 

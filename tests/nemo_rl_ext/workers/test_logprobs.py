@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from fp8rl.errors import UnsupportedError
 from megatron_fp8rl.testing.launch import launch
-from nemo_rl_ext.workers.logprobs import FusedLogprob, fuse_logprobs
+from nemo_rl_ext.workers.logprobs import ExactLogprob, FusedLogprob, fuse_logprobs
 from support.processes import environment
 
 RANKS = Path(__file__).with_name("logprob_ranks.py")
@@ -73,6 +73,17 @@ def test_it_takes_the_place_of_upstreams_class(
     for _ in range(2):  # a second worker of the process finds ours
         fuse_logprobs(CHUNKED)
         assert module.ChunkedDistributedLogprob is FusedLogprob
+
+
+def test_exact_takes_it_whatever_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = upstream(monkeypatch, Theirs, None)
+    for _ in range(2):
+        fuse_logprobs(CHUNKED, exact=True)
+        assert module.ChunkedDistributedLogprob is ExactLogprob
+    module = upstream(monkeypatch, Others, None)
+    with pytest.raises(UnsupportedError, match="or set exact to false in the fp8rl block"):
+        fuse_logprobs(CHUNKED, exact=True)
+    assert module.ChunkedDistributedLogprob is Others
 
 
 @pytest.mark.parametrize(("wanted", "policy"), [("0", CHUNKED), (None, {})])

@@ -1,0 +1,132 @@
+"""What ``exact`` needs of NeMo RL's other keys; the workers check model and engine themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fp8rl import Recipe
+from fp8rl.errors import RecipeError, UnsupportedError
+from fp8rl.kernels import EXACT_MODELS, require_fp8_linears
+from fp8rl.pinning import PinPolicy
+from nemo_rl_ext.config.drivers import BLOCK, MEGATRON, VLLM
+from nemo_rl_ext.config.keys import Sections, has_fp8_kv
+from nemo_rl_ext.names import FUSED_ENV
+
+_GENERATION = "policy.generation"
+_LOGPROBS = "log-probabilities are computed elsewhere"
+_FILTERED = "the trainer's log-probabilities are of the whole vocabulary at temperature 1"
+_WHOLE = "a sum has one order on one GPU alone"
+_NEEDED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("policy.precision", ("bfloat16", None), "the engines compute in it"),
+    (f"{MEGATRON}.tensor_model_parallel_size", (1, None), _WHOLE),
+    (f"{MEGATRON}.context_parallel_size", (1, None), _WHOLE),
+    (f"{VLLM}.tensor_parallel_size", (1, None), _WHOLE),
+    (f"{MEGATRON}.defer_fp32_logits", (True,), "the sampler sees logits in bfloat16"),
+    (f"{MEGATRON}.use_fused_linear_logprobs", (False, None), _LOGPROBS),
+    (f"{MEGATRON}.env_vars.{FUSED_ENV}", ("1", None), _LOGPROBS),
+    (
+        f"{MEGATRON}.model_overrides.should_pad_vocab",
+        (False, None),
+        "columns that pad the vocabulary would be in the sum",
+    ),
+    (
+        f"{MEGATRON}.bias_activation_fusion",
+        (True, None),
+        "the SwiGLU of the rollouts is rounded once",
+    ),
+    (f"{_GENERATION}.temperature", (1, None), _FILTERED),
+    (f"{_GENERATION}.top_p", (1, None), _FILTERED),
+    (f"{_GENERATION}.top_k", (None, -1), _FILTERED),
+    (
+        f"{_GENERATION}.vllm_kwargs.speculative_config",
+        (None,),
+        "tokens that were drafted are scored in other batches",
+    ),
+)
+"""Path of a key, what it may be (the first is the remedy; None: left out), and why."""
+
+
+def require_both_sections(where: str, sections: Sections) -> None:
+    """Raise RecipeError unless the blocks of rollouts and Megatron trainer both say ``exact``.
+
+    Args:
+        where: path of the block that says it.
+        sections: of the config.
+    """
+    for section in (VLLM, MEGATRON):
+        if section not in sections.blocks:
+            raise RecipeError(
+                f"'{where}.exact' needs '{section}.{BLOCK}', because both engines must compute the "
+                "same; interpolate the block there, or remove the key."
+            )
+    if not sections.megatron.get("enabled"):
+        raise RecipeError(
+            f"'{where}.exact' needs '{MEGATRON}.enabled' true, because DTensor workers have none "
+            "of its kernels; set it, or remove the key."
+        )
+
+
+def refuse_inexact(recipe: Recipe, where: str, sections: Sections) -> None:
+    """Raise UnsupportedError for a key by which trainer and rollouts would not be equal."""
+    for path, served, why in _NEEDED:
+        section, _, name = path.rpartition(".")
+        value = sections.at(section).get(name)
+        if value not in served:
+            remedy = "remove it" if served[0] is None else f"set it to {_yaml(served[0])}"
+            raise _refusal(f"'{path}' is {_yaml(value)}", where, why, remedy)
+    if sections.policy.get("logprob_chunk_size") is None:
+        raise _refusal(
+            "'policy.logprob_chunk_size' is null",
+            where,
+            "fp8rl computes the log-probabilities that NeMo RL computes in chunks",
+            "set it to 1024",
+        )
+    if not recipe.kv_cache.in_training:
+        raise _refusal(
+            f"'{sections.driver.scripts[0]}' sends no KV scales",
+            where,
+            "the trainer attends over the keys and values of the rollouts' cache",
+            f"set '{where}.kv_cache.dtype' to int8_per_token_head",
+        )
+    own_scales = has_fp8_kv(recipe) and not sections.vllm.get("async_engine")
+    if own_scales and sections.at("grpo").get("val_at_start"):
+        raise _refusal(
+            "'grpo.val_at_start' is true",
+            where,
+            "the rollouts of the first step would have KV scales that vLLM has calibrated and the "
+            "trainer never learns",
+            f"set it to false, or '{where}.kv_cache.dtype' to int8_per_token_head",
+        )
+
+
+def refuse_inexact_model(
+    where: str, name: Any, model: Mapping[str, Any], policy: PinPolicy | None
+) -> None:
+    """Raise UnsupportedError for a model, as far as it is known here, that is not served.
+
+    Args:
+        where: path of the block.
+        name: ``policy.model_name``.
+        model: values of its ``config.json``, or none.
+        policy: which of its linear layers run in FP8; None where they are not known.
+    """
+    kind = model.get("model_type")
+    if kind is not None and kind not in EXACT_MODELS:
+        raise UnsupportedError(
+            f"'{where}.exact' serves models of type {' and '.join(EXACT_MODELS)}, and '{name}' is "
+            f"of type '{kind}'; remove the key, or choose another model."
+        )
+    if policy is not None:
+        require_fp8_linears(policy)
+
+
+def _refusal(what: str, where: str, why: str, remedy: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what}, but '{where}.exact' does not serve that: {why}; {remedy}, or remove the key "
+        "'exact'."
+    )
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower()

@@ -1,0 +1,42 @@
+"""Whether ``exact`` holds: which sampled tokens have the trainer's log-probabilities."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_ext.names import LOGGER
+
+logger = logging.getLogger(LOGGER)
+
+
+def equal_logprobs(
+    train_data: Mapping[str, Any], model: str, *, on_policy: bool
+) -> dict[str, float]:
+    """Return the share of the tokens in the loss whose log-probabilities are equal to the bit.
+
+    Args:
+        train_data: ``token_mask``, ``prev_logprobs``, ``generation_logprobs`` ``[B, S]``,
+            ``sample_mask`` ``[B]``.
+        model: name of the model, for the log.
+        on_policy: the batch was sampled with the trainer's weights; a share below 1 is then an
+            error in the log.
+
+    Returns:
+        ``fp8rl/equal_logprobs``; nothing where no token counts.
+    """
+    counts = (train_data["token_mask"] * train_data["sample_mask"].unsqueeze(-1))[:, 1:] != 0
+    equal = (train_data["generation_logprobs"] == train_data["prev_logprobs"])[:, 1:][counts]
+    if not len(equal):
+        return {}
+    share = equal.double().mean().item()
+    if on_policy and share < 1:
+        logger.error(
+            "fp8rl: exact does not hold: %d of %d tokens have other log-probabilities in the "
+            "trainer than in the rollout; 'fp8rl exact %s' finds the first module that differs.",
+            len(equal) - int(equal.sum()),
+            len(equal),
+            model,
+        )
+    return {"fp8rl/equal_logprobs": share}

@@ -1,0 +1,79 @@
+"""The share of equal log-probabilities, and the error where it is below 1 on policy."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_ext.driver.exactness import equal_logprobs
+from nemo_rl_ext.patch_finder import PatchFinder
+from nemo_rl_ext.patches import batch
+
+MODEL = "my-model"
+
+
+def data(*differ: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Two rows, of which columns 2 to 4 of the first count: three tokens."""
+    ours = -torch.rand(2, 6, generator=torch.Generator().manual_seed(0)) - 0.5
+    theirs = ours.clone()
+    for place in differ:
+        theirs[place] = math.nextafter(theirs[place].item(), -9.0) - 1e-7
+    tokens = torch.zeros(2, 6)
+    tokens[:, 2:5] = 1
+    return {
+        "token_mask": tokens,
+        "sample_mask": torch.tensor([1.0, 0.0]),
+        "prev_logprobs": ours,
+        "generation_logprobs": theirs,
+    }
+
+
+@pytest.mark.parametrize(
+    ("differ", "share"),
+    [((), 1.0), (((0, 3),), 2 / 3), (((0, 0), (0, 1), (0, 5), (1, 3)), 1.0)],
+    ids=["all", "one", "none that counts"],
+)
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_the_share_and_the_error(
+    differ: Any, share: float, on_policy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = equal_logprobs(data(*differ), MODEL, on_policy=on_policy)
+    assert found == {"fp8rl/equal_logprobs": pytest.approx(share)}
+    errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    if on_policy and share < 1:
+        assert "1 of 3 tokens" in errors[0] and "'fp8rl exact my-model'" in errors[0]
+    else:
+        assert not errors
+
+
+def test_a_batch_without_tokens_has_no_share() -> None:
+    empty = data() | {"sample_mask": torch.zeros(2)}
+    assert equal_logprobs(empty, MODEL, on_policy=True) == {}
+
+
+@pytest.mark.parametrize("queues", [True, False])
+@pytest.mark.parametrize("model", [None, MODEL])
+def test_each_step_has_it_before_upstream_masks_what_differs(
+    queues: bool, model: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def masking(train_data: Any, rewards: Any, seq_logprob_error_threshold: Any) -> Any:
+        train_data["sample_mask"].zero_()
+        return {"num_masked_seqs": 1}
+
+    module: Any = ModuleType("nemo_rl.algorithms.grpo")
+    name = "compute_and_apply_seq_logprob_error_masking"
+    setattr(module, name, masking)
+    masking.__qualname__ = name  # as a function of a module
+    finder = PatchFinder()
+    finder.run.exact_model, finder.run.queues_batches = model, queues
+    batch.apply(module, finder)
+    metrics = getattr(module, name)(data((0, 3)), torch.ones(2), 1.0)
+    if model is None:
+        assert metrics == {"num_masked_seqs": 1}
+    else:
+        assert metrics["fp8rl/equal_logprobs"] == pytest.approx(2 / 3)
+    assert ("exact does not hold" in caplog.text) == (model is not None and not queues)
