@@ -15,7 +15,8 @@ prints for each variant what its tensorboard has: the reward and the mismatch of
 seconds by phase, with those of vLLM's own calibrations, which are part of ``generation``, from the
 log, and those before the first step. ``fp8rl-bf16kv`` is a fourth variant, with FP8 rollouts over a
 BF16 KV cache, as upstream's FP8 path has it with a DTensor trainer; ``fp8rl-int8kv`` has an INT8
-cache. ``--gpus 2`` makes rollouts
+cache; ``fp8rl-exact`` is ``exact: true`` with the Megatron trainer and packed sequences.
+``--gpus 2`` makes rollouts
 tensor-parallel and training data-parallel over two GPUs. ``--single-controller`` runs
 ``run_grpo_single_controller.py`` instead, with its YAML: the Megatron trainer on one of two GPUs,
 an asynchronous engine on the other, one optimizer step for all sequences of a step. ``--in-flight``
@@ -74,7 +75,15 @@ from real_model import make_model as make_real_model
 from sums_model import make_model, problems
 from tiny_models import FAMILIES
 
-VARIANTS = ("bf16", "upstream", "fp8rl", "fp8rl-bf16kv", "fp8rl-int8kv", "fp8rl-rollout")
+VARIANTS = (
+    "bf16",
+    "upstream",
+    "fp8rl",
+    "fp8rl-bf16kv",
+    "fp8rl-int8kv",
+    "fp8rl-rollout",
+    "fp8rl-exact",
+)
 TASKS: dict[str, dict[str, Any]] = {
     "sums": {"variants": "bf16,upstream,fp8rl", "steps": 20, "prompts": 32, "generations": 16},
     "long": {
@@ -103,6 +112,7 @@ CURVES = (
     "train/mean_gen_tokens_per_sample",
     "train/fp8rl/is_weight_ess",
     "train/fp8rl/token_mult_prob_error",
+    "train/fp8rl/equal_logprobs",
     "train/fp8rl/guard_level",
     "train/fp8rl/step_skipped",
 )
@@ -265,6 +275,10 @@ def config(
             "kv_cache": {"dtype": CACHES.get(variant, "auto")},
             "pins": {"layers": [1]} if megatron else {},
         }
+    if variant == "fp8rl-exact":
+        value["fp8rl"] |= {"exact": True, "pins": {}}
+        value["policy"] |= {"logprob_chunk_size": 1024, "sequence_packing": {"enabled": True}}
+        value["policy"]["megatron_cfg"]["defer_fp32_logits"] = True
     if options.single_controller:
         single_controller(value, source, options)
     if options.in_flight:
@@ -630,6 +644,8 @@ def refusal(options: argparse.Namespace) -> str | None:
         # Megatron-LM puts a norm in front of its linear_q_proj for which Megatron-Bridge has no
         # weight (its issue 5261), and no key of NeMo RL's changes that; fp8rl's worker does.
         return "--family moonlight has no --variants upstream: its worker cannot import the model"
+    if "fp8rl-exact" in variants and (not megatron or options.gpus > 1 or options.family):
+        return "--variants fp8rl-exact needs --trainer megatron and one GPU, and has no --family"
     if "fp8rl-rollout" in variants and not megatron:
         return "--variants fp8rl-rollout needs --trainer megatron; else it is fp8rl-bf16kv"
     if options.single_controller or options.in_flight:

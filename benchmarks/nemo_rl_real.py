@@ -49,6 +49,7 @@ CACHES: dict[str, KVDtype] = {
     "upstream": "fp8_e4m3",
     "fp8rl": "fp8_e4m3",
     "fp8rl-int8kv": "int8_per_token_head",
+    "fp8rl-exact": "fp8_e4m3",
 }
 """KV caches of the variants; the others have one in BF16."""
 IDLE_MIB, IDLE_LOAD = 1024, 0.25

@@ -62,6 +62,7 @@ def test_a_driver_runs_beside_its_log(
         (["--in-flight", "--single-controller"], "not allowed with"),
         (["--prompts", 0], "must be 1 or more"),
         (["--variants", "fp8rl-rollout"], "else it is fp8rl-bf16kv"),
+        (["--variants", "fp8rl-exact"], "fp8rl-exact needs --trainer megatron and one GPU"),
         (
             ["--trainer", "megatron", "--family", "moonlight"],
             "--family moonlight has no --variants upstream",
@@ -90,6 +91,27 @@ def test_what_cannot_be_run_is_refused(
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("task", ["sums", "real"])
+def test_the_exact_variant_is_served(
+    benchmark: ModuleType, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_rl_ext.config.drivers import DRIVERS
+    from nemo_rl_ext.config.merge import read
+
+    arguments = ["--source", tmp_path, "--folder", tmp_path, "--trainer", "megatron"]
+    arguments += ["--variants", "fp8rl-exact", "--task", task]
+    monkeypatch.setattr(sys, "argv", ["nemo_rl.py", *map(str, arguments)])
+    options = benchmark.parse()
+    value = benchmark.config(options, tmp_path, tmp_path, tmp_path, "fp8rl-exact")
+    del value["defaults"]
+    block = value.pop("fp8rl")
+    policy = value["policy"]
+    for section in (policy["megatron_cfg"], policy["generation"]["vllm_cfg"], value["loss_fn"]):
+        section["fp8rl"] = block
+    keys = read(value, DRIVERS["grpo"])
+    assert keys is not None and keys.recipe.exact and keys.recipe.kv_cache.dtype == "fp8_e4m3"
 
 
 def test_a_resumed_run_is_put_together(
