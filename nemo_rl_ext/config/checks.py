@@ -368,7 +368,7 @@ def refuse_fixed_engines(guard: GuardConfig, recipe: Recipe, sections: Sections)
     if guard.fallback != "bf16" or not recipe.rollout:
         return
     if recipe.exact:
-        reason = f"'{VLLM}.{BLOCK}.exact' false: the trainer's attention needs a cache of 8 bits"
+        reason = f"'{VLLM}.{BLOCK}.exact' false: engines in BF16 compute otherwise"
     elif sections.vllm.get("expose_http_server"):
         reason = f"'{VLLM}.expose_http_server' false: the server keeps the engine it began with"
     elif sections.shares_experts:

@@ -82,7 +82,7 @@ def refuse_inexact(recipe: Recipe, where: str, sections: Sections) -> None:
             "fp8rl computes the log-probabilities that NeMo RL computes in chunks",
             "set it to 1024",
         )
-    if not recipe.kv_cache.in_training:
+    if has_fp8_kv(recipe) and not recipe.kv_cache.in_training:
         raise _refusal(
             f"'{sections.driver.scripts[0]}' sends no KV scales",
             where,

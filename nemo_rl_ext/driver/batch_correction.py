@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from fp8rl.errors import UnsupportedError
 from fp8rl.recipe import ImportanceSampling, Rejection
+from nemo_rl_ext.driver.exactness import share_equal
 from nemo_rl_ext.driver.mismatch_guard import LEVELS, Level, MismatchGuard
 from nemo_rl_ext.grpo.importance_sampling import correct, resolve_corrector
 from nemo_rl_ext.grpo.log_ratio import token_log_ratio
@@ -33,11 +34,14 @@ class BatchCorrection:
         guard: or None.
         in_pieces: a step's batch comes in several calls, and :meth:`end_step` follows the last one
             (single controller).
+        exact: of the recipe: the share of equal logprobs is among the metrics of a step in pieces.
+            Those of a whole batch have it from :mod:`nemo_rl_ext.patches.batch`.
     """
 
     settings: ImportanceSampling
     guard: MismatchGuard | None = None
     in_pieces: bool = False
+    exact: bool = False
     skips: bool = False
     """Whether the step of the last batch is left out, in every pass over it."""
     outgrown: int | None = None
@@ -125,6 +129,8 @@ class BatchCorrection:
             rollout, trainer, counts, kept = self._all_pieces()
             whole = correct(rollout, trainer, counts, self.settings, self._corrector)
             metrics = dict(whole.metrics)
+            if self.exact:
+                metrics["equal_logprobs"] = share_equal(rollout, trainer, counts)
             emptied = self.skips or not whole.weights[kept].any()
             metrics |= self._close(metrics["token_mult_prob_error"], emptied=emptied)
             if self.guard is not None:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from nemo_rl_ext.names import LOGGER
 
 logger = logging.getLogger(LOGGER)
@@ -26,17 +28,23 @@ def equal_logprobs(
     Returns:
         ``fp8rl/equal_logprobs``; nothing where no token counts.
     """
-    counts = (train_data["token_mask"] * train_data["sample_mask"].unsqueeze(-1))[:, 1:] != 0
-    equal = (train_data["generation_logprobs"] == train_data["prev_logprobs"])[:, 1:][counts]
-    if not len(equal):
+    counts = (train_data["token_mask"] * train_data["sample_mask"].unsqueeze(-1)) != 0
+    counts[:, 0] = False  # a first token has no log-probability
+    if not counts.any():
         return {}
-    share = equal.double().mean().item()
+    share = share_equal(train_data["generation_logprobs"], train_data["prev_logprobs"], counts)
     if on_policy and share < 1:
+        total = int(counts.sum())
         logger.error(
             "fp8rl: exact does not hold: %d of %d tokens have other log-probabilities in the "
             "trainer than in the rollout; 'fp8rl exact %s' finds the first module that differs.",
-            len(equal) - int(equal.sum()),
-            len(equal),
+            round((1 - share) * total),
+            total,
             model,
         )
     return {"fp8rl/equal_logprobs": share}
+
+
+def share_equal(rollout: torch.Tensor, trainer: torch.Tensor, counts: torch.Tensor) -> float:
+    """Return the share of the tokens that ``counts`` marks, all ``[B, S]``, with equal ones."""
+    return (rollout == trainer)[counts].double().mean().item()

@@ -449,7 +449,7 @@ PROBES = (
         attributes="hidden_size variance_epsilon weight forward_native forward_cuda",
         needs="exact"),
     Probe(15, "config", "VllmConfig", attributes="use_v2_model_runner", needs="exact"),
-    Probe(15, "config", "ModelConfig", attributes="head_dtype is_multimodal_model",
+    Probe(15, "config", "ModelConfig", attributes="head_dtype is_multimodal_model logprobs_mode",
         needs="exact"),
     Probe(15, "v1.worker.gpu.sample.logprob", "compute_token_logprobs", positional=2,
         needs="exact"),

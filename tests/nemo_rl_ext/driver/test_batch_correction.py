@@ -47,6 +47,14 @@ def test_weights_are_those_of_the_whole_batch_at_upstreams_positions() -> None:
     assert metrics["fp8rl/step_skipped"] == 0
 
 
+def test_a_step_in_pieces_has_the_share_of_equal_tokens() -> None:
+    for exact, share in ((True, 0.75), (False, None)):
+        run = BatchCorrection(ImportanceSampling(), in_pieces=True, exact=exact)
+        run.correct(batch([0.0, 0.0]))
+        run.correct(batch([0.0, 1e-6], tokens=4))
+        assert run.end_step()[1].get("fp8rl/equal_logprobs") == share
+
+
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_scales_that_were_outgrown_are_counted(in_pieces: bool) -> None:
     run = BatchCorrection(ImportanceSampling(), in_pieces=in_pieces)
