@@ -114,7 +114,7 @@ def refuse_inexact_model(
     kind = model.get("model_type")
     if kind is not None and kind not in EXACT_MODELS:
         raise UnsupportedError(
-            f"'{where}.exact' serves models of type {' and '.join(EXACT_MODELS)}, and '{name}' is "
+            f"'{where}.exact' serves models of type {', '.join(EXACT_MODELS)}, and '{name}' is "
             f"of type '{kind}'; remove the key, or choose another model."
         )
     if policy is not None:

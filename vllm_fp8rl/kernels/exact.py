@@ -190,7 +190,7 @@ def check_exact(engine: VllmConfig, policy: PinPolicy) -> None:
             )
     if model.hf_text_config.model_type not in EXACT_MODELS:
         raise UnsupportedError(
-            f"exact serves model_type {' and '.join(EXACT_MODELS)}, not "
+            f"exact serves model_type {', '.join(EXACT_MODELS)}, not "
             f"'{model.hf_text_config.model_type}'; choose another model, {_REMEDY}"
         )
     if model.get_head_size() not in HEAD_SIZES:

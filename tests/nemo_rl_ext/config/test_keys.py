@@ -405,7 +405,7 @@ def test_exact_needs_scales_that_the_loop_sends() -> None:
     ("kind", "pins", "message"),
     [
         ("qwen3", {}, None),
-        ("qwen2", {}, "serves models of type llama and qwen3, and .* of type 'qwen2'"),
+        ("qwen2", {}, "serves models of type llama, qwen3.*, and .* of type 'qwen2'"),
         ("llama", {"last": 1}, r"'model\.layers\.1\..*' is pinned to BF16"),
     ],
 )
